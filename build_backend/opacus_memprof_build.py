@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PEP 517 backend: setuptools, building against the torch of the environment that is installed into.
+
+The extension subclasses torch's allocator, so it must be compiled against the very torch that it will run
+with. Listing torch as a build requirement would make pip download a second one into its isolated build
+environment. Instead the environment's own import path is appended to the isolated one: setuptools and the
+other build requirements still come from there, torch from where it will be used. Only where there is no
+torch at all is it asked for.
+"""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from typing import Any
+
+from setuptools.build_meta import *  # noqa: F403  (the hooks that are not replaced below)
+
+
+def _environment_path() -> list[str]:
+    """The import path of this interpreter without the build environment that pip put in front of it."""
+    # -E leaves out PYTHONPATH, which is how pip isolates; the interpreter is the environment's own.
+    probe = [sys.executable, "-E", "-c", "import sys; print([p for p in sys.path[1:] if p])"]
+    path: list[str] = ast.literal_eval(subprocess.run(probe, check=True, capture_output=True, text=True).stdout)
+    return path
+
+
+sys.path.extend(entry for entry in _environment_path() if entry not in sys.path)
+
+
+def _requirements(config_settings: Any = None) -> list[str]:
+    return [] if importlib.util.find_spec("torch") else ["torch"]
+
+
+get_requires_for_build_wheel = _requirements
+get_requires_for_build_editable = _requirements
+get_requires_for_build_sdist = _requirements

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled extension. Every other module imports it from here, and only here are its load failures explained.
+
+The extension derives from classes of torch that have no stable ABI: loaded into another torch than it was built
+for it would crash at some later allocation. The versions are therefore compared before it is loaded.
+
+Raises ImportError, with one sentence and the command that mends it, when the extension is missing, was built for
+another torch, or cannot be loaded.
+"""
+
+from pathlib import Path
+
+import torch  # before the extension, whose undefined symbols torch's libraries resolve
+
+
+def mending_command() -> str:
+    """The command that rebuilds the extension for the torch of this environment."""
+    tree = Path(__file__).resolve().parents[1]
+    if (tree / "setup.py").is_file():
+        return f"pip install --no-deps -e {tree}"
+    return "pip install --force-reinstall --no-deps --no-cache-dir ."
+
+
+def _failure(what: str) -> ImportError:
+    return ImportError(f"{what}: in opacus-memprof's source tree run `{mending_command()}`")
+
+
+try:
+    from opacus_memprof import _build_info
+except ImportError:
+    raise _failure("opacus-memprof's extension has not been built") from None
+
+if torch.__version__ != _build_info.TORCH_VERSION:
+    raise _failure(
+        f"opacus-memprof was built for torch {_build_info.TORCH_VERSION}, but torch {torch.__version__} is installed"
+    )
+
+try:
+    from opacus_memprof._C import (
+        HAS_CUDA,
+        KEEP,
+        EnterModule,
+        ExitModule,
+        Tag,
+        Tagged,
+        capture,
+        captures,
+        category_id,
+        cpu_install,
+        cpu_installed,
+        cpu_reported_bytes,
+        cpu_uninstall,
+        cuda_allocator,
+        cuda_current_name,
+        cuda_install,
+        cuda_installed,
+        cuda_refresh,
+        cuda_uninstall,
+        end_step,
+        events_status,
+        live_blocks,
+        module_id,
+        names,
+        op_id,
+        peaks,
+        phase_id,
+        release,
+        replay,
+        reset_peaks,
+        retag,
+        retag_if,
+        set_phase,
+        set_second_backward,
+        settle,
+        snapshot,
+        start_events,
+        step,
+        stop_events,
+        write_meta,
+    )
+except ImportError as error:
+    raise _failure(f"opacus-memprof's extension cannot be loaded ({error})") from error
+
+__all__ = [
+    "HAS_CUDA",
+    "KEEP",
+    "EnterModule",
+    "ExitModule",
+    "Tag",
+    "Tagged",
+    "capture",
+    "captures",
+    "category_id",
+    "cpu_install",
+    "cpu_installed",
+    "cpu_reported_bytes",
+    "cpu_uninstall",
+    "cuda_allocator",
+    "cuda_current_name",
+    "cuda_install",
+    "cuda_installed",
+    "cuda_refresh",
+    "cuda_uninstall",
+    "end_step",
+    "events_status",
+    "live_blocks",
+    "module_id",
+    "names",
+    "op_id",
+    "peaks",
+    "phase_id",
+    "release",
+    "replay",
+    "reset_peaks",
+    "retag",
+    "retag_if",
+    "set_phase",
+    "set_second_backward",
+    "settle",
+    "snapshot",
+    "start_events",
+    "step",
+    "stop_events",
+    "write_meta",
+]

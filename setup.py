@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds opacus_memprof._C against the torch that is importable here; the metadata is in pyproject.toml.
+
+Environment: OPACUS_MEMPROF_CUDA=auto|0|1 (1 fails where CUDA cannot be built), CUDA_HOME,
+NLOHMANN_JSON_INCLUDE (a folder that holds nlohmann/json.hpp), MAX_JOBS (compilers at once, 2 by default).
+"""
+
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+from setuptools import Extension, setup
+
+try:
+    import torch
+    from torch.utils import cpp_extension
+except ImportError as error:
+    raise SystemExit(f"opacus-memprof is built against the torch it will run with, and there is none: {error}") from None
+
+# Virtuals of c10::cuda::CUDACachingAllocator::CUDAAllocator that come and go with torch's minors. Those that the
+# installed header declares are compiled in, as OPACUS_MEMPROF_HAS_<name>.
+OPTIONAL_VIRTUALS = [
+    "allocateWithAddress",
+    "annotateMemory",
+    "attachOomRejectionObserver",
+    "getContextForPointer",
+    "markCaptureBegin",
+    "markCaptureEnd",
+    "supportsUserMetadata",
+]
+
+FLAGS = ["-std=c++20", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
+
+
+class Cuda(NamedTuple):
+    """CUDA's headers and runtime library, from one place. No nvcc is needed: there is no device code."""
+
+    include: list[Path]
+    libcudart: Path
+
+
+def package_folders(name: str) -> list[Path]:
+    """The folders of an installed package, without importing it; empty where it is not installed."""
+    spec = importlib.util.find_spec(name)
+    return [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]
+
+
+def cuda_at(include: list[Path], libraries: list[Path], major: str) -> Cuda | None:
+    """CUDA from these folders, if they hold the headers and the runtime library of this major version."""
+    header = next((folder / "cuda.h" for folder in include if (folder / "cuda.h").is_file()), None)
+    library = next((found for folder in libraries for found in folder.glob(f"libcudart.so.{major}")), None)
+    if header is None or library is None:
+        return None
+    version = re.search(r"#define\s+CUDA_VERSION\s+(\d+)", header.read_text(errors="replace"))
+    return Cuda(include, library) if version and int(version[1]) // 1000 == int(major) else None
+
+
+def find_cuda() -> Cuda | str:
+    """CUDA as torch was built with, or why there is none. Torch's own wheels bring it; a toolkit serves as well."""
+    if not torch.version.cuda:
+        return f"torch {torch.__version__} is a build without CUDA"
+    major = torch.version.cuda.split(".")[0]
+    places = [
+        (sorted(folder.glob("*/include")), sorted(folder.glob("*/lib"))) for folder in package_folders("nvidia")
+    ]
+    for home in filter(None, [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]):
+        places.append(([Path(home, "include")], [Path(home, "lib64"), Path(home, "lib")]))
+    for include, libraries in places:
+        if cuda := cuda_at(include, libraries, major):
+            return cuda
+    return (
+        f"no headers and libcudart.so of CUDA {major} beside torch, in $CUDA_HOME or in /usr/local/cuda "
+        f"(`pip install nvidia-cuda-runtime` brings them)"
+    )
+
+
+def choose_cuda() -> Cuda | None:
+    """What OPACUS_MEMPROF_CUDA asks for."""
+    wanted = os.environ.get("OPACUS_MEMPROF_CUDA", "auto")
+    if wanted not in ("auto", "0", "1"):
+        raise SystemExit(f"OPACUS_MEMPROF_CUDA is {wanted!r}; it can be auto, 0 or 1")
+    cuda = "OPACUS_MEMPROF_CUDA is 0" if wanted == "0" else find_cuda()
+    if isinstance(cuda, Cuda):
+        return cuda
+    if wanted == "1":
+        raise SystemExit(f"OPACUS_MEMPROF_CUDA is 1, but CUDA cannot be built: {cuda}")
+    print(f"opacus-memprof: building the CPU part only: {cuda}")
+    return None
+
+
+def json_include() -> Path:
+    """Where nlohmann/json.hpp is."""
+    places = [Path(os.environ["NLOHMANN_JSON_INCLUDE"])] if "NLOHMANN_JSON_INCLUDE" in os.environ else []
+    places += [folder / "include" for folder in package_folders("nlohmann_json")]
+    places += [Path("/usr/local/include"), Path("/usr/include")]
+    for place in places:
+        if (place / "nlohmann" / "json.hpp").is_file():
+            return place
+    raise SystemExit(
+        "nlohmann/json.hpp is not found: `pip install nlohmann-json`, install the system's nlohmann-json3-dev, "
+        "or name its folder in NLOHMANN_JSON_INCLUDE"
+    )
+
+
+def optional_virtuals(torch_include: Path) -> list[tuple[str, str]]:
+    """One macro for each of OPTIONAL_VIRTUALS that the installed header declares."""
+    header = (torch_include / "c10" / "cuda" / "CUDACachingAllocator.h").read_text()
+    declared = [name for name in OPTIONAL_VIRTUALS if re.search(rf"virtual\b[^;{{}}]*?\b{name}\(", header)]
+    return [(f"OPACUS_MEMPROF_HAS_{name}", "1") for name in declared]
+
+
+def sources(with_cuda: bool) -> list[str]:
+    """Files named cuda_* need CUDA's headers; cuda_stub.cpp stands in for them where there are none."""
+    found = sorted(path for part in ("core", "adaptors", "bindings") for path in Path("csrc", part).glob("*.cpp"))
+    return [
+        str(path)
+        for path in found
+        if not path.name.startswith("cuda_") or (path.name == "cuda_stub.cpp") != with_cuda
+    ]
+
+
+def extension(cuda: Cuda | None) -> Extension:
+    # pybind11 is torch's own copy (torch/include/pybind11), not PyPI's: allocator() hands out an object of a type
+    # that torch._C registered, and pybind11 shares types only between modules with the same internals version.
+    torch_includes = [Path(folder) for folder in cpp_extension.include_paths()]
+    headers = [*torch_includes, json_include(), Path(sysconfig.get_path("include")), *(cuda.include if cuda else [])]
+    return cpp_extension.CppExtension(
+        "opacus_memprof._C",
+        sources(with_cuda=cuda is not None),
+        # As system headers: their warnings are not ours to mend.
+        extra_compile_args=[*FLAGS, *(f"-isystem{folder}" for folder in headers)],
+        define_macros=optional_virtuals(torch_includes[0]) if cuda else [],
+        include_dirs=[str(Path("csrc").resolve())],
+        libraries=["c10_cuda", "torch_cuda"] if cuda else [],
+        extra_link_args=[f"-L{cuda.libcudart.parent}", f"-l:{cuda.libcudart.name}"] if cuda else [],
+    )
+
+
+class BuildExtension(cpp_extension.BuildExtension):
+    """Also writes _build_info.py beside the extension, which _native.py checks before it loads it."""
+
+    def run(self) -> None:
+        super().run()
+        compiler = subprocess.run([cpp_extension.get_cxx_compiler(), "--version"], capture_output=True, text=True)
+        info = {
+            "VERSION": self.distribution.get_version(),
+            "TORCH_VERSION": str(torch.__version__),
+            "TORCH_CUDA": torch.version.cuda,
+            "HAS_CUDA": CUDA is not None,
+            "PYTHON": platform.python_version(),
+            "COMPILER": compiler.stdout.partition("\n")[0],
+        }
+        lines = ["# Written by setup.py: what the extension beside this file was built for.\n"]
+        lines += [f"{name} = {value!r}\n" for name, value in info.items()]
+        Path(self.get_ext_fullpath("opacus_memprof._C")).with_name("_build_info.py").write_text("".join(lines))
+
+
+os.environ.setdefault("MAX_JOBS", "2")
+CUDA = choose_cuda()
+TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
+
+setup(
+    ext_modules=[extension(CUDA)],
+    cmdclass={"build_ext": BuildExtension},
+    install_requires=[f"torch=={TORCH_MINOR}.*", "opacus>=1.5", "numpy", "rich", "typer"],
+    # Objects of another torch, or of a build without CUDA, must not be taken for this one's.
+    options={"build": {"build_base": f"build/torch-{torch.__version__}-{'cuda' if CUDA else 'cpu'}"}},
+)
