@@ -20,7 +20,9 @@ try:
     import torch
     from torch.utils import cpp_extension
 except ImportError as error:
-    raise SystemExit(f"opacus-memprof is built against the torch it will run with, and there is none: {error}") from None
+    raise SystemExit(
+        f"opacus-memprof is built against the torch it will run with, and there is none: {error}"
+    ) from None
 
 # Virtuals of c10::cuda::CUDACachingAllocator::CUDAAllocator that come and go with torch's minors. Those that the
 # installed header declares are compiled in, as OPACUS_MEMPROF_HAS_<name>.
@@ -65,9 +67,7 @@ def find_cuda() -> Cuda | str:
     if not torch.version.cuda:
         return f"torch {torch.__version__} is a build without CUDA"
     major = torch.version.cuda.split(".")[0]
-    places = [
-        (sorted(folder.glob("*/include")), sorted(folder.glob("*/lib"))) for folder in package_folders("nvidia")
-    ]
+    places = [(sorted(folder.glob("*/include")), sorted(folder.glob("*/lib"))) for folder in package_folders("nvidia")]
     for home in filter(None, [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]):
         places.append(([Path(home, "include")], [Path(home, "lib64"), Path(home, "lib")]))
     for include, libraries in places:
@@ -118,9 +118,7 @@ def sources(with_cuda: bool) -> list[str]:
     """Files named cuda_* need CUDA's headers; cuda_stub.cpp stands in for them where there are none."""
     found = sorted(path for part in ("core", "adaptors", "bindings") for path in Path("csrc", part).glob("*.cpp"))
     return [
-        str(path)
-        for path in found
-        if not path.name.startswith("cuda_") or (path.name == "cuda_stub.cpp") != with_cuda
+        str(path) for path in found if not path.name.startswith("cuda_") or (path.name == "cuda_stub.cpp") != with_cuda
     ]
 
 
@@ -145,6 +143,7 @@ class BuildExtension(cpp_extension.BuildExtension):
     """Also writes _build_info.py beside the extension, which _native.py checks before it loads it."""
 
     def run(self) -> None:
+        self.build_temp = f"{BUILD}/objects"  # an editable install would compile everything anew in a temporary folder
         super().run()
         compiler = subprocess.run([cpp_extension.get_cxx_compiler(), "--version"], capture_output=True, text=True)
         info = {
@@ -163,11 +162,12 @@ class BuildExtension(cpp_extension.BuildExtension):
 os.environ.setdefault("MAX_JOBS", "2")
 CUDA = choose_cuda()
 TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
+# Objects of another torch, or of a build without CUDA, must not be taken for this one's.
+BUILD = f"build/torch-{torch.__version__}-{'cuda' if CUDA else 'cpu'}"
 
 setup(
     ext_modules=[extension(CUDA)],
     cmdclass={"build_ext": BuildExtension},
     install_requires=[f"torch=={TORCH_MINOR}.*", "opacus>=1.5", "numpy", "rich", "typer"],
-    # Objects of another torch, or of a build without CUDA, must not be taken for this one's.
-    options={"build": {"build_base": f"build/torch-{torch.__version__}-{'cuda' if CUDA else 'cpu'}"}},
+    options={"build": {"build_base": BUILD}},
 )

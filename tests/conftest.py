@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests marked `cuda` need a GPU: skipped where there is none, but failed there with MEMPROF_REQUIRE_CUDA=1.
+
+A machine that was set up to test CUDA must not report success because its driver has gone.
+"""
+
+import os
+
+import pytest
+import torch
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") is None or torch.cuda.is_available():
+        return
+    if os.environ.get("MEMPROF_REQUIRE_CUDA") == "1":
+        pytest.fail("needs a GPU that torch can use, which MEMPROF_REQUIRE_CUDA=1 promises", pytrace=False)
+    pytest.skip("needs a GPU that torch can use")

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes: known pairs, written by hand, and the bounds that a printed size must keep."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.units import format_bytes, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (123, 123),
+        ("0", 0),
+        ("123", 123),
+        ("123 B", 123),
+        ("1KB", 1_000),
+        ("1 KiB", 1_024),
+        ("1.2 GB", 1_200_000_000),
+        ("512MiB", 536_870_912),
+        (" 1.5gib ", 1_610_612_736),
+        ("2 TB", 2_000_000_000_000),
+        ("2 TiB", 2_199_023_255_552),
+        (".5 KB", 500),
+        ("0.0003 KiB", 0),
+        # Binary floating point would read one byte less.
+        ("0.29 KB", 290),
+        ("9007199254740993", 9_007_199_254_740_993),
+    ],
+)
+def test_sizes_are_read_exactly(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MB", "-1", -1, "1 M", "1 Gbit", "1e9", "1,5 GB", "1 2 MB", "1.2.3", "nan", "٣"])
+def test_anything_else_is_refused_in_one_sentence(text: str | int) -> None:
+    with pytest.raises(MemprofError, match="is not a size") as raised:
+        parse_size(text)
+    assert repr(str(text)) in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1_572_864, "1.50 MiB"),
+        (1_048_575, "1.00 MiB"),
+        (1_073_741_824, "1.00 GiB"),
+        (32_900_000_000, "30.64 GiB"),
+        (5 * 1024**4, "5.00 TiB"),
+        (2048 * 1024**4, "2048.00 TiB"),
+        (-1_572_864, "-1.50 MiB"),
+        (-3, "-3 B"),
+    ],
+)
+def test_sizes_are_written_in_binary_units(size: int, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+@given(st.integers(min_value=0, max_value=2**50))
+def test_what_is_written_reads_back_to_half_a_hundredth(size: int) -> None:
+    text = format_bytes(size)
+    unit = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}[text.split()[1]]
+    assert abs(parse_size(text) - size) <= 0.005 * unit + 1
+    assert float(text.split()[0]) < 1024 or unit == 2**40
