@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// The contract of an adaptor: one object a device type, which wraps that type's allocator in torch,
+// forwards everything to it and reports to the recorder. The wrapped allocator objects are never
+// destroyed: tensors keep pointers to them.
+#pragma once
+
+#include <c10/core/Allocator.h>
+
+#include <cstdint>
+#include <string>
+
+#include "core/recorder.h"
+
+namespace opacus_memprof {
+
+class Adaptor {
+ public:
+  virtual ~Adaptor() = default;
+
+  // Both are idempotent. Throw std::runtime_error with one sentence where it cannot be done.
+  virtual void install() = 0;
+  virtual void uninstall() = 0;
+  [[nodiscard]] virtual bool installed() const = 0;
+
+  // Makes the free of a block that was allocated before us visible; false if it is not such a block.
+  virtual bool adopt(c10::DataPtr& data, std::size_t bytes) = 0;
+  // Asks upstream what it counts, for the peak that has just been closed on `device`.
+  virtual void note_peak(Device device) noexcept = 0;
+};
+
+Adaptor& cpu_adaptor();
+// nullptr in a build without CUDA.
+Adaptor* cuda_adaptor();
+
+// c10's own count of the bytes that its CPU allocator has out since install, blocks adopted included.
+std::int64_t cpu_reported_bytes();
+
+}  // namespace opacus_memprof

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "adaptors/autograd_position.h"
+
+#include <ATen/SequenceNumber.h>
+#include <c10/util/Type.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <climits>
+#include <mutex>
+#include <string>
+#include <typeinfo>
+#include <unordered_map>
+#include <vector>
+
+#include "core/names.h"
+#include "core/recorder.h"
+#include "core/spin_lock.h"
+
+namespace opacus_memprof {
+
+namespace {
+
+// From sequence number `begin` on, new nodes belong to `module`, until the next boundary.
+struct Boundary {
+  std::uint64_t begin;
+  std::uint16_t module;
+};
+
+// Boundaries in rising order of their numbers. Not thread safe.
+class SequenceRanges {
+ public:
+  void begin(std::uint64_t sequence, std::uint16_t module) {
+    while (!boundaries_.empty() && boundaries_.back().begin >= sequence) boundaries_.pop_back();
+    if (boundaries_.size() >= kKept) {
+      boundaries_.erase(boundaries_.begin(), boundaries_.begin() + kKept / 2);
+    }
+    boundaries_.push_back({.begin = sequence, .module = module});
+  }
+
+  [[nodiscard]] std::uint16_t module_of(std::uint64_t sequence) const noexcept {
+    const auto after = std::upper_bound(
+        boundaries_.begin(), boundaries_.end(), sequence,
+        [](std::uint64_t value, const Boundary& boundary) { return value < boundary.begin; });
+    return after == boundaries_.begin() ? std::uint16_t{0} : std::prev(after)->module;
+  }
+
+ private:
+  static constexpr std::size_t kKept = std::size_t{1} << 17U;
+  std::vector<Boundary> boundaries_;
+};
+
+// Of forwards outside backward; written by the training thread, read by autograd's.
+struct Forward {
+  SpinLock lock;
+  SequenceRanges ranges;
+};
+
+Forward& forward() {
+  static auto* const instance = new Forward;
+  return *instance;
+}
+
+// Of forwards inside backward (reentrant activation checkpointing recomputes on autograd's thread and
+// then runs a nested graph task there). Numbers are the thread's own, so these ranges are too.
+struct Recomputed {
+  SequenceRanges ranges;
+  int task = INT_MAX;  // the one that recomputed; its nested tasks have higher ids
+};
+
+Recomputed& recomputed() {
+  thread_local Recomputed instance;
+  return instance;
+}
+
+void begin_range(std::uint16_t module) {
+  const std::uint64_t sequence = at::sequence_number::peek();
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task >= 0) {
+    recomputed().task = task;
+    recomputed().ranges.begin(sequence, module);
+  } else {
+    const std::lock_guard guard(forward().lock);
+    forward().ranges.begin(sequence, module);
+  }
+}
+
+std::uint16_t module_of(int task, std::uint64_t sequence) noexcept {
+  constexpr std::uint64_t kAccumulateGrad = UINT64_MAX;  // belongs to no forward
+  if (sequence == kAccumulateGrad) return 0;
+  if (task > recomputed().task) return recomputed().ranges.module_of(sequence);
+  const std::lock_guard guard(forward().lock);
+  return forward().ranges.module_of(sequence);
+}
+
+std::uint16_t op_of(const torch::autograd::Node& node) {
+  // By the type's address: a node's own name() may need Python, and builds a string each time.
+  thread_local std::unordered_map<const std::type_info*, std::uint16_t> known;
+  const std::type_info* type = &typeid(node);
+  const auto found = known.find(type);
+  if (found != known.end()) return found->second;
+  std::string name = c10::demangle(type->name());
+  if (const auto colons = name.rfind("::"); colons != std::string::npos) name.erase(0, colons + 2);
+  const std::uint16_t id = names().intern(Names::Kind::op, name);
+  known.emplace(type, id);
+  return id;
+}
+
+}  // namespace
+
+bool in_backward() noexcept {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task < 0) return false;
+  backward_state.note(task);
+  return true;
+}
+
+BackwardPosition backward_position() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task < 0) return {};
+  backward_state.note(task);
+  const auto node = torch::autograd::get_current_node();
+  if (node == nullptr) return {.task = task};
+
+  // A node usually allocates more than once.
+  struct Last {
+    const void* node = nullptr;
+    std::uint64_t sequence = 0;
+    BackwardPosition position;
+  };
+  thread_local Last last;
+  const std::uint64_t sequence = node->sequence_nr();
+  if (last.node != node.get() || last.sequence != sequence || last.position.task != task) {
+    last = {.node = node.get(),
+            .sequence = sequence,
+            .position = {
+                .task = task, .module = module_of(task, sequence), .op = op_of(*node)}};
+  }
+  return last.position;
+}
+
+void enter_module(std::uint16_t module) {
+  ThreadTags& tags = this_thread();
+  if (tags.top().phase == kKeep8 && tags.phase() != Phase::forward && !in_backward()) {
+    recorder().set_phase(Phase::forward);
+  }
+  tags.push({.module = module});
+  begin_range(module);
+}
+
+void exit_module(std::uint16_t module) {
+  ThreadTags& tags = this_thread();
+  const std::size_t depth = tags.depth_of_module(module);
+  if (depth > tags.depth()) return;  // entered before the hooks were there
+  tags.unwind(depth - 1);
+  const std::uint16_t outer = tags.top().module;
+  begin_range(outer == kKeep16 ? std::uint16_t{0} : outer);
+}
+
+}  // namespace opacus_memprof

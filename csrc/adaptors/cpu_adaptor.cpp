@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+// Wraps c10's CPU allocator: the whole tool without a GPU.
+#include <c10/core/CPUAllocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <atomic>
+#include <memory>
+#include <stdexcept>
+
+#include "adaptors/adaptor.h"
+#include "adaptors/reporting.h"
+
+namespace opacus_memprof {
+
+namespace {
+
+constexpr Device kCpu = 0;
+
+// Reads the total that c10's CPU memory reporter keeps, an account independent of our ledger. c10
+// counts a block only while a thread-local listener asks for it, so one stands there during each
+// upstream call and passes on to whoever listened before (torch.profiler).
+class Listener final : public c10::MemoryReportingInfoBase {
+ public:
+  void reportMemoryUsage(void* pointer, std::int64_t size, std::size_t allocated,
+                         std::size_t reserved, c10::Device device) override {
+    total = static_cast<std::int64_t>(allocated);
+    if (auto* outer = listening_outside; outer != nullptr && outer->memoryProfilingEnabled()) {
+      outer->reportMemoryUsage(pointer, size, allocated, reserved, device);
+    }
+  }
+  [[nodiscard]] bool memoryProfilingEnabled() const override { return true; }
+
+  static c10::MemoryReportingInfoBase* outside() {
+    return dynamic_cast<c10::MemoryReportingInfoBase*>(
+        c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE));
+  }
+
+  std::atomic<std::int64_t> total{0};
+  static inline thread_local c10::MemoryReportingInfoBase* listening_outside = nullptr;
+};
+
+const std::shared_ptr<Listener>& listener() {
+  static const auto* const instance = new std::shared_ptr<Listener>(std::make_shared<Listener>());
+  return *instance;
+}
+
+class Listening {
+ public:
+  Listening() : guard_(c10::DebugInfoKind::PROFILER_STATE, prepare()) {}
+
+ private:
+  static std::shared_ptr<c10::DebugInfoBase> prepare() {
+    Listener::listening_outside = Listener::outside();
+    return listener();
+  }
+  c10::DebugInfoGuard guard_;
+};
+
+// The upstream of every wrapped block; set once, since blocks outlive uninstall().
+c10::Allocator* upstream = nullptr;
+c10::DeleterFnPtr upstream_deleter = nullptr;
+std::atomic<std::int64_t> adopted_bytes{0};
+
+void free_block(void* pointer) {
+  const Recorder::Freed freed = report_free(pointer);
+  if (freed.closed_peak) cpu_adaptor().note_peak(kCpu);
+  upstream_deleter(pointer);
+}
+
+void free_adopted(void* pointer) {
+  adopted_bytes -= static_cast<std::int64_t>(recorder().size_of(address_of(pointer)));
+  free_block(pointer);
+}
+
+class CpuAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t size) override {
+    c10::DataPtr data;
+    try {
+      const Listening listening;
+      data = upstream->allocate(size);
+    } catch (...) {
+      recorder().on_oom(size, kCpu, tag_of_allocation());
+      throw;
+    }
+    if (data && data.compare_exchange_deleter(upstream_deleter, &free_block)) {
+      report_alloc(data.get(), size, kCpu, 0, tag_of_allocation());
+    }
+    return data;
+  }
+  [[nodiscard]] c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+  void copy_data(void* destination, const void* source, std::size_t count) const override {
+    upstream->copy_data(destination, source, count);
+  }
+  [[nodiscard]] bool is_simple_data_ptr(const c10::DataPtr& data) const override {
+    return upstream->is_simple_data_ptr(data);
+  }
+};
+
+class CpuAdaptor final : public Adaptor {
+ public:
+  void install() override {
+    c10::Allocator* current = c10::GetAllocator(c10::DeviceType::CPU);
+    if (current == &allocator_) return;
+    if (upstream == nullptr) {
+      if (current->raw_deleter() == nullptr) {
+        throw std::runtime_error(
+            "the current CPU allocator has no raw deleter, so frees cannot be followed; profile "
+            "before the library that replaced torch's own allocator is imported");
+      }
+      upstream = current;
+      upstream_deleter = current->raw_deleter();
+      reported_before_ = probe();
+    } else if (current != upstream) {
+      throw std::runtime_error(
+          "the CPU allocator is not the one that was wrapped first; start a new process to profile "
+          "with the new one");
+    }
+    c10::SetAllocator(c10::DeviceType::CPU, &allocator_, kPriority);
+  }
+
+  void uninstall() override {
+    if (installed()) c10::SetAllocator(c10::DeviceType::CPU, upstream, kPriority);
+  }
+
+  [[nodiscard]] bool installed() const override {
+    return c10::GetAllocator(c10::DeviceType::CPU) == &allocator_;
+  }
+
+  bool adopt(c10::DataPtr& data, std::size_t bytes) override {
+    if (upstream == nullptr || !data || data.get() != data.get_context() ||
+        recorder().knows(address_of(data.get())) ||
+        !data.compare_exchange_deleter(upstream_deleter, &free_adopted)) {
+      return false;
+    }
+    recorder().seed(address_of(data.get()), bytes, kCpu, 0);
+    recorder().adopt(address_of(data.get()));
+    adopted_bytes += static_cast<std::int64_t>(bytes);
+    return true;
+  }
+
+  void note_peak(Device device) noexcept override {
+    // No allocator statistics on the CPU; the reporter's total is read at snapshots instead.
+    recorder().note_upstream_at_peak(device, -1, -1, -1);
+  }
+
+  [[nodiscard]] std::int64_t reported() const {
+    return upstream == nullptr ? 0 : probe() - reported_before_ + adopted_bytes;
+  }
+
+ private:
+  static constexpr std::uint8_t kPriority = 100;  // above torch's own registrations
+
+  // c10 tells its total when it allocates: ask for a byte.
+  static std::int64_t probe() {
+    const Listening listening;
+    const c10::DataPtr byte = upstream->allocate(1);
+    return listener()->total - 1;
+  }
+
+  CpuAllocator allocator_;
+  std::int64_t reported_before_ = 0;
+};
+
+CpuAdaptor& the_cpu_adaptor() {
+  static auto* const instance = new CpuAdaptor;
+  return *instance;
+}
+
+}  // namespace
+
+Adaptor& cpu_adaptor() { return the_cpu_adaptor(); }
+
+std::int64_t cpu_reported_bytes() { return the_cpu_adaptor().reported(); }
+
+}  // namespace opacus_memprof

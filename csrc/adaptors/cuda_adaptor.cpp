@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+// Puts the delegating allocator in torch's place and takes it out again, at any time.
+#include "adaptors/cuda_adaptor.h"
+
+#include <stdexcept>
+#include <unordered_set>
+
+#include "adaptors/cuda_allocator.h"
+#include "adaptors/cuda_call_site.h"
+#include "adaptors/reporting.h"
+
+namespace opacus_memprof {
+
+namespace {
+
+c10::DeviceIndex device_index(Device device) noexcept {
+  return static_cast<c10::DeviceIndex>(device - 1);
+}
+
+class CudaAdaptor final : public Adaptor {
+ public:
+  void install() override {
+    CudaAllocator& ours = allocator();
+    if (installed()) return;
+    if (cca::get() != ours.upstream()) {
+      throw std::runtime_error("the current CUDA allocator ('" + cca::name() +
+                               "') is not the one that was wrapped first ('" +
+                               ours.upstream()->name() +
+                               "'): another library replaced it; start a new process and install "
+                               "opacus-memprof after that library");
+    }
+    seed();
+    cca::allocator.store(&ours);
+    c10::SetAllocator(c10::DeviceType::CUDA, &ours);
+  }
+
+  void uninstall() override {
+    if (!installed()) return;
+    cca::allocator.store(allocator_->upstream());
+    c10::SetAllocator(c10::DeviceType::CUDA, allocator_->upstream());
+  }
+
+  [[nodiscard]] bool installed() const override {
+    return allocator_ != nullptr && cca::get() == allocator_;
+  }
+
+  bool adopt(c10::DataPtr& data, std::size_t bytes) override {
+    if (allocator_ == nullptr || !data) return false;
+    const bool adopted = data.compare_exchange_deleter(allocator_->upstream()->raw_deleter(),
+                                                       allocator_->raw_deleter());
+    if (adopted) {
+      // A block that was there when the ledger was seeded is known already.
+      recorder().seed(address_of(data.get()), bytes, static_cast<Device>(1 + data.device().index()), 0);
+      recorder().adopt(address_of(data.get()));
+    }
+    return adopted;
+  }
+
+  void note_peak(Device device) noexcept override {
+    std::int64_t requested = -1;
+    std::int64_t allocated = -1;
+    std::int64_t reserved = -1;
+    try {
+      constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+      const auto stats = allocator().upstream()->getDeviceStats(device_index(device));
+      requested = stats.requested_bytes[kAll].current;
+      allocated = stats.allocated_bytes[kAll].current;
+      reserved = stats.reserved_bytes[kAll].current;
+    } catch (...) {
+      // An upstream without statistics (a plug-in allocator): the figures stay unknown.
+    }
+    recorder().note_upstream_at_peak(device, requested, allocated, reserved);
+  }
+
+  // Made on first use and never destroyed: tensors keep pointers to it.
+  CudaAllocator& allocator() {
+    if (allocator_ == nullptr) {
+      if (cca::get()->raw_deleter() == nullptr) {
+        throw std::runtime_error("the current CUDA allocator ('" + cca::name() +
+                                 "') has no raw deleter, so frees cannot be followed; install "
+                                 "opacus-memprof before it is replaced");
+      }
+      find_libtorch_cuda();
+      allocator_ = new CudaAllocator(cca::get());
+    }
+    return *allocator_;
+  }
+
+  std::int64_t refresh(c10::DeviceIndex device) {
+    std::int64_t pending = 0;
+    std::unordered_set<std::uint64_t> alive;
+    for_each_block([&](std::uint64_t address, const auto& block, c10::DeviceIndex owner) {
+      if (owner != device) return;
+      if (block.allocated) alive.insert(address);
+      if (block.active && !block.allocated) {
+        pending += static_cast<std::int64_t>(block.requested_size);
+      }
+    });
+    for (const std::uint64_t address : recorder().seeded(static_cast<Device>(1 + device))) {
+      if (!alive.contains(address)) recorder().on_free(address, this_thread().phase());
+    }
+    return pending;
+  }
+
+ private:
+  template <typename Function>
+  void for_each_block(Function function) {
+    for (const auto& segment : allocator_->upstream()->snapshot({0, 0}, false).segments) {
+      std::uint64_t address = segment.address;
+      for (const auto& block : segment.blocks) {
+        function(address, block, segment.device);
+        address += block.size;
+      }
+    }
+  }
+
+  // Tensors from before have the native deleter: their frees go past us (refresh notices).
+  void seed() {
+    if (!allocator_->upstream()->initialized()) return;
+    try {
+      for_each_block([](std::uint64_t address, const auto& block, c10::DeviceIndex device) {
+        if (block.allocated) {
+          recorder().seed(address, block.requested_size, static_cast<Device>(1 + device), 0);
+        }
+      });
+    } catch (const c10::Error&) {
+      // An upstream without snapshots: blocks from before stay unknown and show as a remainder.
+    }
+  }
+
+  CudaAllocator* allocator_ = nullptr;
+};
+
+CudaAdaptor& the_cuda_adaptor() {
+  static auto* const instance = new CudaAdaptor;
+  return *instance;
+}
+
+}  // namespace
+
+Adaptor* cuda_adaptor() { return &the_cuda_adaptor(); }
+
+c10::cuda::CUDACachingAllocator::CUDAAllocator* cuda_allocator() {
+  return &the_cuda_adaptor().allocator();
+}
+
+std::string cuda_current_name() {
+  return the_cuda_adaptor().installed() ? "opacus_memprof over " + cca::name() : cca::name();
+}
+
+std::int64_t cuda_refresh(int device) {
+  return the_cuda_adaptor().refresh(static_cast<c10::DeviceIndex>(device));
+}
+
+}  // namespace opacus_memprof

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// What only CUDA has, beyond the contract of adaptor.h.
+#pragma once
+
+#include <c10/cuda/CUDACachingAllocator.h>
+
+#include <cstdint>
+#include <string>
+
+#include "adaptors/adaptor.h"
+
+namespace opacus_memprof {
+
+// The delegating allocator, for torch.cuda.memory.change_current_allocator. Never destroyed.
+c10::cuda::CUDACachingAllocator::CUDAAllocator* cuda_allocator();
+
+// Whoever is the current allocator.
+std::string cuda_current_name();
+
+// Asks the wrapped allocator which blocks exist: drops seeded ones that are gone. Returns the bytes
+// that were freed but wait for a side stream. Throws c10::Error where it keeps no snapshot.
+std::int64_t cuda_refresh(int device);
+
+}  // namespace opacus_memprof

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "adaptors/cuda_allocator.h"
+
+#include <c10/cuda/CUDAFunctions.h>
+
+#include "adaptors/adaptor.h"
+#include "adaptors/cuda_call_site.h"
+#include "adaptors/cuda_streams.h"
+#include "adaptors/reporting.h"
+
+namespace opacus_memprof {
+
+namespace {
+
+// A deleter is a plain function, so what it needs is global: one wrapped allocator a process.
+c10::DeleterFnPtr upstream_deleter = nullptr;
+
+Device device_number(c10::DeviceIndex index) noexcept { return static_cast<Device>(1 + index); }
+
+void forget(const void* pointer) noexcept {
+  const Recorder::Freed freed = report_free(pointer);
+  if (freed.closed_peak) cuda_adaptor()->note_peak(freed.device);
+}
+
+// Native allocate() hands out a deleter that calls the native allocator directly; with it we would
+// never see a free.
+void free_block(void* pointer) {
+  forget(pointer);
+  upstream_deleter(pointer);
+}
+
+Tag tag_of_allocation_from(const void* return_address) {
+  Tag tag = tag_of_allocation();
+  if (is_library_workspace(return_address)) {
+    tag.category = static_cast<std::uint8_t>(Category::library_workspace);
+  }
+  return tag;
+}
+
+void report_oom(std::size_t size) noexcept {
+  // The failed call made the device current.
+  c10::DeviceIndex device = 0;
+  if (c10::cuda::GetDevice(&device) == cudaSuccess) {
+    recorder().on_oom(size, device_number(device), tag_of_allocation());
+  }
+}
+
+void remember(c10::DataPtr& data, std::size_t size, const void* return_address) {
+  if (!data || !data.compare_exchange_deleter(upstream_deleter, &free_block)) return;
+  const c10::DeviceIndex device = data.device().index();
+  report_alloc(data.get(), size, device_number(device), stream_id(current_stream(device)),
+               tag_of_allocation_from(return_address));
+}
+
+// Bytes asked for, for blocks that upstream made alive again by itself.
+std::size_t requested_size(cca::CUDAAllocator* upstream, const void* pointer) {
+  const auto wanted = reinterpret_cast<std::size_t>(pointer);
+  for (const auto& segment : upstream->snapshot({0, 0}, false).segments) {
+    std::size_t address = segment.address;
+    if (wanted < address || wanted >= address + segment.total_size) continue;
+    for (const auto& block : segment.blocks) {
+      if (address == wanted) return block.requested_size;
+      address += block.size;
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+CudaAllocator::CudaAllocator(cca::CUDAAllocator* upstream) : upstream_(upstream) {
+  upstream_deleter = upstream->raw_deleter();
+}
+
+c10::DataPtr CudaAllocator::allocate(size_t size) {
+  c10::DataPtr data;
+  try {
+    data = upstream_->allocate(size);
+  } catch (...) {
+    report_oom(size);
+    throw;
+  }
+  remember(data, size, __builtin_return_address(0));
+  return data;
+}
+
+#ifdef OPACUS_MEMPROF_HAS_allocateWithAddress
+c10::DataPtr CudaAllocator::allocateWithAddress(size_t size, void* address) {
+  c10::DataPtr data = upstream_->allocateWithAddress(size, address);
+  remember(data, size, __builtin_return_address(0));
+  return data;
+}
+#endif
+
+c10::DeleterFnPtr CudaAllocator::raw_deleter() const { return &free_block; }
+
+void* CudaAllocator::raw_alloc(size_t size) {
+  const c10::DeviceIndex device = c10::cuda::current_device();
+  void* pointer = nullptr;
+  try {
+    pointer = upstream_->raw_alloc(size);
+  } catch (...) {
+    report_oom(size);
+    throw;
+  }
+  report_alloc(pointer, size, device_number(device), stream_id(current_stream(device)),
+               tag_of_allocation_from(__builtin_return_address(0)));
+  return pointer;
+}
+
+void* CudaAllocator::raw_alloc_with_stream(size_t size, cudaStream_t stream) {
+  const c10::DeviceIndex device = c10::cuda::current_device();
+  void* pointer = nullptr;
+  try {
+    pointer = upstream_->raw_alloc_with_stream(size, stream);
+  } catch (...) {
+    report_oom(size);
+    throw;
+  }
+  report_alloc(pointer, size, device_number(device), stream_id(stream),
+               tag_of_allocation_from(__builtin_return_address(0)));
+  return pointer;
+}
+
+void CudaAllocator::raw_delete(void* pointer) {
+  forget(pointer);
+  upstream_->raw_delete(pointer);
+}
+
+void CudaAllocator::recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) {
+  if (data.get_deleter() != &free_block) {
+    upstream_->recordStream(data, stream);
+    return;
+  }
+  // Native recordStream returns without a word unless the deleter is its own.
+  c10::DataPtr native(data.get(), data.get_context(), upstream_deleter, data.device());
+  try {
+    upstream_->recordStream(native, stream);
+  } catch (...) {
+    static_cast<void>(native.release_context());
+    throw;
+  }
+  static_cast<void>(native.release_context());  // the block still belongs to `data`
+}
+
+void CudaAllocator::recordStream(const c10::DataPtr& data, c10::Stream stream) {
+  recordStream(data, c10::cuda::CUDAStream(stream));
+}
+
+cca::CheckpointDelta CudaAllocator::setCheckpointPoolState(
+    c10::DeviceIndex device, std::shared_ptr<cca::AllocatorState> state) {
+  cca::CheckpointDelta delta = upstream_->setCheckpointPoolState(device, std::move(state));
+  for (void* pointer : delta.ptrs_freed) forget(pointer);
+  for (c10::DataPtr& data : delta.dataptrs_allocd) {
+    remember(data, requested_size(upstream_, data.get()), __builtin_return_address(0));
+  }
+  return delta;
+}
+
+}  // namespace opacus_memprof

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "adaptors/cuda_streams.h"
+
+#include <sstream>
+
+#include "core/names.h"
+
+namespace opacus_memprof {
+
+std::uint8_t stream_id(cudaStream_t stream) {
+  if (stream == nullptr) return 0;
+  thread_local cudaStream_t last = nullptr;
+  thread_local std::uint8_t last_id = 0;
+  if (stream != last) {
+    std::ostringstream name;
+    name << static_cast<const void*>(stream);
+    last_id = static_cast<std::uint8_t>(names().intern(Names::Kind::stream, name.str()));
+    last = stream;
+  }
+  return last_id;
+}
+
+}  // namespace opacus_memprof

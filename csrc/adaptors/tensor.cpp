@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "adaptors/tensor.h"
+
+#include <c10/core/StorageImpl.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <unordered_map>
+
+#include "adaptors/adaptor.h"
+#include "adaptors/reporting.h"
+#include "core/recorder.h"
+
+namespace opacus_memprof {
+
+namespace {
+
+// nullptr where there is no memory (meta, fake and wrapper tensors) or no tensor.
+c10::StorageImpl* storage_of(PyObject* object) {
+  if (!THPVariable_Check(object)) return nullptr;
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  if (!tensor.defined() || !tensor.has_storage()) return nullptr;
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+Adaptor* adaptor_of(c10::DeviceType type) {
+  if (type == c10::DeviceType::CPU) return &cpu_adaptor();
+  return type == c10::DeviceType::CUDA ? cuda_adaptor() : nullptr;
+}
+
+// What a capture remembers of a storage: enough to ask later who else holds it, without holding it.
+struct Captured {
+  BlockId block;
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+};
+using Capture = std::vector<Captured>;
+
+std::unordered_map<std::uint16_t, std::vector<Capture>>& captures() {
+  static auto* const instance = new std::unordered_map<std::uint16_t, std::vector<Capture>>;
+  return *instance;
+}
+
+void settle(const Capture& capture) {
+  for (const Captured& captured : capture) {
+    recorder().settle(captured.block, static_cast<std::int64_t>(captured.storage.use_count()));
+  }
+}
+
+}  // namespace
+
+std::uint64_t retag_tensor(PyObject* tensor, std::uint8_t category, std::uint16_t module,
+                           std::uint64_t expected) {
+  c10::StorageImpl* storage = storage_of(tensor);
+  if (storage == nullptr) return 0;
+  c10::DataPtr& data = storage->_mutable_data_ptr_no_checks();
+  if (Adaptor* adaptor = adaptor_of(data.device().type()); adaptor != nullptr) {
+    adaptor->adopt(data, storage->nbytes());
+  }
+  return recorder().retag(address_of(data.get()), category, module, expected);
+}
+
+void capture_tensors(std::uint16_t module, const std::vector<PyObject*>& tensors) {
+  Capture capture;
+  for (PyObject* tensor : tensors) {
+    c10::StorageImpl* storage = storage_of(tensor);
+    if (storage == nullptr) continue;
+    const BlockId block =
+        recorder().capture(address_of(storage->_mutable_data_ptr_no_checks().get()));
+    if (block.serial == 0) continue;
+    capture.push_back(
+        {.block = block,
+         .storage = c10::weak_intrusive_ptr<c10::StorageImpl>(
+             c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage))});
+  }
+  captures()[module].push_back(std::move(capture));
+}
+
+void release_captures(std::uint16_t module) {
+  const auto found = captures().find(module);
+  if (found == captures().end() || found->second.empty()) return;
+  for (const Captured& captured : found->second.back()) recorder().release(captured.block);
+  found->second.pop_back();
+}
+
+void settle_captures(std::uint16_t module) {
+  const auto found = captures().find(module);
+  if (found == captures().end()) return;
+  for (const Capture& capture : found->second) settle(capture);
+}
+
+void settle_all_captures() {
+  for (const auto& [module, stack] : captures()) {
+    for (const Capture& capture : stack) settle(capture);
+  }
+}
+
+std::vector<std::pair<std::uint16_t, std::size_t>> outstanding_captures() {
+  std::vector<std::pair<std::uint16_t, std::size_t>> result;
+  for (const auto& [module, stack] : captures()) {
+    if (!stack.empty()) result.emplace_back(module, stack.size());
+  }
+  return result;
+}
+
+}  // namespace opacus_memprof

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// Finds the block under a Python tensor.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace opacus_memprof {
+
+// Calls retag for the block under each tensor; a block from before the profiler is adopted first.
+// Objects that are no tensors, and tensors without memory of their own, are skipped.
+// Returns the bytes that changed category or module.
+std::uint64_t retag_tensor(PyObject* tensor, std::uint8_t category, std::uint16_t module,
+                           std::uint64_t expected);
+
+// Opacus' captured activations, a stack for each module. Called with the GIL held.
+void capture_tensors(std::uint16_t module, const std::vector<PyObject*>& tensors);
+void release_captures(std::uint16_t module);
+void settle_captures(std::uint16_t module);
+void settle_all_captures();
+std::vector<std::pair<std::uint16_t, std::size_t>> outstanding_captures();
+
+}  // namespace opacus_memprof

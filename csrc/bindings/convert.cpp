@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bindings/convert.h"
+
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "core/names.h"
+
+namespace py = pybind11;
+
+namespace opacus_memprof {
+
+namespace {
+
+// Built-in categories always, the program's own as far as they hold bytes or ever did.
+py::dict categories_to_python(const CategoryBytes& bytes) {
+  const auto all = names().list(Names::Kind::category);
+  py::dict result;
+  for (std::size_t id = 0; id < all.size(); ++id) {
+    result[py::str(all[id])] = bytes[id];
+  }
+  return result;
+}
+
+}  // namespace
+
+std::string device_name(Device device) {
+  return device == 0 ? "cpu" : "cuda:" + std::to_string(device - 1);
+}
+
+py::dict to_python(const Recorder::Snapshot& snapshot, const std::string& name) {
+  py::dict devices;
+  for (const auto& state : snapshot.devices) {
+    py::dict entry;
+    entry["requested_bytes"] = state.requested;
+    entry["categories"] = categories_to_python(state.categories);
+    devices[py::str(device_name(state.device))] = entry;
+  }
+  py::dict result;
+  result["index"] = snapshot.index;
+  result["name"] = name;
+  result["unix_ns"] = snapshot.unix_ns;
+  result["step"] = snapshot.step;
+  result["logical_step"] = snapshot.logical_step;
+  result["devices"] = devices;
+  return result;
+}
+
+py::dict to_python(const std::vector<Recorder::DevicePeak>& peaks) {
+  py::dict result;
+  for (const auto& [device, peak] : peaks) {
+    py::dict entry;
+    entry["requested_bytes"] = peak.requested;
+    entry["upstream_requested_bytes"] = peak.upstream_requested;
+    entry["allocated_bytes"] = peak.upstream_allocated;
+    entry["reserved_bytes"] = peak.upstream_reserved;
+    entry["step"] = peak.step;
+    entry["phase"] = kPhaseNames[peak.phase];
+    entry["unix_ns"] = peak.unix_ns;
+    entry["categories"] = categories_to_python(peak.categories);
+    result[py::str(device_name(device))] = entry;
+  }
+  return result;
+}
+
+py::list to_python(const std::vector<Block>& blocks) {
+  const auto categories = names().list(Names::Kind::category);
+  const auto modules = names().list(Names::Kind::module);
+  const auto ops = names().list(Names::Kind::op);
+  const auto threads = names().list(Names::Kind::thread);
+  const auto streams = names().list(Names::Kind::stream);
+  py::list result;
+  for (const Block& block : blocks) {
+    py::dict entry;
+    entry["address"] = block.address;
+    entry["bytes"] = block.size;
+    entry["category"] = categories[block.category];
+    entry["phase"] = kPhaseNames[block.phase];
+    entry["module"] = modules[block.module];
+    entry["op"] = ops[block.op];
+    entry["step"] = block.step;
+    entry["device"] = device_name(block.device);
+    entry["stream"] = streams[block.stream];
+    entry["thread"] = threads[block.thread];
+    entry["seeded"] = block.seeded;
+    result.append(entry);
+  }
+  return result;
+}
+
+py::dict names_to_python() {
+  const Names& all = names();
+  py::dict result;
+  result["categories"] = all.list(Names::Kind::category);
+  result["phases"] = std::vector<std::string>(kPhaseNames.begin(), kPhaseNames.end());
+  result["modules"] = all.list(Names::Kind::module);
+  result["ops"] = all.list(Names::Kind::op);
+  result["threads"] = all.list(Names::Kind::thread);
+  result["streams"] = all.list(Names::Kind::stream);
+  return result;
+}
+
+std::vector<PyObject*> tensors_of(const py::object& tensors, std::vector<py::object>& owned) {
+  if (THPVariable_Check(tensors.ptr())) return {tensors.ptr()};
+  std::vector<PyObject*> result;
+  for (const py::handle item : tensors) {
+    owned.push_back(py::reinterpret_borrow<py::object>(item));
+    result.push_back(item.ptr());
+  }
+  return result;
+}
+
+}  // namespace opacus_memprof

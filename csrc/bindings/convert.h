@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// The recorder's structures as the Python objects that _C.pyi describes.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <string>
+#include <vector>
+
+#include "core/recorder.h"
+
+namespace opacus_memprof {
+
+std::string device_name(Device device);
+pybind11::dict to_python(const Recorder::Snapshot& snapshot, const std::string& name);
+pybind11::dict to_python(const std::vector<Recorder::DevicePeak>& peaks);
+pybind11::list to_python(const std::vector<Block>& blocks);
+pybind11::dict names_to_python();
+
+// The argument as a list: one tensor, or any iterable of them.
+std::vector<PyObject*> tensors_of(const pybind11::object& tensors, std::vector<pybind11::object>& owned);
+
+}  // namespace opacus_memprof

@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+// Definitions only; _C.pyi says what each one means.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+
+#include "adaptors/adaptor.h"
+#include "adaptors/tensor.h"
+#include "bindings/callables.h"
+#include "bindings/convert.h"
+#include "bindings/cuda_bindings.h"
+#include "bindings/replay_bindings.h"
+#include "core/names.h"
+#include "core/profile_directory.h"
+#include "core/recorder.h"
+#include "core/tag_stack.h"
+
+namespace py = pybind11;
+
+namespace opacus_memprof {
+
+namespace {
+
+using Kind = Names::Kind;
+
+std::uint8_t phase_id(const std::string& name) {
+  for (std::size_t id = 0; id < kPhases; ++id) {
+    if (kPhaseNames[id] == name) return static_cast<std::uint8_t>(id);
+  }
+  throw std::invalid_argument("unknown phase '" + name + "'");
+}
+
+template <typename Id>
+Id checked(std::optional<int> value, std::size_t limit, Id keep, const char* what) {
+  if (!value) return keep;
+  if (*value < 0 || static_cast<std::size_t>(*value) >= limit) {
+    throw std::invalid_argument(std::string(what) + " id out of range: " + std::to_string(*value));
+  }
+  return static_cast<Id>(*value);
+}
+
+Tag make_tag(std::optional<int> category, std::optional<int> phase, std::optional<int> module,
+             std::optional<int> op) {
+  return {.category = checked(category, kMaxCategories, kKeep8, "category"),
+          .phase = checked(phase, kPhases, kKeep8, "phase"),
+          .module = checked(module, kKeep16, kKeep16, "module"),
+          .op = checked(op, kKeep16, kKeep16, "op")};
+}
+
+// Ids are the process' own, so a pickled tag carries names.
+py::object name_or_none(Kind kind, std::uint16_t id, std::uint16_t keep) {
+  return id == keep ? py::object(py::none()) : py::object(py::str(names().list(kind)[id]));
+}
+
+py::tuple tag_to_pickle(const Tag& tag) {
+  return py::make_tuple(
+      name_or_none(Kind::category, tag.category, kKeep8),
+      tag.phase == kKeep8 ? py::object(py::none()) : py::object(py::str(kPhaseNames[tag.phase])),
+      name_or_none(Kind::module, tag.module, kKeep16), name_or_none(Kind::op, tag.op, kKeep16));
+}
+
+Tag tag_from_pickle(const py::tuple& state) {
+  Tag tag;
+  if (!state[0].is_none()) {
+    tag.category = static_cast<std::uint8_t>(
+        names().intern(Kind::category, state[0].cast<std::string>()));
+  }
+  if (!state[1].is_none()) tag.phase = phase_id(state[1].cast<std::string>());
+  if (!state[2].is_none()) tag.module = names().intern(Kind::module, state[2].cast<std::string>());
+  if (!state[3].is_none()) tag.op = names().intern(Kind::op, state[3].cast<std::string>());
+  return tag;
+}
+
+std::uint64_t retag(const py::object& tensors, std::uint8_t category,
+                    std::optional<std::uint16_t> module, std::uint64_t expected) {
+  std::vector<py::object> owned;
+  std::uint64_t bytes = 0;
+  for (PyObject* tensor : tensors_of(tensors, owned)) {
+    bytes += retag_tensor(tensor, category, module.value_or(kKeep16), expected);
+  }
+  return bytes;
+}
+
+// Closes the peaks that no free has ended, and asks the allocators what they count there.
+py::dict closed_peaks() {
+  for (const auto& [device, peak] : recorder().peaks()) {
+    if (!recorder().close_peak(device)) continue;
+    Adaptor* adaptor = device == 0 ? &cpu_adaptor() : cuda_adaptor();
+    if (adaptor != nullptr) adaptor->note_peak(device);
+  }
+  return to_python(recorder().peaks());
+}
+
+ProfileDirectory& profile_directory() {
+  if (current_profile_directory() == nullptr) {
+    throw std::runtime_error("no events are being written; call start_events first");
+  }
+  return *current_profile_directory();
+}
+
+void bind_names(py::module_& m) {
+  m.def("category_id",
+        [](const std::string& name) { return names().intern_or_throw(Kind::category, name); });
+  m.def("module_id", [](const std::string& name) { return names().intern(Kind::module, name); });
+  m.def("op_id", [](const std::string& name) { return names().intern(Kind::op, name); });
+  m.def("phase_id", &phase_id);
+  m.def("names", &names_to_python);
+}
+
+void bind_tags(py::module_& m) {
+  py::class_<Tag>(m, "Tag")
+      .def(py::init(&make_tag), py::arg("category") = py::none(), py::arg("phase") = py::none(),
+           py::arg("module") = py::none(), py::arg("op") = py::none())
+      .def("__enter__",
+           [](const py::object& self) {
+             this_thread().push(self.cast<const Tag&>());
+             return self;
+           })
+      .def("__exit__", [](const Tag&, const py::args&) { this_thread().pop(); })
+      .def("__call__",
+           [](const py::object& self, const py::object& function) {
+             PyObject* tagged = make_tagged(self.cast<const Tag&>(), self.ptr(), function.ptr());
+             if (tagged == nullptr) throw py::error_already_set();
+             return py::reinterpret_steal<py::object>(tagged);
+           })
+      .def(py::pickle(&tag_to_pickle, &tag_from_pickle));
+  m.attr("KEEP") = py::none();
+  m.def("set_phase", [](int phase) {
+    const Phase before = this_thread().phase();
+    recorder().set_phase(static_cast<Phase>(checked<std::uint8_t>(phase, kPhases, 0, "phase")));
+    return static_cast<int>(before);
+  });
+  m.def("set_second_backward", [](bool on) { backward_state.set_second(on); });
+  m.def("end_step", [](bool logical) { recorder().end_step(logical); });
+  m.def("step",
+        [] { return py::make_tuple(recorder().physical_step(), recorder().logical_step()); });
+  if (!add_callables(m.ptr())) throw py::error_already_set();
+}
+
+void bind_blocks(py::module_& m) {
+  m.def(
+      "retag",
+      [](const py::object& tensors, std::uint8_t category, std::optional<std::uint16_t> module) {
+        return retag(tensors, category, module, Recorder::kAnyCategory);
+      },
+      py::arg("tensors"), py::arg("category"), py::arg("module") = py::none());
+  m.def(
+      "retag_if",
+      [](const py::object& tensors, const std::vector<std::uint8_t>& expected,
+         std::uint8_t category, std::optional<std::uint16_t> module) {
+        std::uint64_t set = 0;
+        for (const std::uint8_t id : expected) set |= std::uint64_t{1} << (id % kMaxCategories);
+        return retag(tensors, category, module, set);
+      },
+      py::arg("tensors"), py::arg("expected"), py::arg("category"),
+      py::arg("module") = py::none());
+  m.def(
+      "retag_each",
+      [](const py::sequence& tensors, std::uint8_t category, const py::sequence& modules) {
+        if (tensors.size() != modules.size()) {
+          throw std::invalid_argument("retag_each needs one module for each tensor");
+        }
+        std::uint64_t bytes = 0;
+        for (std::size_t i = 0; i < tensors.size(); ++i) {
+          const py::object tensor = tensors[i];
+          bytes += retag_tensor(tensor.ptr(), category, modules[i].cast<std::uint16_t>(),
+                                Recorder::kAnyCategory);
+        }
+        return bytes;
+      },
+      py::arg("tensors"), py::arg("category"), py::arg("modules"));
+  m.def("capture", [](std::uint16_t module, const py::object& tensors) {
+    std::vector<py::object> owned;
+    capture_tensors(module, tensors_of(tensors, owned));
+  });
+  m.def("release", &release_captures);
+  m.def(
+      "settle",
+      [](std::optional<std::uint16_t> module) {
+        if (module) {
+          settle_captures(*module);
+        } else {
+          settle_all_captures();
+        }
+      },
+      py::arg("module") = py::none());
+  m.def("captures", [] {
+    py::dict result;
+    for (const auto& [module, count] : outstanding_captures()) result[py::int_(module)] = count;
+    return result;
+  });
+}
+
+void bind_counters(py::module_& m) {
+  m.def("snapshot",
+        [](const std::string& name) { return to_python(recorder().snapshot(name), name); });
+  m.def("peaks", &closed_peaks);
+  m.def("reset_peaks", [] { recorder().reset_peaks(); });
+  m.def("live_blocks", [] { return to_python(recorder().live_blocks()); });
+}
+
+void bind_events(py::module_& m) {
+  m.def(
+      "start_events",
+      [](const std::string& directory, std::uint64_t max_events, const std::string& info_json) {
+        if (current_profile_directory() != nullptr) {
+          throw std::runtime_error(
+              "events are being written already; end the running profile first");
+        }
+        current_profile_directory() =
+            std::make_unique<ProfileDirectory>(directory, max_events, info_json);
+      },
+      py::arg("directory"), py::arg("max_events"), py::arg("info_json"));
+  m.def("stop_events", [] {
+    std::unique_ptr<ProfileDirectory> ended = std::move(current_profile_directory());
+    const py::gil_scoped_release release;  // joins the file's thread
+    ended.reset();
+  });
+  m.def("write_meta", [] { profile_directory().write_meta(); });
+  m.def("events_status", [] {
+    const Recorder::EventsStatus status = recorder().events_status();
+    py::dict result;
+    result["recording"] = status.recording;
+    result["written"] = status.written;
+    result["dropped"] = status.dropped;
+    result["error"] = status.error;
+    return result;
+  });
+}
+
+void bind_cpu(py::module_& m) {
+  m.def("cpu_install", [] { cpu_adaptor().install(); });
+  m.def("cpu_uninstall", [] { cpu_adaptor().uninstall(); });
+  m.def("cpu_installed", [] { return cpu_adaptor().installed(); });
+  m.def("cpu_reported_bytes", &cpu_reported_bytes);
+}
+
+}  // namespace
+
+}  // namespace opacus_memprof
+
+PYBIND11_MODULE(_C, m) {
+  using namespace opacus_memprof;
+  // A file that cannot be written is Python's OSError, with its errno.
+  py::register_exception_translator([](std::exception_ptr raised) {
+    try {
+      if (raised) std::rethrow_exception(raised);
+    } catch (const std::system_error& error) {
+      PyErr_SetObject(PyExc_OSError,
+                      py::make_tuple(error.code().value(), error.what()).ptr());
+    }
+  });
+  bind_names(m);
+  bind_tags(m);
+  bind_blocks(m);
+  bind_counters(m);
+  bind_events(m);
+  bind_replay(m);
+  bind_cpu(m);
+  bind_cuda(m);
+}

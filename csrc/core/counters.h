@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+// The live bytes of one device by category, and how they stood at their maximum.
+// Not thread safe: the recorder's lock guards them.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "core/vocabulary.h"
+
+namespace opacus_memprof {
+
+using CategoryBytes = std::array<std::int64_t, kMaxCategories>;
+
+// The counters at the instant of the highest total: the last moment before the first free that
+// follows it, so that what was retagged meanwhile counts under its right name.
+struct Peak {
+  std::int64_t requested = 0;
+  // What the allocator itself counted at that instant; -1 where nobody counts.
+  std::int64_t upstream_requested = -1;
+  std::int64_t upstream_allocated = -1;
+  std::int64_t upstream_reserved = -1;
+  std::uint64_t unix_ns = 0;
+  std::uint32_t step = 0;
+  std::uint8_t phase = 0;
+  CategoryBytes categories{};
+};
+
+class DeviceCounters {
+ public:
+  // `phase` and `step` are those of the allocation: the peak's, if it makes one.
+  void add(std::uint8_t category, std::uint64_t bytes, std::uint8_t phase,
+           std::uint32_t step) noexcept {
+    categories_[category] += static_cast<std::int64_t>(bytes);
+    total_ += static_cast<std::int64_t>(bytes);
+    if (total_ > highest_) {
+      highest_ = total_;
+      highest_phase_ = phase;
+      highest_step_ = step;
+      peak_is_open_ = true;
+    }
+  }
+  void move(std::uint8_t from, std::uint8_t to, std::uint64_t bytes) noexcept {
+    categories_[from] -= static_cast<std::int64_t>(bytes);
+    categories_[to] += static_cast<std::int64_t>(bytes);
+  }
+  // The caller closes an open peak first.
+  void subtract(std::uint8_t category, std::uint64_t bytes) noexcept {
+    categories_[category] -= static_cast<std::int64_t>(bytes);
+    total_ -= static_cast<std::int64_t>(bytes);
+  }
+
+  // The total stands at a new maximum that `peak` does not show yet.
+  [[nodiscard]] bool peak_is_open() const noexcept { return peak_is_open_; }
+  void close_peak(std::uint64_t unix_ns) noexcept {
+    peak_ = Peak{.requested = total_,
+                 .unix_ns = unix_ns,
+                 .step = highest_step_,
+                 .phase = highest_phase_,
+                 .categories = categories_};
+    peak_is_open_ = false;
+  }
+  void reset_peak(std::uint8_t phase, std::uint32_t step) noexcept {
+    highest_ = total_;
+    highest_phase_ = phase;
+    highest_step_ = step;
+    peak_is_open_ = true;
+  }
+
+  [[nodiscard]] Peak& peak() noexcept { return peak_; }
+  [[nodiscard]] std::int64_t total() const noexcept { return total_; }
+  [[nodiscard]] const CategoryBytes& categories() const noexcept { return categories_; }
+
+ private:
+  std::int64_t total_ = 0;
+  std::int64_t highest_ = 0;
+  std::uint32_t highest_step_ = 0;
+  std::uint8_t highest_phase_ = 0;
+  bool peak_is_open_ = false;
+  CategoryBytes categories_{};
+  Peak peak_;
+};
+
+}  // namespace opacus_memprof

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// One record of the event file, and the file's header. docs/format.md describes both to readers in
+// other languages; change them together and raise kFormatVersion.
+#pragma once
+
+#include <cstdint>
+
+namespace opacus_memprof {
+
+inline constexpr std::uint32_t kFormatVersion = 1;
+inline constexpr char kMagic[8] = {'O', 'M', 'E', 'M', 'P', 'R', 'O', 'F'};
+inline constexpr std::uint64_t kHeaderBytes = 4096;  // records start on the second page
+
+enum class EventKind : std::uint8_t {
+  none,      // an unwritten record: the end of a killed process' file
+  alloc,     // a block was handed out; the tag is its tag at birth
+  free,      // a block was given back; category is its last one, phase and step are the free's
+  retag,     // a block changed category; `op` holds the category before
+  step,      // a step ended; `step` is the new physical number, `size` the new logical one
+  phase,     // a thread entered `phase`
+  snapshot,  // session.snapshot(); `op` is the name's id in meta.json, `size` its number
+  seed,      // a block that was there before the profiler
+  oom,       // an allocation of `size` bytes failed under this tag
+};
+
+// 32 bytes, little endian. Bit-fields of one 64-bit word each, low bits first.
+struct Event {
+  std::uint64_t time : 48;  // clock ticks since the header's start_ticks
+  std::uint64_t kind : 8;
+  std::uint64_t category : 8;
+
+  std::uint64_t address : 48;
+  std::uint64_t phase : 8;
+  std::uint64_t device : 8;  // 0 is the CPU, 1 + i is cuda:i
+
+  std::uint64_t size : 48;   // bytes requested
+  std::uint64_t stream : 8;  // index into meta.json's streams
+  std::uint64_t thread : 8;  // index into meta.json's threads
+
+  std::uint64_t module : 16;  // index into meta.json's modules; 0 is "no module"
+  std::uint64_t op : 16;      // index into meta.json's ops; 0 is "no op"
+  std::uint64_t step : 32;    // physical steps (calls of optimizer.step) before this event
+};
+static_assert(sizeof(Event) == 32);
+
+// The first page of the file. `count` is stored after the record it counts, so a reader of a live or
+// killed process' file trusts exactly `count` records.
+struct FileHeader {
+  char magic[8];
+  std::uint32_t version;
+  std::uint32_t record_bytes;
+  std::uint64_t count;
+  std::uint64_t dropped;   // events that found no room
+  std::uint64_t capacity;  // the bound: records the file may hold
+  std::uint64_t pid;
+  // Two readings of the same instant on both clocks, at the start and (refreshed while the process
+  // lives) last: ticks convert to nanoseconds on the line through them.
+  std::uint64_t start_ticks;
+  std::uint64_t start_unix_ns;
+  std::uint64_t last_ticks;
+  std::uint64_t last_unix_ns;
+  std::uint64_t closed;  // 1 once the recorder has ended in good order
+};
+static_assert(sizeof(FileHeader) <= kHeaderBytes);
+
+}  // namespace opacus_memprof

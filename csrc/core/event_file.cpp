@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/event_file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <system_error>
+#include <utility>
+
+#include "core/clock.h"
+
+namespace opacus_memprof {
+
+namespace {
+
+constexpr std::uint64_t kChunkEvents = 128 * 1024;  // 4 MiB; about a second of a busy run
+constexpr std::uint64_t kAheadEvents = kChunkEvents;
+constexpr auto kPause = std::chrono::milliseconds(20);
+constexpr int kPausesPerHousekeeping = 50;
+
+#ifndef MADV_POPULATE_WRITE
+constexpr int MADV_POPULATE_WRITE = 23;  // Linux 5.14; an older kernel refuses it and faults later
+#endif
+
+std::uint64_t bytes_for(std::uint64_t events) { return kHeaderBytes + events * sizeof(Event); }
+
+}  // namespace
+
+EventFile::EventFile(const std::string& path, std::uint64_t capacity,
+                     std::function<void()> housekeeping)
+    : path_(path),
+      capacity_(std::max<std::uint64_t>(capacity, 1)),
+      mapped_bytes_(bytes_for(capacity_)),
+      housekeeping_(std::move(housekeeping)) {
+  descriptor_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  if (descriptor_ < 0) throw std::system_error(errno, std::generic_category(), path);
+  // The whole bound is mapped at once, far beyond the file's end: addresses cost nothing.
+  void* memory =
+      ::mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+  const bool mapped = memory != MAP_FAILED;
+  const int map_error = errno;
+  if (!mapped || !reserve(std::min(kChunkEvents, capacity_))) {
+    const int error = mapped ? errno_ : map_error;
+    if (mapped) ::munmap(memory, mapped_bytes_);
+    ::close(descriptor_);
+    ::unlink(path.c_str());
+    throw std::system_error(error, std::generic_category(), path);
+  }
+  header_ = static_cast<FileHeader*>(memory);
+  records_ = reinterpret_cast<Event*>(static_cast<char*>(memory) + kHeaderBytes);
+  std::memcpy(header_->magic, kMagic, sizeof(kMagic));
+  header_->version = kFormatVersion;
+  header_->record_bytes = sizeof(Event);
+  header_->capacity = capacity_;
+  header_->pid = static_cast<std::uint64_t>(::getpid());
+  header_->start_ticks = ticks();
+  header_->start_unix_ns = unix_ns();
+  read_clocks();
+  thread_ = std::thread([this] { run(); });
+}
+
+EventFile::~EventFile() {
+  if (header_ == nullptr) return;  // abandoned
+  {
+    const std::lock_guard guard(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_one();
+  thread_.join();
+  read_clocks();
+  header_->closed = 1;
+  ::munmap(header_, mapped_bytes_);
+  // A file that cannot be cut is longer than `count` says; readers go by `count`.
+  [[maybe_unused]] const int cut =
+      ::ftruncate(descriptor_, static_cast<off_t>(bytes_for(count_)));
+  ::close(descriptor_);
+}
+
+std::string EventFile::error() const {
+  const std::lock_guard guard(mutex_);
+  return errno_ == 0 ? "" : path_ + ": " + std::generic_category().message(errno_);
+}
+
+void EventFile::abandon() noexcept {
+  // The thread does not exist in the child, and the file belongs to the parent.
+  new (&thread_) std::thread;
+  header_ = nullptr;
+  ::close(descriptor_);
+}
+
+bool EventFile::make_room() noexcept {
+  const std::lock_guard guard(mutex_);
+  return count_ < reserved_.load(std::memory_order_relaxed) || reserve(count_ + kChunkEvents);
+}
+
+bool EventFile::reserve(std::uint64_t events) noexcept {
+  const std::uint64_t have = reserved_.load(std::memory_order_relaxed);
+  const std::uint64_t want = std::min(events, capacity_);
+  if (want <= have || errno_ != 0) return false;
+  const int error = ::posix_fallocate(descriptor_, 0, static_cast<off_t>(bytes_for(want)));
+  if (error != 0) {
+    errno_ = error;
+    return false;
+  }
+  reserved_.store(want, std::memory_order_release);
+  return true;
+}
+
+void EventFile::run() {
+  std::uint64_t populated = 0;
+  std::unique_lock lock(mutex_);
+  for (int pauses = 0; !stopping_; ++pauses) {
+    const std::uint64_t count =
+        std::atomic_ref(header_->count).load(std::memory_order_acquire);
+    const std::uint64_t have = reserved_.load(std::memory_order_relaxed);
+    if (count + kAheadEvents > have && have < capacity_) reserve(have + kChunkEvents);
+    const std::uint64_t reserved = reserved_.load(std::memory_order_relaxed);
+    if (populated < reserved && count + kAheadEvents / 2 > populated) {
+      auto* begin = reinterpret_cast<char*>(header_) + bytes_for(populated) / 4096 * 4096;
+      auto* end = reinterpret_cast<char*>(header_) + bytes_for(reserved);
+      lock.unlock();
+      ::madvise(begin, static_cast<std::size_t>(end - begin), MADV_POPULATE_WRITE);
+      lock.lock();
+      populated = reserved;
+    }
+    read_clocks();
+    if (pauses % kPausesPerHousekeeping == 0 && housekeeping_) {
+      lock.unlock();
+      housekeeping_();
+      lock.lock();
+      if (stopping_) break;
+    }
+    wake_.wait_for(lock, kPause);
+  }
+}
+
+void EventFile::read_clocks() noexcept {
+  header_->last_ticks = ticks();
+  header_->last_unix_ns = unix_ns();
+}
+
+}  // namespace opacus_memprof

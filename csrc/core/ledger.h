@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// The live blocks, by address. Not thread safe: the recorder's lock guards it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace opacus_memprof {
+
+struct Block {
+  std::uint64_t address = 0;  // 0 marks an empty slot
+  std::uint64_t size = 0;     // bytes requested
+  std::uint32_t step = 0;     // physical step of birth
+  std::uint32_t serial = 0;   // tells a block from a later one at its address
+  std::uint16_t module = 0;
+  std::uint16_t op = 0;
+  std::uint16_t captures = 0;  // times Opacus holds it as a captured activation
+  std::uint8_t category = 0;   // what it counts as now
+  std::uint8_t base = 0;       // what it counts as once no capture holds it
+  std::uint8_t phase = 0;      // of birth
+  std::uint8_t device = 0;
+  std::uint8_t stream = 0;
+  std::uint8_t thread = 0;
+  bool seeded = false;  // there before the profiler; its free may go unseen
+};
+
+// Open addressing with linear probing and backward-shift deletion: one cache line an access, no
+// allocation until the table grows.
+class Ledger {
+ public:
+  Ledger();
+
+  // nullptr where there is none. Pointers are valid until the next insert or erase.
+  [[nodiscard]] Block* find(std::uint64_t address) noexcept;
+  // `block.address` must be new. May throw std::bad_alloc when the table must grow.
+  void insert(const Block& block);
+  void erase(Block* block) noexcept;
+
+  [[nodiscard]] std::size_t size() const noexcept { return size_; }
+
+  template <typename Function>
+  void for_each(Function function) {
+    for (Block& block : slots_) {
+      if (block.address != 0) function(block);
+    }
+  }
+
+ private:
+  [[nodiscard]] std::size_t home(std::uint64_t address) const noexcept {
+    // Fibonacci hashing; allocators align to 64 bytes or more.
+    return static_cast<std::size_t>((address >> 6U) * 0x9E3779B97F4A7C15ULL >> shift_);
+  }
+  [[nodiscard]] std::size_t next(std::size_t slot) const noexcept {
+    return (slot + 1) & (slots_.size() - 1);
+  }
+  void grow();
+
+  std::vector<Block> slots_;
+  unsigned shift_;
+  std::size_t size_ = 0;
+};
+
+}  // namespace opacus_memprof

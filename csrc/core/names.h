@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// Interned names: a name's id is its index in the list of its kind. Thread safe.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "core/spin_lock.h"
+
+namespace opacus_memprof {
+
+class Names {
+ public:
+  enum class Kind : std::uint8_t { category, module, op, thread, stream };
+  static constexpr std::size_t kKinds = 5;
+
+  Names();
+
+  // The id of `name`, added if new. A list that is full answers with its last id, which then is
+  // named "(other)": figures stay whole, only their names merge.
+  std::uint16_t intern(Kind kind, std::string_view name);
+
+  // As intern, but throws std::out_of_range with one sentence where `intern` would merge names.
+  std::uint16_t intern_or_throw(Kind kind, std::string_view name);
+
+  [[nodiscard]] std::vector<std::string> list(Kind kind) const;
+  // Counts every addition, so that meta.json is rewritten only when it must be.
+  [[nodiscard]] std::uint64_t version() const noexcept;
+
+  // For pthread_atfork: nobody is inside while the process forks.
+  void lock() noexcept { lock_.lock(); }
+  void unlock() noexcept { lock_.unlock(); }
+
+ private:
+  struct List {
+    std::vector<std::string> names;
+    std::unordered_map<std::string, std::uint16_t> ids;
+    std::size_t limit = 0;
+  };
+  List& of(Kind kind) { return lists_[static_cast<std::size_t>(kind)]; }
+  const List& of(Kind kind) const { return lists_[static_cast<std::size_t>(kind)]; }
+
+  mutable SpinLock lock_;
+  std::array<List, kKinds> lists_;
+  std::uint64_t version_ = 0;
+};
+
+// The process' names; never destroyed, since threads may outlive static destruction.
+Names& names();
+
+}  // namespace opacus_memprof

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/profile_directory.h"
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "core/clock.h"
+#include "core/names.h"
+
+namespace opacus_memprof {
+
+namespace {
+
+using nlohmann::json;
+
+json names_object() {
+  const Names& all = names();
+  json devices = json::array({"cpu"});
+  for (std::size_t device = 1; device < kMaxDevices; ++device) {
+    devices.push_back("cuda:" + std::to_string(device - 1));
+  }
+  return {{"categories", all.list(Names::Kind::category)},
+          {"phases", kPhaseNames},
+          {"modules", all.list(Names::Kind::module)},
+          {"ops", all.list(Names::Kind::op)},
+          {"threads", all.list(Names::Kind::thread)},
+          {"streams", all.list(Names::Kind::stream)},
+          {"devices", devices}};
+}
+
+[[noreturn]] void throw_errno(const std::string& what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+void replace_file(const std::string& path, const std::string& content) {
+  const std::string temporary = path + ".tmp";
+  errno = 0;
+  {
+    std::ofstream out(temporary, std::ios::binary | std::ios::trunc);
+    out << content;
+    out.flush();
+    if (!out) throw_errno(temporary);
+  }
+  if (std::rename(temporary.c_str(), path.c_str()) != 0) throw_errno(path);
+}
+
+}  // namespace
+
+std::string names_as_json() { return names_object().dump(); }
+
+ProfileDirectory::ProfileDirectory(const std::string& directory, std::uint64_t max_events,
+                                   const std::string& info_json)
+    : directory_(directory), info_(info_json) {
+  if (!json::accept(info_json) || !json::parse(info_json).is_object()) {
+    throw std::invalid_argument("info_json must be the text of a JSON object");
+  }
+  if (recorder().events_status().recording) {
+    throw std::logic_error("events are being written already; end the running profile first");
+  }
+  write_meta();
+  recorder().start_events(std::make_unique<EventFile>(directory_ + "/events.bin", max_events,
+                                                      [this] { refresh_meta(); }));
+}
+
+ProfileDirectory::~ProfileDirectory() {
+  recorder().stop_events().reset();
+  refresh_meta();
+}
+
+void ProfileDirectory::write_meta() {
+  const std::lock_guard guard(mutex_);
+  const std::uint64_t version = names().version();
+  json meta = json::parse(info_);
+  meta["format"] = kFormatVersion;
+  meta["record_bytes"] = sizeof(Event);
+  meta["pid"] = ::getpid();
+  meta["clock"] = {{"unix_ns", unix_ns()},
+                   {"unit", "ticks; events.bin's header converts them to nanoseconds"}};
+  meta["names"] = names_object();
+  replace_file(directory_ + "/meta.json", meta.dump(1));
+  written_version_ = version;
+}
+
+void ProfileDirectory::refresh_meta() noexcept {
+  try {
+    if (names().version() != written_version_) write_meta();
+  } catch (const std::exception&) {
+    // A full disk shows in events_status(); the next refresh tries again.
+  }
+}
+
+std::unique_ptr<ProfileDirectory>& current_profile_directory() {
+  static auto* const instance = new std::unique_ptr<ProfileDirectory>;
+  return *instance;
+}
+
+}  // namespace opacus_memprof

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// The part of a profile directory that is written while training runs: events.bin and meta.json.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "core/recorder.h"
+
+namespace opacus_memprof {
+
+// The JSON of all interned names: {"categories": [...], "phases": [...], ...}.
+std::string names_as_json();
+
+class ProfileDirectory {
+ public:
+  // Starts writing the recorder's events. `info_json` is an object whose keys (versions, devices, …)
+  // meta.json takes over. Throws std::system_error, std::invalid_argument, std::logic_error.
+  ProfileDirectory(const std::string& directory, std::uint64_t max_events,
+                   const std::string& info_json);
+  ProfileDirectory(const ProfileDirectory&) = delete;
+  ProfileDirectory& operator=(const ProfileDirectory&) = delete;
+  // Ends the event file and writes the last meta.json.
+  ~ProfileDirectory();
+
+  // Replaces meta.json atomically. Throws std::system_error.
+  void write_meta();
+
+ private:
+  void refresh_meta() noexcept;  // if names were added since it was written
+
+  std::string directory_;
+  std::string info_;
+  std::mutex mutex_;  // one writer of meta.json at a time
+  std::uint64_t written_version_ = 0;
+};
+
+// The one that is being written, if any.
+std::unique_ptr<ProfileDirectory>& current_profile_directory();
+
+}  // namespace opacus_memprof

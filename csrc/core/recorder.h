@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sole entry for what allocators and hooks report: keeps the ledger, the counters and the event
+// file in step under one lock, so that a snapshot is consistent and events are totally ordered.
+//
+// Allocators call on_alloc after the upstream allocator has allocated, and on_free before it frees:
+// an address may be handed out again at once.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/counters.h"
+#include "core/event_file.h"
+#include "core/ledger.h"
+#include "core/spin_lock.h"
+#include "core/tag_stack.h"
+
+namespace opacus_memprof {
+
+using Device = std::uint8_t;  // 0 is the CPU, 1 + i is cuda:i
+inline constexpr std::size_t kMaxDevices = 65;
+
+// A block as a capture remembers it.
+struct BlockId {
+  std::uint64_t address = 0;
+  std::uint32_t serial = 0;
+};
+
+class Recorder {
+ public:
+  Recorder();
+
+  // --- from allocators. `tag` comes from ThreadTags::resolve. ---
+  void on_alloc(std::uint64_t address, std::uint64_t size, Device device, std::uint8_t stream,
+                Tag tag) noexcept;
+  // Whether the peak may be asked of upstream now: this free ended a new maximum.
+  struct Freed {
+    bool known = false;
+    bool closed_peak = false;
+    Device device = 0;
+  };
+  // `phase` is what the freeing thread is doing.
+  Freed on_free(std::uint64_t address, Phase phase) noexcept;
+  // A block that was there before the profiler.
+  void seed(std::uint64_t address, std::uint64_t size, Device device, std::uint8_t stream) noexcept;
+  void on_oom(std::uint64_t size, Device device, Tag tag) noexcept;
+  // What upstream counts at the peak that was just closed (or at `requested`'s instant).
+  void note_upstream_at_peak(Device device, std::int64_t requested, std::int64_t allocated,
+                             std::int64_t reserved) noexcept;
+  // The peak that no free has ended yet; true if upstream should be asked.
+  bool close_peak(Device device) noexcept;
+  [[nodiscard]] bool knows(std::uint64_t address) noexcept;
+  [[nodiscard]] std::uint64_t size_of(std::uint64_t address) noexcept;  // 0 if unknown
+  [[nodiscard]] std::vector<std::uint64_t> seeded(Device device);
+  // The block's own free will be reported from now on.
+  void adopt(std::uint64_t address) noexcept;
+
+  // --- from hooks ---
+  // Returns the block's bytes if its category (or module) changed, else 0. `module` may be kKeep16.
+  // With `expected` (a bit per category) other categories are left alone.
+  static constexpr std::uint64_t kAnyCategory = ~std::uint64_t{0};
+  std::uint64_t retag(std::uint64_t address, std::uint8_t category, std::uint16_t module,
+                      std::uint64_t expected = kAnyCategory) noexcept;
+  // Opacus holds the block as a captured activation. serial 0: not a block born in forward.
+  BlockId capture(std::uint64_t address) noexcept;
+  void release(BlockId id) noexcept;
+  // The captured block is held by Opacus alone (or by autograd as well).
+  void settle(BlockId id, std::int64_t holders) noexcept;
+
+  void set_phase(Phase phase) noexcept;  // of the calling thread
+  void end_step(bool logical) noexcept;
+  [[nodiscard]] std::uint32_t physical_step() const noexcept { return physical_.load(); }
+  [[nodiscard]] std::uint32_t logical_step() const noexcept { return logical_.load(); }
+
+  // --- for sessions ---
+  struct DeviceState {
+    Device device = 0;
+    std::int64_t requested = 0;
+    CategoryBytes categories{};
+  };
+  struct Snapshot {
+    std::uint64_t index = 0;
+    std::uint64_t unix_ns = 0;
+    std::uint32_t step = 0;
+    std::uint32_t logical_step = 0;
+    std::vector<DeviceState> devices;  // those that ever had a block
+  };
+  Snapshot snapshot(const std::string& name);
+  struct DevicePeak {
+    Device device = 0;
+    Peak peak;
+  };
+  std::vector<DevicePeak> peaks();
+  void reset_peaks() noexcept;
+  std::vector<Block> live_blocks();
+
+  // Throws std::system_error; std::logic_error if events are being written already. What is live
+  // already enters the file as seeds.
+  void start_events(std::unique_ptr<EventFile> file);
+  // Returns the file for its owner to close outside the lock; nullptr if there was none.
+  std::unique_ptr<EventFile> stop_events() noexcept;
+  struct EventsStatus {
+    bool recording = false;
+    std::uint64_t written = 0;
+    std::uint64_t dropped = 0;
+    std::string error;
+  };
+  EventsStatus events_status();
+
+ private:
+  friend struct ForkHandlers;
+  void write(EventKind kind, const Block& block, std::uint8_t phase, std::uint16_t op) noexcept;
+  void write_mark(EventKind kind, std::uint8_t phase, std::uint16_t op, std::uint64_t size) noexcept;
+  void change_category(Block& block, std::uint8_t category) noexcept;
+  void insert(Block block, EventKind kind) noexcept;
+  bool erase(Block* block, std::uint8_t phase) noexcept;
+  static bool close_peak_locked(DeviceCounters& counters) noexcept;
+  Block* find(BlockId id) noexcept;
+
+  SpinLock lock_;
+  bool enabled_ = true;  // false in a forked child: its blocks are its own affair
+  Ledger ledger_;
+  std::array<DeviceCounters, kMaxDevices> counters_;
+  std::array<bool, kMaxDevices> seen_{};
+  std::uint32_t next_serial_ = 1;
+  std::uint64_t snapshots_ = 0;
+  std::unique_ptr<EventFile> events_;
+  std::atomic<std::uint32_t> physical_{0};
+  std::atomic<std::uint32_t> logical_{0};
+};
+
+// The process' recorder; never destroyed, since blocks may outlive static destruction.
+Recorder& recorder();
+
+}  // namespace opacus_memprof

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/tag_stack.h"
+
+#include <pthread.h>
+
+#include <array>
+
+#include "core/names.h"
+
+namespace opacus_memprof {
+
+namespace detail {
+
+thread_local ThreadTags* tags_of_this_thread = nullptr;
+
+ThreadTags& make_tags_of_this_thread() {
+  // The pointer above is what the hot path reads; this owner ends the object with its thread. What
+  // is freed later still, by the thread's other destructors, is counted under shared tags.
+  struct Owner {
+    Owner() { tags_of_this_thread = new ThreadTags; }
+    Owner(const Owner&) = delete;
+    Owner& operator=(const Owner&) = delete;
+    ~Owner() {
+      static auto* const after_the_end = new ThreadTags;
+      delete tags_of_this_thread;
+      tags_of_this_thread = after_the_end;
+    }
+  };
+  thread_local const Owner owner;
+  return *tags_of_this_thread;
+}
+
+}  // namespace detail
+
+ThreadTags::ThreadTags() {
+  std::array<char, 16> name{};
+  if (pthread_getname_np(pthread_self(), name.data(), name.size()) != 0) name[0] = '\0';
+  thread_id_ = static_cast<std::uint8_t>(names().intern(Names::Kind::thread, name.data()));
+}
+
+void ThreadTags::push(Tag tag) noexcept {
+  const Tag merged = merge(top(), tag);
+  ++depth_;
+  if (depth_ < kDepth) stack_[depth_] = merged;
+}
+
+void ThreadTags::pop() noexcept {
+  if (depth_ > 0) --depth_;
+}
+
+void ThreadTags::unwind(std::size_t depth) noexcept {
+  if (depth < depth_) depth_ = depth;
+}
+
+std::size_t ThreadTags::depth_of_module(std::uint16_t module) const noexcept {
+  for (std::size_t depth = depth_; depth > 0; --depth) {
+    const std::uint16_t here = stack_[clamped(depth)].module;
+    const std::uint16_t below = stack_[clamped(depth - 1)].module;
+    if (here == module && below != module) return depth;
+  }
+  return depth_ + 1;
+}
+
+Phase ThreadTags::phase() const noexcept {
+  if (phase_ == Phase::forward && phase_epoch_ != backward_state.epoch()) return Phase::idle;
+  return phase_;
+}
+
+void ThreadTags::set_phase(Phase phase) noexcept {
+  phase_ = phase;
+  phase_epoch_ = backward_state.epoch();
+}
+
+Tag ThreadTags::resolve(const BackwardPosition& backward) const noexcept {
+  Tag tag = top();
+  const bool in_backward = backward.task >= 0;
+  if (tag.phase == kKeep8) {
+    tag.phase = static_cast<std::uint8_t>(in_backward ? backward_state.phase() : phase());
+  }
+  if (tag.module == kKeep16) tag.module = backward.module;
+  if (tag.op == kKeep16) tag.op = backward.op;
+  if (tag.category == kKeep8) {
+    tag.category = static_cast<std::uint8_t>(default_category(static_cast<Phase>(tag.phase)));
+  }
+  return tag;
+}
+
+}  // namespace opacus_memprof

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// What this thread is doing: a stack of tags that hooks push and pop, and the thread's phase.
+//
+// Autograd runs a CUDA backward on a thread of its own, so a tag set around loss.backward() does not
+// reach it; the adaptor asks autograd instead and passes the answer in as BackwardPosition.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/tag.h"
+
+namespace opacus_memprof {
+
+// Where autograd's engine is on the calling thread.
+struct BackwardPosition {
+  int task = -1;             // the running graph task; -1 is "not in backward"
+  std::uint16_t module = 0;  // whose forward made the running node
+  std::uint16_t op = 0;      // the node's type
+};
+
+// One thread's tags. Not thread safe; reached through this_thread().
+class ThreadTags {
+ public:
+  ThreadTags();
+
+  void push(Tag tag) noexcept;
+  void pop() noexcept;
+  [[nodiscard]] std::size_t depth() const noexcept { return depth_; }
+  // Pops down to `depth`: what an exception left behind.
+  void unwind(std::size_t depth) noexcept;
+  [[nodiscard]] Tag top() const noexcept { return stack_[clamped(depth_)]; }
+
+  // The depth at which the innermost frame of `module` was pushed, or depth() + 1 if there is none.
+  [[nodiscard]] std::size_t depth_of_module(std::uint16_t module) const noexcept;
+
+  // The phase, unless a backward pass has run since it was entered: then forward is over.
+  [[nodiscard]] Phase phase() const noexcept;
+  void set_phase(Phase phase) noexcept;
+
+  // The whole tag of an allocation made now: pushed tags first, then what autograd knows, then the
+  // phase's default category.
+  [[nodiscard]] Tag resolve(const BackwardPosition& backward) const noexcept;
+
+  [[nodiscard]] std::uint8_t thread_id() const noexcept { return thread_id_; }
+
+ private:
+  // Deeper nesting keeps counting but stores no tag: the deepest stored one stands for the rest.
+  static constexpr std::size_t kDepth = 256;
+  static constexpr std::size_t clamped(std::size_t depth) noexcept {
+    return depth < kDepth ? depth : kDepth - 1;
+  }
+
+  std::array<Tag, kDepth> stack_{};  // [0] is the empty tag below all
+  std::size_t depth_ = 0;
+  Phase phase_ = Phase::idle;
+  std::uint64_t phase_epoch_ = 0;
+  std::uint8_t thread_id_ = 0;
+};
+
+namespace detail {
+extern thread_local ThreadTags* tags_of_this_thread
+#if defined(__GLIBC__)
+    __attribute__((tls_model("initial-exec")))
+#endif
+    ;
+ThreadTags& make_tags_of_this_thread();
+}  // namespace detail
+
+inline ThreadTags& this_thread() {
+  ThreadTags* tags = detail::tags_of_this_thread;
+  return tags != nullptr ? *tags : detail::make_tags_of_this_thread();
+}
+
+// What every thread must know of backward passes.
+class Backward {
+ public:
+  // Called on each allocation inside a graph task; cheap when the task is the one seen last.
+  void note(int task) noexcept {
+    if (last_task_.load(std::memory_order_relaxed) != task) {
+      last_task_.store(task, std::memory_order_relaxed);
+      epoch_.fetch_add(1, std::memory_order_relaxed);
+    }
+  }
+  [[nodiscard]] std::uint64_t epoch() const noexcept {
+    return epoch_.load(std::memory_order_relaxed);
+  }
+  void set_second(bool on) noexcept { second_.store(on, std::memory_order_relaxed); }
+  [[nodiscard]] Phase phase() const noexcept {
+    return second_.load(std::memory_order_relaxed) ? Phase::second_backward : Phase::backward;
+  }
+
+ private:
+  std::atomic<int> last_task_{-1};
+  std::atomic<std::uint64_t> epoch_{0};
+  std::atomic<bool> second_{false};  // ghost clipping's second pass is running
+};
+
+inline Backward backward_state;
+
+}  // namespace opacus_memprof

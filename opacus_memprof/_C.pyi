@@ -1,0 +1,116 @@
+"""Typed face of the compiled extension. Only opacus_memprof._native imports it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+HAS_CUDA: bool  # built with the CUDA adaptor
+KEEP: None  # a tag's field that inherits from the enclosing tag
+
+# --- names: a name's id is its index in the list of its kind; asking again gives the same id ---
+def category_id(name: str) -> int: ...  # built-in names are known; others are added (at most 64 in all)
+def module_id(name: str) -> int: ...  # 0 is "" (no module)
+def op_id(name: str) -> int: ...  # 0 is "" (no op)
+def phase_id(name: str) -> int: ...  # raises ValueError for an unknown phase
+def names() -> dict[str, list[str]]: ...  # categories, phases, modules, ops, threads, streams, devices
+
+# --- tags: what this thread is doing; every allocation copies the innermost one ---
+class Tag:
+    """Immutable; fields left out inherit from the enclosing tag. Reusable, re-entrant, any thread."""
+
+    def __init__(
+        self,
+        category: int | None = None,
+        phase: int | None = None,
+        module: int | None = None,
+        op: int | None = None,
+    ) -> None: ...
+    def __enter__(self) -> "Tag": ...
+    def __exit__(self, *exc: object) -> None: ...
+    def __call__(self, function: Callable[..., Any]) -> "Tagged": ...
+
+class Tagged:
+    """A callable that runs the wrapped one under a tag. Picklable, deep-copyable, binds like a function
+    (also on a class), and forwards __name__, __doc__ and attribute look-ups to the wrapped callable."""
+
+    __wrapped__: Callable[..., Any]
+    tag: Tag
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+class EnterModule:
+    """A forward pre-hook `hook(module, args)`: pushes the module's tag (phase forward) and notes autograd's
+    sequence number, so that the module's backward nodes are known."""
+
+    def __init__(self, module: int) -> None: ...
+
+class ExitModule:
+    """The forward hook that undoes EnterModule. An exit that finds another module on top unwinds to its own."""
+
+    def __init__(self, module: int) -> None: ...
+
+def set_phase(phase: int) -> int: ...  # of this thread; returns the one before. Writes a phase event.
+def set_second_backward(on: bool) -> None: ...  # for every thread: backward is ghost's second pass
+def end_step(logical: bool) -> None: ...  # physical step += 1; logical += 1 if asked
+def step() -> tuple[int, int]: ...  # (physical, logical)
+
+# --- blocks: found by the address of a tensor's storage ---
+def retag(tensors: torch.Tensor | Iterable[torch.Tensor], category: int, module: int | None = None) -> int:
+    """Gives the live blocks under the tensors another category (and module); returns the bytes that changed.
+    Tensors whose block is unknown are skipped. A block that was there before the profiler is adopted: its
+    free will be seen."""
+
+def retag_if(
+    tensors: torch.Tensor | Iterable[torch.Tensor], expected: Sequence[int], category: int, module: int | None = None
+) -> int:
+    """As retag, for the blocks whose category is one of `expected`."""
+
+def capture(module: int, tensors: Iterable[torch.Tensor]) -> None:
+    """Opacus captured these for `module`. Blocks born in forward become activation_hooks_*; captures nest."""
+
+def release(module: int) -> None:
+    """Opacus dropped the module's newest capture: blocks nobody else captured return to their category."""
+
+def settle(module: int | None = None) -> None:
+    """For each captured block (of one module, or all): who else holds its storage? Chooses between
+    activation_hooks_shared and activation_hooks_opacus_only by the storage's use count."""
+
+def captures() -> dict[int, int]: ...  # module id -> captures outstanding
+
+# --- counters ---
+def snapshot(name: str) -> dict[str, Any]:
+    """{"index", "name", "unix_ns", "step", "logical_step", "devices": {"cuda:0": {"requested_bytes": int,
+    "categories": {name: bytes}}}}; consistent across threads; writes a snapshot event."""
+
+def peaks() -> dict[str, dict[str, Any]]:
+    """Per device, at the instant of its highest requested bytes: {"requested_bytes", "allocated_bytes",
+    "reserved_bytes" (both -1 where nobody counts them), "step", "phase", "unix_ns", "categories": {...}}"""
+
+def reset_peaks() -> None: ...
+def live_blocks() -> list[dict[str, Any]]:
+    """Every live block: address, bytes, category, phase, module, op, step, device, stream, thread."""
+
+# --- the event file ---
+def start_events(directory: str, max_events: int, info_json: str) -> None:
+    """Creates events.bin and meta.json. `info_json` is merged into meta.json (versions, devices). Raises OSError."""
+
+def stop_events() -> None: ...  # trims the file and writes the last meta.json
+def write_meta() -> None: ...  # now; it is also refreshed in the background when names change
+def events_status() -> dict[str, Any]: ...  # {"recording": bool, "written": int, "dropped": int, "error": str}
+
+def replay(directory: str, timeline_points: int = 2000) -> dict[str, Any]: ...  # see csrc/core/replay.h
+
+# --- adaptors ---
+def cpu_install() -> None: ...
+def cpu_uninstall() -> None: ...
+def cpu_installed() -> bool: ...
+def cpu_reported_bytes() -> int: ...  # c10's own count of the bytes the CPU allocator has out
+
+def cuda_install() -> None: ...  # at any time; seeds the ledger from the native snapshot
+def cuda_uninstall() -> None: ...
+def cuda_installed() -> bool: ...  # our allocator is the current one
+def cuda_allocator() -> Any: ...  # the torch._C._cuda_CUDAAllocator for change_current_allocator
+def cuda_current_name() -> str: ...  # whoever is the current allocator
+def cuda_refresh(device: int) -> int:
+    """Asks the native allocator which blocks still exist: drops seeded ones that are gone, and returns the
+    bytes that wait for a side stream (pending_free)."""
