@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// What an event file says: the live bytes of every device by category, at its peak and over time.
+//
+// Which category a block belongs to can depend on how its life went on, so the file is read twice:
+// first to settle the blocks and to find the instants worth showing, then to add up what was live
+// at them. Settled means:
+// - forward_undecided becomes forward_temporaries if the block was freed in the forward of its own
+//   step, else activations. A block that an activation hook captured, or that was live when an
+//   allocation failed (unwinding frees in forward what backward would have freed), is an
+//   activation. Where the file ends early because it was full, a block of its last step stays
+//   undecided.
+// - backward_temporaries and optimizer_temporaries that were never retagged and outlive their phase
+//   become unattributed: whatever they are, they are not temporaries. Outlived is seen at the next
+//   step event, at the next event of a thread that enters another phase, or at the end of a file
+//   that ended in good order; what was live when an allocation failed keeps its name.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/counters.h"
+#include "core/event.h"
+#include "core/vocabulary.h"
+
+namespace opacus_memprof {
+
+struct ReplayOptions {
+  std::size_t timeline_points = 2000;  // rows of a device's timeline, at most
+};
+
+struct ReplayResult {
+  static constexpr std::uint64_t kNever = ~std::uint64_t{0};
+
+  // Right after an event. `bytes` are the live requested bytes of one device.
+  struct Instant {
+    std::uint64_t event = kNever;
+    std::int64_t time_ns = 0;  // since the file was started
+    std::int64_t bytes = 0;
+    std::uint32_t step = 0;  // physical and logical steps that had ended
+    std::uint64_t logical_step = 0;
+    std::uint8_t phase = 0;
+  };
+
+  // The sum of `categories` is `bytes`. For a maximum they are read when the device's next block
+  // comes or goes: what is retagged at the maximum counts under its new name, as in the live
+  // counters.
+  struct Moment : Instant {
+    CategoryBytes categories{};
+  };
+
+  struct Step {
+    std::uint32_t number = 0;
+    Moment peak;
+    std::int64_t end_bytes = 0;
+    bool complete = false;  // a step event ended it
+  };
+
+  struct Snapshot : Moment {
+    std::uint16_t name = 0;  // id among the ops
+    std::uint64_t number = 0;
+  };
+
+  struct OutOfMemory : Moment {
+    std::uint64_t requested = 0;  // the bytes that were not to be had, and their tag
+    std::uint8_t category = 0;
+    std::uint16_t module = 0;
+    std::uint16_t op = 0;
+  };
+
+  struct LiveBlock {
+    std::uint64_t bytes = 0;
+    std::uint8_t category = 0;
+    std::uint8_t phase = 0;  // at birth, as op and step
+    std::uint16_t module = 0;
+    std::uint16_t op = 0;
+    std::uint32_t step = 0;
+  };
+
+  struct ModuleBytes {
+    std::uint16_t module = 0;
+    CategoryBytes categories{};
+  };
+
+  struct Device {
+    std::uint8_t id = 0;
+    Moment peak;                                   // the first instant of the highest bytes
+    std::vector<ModuleBytes> modules;              // at the peak, by id
+    std::array<CategoryBytes, kPhases> born_in{};  // at the peak, by the phase of birth
+    std::vector<LiveBlock> largest_blocks;         // at the peak, at most 50
+    std::array<Moment, kPhases> phases;            // highest in each; event kNever: not seen
+    std::vector<Step> steps;                       // at most kMaxSteps
+    std::uint64_t steps_left_out = 0;
+    std::vector<Moment> timeline;  // the highest of each of `timeline_points` runs of events
+    std::vector<Snapshot> snapshots;
+    std::vector<OutOfMemory> out_of_memory;
+    std::int64_t end_bytes = 0;
+  };
+
+  // First and last steps, and the highest of those between.
+  static constexpr std::size_t kMaxSteps = 600;
+
+  FileHeader header{};
+  std::uint64_t events = 0;                     // that were read
+  std::size_t categories = kBuiltinCategories;  // beyond these ids every figure is 0
+  // Records that contradict those before them. Always zero in a file that is whole.
+  std::uint64_t unknown_frees = 0;        // of an address where nothing lived
+  std::uint64_t unknown_retags = 0;       // likewise
+  std::uint64_t double_allocations = 0;   // where something lived; it counts as freed then
+  std::uint64_t category_mismatches = 0;  // the category before is not the one that was replayed
+  std::uint64_t unreadable = 0;  // a kind, phase or category that this release has no name for
+  std::vector<Device> devices;   // those that had a block or ran out of memory, by id
+};
+
+// Throws std::runtime_error with one sentence where `events_path` is no readable event file.
+ReplayResult replay(const std::string& events_path, ReplayOptions options = {});
+
+}  // namespace opacus_memprof

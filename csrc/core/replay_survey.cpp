@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/replay_survey.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace opacus_memprof {
+namespace {
+
+constexpr std::uint64_t kLap = std::uint64_t{1} << 48;
+
+double ns_per_tick(const FileHeader& header) {
+  const auto ticks = static_cast<double>(header.last_ticks - header.start_ticks);
+  const auto ns = static_cast<double>(header.last_unix_ns - header.start_unix_ns);
+  // A process that was killed at once left one reading only.
+  return header.last_ticks > header.start_ticks && header.last_unix_ns > header.start_unix_ns
+             ? ns / ticks
+             : 1.0;
+}
+
+void keep_highest(ReplayResult::Instant& highest, const ReplayResult::Instant& now) {
+  if (highest.event == ReplayResult::kNever || now.bytes > highest.bytes) highest = now;
+}
+
+}  // namespace
+
+Survey::Survey(const EventReader& reader, const ReplayOptions& options)
+    : header_(reader.header()), ns_per_tick_(ns_per_tick(reader.header())) {
+  const std::uint64_t rows = std::max<std::uint64_t>(options.timeline_points, 1);
+  bucket_events_ = std::max<std::uint64_t>((reader.size() + rows - 1) / rows, 1);
+}
+
+Survey::DeviceState& Survey::state(std::uint8_t device) {
+  auto& slot = devices_[device];
+  if (slot == nullptr) {
+    slot = std::make_unique<DeviceState>();
+    slot->result.id = device;
+  }
+  return *slot;
+}
+
+void Survey::born(const ReplayBlock& block) {
+  fates_.born();
+  state(block.device()).bytes += static_cast<std::int64_t>(block.size);
+}
+
+void Survey::died(const ReplayBlock& block, const Event& event) {
+  fates_.died(block, event);
+  state(block.device()).bytes -= static_cast<std::int64_t>(block.size);
+}
+
+void Survey::after(const Event& event, std::uint64_t index) {
+  fates_.after(event);
+  tell_time(event, index);
+  switch (static_cast<EventKind>(event.kind)) {
+    case EventKind::step:
+      end_step(event);
+      [[fallthrough]];
+    case EventKind::phase:
+    case EventKind::snapshot:  // of every device
+      for (const auto& device : devices_) {
+        if (device == nullptr) continue;
+        observe(*device);
+        if (static_cast<EventKind>(event.kind) == EventKind::snapshot) {
+          auto& snapshot = device->result.snapshots.emplace_back();
+          static_cast<Instant&>(snapshot) = now_;
+          snapshot.name = static_cast<std::uint16_t>(event.op);
+          snapshot.number = event.size;
+        }
+      }
+      break;
+    case EventKind::oom: {
+      DeviceState& device = state(static_cast<std::uint8_t>(event.device));
+      observe(device);
+      auto& oom = device.result.out_of_memory.emplace_back();
+      static_cast<Instant&>(oom) = now_;
+      oom.requested = event.size;
+      oom.category = static_cast<std::uint8_t>(event.category);
+      oom.module = static_cast<std::uint16_t>(event.module);
+      oom.op = static_cast<std::uint16_t>(event.op);
+      break;
+    }
+    default:
+      if (const auto& device = devices_[event.device]; device != nullptr) observe(*device);
+  }
+}
+
+void Survey::tell_time(const Event& event, std::uint64_t index) {
+  // Clocks of different cores may disagree a little; half a lap back is another lap.
+  if (ticks_ > event.time && ticks_ - event.time > kLap / 2) ticks_lap_ += kLap;
+  ticks_ = event.time;
+  now_.event = index;
+  now_.time_ns =
+      static_cast<std::int64_t>(static_cast<double>(ticks_lap_ + event.time) * ns_per_tick_);
+  // A seed tells the step and phase of the block's birth, which may be long ago.
+  const bool seed = static_cast<EventKind>(event.kind) == EventKind::seed;
+  now_.phase = static_cast<std::uint8_t>(seed ? 0 : event.phase);
+  const auto step = static_cast<std::uint32_t>(event.step);
+  now_.step = seed ? std::max(now_.step, step) : step;
+  if (!seed && !step_.has_value()) {
+    step_ = step;
+    for (const auto& device : devices_) {
+      if (device != nullptr && !device->steps.empty()) device->steps.back().number = step;
+    }
+  }
+}
+
+void Survey::end_step(const Event& event) {
+  now_.logical_step = event.size;
+  if (now_.step == *step_) return;
+  step_ = now_.step;
+  for (const auto& device : devices_) {
+    if (device == nullptr || device->steps.empty()) continue;
+    StepRow& row = device->steps.back();
+    row.end_bytes = device->bytes;
+    row.complete = true;
+  }
+}
+
+void Survey::observe(DeviceState& device) {
+  now_.bytes = device.bytes;
+  keep_highest(device.result.peak, now_);
+  keep_highest(device.result.phases[now_.phase], now_);
+
+  if (device.steps.empty() || device.steps.back().complete) {
+    device.steps.emplace_back().number = step_.value_or(now_.step);
+  }
+  keep_highest(device.steps.back().peak, now_);
+
+  const std::uint64_t bucket = now_.event / bucket_events_;
+  if (bucket != device.bucket) {
+    device.bucket = bucket;
+    device.result.timeline.emplace_back();
+  }
+  keep_highest(device.result.timeline.back(), now_);
+}
+
+void Survey::ended(const ReplayTable& table) {
+  const bool full = header_.dropped > 0;
+  const std::uint32_t last = now_.step;
+  fates_.ended(table, header_.closed != 0 && !full, full ? &last : nullptr);
+}
+
+void Survey::choose_steps(DeviceState& device) {
+  std::vector<StepRow>& rows = device.steps;
+  constexpr std::size_t kThird = ReplayResult::kMaxSteps / 3;
+  if (rows.size() > ReplayResult::kMaxSteps) {
+    const auto middle = rows.begin() + kThird;
+    const auto last = rows.end() - kThird;
+    std::nth_element(middle, middle + kThird, last, [](const StepRow& a, const StepRow& b) {
+      return a.peak.bytes != b.peak.bytes ? a.peak.bytes > b.peak.bytes
+                                          : a.peak.event < b.peak.event;
+    });
+    device.result.steps_left_out = rows.size() - ReplayResult::kMaxSteps;
+    rows.erase(middle + kThird, last);
+    std::sort(rows.begin(), rows.end(),
+              [](const StepRow& a, const StepRow& b) { return a.peak.event < b.peak.event; });
+  }
+  for (const StepRow& row : rows) {
+    ReplayResult::Step& step = device.result.steps.emplace_back();
+    step.number = row.number;
+    static_cast<Instant&>(step.peak) = row.peak;
+    step.end_bytes = row.end_bytes;
+    step.complete = row.complete;
+  }
+}
+
+std::vector<ReplayResult::Device> Survey::devices() {
+  std::vector<ReplayResult::Device> result;
+  for (auto& device : devices_) {
+    if (device == nullptr) continue;
+    if (!device->steps.empty() && !device->steps.back().complete) {
+      device->steps.back().end_bytes = device->bytes;
+    }
+    choose_steps(*device);
+    device->result.end_bytes = device->bytes;
+    result.push_back(std::move(device->result));
+    device.reset();
+  }
+  return result;
+}
+
+}  // namespace opacus_memprof
