@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drop-in for Opacus' PrivacyEngine."""
+
+from typing import Any
+
+import opacus
+
+from opacus_memprof import session
+from opacus_memprof.hooks.privacy_engine import setting_up
+
+
+class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
+    """Opacus' PrivacyEngine, except that the session that is recording follows what `make_private` (or
+    `make_private_with_epsilon`) returns. Without a session it is Opacus' own.
+    """
+
+    def make_private(self, **kwargs: Any) -> Any:
+        """See `opacus.PrivacyEngine.make_private`: the same arguments, the same result."""
+        prepared = setting_up(lambda: super(PrivacyEngine, self).make_private(**kwargs))
+        recording = session.current()
+        if recording is not None:
+            recording.attach(*prepared)
+        return prepared

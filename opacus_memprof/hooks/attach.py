@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attaching changed, and how to undo it.
+
+Nothing here holds a model, an optimizer or a tensor: a profile must not keep alive what the program drops.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping
+from types import ModuleType
+from typing import Any
+
+
+class Attachment:
+    """The changes that one attachment made; `detach` undoes them. Dropping it leaves them in place."""
+
+    def __init__(self, parts: Iterable["Attachment"] = ()) -> None:
+        self._undo: list[Callable[[], object]] = [part.detach for part in parts]
+
+    def on_detach(self, undo: Callable[[], object]) -> None:
+        """Detaching calls `undo`, the latest first. It must hold what it changes weakly."""
+        self._undo.append(undo)
+
+    def detach(self) -> None:
+        """Restores what was there before. Again is harmless."""
+        while self._undo:
+            self._undo.pop()()
+
+    def replace_attribute(self, owner: type | ModuleType, name: str, value: Any) -> None:
+        """Of a class or a module: these outlive every attachment."""
+        before = owner.__dict__[name]
+        setattr(owner, name, value)
+
+        def restore() -> None:
+            if owner.__dict__.get(name) is value:  # else somebody patched on top, and their patch needs ours
+                setattr(owner, name, before)
+
+        self.on_detach(restore)
+
+    def replace_item(self, registry: dict[Any, Any], key: Any, value: Any) -> None:
+        """Of a registry that belongs to a class and so outlives every attachment. Keeps the order of its keys."""
+        before = registry[key]
+        registry[key] = value
+
+        def restore() -> None:
+            if registry.get(key) is value:
+                registry[key] = before
+
+        self.on_detach(restore)
+
+    def replace_hook(self, hooks: MutableMapping[int, Any], key: int, wrapper: "Wrapper") -> None:
+        """Of one module: the hook that `wrapper` wraps, in its place."""
+        hooks[key] = wrapper
+        reference, kind = weakref.ref(hooks), type(wrapper)
+        del wrapper  # it holds the model
+
+        def restore() -> None:
+            alive = reference()
+            if alive is not None and type(alive.get(key)) is kind:
+                alive[key] = alive[key].__wrapped__
+
+        self.on_detach(restore)
+
+
+class Wrapper:
+    """A hook that stands for another one. A pickle or deep copy of it is the other one: copies of a model are
+    plain Opacus models, which load where this package is missing."""
+
+    __slots__ = ("__wrapped__",)
+
+    def __init__(self, wrapped: Callable[..., Any]) -> None:
+        self.__wrapped__ = wrapped
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__wrapped__.__reduce_ex__(protocol)
+
+
+class Shared:
+    """Patches of Opacus itself: made for the first attachment that needs them, undone after the last."""
+
+    def __init__(self, patch: Callable[[Attachment], None]) -> None:
+        self._patch = patch
+        self._users = 0
+        self._attachment = Attachment()
+
+    def use(self, attachment: Attachment) -> None:
+        """Keeps the patches in place until `attachment` is detached."""
+        if self._users == 0:
+            self._patch(self._attachment)
+        self._users += 1
+        attachment.on_detach(self._leave)
+
+    def _leave(self) -> None:
+        self._users -= 1
+        if self._users == 0:
+            self._attachment.detach()

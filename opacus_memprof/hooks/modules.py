@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's modules, parameters and buffers: what they are called, and the hooks that say where its forward is."""
+
+import contextlib
+import copyreg
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, cast
+
+from opacus.grad_sample import AbstractGradSampleModule
+from torch import Tensor, nn
+
+from opacus_memprof import _native
+from opacus_memprof.hooks import owners
+from opacus_memprof.hooks.attach import Attachment
+from opacus_memprof.hooks.vocabulary import (
+    BUFFERS,
+    FORWARD,
+    FORWARD_UNDECIDED,
+    GRADIENTS,
+    INPUTS,
+    MODEL_PARAMETERS,
+    PER_SAMPLE_GRADIENTS,
+    UNATTRIBUTED,
+)
+
+_UNCLAIMED = (UNATTRIBUTED, FORWARD_UNDECIDED)
+
+
+def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The user's modules under their fully qualified names, each once; "" is the model itself.
+
+    Opacus' wrapper is no module of the user's, nor is its attribute `_module` part of a name.
+    """
+    outer, wrapped = "", None
+    for path, module in root.named_modules():
+        if isinstance(module, AbstractGradSampleModule):
+            outer, wrapped = path, f"{path}._module".lstrip(".")
+        elif wrapped is not None and f"{path}.".startswith(f"{wrapped}."):
+            yield (outer + path[len(wrapped) :]).lstrip("."), module
+        else:
+            yield path, module
+
+
+def compiled(module: nn.Module) -> bool:
+    """torch.compile traces what is inside: hooks there would break its graphs."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+class EnterModel:
+    """The outermost module's forward pre-hook: a batch comes in."""
+
+    __slots__ = ("_first",)
+
+    def __init__(self) -> None:
+        self._first = True
+
+    def __call__(self, root: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._first:  # `model.to(device)` may have moved the parameters since they were attached
+            self._first = False
+            tag_residents(root)
+        _native.set_phase(FORWARD)
+        batch = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is None and not tensor.requires_grad]
+        if batch:
+            _native.retag_if(batch, _UNCLAIMED, INPUTS)
+
+
+class LeaveModel:
+    """The outermost module's forward hook. Autograd has saved what it will: who holds each captured activation?"""
+
+    __slots__ = ()
+
+    def __call__(self, root: nn.Module, args: Any, output: Any) -> None:
+        _native.settle()
+
+
+class AccumulatedGradient:
+    """A parameter's post-accumulate-grad hook."""
+
+    __slots__ = ("_module_id",)
+
+    def __init__(self, module_id: int) -> None:
+        self._module_id = module_id
+
+    def __call__(self, parameter: Tensor) -> None:
+        if (gradient := parameter.grad) is not None:
+            _native.retag(gradient, GRADIENTS, self._module_id)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested sequences and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def tag_residents(root: nn.Module) -> None:
+    """Parameters, buffers and whatever the parameters hold already; a tied parameter is its first module's."""
+    seen: set[int] = set()
+    for name, module in named_modules(root):
+        module_id = _native.module_id(name)
+        for parameter in module._parameters.values():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            _native.retag(parameter, MODEL_PARAMETERS, module_id)
+            if parameter.grad is not None:
+                _native.retag(parameter.grad, GRADIENTS, module_id)
+            _native.retag(tensors_in(getattr(parameter, "grad_sample", None)), PER_SAMPLE_GRADIENTS, module_id)
+        _native.retag((buffer for buffer in module._buffers.values() if buffer is not None), BUFFERS, module_id)
+
+
+def hook_parameters(attachment: Attachment, root: nn.Module) -> None:
+    """Makes the parameters' owners known, and follows their gradients."""
+    keys: list[int] = []
+    attachment.on_detach(lambda: owners.forget_owners(keys))
+    attachment.on_detach(partial(_drop_empty_hooks, weakref.ref(root)))
+    seen: set[int] = set()
+    for name, module in named_modules(root):
+        module_id = _native.module_id(name)
+        for parameter in module._parameters.values():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            keys.append(owners.set_owner(parameter, module_id))
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    AccumulatedGradient(module_id)
+                )
+                attachment.on_detach(handle.remove)
+
+
+def _drop_empty_hooks(reference: "weakref.ref[nn.Module]") -> None:
+    """A removed hook leaves an empty dictionary where torch had None."""
+    root = reference()
+    for parameter in () if root is None else root.parameters():
+        if parameter._post_accumulate_grad_hooks == {}:
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+
+def hook_modules(attachment: Attachment, root: nn.Module) -> None:
+    """Every module of the user's says when its forward begins and ends, also when it raises."""
+    inside_compiled: set[nn.Module] = set()
+    for name, module in named_modules(root):
+        if module in inside_compiled or compiled(module):
+            inside_compiled.update(module.children())
+            continue
+        module_id = _native.module_id(name)
+        enter = module.register_forward_pre_hook(cast(Any, _native.EnterModule(module_id)), prepend=True)
+        leave = module.register_forward_hook(cast(Any, _native.ExitModule(module_id)), always_call=True)
+        attachment.on_detach(enter.remove)
+        attachment.on_detach(leave.remove)
+    enter = root.register_forward_pre_hook(EnterModel(), prepend=True, with_kwargs=True)
+    leave = root.register_forward_hook(LeaveModel())
+    attachment.on_detach(enter.remove)
+    attachment.on_detach(leave.remove)
+
+
+# Pickled and deep-copied models carry these hooks along. There they become a function of the standard library that
+# does nothing: a copy is not profiled, and loads where this package is missing.
+def _reduce_to_nothing(hook: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+for _hook in (_native.EnterModule, _native.ExitModule, EnterModel, LeaveModel):
+    copyreg.pickle(_hook, _reduce_to_nothing)

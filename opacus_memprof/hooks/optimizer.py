@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers: clipping, noise, the step itself and zero_grad, of Opacus' optimizers and of plain ones.
+
+Opacus' optimizers call their own methods through the instance, so attributes of the instance stand in for them. `step`
+stays as it is, for learning rate schedulers replace it: `pre_step` opens it, and the hooks of the original optimizer
+bracket exactly the update.
+"""
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from opacus.optimizers import DPOptimizer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from opacus_memprof import _native
+from opacus_memprof.hooks.attach import Attachment
+from opacus_memprof.hooks.modules import tensors_in
+from opacus_memprof.hooks.owners import owner_of, owners_of
+from opacus_memprof.hooks.vocabulary import (
+    ADD_NOISE,
+    CLIP,
+    CLIPPING_TEMPORARIES,
+    COMMUNICATION,
+    GRADIENTS,
+    IDLE,
+    OPTIMIZER_STATES,
+    OPTIMIZER_STEP,
+    SUMMED_GRADIENTS,
+    ZERO_GRAD,
+)
+
+Run = Callable[[], Any]
+
+
+class Method:
+    """An attribute of an optimizer that stands in for its method of that name.
+
+    Holds the optimizer weakly: a cycle would keep its states alive after the program has dropped it.
+    """
+
+    __slots__ = ("__wrapped__", "_around", "_optimizer", "replaced")
+
+    def __init__(self, optimizer: Optimizer, name: str, around: Callable[[Any, Run], Any]) -> None:
+        self.replaced = vars(optimizer).get(name)  # somebody else's attribute, with the optimizer bound
+        self.__wrapped__ = self.replaced or getattr(type(optimizer), name)
+        self._optimizer = weakref.ref(optimizer)
+        self._around = around
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__wrapped__, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = self._optimizer()
+        if self.replaced is None:
+            args = (optimizer, *args)
+        return self._around(optimizer, lambda: self.__wrapped__(*args, **kwargs))
+
+
+def _pre_step(optimizer: DPOptimizer, run: Run) -> Any:
+    _native.set_phase(CLIP)
+    proceed = run()
+    if not proceed:  # a part of a logical batch: it is clipped and summed, and there is no update
+        _native.set_phase(IDLE)
+        _native.end_step(False)
+    return proceed
+
+
+def _clip_and_accumulate(optimizer: DPOptimizer, run: Run) -> Any:
+    with _CLIP:
+        result = run()
+    _tag_summed_gradients(optimizer)
+    return result
+
+
+def _accumulate(optimizer: DPOptimizer, run: Run) -> Any:
+    with _ACCUMULATE:
+        result = run()
+    _tag_summed_gradients(optimizer)
+    return result
+
+
+def _add_noise(optimizer: DPOptimizer, run: Run) -> Any:
+    before = _native.set_phase(ADD_NOISE)
+    with _ADD_NOISE:  # the noise itself has its own tag, in _generate_noise
+        result = run()
+    _native.set_phase(before)
+    parameters = _trained(optimizer)
+    _native.retag_each([p.grad for p in parameters], GRADIENTS, owners_of(parameters))
+    return result
+
+
+def _reduce_gradients(optimizer: DPOptimizer, run: Run) -> Any:
+    with _REDUCE:
+        return run()
+
+
+def _zero_grad(optimizer: Optimizer, run: Run) -> Any:
+    before = _native.set_phase(ZERO_GRAD)
+    result = run()
+    _native.set_phase(before)
+    return result
+
+
+def _tag(category: int, op: str) -> _native.Tag:
+    return _native.Tag(category=category, op=_native.op_id(op))
+
+
+_CLIP = _tag(CLIPPING_TEMPORARIES, "clip_and_accumulate")
+_ACCUMULATE = _tag(SUMMED_GRADIENTS, "accumulate")
+_ADD_NOISE = _tag(GRADIENTS, "add_noise")
+_REDUCE = _tag(COMMUNICATION, "reduce_gradients")
+
+_METHODS: dict[str, Callable[[Any, Run], Any]] = {
+    "pre_step": _pre_step,
+    "clip_and_accumulate": _clip_and_accumulate,
+    "accumulate": _accumulate,
+    "add_noise": _add_noise,
+    "reduce_gradients": _reduce_gradients,
+    "zero_grad": _zero_grad,
+}
+
+
+def _trained(optimizer: Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _tag_summed_gradients(optimizer: DPOptimizer) -> None:
+    parameters = _trained(optimizer)
+    states = getattr(optimizer, "grad_state", None)  # where FSDPOptimizerFastGradientClipping keeps them
+    summed = [p.summed_grad for p in parameters] if states is None else [states[p]["summed_grad"] for p in parameters]
+    _native.retag_each(summed, SUMMED_GRADIENTS, owners_of(parameters))
+
+
+def tag_states(optimizer: Optimizer) -> None:
+    """Momentum and the like, to their parameters' modules."""
+    for parameter, state in optimizer.state.items():
+        owner = owner_of(parameter) if isinstance(parameter, Tensor) else 0
+        _native.retag(tensors_in(state), OPTIMIZER_STATES, owner)
+
+
+class _Step:
+    """The hooks around the original optimizer's update. States are made lazily, in a parameter's first update."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._known = 0
+        self.loaded(optimizer)
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        _native.set_phase(OPTIMIZER_STEP)
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if len(optimizer.state) != self._known:
+            self.loaded(optimizer)
+        _native.set_phase(IDLE)
+        _native.end_step(True)
+
+    def loaded(self, optimizer: Optimizer) -> None:
+        self._known = len(optimizer.state)
+        tag_states(optimizer)
+
+
+def stand_in_for_methods(attachment: Attachment, optimizer: Optimizer) -> None:
+    """An Opacus optimizer's own methods, or zero_grad of a plain one."""
+    names = _METHODS if isinstance(optimizer, DPOptimizer) else ("zero_grad",)
+    for name in names:
+        if hasattr(type(optimizer), name):
+            setattr(optimizer, name, Method(optimizer, name, _METHODS[name]))
+            attachment.on_detach(partial(_restore_method, weakref.ref(optimizer), name))
+
+
+def _restore_method(reference: "weakref.ref[Optimizer]", name: str) -> None:
+    optimizer = reference()
+    method = vars(optimizer).get(name) if optimizer is not None else None
+    if not isinstance(method, Method):
+        return  # gone, or somebody has put theirs on top
+    if method.replaced is None:
+        delattr(optimizer, name)
+    else:
+        setattr(optimizer, name, method.replaced)
+
+
+def hook_steps(attachment: Attachment, original: Optimizer) -> None:
+    """The update itself, of a plain optimizer or of the one inside Opacus'."""
+    step = _Step(original)
+    handles = (
+        original.register_step_pre_hook(step.before),
+        original.register_step_post_hook(step.after),
+        original.register_load_state_dict_post_hook(step.loaded),
+    )
+    for handle in handles:
+        attachment.on_detach(handle.remove)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opacus' grad samplers and norm samplers: the functions that turn activations and backprops into results.
+
+What a sampler allocates is born as `temp_matrices`, and what it returns is retagged on return: only then is it
+known which blocks those are. A result that is a view of the output's gradient keeps the gradient's category.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
+from torch import Tensor
+
+from opacus_memprof import _native
+from opacus_memprof.hooks.attach import Attachment
+from opacus_memprof.hooks.vocabulary import NORM_SAMPLES, PER_SAMPLE_GRADIENTS, TEMP_MATRICES
+
+_BORN_INSIDE = (TEMP_MATRICES,)
+
+
+class Sampler:
+    """A sampler `f(layer, activations, backprops) -> {parameter: result}`; `category` is that of its results."""
+
+    __slots__ = ("__wrapped__", "_category", "_tag")
+
+    def __init__(self, wrapped: Callable[..., Mapping[Any, Tensor]], category: int) -> None:
+        self.__wrapped__ = wrapped
+        self._category = category
+        self._tag = _native.Tag(category=TEMP_MATRICES, op=_native.op_id(getattr(wrapped, "__name__", repr(wrapped))))
+
+    def __call__(self, layer: Any, activations: Any, backprops: Any) -> Mapping[Any, Tensor]:
+        with self._tag:
+            samples = self.__wrapped__(layer, activations, backprops)
+        _native.retag_if(samples.values(), _BORN_INSIDE, self._category)
+        return samples
+
+
+def wrap_samplers(attachment: Attachment) -> None:
+    """Wraps every registered sampler. Keys stay, since Opacus asks which types have one."""
+    registries = (
+        (GradSampleHooks.GRAD_SAMPLERS, PER_SAMPLE_GRADIENTS),
+        (GradSampleHooksFastGradientClipping.NORM_SAMPLERS, NORM_SAMPLES),
+    )
+    for registry, category in registries:
+        for module_type, sampler in registry.items():
+            attachment.replace_item(registry, module_type, Sampler(sampler, category))
