@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`opacus-memprof doctor`: what is installed, what it was built for, what it finds here, and what to do.
+
+Nothing here may rest on what it examines: torch and the extension are imported inside the checks, so that the
+command still answers where either is broken.
+"""
+
+import ctypes
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import tempfile
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from opacus_memprof.units import format_bytes
+
+Level = Literal["ok", "note", "problem"]
+_COLOURS: dict[Level, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at. A `problem` keeps the profiler from working; a `note` is worth knowing."""
+
+    name: str
+    found: str
+    level: Level = "ok"
+    remedy: str = ""
+
+
+def doctor() -> None:
+    """Say in plain words whether profiling works here, and what to do where it does not.
+
+    Exits with 0 where it works, with 1 otherwise.
+    """
+    checks = examine()
+    console = Console(highlight=False)
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        line = Text.assemble((f"{check.level:<8}", _COLOURS[check.level]), f"{check.name:<{width}}  {check.found}")
+        if check.remedy:
+            line.append(f"\n{'':{8 + width}}  → {check.remedy}", "bold")
+        console.print(line, soft_wrap=True)  # commands are there to be copied: no line is cut
+    problems = sum(check.level == "problem" for check in checks)
+    if problems:
+        console.print(f"\nopacus-memprof cannot profile here: {problems} problem{'s' * (problems > 1)}, see above.")
+        raise typer.Exit(1)
+    console.print("\nopacus-memprof can profile here.")
+
+
+def examine() -> list[Check]:
+    """All checks, in the order in which one rests on another. Initialises CUDA where there is a GPU."""
+    python = Check("Python", platform.python_version())
+    try:
+        torch = importlib.import_module("torch")
+    except Exception as error:  # a broken installation raises anything
+        lacking = Check("torch", _sentence(error), "problem", "install torch first: `pip install torch`")
+        return [python, lacking, _opacus(), _build(), *_rmm(), _directory()]
+    found = f"{torch.__version__}, built for " + (
+        f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
+    )
+    cuda = [_driver(torch), *_devices(torch)] if torch.version.cuda else []
+    return [
+        python,
+        Check("torch", found),
+        *cuda,
+        _opacus(),
+        _build(),
+        *_extension(torch),
+        *_variables(),
+        *_rmm(),
+        _directory(),
+    ]
+
+
+def _driver(torch: Any) -> Check:
+    """Whether there is a driver, and one that is new enough: within a major version of CUDA any driver serves."""
+    version = ctypes.c_int()
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        status = -1
+    if status != 0:
+        return Check("CUDA driver", "none", "note", "profiles are of the CPU until there is one")
+    found = f"for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+    if version.value // 1000 < int(torch.version.cuda.split(".")[0]):
+        remedy = (
+            f"torch needs one for CUDA {torch.version.cuda}: update the driver, or install a torch for an older CUDA"
+        )
+        return Check("CUDA driver", found, "note", remedy)
+    return Check("CUDA driver", found)
+
+
+def _devices(torch: Any) -> list[Check]:
+    """The GPUs that torch can use."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        except (RuntimeError, AssertionError) as error:
+            return [Check("GPUs", _sentence(error), "note", "profiles are of the CPU until torch can use the GPU")]
+    if properties:
+        return [
+            Check(f"cuda:{index}", f"{device.name}, {format_bytes(device.total_memory)}")
+            for index, device in enumerate(properties)
+        ]
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    why = f"CUDA_VISIBLE_DEVICES={hidden} leaves none" if hidden is not None else "torch finds none"
+    return [Check("GPUs", "; ".join([why, *(_sentence(warning.message) for warning in caught)]), "note")]
+
+
+def _opacus() -> Check:
+    version = _version("opacus")
+    if version is None:
+        return Check("Opacus", "not installed", "problem", 'install it: `pip install "opacus>=1.5"`')
+    if [int(part) for part in re.findall(r"\d+", version)[:2]] < [1, 5]:
+        return Check("Opacus", version, "problem", '1.5 or newer is needed: `pip install --upgrade "opacus>=1.5"`')
+    return Check("Opacus", version)
+
+
+def _build() -> Check:
+    """What the extension was built for. Whether it is there and fits is seen when it is loaded."""
+    version = _version("opacus-memprof") or "not installed, run from its source tree"
+    try:
+        build = importlib.import_module("opacus_memprof._build_info")
+    except ImportError:
+        return Check("opacus-memprof", f"{version}; its extension has not been built")
+    part = f"CUDA {build.TORCH_CUDA}" if build.HAS_CUDA else "the CPU only"
+    found = f"{version}; built for torch {build.TORCH_VERSION}, {part}, Python {build.PYTHON} ({build.COMPILER})"
+    return Check("opacus-memprof", found)
+
+
+def _extension(torch: Any) -> list[Check]:
+    """Whether the extension loads here, and which allocator torch would use."""
+    try:
+        native = importlib.import_module("opacus_memprof._native")
+    except ImportError as error:
+        return [Check("extension", "cannot be used", "problem", str(error))]
+    if not native.HAS_CUDA:
+        if torch.version.cuda is None:
+            return [Check("extension", "loads; CPU only, as torch is")]
+        remedy = (
+            "to profile GPUs, in opacus-memprof's source tree run "
+            f"`OPACUS_MEMPROF_CUDA=1 {native.mending_command()}`, which says what is missing"
+        )
+        return [Check("extension", "loads, but was built without CUDA", "note", remedy)]
+    name = native.cuda_current_name()
+    allocator = Check("CUDA allocator", name)
+    if name == "cudaMallocAsync":
+        remedy = "the driver does not tell its rounding, which will count as cached"
+        allocator = Check("CUDA allocator", name, "note", remedy)
+    elif name != "native":
+        remedy = "it keeps no statistics that the categories could be reconciled with"
+        allocator = Check("CUDA allocator", f"{name}, not torch's own", "note", remedy)
+    return [Check("extension", "loads, with CUDA"), allocator]
+
+
+def _variables() -> list[Check]:
+    """Settings of torch's allocator that change what can be known."""
+    checks = []
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
+        remedy = "torch then counts nothing itself, so the categories cannot be reconciled: unset it to profile"
+        checks.append(Check("PYTORCH_NO_CUDA_MEMORY_CACHING", "set", "note", remedy))
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if setting := os.environ.get(variable):
+            checks.append(Check(variable, setting))
+    return checks
+
+
+def _rmm() -> list[Check]:
+    if importlib.util.find_spec("rmm") is None:
+        return []
+    remedy = "if the program gives torch RMM's allocator, it must do so before the profile starts"
+    return [Check("RMM", _version("rmm") or "installed", "note", remedy)]
+
+
+def _directory() -> Check:
+    """Whether a profile could be written here. Tried for real: permissions alone do not tell."""
+    here = os.getcwd()
+    try:
+        with tempfile.NamedTemporaryFile(dir=here):
+            return Check("directory", f"{here} can be written")
+    except OSError as error:
+        return Check("directory", f"{here}: {error.strerror}", "note", "write the profile elsewhere: run with -o DIR")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _sentence(error: object) -> str:
+    """The first line of a message, which for CUDA's errors is the one that says something."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

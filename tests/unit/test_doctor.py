@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`doctor` on machines that are made up: each thing that can be wrong is said, with what to do about it."""
+
+import ctypes
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+from opacus_memprof.cli.doctor import Check, doctor, examine
+
+GIB = 2**30
+
+
+def module(name: str, **attributes: Any) -> ModuleType:
+    made = ModuleType(name)
+    vars(made).update(attributes)
+    return made
+
+
+def fake_torch(version: str = "2.15.0+cu132", cuda: str | None = "13.2", gpus: int = 0) -> ModuleType:
+    device = SimpleNamespace(name="NVIDIA H200", total_memory=140 * GIB)
+    return module(
+        "torch",
+        __version__=version,
+        version=SimpleNamespace(cuda=cuda),
+        cuda=SimpleNamespace(device_count=lambda: gpus, get_device_properties=lambda index: device),
+    )
+
+
+class Machine:
+    """What `doctor` finds when it looks: modules to import, installed distributions, the driver."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+        self.modules: dict[str, ModuleType | Exception] = {
+            "torch": fake_torch(gpus=1),
+            "opacus_memprof._build_info": module(
+                "_build_info",
+                TORCH_VERSION="2.15.0+cu132",
+                TORCH_CUDA="13.2",
+                HAS_CUDA=True,
+                PYTHON="3.11.7",
+                COMPILER="g++ 12",
+            ),
+            "opacus_memprof._native": module("_native", HAS_CUDA=True, cuda_current_name=lambda: "native"),
+        }
+        self.versions = {"opacus": "1.6.0", "opacus-memprof": "0.1.0"}
+        self.driver: int | None = 13020
+        monkeypatch.setattr(importlib, "import_module", self._import)
+        monkeypatch.setattr(importlib.metadata, "version", self._version)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: "a spec" if name in self.versions else None)
+        monkeypatch.setattr(ctypes, "CDLL", self._load)
+        for variable in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+            monkeypatch.delenv(variable, raising=False)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.chdir(directory)
+
+    def _import(self, name: str) -> ModuleType:
+        found = self.modules[name]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _version(self, name: str) -> str:
+        if name not in self.versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return self.versions[name]
+
+    def _load(self, name: str) -> Any:
+        assert name == "libcuda.so.1"
+        if self.driver is None:
+            raise OSError("libcuda.so.1: cannot open shared object file")
+        driver = self.driver
+
+        def get_version(reference: Any) -> int:
+            reference._obj.value = driver
+            return 0
+
+        return SimpleNamespace(cuDriverGetVersion=get_version)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    return Machine(monkeypatch, tmp_path)
+
+
+def only(name: str) -> Check:
+    (check,) = [check for check in examine() if check.name == name]
+    return check
+
+
+def problems() -> list[str]:
+    return [check.name for check in examine() if check.level == "problem"]
+
+
+def test_a_machine_in_order(machine: Machine, tmp_path: Path) -> None:
+    assert {check.name: check.found for check in examine()} == {
+        "Python": platform.python_version(),
+        "torch": "2.15.0+cu132, built for CUDA 13.2",
+        "CUDA driver": "for CUDA 13.2",
+        "cuda:0": "NVIDIA H200, 140.00 GiB",
+        "Opacus": "1.6.0",
+        "opacus-memprof": "0.1.0; built for torch 2.15.0+cu132, CUDA 13.2, Python 3.11.7 (g++ 12)",
+        "extension": "loads, with CUDA",
+        "CUDA allocator": "native",
+        "directory": f"{tmp_path} can be written",
+    }
+    assert {check.level for check in examine()} == {"ok"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_torch(machine: Machine) -> None:
+    machine.modules["torch"] = ImportError("No module named 'torch'")
+    assert problems() == ["torch"]
+    assert only("torch").found == "No module named 'torch'"
+    assert "pip install torch" in only("torch").remedy
+
+
+def test_a_broken_torch_does_not_break_the_doctor(machine: Machine) -> None:
+    machine.modules["torch"] = OSError("libcudart.so.13: cannot open shared object file\nand more")
+    assert only("torch").found == "libcudart.so.13: cannot open shared object file"
+    assert problems() == ["torch"]
+
+
+def test_an_extension_that_cannot_be_used_is_explained(machine: Machine) -> None:
+    machine.modules["opacus_memprof._native"] = ImportError("built for torch 2.11.0: run `pip install`")
+    assert problems() == ["extension"]
+    assert only("extension").remedy == "built for torch 2.11.0: run `pip install`"
+
+
+def test_an_extension_that_was_never_built(machine: Machine) -> None:
+    machine.modules["opacus_memprof._build_info"] = ImportError("none")
+    machine.modules["opacus_memprof._native"] = ImportError("not built: run `pip install`")
+    del machine.versions["opacus-memprof"]
+    assert only("opacus-memprof").found == "not installed, run from its source tree; its extension has not been built"
+    assert problems() == ["extension"]
+
+
+@pytest.mark.parametrize(("version", "level"), [("1.4.1", "problem"), ("1.5", "ok"), ("1.10.0", "ok"), ("2.0", "ok")])
+def test_versions_of_opacus(machine: Machine, version: str, level: str) -> None:
+    machine.versions["opacus"] = version
+    assert only("Opacus").level == level
+
+
+def test_no_opacus(machine: Machine) -> None:
+    del machine.versions["opacus"]
+    assert only("Opacus") == Check("Opacus", "not installed", "problem", 'install it: `pip install "opacus>=1.5"`')
+
+
+def test_no_driver_leaves_the_cpu(machine: Machine) -> None:
+    machine.driver = None
+    machine.modules["torch"] = fake_torch(gpus=0)
+    assert only("CUDA driver").found == "none"
+    assert only("GPUs").found == "torch finds none"
+    assert problems() == []
+
+
+@pytest.mark.parametrize(("driver", "level"), [(12080, "note"), (13000, "ok"), (14010, "ok")])
+def test_a_driver_of_an_older_major_version_is_too_old(machine: Machine, driver: int, level: str) -> None:
+    machine.driver = driver
+    check = only("CUDA driver")
+    assert check.level == level
+    assert ("update the driver" in check.remedy) == (level == "note")
+
+
+def test_hidden_gpus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.modules["torch"] = fake_torch(gpus=0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert only("GPUs").found == "CUDA_VISIBLE_DEVICES= leaves none"
+
+
+def test_gpus_that_fail(machine: Machine) -> None:
+    torch_ = fake_torch(gpus=1)
+
+    def fail(index: int) -> None:
+        raise RuntimeError("CUDA error: device busy\nCUDA kernel errors might be …")
+
+    torch_.cuda.get_device_properties = fail
+    machine.modules["torch"] = torch_
+    assert only("GPUs").found == "CUDA error: device busy"
+    assert problems() == []
+
+
+def test_torch_for_the_cpu_only(machine: Machine) -> None:
+    machine.modules["torch"] = fake_torch("2.15.0+cpu", cuda=None)
+    machine.modules["opacus_memprof._native"] = module("_native", HAS_CUDA=False)
+    assert only("torch").found == "2.15.0+cpu, built for the CPU only"
+    assert only("extension") == Check("extension", "loads; CPU only, as torch is")
+    assert not [check for check in examine() if check.name in ("CUDA driver", "CUDA allocator", "GPUs")]
+
+
+def test_built_without_cuda_for_a_torch_with_it(machine: Machine) -> None:
+    machine.modules["opacus_memprof._native"] = module("_native", HAS_CUDA=False, mending_command=lambda: "MEND")
+    check = only("extension")
+    assert check.level == "note"
+    assert "`OPACUS_MEMPROF_CUDA=1 MEND`" in check.remedy
+
+
+@pytest.mark.parametrize("name", ["cudaMallocAsync", "pluggable"])
+def test_another_allocator(machine: Machine, name: str) -> None:
+    machine.modules["opacus_memprof._native"] = module("_native", HAS_CUDA=True, cuda_current_name=lambda: name)
+    check = only("CUDA allocator")
+    assert name in check.found
+    assert check.level == "note"
+    assert check.remedy
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_settings_of_the_allocator_are_shown(machine: Machine, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "backend:cudaMallocAsync")
+    assert only(variable).found == "backend:cudaMallocAsync"
+
+
+def test_no_caching(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    assert only("PYTORCH_NO_CUDA_MEMORY_CACHING").level == "note"
+
+
+def test_rmm(machine: Machine) -> None:
+    machine.versions["rmm"] = "26.2.0"
+    assert only("RMM").found == "26.2.0"
+    assert "before the profile starts" in only("RMM").remedy
+
+
+def test_a_directory_that_cannot_be_written(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
+    check = only("directory")
+    assert check.found.endswith(": Read-only file system")
+    assert "-o DIR" in check.remedy
+    assert problems() == []
+
+
+def test_what_is_printed_and_the_exit_code(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    doctor()
+    assert capsys.readouterr().out.endswith("\nopacus-memprof can profile here.\n")
+
+    command = "pip install --no-deps -e /" + "a/long/path/" * 20 + "[brackets]"
+    machine.modules["opacus_memprof._native"] = ImportError(f"run `{command}`")
+    with pytest.raises(typer.Exit) as exit_:
+        doctor()
+    assert exit_.value.exit_code == 1
+    out = capsys.readouterr().out
+    assert f"→ run `{command}`\n" in out  # whole, to be copied
+    assert out.endswith("opacus-memprof cannot profile here: 1 problem, see above.\n")
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    """The real thing: the versions that it prints are those that run the tests."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "opacus_memprof", "doctor"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert platform.python_version() in ran.stdout
+    assert str(torch.__version__) in ran.stdout
+    assert f"{tmp_path} can be written" in ran.stdout
+    assert ran.stdout.endswith("opacus-memprof can profile here.\n")
