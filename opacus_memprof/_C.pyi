@@ -65,6 +65,9 @@ def retag_if(
 ) -> int:
     """As retag, for the blocks whose category is one of `expected`."""
 
+def retag_each(tensors: Sequence[torch.Tensor], category: int, modules: Sequence[int]) -> int:
+    """As retag, with a module for each tensor. Raises ValueError where the lengths differ."""
+
 def capture(module: int, tensors: Iterable[torch.Tensor]) -> None:
     """Opacus captured these for `module`. Blocks born in forward become activation_hooks_*; captures nest."""
 

@@ -62,14 +62,16 @@ c10::DeleterFnPtr upstream_deleter = nullptr;
 std::atomic<std::int64_t> adopted_bytes{0};
 
 void free_block(void* pointer) {
-  const Recorder::Freed freed = report_free(pointer);
-  if (freed.closed_peak) cpu_adaptor().note_peak(kCpu);
+  report_free(pointer);
+  const Listening listening;
   upstream_deleter(pointer);
 }
 
+// c10 never counted it, and would complain of a block of unknown size.
 void free_adopted(void* pointer) {
   adopted_bytes -= static_cast<std::int64_t>(recorder().size_of(address_of(pointer)));
-  free_block(pointer);
+  report_free(pointer);
+  upstream_deleter(pointer);
 }
 
 class CpuAllocator final : public c10::Allocator {
@@ -139,10 +141,8 @@ class CpuAdaptor final : public Adaptor {
     return true;
   }
 
-  void note_peak(Device device) noexcept override {
-    // No allocator statistics on the CPU; the reporter's total is read at snapshots instead.
-    recorder().note_upstream_at_peak(device, -1, -1, -1);
-  }
+  // No allocator statistics on the CPU; the reporter's total is read at snapshots instead.
+  void note_peak(Device /*device*/) noexcept override {}
 
   [[nodiscard]] std::int64_t reported() const {
     return upstream == nullptr ? 0 : probe() - reported_before_ + adopted_bytes;

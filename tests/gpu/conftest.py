@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU tests run with the recording allocator in place, and leave torch's own behind."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from opacus_memprof import _native
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.cuda)
+
+
+@pytest.fixture
+def recording() -> Iterator[None]:
+    """Our allocator is the current one; nothing that a test before this one left is cached."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    _native.cuda_install()
+    yield
+    torch.cuda.synchronize()
+    _native.cuda_uninstall()
