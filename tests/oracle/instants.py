@@ -22,7 +22,8 @@ def after_backward(layers: Sequence[Layer], mode: str, reduction: str) -> dict[s
     """What stays when `loss.backward()` has returned, from gradients that were None.
 
     Under hooks and functorch autograd fills `p.grad` beside `grad_sample`; ghost's second pass adds into the `p.grad`
-    of the first; ExpandedWeights leave `p.grad` None. Captured inputs are gone in every mode.
+    of the first; ExpandedWeights leave `p.grad` None. Captured inputs are gone in every mode. Ghost's model keeps the
+    norms over all parameters in `per_sample_gradient_norms`: of clipping, they are all that stays.
     """
     per_sample = {
         "hooks": sum(sum(layer.per_sample_results) for layer in layers),
@@ -38,6 +39,7 @@ def after_backward(layers: Sequence[Layer], mode: str, reduction: str) -> dict[s
         "summed_gradients": 0,
         "activation_hooks_shared": 0,
         "activation_hooks_opacus_only": 0,
+        "clipping_temporaries": layers[0].b if mode == "ghost" else 0,
         "backprop_copies": 0,
         "temp_matrices": 0,
         "noise": 0,
@@ -46,18 +48,15 @@ def after_backward(layers: Sequence[Layer], mode: str, reduction: str) -> dict[s
 
 def after_step(layers: Sequence[Layer], mode: str, reduction: str) -> dict[str, int]:
     """What stays when `optimizer.step()` has returned: as after backward, plus the sum of clipped gradients (kept
-    until `zero_grad`); `p.grad` is the noised sum in every mode, and nothing of clipping or noise is left."""
+    until `zero_grad`); `p.grad` is the noised sum in every mode, and nothing of the noise is left."""
     summed = trained_bytes(layers)
-    return after_backward(layers, mode, reduction) | {
-        "gradients": summed,
-        "summed_gradients": summed,
-        "clipping_temporaries": 0,
-    }
+    return after_backward(layers, mode, reduction) | {"gradients": summed, "summed_gradients": summed}
 
 
-def adam_states(layers: Sequence[Layer]) -> int:
-    """Two moments of the parameter's size and a float32 step count (which stays on the CPU) for each parameter."""
-    return 2 * trained_bytes(layers) + 4 * sum(len(layer.trained) for layer in layers)
+def adam_states(layers: Sequence[Layer], device: str = "cpu") -> int:
+    """Two moments of the parameter's size for each parameter; and on the CPU, in every case, its float32 step count."""
+    counts = 4 * sum(len(layer.trained) for layer in layers) if device == "cpu" else 0
+    return 2 * trained_bytes(layers) + counts
 
 
 def output_gradient_copy(layer: Layer, reduction: str) -> int:

@@ -59,13 +59,14 @@ def held(training: Training) -> dict[str, int]:
         "norm_samples": storage_bytes(getattr(p, "_norm_sample", None) for p in trained),
         "gradients": storage_bytes(p.grad for p in trained),
         "summed_gradients": storage_bytes(p.summed_grad for p in trained),
+        "clipping_temporaries": storage_bytes([getattr(training.module, "_per_sample_gradient_norms", None)]),
         "captured": storage_bytes(captured),
     }
 
 
 def expected(categories: dict[str, int]) -> dict[str, int]:
     """The formulas' categories under the names of `held`."""
-    names = ("per_sample_gradients", "norm_samples", "gradients", "summed_gradients")
+    names = ("per_sample_gradients", "norm_samples", "gradients", "summed_gradients", "clipping_temporaries")
     captured = categories["activation_hooks_shared"] + categories["activation_hooks_opacus_only"]
     return {name: categories[name] for name in names} | {"captured": captured}
 
