@@ -55,6 +55,8 @@ def package_folders(name: str) -> list[Path]:
 def cuda_at(include: list[Path], libraries: list[Path], major: str) -> Cuda | None:
     """CUDA from these folders, if they hold the headers and the runtime library of this major version."""
     header = next((folder / "cuda.h" for folder in include if (folder / "cuda.h").is_file()), None)
+    if not any((folder / "crt" / "host_defines.h").is_file() for folder in include):
+        return None
     library = next((found for folder in libraries for found in folder.glob(f"libcudart.so.{major}")), None)
     if header is None or library is None:
         return None
