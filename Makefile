@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# Needs python3 (3.10 or newer, with its headers), a C++20 compiler and make.
+#
+#   make profile    trains examples/train_transformer.py under the profiler and prints where the memory went
+#   make test       every check and test
+#   make format     formats all sources
+#
+# PYTHON=python3.12   makes the environment with another Python
+# VENV=path           uses (or makes) another environment; the torch that it has is kept
+# JOBS=2              compilers at once
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+CXX_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp tests/cpp/*.h tests/cpp/*.cpp benchmarks/*.cpp)
+export MAX_JOBS := $(JOBS)
+
+.PHONY: profile test lint cpp-test python-test format tidy FORCE
+
+profile: $(VENV)/.opacus-memprof-built
+	$(BIN)/opacus-memprof run -o memprof_profile --device auto examples/train_transformer.py
+
+# pytest comes last: its summary closes the output.
+test:
+	$(MAKE) --no-print-directory lint
+	$(MAKE) --no-print-directory cpp-test
+	$(MAKE) --no-print-directory python-test
+
+lint: $(VENV)/.opacus-memprof-built
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+python-test: $(VENV)/.opacus-memprof-built
+	$(BIN)/python -m pytest
+
+# The core under each sanitizer. Older ThreadSanitizers need addresses that are not randomised.
+SANITIZERS := cpp-test-none cpp-test-address,undefined cpp-test-thread
+FIXED_ADDRESSES := $(shell setarch -R true 2>/dev/null && echo setarch -R)
+JSON_INCLUDE = $(shell $(BIN)/python -c 'import nlohmann_json; print(nlohmann_json.__path__[0])')/include
+
+cpp-test: $(SANITIZERS)
+
+.PHONY: $(SANITIZERS)
+$(SANITIZERS): cpp-test-%: $(VENV)/.opacus-memprof-requirements
+	PATH="$(abspath $(BIN)):$$PATH" cmake -S tests/cpp -B build/cpp-$* -DSANITIZE=$* -DNLOHMANN_JSON_INCLUDE=$(JSON_INCLUDE) --log-level=WARNING
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cpp-$* --parallel $(JOBS)
+	$(FIXED_ADDRESSES) build/cpp-$*/core_tests --gtest_brief=1
+
+tidy: cpp-test-none
+	clang-tidy -p build/cpp-none --quiet csrc/core/*.cpp
+
+format: $(VENV)/.opacus-memprof-built
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+# The environment. Stamps in it say how far it has got, so that a second call starts at once.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "opacus-memprof needs Python 3.10 or newer, and $(PYTHON) is older: run make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || $(PYTHON) -m virtualenv -q $(VENV) || { rm -rf $(VENV); \
+	    echo "$(PYTHON) cannot make a virtual environment: install python3-venv (Debian) or virtualenv" >&2; exit 1; }
+
+# What the build itself needs, so that it can run in the environment and compile only what has changed.
+$(VENV)/.opacus-memprof-requirements: pyproject.toml | $(BIN)/python
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install torch
+	$(PIP) install 'setuptools>=64' wheel ninja 'nlohmann-json>=3.11'
+	command -v cmake >/dev/null || $(PIP) install cmake
+	touch $@
+
+# _build_info.py is written by every build: newer than the stamp, the extension is another environment's.
+BUILT_FROM = setup.py pyproject.toml $(wildcard csrc/* csrc/*/* build_backend/*.py opacus_memprof/_build_info.py)
+$(VENV)/.opacus-memprof-built: $(VENV)/.opacus-memprof-requirements $(BUILT_FROM) \
+                               $(if $(wildcard opacus_memprof/_C.*.so),,FORCE)
+	$(PIP) install --no-build-isolation -e '.[test]'
+	touch $@
