@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A profiled run computes the same: losses and parameters are bit-identical, in every mode, and so is the peak."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from opacus import PrivacyEngine
+
+import opacus_memprof
+from tests import models
+from tests.models import MODELS, MODES, Model
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def train(model: Model, mode: str, device: str, engine: PrivacyEngine) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Losses and final parameters of three steps with batches of different sizes."""
+    training = models.prepare(model, mode, device, engine)
+    losses = [training.step(n) for n in (6, 3, 5)]
+    return losses, [p.detach().clone() for p in training.module.parameters()]
+
+
+def assert_bit_identical(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    assert len(tensors) == len(others) > 0
+    for tensor, other in zip(tensors, others, strict=True):
+        assert tensor.dtype == other.dtype
+        # Compared as bytes: NaN would differ from itself, and -0.0 would equal 0.0.
+        assert torch.equal(tensor.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model", MODELS, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_profiled_run_is_bit_identical(model: Model, mode: str, device: str, tmp_path: Path) -> None:
+    losses, parameters = train(model, mode, device, PrivacyEngine())
+    with opacus_memprof.profile(tmp_path / "profile", device=device) as session:
+        engine = PrivacyEngine()
+        session.attach(engine)
+        profiled_losses, profiled_parameters = train(model, mode, device, engine)
+
+    assert_bit_identical([loss.reshape(1) for loss in losses], [loss.reshape(1) for loss in profiled_losses])
+    assert_bit_identical(parameters, profiled_parameters)
+    assert not torch.equal(losses[0], losses[1])  # it did train
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_profiled_run_has_the_same_peak(model: Model, mode: str, tmp_path: Path) -> None:
+    def peak(engine: PrivacyEngine) -> int:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        train(model, mode, "cuda", engine)
+        return torch.cuda.max_memory_allocated() - before
+
+    peak(PrivacyEngine())  # libraries take their workspaces
+    alone = peak(PrivacyEngine())
+    with opacus_memprof.profile(tmp_path / "profile", device="cuda") as session:
+        engine = PrivacyEngine()
+        session.attach(engine)
+        assert peak(engine) == alone
