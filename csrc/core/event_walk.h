@@ -28,6 +28,11 @@ void walk(EventReader& reader, Visitor& visitor, ReplayResult& result) {
   result.unknown_frees = result.unknown_retags = result.double_allocations = 0;
   result.category_mismatches = result.unreadable = 0;
 
+  const auto hooked = [](const Event& event) -> std::uint64_t {
+    const auto category = static_cast<Category>(event.category);
+    return category == Category::activation_hooks_shared ||
+           category == Category::activation_hooks_opacus_only;
+  };
   const auto give_birth = [&](const Event& event) {
     if (ReplayBlock* stale = table.find(ReplayTable::key(event)); stale != nullptr) {
       ++result.double_allocations;
@@ -37,6 +42,7 @@ void walk(EventReader& reader, Visitor& visitor, ReplayResult& result) {
     ReplayBlock block;
     block.key = ReplayTable::key(event);
     block.birth = births++;
+    block.captured = hooked(event);
     block.size = event.size;
     block.category = event.category;
     block.phase = event.phase;
@@ -63,14 +69,10 @@ void walk(EventReader& reader, Visitor& visitor, ReplayResult& result) {
     }
     if (block->category != event.op) ++result.category_mismatches;
     const auto before = static_cast<std::uint8_t>(block->category);
-    const auto category = static_cast<Category>(event.category);
     block->category = event.category;
     block->module = static_cast<std::uint16_t>(event.module);
     block->retagged = 1;
-    if (category == Category::activation_hooks_shared ||
-        category == Category::activation_hooks_opacus_only) {
-      block->captured = 1;
-    }
+    if (hooked(event)) block->captured = 1;
     visitor.retagged(*block, before);
   };
 

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One device's part of profile.json: the replay of its events with names in the place of ids."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from opacus_memprof.analysis.names import ACTIVATION_HOOKS, SPLIT, UNDECIDED, Names
+
+# What a snapshot in snapshots.jsonl says beyond the event file: what the allocator itself counted then.
+_RECONCILED = ("allocated_bytes", "reserved_bytes", "rounding", "cached", "outside_pytorch", "remainder")
+
+
+def build_device(
+    name: str,
+    replayed: Mapping[str, Any],
+    header: Mapping[str, Any],
+    names: Names,
+    live: Mapping[str, Any] | None,
+    snapshots: Mapping[int, Mapping[str, Any]],
+) -> tuple[dict[str, Any], list[str]]:
+    """A device's entry in profile.json, and warnings.
+
+    Args:
+        name: as in "cuda:0".
+        replayed: one of _native.replay's devices.
+        header: the event file's.
+        live: the live counters' peak of this device, if known.
+        snapshots: this device's part of snapshots.jsonl, by the snapshot's number.
+    """
+    start = header["start_unix_ns"]
+    peak, warnings = _peak(name, replayed, names, start)
+    if live is not None:
+        peak, more = _with_counters(name, peak, live, dropped=header["dropped"] > 0)
+        warnings += more
+    return {
+        "peak": peak,
+        "phases": {
+            names.phase(id): {"peak_bytes": moment["bytes"], **_place(moment, names, start, "step")}
+            for id, moment in replayed["phases"].items()
+        },
+        "steps": [_step(step, names, start) for step in replayed["steps"]],
+        "steps_left_out": replayed["steps_left_out"],
+        "snapshots": [_snapshot(moment, names, start, snapshots) for moment in replayed["snapshots"]],
+        "out_of_memory": [
+            {
+                "requested_bytes": moment["requested"],
+                "live_bytes": moment["bytes"],
+                "category": names.public_category(moment["category"]),
+                "module": names.module(moment["module"]),
+                "op": names.op(moment["op"]),
+                **_place(moment, names, start, "step", "phase"),
+            }
+            for moment in replayed["out_of_memory"]
+        ],
+        "timeline": _timeline(replayed["timeline"], names),
+        "end_bytes": replayed["end_bytes"],
+    }, warnings
+
+
+def _place(moment: Mapping[str, Any], names: Names, start: int, *fields: str) -> dict[str, Any]:
+    """Where an instant is, and what was live by category."""
+    place: dict[str, Any] = {"event": moment["event"], "unix_ns": start + moment["time_ns"]}
+    if "step" in fields:
+        place |= {"step": moment["step"], "logical_step": moment["logical_step"]}
+    if "phase" in fields:
+        place["phase"] = names.phase(moment["phase"])
+    return place | {"categories": names.categories(moment["categories"])}
+
+
+def _peak(name: str, replayed: Mapping[str, Any], names: Names, start: int) -> tuple[dict[str, Any], list[str]]:
+    moment = replayed["peak"]
+    categories = names.all_categories(moment["categories"])
+    remainder = moment["bytes"] - sum(categories.values())
+    peak = {
+        "requested_bytes": moment["bytes"],
+        "allocated_bytes": None,
+        "reserved_bytes": None,
+        "rounding": None,
+        "cached": None,
+        "source": "events",
+        **_place(moment, names, start, "step", "phase"),
+        "categories": categories,
+        "remainder_bytes": remainder,
+        ACTIVATION_HOOKS: names.hooks_split(moment["categories"]),
+        "modules": {names.module(id): names.categories(by_id) for id, by_id in replayed["modules"].items()},
+        "born_in": {
+            names.phase(id): names.categories(by_id) for id, by_id in enumerate(replayed["born_in"]) if any(by_id)
+        },
+        "largest_blocks": [
+            {
+                "bytes": block["bytes"],
+                "category": names.public_category(block["category"]),
+                "module": names.module(block["module"]),
+                "op": names.op(block["op"]),
+                "step": block["step"],
+                "phase": names.phase(block["phase"]),
+            }
+            for block in replayed["largest_blocks"]
+        ],
+    }
+    if remainder:
+        return peak, [f"{name}: the categories at the peak miss {remainder} of {moment['bytes']} bytes"]
+    return peak, []
+
+
+def _with_counters(
+    name: str, peak: dict[str, Any], live: Mapping[str, Any], *, dropped: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """The peak with what the allocator counted then, and a warning where events and counters differ."""
+    warnings = []
+    counted, replayed = live["requested_bytes"], peak["requested_bytes"]
+    if counted > replayed and dropped:
+        peak = _counters_peak(live)
+        warnings.append(
+            f"{name}: the peak of {counted} bytes came after the event file was full (peak before: {replayed}); its "
+            "breakdown is the live counters', without modules and with forward undecided"
+        )
+    elif counted != replayed:
+        warnings.append(
+            f"{name}: the events have a peak of {replayed} requested bytes, the live counters one of {counted}"
+        )
+        return peak, warnings
+    if live["allocated_bytes"] >= 0:
+        # Both without what the program has freed and a side stream still uses.
+        peak["allocated_bytes"] = live["allocated_bytes"]
+        peak["rounding"] = live["allocated_bytes"] - counted
+        if live["reserved_bytes"] >= 0:
+            peak["reserved_bytes"] = live["reserved_bytes"]
+            peak["cached"] = live["reserved_bytes"] - live["allocated_bytes"]
+    return peak, warnings
+
+
+def _counters_peak(live: Mapping[str, Any]) -> dict[str, Any]:
+    categories: dict[str, int] = {}
+    for category, count in live["categories"].items():
+        public = ACTIVATION_HOOKS if category in SPLIT else category
+        if count or public != UNDECIDED:
+            categories[public] = categories.get(public, 0) + count
+    return {
+        "requested_bytes": live["requested_bytes"],
+        "allocated_bytes": None,
+        "reserved_bytes": None,
+        "rounding": None,
+        "cached": None,
+        "source": "counters",
+        "event": None,
+        "unix_ns": live["unix_ns"],
+        "step": live["step"],
+        "logical_step": None,
+        "phase": live["phase"],
+        "categories": categories,
+        "remainder_bytes": live["requested_bytes"] - sum(categories.values()),
+        ACTIVATION_HOOKS: {share: live["categories"].get(category, 0) for category, share in SPLIT.items()},
+        "modules": {},
+        "born_in": {},
+        "largest_blocks": [],
+    }
+
+
+def _step(step: Mapping[str, Any], names: Names, start: int) -> dict[str, Any]:
+    return {
+        "peak_bytes": step["bytes"],
+        "end_bytes": step["end_bytes"],
+        "complete": step["complete"],
+        **_place(step, names, start, "step", "phase"),
+    }
+
+
+def _snapshot(
+    moment: Mapping[str, Any], names: Names, start: int, taken: Mapping[int, Mapping[str, Any]]
+) -> dict[str, Any]:
+    snapshot = {
+        "index": moment["number"],
+        "name": names.op(moment["name"]),
+        "requested_bytes": moment["bytes"],
+        **_place(moment, names, start, "step", "phase"),
+    }
+    if (then := taken.get(moment["number"])) is not None:
+        snapshot |= {key: then[key] for key in _RECONCILED if key in then}
+        if pending := then["categories"].get("pending_free", 0):  # freed as far as events go
+            snapshot["requested_bytes"] += pending
+            snapshot["categories"]["pending_free"] = pending
+    return snapshot
+
+
+def _timeline(moments: Sequence[Mapping[str, Any]], names: Names) -> dict[str, Any]:
+    """Columns of equal length: each is one field of all rows. `time_ns` counts from the start of the file."""
+    rows = [names.categories(moment["categories"]) for moment in moments]
+    used = list(dict.fromkeys(category for row in rows for category in row))
+    return {
+        **{key: [moment[key] for moment in moments] for key in ("event", "time_ns", "step", "logical_step", "bytes")},
+        "phase": [names.phase(moment["phase"]) for moment in moments],
+        "categories": {category: [row.get(category, 0) for row in rows] for category in used},
+    }

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ids in an event file stand for, and bytes by category id as bytes by the names of reports."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# What Opacus has captured is one category in reports, with this split beside it.
+ACTIVATION_HOOKS = "activation_hooks"
+SPLIT = {"activation_hooks_shared": "shared_with_autograd", "activation_hooks_opacus_only": "opacus_only"}
+# A category of live views; a profile has it only where the event file ends before a block's fate.
+UNDECIDED = "forward_undecided"
+
+
+class Names:
+    """The names of one profile. A killed process may have left ids that its last meta.json does not name: they
+    read like "module 17", and built-in categories and phases always have their names.
+
+    Args:
+        meta: meta.json, or {} where there is none.
+        replayed: what _native.replay returned.
+    """
+
+    def __init__(self, meta: Mapping[str, Any], replayed: Mapping[str, Any]) -> None:
+        names: Mapping[str, Sequence[str]] = meta.get("names", {})
+        builtin: list[str] = replayed["category_names"]
+        self._categories = [*builtin, *names.get("categories", [])[len(builtin) :]]
+        self._builtin = {ACTIVATION_HOOKS if name in SPLIT else name for name in builtin} - {UNDECIDED}
+        self._phases: Sequence[str] = replayed["phase_names"]
+        self._modules = names.get("modules", [""])
+        self._ops = names.get("ops", [""])
+
+    def category(self, id: int) -> str:
+        return _name(self._categories, id, "category")
+
+    def phase(self, id: int) -> str:
+        return _name(self._phases, id, "phase")
+
+    def module(self, id: int) -> str:
+        """The module's fully qualified name; "" is no module."""
+        return _name(self._modules, id, "module")
+
+    def op(self, id: int) -> str:
+        return _name(self._ops, id, "op")
+
+    def device(self, id: int) -> str:
+        return "cpu" if id == 0 else f"cuda:{id - 1}"
+
+    def public_category(self, id: int) -> str:
+        name = self.category(id)
+        return ACTIVATION_HOOKS if name in SPLIT else name
+
+    def categories(self, by_id: Sequence[int]) -> dict[str, int]:
+        """Bytes by public category, without the categories that have none."""
+        result: dict[str, int] = {}
+        for id, count in enumerate(by_id):
+            if count:
+                name = self.public_category(id)
+                result[name] = result.get(name, 0) + count
+        return result
+
+    def all_categories(self, by_id: Sequence[int]) -> dict[str, int]:
+        """Bytes by public category: every built-in one, and the program's own that have any."""
+        some = self.categories(by_id)
+        names = dict.fromkeys(self.public_category(id) for id in range(len(self._categories)))
+        return {name: some.get(name, 0) for name in [*names, *some] if name in self._builtin or name in some}
+
+    def hooks_split(self, by_id: Sequence[int]) -> dict[str, int]:
+        """What of activation_hooks autograd holds as well, and what Opacus alone holds."""
+        return {share: by_id[self._categories.index(name)] for name, share in SPLIT.items()}
+
+
+def _name(names: Sequence[str], id: int, kind: str) -> str:
+    return names[id] if id < len(names) else f"{kind} {id}"

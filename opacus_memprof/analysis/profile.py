@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""profile.json, the one summary that every report reads. docs/format.md documents its fields."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from opacus_memprof import _native
+from opacus_memprof.analysis.device import build_device
+from opacus_memprof.analysis.names import Names
+from opacus_memprof.directory import EVENTS, LOCK, META, PROFILE, SNAPSHOTS
+from opacus_memprof.errors import MemprofError
+
+FORMAT = 1
+
+
+def build_profile(
+    directory: str | os.PathLike[str],
+    *,
+    status: str,
+    exit_code: int | None,
+    peaks: Mapping[str, Mapping[str, Any]] | None = None,
+    warnings: Iterable[str] = (),
+) -> dict[str, Any]:
+    """The content of profile.json, from events.bin, meta.json and snapshots.jsonl.
+
+    Args:
+        directory: the profile directory; the process may still be writing events.
+        status: "finished", "failed", "out_of_memory" or "killed".
+        exit_code: the program's; None where nobody knows.
+        peaks: the live counters' peaks (_native.peaks()), which know what the allocator itself counted at the
+            peak, and the peak of what a full event file has dropped.
+        warnings: sentences on what this profile cannot know.
+
+    Raises:
+        MemprofError: events.bin or meta.json is missing, truncated, foreign or of another version.
+    """
+    path = Path(directory)
+    try:
+        replayed = _native.replay(str(path))
+    except RuntimeError as error:
+        raise MemprofError(f"there is no readable profile in {path}: {error}") from error
+    meta = _read_meta(path / META)
+    header = replayed["header"]
+    names = Names(meta, replayed)
+    snapshots = _read_snapshots(path / SNAPSHOTS)
+    said = [*warnings, *_file_warnings(replayed, meta)]
+    devices = {}
+    for device in replayed["devices"]:
+        name = names.device(device["id"])
+        live = None if peaks is None else peaks.get(name)
+        taken = {index: entry[name] for index, entry in snapshots.items() if name in entry}
+        devices[name], more = build_device(name, device, header, names, live, taken)
+        said += more
+    return {
+        "format": FORMAT,
+        "versions": meta.get("versions", {}),
+        "status": status,
+        "exit_code": exit_code,
+        "command": meta.get("command", []),
+        "pid": header["pid"],
+        "started_unix_ns": header["start_unix_ns"],
+        "ended_unix_ns": header["last_unix_ns"],
+        "events": {
+            "recorded": replayed["events"],
+            "dropped": header["dropped"],
+            "capacity": header["capacity"],
+            "closed": header["closed"],
+            "contradictions": replayed["contradictions"],
+        },
+        "devices": devices,
+        "findings": [],
+        "warnings": list(dict.fromkeys(said)),
+    }
+
+
+def load_profile(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """The profile of a directory. One that has no profile.json was killed ("killed"), or is still being written
+    ("running"), and is built from its events.
+
+    Raises:
+        MemprofError: there is no such directory, it holds no profile, or one of another version.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise MemprofError(f"{path} is {'a file' if path.exists() else 'not there'}: give the directory of a profile")
+    summary = path / PROFILE
+    if not summary.exists():
+        if not (path / EVENTS).exists():
+            raise MemprofError(f"{path} holds no profile: there is neither {PROFILE} nor {EVENTS} in it")
+        status = "running" if _is_being_written(path) else "killed"
+        return build_profile(path, status=status, exit_code=None)
+    profile = _read_object(summary)
+    if profile.get("format") != FORMAT:
+        raise MemprofError(
+            f"{summary} has format {profile.get('format')!r}, and this release reads {FORMAT}: "
+            "read it with the release that wrote it"
+        )
+    return profile
+
+
+def write_profile(profile: Mapping[str, Any], directory: str | os.PathLike[str]) -> None:
+    """Writes profile.json atomically: readers see the old one or the new one. Raises OSError."""
+    path = Path(directory) / PROFILE
+    temporary = path.with_name(f"{PROFILE}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(profile, separators=(",", ":")) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _file_warnings(replayed: Mapping[str, Any], meta: Mapping[str, Any]) -> list[str]:
+    said = []
+    header = replayed["header"]
+    if header["dropped"]:
+        said.append(
+            f"the event file was full after {replayed['events']} events and {header['dropped']} more were dropped: "
+            "all figures but the counters' peak are of the part before"
+        )
+    if replayed["events"] < header["count"]:
+        said.append(
+            f"{EVENTS} is truncated: {header['count']} events were written and {replayed['events']} can be read"
+        )
+    if wrong := {kind: count for kind, count in replayed["contradictions"].items() if count}:
+        listed = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in wrong.items())
+        said.append(f"{EVENTS} contradicts itself ({listed}): its figures are doubtful")
+    if not meta:
+        said.append(f"there is no {META}: modules, ops and categories of the program's own have no names")
+    return said
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MemprofError(f"{path} cannot be read ({error}): remove it, or profile again") from error
+    if not isinstance(content, dict):
+        raise MemprofError(f"{path} holds no JSON object: it is not the profiler's")
+    return content
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    return _read_object(path) if path.exists() else {}
+
+
+def _read_snapshots(path: Path) -> dict[int, dict[str, Any]]:
+    """The devices of each snapshot, by its number. A killed process may leave half a line at the end."""
+    if not path.exists():
+        return {}
+    snapshots = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+            snapshots[entry["index"]] = entry["devices"]
+        except (ValueError, KeyError, TypeError):
+            continue
+    return snapshots
+
+
+def _is_being_written(directory: Path) -> bool:
+    """Whether a profiler holds the directory's lock."""
+    try:
+        with open(directory / LOCK, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
