@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`opacus-memprof report`: the summary of a profile that is there already."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def report(
+    directory: Annotated[Path, typer.Argument(help="the directory that `opacus-memprof run` wrote")],
+) -> None:
+    """Prints where the memory went, from a profile's directory; a killed process' profile is read from its events."""
+    from opacus_memprof.analysis.profile import load_profile  # loads torch, which other commands must not
+    from opacus_memprof.reports.text import print_summary
+
+    print_summary(load_profile(directory), Console())

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The summary for a terminal."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from opacus_memprof.units import format_bytes
+
+_BAR = 20  # characters of the longest bar
+_TOP_MODULES = 10
+_STATUS_STYLE = {"finished": "green", "running": "cyan"}
+_MEANING = {
+    "requested_bytes": "what the program asked for",
+    "rounding": "blocks are larger than what was asked for",
+    "allocated_bytes": "what the allocator had handed out",
+    "cached": "kept by the allocator for later",
+    "reserved_bytes": "what the allocator had taken from the device",
+}
+_LABEL = {
+    "requested_bytes": "requested",
+    "rounding": "+ rounding",
+    "allocated_bytes": "= allocated",
+    "cached": "+ cached",
+    "reserved_bytes": "= reserved",
+}
+_SPLIT_LABEL = {"shared_with_autograd": "autograd holds them as well", "opacus_only": "only Opacus holds them"}
+
+
+def print_summary(profile: Mapping[str, Any], console: Console) -> None:
+    """Prints a profile (the content of profile.json). Pieces that it lacks are left out."""
+    _print_header(profile, console)
+    devices = profile.get("devices") or {}
+    if not devices:
+        console.print("No memory was allocated on a device that was profiled.")
+    for name, device in devices.items():
+        _print_device(name, device, console)
+    for finding in profile.get("findings") or []:
+        where = f" in {finding['module']}" if finding.get("module") else ""
+        size = f", {format_bytes(finding['bytes'])}" if finding.get("bytes") else ""
+        console.print(f"\n[bold]{escape(str(finding.get('kind', 'finding')))}[/]{escape(where)}{size}")
+        for key in ("evidence", "remedy"):
+            if finding.get(key):
+                console.print(f"  {key}: {escape(str(finding[key]))}", highlight=False)
+    warnings = profile.get("warnings") or []
+    if warnings:
+        console.print()
+    for warning in warnings:
+        console.print(f"[yellow]warning:[/] {escape(str(warning))}", highlight=False)
+
+
+def _print_header(profile: Mapping[str, Any], console: Console) -> None:
+    status = str(profile.get("status", "unknown"))
+    line = f"[bold]opacus-memprof[/]  [{_STATUS_STYLE.get(status, 'red')}]{escape(status.replace('_', ' '))}[/]"
+    if profile.get("exit_code") is not None:
+        line += f", exit code {profile['exit_code']}"
+    console.print(line, highlight=False)
+    versions = profile.get("versions") or {}
+    if known := [f"{name} {versions[name]}" for name in ("torch", "opacus", "cuda") if versions.get(name)]:
+        console.print(escape(", ".join(known)), style="dim", highlight=False)
+    events = profile.get("events") or {}
+    if events.get("dropped"):
+        console.print(
+            f"[yellow]{events['dropped']:,} of {events['dropped'] + events.get('recorded', 0):,} events were dropped[/]"
+            " (the event file was full)",
+            highlight=False,
+        )
+
+
+def _print_device(name: str, device: Mapping[str, Any], console: Console) -> None:
+    peak = device.get("peak") or {}
+    requested = peak.get("requested_bytes")
+    if requested is None:
+        console.print(f"\n[bold]{escape(name)}[/]: the profile has no peak")
+        return
+    where = f"in {peak.get('phase', '?')} of step {peak.get('step', '?')}"
+    console.print(
+        f"\n[bold]{escape(name)}[/]: peak of [bold]{format_bytes(requested)}[/] {escape(where)}", highlight=False
+    )
+    _print_sums(peak, console)
+    _print_categories(peak, requested, console)
+    _print_modules(peak, requested, console)
+    _print_phases(device.get("phases") or {}, requested, console)
+    _print_failures(device.get("out_of_memory") or [], console)
+    _print_reconciliation(peak, device.get("snapshots") or [], console)
+
+
+def _table(name: str, numbers: tuple[str, ...], words: tuple[str, ...]) -> Table:
+    """A table without borders. Its first column gives way where the room is short."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(name, overflow="ellipsis", no_wrap=True)
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in words:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def _bar(part: int, whole: int) -> str:
+    """A bar of eighths of a character, at most _BAR characters long."""
+    eighths = max(0, min(round(8 * _BAR * part / whole), 8 * _BAR)) if whole else 0
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else ""
+
+
+def _sorted(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Largest first, without zeros."""
+    return sorted(((key, size) for key, size in sizes.items() if size), key=lambda item: (-item[1], item[0]))
+
+
+def _print_sums(peak: Mapping[str, Any], console: Console) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    for key, label in _LABEL.items():
+        if peak.get(key) is not None:
+            table.add_row(label, format_bytes(peak[key]), _MEANING[key])
+    console.print(table)
+
+
+def _print_categories(peak: Mapping[str, Any], requested: int, console: Console) -> None:
+    rows = _sorted(peak.get("categories") or {})
+    if not rows:
+        return
+    table = _table("at the peak", ("bytes", "share"), ("",))
+    largest = max(size for _, size in rows)
+    for category, size in rows:
+        table.add_row(escape(category), format_bytes(size), _share(size, requested), _bar(size, largest))
+        if category == "activation_hooks":
+            for share, held in _sorted(peak.get("activation_hooks") or {}):
+                table.add_row(f"  {_SPLIT_LABEL.get(share, share)}", format_bytes(held), "", "", style="dim")
+    console.print()
+    console.print(table)
+
+
+def _print_modules(peak: Mapping[str, Any], requested: int, console: Console) -> None:
+    modules = peak.get("modules") or {}
+    totals = _sorted({name: sum(sizes.values()) for name, sizes in modules.items()})
+    if not any(name for name, _ in totals):
+        return
+    table = _table("module", ("bytes", "share"), ("mostly",))
+    for name, size in totals[:_TOP_MODULES]:
+        mostly = _sorted(modules[name])[0][0]
+        table.add_row(escape(_shortened(name)) or "(no module)", format_bytes(size), _share(size, requested), mostly)
+    rest = totals[_TOP_MODULES:]
+    if rest:
+        size = sum(size for _, size in rest)
+        table.add_row(f"{len(rest)} more", format_bytes(size), _share(size, requested), "", style="dim")
+    console.print()
+    console.print(table)
+
+
+def _shortened(name: str, length: int = 36) -> str:
+    """A module's name within `length`: its end tells more than its beginning."""
+    return name if len(name) <= length else "…" + name[-(length - 1) :]
+
+
+def _print_phases(phases: Mapping[str, Any], requested: int, console: Console) -> None:
+    if not phases:
+        return
+    table = _table("phase", ("peak", "step"), ("", "mostly"))
+    for name, phase in phases.items():
+        categories = _sorted(phase.get("categories") or {})
+        mostly = categories[0][0] if categories else ""
+        peak = phase.get("peak_bytes", 0)
+        table.add_row(
+            escape(name), format_bytes(peak), str(phase.get("step", "")), escape(mostly), _bar(peak, requested)
+        )
+    console.print()
+    console.print(table)
+
+
+def _print_failures(failures: list[Mapping[str, Any]], console: Console) -> None:
+    if not failures:
+        return
+    last = failures[-1]
+    where = f" for {last['module']}" if last.get("module") else ""
+    more = f" ({len(failures)} allocations failed; this is the last)" if len(failures) > 1 else ""
+    console.print(
+        f"\n[red]out of memory:[/] {format_bytes(last['requested_bytes'])} of {escape(last['category'] + where)} in "
+        f"{last['phase']} of step {last['step']}, with {format_bytes(last['live_bytes'])} live{more}",
+        highlight=False,
+    )
+
+
+def _print_reconciliation(peak: Mapping[str, Any], snapshots: list[Mapping[str, Any]], console: Console) -> None:
+    remainder = peak.get("remainder_bytes", 0)
+    if remainder:
+        console.print(f"\n[red]Σ categories misses {remainder} bytes of the requested ones[/]", highlight=False)
+    else:
+        console.print("\n[green]Σ categories = requested bytes: exact[/]", highlight=False)
+    compared = [snapshot for snapshot in snapshots if snapshot.get("remainder") is not None]
+    wrong = [snapshot for snapshot in compared if snapshot["remainder"]]
+    if wrong:
+        worst = max(wrong, key=lambda snapshot: abs(snapshot["remainder"]))
+        console.print(
+            f"[red]{len(wrong)} of {len(compared)} snapshots differ from what the allocator counts[/], "
+            f'"{escape(str(worst.get("name")))}" by {worst["remainder"]} bytes',
+            highlight=False,
+        )
+    elif compared:
+        plural = "s" if len(compared) > 1 else ""
+        console.print(
+            f"[green]and what the allocator itself counts, at {len(compared)} snapshot{plural}: exact[/]",
+            highlight=False,
+        )
