@@ -183,7 +183,7 @@ class Training:
     device: str
 
     def step(self, n: int = 6, filling: AbstractContextManager[Any] | None = None) -> torch.Tensor:
-        """One step on a batch of n. Under no_op, per-sample gradients are computed inside `filling`. Returns the loss."""
+        """One step on a batch of n; under no_op, `filling` is around the per-sample gradients. Returns the loss."""
         inputs, targets = (t.to(self.device) for t in self.model.batch(n))
         loss = self.criterion(self.module(inputs), targets)
         loss.backward()
