@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The extension's one door: what it lets through, and what it says when it cannot."""
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import opacus_memprof
+
+PACKAGE = Path(opacus_memprof.__file__).parent
+
+
+def load(monkeypatch: pytest.MonkeyPatch, tree: Path, built_for: str | None, extension: ModuleType | None) -> None:
+    """Runs _native.py anew, as a copy in `tree`, with this build and extension; None is one that is not there."""
+    build = None
+    if built_for is not None:
+        build = ModuleType("opacus_memprof._build_info")
+        vars(build).update(TORCH_VERSION=built_for)
+    for name, module in (("_build_info", build), ("_C", extension)):
+        monkeypatch.setitem(sys.modules, f"opacus_memprof.{name}", module)
+        if module is None:
+            monkeypatch.delattr(opacus_memprof, name, raising=False)
+        else:
+            monkeypatch.setattr(opacus_memprof, name, module, raising=False)
+    copy = tree / "opacus_memprof" / "_native.py"
+    copy.parent.mkdir()
+    copy.write_bytes((PACKAGE / "_native.py").read_bytes())
+    spec = importlib.util.spec_from_file_location("native_anew", copy)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def extension_with_everything() -> ModuleType:
+    made = ModuleType("opacus_memprof._C")
+    vars(made).update(dict.fromkeys(stub_names()))
+    return made
+
+
+def stub_names() -> set[str]:
+    """The public names that _C.pyi declares."""
+    names = set()
+    for node in ast.parse((PACKAGE / "_C.pyi").read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.AnnAssign):
+            assert isinstance(node.target, ast.Name)
+            names.add(node.target.id)
+    return names
+
+
+def test_everything_that_the_stub_declares_is_let_through() -> None:
+    from opacus_memprof import _native
+
+    assert set(_native.__all__) == stub_names()
+    assert all(hasattr(_native, name) for name in stub_names())
+
+
+def test_the_matching_torch_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    load(monkeypatch, tmp_path, str(torch.__version__), extension_with_everything())
+
+
+def test_another_torch_is_refused_before_the_extension_is_touched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Untouchable(ModuleType):
+        def __getattribute__(self, name: str) -> object:
+            raise AssertionError(f"the extension was asked for {name}")
+
+    monkeypatch.setattr(torch, "__version__", "2.15.1+cu132")
+    with pytest.raises(ImportError) as raised:
+        load(monkeypatch, tmp_path, "2.15.0+cu132", Untouchable("opacus_memprof._C"))
+    assert str(raised.value) == (
+        "opacus-memprof was built for torch 2.15.0+cu132, but torch 2.15.1+cu132 is installed: in opacus-memprof's "
+        "source tree run `pip install --force-reinstall --no-deps --no-cache-dir .`"
+    )
+
+
+def test_in_a_source_tree_the_command_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "setup.py").touch()
+    with pytest.raises(ImportError, match=r"built for torch 1\.0") as raised:
+        load(monkeypatch, tmp_path, "1.0", extension_with_everything())
+    assert str(raised.value).endswith(f"run `pip install --no-deps -e {tmp_path}`")
+
+
+def test_an_extension_that_was_never_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ImportError, match=r"^opacus-memprof's extension has not been built: in .* run `pip install"):
+        load(monkeypatch, tmp_path, None, None)
+
+
+def test_an_extension_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ImportError, match=r"^opacus-memprof's extension cannot be loaded \(.*_C.*\): in .* run `pip"):
+        load(monkeypatch, tmp_path, str(torch.__version__), None)
+
+
+def test_an_extension_of_an_older_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    extension = extension_with_everything()
+    del extension.settle
+    with pytest.raises(ImportError, match=r"cannot be loaded \(cannot import name 'settle'.* run `pip"):
+        load(monkeypatch, tmp_path, str(torch.__version__), extension)
