@@ -103,3 +103,9 @@ def test_an_extension_of_an_older_source(monkeypatch: pytest.MonkeyPatch, tmp_pa
     del extension.settle
     with pytest.raises(ImportError, match=r"cannot be loaded \(cannot import name 'settle'.* run `pip"):
         load(monkeypatch, tmp_path, str(torch.__version__), extension)
+
+
+def test_the_extension_is_of_this_version() -> None:
+    from opacus_memprof import _build_info
+
+    assert opacus_memprof.__version__ == _build_info.VERSION

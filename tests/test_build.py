@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plain `pip install` into an environment that has torch, as a user does it: from a source distribution.
+
+The environment is a new one that sees this one's packages through a path file, which is how it has torch. Needs a
+package index for setuptools and the other build requirements.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+MINOR = ".".join(str(torch.__version__).split(".")[:2])
+
+pytestmark = pytest.mark.slow
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """What a command that must succeed prints."""
+    # The path file must be all that leads to this environment.
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OPACUS_MEMPROF_CUDA")}
+    ran = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=clean | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources alone: nothing that an earlier build has left can help or harm."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in ("csrc", "opacus_memprof", "build_backend"):
+        shutil.copytree(
+            ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
+        )
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new environment that has torch."""
+    home = tmp_path_factory.mktemp("environment")
+    venv.create(home, symlinks=True)
+    purelib = Path(sysconfig.get_path("purelib", "venv", {"base": str(home), "platbase": str(home)}))
+    (purelib / "shared.pth").write_text(sysconfig.get_path("purelib"))
+    return home / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def installation(tree: Path, python: Path) -> str:
+    """What pip says while it builds and installs from a source distribution, isolated as is its default."""
+    script = "import opacus_memprof_build as backend; print(backend.build_sdist('dist'))"
+    run(sys.executable, "-c", script, cwd=tree, PYTHONPATH=str(tree / "build_backend"))
+    (archive,) = (tree / "dist").iterdir()
+    return run(python, "-m", "pip", "install", "--no-cache-dir", "-v", archive, cwd=tree.parent)
+
+
+def test_no_second_torch_is_downloaded(installation: str) -> None:
+    assert f"Requirement already satisfied: torch=={MINOR}.*" in installation
+    assert "Collecting torch" not in installation
+    assert "Successfully installed opacus-memprof-" in installation
+
+
+def test_what_was_installed_loads_and_says_what_it_was_built_for(
+    installation: str, python: Path, tmp_path: Path
+) -> None:
+    script = (
+        "from opacus_memprof import _native, _build_info as build\n"
+        "print(_native.__file__, build.TORCH_VERSION, build.TORCH_CUDA, build.HAS_CUDA, _native.HAS_CUDA, sep='\\n')"
+    )
+    file, version, cuda, built, has = run(python, "-c", script, cwd=tmp_path).splitlines()
+    assert Path(file).is_relative_to(python.parents[1])
+    assert version == torch.__version__
+    assert cuda == str(torch.version.cuda)
+    assert built == has
+
+
+def test_the_metadata_pins_torch(installation: str, python: Path, tmp_path: Path) -> None:
+    script = "import importlib.metadata as m; print(*m.requires('opacus-memprof'), sep='\\n')"
+    requirements = run(python, "-c", script, cwd=tmp_path).splitlines()
+    assert f"torch=={MINOR}.*" in requirements
+    assert "opacus>=1.5" in requirements
+
+
+def test_types_come_along(installation: str, python: Path) -> None:
+    (package,) = python.parents[1].glob("lib/python*/site-packages/opacus_memprof")
+    assert {"py.typed", "_C.pyi", "_build_info.pyi"} <= {file.name for file in package.iterdir()}
+
+
+def test_the_command_works(installation: str, python: Path, tmp_path: Path) -> None:
+    out = run(python.parent / "opacus-memprof", "doctor", cwd=tmp_path)
+    assert f"built for torch {torch.__version__}" in out
+
+
+def test_another_torch_is_refused_with_the_command_that_mends_it(
+    installation: str, python: Path, tmp_path: Path
+) -> None:
+    (package,) = python.parents[1].glob("lib/python*/site-packages/opacus_memprof")
+    shutil.copytree(package, tmp_path / "opacus_memprof")
+    info = tmp_path / "opacus_memprof" / "_build_info.py"
+    info.write_text(info.read_text().replace(str(torch.__version__), "2.0.0+cu117"))
+    ran = subprocess.run(
+        [str(python), "-c", "import opacus_memprof._native"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ran.returncode == 1
+    assert ran.stderr.splitlines()[-1] == (
+        f"ImportError: opacus-memprof was built for torch 2.0.0+cu117, but torch {torch.__version__} is installed: in "
+        "opacus-memprof's source tree run `pip install --force-reinstall --no-deps --no-cache-dir .`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"OPACUS_MEMPROF_CUDA": "0"}, "building the CPU part only: OPACUS_MEMPROF_CUDA is 0"),
+        ({"OPACUS_MEMPROF_CUDA": "yes"}, "OPACUS_MEMPROF_CUDA is 'yes'; it can be auto, 0 or 1"),
+    ],
+)
+def test_what_the_build_says(tree: Path, setting: dict[str, str], message: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "setup.py", "--name"], cwd=tree, env=os.environ | setting, capture_output=True, text=True
+    )
+    assert message in ran.stdout + ran.stderr
+    assert (ran.returncode == 0) == (setting["OPACUS_MEMPROF_CUDA"] == "0")
+    assert "Traceback" not in ran.stderr
+
+
+def test_cuda_that_is_demanded_and_missing_fails(tree: Path) -> None:
+    """A torch for CUDA 99 finds no headers of that version anywhere."""
+    script = (
+        "import sys, runpy, torch\n"
+        "torch.version.cuda = '99.0'\n"
+        "sys.argv = ['setup.py', '--name']\n"
+        "runpy.run_path('setup.py', run_name='__main__')"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tree,
+        env=os.environ | {"OPACUS_MEMPROF_CUDA": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 1
+    assert "OPACUS_MEMPROF_CUDA is 1, but CUDA cannot be built: no headers and libcudart.so of CUDA 99" in ran.stderr
