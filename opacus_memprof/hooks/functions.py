@@ -50,7 +50,8 @@ class ExpandedWeightSample:
             self.__wrapped__(maybe_expanded_weight, per_sample_grad_fn)
         parameter = getattr(maybe_expanded_weight, "orig_weight", None)
         if parameter is not None:
-            _native.retag_if([parameter.grad_sample], (TEMP_MATRICES,), PER_SAMPLE_GRADIENTS, owner_of(parameter))
+            # Also where it is a view of the output's gradient: it keeps that alive until zero_grad.
+            _native.retag(parameter.grad_sample, PER_SAMPLE_GRADIENTS, owner_of(parameter))
 
 
 class ClipParameter:

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts that hooks are made of: undoing, sharing, names, nested arguments."""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+from collections import OrderedDict, UserDict
+
+import pytest
+import torch
+from opacus.grad_sample import GradSampleModule
+from torch import nn
+
+from opacus_memprof import _native, hooks
+from opacus_memprof.hooks.attach import Attachment, Shared, Wrapper
+from opacus_memprof.hooks.modules import named_modules, tensors_in
+from opacus_memprof.hooks.owners import owner_of
+
+
+class TestAttachment:
+    def test_undoes_the_latest_first_and_once(self) -> None:
+        undone: list[int] = []
+        attachment = Attachment()
+        for number in range(3):
+            attachment.on_detach(lambda number=number: undone.append(number))
+        attachment.detach()
+        attachment.detach()
+        assert undone == [2, 1, 0]
+
+    def test_of_parts(self) -> None:
+        undone: list[str] = []
+        parts = [Attachment(), Attachment()]
+        for name, part in zip("ab", parts, strict=True):
+            part.on_detach(lambda name=name: undone.append(name))
+        Attachment(parts).detach()
+        assert sorted(undone) == ["a", "b"]
+
+    def test_attribute(self) -> None:
+        module = types.ModuleType("some")
+        module.f = "before"
+        attachment = Attachment()
+        attachment.replace_attribute(module, "f", "ours")
+        assert module.f == "ours"
+        attachment.detach()
+        assert module.f == "before"
+
+    def test_attribute_that_somebody_patched_on_top_stays(self) -> None:
+        module = types.ModuleType("some")
+        module.f = "before"
+        attachment = Attachment()
+        attachment.replace_attribute(module, "f", "ours")
+        module.f = "theirs"
+        attachment.detach()
+        assert module.f == "theirs"
+
+    def test_item_keeps_its_place(self) -> None:
+        registry = {"a": 1, "b": 2, "c": 3}
+        attachment = Attachment()
+        attachment.replace_item(registry, "b", 20)
+        assert list(registry.items()) == [("a", 1), ("b", 20), ("c", 3)]
+        attachment.detach()
+        assert list(registry.items()) == [("a", 1), ("b", 2), ("c", 3)]
+
+    def test_item_that_was_registered_anew_stays(self) -> None:
+        registry = {"a": 1}
+        attachment = Attachment()
+        attachment.replace_item(registry, "a", 10)
+        registry["a"] = 2
+        attachment.detach()
+        assert registry == {"a": 2}
+
+    def test_hook_is_held_by_its_table_alone(self) -> None:
+        class Hook:
+            def __call__(self) -> None: ...
+
+        table: OrderedDict[int, object] = OrderedDict({7: Hook()})
+        reference = weakref.ref(table[7])
+        attachment = Attachment()
+        attachment.replace_hook(table, 7, Wrapper(table[7]))
+        assert isinstance(table[7], Wrapper)
+        table.clear()
+        gc.collect()
+        assert reference() is None
+        attachment.detach()
+        assert not table
+
+    def test_hook_comes_back(self) -> None:
+        table: OrderedDict[int, object] = OrderedDict({7: print, 8: repr})
+        attachment = Attachment()
+        attachment.replace_hook(table, 7, Wrapper(print))
+        attachment.detach()
+        assert list(table.items()) == [(7, print), (8, repr)]
+
+
+def test_shared_patches_last_until_the_last_user_leaves() -> None:
+    module = types.ModuleType("some")
+    module.f = 0
+
+    def patch(attachment: Attachment) -> None:
+        attachment.replace_attribute(module, "f", module.f + 1)
+
+    shared = Shared(patch)
+    for _ in range(2):
+        first, second = Attachment(), Attachment()
+        shared.use(first)
+        shared.use(second)
+        first.detach()
+        first.detach()
+        assert module.f == 1
+        second.detach()
+        assert module.f == 0
+
+
+def block() -> nn.Module:
+    return nn.ModuleDict({"inner": nn.Sequential(nn.Linear(2, 2)), "_module": nn.ReLU()})
+
+
+def test_names_are_the_users() -> None:
+    plain = [name for name, _ in block().named_modules()]
+    assert plain == ["", "inner", "inner.0", "_module"]
+    assert [name for name, _ in named_modules(block())] == plain
+    assert [name for name, _ in named_modules(GradSampleModule(block()))] == plain
+    around = nn.Sequential(GradSampleModule(block()))
+    assert [name for name, _ in named_modules(around)] == ["", "0", "0.inner", "0.inner.0", "0._module"]
+
+
+def test_tensors_in_nested_arguments() -> None:
+    a, b, c, d = (torch.zeros(1) for _ in range(4))
+    nested = ((a, [b, None, 3]), {"k": UserDict({"t": c}), "s": "text"}, d)
+    assert [id(t) for t in tensors_in(nested)] == [id(a), id(b), id(c), id(d)]
+
+
+def test_tied_parameter_belongs_to_its_first_module() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    attachment = hooks.attach_model(model)
+    assert _native.names()["modules"][owner_of(model[0].weight)] == "0"
+    attachment.detach()
+    assert owner_of(model[0].weight) == 0
+
+
+def test_compiled_module_keeps_its_inside() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    model[1] = torch.compile(model[1], backend="eager")
+    attachment = hooks.attach_model(model)
+    assert model[0]._forward_hooks
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model[1].modules())
+    assert all(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    attachment.detach()
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_raising_forward_leaves_no_tag_behind(error: type[Exception]) -> None:
+    class Raising(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise error
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Raising()))
+    attachment = hooks.attach_model(model)
+    _native.cpu_install()
+    try:
+        with pytest.raises(error):
+            model(torch.ones(2, 2))
+        address = (after := torch.ones(1000)).untyped_storage().data_ptr()
+        (found,) = (block for block in _native.live_blocks() if block["address"] == address)
+        assert (found["module"], after.numel()) == ("", 1000)
+    finally:
+        _native.cpu_uninstall()
+        attachment.detach()
