@@ -147,7 +147,7 @@ def _print_modules(peak: Mapping[str, Any], requested: int, console: Console) ->
         return
     table = _table("module", ("bytes", "share"), ("mostly",))
     for name, size in totals[:_TOP_MODULES]:
-        mostly = _sorted(modules[name])[0][0]
+        mostly = escape(_sorted(modules[name])[0][0])
         table.add_row(escape(_shortened(name)) or "(no module)", format_bytes(size), _share(size, requested), mostly)
     rest = totals[_TOP_MODULES:]
     if rest:
@@ -171,7 +171,7 @@ def _print_phases(phases: Mapping[str, Any], requested: int, console: Console) -
         mostly = categories[0][0] if categories else ""
         peak = phase.get("peak_bytes", 0)
         table.add_row(
-            escape(name), format_bytes(peak), str(phase.get("step", "")), escape(mostly), _bar(peak, requested)
+            escape(name), format_bytes(peak), str(phase.get("step", "")), _bar(peak, requested), escape(mostly)
         )
     console.print()
     console.print(table)
@@ -185,7 +185,7 @@ def _print_failures(failures: list[Mapping[str, Any]], console: Console) -> None
     more = f" ({len(failures)} allocations failed; this is the last)" if len(failures) > 1 else ""
     console.print(
         f"\n[red]out of memory:[/] {format_bytes(last['requested_bytes'])} of {escape(last['category'] + where)} in "
-        f"{last['phase']} of step {last['step']}, with {format_bytes(last['live_bytes'])} live{more}",
+        f"{escape(last['phase'])} of step {last['step']}, with {format_bytes(last['live_bytes'])} live{more}",
         highlight=False,
     )
 

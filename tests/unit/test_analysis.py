@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from event_files import CATEGORIES, EventFile, unix_ns
+
+from opacus_memprof.analysis.profile import build_profile, load_profile, write_profile
+from opacus_memprof.errors import MemprofError
+
+PUBLIC = [name for name in CATEGORIES if not name.startswith("activation_hooks") and name != "forward_undecided"]
+
+
+def a_step() -> EventFile:
+    """A step of a small network: the peak is 1750 bytes at event 5, when the captured activations are tagged."""
+    file = EventFile()
+    file.add("alloc", 0x1000, 1000, "model_parameters", phase="setup", module="fc")
+    file.add("alloc", 0x2000, 300, "forward_undecided", phase="forward", module="fc", op="linear")
+    file.retag(0x2000, "forward_undecided", "activation_hooks_shared", phase="forward", module="fc")
+    file.add("alloc", 0x3000, 50, "forward_undecided", phase="forward", module="act")
+    file.add("free", 0x3000, 50, "forward_undecided", phase="forward", module="act")
+    file.add("alloc", 0x4000, 450, "backward_temporaries", phase="backward", module="fc", op="mm")
+    file.retag(0x2000, "activation_hooks_shared", "activation_hooks_opacus_only", phase="backward", module="fc")
+    file.add("free", 0x2000, 300, "activation_hooks_opacus_only", phase="backward", module="fc")
+    file.add("free", 0x4000, 450, "backward_temporaries", phase="backward", module="fc", op="mm")
+    file.add("step", size=1, step=1)
+    return file
+
+
+def built(file: EventFile, directory: Path, **given: Any) -> dict[str, Any]:
+    return build_profile(file.write(directory), **{"status": "finished", "exit_code": 0, **given})
+
+
+def live_peak(requested: int, allocated: int = -1, reserved: int = -1, **categories: int) -> dict[str, Any]:
+    """As _native.peaks() has it."""
+    return {
+        "cuda:0": {
+            "requested_bytes": requested,
+            "upstream_requested_bytes": requested if allocated >= 0 else -1,
+            "allocated_bytes": allocated,
+            "reserved_bytes": reserved,
+            "step": 7,
+            "phase": "clip",
+            "unix_ns": 123,
+            "categories": dict.fromkeys(CATEGORIES, 0) | categories,
+        }
+    }
+
+
+def test_the_peak_is_told_in_names(tmp_path: Path) -> None:
+    profile = built(a_step(), tmp_path)
+    peak = profile["devices"]["cuda:0"]["peak"]
+    assert peak["requested_bytes"] == 1750
+    assert peak["event"] == 5
+    assert peak["unix_ns"] == unix_ns(5)
+    assert (peak["step"], peak["logical_step"], peak["phase"], peak["source"]) == (0, 0, "backward", "events")
+    held = {"model_parameters": 1000, "activation_hooks": 300, "backward_temporaries": 450}
+    assert peak["categories"] == {name: held.get(name, 0) for name in [*PUBLIC, "activation_hooks"]}
+    assert peak["remainder_bytes"] == 0
+    assert peak["activation_hooks"] == {"shared_with_autograd": 0, "opacus_only": 300}
+    assert peak["modules"] == {"fc": held}
+    assert peak["born_in"] == {
+        "setup": {"model_parameters": 1000},
+        "forward": {"activation_hooks": 300},
+        "backward": {"backward_temporaries": 450},
+    }
+    assert peak["largest_blocks"] == [
+        {"bytes": 1000, "category": "model_parameters", "module": "fc", "op": "", "step": 0, "phase": "setup"},
+        {"bytes": 450, "category": "backward_temporaries", "module": "fc", "op": "mm", "step": 0, "phase": "backward"},
+        {"bytes": 300, "category": "activation_hooks", "module": "fc", "op": "linear", "step": 0, "phase": "forward"},
+    ]
+    assert peak["allocated_bytes"] is peak["reserved_bytes"] is peak["rounding"] is peak["cached"] is None
+
+
+def test_the_whole_says_what_it_is_of(tmp_path: Path) -> None:
+    profile = built(a_step(), tmp_path, status="failed", exit_code=3, warnings=["mind this"])
+    assert profile["format"] == 1
+    assert (profile["status"], profile["exit_code"]) == ("failed", 3)
+    assert profile["versions"] == {"torch": "2.15.0"}
+    assert profile["command"] == ["train.py"]
+    assert profile["pid"] == 4321
+    assert profile["events"] == {
+        "recorded": 10,
+        "dropped": 0,
+        "capacity": 2**20,
+        "closed": True,
+        "contradictions": {
+            "unknown_frees": 0,
+            "unknown_retags": 0,
+            "double_allocations": 0,
+            "category_mismatches": 0,
+            "unreadable": 0,
+        },
+    }
+    assert profile["findings"] == []
+    assert profile["warnings"] == ["mind this"]
+
+
+def test_phases_steps_and_timeline(tmp_path: Path) -> None:
+    device = built(a_step(), tmp_path)["devices"]["cuda:0"]
+    assert {name: phase["peak_bytes"] for name, phase in device["phases"].items()} == {
+        "idle": 1000,
+        "setup": 1000,
+        "forward": 1350,
+        "backward": 1750,
+    }
+    forward = device["phases"]["forward"]
+    assert forward["event"] == 3
+    assert forward["categories"] == {"model_parameters": 1000, "activation_hooks": 300, "forward_temporaries": 50}
+    first, second = device["steps"]
+    assert (first["step"], first["peak_bytes"], first["end_bytes"], first["complete"]) == (0, 1750, 1000, True)
+    assert (second["step"], second["logical_step"], second["peak_bytes"], second["complete"]) == (1, 1, 1000, False)
+    assert device["steps_left_out"] == 0
+    timeline = device["timeline"]
+    assert timeline["event"] == list(range(10))
+    assert timeline["time_ns"] == [unix_ns(event) - unix_ns(0) + 40 for event in range(10)]
+    assert timeline["bytes"] == [1000, 1300, 1300, 1350, 1300, 1750, 1750, 1450, 1000, 1000]
+    assert [sum(row) for row in zip(*timeline["categories"].values(), strict=True)] == timeline["bytes"]
+    assert timeline["phase"][5] == "backward"
+    assert timeline["step"] == [0] * 9 + [1]
+    assert device["end_bytes"] == 1000
+
+
+def test_snapshots_carry_what_the_allocator_counted(tmp_path: Path) -> None:
+    file = a_step().add("snapshot", size=4, op="after step", step=1)
+    counts = {"requested_bytes": 1064, "categories": {"pending_free": 64, "model_parameters": 1000}}
+    counted = {"allocated_bytes": 1536, "reserved_bytes": 4096, "rounding": 472, "cached": 2560}
+    line = {"index": 4, "devices": {"cuda:0": {**counts, **counted, "outside_pytorch": None, "remainder": 0}}}
+    (tmp_path / "snapshots.jsonl").write_text(json.dumps(line) + '\n{"index": 5, "dev')  # killed while it wrote
+    (snapshot,) = built(file, tmp_path)["devices"]["cuda:0"]["snapshots"]
+    assert (snapshot["index"], snapshot["name"], snapshot["step"]) == (4, "after step", 1)
+    # The side stream still holds 64 bytes that the program has freed.
+    assert snapshot["requested_bytes"] == 1064
+    assert snapshot["categories"] == {"model_parameters": 1000, "pending_free": 64}
+    assert counted.items() <= snapshot.items()
+    assert snapshot["outside_pytorch"] is None
+    assert snapshot["remainder"] == 0
+
+
+def test_an_allocation_that_failed(tmp_path: Path) -> None:
+    file = a_step().add("oom", size=1 << 40, category="gradients", phase="backward", step=1, module="fc", op="mm")
+    (failure,) = built(file, tmp_path)["devices"]["cuda:0"]["out_of_memory"]
+    assert failure["requested_bytes"] == 1 << 40
+    assert failure["live_bytes"] == 1000
+    assert (failure["category"], failure["module"], failure["op"]) == ("gradients", "fc", "mm")
+    assert failure["categories"] == {"model_parameters": 1000}
+
+
+def test_the_counters_add_what_the_allocator_had(tmp_path: Path) -> None:
+    profile = built(a_step(), tmp_path, peaks=live_peak(1750, allocated=2048, reserved=8192))
+    peak = profile["devices"]["cuda:0"]["peak"]
+    assert peak["allocated_bytes"] == 2048
+    assert peak["rounding"] == 298
+    assert peak["reserved_bytes"] == 8192
+    assert peak["cached"] == 6144
+    assert profile["warnings"] == []
+
+
+def test_counters_that_differ_are_told(tmp_path: Path) -> None:
+    profile = built(a_step(), tmp_path, peaks=live_peak(1800, allocated=2048, reserved=8192))
+    (warning,) = profile["warnings"]
+    assert "1750" in warning
+    assert "1800" in warning
+    peak = profile["devices"]["cuda:0"]["peak"]
+    assert peak["requested_bytes"] == 1750
+    assert peak["allocated_bytes"] is None  # counted at another instant
+
+
+def test_a_peak_after_the_file_was_full_is_the_counters(tmp_path: Path) -> None:
+    file = a_step()
+    file.dropped = 40
+    peaks = live_peak(5000, 6144, 8192, forward_undecided=3500, activation_hooks_shared=1000, noise=500)
+    profile = built(file, tmp_path, peaks=peaks)
+    peak = profile["devices"]["cuda:0"]["peak"]
+    assert (peak["source"], peak["requested_bytes"], peak["step"], peak["phase"]) == ("counters", 5000, 7, "clip")
+    assert peak["unix_ns"] == 123
+    held = {name: size for name, size in peak["categories"].items() if size}
+    assert held == {"forward_undecided": 3500, "activation_hooks": 1000, "noise": 500}
+    assert peak["activation_hooks"] == {"shared_with_autograd": 1000, "opacus_only": 0}
+    assert peak["remainder_bytes"] == 0
+    assert peak["rounding"] == 1144
+    assert any("40 more were dropped" in warning for warning in profile["warnings"])
+    assert any("5000" in warning and "1750" in warning for warning in profile["warnings"])
+
+
+def test_a_peak_before_the_file_was_full_stays(tmp_path: Path) -> None:
+    file = a_step()
+    file.dropped = 40
+    peak = built(file, tmp_path, peaks=live_peak(1750))["devices"]["cuda:0"]["peak"]
+    assert (peak["source"], peak["requested_bytes"]) == ("events", 1750)
+
+
+def test_forward_is_undecided_where_the_file_was_cut(tmp_path: Path) -> None:
+    file = EventFile(dropped=1).add("alloc", 0x1000, 10, "forward_undecided", phase="forward")
+    peak = built(file, tmp_path)["devices"]["cuda:0"]["peak"]
+    assert peak["categories"]["forward_undecided"] == 10
+
+
+def test_categories_of_the_program_have_their_names(tmp_path: Path) -> None:
+    file = EventFile().add("alloc", 0x1000, 10, "teacher").add("alloc", 0x2000, 5, "student")
+    categories = built(file, tmp_path)["devices"]["cuda:0"]["peak"]["categories"]
+    assert categories["teacher"] == 10
+    assert categories["student"] == 5
+    assert sum(categories.values()) == 15
+
+
+def test_devices_are_apart(tmp_path: Path) -> None:
+    file = EventFile().add("alloc", 0x1000, 10, device=0).add("alloc", 0x1000, 20, device=2)
+    devices = built(file, tmp_path)["devices"]
+    assert {name: device["peak"]["requested_bytes"] for name, device in devices.items()} == {"cpu": 10, "cuda:1": 20}
+
+
+def test_no_events_are_no_devices(tmp_path: Path) -> None:
+    assert built(EventFile(), tmp_path)["devices"] == {}
+
+
+def test_a_file_that_contradicts_itself_is_told(tmp_path: Path) -> None:
+    file = EventFile().add("free", 0x1000).add("alloc", 0x1000, 8, "noise").add("free", 0x1000, category="inputs")
+    (warning,) = built(file, tmp_path)["warnings"]
+    assert "1 unknown frees, 1 category mismatches" in warning
+
+
+def test_a_truncated_file_is_told_and_read(tmp_path: Path) -> None:
+    a_step().write(tmp_path)
+    events = tmp_path / "events.bin"
+    events.write_bytes(events.read_bytes()[: 4096 + 5 * 32 + 7])
+    profile = build_profile(tmp_path, status="killed", exit_code=None)
+    assert profile["events"]["recorded"] == 5
+    assert any("10 events were written and 5 can be read" in warning for warning in profile["warnings"])
+
+
+def test_names_are_numbers_without_meta(tmp_path: Path) -> None:
+    file = EventFile().add("alloc", 0x1000, 8, "teacher", module="fc")
+    profile = build_profile(file.write(tmp_path, meta=False), status="killed", exit_code=None)
+    peak = profile["devices"]["cuda:0"]["peak"]
+    assert peak["modules"] == {"module 1": {"category 23": 8}}
+    assert peak["categories"]["category 23"] == 8
+    assert any("no meta.json" in warning for warning in profile["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("events.bin", b"", "is truncated"),
+        ("events.bin", b"x" * 10_000, "is not an event file"),
+        ("events.bin", EventFile().content()[:8] + b"\x09" + EventFile().content()[9:], "format version 9"),
+        ("meta.json", b"{half", "cannot be read"),
+        ("meta.json", b"[]", "holds no JSON object"),
+        ("profile.json", b"{half", "cannot be read"),
+        ("profile.json", b'{"format": 2}', "has format 2"),
+    ],
+)
+def test_foreign_files_are_refused_in_a_sentence(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    a_step().write(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(MemprofError, match=said) as refused:
+        load_profile(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_directory_without_a_profile_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MemprofError, match="holds no profile"):
+        load_profile(tmp_path)
+    with pytest.raises(MemprofError, match="is not there"):
+        load_profile(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(MemprofError, match="is a file"):
+        load_profile(tmp_path / "file")
+
+
+def test_what_is_written_is_loaded(tmp_path: Path) -> None:
+    profile = built(a_step(), tmp_path)
+    write_profile(profile, tmp_path)
+    (tmp_path / "events.bin").unlink()
+    assert load_profile(tmp_path) == profile
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["meta.json", "profile.json"]
+
+
+def test_a_write_that_fails_leaves_the_old_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_profile({"format": 1}, tmp_path)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space"):
+        write_profile({"format": 1, "new": True}, tmp_path)
+    assert load_profile(tmp_path) == {"format": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_a_killed_process_profile_is_built_from_its_events(tmp_path: Path) -> None:
+    file = a_step()
+    file.closed = False
+    profile = load_profile(file.write(tmp_path))
+    assert (profile["status"], profile["exit_code"]) == ("killed", None)
+    assert profile["devices"]["cuda:0"]["peak"]["requested_bytes"] == 1750
+    assert not (tmp_path / "profile.json").exists()
+
+
+def test_a_profile_that_is_being_written_is_not_called_killed(tmp_path: Path) -> None:
+    a_step().write(tmp_path)
+    with open(tmp_path / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert load_profile(tmp_path)["status"] == "running"
+    assert load_profile(tmp_path)["status"] == "killed"

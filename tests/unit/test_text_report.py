@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from event_files import EventFile
+from rich.console import Console
+from typer.testing import CliRunner
+
+from opacus_memprof.analysis.profile import build_profile
+from opacus_memprof.cli import app
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.reports.text import print_summary
+
+LONG = "base_model.model.model.layers.31.self_attn.q_proj.lora_A.default"
+
+
+def printed(profile: dict[str, Any], width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    print_summary(profile, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def row(text: str, name: str) -> str:
+    """The one line that begins with a name."""
+    (line,) = [line for line in text.splitlines() if line.strip().startswith(name)]
+    return line
+
+
+def device(**peak: Any) -> dict[str, Any]:
+    """A device at a peak of 4 MiB."""
+    sizes = {"model_parameters": 2**20, "activation_hooks": 3 * 2**20, "noise": 0}
+    return {
+        "peak": {
+            "requested_bytes": 4 * 2**20,
+            "step": 3,
+            "phase": "backward",
+            "categories": sizes,
+            "activation_hooks": {"shared_with_autograd": 2**20, "opacus_only": 2 * 2**20},
+            "modules": {LONG: {"activation_hooks": 3 * 2**20}, "": {"model_parameters": 2**20}},
+            "remainder_bytes": 0,
+            **peak,
+        },
+        "phases": {"backward": {"peak_bytes": 4 * 2**20, "step": 3, "categories": sizes}},
+        "snapshots": [],
+    }
+
+
+def profile_of(**pieces: Any) -> dict[str, Any]:
+    return {"format": 1, "status": "finished", "exit_code": 0, "devices": {"cuda:0": device()}, **pieces}
+
+
+def test_the_breakdown_is_sorted_and_has_no_zeros() -> None:
+    text = printed(profile_of())
+    assert "cuda:0: peak of 4.00 MiB in backward of step 3" in text
+    hooks, parameters = row(text, "activation_hooks"), row(text, "model_parameters")
+    assert text.index(hooks) < text.index(parameters)
+    assert "3.00 MiB" in hooks
+    assert "75.0 %" in hooks
+    assert "█" * 20 in hooks
+    assert "1.00 MiB" in parameters
+    assert "25.0 %" in parameters
+    assert "█" * 6 + "▋" in parameters  # a third of 20 characters
+    assert "noise" not in text
+    assert text.index("only Opacus holds them") < text.index("autograd holds them as well")
+    assert "2.00 MiB" in row(text, "only Opacus holds them")
+    assert "Σ categories = requested bytes: exact" in text
+
+
+def test_what_the_allocator_adds() -> None:
+    counts = {"allocated_bytes": 5 * 2**20, "rounding": 2**20, "reserved_bytes": 8 * 2**20, "cached": 3 * 2**20}
+    text = printed(profile_of(devices={"cuda:0": device(**counts)}))
+    assert "4.00 MiB" in row(text, "requested ")
+    assert "1.00 MiB" in row(text, "+ rounding")
+    assert "5.00 MiB" in row(text, "= allocated")
+    assert "3.00 MiB" in row(text, "+ cached")
+    assert "8.00 MiB" in row(text, "= reserved")
+    unknown = printed(profile_of())
+    assert "rounding" not in unknown
+    assert "reserved" not in unknown
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    text = printed(profile_of(warnings=["x" * 30 + " y" * 100]), width)
+    assert max(map(len, text.splitlines())) <= width
+    if width >= 80:
+        assert "self_attn.q_proj.lora_A.default" in text  # a module's end tells more than its beginning
+        assert "(no module)" in text
+
+
+def test_markup_in_names_is_text() -> None:
+    evil = "[red]x[/red][/]"
+    peak = {"modules": {evil: {evil: 4 * 2**20}}, "categories": {evil: 4 * 2**20}, "phase": evil}
+    finding = {"kind": evil, "module": evil, "bytes": 1, "evidence": evil, "remedy": evil}
+    failure = {"requested_bytes": 1, "live_bytes": 0, "category": evil, "module": evil, "phase": evil, "step": 0}
+    profile = {**device(**peak), "out_of_memory": [failure]}
+    text = printed(profile_of(devices={evil: profile}, warnings=[evil], findings=[finding], status=evil))
+    assert text.count(evil) >= 13
+
+
+def test_many_modules_are_summed_up() -> None:
+    modules = {f"layers.{number}": {"gradients": 100 - number} for number in range(30)}
+    text = printed(profile_of(devices={"cuda:0": device(modules=modules, requested_bytes=2565)}))
+    assert "layers.9" in text
+    assert "layers.10" not in text
+    assert "1.57 KiB" in row(text, "20 more")  # 90 + 89 + … + 71 = 1610
+
+
+def test_a_remainder_is_shown() -> None:
+    text = printed(profile_of(devices={"cuda:0": device(remainder_bytes=-7)}))
+    assert "Σ categories misses -7 bytes" in text
+    assert "exact" not in text
+
+
+def test_snapshots_that_differ_are_shown() -> None:
+    snapshots = [
+        {"name": "a", "remainder": 0},
+        {"name": "b", "remainder": -512},
+        {"name": "c", "remainder": 8},
+        {"name": "d", "remainder": None},
+    ]
+    text = printed(profile_of(devices={"cuda:0": {**device(), "snapshots": snapshots}}))
+    assert '2 of 3 snapshots differ from what the allocator counts, "b" by -512 bytes' in text
+    text = printed(profile_of(devices={"cuda:0": {**device(), "snapshots": snapshots[:1]}}))
+    assert "and what the allocator itself counts, at 1 snapshot: exact" in text
+
+
+def test_drops_warnings_failures_and_findings() -> None:
+    failure = {
+        "requested_bytes": 2**30,
+        "live_bytes": 2**21,
+        "category": "temp_matrices",
+        "module": "head",
+        "phase": "backward",
+        "step": 2,
+    }
+    finding = {
+        "kind": "leak",
+        "module": "fc",
+        "bytes": 2048,
+        "evidence": "3 captures outstanding",
+        "remedy": "call backward",
+    }
+    text = printed(
+        profile_of(
+            status="out_of_memory",
+            exit_code=1,
+            events={"recorded": 1000, "dropped": 234},
+            devices={"cuda:0": {**device(), "out_of_memory": [failure, failure]}},
+            warnings=["mind this"],
+            findings=[finding],
+        )
+    )
+    assert "out of memory, exit code 1" in text
+    assert "234 of 1,234 events were dropped" in text
+    unwrapped = " ".join(text.split())
+    assert "1.00 GiB of temp_matrices for head in backward of step 2, with 2.00 MiB live" in unwrapped
+    assert "(2 allocations failed; this is the last)" in unwrapped
+    assert "warning: mind this" in text
+    assert "leak in fc, 2.00 KiB" in text
+    assert "evidence: 3 captures outstanding" in text
+    assert "remedy: call backward" in text
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        {},
+        {"devices": {}},
+        {"devices": {"cpu": {}}},
+        {"devices": {"cpu": {"peak": {}}}},
+        {"devices": {"cpu": {"peak": {"requested_bytes": 0}}}},
+        {"devices": {"cpu": {"peak": {"requested_bytes": 0, "categories": {}, "modules": {"a": {}}}, "phases": {}}}},
+        {"devices": {"cpu": device()}, "versions": None, "events": None, "warnings": None, "findings": None},
+    ],
+)
+def test_missing_pieces_are_left_out(profile: dict[str, Any]) -> None:
+    assert printed(profile).startswith("opacus-memprof")
+
+
+def test_the_command_prints_a_directory(tmp_path: Path) -> None:
+    file = EventFile(closed=False).add("alloc", 64, 2048, "gradients", phase="backward", module="fc")
+    result = CliRunner().invoke(app, ["report", str(file.write(tmp_path))])
+    assert result.exit_code == 0
+    assert result.output == printed(build_profile(tmp_path, status="killed", exit_code=None))
+    assert "killed" in result.output
+    assert "2.00 KiB" in row(result.output, "gradients")
+
+
+def test_the_command_refuses_what_is_no_profile(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert isinstance(result.exception, MemprofError)  # which main() turns into exit code 2
