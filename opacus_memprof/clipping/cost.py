@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clipping one layer costs, from its shapes alone; the one place where flash_clip chooses.
+
+A linear map with a ``rows x columns`` weight sees, for each of ``batch`` samples, ``tokens`` inputs ``a`` (columns)
+and output gradients ``g`` (rows). The sample's weight gradient is ``sum_t g_t a_t^T``, and its squared norm is also
+``sum_{t,u} (g_t . g_u)(a_t . a_u)`` (Goodfellow 2015, arXiv 1510.01799; Li et al. 2022, arXiv 2110.05679). So there are
+two exact ways to the norm, and two things that can be kept until the clip factors are known (book-keeping, Bu et al.
+2023, arXiv 2210.00038):
+
+====================  ============================  =======================================
+                      per-sample gradient           pair (a, g), norm by Gram tiles
+====================  ============================  =======================================
+elements kept         batch rows columns            batch tokens (rows + columns)
+floating point, norm  2 batch rows columns          batch tokens (tokens + tile) (rows + columns)
+weight gradient       once, it *is* the gradient    once, when the clipped sum is formed
+====================  ============================  =======================================
+
+Both memory and time cross at ``tokens = rows columns / (rows + columns)``: below it the pair is smaller, and the Gram
+product (half of it, by symmetry) costs less than half a weight gradient; above it the gradient is smaller, and costs
+nothing that training without privacy does not pay. Hence the rule: *keep whichever is smaller*.
+
+Only integers in, only integers out: usable without torch, before anything runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FLOPS_PER_BYTE = 100.0
+"""Machine balance used to weigh arithmetic against traffic. An H200 does 103 (TF32) to 206 (bfloat16) floating-point
+operations in the time it moves one byte; ordinary CPUs do about 10. The choice is insensitive to it: only near the
+crossing above, where both ways cost nearly the same, does another balance choose differently."""
+
+GRAM_TILE = 128
+"""Tokens on one side of a Gram tile, as in the CUDA kernel."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Floating-point operations and bytes moved to and from device memory."""
+
+    flops: int
+    bytes: int
+
+    @property
+    def weight(self) -> float:
+        """Comparable cost, in bytes: traffic plus arithmetic at ``FLOPS_PER_BYTE``."""
+        return self.bytes + self.flops / FLOPS_PER_BYTE
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one layer is clipped.
+
+    Attributes:
+        norm: exact way to the per-sample norms.
+        keep: what is kept until the clip factors are known.
+        norm_cost: of the norm step by that way.
+        kept_bytes: live from this layer's backward to the clipped sum.
+        ghost_cost: of the norm step as Opacus' ghost clipping does it, with whole T x T matrices.
+        ghost_temporary_bytes: the T x T matrices that are live at once there.
+    """
+
+    norm: Literal["gradient", "gram"]
+    keep: Literal["gradient", "pair"]
+    norm_cost: Cost
+    kept_bytes: int
+    ghost_cost: Cost
+    ghost_temporary_bytes: int
+
+
+def gradient_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: int) -> Cost:
+    """Norms from per-sample gradients that are formed, read once and dropped."""
+    elements = batch * (tokens * (rows + columns) + 2 * rows * columns)
+    return Cost(2 * batch * (tokens + 1) * rows * columns, elements * itemsize)
+
+
+def kept_norm_cost(batch: int, rows: int, columns: int, itemsize: int) -> Cost:
+    """Norms from per-sample gradients that are kept anyway: one read."""
+    return Cost(2 * batch * rows * columns, batch * rows * columns * itemsize)
+
+
+def gram_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: int, tile: int = GRAM_TILE) -> Cost:
+    """Norms from the lower triangle of Gram tiles; every tile reads its two strips of ``a`` and ``g``."""
+    if tokens == 1:
+        return Cost(2 * batch * (rows + columns), batch * (rows + columns) * itemsize)
+    tiles = -(-tokens // tile)
+    flops = batch * tokens * (tokens + tile) * (rows + columns)
+    return Cost(flops, batch * tiles * tokens * (rows + columns) * itemsize)
+
+
+def ghost_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: int, bias: bool) -> Cost:
+    """Norms as Opacus 1.6 computes them for three-dimensional inputs: ggT and aaT written and read back, their
+    product written and read back, and with a bias ggT once more."""
+    if tokens == 1:
+        return gram_norm_cost(batch, tokens, rows, columns, itemsize)
+    square = batch * tokens * tokens
+    inputs = batch * tokens * (rows + columns + (rows if bias else 0))
+    flops = 2 * square * (rows + columns + (rows if bias else 0))
+    return Cost(flops, (inputs + square * (8 if bias else 6)) * itemsize)
+
+
+def choose(
+    batch: int,
+    tokens: int,
+    rows: int,
+    columns: int,
+    itemsize: int,
+    *,
+    bias: bool = False,
+    pair_elements: int | None = None,
+    keep: bool = True,
+) -> Choice:
+    """Chooses the cheapest exact way for one layer.
+
+    Args:
+        batch: samples (times groups, for a grouped convolution).
+        tokens: product of the dimensions between batch and features; output positions of a convolution.
+        rows, columns: of the weight matrix (of one group's, for a grouped convolution).
+        itemsize: bytes per element.
+        bias: whether the layer has a trainable bias (only Opacus' own cost depends on it).
+        pair_elements: elements of ``a`` and ``g`` as they are held, where that is less than
+            ``batch tokens (rows + columns)``: a convolution holds its input, not the unfolded one.
+        keep: False when nothing is kept (two passes, or Opacus' ghost clipping): only the norm is chosen.
+    """
+    if pair_elements is None:
+        pair_elements = batch * tokens * (rows + columns)
+    gradient_elements = batch * rows * columns
+    gram = gram_norm_cost(batch, tokens, rows, columns, itemsize)
+    gradient = gradient_norm_cost(batch, tokens, rows, columns, itemsize)
+    ghost = ghost_norm_cost(batch, tokens, rows, columns, itemsize, bias)
+    squares = 0 if tokens == 1 else batch * tokens * tokens * itemsize * (3 if bias else 2)
+    if keep and gradient_elements <= pair_elements:
+        kept = kept_norm_cost(batch, rows, columns, itemsize)
+        return Choice("gradient", "gradient", kept, gradient_elements * itemsize, ghost, squares)
+    kept_bytes = pair_elements * itemsize if keep else 0
+    if gram.weight <= gradient.weight:
+        return Choice("gram", "pair", gram, kept_bytes, ghost, squares)
+    return Choice("gradient", "pair", gradient, kept_bytes, ghost, squares)

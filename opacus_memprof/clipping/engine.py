@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""grad_sample_mode="flash_clip" for a privacy engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.grad_sample import AbstractGradSampleModule
+from opacus.optimizers import DPOptimizer
+from opacus.validators.module_validator import ModuleValidator
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB, FlashClipHooks, GradSampleModuleFlashClip, Passes
+from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
+from opacus_memprof.errors import MemprofError
+
+MODE = "flash_clip"
+
+
+class FlashClipEngineMixin:
+    """Put before opacus.PrivacyEngine among the bases: ``class Engine(FlashClipEngineMixin, opacus.PrivacyEngine)``.
+
+    ``make_private`` and ``make_private_with_epsilon`` then take ``grad_sample_mode="flash_clip"`` and return
+    (module, optimizer, data_loader) as for "hooks"; the training loop is the ordinary one. Every other mode is
+    passed on untouched.
+    """
+
+    _flash_clip_options: dict[str, Any] | None = None
+    _flash_clip_module: FlashClipHooks | None = None
+
+    def make_private(
+        self,
+        *,
+        flash_clip_workspace_mb: float = DEFAULT_WORKSPACE_MB,
+        flash_clip_passes: Passes = "auto",
+        **kwargs: Any,
+    ) -> Any:
+        """As opacus.PrivacyEngine.make_private.
+
+        Args:
+            flash_clip_workspace_mb: ceiling, in MiB, on the temporaries of one layer's norm or clipped sum.
+            flash_clip_passes: 1, 2 or "auto"; see FlashClipHooks.
+
+        Raises:
+            MemprofError: for what flash_clip cannot clip exactly; the model is then as it was.
+        """
+        if kwargs.get("grad_sample_mode") != MODE:
+            return super().make_private(**kwargs)  # type: ignore[misc]
+        if kwargs.get("clipping", "flat") != "flat":
+            raise MemprofError(f"flash_clip supports clipping='flat', not {kwargs['clipping']!r}.")
+        if self._flash_clip_options is None:
+            self._flash_clip_options = {"workspace_mb": flash_clip_workspace_mb, "passes": flash_clip_passes}
+        try:
+            return super().make_private(**kwargs)  # type: ignore[misc]
+        except BaseException:
+            if self._flash_clip_module is not None:
+                self._flash_clip_module.cleanup()
+            raise
+        finally:
+            self._flash_clip_module = self._flash_clip_options = None
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        flash_clip_workspace_mb: float = DEFAULT_WORKSPACE_MB,
+        flash_clip_passes: Passes = "auto",
+        **kwargs: Any,
+    ) -> Any:
+        """As opacus.PrivacyEngine.make_private_with_epsilon, with the options of ``make_private``."""
+        # Opacus hands further keywords to the accountant as well, which does not know these.
+        self._flash_clip_options = {"workspace_mb": flash_clip_workspace_mb, "passes": flash_clip_passes}
+        try:
+            return super().make_private_with_epsilon(**kwargs)  # type: ignore[misc]
+        finally:
+            self._flash_clip_options = None
+
+    def _prepare_model(
+        self, module: nn.Module, *, grad_sample_mode: str, wrap_model: bool = True, **kwargs: Any
+    ) -> Any:
+        if grad_sample_mode != MODE:
+            return super()._prepare_model(  # type: ignore[misc]
+                module, grad_sample_mode=grad_sample_mode, wrap_model=wrap_model, **kwargs
+            )
+        if isinstance(module, (DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel, FSDPModule)):
+            raise MemprofError(
+                "flash_clip trains on one device; with DDP or FSDP use grad_sample_mode='hooks' or 'ghost'."
+            )
+        if isinstance(module, AbstractGradSampleModule):
+            raise MemprofError("the module was made private already; pass the model that it wraps.")
+        ModuleValidator.validate(module, strict=True)
+        cls = GradSampleModuleFlashClip if wrap_model else FlashClipHooks
+        self._flash_clip_module = cls(module, **kwargs, **(self._flash_clip_options or {}))
+        return self._flash_clip_module
+
+    def _prepare_optimizer(
+        self,
+        *,
+        optimizer: Optimizer,
+        grad_sample_mode: str = "hooks",
+        noise_generator: Any = None,
+        clipping: str = "flat",
+        distributed: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if grad_sample_mode != MODE:
+            return super()._prepare_optimizer(  # type: ignore[misc]
+                optimizer=optimizer,
+                grad_sample_mode=grad_sample_mode,
+                noise_generator=noise_generator,
+                clipping=clipping,
+                distributed=distributed,
+                **kwargs,
+            )
+        assert self._flash_clip_module is not None  # Opacus prepares the model first
+        secure: bool = self.secure_mode  # type: ignore[attr-defined]
+        return DPOptimizerFlashClip(
+            optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
+            module=self._flash_clip_module,
+            generator=self.secure_rng if secure else noise_generator,  # type: ignore[attr-defined]
+            secure_mode=secure,
+            **kwargs,
+        )

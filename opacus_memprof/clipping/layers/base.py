@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every kind of layer answers: its exact per-sample norms, what to keep, and its clipped sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from opacus_memprof.clipping.cost import Choice
+from opacus_memprof.clipping.grads import scale_only_sample, sum_stack
+from opacus_memprof.clipping.norms import squared_norms
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
+from opacus_memprof.errors import MemprofError
+
+
+@dataclass
+class Kept:
+    """What one layer's backward leaves behind until the clip factors are known.
+
+    Attributes:
+        squared_norms: [B], float32 (float64), of all the layer's parameters together.
+        stacks: per-sample gradients, [B, *parameter.shape], by parameter.
+        pair: input and output gradient, where these are smaller than the weight's per-sample gradients.
+    """
+
+    squared_norms: torch.Tensor
+    stacks: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    pair: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+class Layer:
+    """A layer whose parameters all have small per-sample gradients. Subclasses add a weight that may be deferred.
+
+    ``x`` is the layer's input, ``g`` the gradient of its output, both with the batch first; neither is changed.
+    """
+
+    needs_input = True
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.module = module
+
+    def trainable(self) -> Iterator[nn.Parameter]:
+        return (p for p in self.module.parameters(recurse=False) if p.requires_grad)
+
+    def is_trainable(self, name: str) -> bool:
+        parameter = getattr(self.module, name, None)
+        return parameter is not None and bool(parameter.requires_grad)
+
+    def describe(self) -> str:
+        return f"layer {self.name!r} ({type(self.module).__name__})"
+
+    # --- what subclasses define ---
+    def least_dimensions(self) -> int:
+        """Dimensions of an input with a batch."""
+        raise NotImplementedError
+
+    def cast(self, x: torch.Tensor) -> torch.Tensor:
+        """The input as autocast will cast it, so that what is kept is what the layer computed with."""
+        return x
+
+    def small_gradients(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> dict[str, torch.Tensor]:
+        """Per-sample gradients, by parameter name, of the parameters that are never deferred."""
+        raise NotImplementedError
+
+    def choose(self, x: torch.Tensor, g: torch.Tensor, keep: bool) -> Choice | None:
+        """The choice for the weight that may be deferred; only shapes and dtypes are read. None if there is none."""
+        return None
+
+    def weight_gradients(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+        """[B, *weight.shape]"""
+        raise NotImplementedError
+
+    def weight_squared_norms(
+        self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
+    ) -> torch.Tensor:
+        """[B], without keeping the gradients."""
+        raise NotImplementedError
+
+    def weight_sum(
+        self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor | None, workspace: Workspace
+    ) -> torch.Tensor:
+        """The clipped sum, of the weight's shape; ``factors`` None means that ``g`` was scaled."""
+        raise NotImplementedError
+
+    # --- what is the same for all ---
+    def check_input(self, x: object) -> torch.Tensor:
+        """Raises MemprofError unless ``x`` is a tensor with a batch dimension."""
+        if not isinstance(x, torch.Tensor):
+            raise MemprofError(
+                f"{self.describe()} was not called with a tensor as its first argument; pass it by position."
+            )
+        if x.dim() < self.least_dimensions():
+            raise MemprofError(
+                f"{self.describe()} got an input of shape {tuple(x.shape)}, which has no batch dimension; "
+                f"flash_clip needs at least {self.least_dimensions()} dimensions, the batch first (use unsqueeze(0))."
+            )
+        return x
+
+    def kept_bytes(self, x: torch.Tensor, y: torch.Tensor) -> int:
+        """Bytes that will be kept beyond the input, which autograd holds in any case; from shapes alone."""
+        choice = self.choose(x, y, keep=True)
+        if choice is None:
+            return 0
+        held = x.numel() * x.element_size() if choice.keep == "pair" else 0
+        return max(0, choice.kept_bytes - held)
+
+    def keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> Kept:
+        """One pass: exact norms, and whichever is smaller of per-sample gradients and (x, g)."""
+        kept = Kept(torch.zeros(len(g), dtype=accumulation_dtype(g.dtype), device=g.device))
+        for name, stack in self._small(x, g, workspace):
+            kept.stacks[getattr(self.module, name)] = stack
+            kept.squared_norms += squared_norms(stack)
+        choice = self._choice(x, g, keep=True)
+        if choice is None or x is None:
+            return kept
+        if choice.keep == "gradient":
+            stack = self.weight_gradients(x, g, workspace)
+            kept.stacks[self._weight()] = stack
+            kept.squared_norms += squared_norms(stack)
+        else:
+            kept.pair = (x, g)
+            kept.squared_norms += self.weight_squared_norms(x, g, choice, workspace)
+        return kept
+
+    def parameter_squared_norms(
+        self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace
+    ) -> dict[nn.Parameter, torch.Tensor]:
+        """Exact squared norms, [B] by parameter, nothing kept."""
+        norms = {getattr(self.module, name): squared_norms(stack) for name, stack in self._small(x, g, workspace)}
+        choice = self._choice(x, g, keep=False)
+        if choice is not None and x is not None:
+            norms[self._weight()] = self.weight_squared_norms(x, g, choice, workspace)
+        return norms
+
+    def sums_of_scaled(
+        self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace
+    ) -> dict[nn.Parameter, torch.Tensor]:
+        """Two passes: the sums, where ``g`` carries the clip factors already."""
+        sums = {getattr(self.module, name): stack.sum(0) for name, stack in self._small(x, g, workspace)}
+        if self._choice(x, g, keep=False) is not None and x is not None:
+            sums[self._weight()] = self.weight_sum(x, g, None, workspace)
+        return sums
+
+    def clipped_sums(
+        self, kept: Kept, factors: torch.Tensor, workspace: Workspace
+    ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """The clipped sums, in the parameters' dtypes; what was kept is released as it is used."""
+        while kept.stacks:
+            parameter, stack = kept.stacks.popitem()
+            # Only the weight's gradients are memory of our own: others may be views of what autograd passed on.
+            if len(stack) == 1 and parameter is getattr(self.module, "weight", None) and self.owns_weight_gradients:
+                total = scale_only_sample(stack, factors, parameter.dtype)
+            else:
+                total = sum_stack(stack, factors, parameter.dtype, workspace)
+            del stack
+            yield parameter, total
+        if kept.pair is not None:
+            (x, g), kept.pair = kept.pair, None
+            yield self._weight(), self.weight_sum(x, g, factors, workspace).to(self._weight().dtype)
+
+    owns_weight_gradients = False
+
+    def _weight(self) -> nn.Parameter:
+        weight = self.module.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    def _small(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> list[tuple[str, torch.Tensor]]:
+        return [(n, s) for n, s in self.small_gradients(x, g, workspace).items() if self.is_trainable(n)]
+
+    def _choice(self, x: torch.Tensor | None, g: torch.Tensor, keep: bool) -> Choice | None:
+        return self.choose(x, g, keep) if x is not None and self.is_trainable("weight") else None

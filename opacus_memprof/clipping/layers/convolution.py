@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""nn.Conv1d and nn.Conv2d: a linear map of the unfolded input, one for each group.
+
+The input is unfolded for some samples (or, where one sample is too large, some channels) at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from opacus_memprof.clipping.layers.linear import autocast_input
+from opacus_memprof.clipping.layers.matrix import Block, MatrixLayer, Sizes
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, pieces
+
+
+class ConvolutionLayer(MatrixLayer):
+    module: nn.Conv1d | nn.Conv2d
+    unfolds = True
+
+    def least_dimensions(self) -> int:
+        return 4 if isinstance(self.module, nn.Conv2d) else 3
+
+    def cast(self, x: torch.Tensor) -> torch.Tensor:
+        return autocast_input(x)
+
+    def small_gradients(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> dict[str, torch.Tensor]:
+        if not self.is_trainable("bias"):
+            return {}
+        return {"bias": g.flatten(2).sum(2, dtype=accumulation_dtype(g.dtype))}
+
+    def sizes(self, x: torch.Tensor, g: torch.Tensor) -> Sizes:
+        weight, groups = self.module.weight, self.module.groups
+        return Sizes(len(x), groups, g.shape[2:].numel(), weight.shape[0] // groups, weight.shape[1:].numel())
+
+    def blocks(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Iterator[Block]:
+        size = self.sizes(x, g)
+        if size.samples == 0 or size.tokens == 0:
+            return
+        channels = x.shape[1] // size.groups
+        taps = size.columns // channels
+        x = x.reshape(size.samples, size.groups, channels, *x.shape[2:])
+        g = g.reshape(size.samples, size.groups, size.rows, size.tokens)
+        # Unfolded columns, and at most two copies of the input (a cast or slice of it, and its padding).
+        unit = (taps * size.tokens + 2 * self._padded_numel(x)) * g.element_size()
+        together = workspace.fit(channels * unit, size.groups)  # groups of one sample
+        samples = max(1, workspace.fit(size.groups * channels * unit, size.samples))
+        width = channels if together else workspace.require(unit, channels, f"one channel of {self.describe()}")
+        for n in pieces(size.samples, samples):
+            for k in pieces(size.groups, max(1, together)):
+                for c in pieces(channels, width):
+                    a = self._unfold(x[n, k, c].to(g.dtype).flatten(0, 1)).mT
+                    yield Block(n, k, slice(c.start * taps, c.stop * taps), g[n, k].flatten(0, 1), a)
+                    del a
+
+    def _unfold(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, columns, tokens] from inputs [N, channels, ...]."""
+        padding: Any = self.module.padding
+        if isinstance(padding, str) or self.module.padding_mode != "zeros":
+            mode = "constant" if self.module.padding_mode == "zeros" else self.module.padding_mode
+            x = functional.pad(x, self.module._reversed_padding_repeated_twice, mode=mode)
+            padding = (0,) * len(self.module.kernel_size)
+        if isinstance(self.module, nn.Conv1d):
+            x = x.unsqueeze(2)
+            (k,), (s,), (d,), (p,) = self.module.kernel_size, self.module.stride, self.module.dilation, padding
+            kernel, stride, dilation, padding = (1, k), (1, s), (1, d), (0, p)
+        else:
+            kernel, stride, dilation = self.module.kernel_size, self.module.stride, self.module.dilation
+        if kernel == (1, 1) and padding == (0, 0):
+            return x[..., :: stride[0], :: stride[1]].flatten(2)  # nothing to unfold: a view, unless strided
+        return functional.unfold(x, kernel, dilation=dilation, padding=padding, stride=stride)
+
+    def _padded_numel(self, x: torch.Tensor) -> int:
+        """Elements of one channel of one sample with its padding."""
+        pads = self.module._reversed_padding_repeated_twice
+        sides = [n + pads[2 * i] + pads[2 * i + 1] for i, n in enumerate(reversed(x.shape[3:]))]
+        return torch.Size(sides).numel()

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""nn.Embedding: the gradient of a sample is the output gradients, summed over equal indices.
+
+As in PyTorch, the row at ``padding_idx`` has no gradient. (Opacus' own samplers give it one.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from opacus_memprof.clipping.cost import Choice, Cost
+from opacus_memprof.clipping.layers.base import Layer
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, pieces
+
+_INDEX_BYTES = 64  # per token: sorted indices, order, run numbers and the temporaries of sorting, all int64
+
+
+class EmbeddingLayer(Layer):
+    """The pair is kept always: it is smaller than the gradients wherever a sample has fewer tokens than the table
+    has rows, and the norm comes from the pair at no further cost."""
+
+    module: nn.Embedding
+
+    def least_dimensions(self) -> int:
+        return 1
+
+    def small_gradients(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> dict[str, torch.Tensor]:
+        return {}
+
+    def choose(self, x: torch.Tensor, g: torch.Tensor, keep: bool) -> Choice:
+        width = g.shape[-1]
+        moved = 4 * x.numel() * width * g.element_size() + x.numel() * _INDEX_BYTES
+        cost = Cost(4 * x.numel() * width, moved)
+        kept = g.numel() * g.element_size() + x.numel() * x.element_size() if keep else 0
+        return Choice("gram", "pair", cost, kept, cost, 0)
+
+    def weight_squared_norms(
+        self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
+    ) -> torch.Tensor:
+        dtype = accumulation_dtype(g.dtype)
+        total = torch.zeros(len(x), dtype=dtype, device=g.device)
+        ids = x.reshape(len(x), -1) if len(x) else x
+        tokens, width = ids.shape[1:].numel(), g.shape[-1]
+        if total.numel() == 0 or tokens == 0:
+            return total
+        copied = 0 if g.is_contiguous() else width * g.element_size()
+        cast = 0 if g.dtype == dtype else dtype.itemsize
+        # Indices of some samples, then their sums for some columns at a time.
+        samples = max(1, workspace.fit(tokens * (_INDEX_BYTES + copied + width * (dtype.itemsize + cast)), len(x)))
+        left = Workspace(workspace.bytes - samples * tokens * (_INDEX_BYTES + copied))
+        columns = left.require(samples * tokens * (dtype.itemsize + cast), width, f"one column of {self.describe()}")
+        for n in pieces(len(x), samples):
+            rows = g[n].reshape(-1, width)
+            target, padding = self._runs(ids[n])
+            for c in pieces(width, columns):
+                sums = torch.zeros(len(rows), c.stop - c.start, dtype=dtype, device=g.device)
+                sums.index_add_(0, target, rows[:, c].to(dtype))
+                squares = torch.linalg.vector_norm(sums, dim=1).square_()
+                del sums
+                squares[target] *= ~padding
+                total[n] += squares.view(-1, tokens).sum(1)
+        return total
+
+    def _runs(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each token, a slot that it shares with exactly the equal tokens of its sample, and whether it is
+        padding. Sorting within samples, unlike ``unique``, does not make the host wait for the device."""
+        ordered, order = ids.sort(dim=1)
+        new = torch.zeros_like(ordered)
+        new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+        slot = torch.empty_like(order).scatter_(1, order, new.cumsum(1))
+        slot += torch.arange(len(ids), device=ids.device).unsqueeze(1) * ids.shape[1]
+        padding = torch.zeros_like(ids, dtype=torch.bool)
+        if self.module.padding_idx is not None:
+            padding = ids == self.module.padding_idx
+        return slot.flatten(), padding.flatten()
+
+    def weight_sum(
+        self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor | None, workspace: Workspace
+    ) -> torch.Tensor:
+        dtype = accumulation_dtype(g.dtype)
+        total = torch.zeros(self._weight().shape, dtype=dtype, device=g.device)
+        ids = x.reshape(len(x), -1) if len(x) else x
+        tokens, width = ids.shape[1:].numel(), g.shape[-1]
+        if len(x) == 0 or tokens == 0:
+            return total
+        g = g.reshape(len(x), tokens, width)
+        token_bytes = 2 * width * dtype.itemsize
+        samples = workspace.fit(tokens * token_bytes, len(x))
+        length = tokens if samples else workspace.require(token_bytes, tokens, f"one token of {self.describe()}")
+        for n in pieces(len(x), max(1, samples)):
+            for t in pieces(tokens, length):
+                source = g[n, t].to(dtype)
+                if factors is not None:
+                    source = source * factors[n].view(-1, 1, 1)
+                total.index_add_(0, ids[n, t].flatten(), source.flatten(0, 1))
+                del source
+        if self.module.padding_idx is not None:
+            total[self.module.padding_idx] = 0
+        return total

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""nn.LayerNorm, nn.RMSNorm and nn.GroupNorm: per-sample gradients as small as the parameters, always kept.
+
+The normalised input is formed again, for some samples (or tokens, or groups) at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from opacus_memprof.clipping.layers.base import Layer
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, pieces
+
+_COPIES = 3  # live at once: the normalised input, a cast of the input where dtypes differ, and statistics
+
+
+class _LastDimensionsNorm(Layer):
+    """Normalises over the last dimensions, each token on its own."""
+
+    module: nn.LayerNorm | nn.RMSNorm
+
+    def least_dimensions(self) -> int:
+        return 1 + len(self.module.normalized_shape)
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def small_gradients(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> dict[str, torch.Tensor]:
+        shape = self.module.normalized_shape
+        dtype = accumulation_dtype(g.dtype)
+        tokens = g.shape[1 : g.dim() - len(shape)].numel()
+        gradients: dict[str, torch.Tensor] = {}
+        if self.is_trainable("bias"):
+            gradients["bias"] = (
+                g.reshape(len(g), tokens, *shape).sum(1, dtype=dtype) if tokens != 1 else g.view(-1, *shape)
+            )
+        if x is None or not self.is_trainable("weight"):
+            return gradients
+        x, g = x.reshape(len(x), tokens, *shape), g.reshape(len(g), tokens, *shape)
+        total = gradients["weight"] = torch.zeros(len(g), *shape, dtype=dtype, device=g.device)
+        token_bytes = _COPIES * torch.Size(shape).numel() * g.element_size()
+        samples = workspace.fit(tokens * token_bytes, len(g))
+        length = tokens if samples else workspace.require(token_bytes, tokens, f"one token of {self.describe()}")
+        for n in pieces(len(g), max(1, samples)):
+            for t in pieces(tokens, max(1, length)):
+                product = self.normalize(x[n, t].to(g.dtype)).mul_(g[n, t])
+                total[n] += product.sum(1, dtype=dtype)
+                del product
+        return gradients
+
+
+class LayerNormLayer(_LastDimensionsNorm):
+    module: nn.LayerNorm
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, self.module.normalized_shape, eps=self.module.eps)
+
+
+class RMSNormLayer(_LastDimensionsNorm):
+    module: nn.RMSNorm
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, list(self.module.normalized_shape), eps=self.module.eps)
+
+
+class GroupNormLayer(Layer):
+    module: nn.GroupNorm
+
+    def least_dimensions(self) -> int:
+        return 2
+
+    def small_gradients(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> dict[str, torch.Tensor]:
+        dtype = accumulation_dtype(g.dtype)
+        channels, groups = self.module.num_channels, self.module.num_groups
+        g = g.reshape(len(g), channels, g.shape[2:].numel())
+        gradients: dict[str, torch.Tensor] = {}
+        if self.is_trainable("bias"):
+            gradients["bias"] = g.sum(2, dtype=dtype)
+        if x is None or not self.is_trainable("weight"):
+            return gradients
+        x = x.reshape(g.shape)
+        total = gradients["weight"] = torch.zeros(len(g), channels, dtype=dtype, device=g.device)
+        group_bytes = _COPIES * (channels // groups) * g.shape[2] * g.element_size()
+        samples = workspace.fit(groups * group_bytes, len(g))
+        together = groups if samples else workspace.require(group_bytes, groups, f"one group of {self.describe()}")
+        for n in pieces(len(g), max(1, samples)):
+            for k in pieces(groups, together):
+                c = slice(k.start * channels // groups, k.stop * channels // groups)
+                product = torch.group_norm(x[n, c].to(g.dtype), k.stop - k.start, eps=self.module.eps).mul_(g[n, c])
+                total[n, c] = product.sum(2, dtype=dtype)
+                del product
+        return gradients

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The module of grad_sample_mode="flash_clip", built as Opacus builds its own."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import torch
+from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
+
+from opacus_memprof.clipping.book import Book
+from opacus_memprof.clipping.layers import Layer
+from opacus_memprof.clipping.tap import Gate, Tap, run_twice
+from opacus_memprof.clipping.validate import find_layers
+from opacus_memprof.clipping.workspace import Workspace
+from opacus_memprof.errors import MemprofError
+
+Passes = Literal["auto", 1, 2]
+DEFAULT_WORKSPACE_MB = 256.0
+
+
+class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
+    """Attaches to a model without wrapping it.
+
+    While a trainable layer runs, its parameters do not require grad: autograd then forms no weight gradients, which
+    differential privacy could not use, and a ``Tap`` behind the layer forms what is needed instead.
+
+    Args:
+        m: the model.
+        batch_first: must be True.
+        loss_reduction: "mean" or "sum", of the loss over the batch.
+        strict: accepted for Opacus' sake; unsupported layers are always refused.
+        max_grad_norm: clipping bound.
+        workspace_mb: ceiling, in MiB, on the temporaries of one layer's norm or clipped sum.
+        passes: 1 keeps what the clipped sums need during the one backward; 2 keeps nothing and runs backward through
+            the model twice; "auto" is 1 unless what one pass keeps would not fit in device memory.
+
+    Raises:
+        MemprofError: for models, inputs and arguments that cannot be clipped exactly.
+    """
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        max_grad_norm: float = 1.0,
+        workspace_mb: float = DEFAULT_WORKSPACE_MB,
+        passes: Passes = "auto",
+    ) -> None:
+        if not batch_first:
+            raise MemprofError("flash_clip needs batch_first=True: transpose the inputs so that the batch comes first.")
+        if loss_reduction not in ("mean", "sum"):
+            raise MemprofError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'.")
+        if passes not in ("auto", 1, 2):
+            raise MemprofError(f"flash_clip_passes is {passes!r}; it must be 'auto', 1 or 2.")
+        if isinstance(max_grad_norm, (list, tuple)) or not max_grad_norm > 0:
+            raise MemprofError(f"max_grad_norm is {max_grad_norm!r}; flash_clip clips flat: give one positive number.")
+        book = Book(max_grad_norm, loss_reduction, Workspace.of_megabytes(workspace_mb))
+        layers = find_layers(m)
+        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
+        self.book = book
+        self.passes = passes
+        self.layers = layers
+        self.hooks_enabled = True
+        self._anchors: dict[torch.device, torch.Tensor] = {}
+        self._frozen: dict[Layer, list[nn.Parameter]] = {}
+        self._kept_bytes = 0
+        self._allocated_before = 0
+        self.autograd_grad_sample_hooks: list[RemovableHandle] = []
+        self._attach()
+
+    @property
+    def per_sample_gradient_norms(self) -> torch.Tensor:
+        """[B] of the last batch. Not private: for debugging only."""
+        if self.book.norms is None:
+            raise AttributeError("per_sample_gradient_norms is set by optimizer.step(), after forward and backward.")
+        return self.book.norms
+
+    def parameter_names(self) -> dict[nn.Parameter, str]:
+        return {p: name for name, p in self._module.named_parameters() if p.requires_grad}
+
+    def forbid_grad_accumulation(self) -> None:
+        self.book.accumulation_allowed = False
+
+    def allow_grad_accumulation(self) -> None:
+        self.book.accumulation_allowed = True
+
+    def disable_hooks(self) -> None:
+        self.hooks_enabled = False
+
+    def enable_hooks(self) -> None:
+        self.hooks_enabled = True
+
+    def remove_hooks(self) -> None:
+        """Removes the hooks and forgets what was kept."""
+        self.disable_hooks()
+        while self.autograd_grad_sample_hooks:
+            self.autograd_grad_sample_hooks.pop().remove()
+        self.book.clear()
+
+    def _attach(self) -> None:
+        handles = self.autograd_grad_sample_hooks
+        for layer in self.layers:
+            handles.append(layer.module.register_forward_pre_hook(functools.partial(self._before_layer, layer)))
+            handles.append(
+                layer.module.register_forward_hook(functools.partial(self._after_layer, layer), always_call=True)
+            )
+        handles.append(self._module.register_forward_pre_hook(self._before_model))
+        handles.append(self._module.register_forward_hook(self._after_model))
+
+    def _active(self, module: nn.Module) -> bool:
+        return self.hooks_enabled and module.training and torch.is_grad_enabled()
+
+    # --- a layer ---
+    def _before_layer(self, layer: Layer, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not self._active(module):
+            return None
+        x = layer.check_input(args[0] if args else None)
+        self._frozen[layer] = list(layer.trainable())
+        for parameter in self._frozen[layer]:
+            parameter.requires_grad_(False)
+        return (layer.cast(x), *args[1:])
+
+    def _after_layer(self, layer: Layer, module: nn.Module, args: tuple[Any, ...], output: Any) -> torch.Tensor | None:
+        # Runs also when forward raised (then output is None): parameters always become trainable again.
+        frozen = self._frozen.pop(layer, [])
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        if not frozen or not isinstance(output, torch.Tensor):
+            return None
+        x = args[0]
+        if self.passes == "auto" and output.is_cuda and layer.is_trainable("weight"):
+            self._kept_bytes += layer.kept_bytes(x, output)
+        held = x.detach() if layer.is_trainable("weight") else None
+        anchor = None if output.requires_grad else self._anchor(output.device)
+        tapped: torch.Tensor = Tap.apply(output, anchor, held, layer, self.book)
+        return tapped
+
+    def _anchor(self, device: torch.device) -> torch.Tensor:
+        """Makes an output require grad where neither input nor (for now) parameters do."""
+        return self._anchors.setdefault(device, torch.zeros((), device=device, requires_grad=True))
+
+    # --- the model ---
+    def _before_model(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._active(module):
+            self.book.begin()
+            self._kept_bytes = 0
+            if torch.cuda.is_available():
+                self._allocated_before = torch.cuda.memory_allocated()
+
+    def _after_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self._active(module) or self.passes == 1:
+            return output
+        leaves, structure = tree_flatten(output)
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        scalar = next((leaf for leaf in (leaves[i] for i in at) if leaf.dim() == 0), None)
+        if self.passes == "auto" and (not at or scalar is not None or self._one_pass_fits()):
+            return output
+        if scalar is not None:
+            raise MemprofError(
+                "flash_clip_passes=2 needs outputs whose first dimension is the batch, but the model returned a "
+                "scalar: compute the loss outside the model, or use flash_clip_passes=1."
+            )
+        if not at:
+            return output
+        inner = [leaves[i] for i in at]
+        outer = Gate.apply(self._anchor(inner[0].device), inner, functools.partial(run_twice, self.book))
+        for i, leaf in zip(at, outer, strict=True):
+            leaves[i] = leaf
+        return tree_unflatten(leaves, structure)
+
+    def _one_pass_fits(self) -> bool:
+        """Backward releases what forward allocated, so only what is kept beyond that must find room."""
+        if self._kept_bytes == 0:
+            return True
+        allocated = torch.cuda.memory_allocated()
+        growth = self._kept_bytes - (allocated - self._allocated_before)
+        if growth <= 0:
+            return True
+        free, _ = torch.cuda.mem_get_info()
+        return growth <= free + torch.cuda.memory_reserved() - allocated
+
+
+class GradSampleModuleFlashClip(FlashClipHooks, AbstractGradSampleModule):  # type: ignore[misc]
+    """Wraps the model; arguments as for FlashClipHooks."""
+
+    def __init__(self, m: nn.Module, **kwargs: Any) -> None:
+        nn.Module.__init__(self)
+        FlashClipHooks.__init__(self, m, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module(*args, **kwargs)

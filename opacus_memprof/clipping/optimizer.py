@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer of grad_sample_mode="flash_clip": Opacus' flat clipping and noise, from what the book kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from opacus.optimizers import DPOptimizer
+from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
+from torch import nn
+from torch.optim import Optimizer
+
+from opacus_memprof.clipping.module import FlashClipHooks
+from opacus_memprof.errors import MemprofError
+
+
+class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
+    """As opacus.optimizers.DPOptimizer: same factors, same noise from the same generator, same skipped steps.
+
+    Args:
+        optimizer: the wrapped optimizer; it must hold every trainable parameter of the module.
+        module: the flash_clip module (or hooks object).
+    """
+
+    def __init__(self, optimizer: Optimizer, *, module: FlashClipHooks, max_grad_norm: float, **kwargs: Any) -> None:
+        self.book = module.book
+        super().__init__(optimizer, max_grad_norm=max_grad_norm, **kwargs)
+        names = module.parameter_names()
+        missing = [name for parameter, name in names.items() if not any(parameter is p for p in self.params)]
+        if missing:
+            raise MemprofError(
+                f"{', '.join(missing)} can be trained but the optimizer does not hold them; freeze them with "
+                "requires_grad_(False), or give them to the optimizer."
+            )
+        self._names: dict[nn.Parameter, str] = names
+
+    @property
+    def max_grad_norm(self) -> float:
+        return self.book.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        self.book.max_grad_norm = value
+
+    @property
+    def accumulated_iterations(self) -> int:
+        return self.book.consumed
+
+    def clip_and_accumulate(self) -> None:
+        """Adds the clipped sums of every backward since the last step to ``p.summed_grad``.
+
+        Raises:
+            MemprofError: before anything is changed, where a norm is not finite or a parameter has no gradient.
+            ValueError: ``zero_grad`` was not called since the last step (as Opacus does).
+        """
+        for held in self.params:
+            if held.summed_grad is not None:
+                _check_processed_flag(held.summed_grad)
+        self.book.require({p: self._names[p] for p in self.params})
+        parameter: Any  # with Opacus' attributes
+        for parameter, total in self.book.clipped_sums():
+            if parameter.summed_grad is None:
+                parameter.summed_grad = total
+            else:
+                parameter.summed_grad += total
+            del total
+
+    def add_noise(self) -> None:
+        """Adds Opacus' noise to ``p.summed_grad`` in place, and shows the result as ``p.grad``.
+
+        In place because the sum without noise is of no further use, and is as large as the model.
+        """
+        for parameter in self.params:
+            _check_processed_flag(parameter.summed_grad)
+            noise = _generate_noise(
+                std=self.noise_multiplier * self.max_grad_norm,
+                reference=parameter.summed_grad,
+                generator=self.generator,
+                secure_mode=self.secure_mode,
+            )
+            parameter.grad = parameter.summed_grad.add_(noise).view_as(parameter)
+            _mark_as_processed(parameter.summed_grad)
+            del noise
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
+        """Clips, and unless the step is to be skipped (BatchMemoryManager) adds noise and averages."""
+        self.clip_and_accumulate()
+        if self._check_skip_next_step():
+            self._is_last_step_skipped = True
+            return False
+        self.add_noise()
+        self.scale_grad()
+        if self.step_hook:
+            self.step_hook(self)
+        self._is_last_step_skipped = False
+        return True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets gradients and what the book kept; clipped sums survive a skipped step, as in Opacus.
+
+        Unlike Opacus, gradients become None by default (as in PyTorch): zeros would hold the model's size through
+        the next forward for nothing.
+        """
+        self.book.clear()
+        for parameter in self.params:
+            parameter.grad_sample = None
+            if not self._is_last_step_skipped:
+                parameter.summed_grad = None
+        self.original_optimizer.zero_grad(set_to_none)

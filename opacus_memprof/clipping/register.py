@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flash_clip's norms inside a plain Opacus engine: ``grad_sample_mode="ghost"`` without T x T matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from opacus.grad_sample import GradSampleHooksFastGradientClipping
+from torch import nn
+
+from opacus_memprof.clipping.layers import LAYERS
+from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB
+from opacus_memprof.clipping.workspace import Workspace
+
+NormSampler = Callable[[nn.Module, list[torch.Tensor], torch.Tensor], dict[nn.Parameter, torch.Tensor]]
+
+
+class FlashNormSampler:
+    """A norm sampler as Opacus calls it: ``(layer, activations, backprops) -> {parameter: norms of shape [B]}``."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+
+    def __call__(
+        self, layer: nn.Module, activations: list[torch.Tensor], backprops: torch.Tensor
+    ) -> dict[nn.Parameter, torch.Tensor]:
+        norms = LAYERS[type(layer)]("", layer).parameter_squared_norms(activations[0], backprops, self.workspace)
+        return {parameter: squares.sqrt_() for parameter, squares in norms.items()}
+
+
+def register_norm_samplers(workspace_mb: float = DEFAULT_WORKSPACE_MB) -> Callable[[], None]:
+    """Registers exact norm samplers for every layer that flash_clip supports with Opacus' ghost clipping.
+
+    ``opacus.PrivacyEngine().make_private(..., grad_sample_mode="ghost")`` then never forms a T x T matrix; its two
+    backward passes stay. Models made private before are affected as well: Opacus looks samplers up when it calls them.
+
+    Args:
+        workspace_mb: ceiling, in MiB, on the temporaries of one layer's norm.
+
+    Returns:
+        A function that restores what was registered before.
+    """
+    samplers: dict[type[nn.Module], NormSampler] = GradSampleHooksFastGradientClipping.NORM_SAMPLERS
+    before = {kind: samplers.get(kind) for kind in LAYERS}
+    sampler = FlashNormSampler(Workspace.of_megabytes(workspace_mb))
+    samplers.update(dict.fromkeys(LAYERS, sampler))
+
+    def restore() -> None:
+        for kind, previous in before.items():
+            if previous is None:
+                samplers.pop(kind, None)
+            else:
+                samplers[kind] = previous
+
+    return restore

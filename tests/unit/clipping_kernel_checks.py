@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the CUDA kernels under Triton's interpreter, which must be chosen before Triton is imported: run by
+test_clipping_triton in a process of its own."""
+
+import pytest
+import torch
+
+from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda
+from opacus_memprof.clipping.sum_triton import weighted_sum_cuda
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 7, 3), (1, 33, 40, 65), (3, 70, 16, 33), (2, 130, 70, 12)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter's dot does not know bfloat16
+def test_gram_kernel(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    count, tokens, rows, columns = shape
+    torch.manual_seed(0)
+    # Strides as from linear layers (transposed), and as from unfolded convolutions.
+    for transposed in (True, False):
+        g = torch.randn(count, tokens, rows).to(dtype).mT if transposed else torch.randn(count, rows, tokens).to(dtype)
+        a = (
+            torch.randn(count, tokens, columns).to(dtype)
+            if transposed
+            else torch.randn(count, columns, tokens).to(dtype).mT
+        )
+        exact = (g.double() @ a.double()).flatten(1).square().sum(1)
+        norms = gram_squared_norms_cuda(g, a)
+        assert norms.dtype == torch.float32
+        torch.testing.assert_close(norms.double(), exact, rtol=1e-4, atol=0)
+
+
+def test_gram_kernel_on_slices_and_empty_batches() -> None:
+    g, a = torch.randn(4, 20, 12).mT[1:3], torch.randn(4, 20, 6)[1:3]
+    exact = (g.double() @ a.double()).flatten(1).square().sum(1)
+    torch.testing.assert_close(gram_squared_norms_cuda(g, a).double(), exact, rtol=1e-5, atol=0)
+    assert gram_squared_norms_cuda(g[:0], a[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 3), (5, 7, 11), (3, 5000)])
+def test_sum_kernel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    stack, factors = torch.randn(shape).to(dtype), torch.rand(shape[0])
+    expected = torch.einsum("n,n...->...", factors.double(), stack.double())
+    total = weighted_sum_cuda(stack, factors, torch.float32)
+    assert total.shape == shape[1:]
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_sum_kernel_on_empty_batches() -> None:
+    total = weighted_sum_cuda(torch.empty(0, 3, 4), torch.empty(0), torch.float32)
+    assert torch.equal(total, torch.zeros(3, 4))

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice per layer: numbers worked out by hand, and its one rule."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opacus_memprof.clipping.cost import choose, ghost_norm_cost, gram_norm_cost, kept_norm_cost
+
+SIZES = st.integers(1, 5000)
+
+
+def test_long_sequences_keep_gradients() -> None:
+    choice = choose(1, 16384, 2048, 2048, 4, bias=True)
+    assert (choice.norm, choice.keep) == ("gradient", "gradient")
+    assert choice.kept_bytes == 2048 * 2048 * 4
+    assert choice.norm_cost.bytes == 2048 * 2048 * 4  # one read of what is kept anyway
+    assert choice.ghost_temporary_bytes == 3 * 16384**2 * 4
+
+
+def test_short_sequences_keep_the_pair() -> None:
+    choice = choose(16, 512, 8192, 2048, 2)
+    assert (choice.norm, choice.keep) == ("gram", "pair")
+    assert choice.kept_bytes == 16 * 512 * (8192 + 2048) * 2
+    assert choice.norm_cost.flops == 16 * 512 * (512 + 128) * (8192 + 2048)
+    assert choice.norm_cost.bytes == 16 * (512 // 128) * 512 * (8192 + 2048) * 2
+
+
+def test_adapters_of_low_rank_keep_gradients() -> None:
+    assert choose(16, 1024, 16, 768, 4).keep == "gradient"
+    assert choose(16, 1024, 2304, 16, 4).keep == "gradient"
+
+
+def test_one_token_needs_no_product() -> None:
+    choice = choose(64, 1, 1000, 512, 4)
+    assert (choice.norm, choice.keep) == ("gram", "pair")
+    assert choice.norm_cost.bytes == 64 * 1512 * 4
+    assert choice.ghost_temporary_bytes == 0
+
+
+def test_convolutions_hold_their_input_not_the_unfolded_one() -> None:
+    unfolded = choose(32, 196, 256, 2304, 4)
+    held = choose(32, 196, 256, 2304, 4, pair_elements=32 * 196 * (256 + 256))
+    assert held.kept_bytes == 32 * 196 * 512 * 4 < unfolded.kept_bytes
+
+
+def test_bytes_of_the_norm_step_at_sequence_16384() -> None:
+    """Twenty blocks of width 2048 with biases, one sample: at most a ninth of ghost clipping's traffic."""
+    layers = [(3 * 2048, 2048), (2048, 2048), (4 * 2048, 2048), (2048, 4 * 2048)] * 20 + [(32000, 2048)]
+    ours = sum(choose(1, 16384, r, c, 4, bias=True).norm_cost.bytes for r, c in layers)
+    ghost = sum(ghost_norm_cost(1, 16384, r, c, 4, bias=True).bytes for r, c in layers)
+    assert ours == 4 * sum(r * c for r, c in layers)
+    assert ghost > 80 * 8 * 16384**2 * 4
+    assert ours * 9 <= ghost
+
+
+@given(batch=st.integers(1, 64), tokens=SIZES, rows=SIZES, columns=SIZES, itemsize=st.sampled_from([2, 4, 8]))
+def test_the_smaller_is_kept(batch: int, tokens: int, rows: int, columns: int, itemsize: int) -> None:
+    choice = choose(batch, tokens, rows, columns, itemsize)
+    pair, gradient = batch * tokens * (rows + columns), batch * rows * columns
+    assert choice.kept_bytes == min(pair, gradient) * itemsize
+    assert choice.keep == ("gradient" if gradient <= pair else "pair")
+    if choice.keep == "gradient":
+        assert choice.norm_cost == kept_norm_cost(batch, rows, columns, itemsize)
+
+
+@given(batch=st.integers(1, 64), tokens=SIZES, rows=SIZES, columns=SIZES)
+def test_without_keeping_the_cheaper_norm_is_chosen(batch: int, tokens: int, rows: int, columns: int) -> None:
+    choice = choose(batch, tokens, rows, columns, 4, keep=False)
+    assert choice.kept_bytes == 0
+    assert choice.norm_cost.weight <= gram_norm_cost(batch, tokens, rows, columns, 4).weight
+
+
+@pytest.mark.parametrize("module", ["torch", "opacus"])
+def test_costs_need_no_torch(module: str) -> None:
+    code = f"import sys; import opacus_memprof.clipping.cost; print({module!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
