@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: its commands, and exit code 2 with one sentence for whatever the user can mend."""
+
+import sys
+
+import typer
+
+from opacus_memprof.cli.doctor import doctor
+from opacus_memprof.cli.report import report
+from opacus_memprof.cli.run import run
+from opacus_memprof.errors import MemprofError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Where the memory of DP-SGD training goes.")
+# What follows the script belongs to the script.
+app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command()(report)
+app.command()(doctor)
+
+
+def main() -> None:
+    """Runs the command that sys.argv names, and exits."""
+    try:
+        # Not app() itself, which would put an excepthook of its own in the profiled script's process.
+        typer.main.get_command(app)()
+    except MemprofError as error:
+        print(f"opacus-memprof: {error}", file=sys.stderr)
+        sys.exit(2)

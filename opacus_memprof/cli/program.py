@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program that runs in this process as `python SCRIPT` or `python -m MODULE` would run it in one of its own."""
+
+import importlib.machinery
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import InspectLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+
+from opacus_memprof.errors import MemprofError
+
+_OUR_FILES = str(Path(__file__).parents[1]) + os.sep
+
+
+class Program:
+    """A script's path, or with `module` a module's name, and its arguments. Sets sys.path as python would.
+
+    Raises:
+        MemprofError: there is no such script or module.
+    """
+
+    def __init__(self, target: str, arguments: Sequence[str], *, module: bool) -> None:
+        self._target = target
+        self._arguments = arguments
+        self._module = module
+        if not module and not os.path.isfile(target):
+            raise MemprofError(f"the script {target} {'is a directory' if os.path.isdir(target) else 'does not exist'}")
+        if not getattr(sys.flags, "safe_path", False):  # python -P, since 3.11
+            sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(target))
+        if module and importlib.util.find_spec(target.partition(".")[0]) is None:
+            raise MemprofError(f"there is no module {target}")
+
+    def run(self) -> None:
+        """Runs it as `__main__`, and leaves it there: threads and exit handlers may need it after its last line."""
+        main = ModuleType("__main__")
+        if self._module:
+            sys.argv = ["-m", *self._arguments]  # what a package sees while its __main__ is looked for
+            spec, code = _find_module(self._target)
+            sys.argv[0] = str(spec.origin)
+            attributes = {"__spec__": spec, "__loader__": spec.loader, "__package__": spec.parent}
+            attributes |= {"__file__": spec.origin, "__cached__": spec.cached}
+        else:
+            sys.argv = [self._target, *self._arguments]
+            path = os.path.abspath(self._target)
+            attributes = {"__spec__": None, "__package__": None, "__file__": path, "__cached__": None}
+            attributes["__loader__"] = importlib.machinery.SourceFileLoader("__main__", path)
+            with io.open_code(path) as file:
+                code = compile(file.read(), path, "exec", dont_inherit=True)
+        vars(main).update(attributes, __builtins__=sys.modules["builtins"])
+        sys.modules["__main__"] = main
+        exec(code, vars(main))
+
+
+def print_exception(error: BaseException) -> None:
+    """As python prints one that nobody caught: through sys.excepthook, and without the frames of this package."""
+    traceback: TracebackType | None = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_OUR_FILES):
+        traceback = traceback.tb_next
+    sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+
+
+def _find_module(name: str) -> tuple[importlib.machinery.ModuleSpec, CodeType]:
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(name := f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        raise MemprofError(f"there is no module {name}: {error}") from error
+    code = spec.loader.get_code(name) if spec is not None and isinstance(spec.loader, InspectLoader) else None
+    if spec is None or code is None:
+        raise MemprofError(f"there is no module {name} that can be run")
+    return spec, code

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`opacus-memprof run`: profiles a training script that knows nothing of it."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from opacus_memprof.cli.program import Program
+from opacus_memprof.cli.recording import Recording
+from opacus_memprof.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, ProfileDirectory
+
+
+def run(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT.py", show_default=False, help="The script, or the module.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", show_default=False, help="All that follows is its own.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where the profile goes.")] = Path(
+        DEFAULT_DIRECTORY
+    ),
+    device: Annotated[
+        Literal["auto", "cuda", "cpu"], typer.Option(help="auto: CUDA if there is a GPU, else the CPU.")
+    ] = "auto",
+    max_events: Annotated[
+        int, typer.Option(min=1, metavar="N", help="The event file's bound; an event takes 32 bytes.")
+    ] = DEFAULT_MAX_EVENTS,
+) -> None:
+    """Run a training script as python would, and write down where its memory goes.
+
+    The script's own exit code comes back. The summary follows the script's output; DIR keeps the profile, in the
+    place of an earlier one.
+    """
+    program = Program(script, arguments or [], module=module)
+    Recording(ProfileDirectory(output), device, max_events).of(program)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of one profile: one writer at a time, and nothing of anybody else's is overwritten.
+
+Needs no torch: `opacus-memprof run` claims its directory before the script has imported anything.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+from opacus_memprof.errors import MemprofError
+
+DEFAULT_DIRECTORY = "memprof_profile"
+DEFAULT_MAX_EVENTS = 2**25  # at 32 bytes each: 1 GiB
+
+EVENTS = "events.bin"
+META = "meta.json"
+SNAPSHOTS = "snapshots.jsonl"
+PROFILE = "profile.json"
+LOCK = ".lock"
+
+_MAGIC = b"OMEMPROF"  # kMagic of csrc/core/event.h
+_FIRST_BYTES = 5 * 1024 * 1024  # the event file's first chunk (4 MiB), its header and the small files
+
+
+class ProfileDirectory:
+    """Claims `path` for this process until `release`; what an earlier profile left there stays until `clear`.
+
+    Raises MemprofError when the directory cannot be written, holds files that are not a profile, is being
+    written by another profiler, or has no room for the first events.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()  # the program may change its own
+        self._made = not self.path.exists()
+        _refuse_foreign_files(self.path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock: int | None = _lock(self.path)
+        except OSError as error:
+            reason = "it is a file" if self.path.is_file() else error.strerror
+            raise MemprofError(f"cannot write a profile to {self.path} ({reason}): choose another directory") from error
+        self._pid = os.getpid()
+        free = shutil.disk_usage(self.path).free + sum(file.stat().st_size for file in self._files())
+        if free < _FIRST_BYTES:
+            self.release()
+            raise MemprofError(
+                f"the disk of {self.path} has {free / 2**20:.1f} MiB left and a profile needs at least "
+                f"{_FIRST_BYTES / 2**20:.0f} MiB: choose another directory"
+            )
+
+    def clear(self) -> None:
+        """Removes the profile that was there before."""
+        for file in self._files():
+            file.unlink()
+
+    def _files(self) -> list[Path]:
+        files = [self.path / name for name in (EVENTS, META, f"{META}.tmp", SNAPSHOTS, PROFILE)]
+        return [file for file in files if file.is_file()]
+
+    def release(self) -> None:
+        """Lets another profiler have the directory; a directory that was made for nothing goes again."""
+        if self._lock is None:
+            return
+        if os.getpid() == self._pid:  # a forked child shares the lock and must not end it
+            with contextlib.suppress(OSError):
+                (self.path / LOCK).unlink(missing_ok=True)
+        os.close(self._lock)
+        self._lock = None
+        if self._made and os.getpid() == self._pid:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+
+
+def _refuse_foreign_files(path: Path) -> None:
+    """A directory is ours to replace when it is empty or its events.bin is a profiler's."""
+    if not path.is_dir():
+        return
+    try:
+        if all(entry.name == LOCK for entry in path.iterdir()):
+            return
+        with open(path / EVENTS, "rb") as events:
+            if events.read(len(_MAGIC)) == _MAGIC:
+                return
+    except OSError:
+        pass
+    raise MemprofError(f"{path} holds files that are not a profile, which stay as they are: choose another directory")
+
+
+def _lock(directory: Path) -> int:
+    """An open descriptor that holds the directory's lock. It is not inherited by programs that are executed."""
+    path = directory / LOCK
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 32).decode(errors="replace")
+            os.close(descriptor)
+            raise MemprofError(
+                f"{directory} is being written by another profiler (process {owner}): "
+                "let it end, or choose another directory"
+            ) from None
+        # The owner before may have removed the file between the two calls: then the lock is on nothing.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+                return descriptor
+        os.close(descriptor)

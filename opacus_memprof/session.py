@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A profiling session: the recording allocator, the hooks and the event file, from a start to an end."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import opacus_memprof
+from opacus_memprof import _native, adaptors, snapshots
+from opacus_memprof.analysis.profile import build_profile, write_profile
+from opacus_memprof.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, SNAPSHOTS, ProfileDirectory
+from opacus_memprof.errors import MemprofError
+
+if TYPE_CHECKING:
+    from opacus_memprof.hooks import Attachment
+
+_current: "Session | None" = None
+
+
+def current() -> "Session | None":
+    """The session that is recording in this process, or None."""
+    return _current
+
+
+def tag(name: str) -> _native.Tag:
+    """Attributes what is allocated inside to the category `name`, the program's own or a built-in one.
+
+    As `with tag("teacher"):` or as a decorator, `@tag("teacher")`. It holds for the calling thread.
+
+    Raises:
+        MemprofError: there are more than 64 categories.
+    """
+    try:
+        return _native.Tag(category=_native.category_id(name))
+    except (ValueError, IndexError, RuntimeError) as error:
+        raise MemprofError(f'no room for the category "{name}": {error}') from error
+
+
+def profile(
+    directory: str | os.PathLike[str] = DEFAULT_DIRECTORY, *, device: str = "auto", max_events: int = DEFAULT_MAX_EVENTS
+) -> "Session":
+    """A session for a `with` block: `with opacus_memprof.profile("memprof_profile") as session:`.
+
+    Args:
+        directory: where the profile goes; an earlier profile there is replaced.
+        device: "auto" (CUDA if there is a GPU, else the CPU), "cuda" or "cpu".
+        max_events: the event file's bound, at 32 bytes an event. What finds no room is counted as dropped.
+
+    Raises:
+        MemprofError: on entering, when another session is running, the device is unknown or absent, or the
+            directory cannot be written, is in use or holds other files.
+    """
+    return Session(directory, device=device, max_events=max_events)
+
+
+class Session:
+    """Records from `start` to `close`, or for the length of a `with` block. One at a time in a process.
+
+    Attributes:
+        directory: the profile's directory.
+        device: "cuda" or "cpu", once started.
+        warnings: sentences on what this profile cannot know; they end up in profile.json.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str] | ProfileDirectory, *, device: str = "auto", max_events: int
+    ) -> None:
+        self.device = device
+        self.directory: Path  # once started
+        self.warnings: list[str] = []
+        self._target = directory
+        self._max_events = max_events
+        self._attachments: list[Attachment] = []
+        self._follows_engines = False
+
+    # --- the whole ---
+
+    def start(self) -> None:
+        """Starts recording; see `profile` for what is refused."""
+        global _current
+        if _current is not None:
+            raise MemprofError(
+                f"a profile is being recorded into {_current.directory} already: one session at a time "
+                "(opacus_memprof.session.current() is the running one)"
+            )
+        self.device = adaptors.resolve_device(self.device)
+        claimed = self._target if isinstance(self._target, ProfileDirectory) else ProfileDirectory(self._target)
+        try:
+            claimed.clear()
+            _native.start_events(str(claimed.path), self._max_events, json.dumps(_describe_run(self.device)))
+        except OSError as error:
+            claimed.clear()
+            claimed.release()
+            raise MemprofError(f"cannot record events in {claimed.path}: {error}") from error
+        self.warnings += _allocator_warnings(self.device)
+        self._installed_here = not adaptors.installed(self.device)
+        adaptors.install(self.device)
+        _native.reset_peaks()
+        self._claimed = claimed
+        self.directory = claimed.path
+        _current = self
+
+    def close(self, status: str = "finished", exit_code: int = 0) -> dict[str, Any]:
+        """Stops recording, takes everything out again, writes profile.json and returns its content.
+
+        Args:
+            status: "finished", "failed", "out_of_memory" or "killed".
+            exit_code: the program's, as a shell would see it.
+
+        Raises:
+            MemprofError: profile.json could not be written. Everything is stopped and taken out all the same.
+        """
+        global _current
+        _current = None
+        try:
+            self._last_snapshot()
+            for attachment in reversed(self._attachments):
+                attachment.detach()
+            events = _native.events_status()
+            if events["error"] and events["dropped"]:
+                self._warn(f"the event file could not grow ({events['error']}): later events are missing")
+            peaks = _native.peaks()
+        finally:
+            _native.stop_events()
+            if self._installed_here:
+                adaptors.uninstall()
+        try:
+            result = build_profile(
+                self.directory, status=status, exit_code=exit_code, peaks=peaks, warnings=self.warnings
+            )
+            write_profile(result, self.directory)
+        except OSError as error:
+            raise MemprofError(f"the profile could not be written to {self.directory}: {error}") from error
+        finally:
+            self._claimed.release()
+        return result
+
+    def __enter__(self) -> "Session":
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        status, exit_code = outcome(error)
+        try:
+            self.close(status, exit_code)
+        except MemprofError as failure:  # the training is done, and its result must not be lost over this
+            warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
+
+    # --- what to look at ---
+
+    def attach(self, *objects: Any) -> None:
+        """Follows these until the session ends.
+
+        Args:
+            objects: a PrivacyEngine (follows whatever make_private will return, of any engine), a model, an
+                optimizer, or all that make_private has returned. A criterion or a data loader needs nothing.
+
+        Raises:
+            MemprofError: an object of another kind.
+        """
+        from opacus_memprof import attaching  # loads Opacus, which a session that attaches nothing does not need
+
+        for thing in objects:
+            attachment = None
+            if not attaching.is_engine(thing):
+                attachment = attaching.attach(thing)
+            elif not self._follows_engines:  # all of them at once
+                self._follows_engines = True
+                attachment = attaching.attach_engines()
+            if attachment is not None:
+                self._attachments.append(attachment)
+
+    def snapshot(self, name: str) -> dict[str, Any]:
+        """Counts every live byte by category now, reconciles the sum with what the allocator counts, and appends
+        the result to snapshots.jsonl.
+
+        Returns:
+            {"index", "name", "unix_ns", "step", "logical_step", "devices": {"cuda:0": {"requested_bytes",
+            "categories": {name: bytes}, "rounding", "cached", "outside_pytorch", "remainder", ...}}}; bytes each,
+            None where nobody counts. `remainder` is 0 unless a warning says why.
+        """
+        self._look_for_swap()
+        taken = snapshots.take(name)
+        try:
+            with open(self.directory / SNAPSHOTS, "a", encoding="utf-8") as file:
+                file.write(json.dumps(taken) + "\n")
+        except OSError as error:
+            self._warn(f"a snapshot could not be written ({error.strerror})")
+        return taken
+
+    def breakdown(self) -> dict[str, dict[str, int]]:
+        """The bytes that are live now: device → category → bytes, without the categories that have none.
+
+        Whether what a forward pass has made is an activation or a temporary shows only when it dies; until then
+        it is `forward_undecided`.
+        """
+        return snapshots.breakdown()
+
+    def peak(self) -> dict[str, dict[str, Any]]:
+        """The instant of each device's highest requested bytes so far, as in profile.json: "requested_bytes",
+        "step", "phase", "categories" and, from the event file, "modules" and more."""
+        status = _native.events_status()
+        if not status["recording"] or status["dropped"]:
+            return _native.peaks()
+        _native.write_meta()
+        so_far = build_profile(self.directory, status="running", exit_code=None, peaks=_native.peaks())
+        return {device: found["peak"] for device, found in so_far["devices"].items()}
+
+    # --- what goes wrong ---
+
+    def _last_snapshot(self) -> None:
+        """So that every profile has been reconciled at least once; a broken device must not cost the profile."""
+        try:
+            self.snapshot("end")
+        except RuntimeError as error:
+            self._warn(f"the last snapshot failed ({error})")
+
+    def _look_for_swap(self) -> None:
+        if not adaptors.installed(self.device):
+            name = _native.cuda_current_name() if self.device == "cuda" else "another one"
+            self._warn(
+                f"the {self.device} allocator was replaced by {name} during the run: what it has handed out since is "
+                "missing here, so start the profile after the replacement"
+            )
+
+    def _warn(self, sentence: str) -> None:
+        if sentence not in self.warnings:
+            self.warnings.append(sentence)
+
+
+def outcome(error: BaseException | None) -> tuple[str, int]:
+    """A program's status and exit code, from the exception that ended it (None: it came to its end)."""
+    code = 1
+    if error is None:
+        code = 0
+    elif isinstance(error, KeyboardInterrupt):
+        return "killed", 130
+    elif isinstance(error, SystemExit):
+        code = 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
+    if code == 0:
+        return "finished", 0
+    return "out_of_memory" if _is_out_of_memory(error) else "failed", code
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether this exception, or one that led to it, says that memory ran out."""
+    chain, seen = [error], set[int]()
+    while chain:
+        link = chain.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        if isinstance(link, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: " in str(link):
+            return True
+        chain += [link.__cause__, link.__context__]
+    return False
+
+
+def _allocator_warnings(device: str) -> list[str]:
+    """What cannot be known with the allocator that torch is set to."""
+    if device == "cpu":
+        return []
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
+        return [
+            "PYTORCH_NO_CUDA_MEMORY_CACHING is set: torch counts nothing itself, so the categories cannot be "
+            "reconciled, and rounding and cached are unknown"
+        ]
+    backend = torch.cuda.get_allocator_backend()
+    if backend == "cudaMallocAsync":
+        return ["the backend is cudaMallocAsync: the driver does not tell its rounding, which counts as cached"]
+    if backend != "native":
+        return [f"the allocator in place is {backend}, which counts nothing: the categories cannot be reconciled"]
+    return []
+
+
+def _describe_run(device: str) -> dict[str, Any]:
+    """What meta.json says of the run beyond what the recorder knows. Never initialises CUDA."""
+    return {
+        "versions": {
+            "opacus_memprof": opacus_memprof.__version__,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "opacus": _version("opacus"),
+            "python": platform.python_version(),
+        },
+        "device": device,
+        "command": sys.argv,
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`opacus-memprof run` on small scripts, against what plain python does with them."""
+
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = Path(__file__).parent / "scripts"
+TRAIN = str(SCRIPTS / "train.py")
+ENVIRONMENT = os.environ | {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "PYTHONWARNINGS": "ignore",
+    "COLUMNS": "200",  # so that no path is broken in two
+}
+RUN = ("-m", "opacus_memprof", "run", "--device", "cpu")
+
+Completed = subprocess.CompletedProcess[str]
+
+
+def python(*arguments: str | Path, cwd: Path | None = None) -> Completed:
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, cwd=cwd)
+
+
+@cache
+def plain(*arguments: str) -> Completed:
+    """The same without the profiler."""
+    return python(*arguments)
+
+
+def profile_of(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "profile.json").read_text())
+
+
+def losses(output: str) -> list[str]:
+    return re.findall(r"^step \d+ .*$", output, re.MULTILINE)
+
+
+def assert_reconciled(profile: dict[str, Any], directory: Path) -> None:
+    """Every sum there is, and at least one."""
+    peak = profile["devices"]["cpu"]["peak"]
+    assert sum(peak["categories"].values()) == peak["requested_bytes"] > 0
+    snapshots = [json.loads(line) for line in (directory / "snapshots.jsonl").read_text().splitlines()]
+    assert snapshots
+    for snapshot in snapshots:
+        device = snapshot["devices"]["cpu"]
+        assert device["remainder"] == 0
+        assert sum(device["categories"].values()) == device["requested_bytes"] == device["allocated_bytes"]
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_a_script_that_ends(tmp_path: Path, mode: str) -> None:
+    reference = plain(TRAIN, "--mode", mode)
+    completed = python(*RUN, "-o", tmp_path / "out", TRAIN, "--mode", mode)
+    assert completed.returncode == 0, completed.stderr
+    assert len(losses(reference.stdout)) == 3
+    assert completed.stdout.startswith(reference.stdout)  # bit for bit, and then the summary
+    profile = profile_of(tmp_path / "out")
+    assert (profile["status"], profile["exit_code"]) == ("finished", 0)
+    assert_reconciled(profile, tmp_path / "out")
+    categories = profile["devices"]["cpu"]["peak"]["categories"]
+    weights = (16 * 32 + 32 + 32 * 4 + 4) * 4
+    assert categories["model_parameters"] == weights
+    if mode == "hooks":
+        assert categories["per_sample_gradients"] >= 8 * weights  # and transient copies
+    assert "model_parameters" in completed.stdout[len(reference.stdout) :]
+    assert str(tmp_path / "out") in completed.stderr
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "code"),
+    [("raise", "failed", 1), ("exit_3", "failed", 3), ("exit_text", "failed", 1), ("memory", "out_of_memory", 7)],
+)
+def test_a_script_that_fails(tmp_path: Path, end: str, status: str, code: int) -> None:
+    reference = plain(TRAIN, "--end", end)
+    completed = python(*RUN, "-o", tmp_path / "out", TRAIN, "--end", end)
+    assert completed.returncode == reference.returncode == code
+    assert completed.stdout.startswith(reference.stdout)
+    assert reference.stderr in completed.stderr  # the traceback as python prints it
+    profile = profile_of(tmp_path / "out")
+    assert (profile["status"], profile["exit_code"]) == (status, code)
+    assert_reconciled(profile, tmp_path / "out")
+
+
+def test_a_script_that_leaves_by_os_exit(tmp_path: Path) -> None:
+    completed = python(*RUN, "-o", tmp_path / "out", TRAIN, "--end", "os_exit")
+    assert completed.returncode == 5
+    profile = profile_of(tmp_path / "out")
+    assert (profile["status"], profile["exit_code"]) == ("failed", 5)
+    assert_reconciled(profile, tmp_path / "out")
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts python and waits for the line that the script prints after its steps (step `last`)."""
+    processes = []
+
+    def begin(*arguments: str | Path, last: int = 2) -> "subprocess.Popen[str]":
+        command = [sys.executable, *map(str, arguments)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+        processes.append(process)
+        line = "\n"
+        while line and not line.startswith(f"step {last} "):
+            line = process.stdout.readline()
+        return process
+
+    yield begin
+    for process in processes:
+        with process:  # closes its pipes and waits
+            process.kill()
+
+
+def rest_of(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """What it prints until its end on stdout (after what `start` has read) and on stderr."""
+    output = process.stdout.read()  # not communicate(), which knows nothing of what readline has buffered
+    return output, process.stderr.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_script_that_a_signal_ends(tmp_path: Path, start: Start, number: signal.Signals) -> None:
+    reference = start(TRAIN, "--end", "wait")
+    process = start(*RUN, "-o", tmp_path / "out", TRAIN, "--end", "wait")
+    for each in (reference, process):
+        each.send_signal(number)
+        each.wait(timeout=60)
+    # The parent sees a death by the signal, as it does without the profiler.
+    assert process.returncode == reference.returncode == -number
+    profile = profile_of(tmp_path / "out")
+    assert (profile["status"], profile["exit_code"]) == ("killed", 128 + number)
+    assert_reconciled(profile, tmp_path / "out")
+
+
+def test_a_script_with_a_handler_of_its_own(tmp_path: Path, start: Start) -> None:
+    process = start(*RUN, "-o", tmp_path / "out", SCRIPTS / "handlers.py", last=0)
+    process.send_signal(signal.SIGTERM)
+    output, _ = rest_of(process)
+    assert process.wait(timeout=60) == 4
+    assert output.startswith("checkpoint written")
+    assert profile_of(tmp_path / "out")["exit_code"] == 4
+
+
+def test_a_script_that_is_killed(tmp_path: Path, start: Start) -> None:
+    directory = tmp_path / "out"
+    process = start(*RUN, "-o", directory, TRAIN, "--steps", "5", "--end", "wait", last=4)
+    process.kill()
+    process.wait(timeout=60)
+    assert not (directory / "profile.json").exists()
+    assert events_of(directory, kind=STEP_EVENT) == 5
+    report = python("-m", "opacus_memprof", "report", directory)
+    assert report.returncode == 0, report.stderr
+    assert "killed" in report.stdout
+    assert "per_sample_gradients" in report.stdout
+    # The lock died with the process: the next profile takes the place of this one.
+    assert python(*RUN, "-o", directory, TRAIN).returncode == 0
+
+
+STEP_EVENT = 4  # EventKind::step
+
+
+def events_of(directory: Path, kind: int) -> int:
+    """How many events of a kind the file holds, read by its documented layout."""
+    content = (directory / "events.bin").read_bytes()
+    magic, version, width, count = struct.unpack_from("<8sIIQ", content)
+    assert (magic, version, width) == (b"OMEMPROF", 1, 32)
+    return sum(content[4096 + 32 * index + 6] == kind for index in range(count))
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_worker_processes_leave_the_profile_alone(tmp_path: Path, context: str) -> None:
+    arguments = ("--workers", "2", "--context", context)
+    reference = plain(TRAIN, *arguments)
+    completed = python(*RUN, "-o", tmp_path / "out", TRAIN, *arguments)
+    assert completed.returncode == 0, completed.stderr
+    assert losses(completed.stdout) == losses(reference.stdout)
+    assert completed.stderr.count("the profile is in") == 1
+    assert_reconciled(profile_of(tmp_path / "out"), tmp_path / "out")
+
+
+def test_the_script_sees_what_python_shows_it(tmp_path: Path) -> None:
+    script = str(SCRIPTS / "context.py")
+    reference = python(script, "-o", "x", "--", "-m", cwd=tmp_path)
+    completed = python(*RUN, "-o", tmp_path / "out", script, "-o", "x", "--", "-m", cwd=tmp_path)
+    assert "threads 2" in reference.stdout  # set by the script, before it imports torch
+    assert completed.stdout.startswith(reference.stdout)
+
+
+def test_a_module_sees_what_python_shows_it(tmp_path: Path) -> None:
+    reference = python("-m", "package", "-o", "x", "-m", cwd=SCRIPTS)
+    completed = python(*RUN, "-o", tmp_path / "out", "-m", "package", "-o", "x", "-m", cwd=SCRIPTS)
+    assert "name __main__ package" in reference.stdout
+    assert completed.stdout.startswith(reference.stdout)
+
+
+def test_a_script_without_opacus(tmp_path: Path) -> None:
+    completed = python(*RUN, "-o", tmp_path / "out", SCRIPTS / "plain.py")
+    assert completed.returncode == 0, completed.stderr
+    assert "no PrivacyEngine" in completed.stdout
+    assert_reconciled(profile_of(tmp_path / "out"), tmp_path / "out")
+
+
+def test_a_script_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text("print('hello')\n")
+    completed = python(*RUN, "-o", tmp_path / "out", tmp_path / "hello.py")
+    assert (completed.returncode, completed.stdout) == (0, "hello\n")
+    assert "did not import torch" in completed.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_event_file_is_said(tmp_path: Path) -> None:
+    completed = python(*RUN, "-o", tmp_path / "out", "--max-events", "50", TRAIN)
+    assert completed.returncode == 0
+    assert losses(completed.stdout) == losses(plain(TRAIN).stdout)
+    profile = profile_of(tmp_path / "out")
+    assert profile["events"]["recorded"] == 50
+    assert profile["events"]["dropped"] > 0
+    assert "dropped" in " ".join(profile["warnings"])
+    # The counters went on: the peak is that of a run with room enough.
+    whole = python(*RUN, "-o", tmp_path / "whole", TRAIN)
+    assert whole.returncode == 0
+    peaks = [profile_of(tmp_path / name)["devices"]["cpu"]["peak"]["requested_bytes"] for name in ("out", "whole")]
+    assert peaks[0] == peaks[1]
+
+
+# --- bad input: one sentence, exit code 2, nothing lost ---
+
+
+def assert_refused(completed: Completed, sentence: str) -> None:
+    assert completed.returncode == 2
+    assert "Traceback" not in completed.stderr
+    assert sentence in " ".join(completed.stderr.split())
+    assert losses(completed.stdout) == []
+
+
+def test_no_such_script(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    refused = python(*RUN, "-o", tmp_path / "out", tmp_path / "train.py")
+    assert_refused(refused, "train.py does not exist")
+    assert list((tmp_path / "out").iterdir()) == []
+    assert_refused(python(*RUN, "-m", "no_such_module", cwd=tmp_path), "there is no module no_such_module")
+
+
+def test_an_unknown_device(tmp_path: Path) -> None:
+    refused = python("-m", "opacus_memprof", "run", "--device", "tpu", "-o", tmp_path / "out", TRAIN)
+    assert_refused(refused, "tpu")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+    if python("-c", "import torch, sys; sys.exit(torch.cuda.is_available())").returncode:
+        pytest.skip("there is a GPU here")
+    refused = python("-m", "opacus_memprof", "run", "--device", "cuda", "-o", tmp_path / "out", TRAIN)
+    assert_refused(refused, "no CUDA device")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/memprof"])
+def test_a_directory_that_cannot_be_written(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert_refused(python(*RUN, "-o", tmp_path / place, TRAIN), "cannot write a profile to")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_directory_of_other_files(tmp_path: Path) -> None:
+    (tmp_path / "meta.json").write_text("mine")
+    assert_refused(python(*RUN, "-o", tmp_path, TRAIN), "files that are not a profile")
+    assert [path.name for path in tmp_path.iterdir()] == ["meta.json"]
+    assert (tmp_path / "meta.json").read_text() == "mine"
+
+
+def test_a_directory_that_is_being_written(tmp_path: Path, start: Start) -> None:
+    directory = tmp_path / "out"
+    process = start(*RUN, "-o", directory, TRAIN, "--end", "wait")
+    assert_refused(python(*RUN, "-o", directory, TRAIN), f"another profiler (process {process.pid})")
+    process.terminate()
+    process.wait(timeout=60)
+    assert profile_of(directory)["status"] == "killed"
+    assert_reconciled(profile_of(directory), directory)
+
+
+def test_two_profilers_in_one_process(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import opacus_memprof, torch\nwith opacus_memprof.profile({str(tmp_path / 'in')!r}): pass\n")
+    completed = python(*RUN, "-o", tmp_path / "out", script)
+    assert completed.returncode == 1
+    assert "one session at a time" in completed.stderr
+    assert not (tmp_path / "in").exists()
+    assert profile_of(tmp_path / "out")["status"] == "failed"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    mounted = []
+
+    def mount(size: str) -> Path:
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("mounting a small tmpfs takes root")
+        mounted.append(disk)
+        return disk
+
+    yield mount
+    for disk in mounted:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_disk_without_room_is_said_before(small_disk: Callable[[str], Path]) -> None:
+    disk = small_disk("1m")
+    assert_refused(python(*RUN, "-o", disk / "out", TRAIN), "MiB left")
+    assert list(disk.iterdir()) == []
+
+
+def test_an_event_file_that_cannot_grow(tmp_path: Path, small_disk: Callable[[str], Path]) -> None:
+    disk = small_disk("8m")  # the first chunk of 131 072 events is 4 MiB, and so is the next
+    script = tmp_path / "script.py"
+    script.write_text("import torch\nfor _ in range(100_000):\n    torch.empty(10)\nprint('done')\n")
+    completed = python(*RUN, "-o", disk / "out", script)
+    assert completed.returncode == 0
+    assert completed.stdout.startswith("done\n")
+    profile = profile_of(disk / "out")
+    assert profile["events"]["recorded"] == 131_072
+    assert profile["events"]["dropped"] > 60_000
+    assert "No space left" in " ".join(profile["warnings"])
+
+
+def test_a_profile_that_cannot_be_written(tmp_path: Path, start: Start) -> None:
+    process = start(*RUN, "-o", tmp_path / "out", TRAIN, "--steps", "20", "--end", "exit_3", last=0)
+    (tmp_path / "out" / "profile.json").mkdir()
+    output, errors = rest_of(process)
+    assert process.wait(timeout=60) == 3
+    assert losses(output) == losses(plain(TRAIN, "--steps", "20").stdout)[1:]
+    assert "the profile could not be written" in errors
+    assert "Traceback" not in errors
