@@ -17,6 +17,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 CXX_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp tests/cpp/*.h tests/cpp/*.cpp benchmarks/*.cpp)
 export MAX_JOBS := $(JOBS)
+MAKEFLAGS += --no-print-directory
 
 .PHONY: profile test lint cpp-test python-test format tidy FORCE
 
@@ -25,9 +26,9 @@ profile: $(VENV)/.opacus-memprof-built
 
 # pytest comes last: its summary closes the output.
 test:
-	$(MAKE) --no-print-directory lint
-	$(MAKE) --no-print-directory cpp-test
-	$(MAKE) --no-print-directory python-test
+	$(MAKE) lint
+	$(MAKE) cpp-test
+	$(MAKE) python-test
 
 lint: $(VENV)/.opacus-memprof-built
 	$(BIN)/ruff check .
@@ -67,9 +68,11 @@ $(BIN)/python:
 	    echo "$(PYTHON) cannot make a virtual environment: install python3-venv (Debian) or virtualenv" >&2; exit 1; }
 
 # What the build itself needs, so that it can run in the environment and compile only what has changed.
-$(VENV)/.opacus-memprof-requirements: pyproject.toml | $(BIN)/python
+$(VENV)/.opacus-memprof-requirements: pyproject.toml $(wildcard build_backend/*.py) | $(BIN)/python
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install torch
 	$(PIP) install 'setuptools>=64' wheel ninja 'nlohmann-json>=3.11'
+	$(PIP) install wheel $$(PYTHONPATH=build_backend $(BIN)/python -c \
+	    'import opacus_memprof_build as backend; print(*backend.get_requires_for_build_editable())')
 	command -v cmake >/dev/null || $(PIP) install cmake
 	touch $@
 

@@ -55,10 +55,9 @@ def package_folders(name: str) -> list[Path]:
 def cuda_at(include: list[Path], libraries: list[Path], major: str) -> Cuda | None:
     """CUDA from these folders, if they hold the headers and the runtime library of this major version."""
     header = next((folder / "cuda.h" for folder in include if (folder / "cuda.h").is_file()), None)
-    if not any((folder / "crt" / "host_defines.h").is_file() for folder in include):
-        return None
+    complete = any((folder / "crt" / "host_defines.h").is_file() for folder in include)
     library = next((found for folder in libraries for found in folder.glob(f"libcudart.so.{major}")), None)
-    if header is None or library is None:
+    if header is None or library is None or not complete:
         return None
     version = re.search(r"#define\s+CUDA_VERSION\s+(\d+)", header.read_text(errors="replace"))
     return Cuda(include, library) if version and int(version[1]) // 1000 == int(major) else None
@@ -69,15 +68,22 @@ def find_cuda() -> Cuda | str:
     if not torch.version.cuda:
         return f"torch {torch.__version__} is a build without CUDA"
     major = torch.version.cuda.split(".")[0]
-    places = [(sorted(folder.glob("*/include")), sorted(folder.glob("*/lib"))) for folder in package_folders("nvidia")]
+    wheels = package_folders("nvidia")  # of the environment and, under isolation, of the build
+    places = [
+        (
+            [path for folder in wheels for path in sorted(folder.glob("*/include"))],
+            [path for folder in wheels for path in sorted(folder.glob("*/lib"))],
+        )
+    ]
     for home in filter(None, [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]):
         places.append(([Path(home, "include")], [Path(home, "lib64"), Path(home, "lib")]))
     for include, libraries in places:
         if cuda := cuda_at(include, libraries, major):
             return cuda
+    minor = ".".join(torch.version.cuda.split(".")[:2])
     return (
-        f"no headers and libcudart.so of CUDA {major} beside torch, in $CUDA_HOME or in /usr/local/cuda "
-        f"(`pip install nvidia-cuda-runtime` brings them)"
+        f"no complete headers with libcudart.so of CUDA {major} beside torch, in $CUDA_HOME or in /usr/local/cuda "
+        f"(`pip install nvidia-cuda-crt=={minor}.*` completes those of torch's wheels)"
     )
 
 

@@ -5,13 +5,16 @@ The extension subclasses torch's allocator, so it must be compiled against the v
 with. Listing torch as a build requirement would make pip download a second one into its isolated build
 environment. Instead the environment's own import path is appended to the isolated one: setuptools and the
 other build requirements still come from there, torch from where it will be used. Only where there is no
-torch at all is it asked for.
+torch at all is it asked for. The wheels that torch brings for CUDA 13 lack a folder of headers that their others
+include (crt/): it comes as one more build requirement, of 0.1 MB.
 """
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from setuptools.build_meta import *  # noqa: F403  (the hooks that are not replaced below)
@@ -28,8 +31,21 @@ def _environment_path() -> list[str]:
 sys.path.extend(entry for entry in _environment_path() if entry not in sys.path)
 
 
+def _cuda_headers() -> list[str]:
+    """The package that completes the CUDA headers of torch's wheels; none where they are complete or not there."""
+    nvidia = importlib.util.find_spec("nvidia")
+    folders = [Path(folder) for folder in (nvidia and nvidia.submodule_search_locations) or []]
+    headers = [header for folder in folders for header in folder.glob("cu[1-9]*/include/cuda.h")]
+    if not headers or any((header.parent / "crt").is_dir() for header in headers):
+        return []
+    version = re.search(r"#define\s+CUDA_VERSION\s+(\d+)", headers[0].read_text(errors="replace"))
+    return [f"nvidia-cuda-crt=={int(version[1]) // 1000}.{int(version[1]) % 1000 // 10}.*"] if version else []
+
+
 def _requirements(config_settings: Any = None) -> list[str]:
-    return [] if importlib.util.find_spec("torch") else ["torch"]
+    if importlib.util.find_spec("torch") is None:
+        return ["torch", "nvidia-cuda-crt"]
+    return _cuda_headers()
 
 
 get_requires_for_build_wheel = _requirements
