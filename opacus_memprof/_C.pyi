@@ -1,5 +1,6 @@
 """Typed face of the compiled extension. Only opacus_memprof._native imports it."""
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -38,16 +39,23 @@ class Tagged:
     tag: Tag
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-class EnterModule:
-    """A forward pre-hook `hook(module, args)`: pushes the module's tag (phase forward) and notes autograd's
-    sequence number, so that the module's backward nodes are known."""
+class ScopedForward:
+    """A module's `forward` under the module's tag (phase forward), to stand in the module's __dict__. Notes autograd's
+    sequence numbers, so that the module's backward nodes are known. Does not keep the module alive. `function` is the
+    class' own, bound on each call (`bind`), or a callable that is called as it is. Copies and pickles are plain."""
+
+    __wrapped__: Callable[..., Any]
+    bound_by_class: bool
+    def __init__(
+        self, function: Callable[..., Any], module: "weakref.ref[torch.nn.Module]", module_id: int, bind: bool
+    ) -> None: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+class GradientHook:
+    """A parameter's post-accumulate-grad hook: the gradient's block becomes `gradients` of the module."""
 
     def __init__(self, module: int) -> None: ...
-
-class ExitModule:
-    """The forward hook that undoes EnterModule. An exit that finds another module on top unwinds to its own."""
-
-    def __init__(self, module: int) -> None: ...
+    def __call__(self, parameter: torch.Tensor) -> None: ...
 
 def set_phase(phase: int) -> int: ...  # of this thread; returns the one before. Writes a phase event.
 def set_second_backward(on: bool) -> None: ...  # for every thread: backward is ghost's second pass

@@ -7,11 +7,12 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <climits>
 #include <mutex>
 #include <string>
 #include <typeinfo>
-#include <unordered_map>
 #include <vector>
 
 #include "core/names.h"
@@ -94,18 +95,37 @@ std::uint16_t module_of(int task, std::uint64_t sequence) noexcept {
   return forward().ranges.module_of(sequence);
 }
 
-std::uint16_t op_of(const torch::autograd::Node& node) {
-  // By the type's address: a node's own name() may need Python, and builds a string each time.
-  thread_local std::unordered_map<const std::type_info*, std::uint16_t> known;
-  const std::type_info* type = &typeid(node);
-  const auto found = known.find(type);
-  if (found != known.end()) return found->second;
-  std::string name = c10::demangle(type->name());
-  if (const auto colons = name.rfind("::"); colons != std::string::npos) name.erase(0, colons + 2);
-  const std::uint16_t id = names().intern(Names::Kind::op, name);
-  known.emplace(type, id);
-  return id;
-}
+// Node types are few: each is named once, then found by its type's address. (A node's own name() may
+// need Python, and builds a string each time.) A slot is a type's address above its op's id, so that
+// one load reads both.
+class OpNames {
+ public:
+  std::uint16_t of(const torch::autograd::Node& node) {
+    const std::type_info& type = typeid(node);
+    const auto address = reinterpret_cast<std::uint64_t>(&type);
+    std::atomic<std::uint64_t>& slot = slots_[(address >> 4U) % slots_.size()];
+    const std::uint64_t known = slot.load(std::memory_order_relaxed);
+    if (known >> 16U == (address & kAddressBits)) return static_cast<std::uint16_t>(known);
+    const std::uint16_t id = names().intern(Names::Kind::op, short_name(type));
+    slot.store(address << 16U | id, std::memory_order_relaxed);
+    return id;
+  }
+
+ private:
+  static constexpr std::uint64_t kAddressBits = (std::uint64_t{1} << 48U) - 1;
+
+  static std::string short_name(const std::type_info& type) {
+    std::string name = c10::demangle(type.name());
+    if (const auto colons = name.rfind("::"); colons != std::string::npos) {
+      name.erase(0, colons + 2);
+    }
+    return name;
+  }
+
+  std::array<std::atomic<std::uint64_t>, 256> slots_{};
+};
+
+OpNames op_names;
 
 }  // namespace
 
@@ -124,37 +144,28 @@ BackwardPosition backward_position() {
   if (node == nullptr) return {.task = task};
 
   // A node usually allocates more than once.
-  struct Last {
-    const void* node = nullptr;
-    std::uint64_t sequence = 0;
-    BackwardPosition position;
-  };
-  thread_local Last last;
+  ThreadTags::LastNode& last = this_thread().last_node;
   const std::uint64_t sequence = node->sequence_nr();
   if (last.node != node.get() || last.sequence != sequence || last.position.task != task) {
     last = {.node = node.get(),
             .sequence = sequence,
             .position = {
-                .task = task, .module = module_of(task, sequence), .op = op_of(*node)}};
+                .task = task, .module = module_of(task, sequence), .op = op_names.of(*node)}};
   }
   return last.position;
 }
 
-void enter_module(std::uint16_t module) {
-  ThreadTags& tags = this_thread();
-  if (tags.top().phase == kKeep8 && tags.phase() != Phase::forward && !in_backward()) {
+ModuleScope::ModuleScope(std::uint16_t module) : tags_(this_thread()), depth_(tags_.depth()) {
+  if (tags_.phase() != Phase::forward && tags_.top().phase == kKeep8 && !in_backward()) {
     recorder().set_phase(Phase::forward);
   }
-  tags.push({.module = module});
+  tags_.push({.module = module});
   begin_range(module);
 }
 
-void exit_module(std::uint16_t module) {
-  ThreadTags& tags = this_thread();
-  const std::size_t depth = tags.depth_of_module(module);
-  if (depth > tags.depth()) return;  // entered before the hooks were there
-  tags.unwind(depth - 1);
-  const std::uint16_t outer = tags.top().module;
+ModuleScope::~ModuleScope() {
+  tags_.unwind(depth_);
+  const std::uint16_t outer = tags_.top().module;
   begin_range(outer == kKeep16 ? std::uint16_t{0} : outer);
 }
 

@@ -17,9 +17,17 @@ BackwardPosition backward_position();
 // The calling thread is inside a graph task (and says so to backward_state).
 bool in_backward() noexcept;
 
-// A module's forward begins: pushes its tag and opens its range of sequence numbers.
-void enter_module(std::uint16_t module);
-// It ends: unwinds to the module's own frame (an inner forward may have raised) and pops it.
-void exit_module(std::uint16_t module);
+// The length of a module's forward: pushes its tag and gives it the sequence numbers made meanwhile.
+class ModuleScope {
+ public:
+  explicit ModuleScope(std::uint16_t module);
+  ModuleScope(const ModuleScope&) = delete;
+  ModuleScope& operator=(const ModuleScope&) = delete;
+  ~ModuleScope();
+
+ private:
+  ThreadTags& tags_;
+  std::size_t depth_;
+};
 
 }  // namespace opacus_memprof

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "adaptors/cuda_streams.h"
 
-#include <sstream>
+#include <array>
+#include <cinttypes>
+#include <cstdio>
 
 #include "core/names.h"
 
@@ -12,9 +14,9 @@ std::uint8_t stream_id(cudaStream_t stream) {
   thread_local cudaStream_t last = nullptr;
   thread_local std::uint8_t last_id = 0;
   if (stream != last) {
-    std::ostringstream name;
-    name << static_cast<const void*>(stream);
-    last_id = static_cast<std::uint8_t>(names().intern(Names::Kind::stream, name.str()));
+    std::array<char, 24> name{};
+    std::snprintf(name.data(), name.size(), "0x%" PRIxPTR, reinterpret_cast<std::uintptr_t>(stream));
+    last_id = static_cast<std::uint8_t>(names().intern(Names::Kind::stream, name.data()));
     last = stream;
   }
   return last_id;

@@ -16,11 +16,13 @@ namespace opacus_memprof {
 namespace {
 
 // nullptr where there is no memory (meta, fake and wrapper tensors) or no tensor.
-c10::StorageImpl* storage_of(PyObject* object) {
-  if (!THPVariable_Check(object)) return nullptr;
-  const at::Tensor& tensor = THPVariable_Unpack(object);
+c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return nullptr;
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+c10::StorageImpl* storage_of(PyObject* object) {
+  return THPVariable_Check(object) ? storage_of(THPVariable_Unpack(object)) : nullptr;
 }
 
 Adaptor* adaptor_of(c10::DeviceType type) {
@@ -40,6 +42,16 @@ std::unordered_map<std::uint16_t, std::vector<Capture>>& captures() {
   return *instance;
 }
 
+std::uint64_t retag_storage(c10::StorageImpl* storage, std::uint8_t category, std::uint16_t module,
+                            std::uint64_t expected) {
+  if (storage == nullptr) return 0;
+  c10::DataPtr& data = storage->_mutable_data_ptr_no_checks();
+  if (Adaptor* adaptor = adaptor_of(data.device().type()); adaptor != nullptr) {
+    adaptor->adopt(data, storage->nbytes());
+  }
+  return recorder().retag(address_of(data.get()), category, module, expected);
+}
+
 void settle(const Capture& capture) {
   for (const Captured& captured : capture) {
     recorder().settle(captured.block, static_cast<std::int64_t>(captured.storage.use_count()));
@@ -50,13 +62,13 @@ void settle(const Capture& capture) {
 
 std::uint64_t retag_tensor(PyObject* tensor, std::uint8_t category, std::uint16_t module,
                            std::uint64_t expected) {
-  c10::StorageImpl* storage = storage_of(tensor);
-  if (storage == nullptr) return 0;
-  c10::DataPtr& data = storage->_mutable_data_ptr_no_checks();
-  if (Adaptor* adaptor = adaptor_of(data.device().type()); adaptor != nullptr) {
-    adaptor->adopt(data, storage->nbytes());
-  }
-  return recorder().retag(address_of(data.get()), category, module, expected);
+  return retag_storage(storage_of(tensor), category, module, expected);
+}
+
+void retag_gradient(PyObject* tensor, std::uint8_t category, std::uint16_t module) {
+  if (!THPVariable_Check(tensor)) return;
+  retag_storage(storage_of(THPVariable_Unpack(tensor).grad()), category, module,
+                Recorder::kAnyCategory);
 }
 
 void capture_tensors(std::uint16_t module, const std::vector<PyObject*>& tensors) {

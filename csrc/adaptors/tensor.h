@@ -5,6 +5,7 @@
 #include <Python.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace opacus_memprof {
@@ -14,6 +15,9 @@ namespace opacus_memprof {
 // Returns the bytes that changed category or module.
 std::uint64_t retag_tensor(PyObject* tensor, std::uint8_t category, std::uint16_t module,
                            std::uint64_t expected);
+
+// The same for the tensor's gradient, if it has one.
+void retag_gradient(PyObject* tensor, std::uint8_t category, std::uint16_t module);
 
 // Opacus' captured activations, a stack for each module. Called with the GIL held.
 void capture_tensors(std::uint16_t module, const std::vector<PyObject*>& tensors);

@@ -4,10 +4,11 @@
 #include <structmember.h>
 
 #include <cstddef>
-#include <string>
+#include <cstdint>
+#include <vector>
 
 #include "adaptors/autograd_position.h"
-#include "core/names.h"
+#include "adaptors/tensor.h"
 #include "core/tag_stack.h"
 
 namespace opacus_memprof {
@@ -120,105 +121,224 @@ PyType_Spec tagged_spec = {
     "opacus_memprof._C.Tagged", sizeof(Tagged), 0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, tagged_slots};
 
-// ---- EnterModule, ExitModule: forward (pre-)hooks ----
+// ---- ScopedForward: a module's `forward` under the module's tag ----
+//
+// It stands in the module's __dict__ and so must not own the module: a cycle would keep the model's
+// memory until a garbage collection. It holds the class' function and a weak reference instead.
+// (A forward hook would cost several times as much: one hook sends every call of the module down
+// torch's slow path.)
 
-struct ModuleHook {
+struct ScopedForward {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  PyObject* function;   // unbound, from the class; or whatever stood in the __dict__, which is called as it is
+  PyObject* reference;  // weak, to the module
+  PyObject* weak_references;
+  std::uint16_t module;
+  char bind;
+};
+
+// A new reference; nullptr with ReferenceError set if the module is gone.
+PyObject* module_of(const ScopedForward* scoped) {
+  PyObject* module = PyObject_CallNoArgs(scoped->reference);
+  if (module == nullptr || module != Py_None) return module;
+  Py_DECREF(module);
+  PyErr_SetString(PyExc_ReferenceError, "the module of this forward is gone");
+  return nullptr;
+}
+
+PyObject* scoped_call(PyObject* self, PyObject* const* args, std::size_t flags, PyObject* names) {
+  auto* scoped = reinterpret_cast<ScopedForward*>(self);
+  const ModuleScope scope(scoped->module);
+  if (scoped->bind == 0) return PyObject_Vectorcall(scoped->function, args, flags, names);
+  PyObject* module = module_of(scoped);
+  if (module == nullptr) return nullptr;
+  const auto positional = static_cast<std::size_t>(PyVectorcall_NARGS(flags));
+  const std::size_t named = names == nullptr ? 0 : static_cast<std::size_t>(PyTuple_GET_SIZE(names));
+  std::vector<PyObject*> all;
+  all.reserve(positional + named + 1);
+  all.push_back(module);
+  all.insert(all.end(), args, args + positional + named);
+  PyObject* result = PyObject_Vectorcall(scoped->function, all.data(), positional + 1, names);
+  Py_DECREF(module);
+  return result;
+}
+
+PyObject* scoped_new(PyTypeObject* type, PyObject* args, PyObject* /*kwargs*/) {
+  PyObject* function = nullptr;
+  PyObject* reference = nullptr;
+  unsigned int module = 0;
+  int bind = 0;
+  if (!PyArg_ParseTuple(args, "OOIp", &function, &reference, &module, &bind)) return nullptr;
+  if (PyCallable_Check(function) == 0 || !PyWeakref_Check(reference) || module >= kKeep16) {
+    PyErr_SetString(PyExc_TypeError,
+                    "ScopedForward(function, weak reference, module id, bind) expected");
+    return nullptr;
+  }
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self == nullptr) return nullptr;
+  auto* scoped = reinterpret_cast<ScopedForward*>(self);
+  scoped->vectorcall = scoped_call;
+  scoped->function = Py_NewRef(function);
+  scoped->reference = Py_NewRef(reference);
+  scoped->module = static_cast<std::uint16_t>(module);
+  scoped->bind = static_cast<char>(bind != 0);
+  scoped->weak_references = nullptr;
+  return self;
+}
+
+int scoped_traverse(PyObject* self, visitproc visit, void* arg) {
+  auto* scoped = reinterpret_cast<ScopedForward*>(self);
+  Py_VISIT(scoped->function);
+  Py_VISIT(scoped->reference);
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+int scoped_clear(PyObject* self) {
+  auto* scoped = reinterpret_cast<ScopedForward*>(self);
+  Py_CLEAR(scoped->function);
+  Py_CLEAR(scoped->reference);
+  return 0;
+}
+
+void scoped_dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  PyObject_ClearWeakRefs(self);
+  scoped_clear(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+// What stands behind it, bound: for inspect.signature and whoever unwraps.
+PyObject* scoped_wrapped(PyObject* self, void* /*closure*/) {
+  auto* scoped = reinterpret_cast<ScopedForward*>(self);
+  if (scoped->bind == 0) return Py_NewRef(scoped->function);
+  PyObject* module = module_of(scoped);
+  if (module == nullptr) return nullptr;
+  PyObject* method = PyMethod_New(scoped->function, module);
+  Py_DECREF(module);
+  return method;
+}
+
+PyObject* forward_to_wrapped(PyObject* self, PyObject* name) {
+  if (PyObject* own = PyObject_GenericGetAttr(self, name); own != nullptr) return own;
+  if (PyErr_ExceptionMatches(PyExc_AttributeError) == 0) return nullptr;
+  PyErr_Clear();
+  PyObject* wrapped = scoped_wrapped(self, nullptr);
+  if (wrapped == nullptr) return nullptr;
+  PyObject* value = PyObject_GetAttr(wrapped, name);
+  Py_DECREF(wrapped);
+  return value;
+}
+
+// A pickle or deep copy of a model carries its plain forward: copies are not profiled.
+PyObject* scoped_reduce(PyObject* self, PyObject* /*unused*/) {
+  auto* scoped = reinterpret_cast<ScopedForward*>(self);
+  PyObject* wrapped = scoped_wrapped(self, nullptr);
+  if (wrapped == nullptr) return nullptr;
+  PyObject* result = nullptr;
+  if (scoped->bind != 0) {
+    PyObject* builtins = PyEval_GetBuiltins();
+    PyObject* getattr = PyDict_GetItemString(builtins, "getattr");
+    result = Py_BuildValue("O(Os)", getattr, PyMethod_GET_SELF(wrapped), "forward");
+  } else {
+    result = PyObject_CallMethod(wrapped, "__reduce_ex__", "i", 4);
+  }
+  Py_DECREF(wrapped);
+  return result;
+}
+
+PyMemberDef scoped_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(ScopedForward, vectorcall), READONLY, nullptr},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(ScopedForward, weak_references), READONLY, nullptr},
+    {"bound_by_class", T_BOOL, offsetof(ScopedForward, bind), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyGetSetDef scoped_properties[] = {
+    {"__wrapped__", scoped_wrapped, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyMethodDef scoped_methods[] = {
+    {"__reduce__", scoped_reduce, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot scoped_slots[] = {
+    {Py_tp_doc, const_cast<char*>("A module's forward under the module's tag.")},
+    {Py_tp_new, reinterpret_cast<void*>(scoped_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(scoped_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(scoped_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(scoped_clear)},
+    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+    {Py_tp_getattro, reinterpret_cast<void*>(forward_to_wrapped)},
+    {Py_tp_members, scoped_members},
+    {Py_tp_getset, scoped_properties},
+    {Py_tp_methods, scoped_methods},
+    {0, nullptr},
+};
+
+PyType_Spec scoped_spec = {
+    "opacus_memprof._C.ScopedForward", sizeof(ScopedForward), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, scoped_slots};
+
+// ---- GradientHook: a parameter's post-accumulate-grad hook ----
+
+struct GradientHook {
   PyObject_HEAD
   vectorcallfunc vectorcall;
   std::uint16_t module;
 };
 
-PyObject* enter_call(PyObject* self, PyObject* const* /*args*/, std::size_t /*count*/,
-                     PyObject* /*names*/) {
-  enter_module(reinterpret_cast<ModuleHook*>(self)->module);
-  Py_RETURN_NONE;
-}
-
-PyObject* exit_call(PyObject* self, PyObject* const* /*args*/, std::size_t /*count*/,
-                    PyObject* /*names*/) {
-  exit_module(reinterpret_cast<ModuleHook*>(self)->module);
-  Py_RETURN_NONE;
-}
-
-PyObject* new_module_hook(PyTypeObject* type, PyObject* args, vectorcallfunc call) {
-  PyObject* module = nullptr;  // an id; a name when it was pickled, since ids are the process' own
-  if (!PyArg_ParseTuple(args, "O", &module)) return nullptr;
-  unsigned long id = 0;
-  if (PyUnicode_Check(module)) {
-    const char* name = PyUnicode_AsUTF8(module);
-    if (name == nullptr) return nullptr;
-    id = names().intern(Names::Kind::module, name);
-  } else {
-    id = PyLong_AsUnsignedLong(module);
-    if (PyErr_Occurred() != nullptr) return nullptr;
+PyObject* gradient_call(PyObject* self, PyObject* const* args, std::size_t flags,
+                        PyObject* /*names*/) {
+  if (PyVectorcall_NARGS(flags) > 0) {
+    retag_gradient(args[0], static_cast<std::uint8_t>(Category::gradients),
+                   reinterpret_cast<GradientHook*>(self)->module);
   }
-  if (id >= kKeep16) {
+  Py_RETURN_NONE;
+}
+
+PyObject* gradient_new(PyTypeObject* type, PyObject* args, PyObject* /*kwargs*/) {
+  unsigned int module = 0;
+  if (!PyArg_ParseTuple(args, "I", &module)) return nullptr;
+  if (module >= kKeep16) {
     PyErr_SetString(PyExc_ValueError, "a module id is below 65535; take it from module_id()");
     return nullptr;
   }
   PyObject* self = type->tp_alloc(type, 0);
   if (self == nullptr) return nullptr;
-  auto* hook = reinterpret_cast<ModuleHook*>(self);
-  hook->vectorcall = call;
-  hook->module = static_cast<std::uint16_t>(id);
+  auto* hook = reinterpret_cast<GradientHook*>(self);
+  hook->vectorcall = gradient_call;
+  hook->module = static_cast<std::uint16_t>(module);
   return self;
 }
 
-PyObject* enter_new(PyTypeObject* type, PyObject* args, PyObject* /*kwargs*/) {
-  return new_module_hook(type, args, enter_call);
-}
-
-PyObject* exit_new(PyTypeObject* type, PyObject* args, PyObject* /*kwargs*/) {
-  return new_module_hook(type, args, exit_call);
-}
-
-PyObject* module_hook_reduce(PyObject* self, PyObject* /*unused*/) {
-  const auto all = names().list(Names::Kind::module);
-  const std::string& name = all[reinterpret_cast<ModuleHook*>(self)->module];
-  return Py_BuildValue("O(s)", Py_TYPE(self), name.c_str());
-}
-
-void module_hook_dealloc(PyObject* self) {
+void gradient_dealloc(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
 }
 
-PyMemberDef module_hook_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(ModuleHook, vectorcall), READONLY, nullptr},
+PyMemberDef gradient_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(GradientHook, vectorcall), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 
-PyMethodDef module_hook_methods[] = {
-    {"__reduce__", module_hook_reduce, METH_NOARGS, nullptr},
-    {nullptr, nullptr, 0, nullptr},
-};
-
-PyType_Slot enter_slots[] = {
-    {Py_tp_doc, const_cast<char*>("A forward pre-hook that pushes a module's tag.")},
-    {Py_tp_new, reinterpret_cast<void*>(enter_new)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(module_hook_dealloc)},
+PyType_Slot gradient_slots[] = {
+    {Py_tp_doc, const_cast<char*>("A post-accumulate-grad hook: the gradient is one.")},
+    {Py_tp_new, reinterpret_cast<void*>(gradient_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(gradient_dealloc)},
     {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-    {Py_tp_members, module_hook_members},
-    {Py_tp_methods, module_hook_methods},
+    {Py_tp_members, gradient_members},
     {0, nullptr},
 };
 
-PyType_Slot exit_slots[] = {
-    {Py_tp_doc, const_cast<char*>("The forward hook that undoes EnterModule.")},
-    {Py_tp_new, reinterpret_cast<void*>(exit_new)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(module_hook_dealloc)},
-    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-    {Py_tp_members, module_hook_members},
-    {Py_tp_methods, module_hook_methods},
-    {0, nullptr},
-};
-
-constexpr unsigned int kHookFlags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
-PyType_Spec enter_spec = {"opacus_memprof._C.EnterModule", sizeof(ModuleHook), 0, kHookFlags,
-                          enter_slots};
-PyType_Spec exit_spec = {"opacus_memprof._C.ExitModule", sizeof(ModuleHook), 0, kHookFlags,
-                         exit_slots};
+PyType_Spec gradient_spec = {"opacus_memprof._C.GradientHook", sizeof(GradientHook), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, gradient_slots};
 
 }  // namespace
 
@@ -239,11 +359,15 @@ PyObject* make_tagged(Tag tag, PyObject* tag_object, PyObject* function) {
 
 bool add_callables(PyObject* module) {
   tagged_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&tagged_spec));
-  auto* enter = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&enter_spec));
-  auto* exit = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&exit_spec));
-  return tagged_type != nullptr && enter != nullptr && exit != nullptr &&
-         PyModule_AddType(module, tagged_type) == 0 && PyModule_AddType(module, enter) == 0 &&
-         PyModule_AddType(module, exit) == 0;
+  if (tagged_type == nullptr || PyModule_AddType(module, tagged_type) != 0) return false;
+  for (PyType_Spec* spec : {&scoped_spec, &gradient_spec}) {
+    PyObject* type = PyType_FromSpec(spec);
+    if (type == nullptr) return false;
+    const int added = PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(type));
+    Py_DECREF(type);
+    if (added != 0) return false;
+  }
+  return true;
 }
 
 }  // namespace opacus_memprof

@@ -9,7 +9,7 @@
 
 namespace opacus_memprof {
 
-// Adds Tagged, EnterModule and ExitModule to the module. Returns false with a Python error set.
+// Adds Tagged, ScopedForward and GradientHook to the module. Returns false with a Python error set.
 bool add_callables(PyObject* module);
 
 // A new Tagged; steals nothing. nullptr with a Python error set if `function` is not callable.

@@ -26,13 +26,14 @@ struct Peak {
   CategoryBytes categories{};
 };
 
-class DeviceCounters {
+class alignas(64) DeviceCounters {
  public:
   // `phase` and `step` are those of the allocation: the peak's, if it makes one.
   void add(std::uint8_t category, std::uint64_t bytes, std::uint8_t phase,
            std::uint32_t step) noexcept {
     categories_[category] += static_cast<std::int64_t>(bytes);
     total_ += static_cast<std::int64_t>(bytes);
+    seen_ = true;
     if (total_ > highest_) {
       highest_ = total_;
       highest_phase_ = phase;
@@ -67,6 +68,8 @@ class DeviceCounters {
     peak_is_open_ = true;
   }
 
+  // The device has had a block.
+  [[nodiscard]] bool seen() const noexcept { return seen_; }
   [[nodiscard]] Peak& peak() noexcept { return peak_; }
   [[nodiscard]] std::int64_t total() const noexcept { return total_; }
   [[nodiscard]] const CategoryBytes& categories() const noexcept { return categories_; }
@@ -77,6 +80,7 @@ class DeviceCounters {
   std::uint32_t highest_step_ = 0;
   std::uint8_t highest_phase_ = 0;
   bool peak_is_open_ = false;
+  bool seen_ = false;
   CategoryBytes categories_{};
   Peak peak_;
 };

@@ -44,6 +44,10 @@ EventFile::EventFile(const std::string& path, std::uint64_t capacity,
       ::mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
   const bool mapped = memory != MAP_FAILED;
   const int map_error = errno;
+  if (mapped) {
+    header_ = static_cast<FileHeader*>(memory);
+    records_ = next_ = reinterpret_cast<Event*>(static_cast<char*>(memory) + kHeaderBytes);
+  }
   if (!mapped || !reserve(std::min(kChunkEvents, capacity_))) {
     const int error = mapped ? errno_ : map_error;
     if (mapped) ::munmap(memory, mapped_bytes_);
@@ -51,16 +55,14 @@ EventFile::EventFile(const std::string& path, std::uint64_t capacity,
     ::unlink(path.c_str());
     throw std::system_error(error, std::generic_category(), path);
   }
-  header_ = static_cast<FileHeader*>(memory);
-  records_ = reinterpret_cast<Event*>(static_cast<char*>(memory) + kHeaderBytes);
   std::memcpy(header_->magic, kMagic, sizeof(kMagic));
   header_->version = kFormatVersion;
   header_->record_bytes = sizeof(Event);
   header_->capacity = capacity_;
   header_->pid = static_cast<std::uint64_t>(::getpid());
-  header_->start_ticks = ticks();
+  header_->start_ticks = start_ticks_ = ticks();
   header_->start_unix_ns = unix_ns();
-  read_clocks();
+  refresh_header();
   thread_ = std::thread([this] { run(); });
 }
 
@@ -72,12 +74,13 @@ EventFile::~EventFile() {
   }
   wake_.notify_one();
   thread_.join();
-  read_clocks();
+  refresh_header();
+  const std::uint64_t count = header_->count;
   header_->closed = 1;
   ::munmap(header_, mapped_bytes_);
   // A file that cannot be cut is longer than `count` says; readers go by `count`.
   [[maybe_unused]] const int cut =
-      ::ftruncate(descriptor_, static_cast<off_t>(bytes_for(count_)));
+      ::ftruncate(descriptor_, static_cast<off_t>(bytes_for(count)));
   ::close(descriptor_);
 }
 
@@ -95,19 +98,20 @@ void EventFile::abandon() noexcept {
 
 bool EventFile::make_room() noexcept {
   const std::lock_guard guard(mutex_);
-  return count_ < reserved_.load(std::memory_order_relaxed) || reserve(count_ + kChunkEvents);
+  // Seldom: the file's own thread reserves ahead.
+  return next_ < end_.load(std::memory_order_relaxed) || reserve(written() + kChunkEvents);
 }
 
 bool EventFile::reserve(std::uint64_t events) noexcept {
-  const std::uint64_t have = reserved_.load(std::memory_order_relaxed);
   const std::uint64_t want = std::min(events, capacity_);
-  if (want <= have || errno_ != 0) return false;
+  if (want <= reserved_ || errno_ != 0) return false;
   const int error = ::posix_fallocate(descriptor_, 0, static_cast<off_t>(bytes_for(want)));
   if (error != 0) {
     errno_ = error;
     return false;
   }
-  reserved_.store(want, std::memory_order_release);
+  reserved_ = want;
+  end_.store(records_ + want, std::memory_order_relaxed);
   return true;
 }
 
@@ -115,11 +119,12 @@ void EventFile::run() {
   std::uint64_t populated = 0;
   std::unique_lock lock(mutex_);
   for (int pauses = 0; !stopping_; ++pauses) {
-    const std::uint64_t count =
-        std::atomic_ref(header_->count).load(std::memory_order_acquire);
-    const std::uint64_t have = reserved_.load(std::memory_order_relaxed);
-    if (count + kAheadEvents > have && have < capacity_) reserve(have + kChunkEvents);
-    const std::uint64_t reserved = reserved_.load(std::memory_order_relaxed);
+    refresh_header();
+    const std::uint64_t count = header_->count;
+    if (count + kAheadEvents > reserved_ && reserved_ < capacity_) {
+      reserve(reserved_ + kChunkEvents);
+    }
+    const std::uint64_t reserved = reserved_;
     if (populated < reserved && count + kAheadEvents / 2 > populated) {
       auto* begin = reinterpret_cast<char*>(header_) + bytes_for(populated) / 4096 * 4096;
       auto* end = reinterpret_cast<char*>(header_) + bytes_for(reserved);
@@ -128,7 +133,6 @@ void EventFile::run() {
       lock.lock();
       populated = reserved;
     }
-    read_clocks();
     if (pauses % kPausesPerHousekeeping == 0 && housekeeping_) {
       lock.unlock();
       housekeeping_();
@@ -139,7 +143,18 @@ void EventFile::run() {
   }
 }
 
-void EventFile::read_clocks() noexcept {
+// By the file's own thread: counts what has been written since it last looked, so that the writer
+// need not touch the header.
+void EventFile::refresh_header() noexcept {
+  const std::uint64_t limit = reserved_;
+  std::uint64_t count = header_->count;
+  const auto written = [this](std::uint64_t index) {
+    auto& word = *reinterpret_cast<std::uint64_t*>(&records_[index]);
+    return std::atomic_ref(word).load(std::memory_order_acquire) != 0;
+  };
+  while (count < limit && written(count)) ++count;
+  header_->count = count;
+  header_->dropped = dropped();
   header_->last_ticks = ticks();
   header_->last_unix_ns = unix_ns();
 }

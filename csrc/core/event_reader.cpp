@@ -35,7 +35,9 @@ EventReader::EventReader(const std::string& path) : file_(path, std::ios::binary
         std::to_string(kFormatVersion) + " with " + std::to_string(sizeof(Event)) +
         ": read it with the release that wrote it.");
   }
-  size_ = std::min<std::uint64_t>(header_.count, (bytes - kHeaderBytes) / sizeof(Event));
+  // A writer that has not ended is ahead of its count; the first record without a kind is the end.
+  const std::uint64_t room = (bytes - kHeaderBytes) / sizeof(Event);
+  size_ = header_.closed != 0 ? std::min<std::uint64_t>(header_.count, room) : room;
   buffer_.resize(static_cast<std::size_t>(std::min<std::uint64_t>(size_, kChunkRecords)));
   rewind();
 }

@@ -22,7 +22,8 @@ class EventReader {
 
   [[nodiscard]] const FileHeader& header() const { return header_; }
 
-  // Records that can be read: the header's count, or what the file really holds where that is less.
+  // Records that can be read: the header's count, or what the file holds where that is less or the
+  // writer has not ended; such a file's records end at the first without a kind.
   [[nodiscard]] std::uint64_t size() const { return size_; }
 
   // The next records, empty at the end; valid until the next call.

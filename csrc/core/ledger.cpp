@@ -6,7 +6,7 @@
 namespace opacus_memprof {
 
 namespace {
-constexpr unsigned kInitialBits = 14;
+constexpr unsigned kInitialBits = 10;
 }
 
 Ledger::Ledger() : slots_(std::size_t{1} << kInitialBits), shift_(64 - kInitialBits) {}

@@ -105,7 +105,6 @@ void Recorder::insert(Block block, EventKind kind) noexcept {
     return;  // the host is out of memory; the block shows as a remainder, and training goes on
   }
   counters_[block.device].add(block.category, block.size, block.phase, block.step);
-  seen_[block.device] = true;
   write(kind, block, block.phase, block.op);
 }
 
@@ -123,6 +122,7 @@ bool Recorder::erase(Block* block, std::uint8_t phase) noexcept {
   const bool closed = close_peak_locked(counters);
   counters.subtract(block->category, block->size);
   write(EventKind::free, *block, phase, block->op);
+  if (block->captured) captures_.erase(block->address);
   ledger_.erase(block);
   return closed;
 }
@@ -189,7 +189,7 @@ std::uint64_t Recorder::retag(std::uint64_t address, std::uint8_t category, std:
   if (block->base == category && !new_module) return 0;
   if (module != kKeep16) block->module = module;
   block->base = category;
-  if (block->captures == 0) change_category(*block, category);
+  if (!block->captured) change_category(*block, category);
   return block->size;
 }
 
@@ -205,25 +205,31 @@ Block* Recorder::find(BlockId id) noexcept {
   return block != nullptr && block->serial == id.serial ? block : nullptr;
 }
 
-BlockId Recorder::capture(std::uint64_t address) noexcept {
+BlockId Recorder::capture(std::uint64_t address) {
   const std::lock_guard guard(lock_);
   Block* block = ledger_.find(address);
   if (block == nullptr || block->base != kUndecided) return {};
-  if (block->captures++ == 0) change_category(*block, kShared);
+  if (captures_[block->address]++ == 0) {
+    block->captured = 1;
+    change_category(*block, kShared);
+  }
   return {.address = block->address, .serial = block->serial};
 }
 
 void Recorder::release(BlockId id) noexcept {
   const std::lock_guard guard(lock_);
   Block* block = find(id);
-  if (block != nullptr && --block->captures == 0) change_category(*block, block->base);
+  if (block == nullptr || --captures_[id.address] > 0) return;
+  captures_.erase(id.address);
+  block->captured = 0;
+  change_category(*block, block->base);
 }
 
 void Recorder::settle(BlockId id, std::int64_t holders) noexcept {
   const std::lock_guard guard(lock_);
   Block* block = find(id);
-  if (block == nullptr || block->captures == 0) return;
-  const std::uint8_t category = holders > block->captures ? kShared : kOpacusOnly;
+  if (block == nullptr || !block->captured) return;
+  const std::uint8_t category = holders > captures_[id.address] ? kShared : kOpacusOnly;
   if (category != block->category) change_category(*block, category);
 }
 
@@ -254,7 +260,7 @@ Recorder::Snapshot Recorder::snapshot(const std::string& name) {
   result.step = physical_.load();
   result.logical_step = logical_.load();
   for (std::size_t device = 0; device < kMaxDevices; ++device) {
-    if (!seen_[device]) continue;
+    if (!counters_[device].seen()) continue;
     result.devices.push_back({.device = static_cast<Device>(device),
                               .requested = counters_[device].total(),
                               .categories = counters_[device].categories()});
@@ -268,7 +274,7 @@ std::vector<Recorder::DevicePeak> Recorder::peaks() {
   result.reserve(kMaxDevices);
   const std::lock_guard guard(lock_);
   for (std::size_t device = 0; device < kMaxDevices; ++device) {
-    if (!seen_[device]) continue;
+    if (!counters_[device].seen()) continue;
     result.push_back({.device = static_cast<Device>(device), .peak = counters_[device].peak()});
   }
   return result;
@@ -304,8 +310,10 @@ void Recorder::start_events(std::unique_ptr<EventFile> file) {
   if (events_ != nullptr) {
     throw std::logic_error("events are being written already; end the running profile first");
   }
+  physical_ = logical_ = 0;  // a profile counts its own steps
   events_ = std::move(file);
-  ledger_.for_each([&](const Block& block) {
+  ledger_.for_each([&](Block& block) {
+    block.step = 0;
     write(EventKind::seed, block, block.phase, block.op);
   });
 }

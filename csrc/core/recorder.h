@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "core/counters.h"
@@ -66,7 +67,7 @@ class Recorder {
   std::uint64_t retag(std::uint64_t address, std::uint8_t category, std::uint16_t module,
                       std::uint64_t expected = kAnyCategory) noexcept;
   // Opacus holds the block as a captured activation. serial 0: not a block born in forward.
-  BlockId capture(std::uint64_t address) noexcept;
+  BlockId capture(std::uint64_t address);
   void release(BlockId id) noexcept;
   // The captured block is held by Opacus alone (or by autograd as well).
   void settle(BlockId id, std::int64_t holders) noexcept;
@@ -98,8 +99,8 @@ class Recorder {
   void reset_peaks() noexcept;
   std::vector<Block> live_blocks();
 
-  // Throws std::system_error; std::logic_error if events are being written already. What is live
-  // already enters the file as seeds.
+  // Steps count from 0 again; what is live enters the file as seeds. Throws std::logic_error if events
+  // are being written already.
   void start_events(std::unique_ptr<EventFile> file);
   // Returns the file for its owner to close outside the lock; nullptr if there was none.
   std::unique_ptr<EventFile> stop_events() noexcept;
@@ -121,15 +122,17 @@ class Recorder {
   static bool close_peak_locked(DeviceCounters& counters) noexcept;
   Block* find(BlockId id) noexcept;
 
-  SpinLock lock_;
+  // What every allocation touches comes first, on one line.
+  alignas(64) SpinLock lock_;
   bool enabled_ = true;  // false in a forked child: its blocks are its own affair
-  Ledger ledger_;
-  std::array<DeviceCounters, kMaxDevices> counters_;
-  std::array<bool, kMaxDevices> seen_{};
-  std::uint32_t next_serial_ = 1;
-  std::uint64_t snapshots_ = 0;
-  std::unique_ptr<EventFile> events_;
   std::atomic<std::uint32_t> physical_{0};
+  std::uint32_t next_serial_ = 1;
+  std::unique_ptr<EventFile> events_;
+  Ledger ledger_;
+
+  std::array<DeviceCounters, kMaxDevices> counters_;
+  std::unordered_map<std::uint64_t, std::uint32_t> captures_;  // address → times Opacus holds it
+  std::uint64_t snapshots_ = 0;
   std::atomic<std::uint32_t> logical_{0};
 };
 

@@ -38,29 +38,6 @@ ThreadTags::ThreadTags() {
   thread_id_ = static_cast<std::uint8_t>(names().intern(Names::Kind::thread, name.data()));
 }
 
-void ThreadTags::push(Tag tag) noexcept {
-  const Tag merged = merge(top(), tag);
-  ++depth_;
-  if (depth_ < kDepth) stack_[depth_] = merged;
-}
-
-void ThreadTags::pop() noexcept {
-  if (depth_ > 0) --depth_;
-}
-
-void ThreadTags::unwind(std::size_t depth) noexcept {
-  if (depth < depth_) depth_ = depth;
-}
-
-std::size_t ThreadTags::depth_of_module(std::uint16_t module) const noexcept {
-  for (std::size_t depth = depth_; depth > 0; --depth) {
-    const std::uint16_t here = stack_[clamped(depth)].module;
-    const std::uint16_t below = stack_[clamped(depth - 1)].module;
-    if (here == module && below != module) return depth;
-  }
-  return depth_ + 1;
-}
-
 Phase ThreadTags::phase() const noexcept {
   if (phase_ == Phase::forward && phase_epoch_ != backward_state.epoch()) return Phase::idle;
   return phase_;
@@ -72,7 +49,7 @@ void ThreadTags::set_phase(Phase phase) noexcept {
 }
 
 Tag ThreadTags::resolve(const BackwardPosition& backward) const noexcept {
-  Tag tag = top();
+  Tag tag = top_;
   const bool in_backward = backward.task >= 0;
   if (tag.phase == kKeep8) {
     tag.phase = static_cast<std::uint8_t>(in_backward ? backward_state.phase() : phase());

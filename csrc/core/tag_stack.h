@@ -21,20 +21,28 @@ struct BackwardPosition {
   std::uint16_t op = 0;      // the node's type
 };
 
-// One thread's tags. Not thread safe; reached through this_thread().
-class ThreadTags {
+// One thread's tags. Not thread safe; reached through this_thread(). What every allocation reads is
+// on its first cache line: between two allocations a training step runs enough code to evict the rest.
+class alignas(64) ThreadTags {
  public:
   ThreadTags();
 
-  void push(Tag tag) noexcept;
-  void pop() noexcept;
+  void push(Tag tag) noexcept {
+    if (depth_ < kDepth) saved_[depth_] = top_;
+    ++depth_;
+    top_ = merge(top_, tag);
+  }
+  void pop() noexcept {
+    if (depth_ > 0) unwind(depth_ - 1);
+  }
   [[nodiscard]] std::size_t depth() const noexcept { return depth_; }
-  // Pops down to `depth`: what an exception left behind.
-  void unwind(std::size_t depth) noexcept;
-  [[nodiscard]] Tag top() const noexcept { return stack_[clamped(depth_)]; }
-
-  // The depth at which the innermost frame of `module` was pushed, or depth() + 1 if there is none.
-  [[nodiscard]] std::size_t depth_of_module(std::uint16_t module) const noexcept;
+  // Pops down to `depth`, also what an exception left behind.
+  void unwind(std::size_t depth) noexcept {
+    if (depth >= depth_) return;
+    depth_ = depth;
+    if (depth < kDepth) top_ = saved_[depth];
+  }
+  [[nodiscard]] Tag top() const noexcept { return top_; }
 
   // The phase, unless a backward pass has run since it was entered: then forward is over.
   [[nodiscard]] Phase phase() const noexcept;
@@ -46,18 +54,24 @@ class ThreadTags {
 
   [[nodiscard]] std::uint8_t thread_id() const noexcept { return thread_id_; }
 
- private:
-  // Deeper nesting keeps counting but stores no tag: the deepest stored one stands for the rest.
-  static constexpr std::size_t kDepth = 256;
-  static constexpr std::size_t clamped(std::size_t depth) noexcept {
-    return depth < kDepth ? depth : kDepth - 1;
-  }
+  // What the adaptor found last on this thread, so that a node is looked up once.
+  struct LastNode {
+    const void* node = nullptr;
+    std::uint64_t sequence = 0;
+    BackwardPosition position;
+  };
+  LastNode last_node;
 
-  std::array<Tag, kDepth> stack_{};  // [0] is the empty tag below all
-  std::size_t depth_ = 0;
+ private:
+  // Deeper nesting keeps counting but saves no tag: the deepest one stands until its level ends.
+  static constexpr std::size_t kDepth = 256;
+
+  Tag top_;
+  std::uint32_t phase_epoch_ = 0;
   Phase phase_ = Phase::idle;
-  std::uint64_t phase_epoch_ = 0;
   std::uint8_t thread_id_ = 0;
+  std::size_t depth_ = 0;
+  std::array<Tag, kDepth> saved_{};  // [i] is what was on top before the push from depth i
 };
 
 namespace detail {
@@ -75,16 +89,16 @@ inline ThreadTags& this_thread() {
 }
 
 // What every thread must know of backward passes.
-class Backward {
+class alignas(64) Backward {
  public:
-  // Called on each allocation inside a graph task; cheap when the task is the one seen last.
+  // Called on each allocation and free inside a graph task; cheap when the task is the one seen last.
   void note(int task) noexcept {
     if (last_task_.load(std::memory_order_relaxed) != task) {
       last_task_.store(task, std::memory_order_relaxed);
       epoch_.fetch_add(1, std::memory_order_relaxed);
     }
   }
-  [[nodiscard]] std::uint64_t epoch() const noexcept {
+  [[nodiscard]] std::uint32_t epoch() const noexcept {
     return epoch_.load(std::memory_order_relaxed);
   }
   void set_second(bool on) noexcept { second_.store(on, std::memory_order_relaxed); }
@@ -94,7 +108,7 @@ class Backward {
 
  private:
   std::atomic<int> last_task_{-1};
-  std::atomic<std::uint64_t> epoch_{0};
+  std::atomic<std::uint32_t> epoch_{0};
   std::atomic<bool> second_{false};  // ghost clipping's second pass is running
 };
 
