@@ -73,6 +73,7 @@ def _peak(name: str, replayed: Mapping[str, Any], names: Names, start: int) -> t
     remainder = moment["bytes"] - sum(categories.values())
     peak = {
         "requested_bytes": moment["bytes"],
+        "counted_bytes": None,
         "allocated_bytes": None,
         "reserved_bytes": None,
         "rounding": None,
@@ -121,6 +122,7 @@ def _with_counters(
         )
         return peak, warnings
     if live["allocated_bytes"] >= 0:
+        peak["counted_bytes"] = live["upstream_requested_bytes"]
         # Both without what the program has freed and a side stream still uses.
         peak["allocated_bytes"] = live["allocated_bytes"]
         peak["rounding"] = live["allocated_bytes"] - counted
@@ -138,6 +140,7 @@ def _counters_peak(live: Mapping[str, Any]) -> dict[str, Any]:
             categories[public] = categories.get(public, 0) + count
     return {
         "requested_bytes": live["requested_bytes"],
+        "counted_bytes": None,
         "allocated_bytes": None,
         "reserved_bytes": None,
         "rounding": None,

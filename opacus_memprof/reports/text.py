@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The summary for a terminal."""
 
+import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,8 @@ _SPLIT_LABEL = {"shared_with_autograd": "autograd holds them as well", "opacus_o
 
 def print_summary(profile: Mapping[str, Any], console: Console) -> None:
     """Prints a profile (the content of profile.json). Pieces that it lacks are left out."""
+    if isinstance(console.file, io.TextIOWrapper):
+        console.file.reconfigure(errors="replace")  # an ASCII terminal shows "?" for a bar
     _print_header(profile, console)
     devices = profile.get("devices") or {}
     if not devices:
@@ -196,6 +199,7 @@ def _print_reconciliation(peak: Mapping[str, Any], snapshots: list[Mapping[str, 
         console.print(f"\n[red]Σ categories misses {remainder} bytes of the requested ones[/]", highlight=False)
     else:
         console.print("\n[green]Σ categories = requested bytes: exact[/]", highlight=False)
+    _print_counted(peak, console)
     compared = [snapshot for snapshot in snapshots if snapshot.get("remainder") is not None]
     wrong = [snapshot for snapshot in compared if snapshot["remainder"]]
     if wrong:
@@ -209,5 +213,21 @@ def _print_reconciliation(peak: Mapping[str, Any], snapshots: list[Mapping[str, 
         plural = "s" if len(compared) > 1 else ""
         console.print(
             f"[green]and what the allocator itself counts, at {len(compared)} snapshot{plural}: exact[/]",
+            highlight=False,
+        )
+
+
+def _print_counted(peak: Mapping[str, Any], console: Console) -> None:
+    """What the allocator itself counted at the peak, where it counts."""
+    counted = peak.get("counted_bytes")
+    if counted is None:
+        return
+    beyond = counted - peak["requested_bytes"]
+    if beyond == 0:
+        console.print("[green]and what the allocator itself counts, at the peak: exact[/]", highlight=False)
+    else:
+        console.print(
+            f"[yellow]the allocator itself counts {beyond:+} bytes at the peak[/]: what the program has freed and a "
+            "side stream still uses counts there",
             highlight=False,
         )

@@ -152,6 +152,7 @@ def test_an_allocation_that_failed(tmp_path: Path) -> None:
 def test_the_counters_add_what_the_allocator_had(tmp_path: Path) -> None:
     profile = built(a_step(), tmp_path, peaks=live_peak(1750, allocated=2048, reserved=8192))
     peak = profile["devices"]["cuda:0"]["peak"]
+    assert peak["counted_bytes"] == 1750
     assert peak["allocated_bytes"] == 2048
     assert peak["rounding"] == 298
     assert peak["reserved_bytes"] == 8192
@@ -166,7 +167,7 @@ def test_counters_that_differ_are_told(tmp_path: Path) -> None:
     assert "1800" in warning
     peak = profile["devices"]["cuda:0"]["peak"]
     assert peak["requested_bytes"] == 1750
-    assert peak["allocated_bytes"] is None  # counted at another instant
+    assert peak["allocated_bytes"] is peak["counted_bytes"] is None  # counted at another instant
 
 
 def test_a_peak_after_the_file_was_full_is_the_counters(tmp_path: Path) -> None:

@@ -128,6 +128,21 @@ def test_snapshots_that_differ_are_shown() -> None:
     assert "and what the allocator itself counts, at 1 snapshot: exact" in text
 
 
+@pytest.mark.parametrize(
+    ("counted", "said"),
+    [
+        (None, None),
+        (4 * 2**20, "and what the allocator itself counts, at the peak: exact"),
+        (4 * 2**20 + 64, "the allocator itself counts +64 bytes at the peak"),
+        (4 * 2**20 - 64, "the allocator itself counts -64 bytes at the peak"),
+    ],
+)
+def test_what_the_allocator_counts_at_the_peak(counted: int | None, said: str | None) -> None:
+    text = printed(profile_of(devices={"cuda:0": device(counted_bytes=counted)}))
+    assert ("allocator itself counts" in text) == (said is not None)
+    assert (said or "") in text
+
+
 def test_drops_warnings_failures_and_findings() -> None:
     failure = {
         "requested_bytes": 2**30,
@@ -179,6 +194,13 @@ def test_drops_warnings_failures_and_findings() -> None:
 )
 def test_missing_pieces_are_left_out(profile: dict[str, Any]) -> None:
     assert printed(profile).startswith("opacus-memprof")
+
+
+def test_a_terminal_without_unicode() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    print_summary(profile_of(), Console(file=stream, width=80))
+    stream.seek(0)
+    assert "3.00 MiB  75.0 %  " + "?" * 20 in stream.read()
 
 
 def test_the_command_prints_a_directory(tmp_path: Path) -> None:
