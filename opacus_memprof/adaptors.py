@@ -41,20 +41,30 @@ def install(device: str = "auto") -> None:
     Blocks that are there already count as `unattributed` until they are freed or attached. Again is harmless.
 
     Raises:
-        MemprofError: unknown device, no GPU, or an extension that was built without CUDA.
+        MemprofError: unknown device, no GPU, an extension that was built without CUDA, or another allocator in place
+            than the one that is stood for already.
     """
-    if resolve_device(device) == "cpu":
-        if not _native.cpu_installed():
+    try:
+        if resolve_device(device) == "cpu":
             _native.cpu_install()
-    elif not _native.cuda_installed():
-        _native.cuda_install()
+        else:
+            _native.cuda_install()
+    except RuntimeError as error:
+        raise MemprofError(str(error)) from error
 
 
 def uninstall() -> None:
     """Gives torch its own allocators back. Again is harmless; tensors that are alive stay valid."""
-    if _native.cpu_installed():
+    remove("cpu")
+    if _native.HAS_CUDA:
+        remove("cuda")
+
+
+def remove(device: str) -> None:
+    """Gives torch its own allocator of `device` ("cuda" or "cpu") back, where ours is the current one."""
+    if device == "cpu":
         _native.cpu_uninstall()
-    if _native.HAS_CUDA and _native.cuda_installed():
+    else:
         _native.cuda_uninstall()
 
 

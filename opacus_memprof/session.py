@@ -93,18 +93,19 @@ class Session:
             )
         self.device = adaptors.resolve_device(self.device)
         claimed = self._target if isinstance(self._target, ProfileDirectory) else ProfileDirectory(self._target)
-        try:
-            claimed.clear()
-            _native.start_events(str(claimed.path), self._max_events, json.dumps(_describe_run(self.device)))
-        except OSError as error:
-            claimed.clear()
-            claimed.release()
-            raise MemprofError(f"cannot record events in {claimed.path}: {error}") from error
-        self.warnings += _allocator_warnings(self.device)
         self._installed_here = not adaptors.installed(self.device)
-        adaptors.install(self.device)
+        self.warnings += _allocator_warnings(self.device)
+        try:
+            adaptors.install(self.device)
+            self._start_events(claimed)
+        except MemprofError:
+            if self._installed_here:
+                adaptors.remove(self.device)
+            claimed.release()
+            raise
         _native.reset_peaks()
         self._claimed = claimed
+        self._pid = os.getpid()
         self.directory = claimed.path
         _current = self
 
@@ -131,7 +132,7 @@ class Session:
         finally:
             _native.stop_events()
             if self._installed_here:
-                adaptors.uninstall()
+                adaptors.remove(self.device)
         try:
             result = build_profile(
                 self.directory, status=status, exit_code=exit_code, peaks=peaks, warnings=self.warnings
@@ -150,6 +151,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child that leaves the block; the profile is its parent's
         status, exit_code = outcome(error)
         try:
             self.close(status, exit_code)
@@ -216,7 +219,15 @@ class Session:
         so_far = build_profile(self.directory, status="running", exit_code=None, peaks=_native.peaks())
         return {device: found["peak"] for device, found in so_far["devices"].items()}
 
-    # --- what goes wrong ---
+    # --- beginning, end, and what goes wrong ---
+
+    def _start_events(self, claimed: ProfileDirectory) -> None:
+        claimed.clear()
+        try:
+            _native.start_events(str(claimed.path), self._max_events, json.dumps(_describe_run(self.device)))
+        except OSError as error:
+            claimed.clear()
+            raise MemprofError(f"cannot record events in {claimed.path}: {error}") from error
 
     def _last_snapshot(self) -> None:
         """So that every profile has been reconciled at least once; a broken device must not cost the profile."""
@@ -275,7 +286,7 @@ def _allocator_warnings(device: str) -> list[str]:
             "PYTORCH_NO_CUDA_MEMORY_CACHING is set: torch counts nothing itself, so the categories cannot be "
             "reconciled, and rounding and cached are unknown"
         ]
-    backend = torch.cuda.get_allocator_backend()
+    backend = _native.cuda_current_name().removeprefix("opacus_memprof over ")
     if backend == "cudaMallocAsync":
         return ["the backend is cudaMallocAsync: the driver does not tell its rounding, which counts as cached"]
     if backend != "native":

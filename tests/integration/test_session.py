@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -284,6 +285,28 @@ def test_a_profile_that_cannot_be_written_does_not_cost_the_training(tmp_path: P
     shutil.rmtree(tmp_path / "out")
     with pytest.warns(RuntimeWarning, match="profile"):
         session.__exit__(None, None, None)
+
+
+def test_a_child_that_leaves_the_block_leaves_the_profile(tmp_path: Path) -> None:
+    with opacus_memprof.profile(tmp_path / "out", device="cpu") as session:
+        if os.fork() == 0:
+            session.__exit__(None, None, None)
+            os._exit(0)
+        os.wait()
+        assert not (tmp_path / "out" / "profile.json").exists()
+        kept = block(1)
+        assert session.breakdown() == {"cpu": {"unattributed": MIB}}
+        del kept
+
+
+def test_a_start_that_is_refused_changes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(opacus_memprof.MemprofError, match="cannot write a profile"):
+        opacus_memprof.profile("/proc/memprof", device="cpu").start()
+    with pytest.raises(opacus_memprof.MemprofError, match='no device "tpu"'):
+        opacus_memprof.profile(tmp_path / "out", device="tpu").start()
+    assert not _native.cpu_installed()
+    assert opacus_memprof.session.current() is None
+    assert not (tmp_path / "out").exists()
 
 
 def python(program: str) -> str:

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A callback after a module's first import, whoever imports it."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from opacus_memprof.cli.imports import AfterImport
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A package that nobody has imported."""
+    (tmp_path / "made_up").mkdir()
+    (tmp_path / "made_up" / "__init__.py").write_text("import made_up.part\nready = True\n")
+    (tmp_path / "made_up" / "part.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    finders = list(sys.meta_path)
+    yield "made_up"
+    assert [type(finder) for finder in sys.meta_path] == [type(finder) for finder in finders]
+    for name in ("made_up", "made_up.part"):
+        sys.modules.pop(name, None)
+
+
+def test_it_is_called_once_when_the_module_is_ready(module: str) -> None:
+    calls = []
+    AfterImport(module, lambda: calls.append(sys.modules[module].ready))
+    assert calls == []
+    importlib.import_module(module)
+    importlib.import_module(module)
+    assert calls == [True]
+    importlib.reload(sys.modules[module])
+    assert calls == [True]
+
+
+def test_it_is_called_at_once_for_a_module_that_is_there(module: str) -> None:
+    importlib.import_module(module)
+    calls = []
+    AfterImport(module, lambda: calls.append(True))
+    assert calls == [True]
+
+
+def test_asking_for_the_spec_is_no_import(module: str) -> None:
+    calls = []
+    AfterImport(module, lambda: calls.append(True))
+    assert importlib.util.find_spec(module) is not None
+    assert calls == []
+    importlib.import_module(module)
+    assert calls == [True]
+
+
+def test_the_module_has_the_loader_that_it_would_have(module: str) -> None:
+    AfterImport(module, lambda: None)
+    loaded = importlib.import_module(module)
+    fresh = importlib.util.spec_from_file_location("fresh", loaded.__file__)
+    assert fresh is not None
+    assert type(loaded.__spec__.loader) is type(fresh.loader)
+
+
+def test_an_import_that_fails_can_be_tried_again(module: str) -> None:
+    calls = []
+    AfterImport(module, lambda: calls.append(True))
+    part = Path(str(importlib.util.find_spec(module).submodule_search_locations[0])) / "part.py"
+    part.write_text("raise ImportError('not yet')")
+    with pytest.raises(ImportError, match="not yet"):
+        importlib.import_module(module)
+    assert calls == []
+    part.write_text("# ready now")
+    importlib.invalidate_caches()
+    importlib.import_module(module)
+    assert calls == [True]
+
+
+def test_what_the_callback_raises_reaches_the_importer(module: str) -> None:
+    def refuse() -> None:
+        raise ValueError("no")
+
+    AfterImport(module, refuse)
+    with pytest.raises(ValueError, match="no"):
+        importlib.import_module(module)
+
+
+def test_a_module_that_does_not_exist(module: str) -> None:
+    finder = AfterImport("no_such_module_at_all", lambda: None)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("no_such_module_at_all")
+    sys.meta_path.remove(finder)
