@@ -28,9 +28,6 @@ class Pass:
     sums: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)  # of a second backward, clipped already
     clipped: bool = False
 
-    def parameters(self) -> set[nn.Parameter]:
-        return {parameter for layer in self.kept for parameter in layer.trainable()}
-
 
 class Book:
     """Shared by the module that fills it and the optimizer that empties it.
@@ -134,7 +131,8 @@ class Book:
                 "optimizer.step() was called without a backward pass since the last step or zero_grad()."
             )
         for done in self._passes:
-            missing = [name for parameter, name in parameters.items() if parameter not in done.parameters()]
+            booked = {parameter for layer in done.kept for parameter in layer.trainable()}
+            missing = [name for parameter, name in parameters.items() if parameter not in booked]
             if missing:
                 raise MemprofError(
                     f"no gradient reached {', '.join(missing)}: not used in the forward, or in eval mode. Freeze what "

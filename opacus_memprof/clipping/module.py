@@ -123,7 +123,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if not self._active(module):
             return None
         x = layer.check_input(args[0] if args else None)
-        self._frozen[layer] = list(layer.trainable())
+        self._frozen[layer] = layer.trainable()
         for parameter in self._frozen[layer]:
             parameter.requires_grad_(False)
         return (layer.cast(x), *args[1:])
@@ -152,7 +152,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if self._active(module):
             self.book.begin()
             self._kept_bytes = 0
-            if torch.cuda.is_available():
+            if self.passes == "auto" and torch.cuda.is_available():
                 self._allocated_before = torch.cuda.memory_allocated()
 
     def _after_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

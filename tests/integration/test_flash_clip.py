@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from flash_clip_models import (
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from opacus_memprof.clipping import register_norm_samplers
+from tests.integration.flash_clip_models import (
     MODELS,
     Transformer,
     assert_same,
@@ -23,11 +28,6 @@ from flash_clip_models import (
     train_both,
     vector_data,
 )
-from opacus.utils.batch_memory_manager import BatchMemoryManager
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-from opacus_memprof.clipping import register_norm_samplers
 
 
 @pytest.mark.parametrize("passes", [1, 2, "auto"])
@@ -334,8 +334,9 @@ def test_restoring_samplers_leaves_opacus_as_it_was() -> None:
 
 
 def test_with_epsilon() -> None:
-    from flash_clip_models import Engine
     from torch.utils.data import DataLoader
+
+    from tests.integration.flash_clip_models import Engine
 
     torch.manual_seed(0)
     model = mlp().double()

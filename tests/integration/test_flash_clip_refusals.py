@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from flash_clip_models import (
+from torch import nn
+
+from opacus_memprof.errors import MemprofError
+from tests.integration.flash_clip_models import (
     Transformer,
     assert_same,
     criterion,
@@ -17,9 +20,6 @@ from flash_clip_models import (
     token_data,
     vector_data,
 )
-from torch import nn
-
-from opacus_memprof.errors import MemprofError
 
 
 class Tied(nn.Module):

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from clipping_cases import CASES, Case, per_sample_gradients, randomized, relative_error
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from opacus_memprof.clipping.layers import LAYERS, Layer
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
+from tests.unit.clipping_cases import CASES, Case, per_sample_gradients, randomized, relative_error
 
 TOLERANCE = 1e-10
 HUGE = Workspace(1 << 40)

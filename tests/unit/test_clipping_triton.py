@@ -19,6 +19,8 @@ def test_kernels_under_the_interpreter() -> None:
         capture_output=True,
         text=True,
     )
+    if "only 0-dimensional arrays can be converted" in run.stdout:
+        pytest.skip(f"the interpreter of Triton {triton.__version__} does not know this NumPy")
     assert run.returncode == 0, run.stdout + run.stderr
     assert " passed" in run.stdout
 

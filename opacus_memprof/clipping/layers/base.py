@@ -43,11 +43,11 @@ class Layer:
         self.name = name
         self.module = module
 
-    def trainable(self) -> Iterator[nn.Parameter]:
-        return (p for p in self.module.parameters(recurse=False) if p.requires_grad)
+    def trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.module._parameters.values() if p is not None and p.requires_grad]
 
     def is_trainable(self, name: str) -> bool:
-        parameter = getattr(self.module, name, None)
+        parameter = self.module._parameters.get(name)
         return parameter is not None and bool(parameter.requires_grad)
 
     def describe(self) -> str:
@@ -101,12 +101,9 @@ class Layer:
         return x
 
     def kept_bytes(self, x: torch.Tensor, y: torch.Tensor) -> int:
-        """Bytes that will be kept beyond the input, which autograd holds in any case; from shapes alone."""
+        """Bytes that one pass will keep, with the input where that is part of it; from shapes alone."""
         choice = self.choose(x, y, keep=True)
-        if choice is None:
-            return 0
-        held = x.numel() * x.element_size() if choice.keep == "pair" else 0
-        return max(0, choice.kept_bytes - held)
+        return 0 if choice is None else choice.kept_bytes
 
     def keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> Kept:
         """One pass: exact norms, and whichever is smaller of per-sample gradients and (x, g)."""

@@ -59,17 +59,16 @@ class ConvolutionLayer(MatrixLayer):
 
     def _unfold(self, x: torch.Tensor) -> torch.Tensor:
         """[N, columns, tokens] from inputs [N, channels, ...]."""
-        padding: Any = self.module.padding
-        if isinstance(padding, str) or self.module.padding_mode != "zeros":
-            mode = "constant" if self.module.padding_mode == "zeros" else self.module.padding_mode
-            x = functional.pad(x, self.module._reversed_padding_repeated_twice, mode=mode)
-            padding = (0,) * len(self.module.kernel_size)
-        if isinstance(self.module, nn.Conv1d):
+        module: Any = self.module
+        padding = module.padding
+        if isinstance(padding, str) or module.padding_mode != "zeros":
+            mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+            x = functional.pad(x, module._reversed_padding_repeated_twice, mode=mode)
+            padding = (0,) * len(module.kernel_size)
+        kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
+        if isinstance(module, nn.Conv1d):
             x = x.unsqueeze(2)
-            (k,), (s,), (d,), (p,) = self.module.kernel_size, self.module.stride, self.module.dilation, padding
-            kernel, stride, dilation, padding = (1, k), (1, s), (1, d), (0, p)
-        else:
-            kernel, stride, dilation = self.module.kernel_size, self.module.stride, self.module.dilation
+            kernel, stride, dilation, padding = (1, *kernel), (1, *stride), (1, *dilation), (0, *padding)
         if kernel == (1, 1) and padding == (0, 0):
             return x[..., :: stride[0], :: stride[1]].flatten(2)  # nothing to unfold: a view, unless strided
         return functional.unfold(x, kernel, dilation=dilation, padding=padding, stride=stride)

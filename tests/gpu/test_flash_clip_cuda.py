@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flash_clip on a GPU: the kernels against float64, training against hooks mode, and what it keeps and allocates."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda
+from opacus_memprof.clipping.layers import LAYERS
+from opacus_memprof.clipping.sum_triton import weighted_sum_cuda
+from opacus_memprof.clipping.workspace import Workspace
+from tests.integration.flash_clip_models import MODELS, assert_same, criterion, make_private, parameters
+from tests.unit.clipping_cases import CASES, Case, per_sample_gradients, randomized, relative_error
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=["highest", "high"])
+def precision(request: pytest.FixtureRequest) -> Any:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(request.param)
+    yield request.param
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 5, 7, 3), (3, 33, 40, 65), (16, 512, 768, 3072), (2, 1000, 130, 70), (1, 4096, 256, 16), (4, 49, 512, 4608)],
+)
+def test_gram_kernel(shape: tuple[int, int, int, int], dtype: torch.dtype, precision: str) -> None:
+    count, tokens, rows, columns = shape
+    torch.manual_seed(0)
+    tolerance = 1e-4 if dtype == torch.float32 and precision == "highest" else 2e-3
+    for transposed in (True, False):
+        g = torch.randn(count, tokens, rows, device="cuda", dtype=dtype).mT
+        a = torch.randn(count, tokens, columns, device="cuda", dtype=dtype)
+        if not transposed:
+            g, a = g.contiguous(), a.mT.contiguous().mT
+        exact = torch.stack([(g[n].double() @ a[n].double()).square().sum() for n in range(count)])
+        norms = gram_squared_norms_cuda(g, a)
+        torch.testing.assert_close(norms.double(), exact, rtol=tolerance, atol=0)
+        assert torch.equal(norms, gram_squared_norms_cuda(g, a))  # no atomics
+
+
+def test_gram_kernel_beyond_two_to_the_31_elements() -> None:
+    g = torch.zeros(3, 1024, 1 << 20, device="cuda", dtype=torch.float16).mT
+    a = torch.ones(3, 1024, 16, device="cuda", dtype=torch.float16)
+    g[2, 7, 1000] = 2.0
+    assert gram_squared_norms_cuda(g, a).tolist() == [0.0, 0.0, 64.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 3), (5, 7, 11), (16, 2048, 2049)])
+def test_sum_kernel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    stack, factors = torch.randn(shape, device="cuda").to(dtype), torch.rand(shape[0], device="cuda")
+    expected = torch.einsum("n,n...->...", factors.double(), stack.double())
+    torch.testing.assert_close(
+        weighted_sum_cuda(stack, factors, torch.float32).double(), expected, rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("megabytes", [0.02, 256])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.bfloat16, 2e-2)]
+)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_layers(case: Case, dtype: torch.dtype, tolerance: float, megabytes: float) -> None:
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")
+    module, x = randomized(case), case.inputs(5)
+    g = torch.randn_like(module(x)).to(dtype)
+    x = x if case.indices else x.to(dtype)
+    module.to(dtype).double()
+    exact = per_sample_gradients(module, x if case.indices else x.double(), lambda i: g[i : i + 1].double())
+    factors = torch.rand(5, dtype=torch.float64)
+    module, x, g = module.to("cuda", dtype), x.cuda(), g.cuda()
+    layer, workspace = LAYERS[type(module)]("layer", module), Workspace.of_megabytes(megabytes)
+    kept = layer.keep(x, g, workspace)
+    expected = sum(e.flatten(1).square().sum(1) for e in exact.values())
+    assert relative_error(kept.squared_norms.cpu().double(), expected) < tolerance
+    names = {p: n for n, p in module.named_parameters()}
+    for parameter, total in layer.clipped_sums(kept, factors.to(kept.squared_norms), workspace):
+        clipped = torch.einsum("n,n...->...", factors, exact[names[parameter]])
+        assert relative_error(total.cpu().double(), clipped) < tolerance
+
+
+@pytest.mark.parametrize("passes", [1, 2, "auto"])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_equals_hooks(name: str, passes: Any) -> None:
+    torch.manual_seed(0)
+    build, data = MODELS[name]
+    model, samples = build().double().cuda(), data(12)
+    results = []
+    for mode in ("hooks", "flash_clip"):
+        options = {"flash_clip_passes": passes} if mode == "flash_clip" else {}
+        generator = torch.Generator("cuda").manual_seed(3)
+        private = make_private(copy.deepcopy(model), samples, mode, noise_generator=generator, **options)
+        module, optimizer, loader = private
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion("mean")(module(x.cuda()), y.cuda()).backward()
+            optimizer.step()
+        results.append(parameters(module))
+    assert_same(results[1], results[0], 1e-9)
+
+
+def peak_of_backward(mode: str, tokens: int, **options: Any) -> int:
+    """Bytes above what was there before, at the highest point of one forward and backward of two wide layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda()
+    data = torch.utils.data.TensorDataset(torch.zeros(4, 1), torch.zeros(4))
+    private = make_private(model, data, mode, batch=1, noise_generator=None, **options)
+    module, optimizer = private[0], private[1]
+    x = torch.randn(1, tokens, 64, device="cuda")
+    for _ in range(2):  # the first warms up library workspaces
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        output = module(x)
+        if mode == "ghost":
+            private[2](output.flatten(1), torch.zeros(1, dtype=torch.long, device="cuda")).backward()
+        else:
+            output.square().mean().backward()
+        del output
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        optimizer.zero_grad(set_to_none=True)
+    return peak
+
+
+def test_no_tokens_by_tokens_matrix() -> None:
+    tokens = 8192
+    assert peak_of_backward("ghost", tokens) > 2 * tokens * tokens * 4
+    assert peak_of_backward("flash_clip", tokens, flash_clip_workspace_mb=8) < tokens * tokens * 4 / 8
+
+
+def test_autocast() -> None:
+    torch.manual_seed(0)
+    build, data = MODELS["transformer"]
+    model, samples = build().cuda(), data(8)
+    x, y = (t.cuda() for t in samples.tensors)
+    results = []
+    for mode in ("hooks", "flash_clip"):
+        module, optimizer, _ = make_private(
+            copy.deepcopy(model), samples, mode, noise_multiplier=0.0, noise_generator=None
+        )
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = criterion("mean")(module(x), y)
+        loss.backward()
+        optimizer.step()
+        results.append({n: p.grad.clone() for n, p in module.named_parameters()})
+    for name, expected in results[0].items():
+        assert float((results[1][name] - expected).norm() / expected.norm()) < 0.02, name
+
+
+def test_two_passes_where_one_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpointing drops the activations that one pass would have to keep; with little memory left, two run."""
+    from opacus_memprof.clipping import module as flash_module
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.utils.checkpoint.checkpoint(lambda t, one=layer: torch.tanh(one(t)), x, use_reentrant=False)
+            return x
+
+    data = torch.utils.data.TensorDataset(torch.zeros(64, 1), torch.zeros(64))
+    runs: list[int] = []
+    real = flash_module.run_twice
+    monkeypatch.setattr(flash_module, "run_twice", lambda *a: (runs.append(1), real(*a)))
+    for free, expected in ((64 << 30, 0), (0, 1)):
+        module, optimizer, _ = make_private(Checkpointed().cuda(), data, "flash_clip", noise_generator=None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda f=free: (f, 80 << 30))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", torch.cuda.memory_allocated)
+        runs.clear()
+        module(torch.randn(64, 32, 512, device="cuda")).square().mean().backward()
+        optimizer.step()
+        assert len(runs) == expected
