@@ -10,6 +10,7 @@ import pytest
 import torch
 
 
+@pytest.hookimpl(tryfirst=True)  # before fixtures touch the device
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") is None or torch.cuda.is_available():
         return
