@@ -15,9 +15,8 @@ namespace opacus_memprof {
 // The visitor's part. Calls come in this order for each event:
 //   before(event, table)     once for every event
 //   died(block, event)       before the block leaves the table
-//   retagged(block, before)  its category was `before`
-//   born(block)
-//   after(event, index)      once for every event
+//   retagged(block, before)  its category was `before`; block.retagged: it was retagged earlier,
+//   too born(block) after(event, index)      once for every event
 // and at the end once: ended(table). Events with a phase or category that has no name arrive with 0
 // in their place. Counts the contradictions in `result`, and the events read.
 template <typename Visitor>
@@ -71,9 +70,9 @@ void walk(EventReader& reader, Visitor& visitor, ReplayResult& result) {
     const auto before = static_cast<std::uint8_t>(block->category);
     block->category = event.category;
     block->module = static_cast<std::uint16_t>(event.module);
-    block->retagged = 1;
     if (hooked(event)) block->captured = 1;
     visitor.retagged(*block, before);
+    block->retagged = 1;
   };
 
   reader.rewind();

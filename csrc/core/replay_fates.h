@@ -14,14 +14,23 @@ namespace opacus_memprof {
 
 class Fates {
  public:
-  void born() { fates_.push_back(Fate::ordinary); }
+  void born() { fates_.push_back(kAsTagged); }
+
+  void retagged(const ReplayBlock& block, std::uint8_t before) {
+    const auto category = static_cast<std::uint8_t>(block.category);
+    if (!block.retagged && temporary(before) && !temporary(category) &&
+        static_cast<Category>(category) != Category::forward_undecided) {
+      fates_[block.birth] = category;
+    }
+  }
 
   void died(const ReplayBlock& block, const Event& free) {
+    if (fates_[block.birth] != kAsTagged) return;
     if (outlived(block, false)) {
-      fates_[block.birth] = Fate::outlived;
+      fates_[block.birth] = kOutlived;
     } else if (static_cast<Phase>(free.phase) == Phase::forward && free.step == block.step &&
                !block.captured && block.birth >= live_at_oom_) {
-      fates_[block.birth] = Fate::temporary;
+      fates_[block.birth] = kDiedInForward;
     }
   }
 
@@ -41,28 +50,39 @@ class Fates {
   // any.
   void ended(const ReplayTable& table, bool whole, const std::uint32_t* cut_in_step) {
     table.for_each([&](const ReplayBlock& block) {
+      if (fates_[block.birth] != kAsTagged) return;
       if (outlived(block, whole)) {
-        fates_[block.birth] = Fate::outlived;
+        fates_[block.birth] = kOutlived;
       } else if (cut_in_step != nullptr && block.step == *cut_in_step && !block.captured) {
-        fates_[block.birth] = Fate::undecided;
+        fates_[block.birth] = kUndecided;
       }
     });
   }
 
   // The category that the block's bytes count under while it is tagged `category`.
   [[nodiscard]] std::uint8_t settled(std::uint64_t category, std::uint64_t birth) const {
-    const Fate fate = fates_[birth];
+    const std::uint8_t fate = fates_[birth];
     if (static_cast<Category>(category) == Category::forward_undecided) {
-      if (fate == Fate::temporary) return static_cast<std::uint8_t>(Category::forward_temporaries);
-      if (fate != Fate::undecided) return static_cast<std::uint8_t>(Category::activations);
-    } else if (fate == Fate::outlived) {
-      return static_cast<std::uint8_t>(Category::unattributed);
+      if (fate == kDiedInForward) return static_cast<std::uint8_t>(Category::forward_temporaries);
+      if (fate != kUndecided) return static_cast<std::uint8_t>(Category::activations);
+    } else if (temporary(category)) {
+      if (fate == kOutlived) return static_cast<std::uint8_t>(Category::unattributed);
+      if (fate < kMaxCategories) return fate;
     }
     return static_cast<std::uint8_t>(category);
   }
 
  private:
-  enum class Fate : std::uint8_t { ordinary, temporary, outlived, undecided };
+  // A fate is the category that a block born as a temporary was first retagged to, or one of these.
+  static constexpr std::uint8_t kAsTagged = 0xFF;
+  static constexpr std::uint8_t kDiedInForward = 0xFE;
+  static constexpr std::uint8_t kOutlived = 0xFD;
+  static constexpr std::uint8_t kUndecided = 0xFC;
+
+  [[nodiscard]] static bool temporary(std::uint64_t category) {
+    return static_cast<Category>(category) == Category::backward_temporaries ||
+           static_cast<Category>(category) == Category::optimizer_temporaries;
+  }
 
   [[nodiscard]] bool outlived(const ReplayBlock& block, bool by_end) const {
     if (block.retagged || block.birth < live_at_oom_) return false;
@@ -74,7 +94,7 @@ class Fates {
            (by_end || block.birth < live_after_optimizer_);
   }
 
-  std::vector<Fate> fates_;  // by birth
+  std::vector<std::uint8_t> fates_;  // by birth
   // The births before the latest such event: a block with a smaller number lived through it, if it
   // still lives.
   std::uint64_t live_after_backward_ = 0;

@@ -22,7 +22,7 @@ class Survey {
   void before(const Event&, const ReplayTable&) {}
   void born(const ReplayBlock& block);
   void died(const ReplayBlock& block, const Event& event);
-  void retagged(const ReplayBlock&, std::uint8_t) {}
+  void retagged(const ReplayBlock& block, std::uint8_t before) { fates_.retagged(block, before); }
   void after(const Event& event, std::uint64_t index);
   void ended(const ReplayTable& table);
 

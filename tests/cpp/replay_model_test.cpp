@@ -163,8 +163,20 @@ class Model {
       return static_cast<std::uint8_t>(Category::activations);
     }
     const bool backward = tagged == Category::backward_temporaries;
-    if ((backward || tagged == Category::optimizer_temporaries) &&
-        life.category_since.size() == 1) {
+    const bool temporary = backward || tagged == Category::optimizer_temporaries;
+    if (temporary && life.category_since.size() > 1) {
+      const auto first = static_cast<Category>(life.category_since.begin()->second);
+      const auto second = static_cast<Category>(std::next(life.category_since.begin())->second);
+      const auto passing = [](Category category) {
+        return category == Category::backward_temporaries ||
+               category == Category::optimizer_temporaries ||
+               category == Category::forward_undecided;
+      };
+      if (first != Category::forward_undecided && passing(first) && !passing(second)) {
+        return static_cast<std::uint8_t>(second);
+      }
+    }
+    if (temporary && life.category_since.size() == 1) {
       // An allocation that failed ends the block's normal course, even where its phase ends later.
       if (saw([&](std::size_t i) { return is(i, EventKind::oom); })) {
         return static_cast<std::uint8_t>(tagged);
@@ -209,6 +221,7 @@ EventFileBuilder random_file(unsigned seed) {
     std::uint8_t device;
     std::uint64_t address;
     Category category;
+    bool of_forward;
   };
   std::vector<Live> live;
   std::uint32_t step = 0;
@@ -225,7 +238,9 @@ EventFileBuilder random_file(unsigned seed) {
       std::erase_if(live, [&](const Live& one) {
         return one.device == spec.device && one.address == spec.address;
       });
-      live.push_back({spec.device, spec.address, spec.category});
+      live.push_back({spec.device, spec.address, spec.category,
+                      spec.category == Category::forward_undecided ||
+                          spec.category == Category::activation_hooks_shared});
     } else if (choice < 17) {
       if (live.empty()) continue;
       const std::size_t which = below(static_cast<unsigned>(live.size()));
@@ -238,7 +253,11 @@ EventFileBuilder random_file(unsigned seed) {
       } else {
         spec.kind = EventKind::retag;
         spec.op = static_cast<std::uint16_t>(live[which].category);
-        spec.category = live[which].category = category();
+        // Only what was born in forward goes back to being undecided.
+        do {
+          spec.category = category();
+        } while (spec.category == Category::forward_undecided && !live[which].of_forward);
+        live[which].category = spec.category;
       }
     } else {
       static constexpr EventKind kMarks[] = {EventKind::phase, EventKind::snapshot, EventKind::step,

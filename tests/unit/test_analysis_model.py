@@ -18,6 +18,7 @@ OWN_PHASES = {
     "backward_temporaries": {"backward", "second_backward"},
     "optimizer_temporaries": {"optimizer_step"},
 }
+PASSING = {"forward_undecided", *OWN_PHASES}
 TAGS = ["forward_undecided", "gradients", "teacher", *HOOKS, *OWN_PHASES]
 
 
@@ -59,7 +60,10 @@ class Model:
             freed_in_forward = life.freed.get("phase") == "forward" and life.freed.get("step") == life.step
             captured = HOOKS & set(life.tags.values())
             return "forward_temporaries" if freed_in_forward and not captured and not failed else "activations"
-        if tag in OWN_PHASES and len(life.tags) == 1 and not failed:
+        first, *later = life.tags.values()
+        if tag in OWN_PHASES and first in OWN_PHASES and later and later[0] not in PASSING:
+            return "activation_hooks" if later[0] in HOOKS else later[0]
+        if tag in OWN_PHASES and not later and not failed:
             left = any(
                 passed["kind"] == "step" or (passed["kind"] == "phase" and passed["phase"] not in OWN_PHASES[tag])
                 for passed in through
@@ -112,7 +116,8 @@ def runs(draw: st.DrawFn) -> tuple[EventFile, Model]:
                 life.death, life.freed = index, where
                 file.add("free", address, category=last, **where)
             else:
-                life.tags[index] = draw(st.sampled_from(TAGS))
+                of_forward = life.tags[life.birth] in {"forward_undecided", *HOOKS}  # nothing else becomes undecided
+                life.tags[index] = draw(st.sampled_from(TAGS if of_forward else TAGS[1:]))
                 file.retag(address, last, life.tags[index], **where)
         else:
             step = where["step"] = step + (kind == "step")
