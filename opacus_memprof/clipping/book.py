@@ -57,6 +57,16 @@ class Book:
         self._passes.clear()
         self._new_pass = True
 
+    def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """What is kept now: (the profiler's category, name of the layer, tensor)."""
+        for done in self._passes:
+            for layer, kept in done.kept.items():
+                yield "norm_samples", layer.name, kept.squared_norms
+                yield from (("per_sample_gradients", layer.name, stack) for stack in kept.stacks.values())
+                if kept.pair is not None:
+                    yield "activation_hooks", layer.name, kept.pair[0]
+                    yield "backprop_copies", layer.name, kept.pair[1]
+
     def take(self, layer: Layer, x: torch.Tensor | None, g: torch.Tensor) -> None:
         """Books one layer's backward. ``x`` is its input (None where not needed), ``g`` the output's gradient.
 
