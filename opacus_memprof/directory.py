@@ -5,6 +5,7 @@ Needs no torch: `opacus-memprof run` claims its directory before the script has 
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -20,6 +21,9 @@ META = "meta.json"
 SNAPSHOTS = "snapshots.jsonl"
 PROFILE = "profile.json"
 LOCK = ".lock"
+
+# Some network and cluster file systems have no locks: there, nobody stops two profilers of one directory.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 _MAGIC = b"OMEMPROF"  # kMagic of csrc/core/event.h
 _FIRST_BYTES = 5 * 1024 * 1024  # the event file's first chunk (4 MiB), its header and the small files
@@ -103,6 +107,10 @@ def _lock(directory: Path) -> int:
                 f"{directory} is being written by another profiler (process {owner}): "
                 "let it end, or choose another directory"
             ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return descriptor
         # The owner before may have removed the file between the two calls: then the lock is on nothing.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):

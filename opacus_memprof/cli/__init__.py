@@ -24,4 +24,4 @@ def main() -> None:
         typer.main.get_command(app)()
     except MemprofError as error:
         print(f"opacus-memprof: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_code)

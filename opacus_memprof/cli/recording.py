@@ -31,6 +31,7 @@ class Recording:
         self._device = device
         self._max_events = max_events
         self._session: Session | None = None
+        self._asked = False  # the program has imported torch
         self._refused: MemprofError | None = None
         self._error: BaseException | None = None  # what ended the program
         self._signal: int | None = None  # what it dies of
@@ -65,6 +66,7 @@ class Recording:
     # --- the beginning ---
 
     def _start(self) -> None:
+        self._asked = True
         try:
             from opacus_memprof.session import Session
 
@@ -76,10 +78,16 @@ class Recording:
         self._session = session
 
     def _watch_opacus(self) -> None:
-        if self._session is not None:
-            from opacus import PrivacyEngine
+        if self._session is None:
+            return
+        import opacus
 
-            self._session.attach(PrivacyEngine)
+        try:
+            self._session.attach(opacus.PrivacyEngine)
+        except (ImportError, AttributeError) as error:
+            self._session.warnings.append(
+                f"Opacus {opacus.__version__} is not one that this release knows ({error}): nothing is attributed to it"
+            )
 
     def _take_exits(self) -> None:
         """SIGTERM and os._exit leave a process without its exit handlers."""
@@ -126,7 +134,7 @@ class Recording:
     def _close(self) -> None:
         if self._session is None:
             self._directory.release()
-            if "torch" not in sys.modules:
+            if not self._asked:
                 _note("the program did not import torch: there is nothing to profile")
             elif self._refused is not None:
                 _note(str(self._refused))
@@ -136,7 +144,8 @@ class Recording:
 
         if len(_native.names()["modules"]) == 1:  # none but ""
             self._session.warnings.append(
-                "no PrivacyEngine.make_private was seen: nothing is attributed to Opacus or to modules"
+                "no PrivacyEngine.make_private was seen: nothing is attributed to Opacus or to modules "
+                "(a plain model can be passed to opacus_memprof.session.current().attach)"
             )
         status, exit_code = outcome(self._error)
         if self._signal is not None:
@@ -152,11 +161,17 @@ class Recording:
 
 def _print_summary(profile: dict[str, Any]) -> None:
     """To the real stdout, which the program may have replaced, closed, or lost to a pipe that ended."""
+    stdout = sys.__stdout__
+    console = Console(file=stdout)
+    with console.capture() as summary:  # rich would exit with a code of its own at a pipe that ended
+        print_summary(profile, console)
     try:
         sys.stdout.flush()
-        console = Console(file=sys.__stdout__)
-        print_summary(profile, console)
-        console.file.flush()
+        if stdout is not None:
+            stdout.write(summary.get())
+            stdout.flush()
+    except BrokenPipeError:  # python tries again at its end: that must not cost the exit code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except (OSError, ValueError) as error:
         _note(f"the summary could not be printed ({error})")
 

@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """`opacus-memprof run`: profiles a training script that knows nothing of it."""
 
+from enum import Enum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from opacus_memprof.cli.program import Program
 from opacus_memprof.cli.recording import Recording
 from opacus_memprof.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, ProfileDirectory
+
+
+class Device(str, Enum):
+    """The values of --device."""
+
+    auto = "auto"
+    cuda = "cuda"
+    cpu = "cpu"
 
 
 def run(
@@ -20,17 +29,14 @@ def run(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where the profile goes.")] = Path(
         DEFAULT_DIRECTORY
     ),
-    device: Annotated[
-        Literal["auto", "cuda", "cpu"], typer.Option(help="auto: CUDA if there is a GPU, else the CPU.")
-    ] = "auto",
+    device: Annotated[Device, typer.Option(help="auto: CUDA if there is a GPU, else the CPU.")] = Device.auto,
     max_events: Annotated[
         int, typer.Option(min=1, metavar="N", help="The event file's bound; an event takes 32 bytes.")
     ] = DEFAULT_MAX_EVENTS,
 ) -> None:
     """Run a training script as python would, and write down where its memory goes.
 
-    The script's own exit code comes back. The summary follows the script's output; DIR keeps the profile, in the
-    place of an earlier one.
+    The summary follows the script's output, and the script's own exit code comes back.
     """
     program = Program(script, arguments or [], module=module)
-    Recording(ProfileDirectory(output), device, max_events).of(program)
+    Recording(ProfileDirectory(output), device.value, max_events).of(program)

@@ -236,6 +236,15 @@ def test_a_full_event_file_is_said(tmp_path: Path) -> None:
     assert peaks[0] == peaks[1]
 
 
+def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    command = f"{sys.executable} {' '.join(RUN)} -o {tmp_path / 'out'} {TRAIN} --end wait_a_little | head -n 3"
+    shell = ["bash", "-c", f"{command}; echo ${{PIPESTATUS[0]}}"]
+    completed = subprocess.run(shell, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+    assert completed.stdout.splitlines()[-1] == "0"
+    assert completed.stderr == f"opacus-memprof: the profile is in {tmp_path / 'out'}\n"
+    assert profile_of(tmp_path / "out")["exit_code"] == 0
+
+
 # --- bad input: one sentence, exit code 2, nothing lost ---
 
 
@@ -265,6 +274,7 @@ def test_a_device_that_is_not_there(tmp_path: Path) -> None:
         pytest.skip("there is a GPU here")
     refused = python("-m", "opacus_memprof", "run", "--device", "cuda", "-o", tmp_path / "out", TRAIN)
     assert_refused(refused, "no CUDA device")
+    assert len(refused.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
 
