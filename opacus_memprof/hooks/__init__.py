@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from opacus.grad_sample import AbstractGradSampleHooks
+from opacus.grad_sample import AbstractGradSampleHooks, GradSampleHooksNoOp
 from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import Optimizer
@@ -49,6 +49,9 @@ def attach_model(model: nn.Module | AbstractGradSampleHooks) -> Attachment:
     for name, module in modules.named_modules(root):
         capture.wrap_opacus_hooks(attachment, module, name, opacus_hooks)
     modules.hook_modules(attachment, root)
+    if isinstance(model, GradSampleHooksNoOp):
+        optimizer.sampled_by_hand.add(model)
+        attachment.on_detach(optimizer.sampled_by_hand.clear)
     _opacus.use(attachment)
     _attached[root] = attachment
     return attachment

@@ -40,12 +40,13 @@ class CaptureBackprops(Wrapper):
     gradient.
     """
 
-    __slots__ = ("_module_id", "_tag")
+    __slots__ = ("_module_id", "_tagged")
 
     def __init__(self, wrapped: Callable[..., Any], module_id: int) -> None:
         super().__init__(wrapped)
         self._module_id = module_id
-        self._tag = _native.Tag(category=BACKPROP_COPIES, module=module_id, op=_native.op_id("capture_backprops_hook"))
+        tag = _native.Tag(category=BACKPROP_COPIES, module=module_id, op=_native.op_id("capture_backprops_hook"))
+        self._tagged = tag(wrapped)
 
     def __call__(self, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
         held = len(module.__dict__.get("activations", ()))
@@ -53,8 +54,7 @@ class CaptureBackprops(Wrapper):
             return self.__wrapped__(module, grad_input, grad_output)
         _native.settle(self._module_id)
         try:
-            with self._tag:
-                return self.__wrapped__(module, grad_input, grad_output)
+            return self._tagged(module, grad_input, grad_output)
         finally:
             if len(module.__dict__.get("activations", ())) < held:
                 _native.release(self._module_id)

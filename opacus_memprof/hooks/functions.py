@@ -39,15 +39,14 @@ def wrap_functions(attachment: Attachment) -> None:
 class ExpandedWeightSample:
     """`set_grad_sample_if_exists(maybe_expanded_weight, per_sample_grad_fn)`: ExpandedWeights' grad sampler."""
 
-    __slots__ = ("__wrapped__", "_tag")
+    __slots__ = ("__wrapped__", "_tagged")
 
     def __init__(self, wrapped: Callable[..., None]) -> None:
         self.__wrapped__ = wrapped
-        self._tag = _native.Tag(category=TEMP_MATRICES, op=_native.op_id(wrapped.__name__))
+        self._tagged = _tagged(TEMP_MATRICES)(wrapped)
 
     def __call__(self, maybe_expanded_weight: Any, per_sample_grad_fn: Any) -> None:
-        with self._tag:
-            self.__wrapped__(maybe_expanded_weight, per_sample_grad_fn)
+        self._tagged(maybe_expanded_weight, per_sample_grad_fn)
         parameter = getattr(maybe_expanded_weight, "orig_weight", None)
         if parameter is not None:
             # Also where it is a view of the output's gradient: it keeps that alive until zero_grad.
@@ -57,15 +56,14 @@ class ExpandedWeightSample:
 class ClipParameter:
     """`_clip_and_accumulate_parameter(p, max_grad_norm)`: clipping of one parameter, in backward."""
 
-    __slots__ = ("__wrapped__", "_tag")
+    __slots__ = ("__wrapped__", "_tagged")
 
     def __init__(self, wrapped: Callable[..., None]) -> None:
         self.__wrapped__ = wrapped
-        self._tag = _native.Tag(category=CLIPPING_TEMPORARIES, op=_native.op_id(wrapped.__name__))
+        self._tagged = _tagged(CLIPPING_TEMPORARIES)(wrapped)
 
     def __call__(self, p: Any, max_grad_norm: float) -> None:
-        with self._tag:
-            self.__wrapped__(p, max_grad_norm)
+        self._tagged(p, max_grad_norm)
         _native.retag(p.summed_grad, SUMMED_GRADIENTS, owner_of(p))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from opacus.grad_sample import GradSampleHooksNoOp
 from opacus.optimizers import DPOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,11 +29,15 @@ from opacus_memprof.hooks.vocabulary import (
     IDLE,
     OPTIMIZER_STATES,
     OPTIMIZER_STEP,
+    PER_SAMPLE_GRADIENTS,
     SUMMED_GRADIENTS,
     ZERO_GRAD,
 )
 
 Run = Callable[[], Any]
+
+# Models in Opacus' mode no_op: nobody but the program knows when it sets `grad_sample`.
+sampled_by_hand: "weakref.WeakSet[GradSampleHooksNoOp]" = weakref.WeakSet()
 
 
 class Method:
@@ -61,6 +66,10 @@ class Method:
 
 def _pre_step(optimizer: DPOptimizer, run: Run) -> Any:
     _native.set_phase(CLIP)
+    if sampled_by_hand:
+        parameters = _trained(optimizer)
+        for parameter, owner in zip(parameters, owners_of(parameters), strict=True):
+            _native.retag(tensors_in(getattr(parameter, "grad_sample", None)), PER_SAMPLE_GRADIENTS, owner)
     proceed = run()
     if not proceed:  # a part of a logical batch: it is clipped and summed, and there is no update
         _native.set_phase(IDLE)

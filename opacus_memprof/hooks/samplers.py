@@ -21,16 +21,16 @@ _BORN_INSIDE = (TEMP_MATRICES,)
 class Sampler:
     """A sampler `f(layer, activations, backprops) -> {parameter: result}`; `category` is that of its results."""
 
-    __slots__ = ("__wrapped__", "_category", "_tag")
+    __slots__ = ("__wrapped__", "_category", "_tagged")
 
     def __init__(self, wrapped: Callable[..., Mapping[Any, Tensor]], category: int) -> None:
         self.__wrapped__ = wrapped
         self._category = category
-        self._tag = _native.Tag(category=TEMP_MATRICES, op=_native.op_id(getattr(wrapped, "__name__", repr(wrapped))))
+        tag = _native.Tag(category=TEMP_MATRICES, op=_native.op_id(getattr(wrapped, "__name__", repr(wrapped))))
+        self._tagged: Callable[..., Mapping[Any, Tensor]] = tag(wrapped)
 
     def __call__(self, layer: Any, activations: Any, backprops: Any) -> Mapping[Any, Tensor]:
-        with self._tag:
-            samples = self.__wrapped__(layer, activations, backprops)
+        samples = self._tagged(layer, activations, backprops)
         _native.retag_if(samples.values(), _BORN_INSIDE, self._category)
         return samples
 

@@ -37,16 +37,18 @@ class Model(nn.Module):
 
 @dataclass
 class Training:
-    """What a script has in hand after `make_private`."""
+    """What a script has in hand after `make_private`, and what that returned as the model: a wrapper, which the script
+    uses, or an object that holds the hooks."""
 
     model: Any
     optimizer: Any
     criterion: Any
     loader: Any
+    returned: Any
 
     @property
     def prepared(self) -> tuple[Any, ...]:
-        return self.model, self.optimizer, self.criterion, self.loader
+        return self.returned, self.optimizer, self.criterion, self.loader
 
     def step(self, tokens: torch.Tensor, labels: torch.Tensor) -> float:
         loss = self.criterion(self.model(tokens), labels)
@@ -79,16 +81,15 @@ def prepare(
     built = model()
     optimizer = torch.optim.Adam(p for p in built.parameters() if p.requires_grad)
     if mode == "vanilla":
-        return Training(built, optimizer, nn.CrossEntropyLoss(), loader())
+        return Training(built, optimizer, nn.CrossEntropyLoss(), loader(), built)
     chosen = {"noise_multiplier": 0.5, "max_grad_norm": 1.0, "poisson_sampling": False, "grad_sample_mode": mode}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Opacus warns that its random numbers are torch's
         module, private, *criterion, data = engine().make_private(
             module=built, optimizer=optimizer, criterion=nn.CrossEntropyLoss(), data_loader=loader(), **chosen | options
         )
-    # Without a wrapper the hooks object is returned, and the program goes on using its own model.
     usable = module if isinstance(module, nn.Module) else built
-    return Training(usable, private, criterion[0] if criterion else nn.CrossEntropyLoss(), data)
+    return Training(usable, private, criterion[0] if criterion else nn.CrossEntropyLoss(), data, module)
 
 
 @contextmanager

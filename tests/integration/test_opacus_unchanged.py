@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -45,11 +46,13 @@ def test_losses_and_parameters_are_bit_identical(mode: str, cpu: None) -> None: 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_allocations_are_the_same(mode: str) -> None:
-    def allocations(training: Training) -> tuple[list[int], dict[str, int]]:
+    def allocations(training: Training) -> tuple[Counter[int], dict[str, int]]:
         training.run()  # lazy states
+        gc.collect()
         with no_collection(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             training.run()
-        sizes = [event.nbytes() for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+        events = recorded.profiler.kineto_results.events()  # in an order that clock ticks leave open
+        sizes = Counter(event.nbytes() for event in events if event.name() == "[memory]")
 
         def epoch() -> None:
             with record_function(f"{WINDOW}epoch"):
@@ -64,7 +67,7 @@ def test_allocations_are_the_same(mode: str) -> None:
         profiled = allocations(training)
 
     assert profiled == plain
-    assert len(plain[0]) > 100
+    assert plain[0].total() > 500
     assert plain[1]["epoch"] > 0
 
 
@@ -118,7 +121,7 @@ def test_dropped_model_is_freed(mode: str) -> None:
         references: list[weakref.ref[Any]] = [weakref.ref(training.model)]
         references += [weakref.ref(p) for p in training.model.parameters()]
 
-        training.model = training.optimizer = training.criterion = None
+        training.model = training.returned = training.optimizer = training.criterion = None
         gc.collect()  # Opacus' hooks hold the model that they hang on
 
         assert [reference() for reference in references] == [None] * len(references)
