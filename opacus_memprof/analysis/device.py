@@ -25,7 +25,7 @@ def build_device(
         replayed: one of _native.replay's devices.
         header: the event file's.
         live: the live counters' peak of this device, if known.
-        snapshots: this device's part of snapshots.jsonl, by the snapshot's number.
+        snapshots: those of snapshots.jsonl that have this device, by number.
     """
     start = header["start_unix_ns"]
     peak, warnings = _peak(name, replayed, names, start)
@@ -40,7 +40,7 @@ def build_device(
         },
         "steps": [_step(step, names, start) for step in replayed["steps"]],
         "steps_left_out": replayed["steps_left_out"],
-        "snapshots": [_snapshot(moment, names, start, snapshots) for moment in replayed["snapshots"]],
+        "snapshots": _snapshots(name, replayed["snapshots"], names, start, snapshots),
         "out_of_memory": [
             {
                 "requested_bytes": moment["requested"],
@@ -132,12 +132,19 @@ def _with_counters(
     return peak, warnings
 
 
-def _counters_peak(live: Mapping[str, Any]) -> dict[str, Any]:
+def _public(live: Mapping[str, int]) -> dict[str, int]:
+    """The live counters' categories, with the two of captured activations as one."""
     categories: dict[str, int] = {}
-    for category, count in live["categories"].items():
+    for category, size in live.items():
         public = ACTIVATION_HOOKS if category in SPLIT else category
-        if count or public != UNDECIDED:
-            categories[public] = categories.get(public, 0) + count
+        categories[public] = categories.get(public, 0) + size
+    return categories
+
+
+def _counters_peak(live: Mapping[str, Any]) -> dict[str, Any]:
+    categories = _public(live["categories"])
+    if not categories.get(UNDECIDED, 0):
+        categories.pop(UNDECIDED, None)
     return {
         "requested_bytes": live["requested_bytes"],
         "counted_bytes": None,
@@ -169,21 +176,45 @@ def _step(step: Mapping[str, Any], names: Names, start: int) -> dict[str, Any]:
     }
 
 
-def _snapshot(
-    moment: Mapping[str, Any], names: Names, start: int, taken: Mapping[int, Mapping[str, Any]]
-) -> dict[str, Any]:
-    snapshot = {
-        "index": moment["number"],
-        "name": names.op(moment["name"]),
-        "requested_bytes": moment["bytes"],
-        **_place(moment, names, start, "step", "phase"),
-    }
-    if (then := taken.get(moment["number"])) is not None:
-        snapshot |= {key: then[key] for key in _RECONCILED if key in then}
-        if pending := then["categories"].get("pending_free", 0):  # freed as far as events go
-            snapshot["requested_bytes"] += pending
-            snapshot["categories"]["pending_free"] = pending
-    return snapshot
+def _snapshots(
+    name: str,
+    moments: Sequence[Mapping[str, Any]],
+    names: Names,
+    start: int,
+    taken: Mapping[int, Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Snapshots as the events have them, with what the allocator counted; those that a full event file has dropped
+    are the live counters'."""
+    snapshots = []
+    for moment in moments:
+        snapshot = {
+            "index": moment["number"],
+            "name": names.op(moment["name"]),
+            "requested_bytes": moment["bytes"],
+            **_place(moment, names, start, "step", "phase"),
+        }
+        if moment["number"] in taken:
+            then = taken[moment["number"]]["devices"][name]
+            snapshot |= {key: then[key] for key in _RECONCILED if key in then}
+            if pending := then["categories"].get("pending_free", 0):  # freed as far as events go
+                snapshot["requested_bytes"] += pending
+                snapshot["categories"]["pending_free"] = pending
+        snapshots.append(snapshot)
+    in_events = {snapshot["index"] for snapshot in snapshots}
+    for index, line in taken.items():
+        if index not in in_events:
+            then = line["devices"][name]
+            snapshots.append(
+                {
+                    **{key: line[key] for key in ("index", "name", "unix_ns", "step", "logical_step")},
+                    "requested_bytes": then["requested_bytes"],
+                    "event": None,
+                    "phase": None,
+                    "categories": {key: size for key, size in _public(then["categories"]).items() if size},
+                    **{key: then[key] for key in _RECONCILED if key in then},
+                }
+            )
+    return snapshots
 
 
 def _timeline(moments: Sequence[Mapping[str, Any]], names: Names) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def build_profile(
     for device in replayed["devices"]:
         name = names.device(device["id"])
         live = None if peaks is None else peaks.get(name)
-        taken = {index: entry[name] for index, entry in snapshots.items() if name in entry}
+        taken = {index: entry for index, entry in snapshots.items() if name in entry["devices"]}
         devices[name], more = build_device(name, device, header, names, live, taken)
         said += more
     return {
@@ -148,14 +148,14 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 
 def _read_snapshots(path: Path) -> dict[int, dict[str, Any]]:
-    """The devices of each snapshot, by its number. A killed process may leave half a line at the end."""
+    """The snapshots by their numbers. A killed process may leave half a line at the end."""
     if not path.exists():
         return {}
     snapshots = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(line)
-            snapshots[entry["index"]] = entry["devices"]
+            snapshots[entry["index"]] = {**entry, "devices": dict(entry["devices"])}
         except (ValueError, KeyError, TypeError):
             continue
     return snapshots

@@ -64,13 +64,6 @@ def _print_header(profile: Mapping[str, Any], console: Console) -> None:
     versions = profile.get("versions") or {}
     if known := [f"{name} {versions[name]}" for name in ("torch", "opacus", "cuda") if versions.get(name)]:
         console.print(escape(", ".join(known)), style="dim", highlight=False)
-    events = profile.get("events") or {}
-    if events.get("dropped"):
-        console.print(
-            f"[yellow]{events['dropped']:,} of {events['dropped'] + events.get('recorded', 0):,} events were dropped[/]"
-            " (the event file was full)",
-            highlight=False,
-        )
 
 
 def _print_device(name: str, device: Mapping[str, Any], console: Console) -> None:

@@ -128,8 +128,10 @@ def test_snapshots_carry_what_the_allocator_counted(tmp_path: Path) -> None:
     file = a_step().add("snapshot", size=4, op="after step", step=1)
     counts = {"requested_bytes": 1064, "categories": {"pending_free": 64, "model_parameters": 1000}}
     counted = {"allocated_bytes": 1536, "reserved_bytes": 4096, "rounding": 472, "cached": 2560}
-    line = {"index": 4, "devices": {"cuda:0": {**counts, **counted, "outside_pytorch": None, "remainder": 0}}}
-    (tmp_path / "snapshots.jsonl").write_text(json.dumps(line) + '\n{"index": 5, "dev')  # killed while it wrote
+    devices = {"cuda:0": {**counts, **counted, "outside_pytorch": None, "remainder": 0}}
+    (tmp_path / "snapshots.jsonl").write_text(
+        json.dumps({"index": 4, "devices": devices}) + '\n{"index": 5, "dev'  # killed while it wrote
+    )
     (snapshot,) = built(file, tmp_path)["devices"]["cuda:0"]["snapshots"]
     assert (snapshot["index"], snapshot["name"], snapshot["step"]) == (4, "after step", 1)
     # The side stream still holds 64 bytes that the program has freed.
@@ -138,6 +140,17 @@ def test_snapshots_carry_what_the_allocator_counted(tmp_path: Path) -> None:
     assert counted.items() <= snapshot.items()
     assert snapshot["outside_pytorch"] is None
     assert snapshot["remainder"] == 0
+
+
+def test_a_snapshot_after_the_file_was_full_is_the_counters(tmp_path: Path) -> None:
+    counts = {"requested_bytes": 30, "remainder": 0, "rounding": 2}
+    categories = {"noise": 0, "activation_hooks_shared": 10, "activation_hooks_opacus_only": 15, "forward_undecided": 5}
+    place = {"index": 9, "name": "late", "unix_ns": 77, "step": 8, "logical_step": 2}
+    devices = {"cuda:0": {**counts, "categories": categories}, "cpu": {}}
+    (tmp_path / "snapshots.jsonl").write_text(json.dumps({**place, "devices": devices}) + "\n")
+    (snapshot,) = built(a_step(), tmp_path)["devices"]["cuda:0"]["snapshots"]
+    held = {"activation_hooks": 25, "forward_undecided": 5}
+    assert snapshot == {**place, **counts, "categories": held, "event": None, "phase": None}
 
 
 def test_an_allocation_that_failed(tmp_path: Path) -> None:
