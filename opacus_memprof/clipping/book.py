@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.layers import Kept, Layer
+from opacus_memprof.clipping.verdict import Verdict
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
@@ -48,6 +49,7 @@ class Book:
         self.mode: Literal["keep", "norms", "sums"] = "keep"
         self._passes: list[Pass] = []
         self._new_pass = True
+        self._unverified: list[Verdict] = []
 
     def begin(self) -> None:
         """The next backward belongs to a new forward."""
@@ -55,6 +57,7 @@ class Book:
 
     def clear(self) -> None:
         self._passes.clear()
+        self._unverified.clear()
         self._new_pass = True
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -115,24 +118,19 @@ class Book:
 
     def _factors(self, done: Pass) -> torch.Tensor:
         """What each sample's booked gradient is multiplied with: min(1, C / (norm + 1e-6)) as in Opacus and, for a
-        mean loss, the batch size, since the booked gradients are those of loss / B. Shape [B].
-
-        Raises MemprofError for norms that are not finite.
-        """
+        mean loss, the batch size, since the booked gradients are those of loss / B. Shape [B]."""
         squares = [kept.squared_norms for kept in done.kept.values()]
-        total = torch.stack([s.to(squares[0].device, squares[0].dtype) for s in squares]).sum(0)
+        total = torch.stack([s.to(squares[0].device, squares[0].dtype) for s in squares])
         scale = done.batch if self.loss_reduction == "mean" else 1
-        self.norms = total.sqrt_().mul_(scale)
-        if not bool(torch.isfinite(self.norms).all()):
-            bad = torch.nonzero(~torch.isfinite(self.norms)).flatten().tolist()
-            layers = [layer.describe() for layer, k in done.kept.items() if not bool(k.squared_norms.isfinite().all())]
-            raise MemprofError(
-                f"the gradient norm of samples {bad} of the batch is not finite (first seen in "
-                f"{layers[0] if layers else 'the sum over layers'}); no parameter was changed. Look for NaN or "
-                "infinity in inputs and loss, and lower the learning rate; float16 needs a smaller loss scale or "
-                "bfloat16."
-            )
+        self.norms = total.sum(0).sqrt_().mul_(scale)
+        self._unverified.append(Verdict(self.norms, total, [layer.describe() for layer in done.kept]))
         return (self.max_grad_norm / (self.norms + 1e-6)).clamp(max=1.0).mul_(scale)
+
+    def verify(self) -> None:
+        """Waits until the norms behind all factors are known. Raises MemprofError unless they are finite."""
+        verdicts, self._unverified = self._unverified, []
+        for verdict in verdicts:
+            verdict.require_finite()
 
     def require(self, parameters: dict[nn.Parameter, str]) -> None:
         """Raises MemprofError unless every pass has booked every one of ``parameters`` (to name)."""
@@ -150,7 +148,7 @@ class Book:
                 )
 
     def clipped_sums(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Empties the book: each parameter with its clipped sum, once for every pass. All norms are checked first."""
+        """Empties the book: each parameter with its clipped sum, once for every pass. Call ``verify`` before use."""
         factors = [None if done.clipped else self._factors(done) for done in self._passes]
         passes, self._passes = self._passes, []
         self._new_pass = True

@@ -31,9 +31,9 @@ def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, wo
     return total.view(stack.shape[1:])
 
 
-def scale_only_sample(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def scale_only_sample(stack: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """The sum where there is one sample: scaled in place, no memory and no reduction."""
-    return stack.mul_(factors.to(accumulation_dtype(stack.dtype)).view(-1, *[1] * (stack.dim() - 1)))[0].to(dtype)
+    return stack.mul_(factors.view(-1, *[1] * (stack.dim() - 1)))[0]
 
 
 def sum_products(

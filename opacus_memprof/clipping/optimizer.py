@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 from torch import nn
@@ -51,7 +52,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         """Adds the clipped sums of every backward since the last step to ``p.summed_grad``.
 
         Raises:
-            MemprofError: before anything is changed, where a norm is not finite or a parameter has no gradient.
+            MemprofError: a parameter has no gradient.
             ValueError: ``zero_grad`` was not called since the last step (as Opacus does).
         """
         for held in self.params:
@@ -84,17 +85,36 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             del noise
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
-        """Clips, and unless the step is to be skipped (BatchMemoryManager) adds noise and averages."""
+        """Clips, and unless the step is to be skipped (BatchMemoryManager) adds noise and averages.
+
+        Raises:
+            MemprofError: a norm is not finite; then all gradients are dropped, and no parameter is changed.
+        """
         self.clip_and_accumulate()
         if self._check_skip_next_step():
+            self._verify()
             self._is_last_step_skipped = True
             return False
         self.add_noise()
         self.scale_grad()
+        self._verify()  # last, so that the device has work while the host waits
         if self.step_hook:
             self.step_hook(self)
         self._is_last_step_skipped = False
         return True
+
+    def _verify(self) -> None:
+        try:
+            self.book.verify()
+        except MemprofError:
+            self._is_last_step_skipped = False
+            self.zero_grad()
+            raise
+
+    def scale_grad(self) -> None:
+        """As Opacus: divides by the expected batch size, for a mean loss; all parameters in one call."""
+        if self.loss_reduction == "mean":
+            torch._foreach_div_([p.grad for p in self.params], self.expected_batch_size * self.accumulated_iterations)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients and what the book kept; clipped sums survive a skipped step, as in Opacus.

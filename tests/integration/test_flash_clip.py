@@ -242,7 +242,9 @@ def test_what_is_kept_is_the_smaller_and_goes_with_the_step() -> None:
     model = nn.Sequential(nn.Linear(6, 50), nn.Linear(50, 50, bias=False)).double()
     module, optimizer, _ = make_private(model, vector_data(8), "flash_clip", flash_clip_passes=1)
     module(torch.randn(4, 7, 6, dtype=torch.float64)).square().sum((1, 2)).mean().backward()
-    shapes = [(category, name, tuple(t.shape)) for category, name, t in module.book.holdings() if category[:4] != "norm"]
+    shapes = [
+        (category, name, tuple(t.shape)) for category, name, t in module.book.holdings() if category[:4] != "norm"
+    ]
     assert sorted(shapes) == [
         ("activation_hooks", "1", (4, 7, 50)),  # 7 (50 + 50) elements a sample against 50 x 50
         ("backprop_copies", "1", (4, 7, 50)),

@@ -149,15 +149,18 @@ class Layer:
         while kept.stacks:
             parameter, stack = kept.stacks.popitem()
             # Only the weight's gradients are memory of our own: others may be views of what autograd passed on.
-            if len(stack) == 1 and parameter is getattr(self.module, "weight", None) and self.owns_weight_gradients:
-                total = scale_only_sample(stack, factors, parameter.dtype)
+            ours = self.owns_weight_gradients and parameter is self.module._parameters.get("weight")
+            if len(stack) == 1 and ours and stack.dtype == parameter.dtype:
+                total = scale_only_sample(stack, factors)
             else:
                 total = sum_stack(stack, factors, parameter.dtype, workspace)
             del stack
             yield parameter, total
         if kept.pair is not None:
             (x, g), kept.pair = kept.pair, None
-            yield self._weight(), self.weight_sum(x, g, factors, workspace).to(self._weight().dtype)
+            total = self.weight_sum(x, g, factors, workspace).to(self._weight().dtype)
+            del x, g
+            yield self._weight(), total
 
     owns_weight_gradients = False
 
