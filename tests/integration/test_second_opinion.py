@@ -97,6 +97,23 @@ def assert_agree(training: Training, inputs: list[torch.Tensor], loss: Any, fore
         assert not by_category.get(category), category
 
 
+def assert_modules_agree(training: Training) -> None:
+    """What hangs on a parameter belongs to one module, which has the parameter (DPLSTM renames its cells')."""
+    modules = {block["address"]: block["module"] for block in _native.live_blocks()}
+    owners: dict[torch.Tensor, set[str]] = {}
+    for name, module in training.module._module.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(parameter, set()).add(name)
+    for parameter, names in owners.items():
+        held = ("grad", "grad_sample", "_norm_sample", "summed_grad")
+        tensors = [parameter, *(getattr(parameter, name, None) for name in held)]
+        tensors += training.optimizer.state.get(parameter, {}).values()
+        found = {modules[address] for address in addresses(tensors)}
+        assert len(found) == 1
+        assert found <= names
+
+
 def assert_somebody_holds_every_block(loss: Any, foreign: set[int]) -> None:
     objects = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
     held = addresses(objects) | addresses(saved_by_autograd(getattr(loss, "loss_per_sample", loss).grad_fn))
@@ -125,6 +142,7 @@ def test_walked_storages_agree_with_the_ledger(model: Model, mode: str, tmp_path
                 training.fill_grad_samples(*inputs)
             training.optimizer.step()
             assert_agree(training, inputs, loss, foreign)
+            assert_modules_agree(training)
             training.optimizer.zero_grad()
             assert_agree(training, inputs, loss, foreign)
             assert_somebody_holds_every_block(loss, foreign)
