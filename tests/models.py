@@ -189,12 +189,12 @@ class Training:
         loss.backward()
         if self.mode == "no_op":
             with filling or nullcontext():
-                self._fill_grad_samples(inputs, targets)
+                self.fill_grad_samples(inputs, targets)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
 
-    def _fill_grad_samples(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    def fill_grad_samples(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         """What the user of `no_op` does: here by torch.func."""
         model = self.module._module
         trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
