@@ -40,11 +40,25 @@ class SequenceRanges {
     boundaries_.push_back({.begin = sequence, .module = module});
   }
 
-  [[nodiscard]] std::uint16_t module_of(std::uint64_t sequence) const noexcept {
+  // `hint` is where the caller found its last number, and is moved. Backward runs through the numbers
+  // downwards, so the next range is the same or a near one below.
+  [[nodiscard]] std::uint16_t module_of(std::uint64_t sequence, std::uint32_t& hint) const noexcept {
+    constexpr int kNear = 4;
+    if (hint < boundaries_.size()) {
+      std::size_t at = hint;
+      for (int steps = 0; steps < kNear && at > 0 && boundaries_[at].begin > sequence; ++steps) --at;
+      const bool below_next = at + 1 == boundaries_.size() || sequence < boundaries_[at + 1].begin;
+      if (boundaries_[at].begin <= sequence && below_next) {
+        hint = static_cast<std::uint32_t>(at);
+        return boundaries_[at].module;
+      }
+    }
     const auto after = std::upper_bound(
         boundaries_.begin(), boundaries_.end(), sequence,
         [](std::uint64_t value, const Boundary& boundary) { return value < boundary.begin; });
-    return after == boundaries_.begin() ? std::uint16_t{0} : std::prev(after)->module;
+    if (after == boundaries_.begin()) return 0;
+    hint = static_cast<std::uint32_t>(std::prev(after) - boundaries_.begin());
+    return std::prev(after)->module;
   }
 
  private:
@@ -87,12 +101,12 @@ void begin_range(std::uint16_t module) {
   }
 }
 
-std::uint16_t module_of(int task, std::uint64_t sequence) noexcept {
+std::uint16_t module_of(int task, std::uint64_t sequence, std::uint32_t& hint) noexcept {
   constexpr std::uint64_t kAccumulateGrad = UINT64_MAX;  // belongs to no forward
   if (sequence == kAccumulateGrad) return 0;
-  if (task > recomputed().task) return recomputed().ranges.module_of(sequence);
+  if (task > recomputed().task) return recomputed().ranges.module_of(sequence, hint);
   const std::lock_guard guard(forward().lock);
-  return forward().ranges.module_of(sequence);
+  return forward().ranges.module_of(sequence, hint);
 }
 
 // Node types are few: each is named once, then found by its type's address. (A node's own name() may
@@ -129,28 +143,30 @@ OpNames op_names;
 
 }  // namespace
 
-bool in_backward() noexcept {
+BackwardPosition backward_task() noexcept {
   const int task = torch::autograd::get_current_graph_task_id();
-  if (task < 0) return false;
-  backward_state.note(task);
-  return true;
+  if (task >= 0) backward_state.note(task);
+  return {.task = task};
 }
 
+bool in_backward() noexcept { return backward_task().task >= 0; }
+
 BackwardPosition backward_position() {
-  const int task = torch::autograd::get_current_graph_task_id();
-  if (task < 0) return {};
-  backward_state.note(task);
+  const BackwardPosition here = backward_task();
+  const int task = here.task;
+  if (task < 0) return here;
   const auto node = torch::autograd::get_current_node();
-  if (node == nullptr) return {.task = task};
+  if (node == nullptr) return here;
 
   // A node usually allocates more than once.
   ThreadTags::LastNode& last = this_thread().last_node;
   const std::uint64_t sequence = node->sequence_nr();
   if (last.node != node.get() || last.sequence != sequence || last.position.task != task) {
-    last = {.node = node.get(),
-            .sequence = sequence,
-            .position = {
-                .task = task, .module = module_of(task, sequence), .op = op_names.of(*node)}};
+    last.node = node.get();
+    last.sequence = sequence;
+    last.position = {.task = task,
+                     .module = module_of(task, sequence, last.range),
+                     .op = op_names.of(*node)};
   }
   return last.position;
 }

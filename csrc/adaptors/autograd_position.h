@@ -14,6 +14,9 @@ namespace opacus_memprof {
 // Of the calling thread, now. Never takes the GIL.
 BackwardPosition backward_position();
 
+// Only whether there is a pass: `task`, without module and op.
+BackwardPosition backward_task() noexcept;
+
 // The calling thread is inside a graph task (and says so to backward_state).
 bool in_backward() noexcept;
 

@@ -48,7 +48,8 @@ void report_oom(std::size_t size) noexcept {
 void remember(c10::DataPtr& data, std::size_t size, const void* return_address) {
   if (!data || !data.compare_exchange_deleter(upstream_deleter, &free_block)) return;
   const c10::DeviceIndex device = data.device().index();
-  report_alloc(data.get(), size, device_number(device), stream_id(current_stream(device)),
+  const std::uint8_t stream = recorder().detailed() ? stream_id(current_stream(device)) : std::uint8_t{0};
+  report_alloc(data.get(), size, device_number(device), stream,
                tag_of_allocation_from(return_address));
 }
 
@@ -73,6 +74,7 @@ CudaAllocator::CudaAllocator(cca::CUDAAllocator* upstream) : upstream_(upstream)
 }
 
 c10::DataPtr CudaAllocator::allocate(size_t size) {
+  recorder().prefetch();
   c10::DataPtr data;
   try {
     data = upstream_->allocate(size);

@@ -20,11 +20,17 @@ inline void report_alloc(const void* pointer, std::size_t size, Device device, s
   recorder().on_alloc(address_of(pointer), size, device, stream, tag);
 }
 
-inline Tag tag_of_allocation() { return this_thread().resolve(backward_position()); }
+inline Tag tag_of_allocation() {
+  return this_thread().resolve(recorder().detailed() ? backward_position() : backward_task());
+}
 
-// Before upstream frees.
+// Before upstream frees. What a thread is doing when it frees tells the analysis activations from temporaries;
+// the counters do not ask.
 inline Recorder::Freed report_free(const void* pointer) noexcept {
-  const Phase phase = in_backward() ? backward_state.phase() : this_thread().phase();
+  Phase phase = Phase::idle;
+  if (recorder().detailed()) {
+    phase = in_backward() ? backward_state.phase() : this_thread().phase();
+  }
   return recorder().on_free(address_of(pointer), phase);
 }
 

@@ -21,7 +21,7 @@
 
 namespace opacus_memprof {
 
-class EventFile {
+class alignas(64) EventFile {
  public:
   // Creates (or empties) `path` for at most `capacity` events and reserves the first chunk.
   // `housekeeping` runs about once a second on the file's own thread.
@@ -69,8 +69,8 @@ class EventFile {
   void run();
   void refresh_header() noexcept;
 
-  // What append touches, on one line.
-  alignas(64) Event* next_ = nullptr;
+  // What append touches, on the object's first line (Recorder::prefetch).
+  Event* next_ = nullptr;
   std::atomic<Event*> end_{nullptr};  // of the reserved space
   std::uint64_t start_ticks_ = 0;
   std::atomic<std::uint64_t> dropped_{0};

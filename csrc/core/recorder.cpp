@@ -3,6 +3,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <mutex>
 #include <new>
 #include <stdexcept>
@@ -18,6 +19,8 @@ namespace {
 constexpr auto kUndecided = static_cast<std::uint8_t>(Category::forward_undecided);
 constexpr auto kShared = static_cast<std::uint8_t>(Category::activation_hooks_shared);
 constexpr auto kOpacusOnly = static_cast<std::uint8_t>(Category::activation_hooks_opacus_only);
+
+constexpr std::uint64_t kMask48 = (std::uint64_t{1} << 48U) - 1;
 
 std::uint8_t phase_of_this_thread() noexcept {
   return static_cast<std::uint8_t>(this_thread().phase());
@@ -39,6 +42,7 @@ struct ForkHandlers {
   static void child() {
     Recorder& self = recorder();
     self.enabled_ = false;
+    self.writing_to_ = nullptr;
     if (self.events_ != nullptr) {
       self.events_->abandon();
       static_cast<void>(self.events_.release());  // its thread and mutex cannot be destroyed here
@@ -49,16 +53,21 @@ struct ForkHandlers {
 
 Recorder::Recorder() = default;
 
-Recorder& recorder() {
-  static Recorder* const instance = [] {
-    auto* made = new Recorder;
-    names();
-    return made;
-  }();
-  static const int handlers =
-      pthread_atfork(ForkHandlers::prepare, ForkHandlers::parent, ForkHandlers::child);
-  static_cast<void>(handlers);
-  return *instance;
+namespace detail {
+
+Recorder* const the_recorder = [] {
+  names();  // made before anything can fork
+  pthread_atfork(ForkHandlers::prepare, ForkHandlers::parent, ForkHandlers::child);
+  return new Recorder;
+}();
+
+}  // namespace detail
+
+void Recorder::prefetch() const noexcept {
+  __builtin_prefetch(&lock_, 1);
+  __builtin_prefetch(&ledger_, 1);
+  __builtin_prefetch(&counters_[1], 1);  // the first GPU's
+  __builtin_prefetch(writing_to_.load(std::memory_order_relaxed), 1);  // may be null
 }
 
 void Recorder::on_alloc(std::uint64_t address, std::uint64_t size, Device device,
@@ -149,7 +158,7 @@ void Recorder::note_upstream_at_peak(Device device, std::int64_t requested, std:
 
 void Recorder::on_oom(std::uint64_t size, Device device, Tag tag) noexcept {
   Block request;
-  request.size = size;
+  request.size = std::min(size, kMask48);  // more than any machine has
   request.device = device;
   request.category = tag.category;
   request.module = tag.module;
@@ -189,7 +198,8 @@ std::uint64_t Recorder::retag(std::uint64_t address, std::uint8_t category, std:
   if (block->base == category && !new_module) return 0;
   if (module != kKeep16) block->module = module;
   block->base = category;
-  if (!block->captured) change_category(*block, category);
+  // A captured block keeps its category; the event then says only the module.
+  change_category(*block, block->captured ? block->category : category);
   return block->size;
 }
 
@@ -312,6 +322,7 @@ void Recorder::start_events(std::unique_ptr<EventFile> file) {
   }
   physical_ = logical_ = 0;  // a profile counts its own steps
   events_ = std::move(file);
+  writing_to_ = events_.get();
   ledger_.for_each([&](Block& block) {
     block.step = 0;
     write(EventKind::seed, block, block.phase, block.op);
@@ -320,6 +331,7 @@ void Recorder::start_events(std::unique_ptr<EventFile> file) {
 
 std::unique_ptr<EventFile> Recorder::stop_events() noexcept {
   const std::lock_guard guard(lock_);
+  writing_to_ = nullptr;
   return std::move(events_);
 }
 
@@ -335,7 +347,6 @@ Recorder::EventsStatus Recorder::events_status() {
 void Recorder::write(EventKind kind, const Block& block, std::uint8_t phase,
                      std::uint16_t op) noexcept {
   if (events_ == nullptr) return;
-  constexpr std::uint64_t kMask48 = (std::uint64_t{1} << 48U) - 1;
   Event event{};
   event.time = (ticks() - events_->start_ticks()) & kMask48;
   event.kind = static_cast<std::uint8_t>(kind);
@@ -343,7 +354,7 @@ void Recorder::write(EventKind kind, const Block& block, std::uint8_t phase,
   event.address = block.address & kMask48;
   event.phase = phase;
   event.device = block.device;
-  event.size = block.size & kMask48;
+  event.size = block.size;
   event.stream = block.stream;
   event.thread = block.thread;
   event.module = block.module;

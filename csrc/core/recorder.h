@@ -36,6 +36,12 @@ class Recorder {
   Recorder();
 
   // --- from allocators. `tag` comes from ThreadTags::resolve. ---
+  // Called before upstream allocates: by the time it has, what on_alloc needs is in the cache.
+  void prefetch() const noexcept;
+  // Events are being written: worth asking for stream, module and op, which the counters do not need.
+  [[nodiscard]] bool detailed() const noexcept {
+    return writing_to_.load(std::memory_order_relaxed) != nullptr;
+  }
   void on_alloc(std::uint64_t address, std::uint64_t size, Device device, std::uint8_t stream,
                 Tag tag) noexcept;
   // Whether the peak may be asked of upstream now: this free ended a new maximum.
@@ -125,6 +131,7 @@ class Recorder {
   // What every allocation touches comes first, on one line.
   alignas(64) SpinLock lock_;
   bool enabled_ = true;  // false in a forked child: its blocks are its own affair
+  std::atomic<const EventFile*> writing_to_{nullptr};  // events_, for who does not hold the lock
   std::atomic<std::uint32_t> physical_{0};
   std::uint32_t next_serial_ = 1;
   std::unique_ptr<EventFile> events_;
@@ -136,7 +143,11 @@ class Recorder {
   std::atomic<std::uint32_t> logical_{0};
 };
 
+namespace detail {
+extern Recorder* const the_recorder;
+}
+
 // The process' recorder; never destroyed, since blocks may outlive static destruction.
-Recorder& recorder();
+inline Recorder& recorder() { return *detail::the_recorder; }
 
 }  // namespace opacus_memprof

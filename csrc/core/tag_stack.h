@@ -58,6 +58,7 @@ class alignas(64) ThreadTags {
   struct LastNode {
     const void* node = nullptr;
     std::uint64_t sequence = 0;
+    std::uint32_t range = 0;  // a hint where to look for the next one's module
     BackwardPosition position;
   };
   LastNode last_node;

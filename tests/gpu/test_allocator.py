@@ -103,6 +103,8 @@ def test_an_address_that_is_handed_out_again_at_once() -> None:
 def test_record_stream_keeps_memory_until_the_side_stream_is_done() -> None:
     side = torch.cuda.Stream()
     source = torch.full((1 << 22,), 7.0, device="cuda")
+    with torch.cuda.stream(side):
+        source + 0  # loading a kernel waits for the device, so it is done before
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(400_000_000)  # about a fifth of a second
@@ -210,9 +212,9 @@ def test_backward_thread_is_known() -> None:
     def hook(gradient: torch.Tensor) -> None:
         seen.update(block_of(gradient))
 
-    loss = (torch.randn(8, 64, device="cuda") @ weight).relu()
-    loss.register_hook(hook)
-    loss.sum().backward()
+    product = torch.randn(8, 64, device="cuda") @ weight
+    product.register_hook(hook)
+    product.relu().sum().backward()
     assert seen["phase"] == "backward"
     assert seen["thread"] == "pt_autograd_0"
 

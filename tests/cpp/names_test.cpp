@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/names.h"
+
+#include <gtest/gtest.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "core/vocabulary.h"
+
+namespace opacus_memprof {
+namespace {
+
+using Kind = Names::Kind;
+
+TEST(Names, ANameKeepsItsId) {
+  Names names;
+  const auto id = names.intern(Kind::module, "blocks.0");
+  EXPECT_EQ(names.intern(Kind::module, "blocks.0"), id);
+  EXPECT_NE(names.intern(Kind::module, "blocks.1"), id);
+  EXPECT_EQ(names.list(Kind::module)[id], "blocks.0");
+}
+
+TEST(Names, BuiltInCategoriesHaveTheirNumbers) {
+  Names names;
+  for (std::size_t i = 0; i < kBuiltinCategories; ++i) {
+    EXPECT_EQ(names.intern(Kind::category, kCategoryNames[i]), i);
+  }
+  EXPECT_EQ(names.intern(Kind::category, "mine"), kBuiltinCategories);
+}
+
+TEST(Names, NoModuleIsZero) {
+  Names names;
+  EXPECT_EQ(names.intern(Kind::module, ""), 0);
+  EXPECT_EQ(names.intern(Kind::op, ""), 0);
+  EXPECT_EQ(names.intern(Kind::stream, ""), 0);
+}
+
+TEST(Names, AFullListMergesAndSaysSo) {
+  Names names;
+  for (std::size_t i = kBuiltinCategories; i < kMaxCategories - 1; ++i) {
+    EXPECT_EQ(names.intern_or_throw(Kind::category, "c" + std::to_string(i)), i);
+  }
+  EXPECT_EQ(names.intern(Kind::category, "one too many"), kMaxCategories - 1);
+  EXPECT_EQ(names.intern(Kind::category, "and another"), kMaxCategories - 1);
+  EXPECT_EQ(names.list(Kind::category).size(), kMaxCategories);
+  EXPECT_EQ(names.list(Kind::category).back(), "(other)");
+  EXPECT_THROW(names.intern_or_throw(Kind::category, "a third"), std::out_of_range);
+  EXPECT_EQ(names.intern_or_throw(Kind::category, "noise"),
+            static_cast<std::uint16_t>(Category::noise));
+}
+
+TEST(Names, AnAdditionChangesTheVersion) {
+  Names names;
+  const auto before = names.version();
+  names.intern(Kind::op, "AddmmBackward0");
+  EXPECT_GT(names.version(), before);
+  const auto after = names.version();
+  names.intern(Kind::op, "AddmmBackward0");
+  EXPECT_EQ(names.version(), after);
+}
+
+}  // namespace
+}  // namespace opacus_memprof

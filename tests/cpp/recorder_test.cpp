@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/recorder.h"
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <filesystem>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "core/event_reader.h"
+
+namespace opacus_memprof {
+namespace {
+
+constexpr Device kGpu = 1;
+constexpr auto id(Category category) { return static_cast<std::uint8_t>(category); }
+
+Tag tag_of(Category category, std::uint16_t module = 0) {
+  return {.category = id(category), .phase = 0, .module = module, .op = 0};
+}
+
+std::int64_t live(Recorder& recorder, Category category) {
+  for (const auto& state : recorder.snapshot("look").devices) {
+    if (state.device == kGpu) return state.categories[id(category)];
+  }
+  return 0;
+}
+
+std::int64_t total(Recorder& recorder) {
+  for (const auto& state : recorder.snapshot("look").devices) {
+    if (state.device == kGpu) return state.requested;
+  }
+  return 0;
+}
+
+Peak peak_of(Recorder& recorder) {
+  recorder.close_peak(kGpu);
+  for (const auto& [device, peak] : recorder.peaks()) {
+    if (device == kGpu) return peak;
+  }
+  return {};
+}
+
+TEST(Recorder, CountsByCategory) {
+  Recorder recorder;
+  recorder.on_alloc(0x1000, 100, kGpu, 0, tag_of(Category::noise));
+  recorder.on_alloc(0x2000, 30, kGpu, 0, tag_of(Category::gradients));
+  EXPECT_EQ(live(recorder, Category::noise), 100);
+  EXPECT_EQ(total(recorder), 130);
+  EXPECT_TRUE(recorder.on_free(0x1000, Phase::idle).known);
+  EXPECT_FALSE(recorder.on_free(0x1000, Phase::idle).known);
+  EXPECT_EQ(live(recorder, Category::noise), 0);
+  EXPECT_EQ(total(recorder), 30);
+}
+
+TEST(Recorder, RetaggingMovesBytes) {
+  Recorder recorder;
+  recorder.on_alloc(0x1000, 100, kGpu, 0, tag_of(Category::backward_temporaries));
+  EXPECT_EQ(recorder.retag(0x1000, id(Category::gradients), 5), 100U);
+  EXPECT_EQ(recorder.retag(0x1000, id(Category::gradients), 5), 0U);  // nothing changes
+  EXPECT_EQ(recorder.retag(0x9000, id(Category::gradients), 5), 0U);  // no such block
+  EXPECT_EQ(recorder.retag(0x1000, id(Category::inputs), kKeep16,
+                           std::uint64_t{1} << id(Category::unattributed)),
+            0U);  // not the expected category
+  EXPECT_EQ(live(recorder, Category::gradients), 100);
+  EXPECT_EQ(recorder.live_blocks().at(0).module, 5);
+  EXPECT_EQ(total(recorder), 100);
+}
+
+TEST(Recorder, ThePeakIsTheMomentBeforeTheFirstFreeAfterTheMaximum) {
+  Recorder recorder;
+  recorder.on_alloc(0x1000, 100, kGpu, 0, tag_of(Category::noise));
+  recorder.on_alloc(0x2000, 50, kGpu, 0, tag_of(Category::temp_matrices));
+  recorder.retag(0x2000, id(Category::per_sample_gradients), kKeep16);
+  EXPECT_TRUE(recorder.on_free(0x1000, Phase::idle).closed_peak);
+  recorder.note_upstream_at_peak(kGpu, 150, 1024, 4096);
+  EXPECT_FALSE(recorder.on_free(0x2000, Phase::idle).closed_peak);
+  recorder.on_alloc(0x3000, 150, kGpu, 0, tag_of(Category::gradients));  // as high, not higher
+  const Peak peak = peak_of(recorder);
+  EXPECT_EQ(peak.requested, 150);
+  EXPECT_EQ(peak.categories[id(Category::noise)], 100);
+  EXPECT_EQ(peak.categories[id(Category::per_sample_gradients)], 50);
+  EXPECT_EQ(peak.categories[id(Category::temp_matrices)], 0);
+  EXPECT_EQ(peak.upstream_allocated, 1024);
+  recorder.reset_peaks();
+  EXPECT_EQ(peak_of(recorder).categories[id(Category::gradients)], 150);
+}
+
+TEST(Recorder, CapturesNestAndReturnTheBlockToItsCategory) {
+  Recorder recorder;
+  recorder.on_alloc(0x1000, 100, kGpu, 0, tag_of(Category::forward_undecided));
+  const BlockId first = recorder.capture(0x1000);
+  const BlockId second = recorder.capture(0x1000);
+  EXPECT_EQ(live(recorder, Category::activation_hooks_shared), 100);
+  recorder.settle(first, 2);  // two captures, and nobody else
+  EXPECT_EQ(live(recorder, Category::activation_hooks_opacus_only), 100);
+  recorder.settle(first, 3);
+  EXPECT_EQ(live(recorder, Category::activation_hooks_shared), 100);
+  recorder.release(first);
+  EXPECT_EQ(live(recorder, Category::activation_hooks_shared), 100);
+  recorder.release(second);
+  EXPECT_EQ(live(recorder, Category::forward_undecided), 100);
+}
+
+TEST(Recorder, OnlyWhatForwardMadeIsACapturedActivation) {
+  Recorder recorder;
+  recorder.on_alloc(0x1000, 100, kGpu, 0, tag_of(Category::inputs));
+  EXPECT_EQ(recorder.capture(0x1000).serial, 0U);
+  EXPECT_EQ(live(recorder, Category::inputs), 100);
+}
+
+TEST(Recorder, ACaptureDoesNotOutliveItsBlock) {
+  Recorder recorder;
+  recorder.on_alloc(0x1000, 100, kGpu, 0, tag_of(Category::forward_undecided));
+  const BlockId captured = recorder.capture(0x1000);
+  recorder.on_free(0x1000, Phase::backward);
+  recorder.on_alloc(0x1000, 40, kGpu, 0, tag_of(Category::noise));  // the address again
+  recorder.settle(captured, 1);
+  recorder.release(captured);
+  EXPECT_EQ(live(recorder, Category::noise), 40);
+  EXPECT_EQ(total(recorder), 40);
+}
+
+TEST(Recorder, ASeededBlockThatWasFreedUnseenGivesWayToTheNextOneThere) {
+  Recorder recorder;
+  recorder.seed(0x1000, 100, kGpu, 0);
+  recorder.seed(0x1000, 100, kGpu, 0);  // again: known
+  EXPECT_EQ(recorder.seeded(kGpu), std::vector<std::uint64_t>{0x1000});
+  recorder.on_alloc(0x1000, 30, kGpu, 0, tag_of(Category::noise));
+  EXPECT_EQ(total(recorder), 30);
+  EXPECT_TRUE(recorder.seeded(kGpu).empty());
+}
+
+TEST(Recorder, AForkedChildDoesNotRecord) {
+  recorder().on_alloc(0x1000, 100, kGpu, 0, tag_of(Category::noise));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    recorder().on_alloc(0x2000, 50, kGpu, 0, tag_of(Category::noise));
+    ::_exit(live(recorder(), Category::noise) == 100 ? 0 : 1);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+  recorder().on_free(0x1000, Phase::idle);
+}
+
+// Hands out and takes back addresses as a caching allocator does: the one freed last goes first.
+class ReusingAllocator {
+ public:
+  std::uint64_t take() {
+    const std::lock_guard guard(mutex_);
+    if (free_.empty()) return 512 * ++fresh_;
+    const std::uint64_t address = free_.back();
+    free_.pop_back();
+    return address;
+  }
+  void give(std::uint64_t address) {
+    const std::lock_guard guard(mutex_);
+    free_.push_back(address);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::uint64_t> free_;
+  std::uint64_t fresh_ = 0;
+};
+
+// Threads that allocate, free, retag, capture and look at once, over an event file; the sums hold at
+// every look, and the file tells the same story.
+TEST(Recorder, StaysConsistentUnderThreadsThatReuseAddresses) {
+  std::string pattern = (std::filesystem::temp_directory_path() / "memprof_XXXXXX").string();
+  const std::string folder = ::mkdtemp(pattern.data());
+  Recorder recorder;
+  recorder.start_events(std::make_unique<EventFile>(folder + "/events.bin", 1'000'000,
+                                                    std::function<void()>{}));
+  ReusingAllocator allocator;
+  std::atomic<bool> stop{false};
+  std::atomic<std::int64_t> left{0};
+  const auto work = [&](unsigned seed) {
+    std::mt19937 random(seed);
+    std::vector<std::pair<std::uint64_t, std::int64_t>> mine;
+    for (int i = 0; i < 5000; ++i) {
+      if (mine.size() < 20 || random() % 2 == 0) {
+        const std::uint64_t address = allocator.take();
+        const std::int64_t size = 1 + static_cast<std::int64_t>(random() % 5000);
+        const auto category = static_cast<Category>(random() % kBuiltinCategories);
+        recorder.on_alloc(address, static_cast<std::uint64_t>(size), kGpu, 0, tag_of(category));
+        mine.emplace_back(address, size);
+      } else {
+        std::swap(mine[random() % mine.size()], mine.back());
+        recorder.on_free(mine.back().first, Phase::backward);
+        allocator.give(mine.back().first);
+        mine.pop_back();
+      }
+      if (mine.empty()) continue;
+      const std::uint64_t address = mine[random() % mine.size()].first;
+      if (i % 3 == 0) recorder.retag(address, id(Category::noise), kKeep16);
+      if (i % 7 == 0) recorder.release(recorder.capture(address));
+      if (i % 100 == 0) recorder.end_step(true);
+    }
+    for (const auto& [address, size] : mine) left += size;
+  };
+  std::thread looking([&] {
+    while (!stop) {
+      for (const auto& state : recorder.snapshot("look").devices) {
+        std::int64_t sum = 0;
+        for (const std::int64_t bytes : state.categories) {
+          EXPECT_GE(bytes, 0);
+          sum += bytes;
+        }
+        EXPECT_EQ(sum, state.requested);
+      }
+      recorder.live_blocks();
+      recorder.events_status();
+    }
+  });
+  std::vector<std::thread> threads;
+  for (unsigned seed = 1; seed <= 4; ++seed) threads.emplace_back(work, seed);
+  for (std::thread& thread : threads) thread.join();
+  stop = true;
+  looking.join();
+  EXPECT_EQ(total(recorder), left);
+  recorder.stop_events().reset();
+
+  EventReader reader(folder + "/events.bin");
+  std::unordered_map<std::uint64_t, std::uint64_t> alive;
+  std::uint64_t last_time = 0;
+  for (auto events = reader.next(); !events.empty(); events = reader.next()) {
+    for (const Event& event : events) {
+      EXPECT_GE(event.time, last_time);
+      last_time = event.time;
+      const auto kind = static_cast<EventKind>(event.kind);
+      if (kind == EventKind::alloc) {
+        EXPECT_TRUE(alive.emplace(event.address, event.size).second);
+      } else if (kind == EventKind::free) {
+        EXPECT_EQ(alive.erase(event.address), 1U);
+      }
+    }
+  }
+  std::int64_t sum = 0;
+  for (const auto& [address, size] : alive) sum += static_cast<std::int64_t>(size);
+  EXPECT_EQ(sum, left);
+  std::filesystem::remove_all(folder);
+}
+
+}  // namespace
+}  // namespace opacus_memprof
