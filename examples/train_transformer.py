@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a small GPT-like transformer with Opacus on made-up tokens. An ordinary script: it knows of no profiler.
 
-    python examples/train_transformer.py --mode ghost
-    opacus-memprof run examples/train_transformer.py --mode ghost
+Run it as it is, or under the profiler: `opacus-memprof run examples/train_transformer.py --mode ghost`.
 """
 
 import argparse
@@ -72,7 +71,7 @@ class Transformer(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mode", default="hooks", choices=["hooks", "ghost"], help="Opacus' grad_sample_mode")
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--steps", type=int, default=5)
