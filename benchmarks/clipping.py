@@ -133,7 +133,11 @@ def main() -> None:
         together = [[mode] for mode in arguments.modes] if arguments.isolate else [arguments.modes]
         for modes in together:
             lines += run_config(config, modes, seconds / len(together), arguments.precision)
-        moved = counted_bytes(config)
+        try:
+            moved = counted_bytes(config)
+        except ImportError as missing:
+            print(f"{config.name}: {missing}", file=sys.stderr)
+            continue
         summary = summarize(lines)
         results["configs"][config.name] = {"modes": summary, "norm_step_bytes": moved, "rounds": lines}
         write(arguments.output, results)

@@ -51,13 +51,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     def clip_and_accumulate(self) -> None:
         """Adds the clipped sums of every backward since the last step to ``p.summed_grad``.
 
-        Raises:
-            MemprofError: a parameter has no gradient.
-            ValueError: ``zero_grad`` was not called since the last step (as Opacus does).
+        Raises MemprofError where a parameter has no gradient.
         """
-        for held in self.params:
-            if held.summed_grad is not None:
-                _check_processed_flag(held.summed_grad)
         self.book.require({p: self._names[p] for p in self.params})
         parameter: Any  # with Opacus' attributes
         for parameter, total in self.book.clipped_sums():
@@ -70,7 +65,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     def add_noise(self) -> None:
         """Adds Opacus' noise to ``p.summed_grad`` in place, and shows the result as ``p.grad``.
 
-        In place because the sum without noise is of no further use, and is as large as the model.
+        In place because the sum without noise is of no further use, and is as large as the model. Raises ValueError
+        where ``zero_grad`` was not called since the last step (as Opacus does).
         """
         for parameter in self.params:
             _check_processed_flag(parameter.summed_grad)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from opacus_memprof.clipping.book import Book
 from opacus_memprof.clipping.layers import Layer
@@ -30,10 +31,11 @@ class Tap(torch.autograd.Function):
         return output.detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         saved = ctx.saved_tensors
         # Backward may be called under autocast; what is kept was cast in forward already.
-        with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
+        with torch.autocast(g.device.type, enabled=False):
             ctx.book.take(ctx.layer, saved[0] if saved else None, g)
         return g, None, None, None, None
 
@@ -51,6 +53,7 @@ class Gate(torch.autograd.Function):
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
         outputs, ctx.outputs = ctx.outputs, []
         ctx.run([(output, g) for output, g in zip(outputs, gradients, strict=True) if g is not None])

@@ -255,6 +255,14 @@ def test_what_is_kept_is_the_smaller_and_goes_with_the_step() -> None:
     assert list(module.book.holdings()) == []
 
 
+def test_two_passes_keep_norms_only() -> None:
+    torch.manual_seed(0)
+    module, _, _ = make_private(Transformer().double(), token_data(8), "flash_clip", flash_clip_passes=2)
+    ids, target = token_data(4).tensors
+    criterion("mean")(module(ids), target).backward()
+    assert {category for category, _, _ in module.book.holdings()} == {"norm_samples"}
+
+
 def test_evaluation_is_untouched() -> None:
     torch.manual_seed(0)
     model = convnet().double()
@@ -281,10 +289,12 @@ def test_autocast_keeps_what_was_computed_with(passes: int) -> None:
             loss = criterion("mean")(module(data.tensors[0]), data.tensors[1])
         loss.backward()
         if mode == "flash_clip" and passes == 1:
-            (booked,) = module.book._passes
-            dtypes = {t.dtype for kept in booked.kept.values() if kept.pair for t in kept.pair if t.is_floating_point()}
-            assert torch.bfloat16 in dtypes
-            assert {kept.squared_norms.dtype for kept in booked.kept.values()} == {torch.float32}
+            holdings = list(module.book.holdings())
+            assert {t.dtype for category, _, t in holdings if category == "norm_samples"} == {torch.float32}
+            inputs = {name: t.dtype for category, name, t in holdings if category == "activation_hooks"}
+            assert inputs.pop("tokens") == torch.int64
+            assert inputs.keys() >= {"blocks.0.qkv", "blocks.1.up"}
+            assert set(inputs.values()) == {torch.bfloat16}
         optimizer.step()
         results.append({n: p.grad.clone() for n, p in module.named_parameters()})
     for name, expected in results[0].items():

@@ -278,3 +278,26 @@ def test_parameters_stay_trainable_when_a_forward_fails() -> None:
     with pytest.raises(RuntimeError):
         module(torch.randn(4, 8, dtype=torch.float64))
     assert all(p.requires_grad for p in module.parameters())
+
+
+def test_inputs_by_keyword() -> None:
+    class Keyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(9, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layer(input=x)
+            return out
+
+    module, _ = private(Keyword(), 1)
+    with pytest.raises(MemprofError, match=r"'layer' \(Linear\) was not called with a tensor as its first argument"):
+        module(torch.randn(4, 9, dtype=torch.float64))
+
+
+def test_gradients_of_gradients() -> None:
+    module, _ = private(mlp(), 1)
+    x = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

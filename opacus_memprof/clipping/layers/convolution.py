@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """nn.Conv1d and nn.Conv2d: a linear map of the unfolded input, one for each group.
 
-The input is unfolded for some samples (or, where one sample is too large, some channels) at a time.
+The input is unfolded for some samples (groups, channels) at a time.
 """
 
 from __future__ import annotations
