@@ -24,9 +24,9 @@ from typing import Any
 
 import opacus
 import torch
+from small_gpt import SmallGPT, lm_loss
 from torch.utils import cpp_extension
 
-from small_gpt import SmallGPT, lm_loss
 from opacus_memprof import _native, hooks
 
 PAIR_SOURCE = r"""

@@ -22,7 +22,8 @@ class Adaptor {
   virtual void uninstall() = 0;
   [[nodiscard]] virtual bool installed() const = 0;
 
-  // Makes the free of a block that was allocated before us visible; false if it is not such a block.
+  // Makes the free of a block that was allocated before us visible; false if it is not such a
+  // block.
   virtual bool adopt(c10::DataPtr& data, std::size_t bytes) = 0;
   // Asks upstream what it counts, for the peak that has just been closed on `device`.
   virtual void note_peak(Device device) noexcept = 0;
@@ -32,7 +33,8 @@ Adaptor& cpu_adaptor();
 // nullptr in a build without CUDA.
 Adaptor* cuda_adaptor();
 
-// c10's own count of the bytes that its CPU allocator has out since install, blocks adopted included.
+// c10's own count of the bytes that its CPU allocator has out since install, blocks adopted
+// included.
 std::int64_t cpu_reported_bytes();
 
 }  // namespace opacus_memprof

@@ -40,13 +40,15 @@ class SequenceRanges {
     boundaries_.push_back({.begin = sequence, .module = module});
   }
 
-  // `hint` is where the caller found its last number, and is moved. Backward runs through the numbers
-  // downwards, so the next range is the same or a near one below.
-  [[nodiscard]] std::uint16_t module_of(std::uint64_t sequence, std::uint32_t& hint) const noexcept {
+  // `hint` is where the caller found its last number, and is moved. Backward runs through the
+  // numbers downwards, so the next range is the same or a near one below.
+  [[nodiscard]] std::uint16_t module_of(std::uint64_t sequence,
+                                        std::uint32_t& hint) const noexcept {
     constexpr int kNear = 4;
     if (hint < boundaries_.size()) {
       std::size_t at = hint;
-      for (int steps = 0; steps < kNear && at > 0 && boundaries_[at].begin > sequence; ++steps) --at;
+      for (int steps = 0; steps < kNear && at > 0 && boundaries_[at].begin > sequence; ++steps)
+        --at;
       const bool below_next = at + 1 == boundaries_.size() || sequence < boundaries_[at + 1].begin;
       if (boundaries_[at].begin <= sequence && below_next) {
         hint = static_cast<std::uint32_t>(at);
@@ -77,8 +79,8 @@ Forward& forward() {
   return *instance;
 }
 
-// Of forwards inside backward (reentrant activation checkpointing recomputes on autograd's thread and
-// then runs a nested graph task there). Numbers are the thread's own, so these ranges are too.
+// Of forwards inside backward (reentrant activation checkpointing recomputes on autograd's thread
+// and then runs a nested graph task there). Numbers are the thread's own, so these ranges are too.
 struct Recomputed {
   SequenceRanges ranges;
   int task = INT_MAX;  // the one that recomputed; its nested tasks have higher ids
@@ -109,9 +111,9 @@ std::uint16_t module_of(int task, std::uint64_t sequence, std::uint32_t& hint) n
   return forward().ranges.module_of(sequence, hint);
 }
 
-// Node types are few: each is named once, then found by its type's address. (A node's own name() may
-// need Python, and builds a string each time.) A slot is a type's address above its op's id, so that
-// one load reads both.
+// Node types are few: each is named once, then found by its type's address. (A node's own name()
+// may need Python, and builds a string each time.) A slot is a type's address above its op's id, so
+// that one load reads both.
 class OpNames {
  public:
   std::uint16_t of(const torch::autograd::Node& node) {
@@ -164,9 +166,8 @@ BackwardPosition backward_position() {
   if (last.node != node.get() || last.sequence != sequence || last.position.task != task) {
     last.node = node.get();
     last.sequence = sequence;
-    last.position = {.task = task,
-                     .module = module_of(task, sequence, last.range),
-                     .op = op_names.of(*node)};
+    last.position = {
+        .task = task, .module = module_of(task, sequence, last.range), .op = op_names.of(*node)};
   }
   return last.position;
 }

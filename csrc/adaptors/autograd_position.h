@@ -20,7 +20,8 @@ BackwardPosition backward_task() noexcept;
 // The calling thread is inside a graph task (and says so to backward_state).
 bool in_backward() noexcept;
 
-// The length of a module's forward: pushes its tag and gives it the sequence numbers made meanwhile.
+// The length of a module's forward: pushes its tag and gives it the sequence numbers made
+// meanwhile.
 class ModuleScope {
  public:
   explicit ModuleScope(std::uint16_t module);

@@ -50,7 +50,8 @@ class CudaAdaptor final : public Adaptor {
                                                        allocator_->raw_deleter());
     if (adopted) {
       // A block that was there when the ledger was seeded is known already.
-      recorder().seed(address_of(data.get()), bytes, static_cast<Device>(1 + data.device().index()), 0);
+      recorder().seed(address_of(data.get()), bytes, static_cast<Device>(1 + data.device().index()),
+                      0);
       recorder().adopt(address_of(data.get()));
     }
     return adopted;

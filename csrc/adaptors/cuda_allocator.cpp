@@ -48,7 +48,8 @@ void report_oom(std::size_t size) noexcept {
 void remember(c10::DataPtr& data, std::size_t size, const void* return_address) {
   if (!data || !data.compare_exchange_deleter(upstream_deleter, &free_block)) return;
   const c10::DeviceIndex device = data.device().index();
-  const std::uint8_t stream = recorder().detailed() ? stream_id(current_stream(device)) : std::uint8_t{0};
+  const std::uint8_t stream =
+      recorder().detailed() ? stream_id(current_stream(device)) : std::uint8_t{0};
   report_alloc(data.get(), size, device_number(device), stream,
                tag_of_allocation_from(return_address));
 }

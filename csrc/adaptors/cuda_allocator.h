@@ -2,8 +2,9 @@
 // A CUDAAllocator that forwards every virtual method to the one it wraps and reports what passes.
 //
 // torch's base class gives several methods a default that throws or does nothing, so a method left
-// out is lost without a sound; tests/unit/test_forwarding.py reads the installed header and fails if one is.
-// The OPACUS_MEMPROF_HAS_* macros come from setup.py, which looks each method up in that header.
+// out is lost without a sound; tests/unit/test_forwarding.py reads the installed header and fails
+// if one is. The OPACUS_MEMPROF_HAS_* macros come from setup.py, which looks each method up in that
+// header.
 #pragma once
 
 #include <c10/cuda/CUDACachingAllocator.h>

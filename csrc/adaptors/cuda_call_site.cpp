@@ -28,7 +28,8 @@ bool resizes_storage(const void* return_address) {
 namespace {
 
 int visit(dl_phdr_info* info, std::size_t /*size*/, void* /*data*/) {
-  if (std::string_view(info->dlpi_name).find("libtorch_cuda.so") == std::string_view::npos) return 0;
+  if (std::string_view(info->dlpi_name).find("libtorch_cuda.so") == std::string_view::npos)
+    return 0;
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     const ElfW(Phdr)& header = info->dlpi_phdr[i];
     if (header.p_type != PT_LOAD || (header.p_flags & PF_X) == 0) continue;

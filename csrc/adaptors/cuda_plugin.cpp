@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plain C entry points for torch.cuda.memory.CUDAPluggableAllocator, for programs that can only take an
-// allocator that way. torch loses much with any such allocator (README, "The plug-in route");
-// opacus_memprof.allocator() does not.
+// Plain C entry points for torch.cuda.memory.CUDAPluggableAllocator, for programs that can only
+// take an allocator that way. torch loses much with any such allocator (README, "The plug-in
+// route"); opacus_memprof.allocator() does not.
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>

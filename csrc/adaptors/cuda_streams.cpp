@@ -15,7 +15,8 @@ std::uint8_t stream_id(cudaStream_t stream) {
   thread_local std::uint8_t last_id = 0;
   if (stream != last) {
     std::array<char, 24> name{};
-    std::snprintf(name.data(), name.size(), "0x%" PRIxPTR, reinterpret_cast<std::uintptr_t>(stream));
+    std::snprintf(name.data(), name.size(), "0x%" PRIxPTR,
+                  reinterpret_cast<std::uintptr_t>(stream));
     last_id = static_cast<std::uint8_t>(names().intern(Names::Kind::stream, name.data()));
     last = stream;
   }

@@ -24,8 +24,8 @@ inline Tag tag_of_allocation() {
   return this_thread().resolve(recorder().detailed() ? backward_position() : backward_task());
 }
 
-// Before upstream frees. What a thread is doing when it frees tells the analysis activations from temporaries;
-// the counters do not ask.
+// Before upstream frees. What a thread is doing when it frees tells the analysis activations from
+// temporaries; the counters do not ask.
 inline Recorder::Freed report_free(const void* pointer) noexcept {
   Phase phase = Phase::idle;
   if (recorder().detailed()) {

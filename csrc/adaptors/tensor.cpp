@@ -52,9 +52,19 @@ std::uint64_t retag_storage(c10::StorageImpl* storage, std::uint8_t category, st
   return recorder().retag(address_of(data.get()), category, module, expected);
 }
 
+// Who holds the storage, besides the Python object that torch keeps with it once somebody looked:
+// nobody holds that one.
+std::int64_t holders(const c10::weak_intrusive_ptr<c10::StorageImpl>& reference) {
+  const auto storage = reference.lock();
+  if (!storage) return 0;
+  const PyObject* wrapper = storage->pyobj_slot()->load_pyobj();
+  const bool idle_wrapper = wrapper != nullptr && Py_REFCNT(wrapper) == 1;
+  return static_cast<std::int64_t>(storage.use_count()) - 1 - (idle_wrapper ? 1 : 0);
+}
+
 void settle(const Capture& capture) {
   for (const Captured& captured : capture) {
-    recorder().settle(captured.block, static_cast<std::int64_t>(captured.storage.use_count()));
+    recorder().settle(captured.block, holders(captured.storage));
   }
 }
 
@@ -79,10 +89,9 @@ void capture_tensors(std::uint16_t module, const std::vector<PyObject*>& tensors
     const BlockId block =
         recorder().capture(address_of(storage->_mutable_data_ptr_no_checks().get()));
     if (block.serial == 0) continue;
-    capture.push_back(
-        {.block = block,
-         .storage = c10::weak_intrusive_ptr<c10::StorageImpl>(
-             c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage))});
+    capture.push_back({.block = block,
+                       .storage = c10::weak_intrusive_ptr<c10::StorageImpl>(
+                           c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage))});
   }
   captures()[module].push_back(std::move(capture));
 }

@@ -18,8 +18,7 @@ namespace {
 // ---- Tagged: runs a callable under a tag ----
 
 struct Tagged {
-  PyObject_HEAD
-  vectorcallfunc vectorcall;
+  PyObject_HEAD vectorcallfunc vectorcall;
   PyObject* wrapped;
   PyObject* tag_object;
   Tag tag;
@@ -97,13 +96,21 @@ PyMemberDef tagged_members[] = {
     {nullptr, 0, 0, 0, nullptr},
 };
 
+PyObject* tagged_doc(PyObject* self, void* /*closure*/) {
+  return PyObject_GetAttrString(reinterpret_cast<Tagged*>(self)->wrapped, "__doc__");
+}
+
+PyGetSetDef tagged_properties[] = {
+    {"__doc__", tagged_doc, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
 PyMethodDef tagged_methods[] = {
     {"__reduce__", tagged_reduce, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
 PyType_Slot tagged_slots[] = {
-    {Py_tp_doc, const_cast<char*>("A callable that runs the wrapped one under a tag.")},
     {Py_tp_new, reinterpret_cast<void*>(tagged_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(tagged_dealloc)},
     {Py_tp_traverse, reinterpret_cast<void*>(tagged_traverse)},
@@ -113,13 +120,14 @@ PyType_Slot tagged_slots[] = {
     {Py_tp_descr_get, reinterpret_cast<void*>(tagged_descr_get)},
     {Py_tp_repr, reinterpret_cast<void*>(tagged_repr)},
     {Py_tp_members, tagged_members},
+    {Py_tp_getset, tagged_properties},
     {Py_tp_methods, tagged_methods},
     {0, nullptr},
 };
 
-PyType_Spec tagged_spec = {
-    "opacus_memprof._C.Tagged", sizeof(Tagged), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, tagged_slots};
+PyType_Spec tagged_spec = {"opacus_memprof._C.Tagged", sizeof(Tagged), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+                           tagged_slots};
 
 // ---- ScopedForward: a module's `forward` under the module's tag ----
 //
@@ -129,9 +137,9 @@ PyType_Spec tagged_spec = {
 // torch's slow path.)
 
 struct ScopedForward {
-  PyObject_HEAD
-  vectorcallfunc vectorcall;
-  PyObject* function;   // unbound, from the class; or whatever stood in the __dict__, which is called as it is
+  PyObject_HEAD vectorcallfunc vectorcall;
+  PyObject* function;   // unbound, from the class; or whatever stood in the __dict__, which is
+                        // called as it is
   PyObject* reference;  // weak, to the module
   PyObject* weak_references;
   std::uint16_t module;
@@ -154,7 +162,8 @@ PyObject* scoped_call(PyObject* self, PyObject* const* args, std::size_t flags, 
   PyObject* module = module_of(scoped);
   if (module == nullptr) return nullptr;
   const auto positional = static_cast<std::size_t>(PyVectorcall_NARGS(flags));
-  const std::size_t named = names == nullptr ? 0 : static_cast<std::size_t>(PyTuple_GET_SIZE(names));
+  const std::size_t named =
+      names == nullptr ? 0 : static_cast<std::size_t>(PyTuple_GET_SIZE(names));
   std::vector<PyObject*> all;
   all.reserve(positional + named + 1);
   all.push_back(module);
@@ -281,15 +290,14 @@ PyType_Slot scoped_slots[] = {
     {0, nullptr},
 };
 
-PyType_Spec scoped_spec = {
-    "opacus_memprof._C.ScopedForward", sizeof(ScopedForward), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, scoped_slots};
+PyType_Spec scoped_spec = {"opacus_memprof._C.ScopedForward", sizeof(ScopedForward), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+                           scoped_slots};
 
 // ---- GradientHook: a parameter's post-accumulate-grad hook ----
 
 struct GradientHook {
-  PyObject_HEAD
-  vectorcallfunc vectorcall;
+  PyObject_HEAD vectorcallfunc vectorcall;
   std::uint16_t module;
 };
 

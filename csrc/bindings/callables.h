@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The callables that stand in hot Python paths (hooks), as CPython types of their own: a call through
-// pybind11 would cost several times what the tag itself costs.
+// The callables that stand in hot Python paths (hooks), as CPython types of their own: a call
+// through pybind11 would cost several times what the tag itself costs.
 #pragma once
 
 #include <Python.h>

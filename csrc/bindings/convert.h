@@ -18,6 +18,7 @@ pybind11::list to_python(const std::vector<Block>& blocks);
 pybind11::dict names_to_python();
 
 // The argument as a list: one tensor, or any iterable of them.
-std::vector<PyObject*> tensors_of(const pybind11::object& tensors, std::vector<pybind11::object>& owned);
+std::vector<PyObject*> tensors_of(const pybind11::object& tensors,
+                                  std::vector<pybind11::object>& owned);
 
 }  // namespace opacus_memprof

@@ -18,8 +18,9 @@ void bind_cuda(py::module_& module) {
   module.def("cuda_current_name", &cuda_current_name);
   module.def("cuda_refresh", &cuda_refresh, py::arg("device"));
   // torch._C's own type; the pointer is not ours to free, since tensors keep it.
-  module.def("cuda_allocator",
-             [] { return std::shared_ptr<CUDAAllocator>(cuda_allocator(), [](CUDAAllocator*) {}); });
+  module.def("cuda_allocator", [] {
+    return std::shared_ptr<CUDAAllocator>(cuda_allocator(), [](CUDAAllocator*) {});
+  });
 }
 
 }  // namespace opacus_memprof

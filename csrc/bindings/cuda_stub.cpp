@@ -21,7 +21,8 @@ namespace {
 void bind_cuda(py::module_& module) {
   module.attr("HAS_CUDA") = false;
   for (const char* name : {"cuda_install", "cuda_allocator"}) module.def(name, &no_cuda);
-  module.def("cuda_refresh", [](int) { no_cuda(); }, py::arg("device"));
+  module.def(
+      "cuda_refresh", [](int) { no_cuda(); }, py::arg("device"));
   module.def("cuda_uninstall", [] {});
   module.def("cuda_installed", [] { return false; });
   module.def("cuda_current_name", [] { return ""; });

@@ -66,8 +66,8 @@ py::tuple tag_to_pickle(const Tag& tag) {
 Tag tag_from_pickle(const py::tuple& state) {
   Tag tag;
   if (!state[0].is_none()) {
-    tag.category = static_cast<std::uint8_t>(
-        names().intern(Kind::category, state[0].cast<std::string>()));
+    tag.category =
+        static_cast<std::uint8_t>(names().intern(Kind::category, state[0].cast<std::string>()));
   }
   if (!state[1].is_none()) tag.phase = phase_id(state[1].cast<std::string>());
   if (!state[2].is_none()) tag.module = names().intern(Kind::module, state[2].cast<std::string>());
@@ -156,8 +156,7 @@ void bind_blocks(py::module_& m) {
         for (const std::uint8_t id : expected) set |= std::uint64_t{1} << (id % kMaxCategories);
         return retag(tensors, category, module, set);
       },
-      py::arg("tensors"), py::arg("expected"), py::arg("category"),
-      py::arg("module") = py::none());
+      py::arg("tensors"), py::arg("expected"), py::arg("category"), py::arg("module") = py::none());
   m.def(
       "retag_each",
       [](const py::sequence& tensors, std::uint8_t category, const py::sequence& modules) {
@@ -250,8 +249,7 @@ PYBIND11_MODULE(_C, m) {
     try {
       if (raised) std::rethrow_exception(raised);
     } catch (const std::system_error& error) {
-      PyErr_SetObject(PyExc_OSError,
-                      py::make_tuple(error.code().value(), error.what()).ptr());
+      PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), error.what()).ptr());
     }
   });
   bind_names(m);

@@ -43,9 +43,9 @@ struct Event {
 };
 static_assert(sizeof(Event) == 32);
 
-// The first page of the file. `count`, `dropped` and the last clock reading are refreshed some fifty
-// times a second; of a process that is alive or was killed, the records after `count` are whole up to the first
-// one without a kind (the word that holds it is written last).
+// The first page of the file. `count`, `dropped` and the last clock reading are refreshed some
+// fifty times a second; of a process that is alive or was killed, the records after `count` are
+// whole up to the first one without a kind (the word that holds it is written last).
 struct FileHeader {
   char magic[8];
   std::uint32_t version;

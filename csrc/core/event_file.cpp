@@ -40,8 +40,7 @@ EventFile::EventFile(const std::string& path, std::uint64_t capacity,
   descriptor_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (descriptor_ < 0) throw std::system_error(errno, std::generic_category(), path);
   // The whole bound is mapped at once, far beyond the file's end: addresses cost nothing.
-  void* memory =
-      ::mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+  void* memory = ::mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
   const bool mapped = memory != MAP_FAILED;
   const int map_error = errno;
   if (mapped) {
@@ -79,8 +78,7 @@ EventFile::~EventFile() {
   header_->closed = 1;
   ::munmap(header_, mapped_bytes_);
   // A file that cannot be cut is longer than `count` says; readers go by `count`.
-  [[maybe_unused]] const int cut =
-      ::ftruncate(descriptor_, static_cast<off_t>(bytes_for(count)));
+  [[maybe_unused]] const int cut = ::ftruncate(descriptor_, static_cast<off_t>(bytes_for(count)));
   ::close(descriptor_);
 }
 

@@ -10,25 +10,25 @@ namespace opacus_memprof {
 
 // Half a cache line: the table is the largest thing that an allocation touches.
 struct Block {
-  std::uint64_t address = 0;        // 0 marks an empty slot
-  std::uint64_t size : 48 = 0;      // bytes requested
-  std::uint64_t category : 8 = 0;   // what it counts as now
-  std::uint64_t base : 8 = 0;       // what it counts as once no capture holds it
-  std::uint32_t step = 0;           // physical step of birth
-  std::uint32_t serial = 0;         // tells a block from a later one at its address
+  std::uint64_t address = 0;       // 0 marks an empty slot
+  std::uint64_t size : 48 = 0;     // bytes requested
+  std::uint64_t category : 8 = 0;  // what it counts as now
+  std::uint64_t base : 8 = 0;      // what it counts as once no capture holds it
+  std::uint32_t step = 0;          // physical step of birth
+  std::uint32_t serial = 0;        // tells a block from a later one at its address
   std::uint16_t module = 0;
   std::uint16_t op = 0;
   std::uint8_t device = 0;
   std::uint8_t stream = 0;
   std::uint8_t thread = 0;
-  std::uint8_t phase : 6 = 0;       // of birth
-  std::uint8_t captured : 1 = 0;    // Opacus holds it; the recorder counts how often
-  std::uint8_t seeded : 1 = 0;      // there before the profiler; its free may go unseen
+  std::uint8_t phase : 6 = 0;     // of birth
+  std::uint8_t captured : 1 = 0;  // Opacus holds it; the recorder counts how often
+  std::uint8_t seeded : 1 = 0;    // there before the profiler; its free may go unseen
 };
 static_assert(sizeof(Block) == 32);
 
-// Open addressing with linear probing and backward-shift deletion: about one cache line an access, no
-// allocation until the table grows.
+// Open addressing with linear probing and backward-shift deletion: about one cache line an access,
+// no allocation until the table grows.
 class Ledger {
  public:
   Ledger();

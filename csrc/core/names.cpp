@@ -41,8 +41,8 @@ std::uint16_t Names::intern(Kind kind, std::string_view name) {
 std::uint16_t Names::intern_or_throw(Kind kind, std::string_view name) {
   const auto id = intern(kind, name);
   if (name != kOther && list(kind)[id] == kOther) {
-    throw std::out_of_range("no room for another name: '" + std::string(name) + "' would be number " +
-                            std::to_string(id + 1) + "; use fewer names");
+    throw std::out_of_range("no room for another name: '" + std::string(name) +
+                            "' would be number " + std::to_string(id + 1) + "; use fewer names");
   }
   return id;
 }

@@ -16,8 +16,8 @@ std::string names_as_json();
 
 class ProfileDirectory {
  public:
-  // Starts writing the recorder's events. `info_json` is an object whose keys (versions, devices, …)
-  // meta.json takes over. Throws std::system_error, std::invalid_argument, std::logic_error.
+  // Starts writing the recorder's events. `info_json` is an object whose keys (versions, devices,
+  // …) meta.json takes over. Throws std::system_error, std::invalid_argument, std::logic_error.
   ProfileDirectory(const std::string& directory, std::uint64_t max_events,
                    const std::string& info_json);
   ProfileDirectory(const ProfileDirectory&) = delete;

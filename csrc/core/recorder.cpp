@@ -28,8 +28,8 @@ std::uint8_t phase_of_this_thread() noexcept {
 
 }  // namespace
 
-// A forked child (a DataLoader worker) shares the parent's file and inherits its locks: nobody may be
-// inside while the process forks, and the child stops recording.
+// A forked child (a DataLoader worker) shares the parent's file and inherits its locks: nobody may
+// be inside while the process forks, and the child stops recording.
 struct ForkHandlers {
   static void prepare() {
     names().lock();
@@ -66,7 +66,7 @@ Recorder* const the_recorder = [] {
 void Recorder::prefetch() const noexcept {
   __builtin_prefetch(&lock_, 1);
   __builtin_prefetch(&ledger_, 1);
-  __builtin_prefetch(&counters_[1], 1);  // the first GPU's
+  __builtin_prefetch(&counters_[1], 1);                                // the first GPU's
   __builtin_prefetch(writing_to_.load(std::memory_order_relaxed), 1);  // may be null
 }
 

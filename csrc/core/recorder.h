@@ -38,7 +38,8 @@ class Recorder {
   // --- from allocators. `tag` comes from ThreadTags::resolve. ---
   // Called before upstream allocates: by the time it has, what on_alloc needs is in the cache.
   void prefetch() const noexcept;
-  // Events are being written: worth asking for stream, module and op, which the counters do not need.
+  // Events are being written: worth asking for stream, module and op, which the counters do not
+  // need.
   [[nodiscard]] bool detailed() const noexcept {
     return writing_to_.load(std::memory_order_relaxed) != nullptr;
   }
@@ -105,8 +106,8 @@ class Recorder {
   void reset_peaks() noexcept;
   std::vector<Block> live_blocks();
 
-  // Steps count from 0 again; what is live enters the file as seeds. Throws std::logic_error if events
-  // are being written already.
+  // Steps count from 0 again; what is live enters the file as seeds. Throws std::logic_error if
+  // events are being written already.
   void start_events(std::unique_ptr<EventFile> file);
   // Returns the file for its owner to close outside the lock; nullptr if there was none.
   std::unique_ptr<EventFile> stop_events() noexcept;
@@ -121,7 +122,8 @@ class Recorder {
  private:
   friend struct ForkHandlers;
   void write(EventKind kind, const Block& block, std::uint8_t phase, std::uint16_t op) noexcept;
-  void write_mark(EventKind kind, std::uint8_t phase, std::uint16_t op, std::uint64_t size) noexcept;
+  void write_mark(EventKind kind, std::uint8_t phase, std::uint16_t op,
+                  std::uint64_t size) noexcept;
   void change_category(Block& block, std::uint8_t category) noexcept;
   void insert(Block block, EventKind kind) noexcept;
   bool erase(Block* block, std::uint8_t phase) noexcept;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What this thread is doing: a stack of tags that hooks push and pop, and the thread's phase.
 //
-// Autograd runs a CUDA backward on a thread of its own, so a tag set around loss.backward() does not
-// reach it; the adaptor asks autograd instead and passes the answer in as BackwardPosition.
+// Autograd runs a CUDA backward on a thread of its own, so a tag set around loss.backward() does
+// not reach it; the adaptor asks autograd instead and passes the answer in as BackwardPosition.
 #pragma once
 
 #include <array>
@@ -22,7 +22,8 @@ struct BackwardPosition {
 };
 
 // One thread's tags. Not thread safe; reached through this_thread(). What every allocation reads is
-// on its first cache line: between two allocations a training step runs enough code to evict the rest.
+// on its first cache line: between two allocations a training step runs enough code to evict the
+// rest.
 class alignas(64) ThreadTags {
  public:
   ThreadTags();
@@ -92,7 +93,8 @@ inline ThreadTags& this_thread() {
 // What every thread must know of backward passes.
 class alignas(64) Backward {
  public:
-  // Called on each allocation and free inside a graph task; cheap when the task is the one seen last.
+  // Called on each allocation and free inside a graph task; cheap when the task is the one seen
+  // last.
   void note(int task) noexcept {
     if (last_task_.load(std::memory_order_relaxed) != task) {
       last_task_.store(task, std::memory_order_relaxed);

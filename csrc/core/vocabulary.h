@@ -80,7 +80,7 @@ enum class Phase : std::uint8_t {
 };
 
 inline constexpr std::array<std::string_view, 9> kPhaseNames{
-    "idle", "setup", "forward", "backward", "second_backward",
+    "idle", "setup", "forward",        "backward",  "second_backward",
     "clip", "noise", "optimizer_step", "zero_grad",
 };
 inline constexpr std::size_t kPhases = kPhaseNames.size();

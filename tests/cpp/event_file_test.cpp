@@ -58,7 +58,10 @@ class EventFileTest : public ::testing::Test {
 };
 
 TEST_F(EventFileTest, HoldsExactlyWhatWasAppended) {
-  { EventFile file(path(), 1000, {}); for (int i = 1; i <= 10; ++i) file.append(alloc(i)); }
+  {
+    EventFile file(path(), 1000, {});
+    for (int i = 1; i <= 10; ++i) file.append(alloc(i));
+  }
   const Content found = content();
   EXPECT_EQ(std::memcmp(found.header.magic, kMagic, sizeof(kMagic)), 0);
   EXPECT_EQ(found.header.version, kFormatVersion);
@@ -74,7 +77,10 @@ TEST_F(EventFileTest, HoldsExactlyWhatWasAppended) {
 }
 
 TEST_F(EventFileTest, CountsWhatFindsNoRoom) {
-  { EventFile file(path(), 3, {}); for (int i = 1; i <= 5; ++i) file.append(alloc(i)); }
+  {
+    EventFile file(path(), 3, {});
+    for (int i = 1; i <= 5; ++i) file.append(alloc(i));
+  }
   EXPECT_EQ(content().header.count, 3U);
   EXPECT_EQ(content().header.dropped, 2U);
   EXPECT_EQ(content().events.back().size, 3U);
@@ -137,7 +143,10 @@ TEST_F(EventFileTest, ADeviceWithoutRoomIsSaidAndLeavesNoFile) {
 
 TEST_F(EventFileTest, HousekeepingRuns) {
   std::atomic<int> runs{0};
-  { EventFile file(path(), 10, [&] { ++runs; }); while (runs == 0) ::usleep(1000); }
+  {
+    EventFile file(path(), 10, [&] { ++runs; });
+    while (runs == 0) ::usleep(1000);
+  }
   EXPECT_GE(runs, 1);
 }
 

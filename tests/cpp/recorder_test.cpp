@@ -172,14 +172,14 @@ class ReusingAllocator {
   std::uint64_t fresh_ = 0;
 };
 
-// Threads that allocate, free, retag, capture and look at once, over an event file; the sums hold at
-// every look, and the file tells the same story.
+// Threads that allocate, free, retag, capture and look at once, over an event file; the sums hold
+// at every look, and the file tells the same story.
 TEST(Recorder, StaysConsistentUnderThreadsThatReuseAddresses) {
   std::string pattern = (std::filesystem::temp_directory_path() / "memprof_XXXXXX").string();
   const std::string folder = ::mkdtemp(pattern.data());
   Recorder recorder;
-  recorder.start_events(std::make_unique<EventFile>(folder + "/events.bin", 1'000'000,
-                                                    std::function<void()>{}));
+  recorder.start_events(
+      std::make_unique<EventFile>(folder + "/events.bin", 1'000'000, std::function<void()>{}));
   ReusingAllocator allocator;
   std::atomic<bool> stop{false};
   std::atomic<std::int64_t> left{0};

@@ -2,6 +2,7 @@
 """GPU tests run with the recording allocator in place, and leave torch's own behind."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from opacus_memprof import _native
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.add_marker(pytest.mark.cuda)
+    for item in items:  # of the whole session
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.cuda)
 
 
 @pytest.fixture

@@ -24,7 +24,8 @@ def run(code: str, **environment: str) -> str:
         timeout=300,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "Error" not in finished.stderr and "terminate called" not in finished.stderr
+    assert "Error" not in finished.stderr
+    assert "terminate called" not in finished.stderr
     return finished.stdout
 
 

@@ -76,7 +76,7 @@ def test_every_virtual_is_overridden_in_the_built_library() -> None:
     assert spec.origin is not None
     library = spec.origin
     symbols = subprocess.run(["nm", "-C", library], capture_output=True, text=True, check=True).stdout
-    overridden = set(re.findall(r"\bopacus_memprof::CudaAllocator::(\w+)\(", symbols))
+    overridden = set(re.findall(r"\bopacus_memprof::CudaAllocator::(\w+)(?:\[abi:cxx11\])?\(", symbols))
     assert virtual_methods() - overridden == set()
     assert len(set(re.findall(r"CudaAllocator::recordStream\(.*\)", symbols))) == 2
 
