@@ -82,12 +82,13 @@ def kept_norm_cost(batch: int, rows: int, columns: int, itemsize: int) -> Cost:
 
 
 def gram_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: int, tile: int = GRAM_TILE) -> Cost:
-    """Norms from the lower triangle of Gram tiles; every tile reads its two strips of ``a`` and ``g``."""
+    """Norms from the lower triangle of Gram tiles; every tile reads its two strips of ``a`` and ``g``. That is what
+    the processors read: strips that the second-level cache still holds do not reach device memory again."""
     if tokens == 1:
         return Cost(2 * batch * (rows + columns), batch * (rows + columns) * itemsize)
     tiles = -(-tokens // tile)
     flops = batch * tokens * (tokens + tile) * (rows + columns)
-    return Cost(flops, batch * tiles * tokens * (rows + columns) * itemsize)
+    return Cost(flops, batch * (tiles + 1) * tokens * (rows + columns) * itemsize)
 
 
 def ghost_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: int, bias: bool) -> Cost:

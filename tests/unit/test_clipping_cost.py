@@ -26,7 +26,7 @@ def test_short_sequences_keep_the_pair() -> None:
     assert (choice.norm, choice.keep) == ("gram", "pair")
     assert choice.kept_bytes == 16 * 512 * (8192 + 2048) * 2
     assert choice.norm_cost.flops == 16 * 512 * (512 + 128) * (8192 + 2048)
-    assert choice.norm_cost.bytes == 16 * (512 // 128) * 512 * (8192 + 2048) * 2
+    assert choice.norm_cost.bytes == 16 * 10 * 2 * 128 * (8192 + 2048) * 2  # ten tiles of two strips
 
 
 def test_adapters_of_low_rank_keep_gradients() -> None:
