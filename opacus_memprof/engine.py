@@ -6,16 +6,19 @@ from typing import Any
 import opacus
 
 from opacus_memprof import session
+from opacus_memprof.clipping import FlashClipEngineMixin
 from opacus_memprof.hooks.privacy_engine import setting_up
 
 
-class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
+class PrivacyEngine(FlashClipEngineMixin, opacus.PrivacyEngine):  # type: ignore[misc]
     """Opacus' PrivacyEngine, except that the session that is recording follows what `make_private` (or
-    `make_private_with_epsilon`) returns. Without a session it is Opacus' own.
+    `make_private_with_epsilon`) returns, and that there is one mode more: `grad_sample_mode="flash_clip"`
+    (docs/flash_clip.md). Otherwise, and without a session, it is Opacus' own.
     """
 
     def make_private(self, **kwargs: Any) -> Any:
-        """See `opacus.PrivacyEngine.make_private`: the same arguments, the same result."""
+        """See `opacus.PrivacyEngine.make_private`: the same arguments, the same result; and, for flash_clip,
+        `FlashClipEngineMixin.make_private`."""
         prepared = setting_up(lambda: super(PrivacyEngine, self).make_private(**kwargs))
         recording = session.current()
         if recording is not None:

@@ -21,7 +21,11 @@ inline void report_alloc(const void* pointer, std::size_t size, Device device, s
 }
 
 inline Tag tag_of_allocation() {
-  return this_thread().resolve(recorder().detailed() ? backward_position() : backward_task());
+  const ThreadTags& tags = this_thread();
+  if (recorder().detailed()) return tags.resolve(backward_position());
+  // The counters need the category alone, and a hook has said it already.
+  const bool said = tags.top().category != kKeep8;
+  return tags.resolve(said ? BackwardPosition{} : backward_task());
 }
 
 // Before upstream frees. What a thread is doing when it frees tells the analysis activations from

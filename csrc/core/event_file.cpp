@@ -19,7 +19,8 @@ namespace opacus_memprof {
 namespace {
 
 constexpr std::uint64_t kChunkEvents = 128 * 1024;  // 4 MiB; about a second of a busy run
-constexpr std::uint64_t kAheadEvents = kChunkEvents;
+constexpr std::uint64_t kAheadEvents = kChunkEvents / 2;
+constexpr std::uint64_t kPage = 4096;
 constexpr auto kPause = std::chrono::milliseconds(20);
 constexpr int kPausesPerHousekeeping = 50;
 
@@ -62,6 +63,7 @@ EventFile::EventFile(const std::string& path, std::uint64_t capacity,
   header_->start_ticks = start_ticks_ = ticks();
   header_->start_unix_ns = unix_ns();
   refresh_header();
+  populate();
   thread_ = std::thread([this] { run(); });
 }
 
@@ -113,23 +115,23 @@ bool EventFile::reserve(std::uint64_t events) noexcept {
   return true;
 }
 
+// Faults in the reserved pages that have not been yet.
+void EventFile::populate() noexcept {
+  const std::uint64_t reserved = reserved_;
+  auto* begin = reinterpret_cast<char*>(header_) + bytes_for(populated_) / kPage * kPage;
+  auto* end = reinterpret_cast<char*>(header_) + bytes_for(reserved);
+  ::madvise(begin, static_cast<std::size_t>(end - begin), MADV_POPULATE_WRITE);
+  populated_ = reserved;
+}
+
 void EventFile::run() {
-  std::uint64_t populated = 0;
   std::unique_lock lock(mutex_);
   for (int pauses = 0; !stopping_; ++pauses) {
     refresh_header();
-    const std::uint64_t count = header_->count;
-    if (count + kAheadEvents > reserved_ && reserved_ < capacity_) {
-      reserve(reserved_ + kChunkEvents);
-    }
-    const std::uint64_t reserved = reserved_;
-    if (populated < reserved && count + kAheadEvents / 2 > populated) {
-      auto* begin = reinterpret_cast<char*>(header_) + bytes_for(populated) / 4096 * 4096;
-      auto* end = reinterpret_cast<char*>(header_) + bytes_for(reserved);
+    if (header_->count + kAheadEvents > reserved_ && reserve(reserved_ + kChunkEvents)) {
       lock.unlock();
-      ::madvise(begin, static_cast<std::size_t>(end - begin), MADV_POPULATE_WRITE);
+      populate();
       lock.lock();
-      populated = reserved;
     }
     if (pauses % kPausesPerHousekeeping == 0 && housekeeping_) {
       lock.unlock();

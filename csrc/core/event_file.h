@@ -66,6 +66,7 @@ class alignas(64) EventFile {
  private:
   bool make_room() noexcept;
   bool reserve(std::uint64_t events) noexcept;
+  void populate() noexcept;
   void run();
   void refresh_header() noexcept;
 
@@ -81,7 +82,8 @@ class alignas(64) EventFile {
   std::uint64_t mapped_bytes_;
   int descriptor_ = -1;
   FileHeader* header_ = nullptr;
-  std::uint64_t reserved_ = 0;  // events
+  std::uint64_t reserved_ = 0;   // events
+  std::uint64_t populated_ = 0;  // events; the file's own thread's, once it runs
 
   mutable std::mutex mutex_;  // guards the reservation, errno_ and stopping_
   std::condition_variable wake_;
