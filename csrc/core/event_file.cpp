@@ -63,7 +63,7 @@ EventFile::EventFile(const std::string& path, std::uint64_t capacity,
   header_->start_ticks = start_ticks_ = ticks();
   header_->start_unix_ns = unix_ns();
   refresh_header();
-  populate();
+  populate(reserved_);
   thread_ = std::thread([this] { run(); });
 }
 
@@ -115,9 +115,8 @@ bool EventFile::reserve(std::uint64_t events) noexcept {
   return true;
 }
 
-// Faults in the reserved pages that have not been yet.
-void EventFile::populate() noexcept {
-  const std::uint64_t reserved = reserved_;
+// Faults in the pages of the first `reserved` events that have not been yet.
+void EventFile::populate(std::uint64_t reserved) noexcept {
   auto* begin = reinterpret_cast<char*>(header_) + bytes_for(populated_) / kPage * kPage;
   auto* end = reinterpret_cast<char*>(header_) + bytes_for(reserved);
   ::madvise(begin, static_cast<std::size_t>(end - begin), MADV_POPULATE_WRITE);
@@ -129,8 +128,9 @@ void EventFile::run() {
   for (int pauses = 0; !stopping_; ++pauses) {
     refresh_header();
     if (header_->count + kAheadEvents > reserved_ && reserve(reserved_ + kChunkEvents)) {
+      const std::uint64_t reserved = reserved_;
       lock.unlock();
-      populate();
+      populate(reserved);
       lock.lock();
     }
     if (pauses % kPausesPerHousekeeping == 0 && housekeeping_) {

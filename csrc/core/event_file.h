@@ -66,7 +66,7 @@ class alignas(64) EventFile {
  private:
   bool make_room() noexcept;
   bool reserve(std::uint64_t events) noexcept;
-  void populate() noexcept;
+  void populate(std::uint64_t reserved) noexcept;
   void run();
   void refresh_header() noexcept;
 
