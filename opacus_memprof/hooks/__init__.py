@@ -41,18 +41,19 @@ def attach_model(model: nn.Module | AbstractGradSampleHooks) -> Attachment:
         if module in _attached:
             _attached.pop(module).detach()
     attachment = Attachment()
-    modules.tag_residents(root)
-    modules.hook_parameters(attachment, root)
-    opacus_hooks = {
-        handle.id for module in root.modules() for handle in vars(module).get("autograd_grad_sample_hooks", ())
-    }
-    for name, module in modules.named_modules(root):
-        capture.wrap_opacus_hooks(attachment, module, name, opacus_hooks)
-    modules.hook_modules(attachment, root)
-    if isinstance(model, GradSampleHooksNoOp):
-        optimizer.sampled_by_hand.add(model)
-        attachment.on_detach(optimizer.sampled_by_hand.clear)
-    _opacus.use(attachment)
+    with attachment.undone_on_error():
+        modules.tag_residents(root)
+        modules.hook_parameters(attachment, root)
+        opacus_hooks = {
+            handle.id for module in root.modules() for handle in vars(module).get("autograd_grad_sample_hooks", ())
+        }
+        for name, module in modules.named_modules(root):
+            capture.wrap_opacus_hooks(attachment, module, name, opacus_hooks)
+        modules.hook_modules(attachment, root)
+        if isinstance(model, GradSampleHooksNoOp):
+            optimizer.sampled_by_hand.add(model)
+            attachment.on_detach(optimizer.sampled_by_hand.clear)
+        _opacus.use(attachment)
     _attached[root] = attachment
     return attachment
 
@@ -64,15 +65,20 @@ def attach_optimizer(optim: Optimizer) -> Attachment:
     if original in _attached:
         _attached.pop(original).detach()
     attachment = Attachment()
-    optimizer.stand_in_for_methods(attachment, optim)
-    optimizer.hook_steps(attachment, original)
+    with attachment.undone_on_error():
+        optimizer.stand_in_for_methods(attachment, optim)
+        optimizer.hook_steps(attachment, original)
     _attached[original] = attachment
     return attachment
 
 
 def attach_private(prepared: Sequence[Any]) -> Attachment:
     """Follows what `make_private` returned: model, optimizer, with ghost clipping the criterion, data loader."""
-    return Attachment([attach_model(prepared[0]), attach_optimizer(prepared[1])])
+    attachment = Attachment()
+    with attachment.undone_on_error():
+        attachment.on_detach(attach_model(prepared[0]).detach)
+        attachment.on_detach(attach_optimizer(prepared[1]).detach)
+    return attachment
 
 
 def attach_privacy_engine_class() -> Attachment:

@@ -4,8 +4,9 @@
 Nothing here holds a model, an optimizer or a tensor: a profile must not keep alive what the program drops.
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from types import ModuleType
 from typing import Any
 
@@ -13,8 +14,8 @@ from typing import Any
 class Attachment:
     """The changes that one attachment made; `detach` undoes them. Dropping it leaves them in place."""
 
-    def __init__(self, parts: Iterable["Attachment"] = ()) -> None:
-        self._undo: list[Callable[[], object]] = [part.detach for part in parts]
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
 
     def on_detach(self, undo: Callable[[], object]) -> None:
         """Detaching calls `undo`, the latest first. It must hold what it changes weakly."""
@@ -24,6 +25,15 @@ class Attachment:
         """Restores what was there before. Again is harmless."""
         while self._undo:
             self._undo.pop()()
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Attaching is whole or nothing: an exception detaches what was attached so far."""
+        try:
+            yield
+        except BaseException:
+            self.detach()
+            raise
 
     def replace_attribute(self, owner: type | ModuleType, name: str, value: Any) -> None:
         """Of a class or a module: these outlive every attachment."""

@@ -191,3 +191,19 @@ def test_engine_class_attaches_what_it_returns(cpu: None) -> None:  # noqa: F811
     assert state_of_opacus() == opacus_before
     hooked.run()
     assert _native.step()[0] == before[0] + 4
+
+
+@pytest.mark.parametrize("part", ["modules.hook_modules", "capture.wrap_opacus_hooks", "optimizer.hook_steps"])
+def test_failing_attachment_leaves_nothing_behind(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = prepare("hooks")
+    before, opacus_before = state_of(training), state_of_opacus()
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(f"opacus_memprof.hooks.{part}", fail)
+    with pytest.raises(RuntimeError, match="no room"):
+        hooks.attach_private(training.prepared)
+
+    assert state_of(training) == before
+    assert state_of_opacus() == opacus_before

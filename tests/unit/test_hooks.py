@@ -29,14 +29,6 @@ class TestAttachment:
         attachment.detach()
         assert undone == [2, 1, 0]
 
-    def test_of_parts(self) -> None:
-        undone: list[str] = []
-        parts = [Attachment(), Attachment()]
-        for name, part in zip("ab", parts, strict=True):
-            part.on_detach(lambda name=name: undone.append(name))
-        Attachment(parts).detach()
-        assert sorted(undone) == ["a", "b"]
-
     def test_attribute(self) -> None:
         module = types.ModuleType("some")
         module.f = "before"
