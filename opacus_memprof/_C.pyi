@@ -77,7 +77,8 @@ def retag_each(tensors: Sequence[torch.Tensor], category: int, modules: Sequence
     """As retag, with a module for each tensor. Raises ValueError where the lengths differ."""
 
 def capture(module: int, tensors: Iterable[torch.Tensor]) -> None:
-    """Opacus captured these for `module`. Blocks born in forward become activation_hooks_*; captures nest."""
+    """Opacus captured these for `module`. Blocks born in forward, or recomputed in backward, become
+    activation_hooks_*; captures nest."""
 
 def release(module: int) -> None:
     """Opacus dropped the module's newest capture: blocks nobody else captured return to their category."""

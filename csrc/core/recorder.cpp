@@ -17,6 +17,7 @@ namespace opacus_memprof {
 namespace {
 
 constexpr auto kUndecided = static_cast<std::uint8_t>(Category::forward_undecided);
+constexpr auto kBackward = static_cast<std::uint8_t>(Category::backward_temporaries);
 constexpr auto kShared = static_cast<std::uint8_t>(Category::activation_hooks_shared);
 constexpr auto kOpacusOnly = static_cast<std::uint8_t>(Category::activation_hooks_opacus_only);
 
@@ -218,7 +219,8 @@ Block* Recorder::find(BlockId id) noexcept {
 BlockId Recorder::capture(std::uint64_t address) {
   const std::lock_guard guard(lock_);
   Block* block = ledger_.find(address);
-  if (block == nullptr || block->base != kUndecided) return {};
+  // Born in forward, or recomputed in backward (activation checkpointing).
+  if (block == nullptr || (block->base != kUndecided && block->base != kBackward)) return {};
   if (captures_[block->address]++ == 0) {
     block->captured = 1;
     change_category(*block, kShared);

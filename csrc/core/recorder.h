@@ -73,7 +73,7 @@ class Recorder {
   static constexpr std::uint64_t kAnyCategory = ~std::uint64_t{0};
   std::uint64_t retag(std::uint64_t address, std::uint8_t category, std::uint16_t module,
                       std::uint64_t expected = kAnyCategory) noexcept;
-  // Opacus holds the block as a captured activation. serial 0: not a block born in forward.
+  // Opacus holds the block as a captured activation. serial 0: not a block that can be one.
   BlockId capture(std::uint64_t address);
   void release(BlockId id) noexcept;
   // The captured block is held by Opacus alone (or by autograd as well).

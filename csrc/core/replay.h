@@ -9,10 +9,10 @@
 //   allocation failed (unwinding frees in forward what backward would have freed), is an
 //   activation. Where the file ends early because it was full, a block of its last step stays
 //   undecided.
-// - backward_temporaries and optimizer_temporaries that are retagged were from birth on what they
-// are
-//   first retagged to: a gradient, an optimizer state. Those that were never retagged and outlive
-//   their phase become unattributed: whatever they are, they are not temporaries. Outlived is seen
+// - backward_temporaries, optimizer_temporaries, temp_matrices and clipping_temporaries that are
+//   retagged were from birth on what they are first retagged to: a gradient, an optimizer state, a
+//   per-sample gradient, a clipped sum. The first two, never retagged and outliving their phase,
+//   become unattributed: whatever they are, they are not temporaries. Outlived is seen
 //   at the next step event, at the next event of a thread that enters another phase, or at the end
 //   of a file that ended in good order; what was live when an allocation failed keeps its name.
 #pragma once

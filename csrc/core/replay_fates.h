@@ -18,8 +18,7 @@ class Fates {
 
   void retagged(const ReplayBlock& block, std::uint8_t before) {
     const auto category = static_cast<std::uint8_t>(block.category);
-    if (!block.retagged && temporary(before) && !temporary(category) &&
-        static_cast<Category>(category) != Category::forward_undecided) {
+    if (!block.retagged && provisional(before) && !provisional(category) && !held(category)) {
       fates_[block.birth] = category;
     }
   }
@@ -65,7 +64,7 @@ class Fates {
     if (static_cast<Category>(category) == Category::forward_undecided) {
       if (fate == kDiedInForward) return static_cast<std::uint8_t>(Category::forward_temporaries);
       if (fate != kUndecided) return static_cast<std::uint8_t>(Category::activations);
-    } else if (temporary(category)) {
+    } else if (provisional(category)) {
       if (fate == kOutlived) return static_cast<std::uint8_t>(Category::unattributed);
       if (fate < kMaxCategories) return fate;
     }
@@ -79,9 +78,29 @@ class Fates {
   static constexpr std::uint8_t kOutlived = 0xFD;
   static constexpr std::uint8_t kUndecided = 0xFC;
 
-  [[nodiscard]] static bool temporary(std::uint64_t category) {
-    return static_cast<Category>(category) == Category::backward_temporaries ||
-           static_cast<Category>(category) == Category::optimizer_temporaries;
+  // What a block is called until it is known to be a result.
+  [[nodiscard]] static bool provisional(std::uint64_t category) {
+    switch (static_cast<Category>(category)) {
+      case Category::backward_temporaries:
+      case Category::optimizer_temporaries:
+      case Category::temp_matrices:
+      case Category::clipping_temporaries:
+        return true;
+      default:
+        return false;
+    }
+  }
+
+  // For a time only: by a capture, or as what forward made.
+  [[nodiscard]] static bool held(std::uint64_t category) {
+    switch (static_cast<Category>(category)) {
+      case Category::activation_hooks_shared:
+      case Category::activation_hooks_opacus_only:
+      case Category::forward_undecided:
+        return true;
+      default:
+        return false;
+    }
   }
 
   [[nodiscard]] bool outlived(const ReplayBlock& block, bool by_end) const {

@@ -116,6 +116,15 @@ TEST(Recorder, OnlyWhatForwardMadeIsACapturedActivation) {
   EXPECT_EQ(live(recorder, Category::inputs), 100);
 }
 
+TEST(Recorder, WhatCheckpointingRecomputesInBackwardCanBeCaptured) {
+  Recorder recorder;
+  recorder.on_alloc(0x1000, 100, kGpu, 0, tag_of(Category::backward_temporaries));
+  const BlockId captured = recorder.capture(0x1000);
+  EXPECT_EQ(live(recorder, Category::activation_hooks_shared), 100);
+  recorder.release(captured);
+  EXPECT_EQ(live(recorder, Category::backward_temporaries), 100);
+}
+
 TEST(Recorder, ACaptureDoesNotOutliveItsBlock) {
   Recorder recorder;
   recorder.on_alloc(0x1000, 100, kGpu, 0, tag_of(Category::forward_undecided));

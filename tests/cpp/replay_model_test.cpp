@@ -164,15 +164,20 @@ class Model {
     }
     const bool backward = tagged == Category::backward_temporaries;
     const bool temporary = backward || tagged == Category::optimizer_temporaries;
-    if (temporary && life.category_since.size() > 1) {
+    const auto passing = [](Category category) {
+      return category == Category::backward_temporaries ||
+             category == Category::optimizer_temporaries || category == Category::temp_matrices ||
+             category == Category::clipping_temporaries;
+    };
+    const auto held = [](Category category) {
+      return category == Category::activation_hooks_shared ||
+             category == Category::activation_hooks_opacus_only ||
+             category == Category::forward_undecided;
+    };
+    if (passing(tagged) && life.category_since.size() > 1) {
       const auto first = static_cast<Category>(life.category_since.begin()->second);
       const auto second = static_cast<Category>(std::next(life.category_since.begin())->second);
-      const auto passing = [](Category category) {
-        return category == Category::backward_temporaries ||
-               category == Category::optimizer_temporaries ||
-               category == Category::forward_undecided;
-      };
-      if (first != Category::forward_undecided && passing(first) && !passing(second)) {
+      if (passing(first) && !passing(second) && !held(second)) {
         return static_cast<std::uint8_t>(second);
       }
     }
@@ -209,6 +214,8 @@ EventFileBuilder random_file(unsigned seed) {
                                            Category::backward_temporaries,
                                            Category::backward_temporaries,
                                            Category::optimizer_temporaries,
+                                           Category::temp_matrices,
+                                           Category::clipping_temporaries,
                                            Category::activation_hooks_shared,
                                            Category::gradients,
                                            static_cast<Category>(40)};

@@ -18,8 +18,9 @@ OWN_PHASES = {
     "backward_temporaries": {"backward", "second_backward"},
     "optimizer_temporaries": {"optimizer_step"},
 }
-PASSING = {"forward_undecided", *OWN_PHASES}
-TAGS = ["forward_undecided", "gradients", "teacher", *HOOKS, *OWN_PHASES]
+PROVISIONAL = {"temp_matrices", "clipping_temporaries", *OWN_PHASES}
+HELD = {"forward_undecided", *HOOKS}
+TAGS = ["gradients", "teacher", *HELD, *PROVISIONAL]
 
 
 @dataclass
@@ -61,8 +62,8 @@ class Model:
             captured = HOOKS & set(life.tags.values())
             return "forward_temporaries" if freed_in_forward and not captured and not failed else "activations"
         first, *later = life.tags.values()
-        if tag in OWN_PHASES and first in OWN_PHASES and later and later[0] not in PASSING:
-            return "activation_hooks" if later[0] in HOOKS else later[0]
+        if tag in PROVISIONAL and first in PROVISIONAL and later and later[0] not in PROVISIONAL | HELD:
+            return later[0]
         if tag in OWN_PHASES and not later and not failed:
             left = any(
                 passed["kind"] == "step" or (passed["kind"] == "phase" and passed["phase"] not in OWN_PHASES[tag])
