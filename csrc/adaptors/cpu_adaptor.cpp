@@ -16,14 +16,16 @@ namespace {
 
 constexpr Device kCpu = 0;
 
-// Reads the total that c10's CPU memory reporter keeps, an account independent of our ledger. c10
-// counts a block only while a thread-local listener asks for it, so one stands there during each
-// upstream call and passes on to whoever listened before (torch.profiler).
+// Adds up what c10's CPU memory reporter says of each block, an account independent of our ledger.
+// c10 keeps the size of a block only while a thread-local listener asks for it, so one stands there
+// during each upstream call and passes on to whoever listened before (torch.profiler). The
+// reporter's own total will not do: it keeps blocks whose free had no listener, such as those that
+// torch.profiler saw the birth of.
 class Listener final : public c10::MemoryReportingInfoBase {
  public:
   void reportMemoryUsage(void* pointer, std::int64_t size, std::size_t allocated,
                          std::size_t reserved, c10::Device device) override {
-    total = static_cast<std::int64_t>(allocated);
+    total += size;
     if (auto* outer = listening_outside; outer != nullptr && outer->memoryProfilingEnabled()) {
       outer->reportMemoryUsage(pointer, size, allocated, reserved, device);
     }
@@ -112,7 +114,6 @@ class CpuAdaptor final : public Adaptor {
       }
       upstream = current;
       upstream_deleter = current->raw_deleter();
-      reported_before_ = probe();
     } else if (current != upstream) {
       throw std::runtime_error(
           "the CPU allocator is not the one that was wrapped first; start a new process to profile "
@@ -141,36 +142,22 @@ class CpuAdaptor final : public Adaptor {
     return true;
   }
 
-  // No allocator statistics on the CPU; the reporter's total is read at snapshots instead.
+  // No allocator statistics on the CPU; the reporter's count is read at snapshots instead.
   void note_peak(Device /*device*/) noexcept override {}
-
-  [[nodiscard]] std::int64_t reported() const {
-    return upstream == nullptr ? 0 : probe() - reported_before_ + adopted_bytes;
-  }
 
  private:
   static constexpr std::uint8_t kPriority = 100;  // above torch's own registrations
 
-  // c10 tells its total when it allocates: ask for a byte.
-  static std::int64_t probe() {
-    const Listening listening;
-    const c10::DataPtr byte = upstream->allocate(1);
-    return listener()->total - 1;
-  }
-
   CpuAllocator allocator_;
-  std::int64_t reported_before_ = 0;
 };
 
-CpuAdaptor& the_cpu_adaptor() {
+}  // namespace
+
+Adaptor& cpu_adaptor() {
   static auto* const instance = new CpuAdaptor;
   return *instance;
 }
 
-}  // namespace
-
-Adaptor& cpu_adaptor() { return the_cpu_adaptor(); }
-
-std::int64_t cpu_reported_bytes() { return the_cpu_adaptor().reported(); }
+std::int64_t cpu_reported_bytes() { return listener()->total + adopted_bytes; }
 
 }  // namespace opacus_memprof

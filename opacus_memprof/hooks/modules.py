@@ -88,20 +88,31 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def tag_residents(root: nn.Module) -> None:
-    """Parameters, buffers and whatever the parameters hold already; a tied parameter is its first module's."""
-    seen: set[int] = set()
+def owned_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters, each once, with the name of its owner: the first module that has it, but of modules inside one
+    another the innermost, where it is used (DPLSTM shows its cells' parameters as its own too)."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
     for name, module in named_modules(root):
-        module_id = _native.module_id(name)
         for parameter in module._parameters.values():
-            if parameter is None or id(parameter) in seen:
+            if parameter is None:
                 continue
-            seen.add(id(parameter))
-            _native.retag(parameter, MODEL_PARAMETERS, module_id)
-            if parameter.grad is not None:
-                _native.retag(parameter.grad, GRADIENTS, module_id)
-            _native.retag(tensors_in(getattr(parameter, "grad_sample", None)), PER_SAMPLE_GRADIENTS, module_id)
-        _native.retag((buffer for buffer in module._buffers.values() if buffer is not None), BUFFERS, module_id)
+            owner, _ = found.setdefault(id(parameter), (name, parameter))
+            if f"{name}.".startswith(f"{owner}." if owner else ""):
+                found[id(parameter)] = name, parameter
+    yield from found.values()
+
+
+def tag_residents(root: nn.Module) -> None:
+    """Parameters, buffers and whatever the parameters hold already."""
+    for name, parameter in owned_parameters(root):
+        module_id = _native.module_id(name)
+        _native.retag(parameter, MODEL_PARAMETERS, module_id)
+        if parameter.grad is not None:
+            _native.retag(parameter.grad, GRADIENTS, module_id)
+        _native.retag(tensors_in(getattr(parameter, "grad_sample", None)), PER_SAMPLE_GRADIENTS, module_id)
+    for name, module in named_modules(root):
+        buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
+        _native.retag(buffers, BUFFERS, _native.module_id(name))
 
 
 def hook_parameters(attachment: Attachment, root: nn.Module) -> None:
@@ -109,19 +120,14 @@ def hook_parameters(attachment: Attachment, root: nn.Module) -> None:
     keys: list[int] = []
     attachment.on_detach(lambda: owners.forget_owners(keys))
     attachment.on_detach(partial(_drop_empty_hooks, weakref.ref(root)))
-    seen: set[int] = set()
-    for name, module in named_modules(root):
+    for name, parameter in owned_parameters(root):
         module_id = _native.module_id(name)
-        for parameter in module._parameters.values():
-            if parameter is None or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            keys.append(owners.set_owner(parameter, module_id))
-            if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    _native.GradientHook(module_id)
-                )
-                attachment.on_detach(handle.remove)
+        keys.append(owners.set_owner(parameter, module_id))
+        if parameter.requires_grad:
+            handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                _native.GradientHook(module_id)
+            )
+            attachment.on_detach(handle.remove)
 
 
 def _drop_empty_hooks(reference: "weakref.ref[nn.Module]") -> None:

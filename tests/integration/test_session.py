@@ -112,6 +112,24 @@ def test_every_snapshot_reconciles_and_nothing_changes(tmp_path: Path, mode: str
     assert profile["warnings"] == []
 
 
+def test_what_another_profiler_saw_does_not_count(tmp_path: Path) -> None:
+    """c10 keeps counting blocks that torch.profiler saw the birth of and not the end; those are not ours."""
+    with torch.profiler.profile(profile_memory=True):
+        theirs = block(1)
+    del theirs
+    with opacus_memprof.profile(tmp_path / "out", device="cpu") as session:
+        with torch.profiler.profile(profile_memory=True):
+            both = block(2)
+        counts = session.snapshot("both")["devices"]["cpu"]
+        assert counts["allocated_bytes"] == counts["requested_bytes"] == 2 * MIB
+        assert counts["remainder"] == 0
+        del both
+        with torch.profiler.profile(profile_memory=True):
+            mine = block(4)
+            del mine
+        assert session.snapshot("none")["devices"]["cpu"]["remainder"] == 0
+
+
 @pytest.mark.parametrize("attached", ["class", "prepared", "drop-in"])
 def test_ways_to_attach(tmp_path: Path, attached: str) -> None:
     with opacus_memprof.profile(tmp_path / "out", device="cpu") as session:
