@@ -56,6 +56,12 @@ class Conversion {
     return result;
   }
 
+  [[nodiscard]] py::dict shares(const std::vector<ReplayResult::Share>& shares) const {
+    py::dict result;
+    for (const auto& [id, bytes] : shares) result[py::int_(id)] = categories(bytes);
+    return result;
+  }
+
   [[nodiscard]] py::dict moment(const ReplayResult::Moment& moment) const {
     return py::dict("event"_a = moment.event, "time_ns"_a = moment.time_ns,
                     "bytes"_a = moment.bytes, "step"_a = moment.step,
@@ -88,9 +94,6 @@ class Conversion {
   }
 
   [[nodiscard]] py::dict device(const ReplayResult::Device& device) const {
-    py::dict modules;
-    for (const auto& [module, bytes] : device.modules)
-      modules[py::int_(module)] = categories(bytes);
     py::dict phases;
     for (std::size_t phase = 0; phase < kPhases; ++phase) {
       if (device.phases[phase].event == ReplayResult::kNever) continue;
@@ -101,17 +104,26 @@ class Conversion {
                       "phase"_a = block.phase, "module"_a = block.module, "op"_a = block.op,
                       "step"_a = block.step);
     };
+    const auto residue = [](const ReplayResult::Residue& one) {
+      return py::dict("module"_a = one.module, "category"_a = one.category, "bytes"_a = one.bytes,
+                      "blocks"_a = one.blocks, "steps"_a = one.steps,
+                      "first_step"_a = one.first_step, "last_step"_a = one.last_step);
+    };
     return py::dict(
-        "id"_a = device.id, "peak"_a = moment(device.peak), "modules"_a = modules,
+        "id"_a = device.id, "peak"_a = moment(device.peak), "modules"_a = shares(device.modules),
+        "ops"_a = shares(device.ops), "streams"_a = shares(device.streams),
+        "threads"_a = shares(device.threads),
         "born_in"_a = list(device.born_in, [this](const auto& one) { return categories(one); }),
-        "largest_blocks"_a = list(device.largest_blocks, block), "phases"_a = phases,
+        "largest_blocks"_a = list(device.largest_blocks, block),
+        "newest_blocks"_a = list(device.newest_blocks, block), "phases"_a = phases,
         "steps"_a = list(device.steps, [this](const auto& one) { return step(one); }),
         "steps_left_out"_a = device.steps_left_out,
         "timeline"_a = list(device.timeline, [this](const auto& one) { return moment(one); }),
         "snapshots"_a = list(device.snapshots, [this](const auto& one) { return snapshot(one); }),
         "out_of_memory"_a =
             list(device.out_of_memory, [this](const auto& one) { return out_of_memory(one); }),
-        "end_bytes"_a = device.end_bytes);
+        "last_step_end"_a = moment(device.last_step_end),
+        "residue"_a = list(device.residue, residue), "end_bytes"_a = device.end_bytes);
   }
 
   const ReplayResult& result_;

@@ -42,6 +42,9 @@ void walk(EventReader& reader, Visitor& visitor, ReplayResult& result) {
     block.key = ReplayTable::key(event);
     block.birth = births++;
     block.captured = hooked(event);
+    block.seeded = static_cast<EventKind>(event.kind) == EventKind::seed;
+    block.stream = event.stream;
+    block.thread = event.thread;
     block.size = event.size;
     block.category = event.category;
     block.phase = event.phase;

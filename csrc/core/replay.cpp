@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "core/event_reader.h"
@@ -16,8 +18,20 @@ namespace {
 
 using Device = ReplayResult::Device;
 using Moment = ReplayResult::Moment;
+using Residue = ReplayResult::Residue;
 
 constexpr std::size_t kLargestBlocks = 50;
+constexpr std::size_t kNewestBlocks = 10;
+
+using Shares = std::map<std::uint16_t, CategoryBytes>;
+
+std::vector<ReplayResult::Share> listed(const Shares& shares) {
+  std::vector<ReplayResult::Share> result;
+  for (const auto& [id, categories] : shares) {
+    result.push_back({.id = id, .categories = categories});
+  }
+  return result;
+}
 
 // The second pass: a visitor of walk() that adds up what was live at the survey's instants.
 class Accounting {
@@ -80,6 +94,7 @@ class Accounting {
     void open(Device& of) {
       device = &of;
       plan.push_back({&of.peak, false});
+      plan.push_back({&of.last_step_end, false});
       for (Moment& moment : of.phases) plan.push_back({&moment, false});
       for (auto& step : of.steps) plan.push_back({&step.peak, false});
       for (Moment& moment : of.timeline) plan.push_back({&moment, false});
@@ -111,37 +126,81 @@ class Accounting {
     for (Moment* moment : book.due) {
       moment->categories = book.live;
       if (moment == &book.device->peak) detail(*book.device, table);
+      if (moment == &book.device->last_step_end) gather_residue(*book.device, table);
     }
     book.due.clear();
   }
 
   // What only the walk over all live blocks can tell.
   void detail(Device& device, const ReplayTable& table) const {
-    std::map<std::uint16_t, CategoryBytes> modules;
+    Shares modules;
+    Shares ops;
+    Shares streams;
+    Shares threads;
     std::vector<const ReplayBlock*> blocks;
     table.for_each([&](const ReplayBlock& block) {
       if (block.device() != device.id) return;
       const auto bytes = static_cast<std::int64_t>(block.size);
-      modules[block.module][settled(block)] += bytes;
-      device.born_in[block.phase][settled(block)] += bytes;
+      const std::uint8_t category = settled(block);
+      modules[block.module][category] += bytes;
+      ops[block.op][category] += bytes;
+      streams[block.stream][category] += bytes;
+      threads[block.thread][category] += bytes;
+      device.born_in[block.phase][category] += bytes;
       blocks.push_back(&block);
     });
-    for (const auto& [module, categories] : modules) {
-      device.modules.push_back({.module = module, .categories = categories});
+    device.modules = listed(modules);
+    device.ops = listed(ops);
+    device.streams = listed(streams);
+    device.threads = listed(threads);
+    device.newest_blocks = first(blocks, kNewestBlocks,
+                                 [](const auto* a, const auto* b) { return a->birth > b->birth; });
+    device.largest_blocks = first(blocks, kLargestBlocks, [](const auto* a, const auto* b) {
+      return a->size != b->size ? a->size > b->size : a->birth < b->birth;
+    });
+  }
+
+  template <typename Before>
+  [[nodiscard]] std::vector<ReplayResult::LiveBlock> first(std::vector<const ReplayBlock*>& blocks,
+                                                           std::size_t count, Before before) const {
+    const auto end = blocks.begin() + static_cast<std::ptrdiff_t>(std::min(count, blocks.size()));
+    std::partial_sort(blocks.begin(), end, blocks.end(), before);
+    std::vector<ReplayResult::LiveBlock> result;
+    for (auto block = blocks.begin(); block != end; ++block) {
+      result.push_back({.bytes = (*block)->size,
+                        .category = settled(**block),
+                        .phase = static_cast<std::uint8_t>((*block)->phase),
+                        .module = (*block)->module,
+                        .op = (*block)->op,
+                        .step = (*block)->step});
     }
-    const auto shown =
-        blocks.begin() + static_cast<std::ptrdiff_t>(std::min(kLargestBlocks, blocks.size()));
-    std::partial_sort(blocks.begin(), shown, blocks.end(),
-                      [](const ReplayBlock* a, const ReplayBlock* b) {
-                        return a->size != b->size ? a->size > b->size : a->birth < b->birth;
-                      });
-    for (auto block = blocks.begin(); block != shown; ++block) {
-      device.largest_blocks.push_back({.bytes = (*block)->size,
-                                       .category = settled(**block),
-                                       .phase = static_cast<std::uint8_t>((*block)->phase),
-                                       .module = (*block)->module,
-                                       .op = (*block)->op,
-                                       .step = (*block)->step});
+    return result;
+  }
+
+  // The instant is the end of the step before `last_step_end.step`, which steps count from 0.
+  void gather_residue(Device& device, const ReplayTable& table) const {
+    std::map<std::pair<std::uint16_t, std::uint8_t>, std::pair<Residue, std::set<std::uint32_t>>>
+        found;
+    const std::uint32_t ended = device.last_step_end.step;
+    table.for_each([&](const ReplayBlock& block) {
+      if (block.device() != device.id || block.seeded != 0) return;
+      if (block.step < ReplayResult::kWarmUpSteps ||
+          block.step + ReplayResult::kRecentSteps >= ended) {
+        return;
+      }
+      auto& [residue, steps] = found[{block.module, settled(block)}];
+      residue.bytes += static_cast<std::int64_t>(block.size);
+      ++residue.blocks;
+      steps.insert(block.step);
+    });
+    for (auto& [key, value] : found) {
+      auto& [residue, steps] = value;
+      residue.module = key.first;
+      residue.category = key.second;
+      residue.steps = steps.size();
+      residue.first_step = *steps.begin();
+      residue.last_step = *steps.rbegin();
+      device.residue.push_back(residue);
     }
   }
 

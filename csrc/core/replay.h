@@ -81,25 +81,48 @@ struct ReplayResult {
     std::uint32_t step = 0;
   };
 
-  struct ModuleBytes {
-    std::uint16_t module = 0;
+  // Of one module, op, stream or thread.
+  struct Share {
+    std::uint16_t id = 0;
     CategoryBytes categories{};
+  };
+
+  // Blocks of one module and category that are still live at the end of the last step, though they
+  // were born neither in the first kWarmUpSteps nor in the last kRecentSteps steps. A run that
+  // keeps to its memory leaves few: what each step makes, a later one frees.
+  struct Residue {
+    std::uint16_t module = 0;
+    std::uint8_t category = 0;
+    std::int64_t bytes = 0;
+    std::uint64_t blocks = 0;
+    std::uint64_t steps = 0;  // in which they were born: how many, the first and the last
+    std::uint32_t first_step = 0;
+    std::uint32_t last_step = 0;
   };
 
   struct Device {
     std::uint8_t id = 0;
     Moment peak;                                   // the first instant of the highest bytes
-    std::vector<ModuleBytes> modules;              // at the peak, by id
+    std::vector<Share> modules;                    // at the peak, by id; so are the next three
+    std::vector<Share> ops;                        // of a block's birth
+    std::vector<Share> streams;                    // likewise
+    std::vector<Share> threads;                    // likewise
     std::array<CategoryBytes, kPhases> born_in{};  // at the peak, by the phase of birth
     std::vector<LiveBlock> largest_blocks;         // at the peak, at most 50
+    std::vector<LiveBlock> newest_blocks;          // at the peak, at most 10, the last born first
     std::array<Moment, kPhases> phases;            // highest in each; event kNever: not seen
     std::vector<Step> steps;                       // at most kMaxSteps
     std::uint64_t steps_left_out = 0;
     std::vector<Moment> timeline;  // the highest of each of `timeline_points` runs of events
     std::vector<Snapshot> snapshots;
     std::vector<OutOfMemory> out_of_memory;
+    Moment last_step_end;          // event kNever: no step ended
+    std::vector<Residue> residue;  // then, by module and category
     std::int64_t end_bytes = 0;
   };
+
+  static constexpr std::uint32_t kWarmUpSteps = 2;  // optimizer states, workspaces, caches
+  static constexpr std::uint32_t kRecentSteps = 2;  // what the next step may still replace
 
   // First and last steps, and the highest of those between.
   static constexpr std::size_t kMaxSteps = 600;

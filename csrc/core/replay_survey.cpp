@@ -114,6 +114,8 @@ void Survey::end_step(const Event& event) {
     StepRow& row = device->steps.back();
     row.end_bytes = device->bytes;
     row.complete = true;
+    now_.bytes = device->bytes;
+    static_cast<Instant&>(device->result.last_step_end) = now_;
   }
 }
 

@@ -28,6 +28,8 @@ struct EventSpec {
   std::uint16_t module = 0;
   std::uint16_t op = 0;
   std::uint64_t time = 0;  // 0: one tick after the event before
+  std::uint8_t stream = 0;
+  std::uint8_t thread = 0;
 };
 
 class EventFileBuilder {
@@ -54,6 +56,8 @@ class EventFileBuilder {
     event.device = spec.device;
     event.module = spec.module;
     event.op = spec.op;
+    event.stream = spec.stream;
+    event.thread = spec.thread;
     const std::uint64_t before = events.empty() ? 0 : events.back().time;
     event.time = (spec.time != 0 ? spec.time : before + 1) & ((std::uint64_t{1} << 48) - 1);
     events.push_back(event);

@@ -108,7 +108,7 @@ TEST(Replay, finds_the_first_instant_of_the_peak) {
   EXPECT_EQ(at(device.peak.categories, Category::gradients), 100);
   EXPECT_EQ(sum(device.peak.categories), 150);
   ASSERT_EQ(device.modules.size(), 2U);
-  EXPECT_EQ(device.modules[1].module, 7);
+  EXPECT_EQ(device.modules[1].id, 7);
   EXPECT_EQ(at(device.modules[1].categories, Category::noise), 50);
   EXPECT_EQ(at(device.born_in[static_cast<std::size_t>(Phase::clip)], Category::noise), 50);
   ASSERT_EQ(device.largest_blocks.size(), 2U);
