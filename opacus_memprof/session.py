@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import opacus_memprof
-from opacus_memprof import _native, adaptors, snapshots
+from opacus_memprof import _native, adaptors, observations, snapshots
 from opacus_memprof.analysis.profile import build_profile, write_profile
 from opacus_memprof.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, SNAPSHOTS, ProfileDirectory
 from opacus_memprof.errors import MemprofError
@@ -104,6 +104,7 @@ class Session:
             claimed.release()
             raise
         _native.reset_peaks()
+        observations.clear()
         self._claimed = claimed
         self._pid = os.getpid()
         self.directory = claimed.path
@@ -129,13 +130,19 @@ class Session:
             if events["error"] and events["dropped"]:
                 self._warn(f"the event file could not grow ({events['error']}): later events are missing")
             peaks = _native.peaks()
+            facts = observations.noted()
         finally:
             _native.stop_events()
             if self._installed_here:
                 adaptors.remove(self.device)
         try:
             result = build_profile(
-                self.directory, status=status, exit_code=exit_code, peaks=peaks, warnings=self.warnings
+                self.directory,
+                status=status,
+                exit_code=exit_code,
+                peaks=peaks,
+                warnings=self.warnings,
+                facts=facts,
             )
             write_profile(result, self.directory)
         except OSError as error:

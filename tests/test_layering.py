@@ -16,6 +16,7 @@ PACKAGE = ROOT / "opacus_memprof"
 LAYERS = [
     {"_build_info", "errors"},
     {"_native", "directory", "units"},
+    {"observations"},
     {"adaptors", "analysis", "clipping", "hooks", "snapshots"},
     {"attaching"},
     {"session"},

@@ -6,6 +6,7 @@ from typing import Any
 
 from opacus_memprof.analysis.names import ACTIVATION_HOOKS, SPLIT, UNDECIDED, Names
 
+_TOP_OPS = 30
 # What a snapshot in snapshots.jsonl says beyond the event file: what the allocator itself counted then.
 _RECONCILED = ("allocated_bytes", "reserved_bytes", "rounding", "cached", "outside_pytorch", "remainder")
 
@@ -87,21 +88,31 @@ def _peak(name: str, replayed: Mapping[str, Any], names: Names, start: int) -> t
         "born_in": {
             names.phase(id): names.categories(by_id) for id, by_id in enumerate(replayed["born_in"]) if any(by_id)
         },
-        "largest_blocks": [
-            {
-                "bytes": block["bytes"],
-                "category": names.public_category(block["category"]),
-                "module": names.module(block["module"]),
-                "op": names.op(block["op"]),
-                "step": block["step"],
-                "phase": names.phase(block["phase"]),
-            }
-            for block in replayed["largest_blocks"]
-        ],
+        "ops": _largest({names.op(id): names.categories(by_id) for id, by_id in replayed["ops"].items()}, _TOP_OPS),
+        "streams": {names.stream(id): names.categories(by_id) for id, by_id in replayed["streams"].items()},
+        "threads": {names.thread(id): names.categories(by_id) for id, by_id in replayed["threads"].items()},
+        "largest_blocks": [_block(block, names) for block in replayed["largest_blocks"]],
+        "newest_blocks": [_block(block, names) for block in replayed["newest_blocks"]],
     }
     if remainder:
         return peak, [f"{name}: the categories at the peak miss {remainder} of {moment['bytes']} bytes"]
     return peak, []
+
+
+def _block(block: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    return {
+        "bytes": block["bytes"],
+        "category": names.public_category(block["category"]),
+        "module": names.module(block["module"]),
+        "op": names.op(block["op"]),
+        "step": block["step"],
+        "phase": names.phase(block["phase"]),
+    }
+
+
+def _largest(sizes: Mapping[str, dict[str, int]], count: int) -> dict[str, dict[str, int]]:
+    ordered = sorted(sizes.items(), key=lambda item: (-sum(item[1].values()), item[0]))
+    return dict(ordered[:count])
 
 
 def _with_counters(
@@ -163,7 +174,11 @@ def _counters_peak(live: Mapping[str, Any]) -> dict[str, Any]:
         ACTIVATION_HOOKS: {share: live["categories"].get(category, 0) for category, share in SPLIT.items()},
         "modules": {},
         "born_in": {},
+        "ops": {},
+        "streams": {},
+        "threads": {},
         "largest_blocks": [],
+        "newest_blocks": [],
     }
 
 

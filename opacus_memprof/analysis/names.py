@@ -28,6 +28,8 @@ class Names:
         self._phases: Sequence[str] = replayed["phase_names"]
         self._modules = names.get("modules", [""])
         self._ops = names.get("ops", [""])
+        self._streams = names.get("streams", [])
+        self._threads = names.get("threads", [])
 
     def category(self, id: int) -> str:
         return _name(self._categories, id, "category")
@@ -41,6 +43,12 @@ class Names:
 
     def op(self, id: int) -> str:
         return _name(self._ops, id, "op")
+
+    def stream(self, id: int) -> str:
+        return _name(self._streams, id, "stream")
+
+    def thread(self, id: int) -> str:
+        return _name(self._threads, id, "thread")
 
     def device(self, id: int) -> str:
         return "cpu" if id == 0 else f"cuda:{id - 1}"

@@ -4,12 +4,14 @@
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from opacus_memprof import _native
+from opacus_memprof.analysis.components import Components
 from opacus_memprof.analysis.device import build_device
+from opacus_memprof.analysis.findings import Run, find
 from opacus_memprof.analysis.names import Names
 from opacus_memprof.directory import EVENTS, LOCK, META, PROFILE, SNAPSHOTS
 from opacus_memprof.errors import MemprofError
@@ -24,6 +26,8 @@ def build_profile(
     exit_code: int | None,
     peaks: Mapping[str, Mapping[str, Any]] | None = None,
     warnings: Iterable[str] = (),
+    facts: Sequence[Mapping[str, Any]] = (),
+    components: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The content of profile.json, from events.bin, meta.json and snapshots.jsonl.
 
@@ -34,9 +38,12 @@ def build_profile(
         peaks: the live counters' peaks (_native.peaks()), which know what the allocator itself counted at the
             peak, and the peak of what a full event file has dropped.
         warnings: sentences on what this profile cannot know.
+        facts: what hooks noticed (observations.noted()), for the findings.
+        components: the user's own rules, regular expression → component; see analysis.components.
 
     Raises:
-        MemprofError: events.bin or meta.json is missing, truncated, foreign or of another version.
+        MemprofError: a rule is no regular expression, or events.bin or meta.json is missing, truncated, foreign or of
+            another version.
     """
     path = Path(directory)
     try:
@@ -48,12 +55,14 @@ def build_profile(
     names = Names(meta, replayed)
     snapshots = _read_snapshots(path / SNAPSHOTS)
     said = [*warnings, *_file_warnings(replayed, meta)]
+    component_of = Components(components)
     devices = {}
-    for device in replayed["devices"]:
-        name = names.device(device["id"])
+    by_name = {names.device(device["id"]): device for device in replayed["devices"]}
+    for name, device in by_name.items():
         live = None if peaks is None else peaks.get(name)
         taken = {index: entry for index, entry in snapshots.items() if name in entry["devices"]}
         devices[name], more = build_device(name, device, header, names, live, taken)
+        devices[name]["peak"] |= component_of.roll_up(devices[name]["peak"])
         said += more
     return {
         "format": FORMAT,
@@ -72,7 +81,8 @@ def build_profile(
             "contradictions": replayed["contradictions"],
         },
         "devices": devices,
-        "findings": [],
+        "components": dict(components or {}),
+        "findings": find(Run(devices, by_name, facts, names)),
         "warnings": list(dict.fromkeys(said)),
     }
 

@@ -8,6 +8,7 @@ import typer
 from opacus_memprof.cli.doctor import doctor
 from opacus_memprof.cli.report import report
 from opacus_memprof.cli.run import run
+from opacus_memprof.cli.tax import tax
 from opacus_memprof.errors import MemprofError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Where the memory of DP-SGD training goes.")
@@ -15,6 +16,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Where the me
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(report)
 app.command()(doctor)
+app.command()(tax)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from opacus_memprof import _native
+from opacus_memprof.hooks import observe
 from opacus_memprof.hooks.attach import Attachment, Wrapper
 from opacus_memprof.hooks.vocabulary import BACKPROP_COPIES
 
@@ -30,6 +31,7 @@ class CaptureActivations(Wrapper):
         activations = module.__dict__.get("activations", ())
         if len(activations) > held:
             _native.capture(self._module_id, activations[-1])
+            observe.captured(self._module_id)
         return result
 
 

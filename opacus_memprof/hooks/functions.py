@@ -13,6 +13,7 @@ from torch.nn.utils._expanded_weights import expanded_weights_utils
 
 from opacus_memprof import _native
 from opacus_memprof.hooks.attach import Attachment
+from opacus_memprof.hooks.observe import functorch_sampled
 from opacus_memprof.hooks.owners import owner_of
 from opacus_memprof.hooks.samplers import Sampler
 from opacus_memprof.hooks.vocabulary import (
@@ -30,7 +31,11 @@ def wrap_functions(attachment: Attachment) -> None:
     # Allocates the zeros that the samples are copied into and that become p.grad_sample.
     _replace(attachment, grad_sample_module.create_or_accumulate_grad_sample, _tagged(PER_SAMPLE_GRADIENTS))
     _replace(attachment, grad_sample_module_fast_gradient_clipping.create_norm_sample, _tagged(NORM_SAMPLES))
-    _replace(attachment, functorch.ft_compute_per_sample_gradient, lambda f: Sampler(f, PER_SAMPLE_GRADIENTS))
+    _replace(
+        attachment,
+        functorch.ft_compute_per_sample_gradient,
+        lambda f: Sampler(f, PER_SAMPLE_GRADIENTS, functorch_sampled),
+    )
     _replace(attachment, optimizer._generate_noise, _tagged(NOISE))
     _replace(attachment, ddp_perlayeroptimizer._clip_and_accumulate_parameter, ClipParameter)
     _replace(attachment, expanded_weights_utils.set_grad_sample_if_exists, ExpandedWeightSample)

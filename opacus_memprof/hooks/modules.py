@@ -13,7 +13,7 @@ from opacus.grad_sample import AbstractGradSampleModule
 from torch import Tensor, nn
 
 from opacus_memprof import _native
-from opacus_memprof.hooks import owners
+from opacus_memprof.hooks import observe, owners
 from opacus_memprof.hooks.attach import Attachment
 from opacus_memprof.hooks.vocabulary import (
     BUFFERS,
@@ -61,6 +61,7 @@ class EnterModel:
         if self._first:  # `model.to(device)` may have moved the parameters since they were attached
             self._first = False
             tag_residents(root)
+        observe.forward_begins()
         _native.set_phase(FORWARD)
         batch = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is None and not tensor.requires_grad]
         if batch:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from opacus_memprof import _native
+from opacus_memprof.hooks import observe
 from opacus_memprof.hooks.attach import Attachment
 from opacus_memprof.hooks.modules import tensors_in
 from opacus_memprof.hooks.owners import owner_of, owners_of
@@ -70,7 +71,11 @@ def _pre_step(optimizer: DPOptimizer, run: Run) -> Any:
         parameters = _trained(optimizer)
         for parameter, owner in zip(parameters, owners_of(parameters), strict=True):
             _native.retag(tensors_in(getattr(parameter, "grad_sample", None)), PER_SAMPLE_GRADIENTS, owner)
-    proceed = run()
+    try:
+        proceed = run()
+    except Exception:
+        observe.step_failed()
+        raise
     if not proceed:  # a part of a logical batch: it is clipped and summed, and there is no update
         _native.set_phase(IDLE)
         _native.end_step(False)
@@ -92,11 +97,12 @@ def _accumulate(optimizer: DPOptimizer, run: Run) -> Any:
 
 
 def _add_noise(optimizer: DPOptimizer, run: Run) -> Any:
+    parameters = _trained(optimizer)
+    observe.noise_comes(optimizer, parameters)
     before = _native.set_phase(ADD_NOISE)
     with _ADD_NOISE:  # the noise itself has its own tag, in _generate_noise
         result = run()
     _native.set_phase(before)
-    parameters = _trained(optimizer)
     _native.retag_each([p.grad for p in parameters], GRADIENTS, owners_of(parameters))
     return result
 

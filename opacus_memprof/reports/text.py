@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from opacus_memprof.reports.findings import print_findings
 from opacus_memprof.units import format_bytes
 
 _BAR = 20  # characters of the longest bar
@@ -41,13 +42,7 @@ def print_summary(profile: Mapping[str, Any], console: Console) -> None:
         console.print("No memory was allocated on a device that was profiled.")
     for name, device in devices.items():
         _print_device(name, device, console)
-    for finding in profile.get("findings") or []:
-        where = f" in {finding['module']}" if finding.get("module") else ""
-        size = f", {format_bytes(finding['bytes'])}" if finding.get("bytes") else ""
-        console.print(f"\n[bold]{escape(str(finding.get('kind', 'finding')))}[/]{escape(where)}{size}")
-        for key in ("evidence", "remedy"):
-            if finding.get(key):
-                console.print(f"  {key}: {escape(str(finding[key]))}", highlight=False)
+    print_findings(profile.get("findings") or [], console)
     warnings = profile.get("warnings") or []
     if warnings:
         console.print()

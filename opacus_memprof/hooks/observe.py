@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notices what findings need and the event file cannot know: shapes of layers, captures that pile up, gradients that
+are about to be replaced. Each look costs a fraction of the Opacus call that it goes with."""
+
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from opacus.optimizers import DPOptimizerFastGradientClipping
+from torch import Tensor, nn
+
+from opacus_memprof import _native, observations
+from opacus_memprof.hooks.owners import owner_of
+
+_HOOKED = ("activation_hooks_shared", "activation_hooks_opacus_only")
+_BEGINNINGS = 3  # forwards in a row that must begin with captures outstanding; fewer may share one backward
+
+_beginnings: "deque[dict[int, int]]" = deque(maxlen=_BEGINNINGS)
+_looked_at = 0  # captures that were outstanding at the last look
+_recomputed: set[int] = set()  # modules whose forward ran inside a backward pass
+_seen: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers
+
+
+def _reset() -> None:
+    global _looked_at
+    _looked_at = 0
+    _beginnings.clear()
+    _recomputed.clear()
+    _seen.clear()
+
+
+observations.on_clear(_reset)
+
+
+def forward_begins() -> None:
+    """Captures that outlive the beginnings of several forwards await no backward. Looks at their bytes each time that
+    their number has doubled."""
+    global _looked_at
+    _beginnings.append(observations.captures())
+    if len(_beginnings) < _BEGINNINGS or not all(_beginnings):
+        return
+    left = {module: min(then.get(module, 0) for then in _beginnings) for module in _beginnings[-1]}
+    if sum(left.values()) >= 2 * _looked_at:
+        _look_at_captures(failed=False)
+
+
+def captured(module: int) -> None:
+    """Opacus has captured: inside a backward pass, it was activation checkpointing that ran the forward again."""
+    if torch._C._current_graph_task_id() != -1:
+        _recomputed.add(module)
+
+
+def step_failed() -> None:
+    """The optimizer found no per-sample gradients, or they do not fit: are there captures that kept them away?"""
+    if observations.captures():
+        _look_at_captures(failed=True)
+
+
+def _look_at_captures(*, failed: bool) -> None:
+    global _looked_at
+    outstanding = observations.captures()
+    _looked_at = sum(outstanding.values())
+    sizes = dict.fromkeys(outstanding, 0)
+    for block in _native.live_blocks():
+        if block["category"] in _HOOKED:
+            module = _native.module_id(block["module"])
+            sizes[module] = sizes.get(module, 0) + block["bytes"]
+    for module, size in sizes.items():
+        more = {"captures": outstanding.get(module, 0), "recomputed": module in _recomputed, "failed": failed}
+        observations.note("captures", module, size, **more)
+
+
+def functorch_sampled(layer: nn.Module, backprops: Tensor, samples: Mapping[Any, Tensor]) -> None:
+    """functorch's sampler knows nothing of `requires_grad`."""
+    frozen = [(parameter, sample) for parameter, sample in samples.items() if not parameter.requires_grad]
+    if frozen:
+        size = sum(sample.nbytes for _, sample in frozen)
+        observations.note("frozen_samples", owner_of(frozen[0][0]), size, samples=len(backprops))
+
+
+def linear_norms_sampled(layer: nn.Linear, backprops: Tensor, samples: Mapping[Any, Tensor]) -> None:
+    """Opacus' norm sampler of Linear makes matrices of tokens by tokens, (n, t, t), where backprops have 3 dimensions,
+    and no norms where they have more."""
+    if backprops.dim() == 2:
+        return
+    weight, bias = layer.weight.requires_grad, layer.bias is not None and layer.bias.requires_grad
+    if backprops.dim() > 3:
+        if not samples:
+            stale = getattr(layer.weight if weight else layer.bias, "_norm_sample", None)
+            size = 0 if stale is None else stale.nbytes * (weight + bias)
+            observations.note("norms_missing", owner_of(layer.weight), size, dimensions=backprops.dim())
+        return
+    n, tokens, out = backprops.shape
+    width = backprops.element_size()
+    matrices = width * n * tokens**2 * (2 * weight + bias)
+    gradients = width * n * (weight * layer.weight.numel() + bias * out)
+    if matrices > gradients:
+        more = {"gradient_bytes": gradients, "samples": n, "tokens": tokens, "features": tuple(layer.weight.shape)}
+        observations.note("norm_matrices", owner_of(layer.weight), matrices, **more)
+
+
+def noise_comes(optimizer: Any, parameters: list[Any]) -> None:
+    """`add_noise` draws noise as large as each parameter, and puts a new tensor in the place of each `p.grad`. What
+    autograd has accumulated there served ghost clipping's second pass, and nobody in the modes that clip per-sample
+    gradients. One look at each optimizer."""
+    if optimizer in _seen:
+        return
+    _seen.add(optimizer)
+    sizes: dict[int, int] = {}
+    for parameter in parameters:
+        owner, gradient = owner_of(parameter), parameter.grad
+        observations.note("largest_parameter", owner, parameter.nbytes)
+        if isinstance(optimizer, DPOptimizerFastGradientClipping) or gradient is None:
+            continue
+        if gradient.data_ptr() != parameter.summed_grad.data_ptr():
+            sizes[owner] = sizes.get(owner, 0) + gradient.nbytes
+    for owner, size in sizes.items():
+        observations.note("replaced_gradients", owner, size)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The DP tax as text."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from opacus_memprof.units import format_bytes
+
+_TOP_MODULES = 9
+
+
+def print_tax(tax: Mapping[str, Any], console: Console) -> None:
+    """Prints what analysis.tax.dp_tax returned."""
+    for name, device in tax["devices"].items():
+        console.print(
+            f"[bold]{escape(name)}[/]: privacy takes [bold]{_signed(device['total'])}[/] at the peak: "
+            f"{format_bytes(device['private_bytes'])} with it, {format_bytes(device['vanilla_bytes'])} without",
+            highlight=False,
+        )
+        _print_table("category", device["categories"], console)
+        modules = {module: sum(sizes.values()) for module, sizes in device["modules"].items()}
+        _print_table("module", modules, console, _TOP_MODULES)
+        if device["opacus_only"]:
+            held = format_bytes(device["opacus_only"])
+            console.print(f"\n{held} of captured activations are held by Opacus alone", highlight=False)
+
+
+def _signed(size: int) -> str:
+    return f"+{format_bytes(size)}" if size > 0 else format_bytes(size)
+
+
+def _print_table(title: str, sizes: Mapping[str, int], console: Console, top: int | None = None) -> None:
+    """The largest differences first, whatever their sign."""
+    rows = sorted((row for row in sizes.items() if row[1]), key=lambda row: (-abs(row[1]), row[0]))
+    if not rows:
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(title, overflow="ellipsis", no_wrap=True)
+    table.add_column("difference", justify="right", no_wrap=True)
+    for name, size in rows[:top]:
+        table.add_row(escape(name) or "(no module)", _signed(size))
+    if rest := rows[len(rows) if top is None else top :]:
+        table.add_row(f"{len(rest)} more", _signed(sum(size for _, size in rest)), style="dim")
+    console.print()
+    console.print(table)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from event_files import EventFile
+from rich.console import Console
+from typer.testing import CliRunner
+
+from opacus_memprof.analysis.profile import build_profile
+from opacus_memprof.analysis.tax import dp_tax
+from opacus_memprof.cli import app
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.reports.tax import print_tax
+
+KIB = 1024
+
+
+def private_file(device: int = 1) -> EventFile:
+    """Peak 150 KiB: 64 of parameters, 6 captured by Opacus alone, 80 of per-sample gradients."""
+    file = EventFile()
+    file.add("alloc", 0x1000, 64 * KIB, "model_parameters", device=device, module="fc")
+    file.add("alloc", 0x2000, 6 * KIB, "activation_hooks_opacus_only", device=device, module="act")
+    file.add("alloc", 0x3000, 80 * KIB, "per_sample_gradients", device=device, module="fc")
+    return file
+
+
+def vanilla_file() -> EventFile:
+    """Peak 94 KiB: 64 of parameters, 30 of activations that the private run does not hold at its peak."""
+    file = EventFile()
+    file.add("alloc", 0x1000, 64 * KIB, "model_parameters", module="fc")
+    return file.add("alloc", 0x2000, 30 * KIB, "activations", module="act")
+
+
+def profile_in(directory: Path, file: EventFile) -> dict[str, Any]:
+    directory.mkdir(exist_ok=True)
+    return build_profile(file.write(directory), status="finished", exit_code=0)
+
+
+def the_tax(path: Path) -> dict[str, Any]:
+    return dp_tax(profile_in(path / "private", private_file()), profile_in(path / "vanilla", vanilla_file()))
+
+
+def test_the_difference_by_category_and_module(tmp_path: Path) -> None:
+    assert the_tax(tmp_path) == {
+        "devices": {
+            "cuda:0": {
+                "total": 56 * KIB,
+                "private_bytes": 150 * KIB,
+                "vanilla_bytes": 94 * KIB,
+                "categories": {
+                    "activations": -30 * KIB,
+                    "activation_hooks": 6 * KIB,
+                    "per_sample_gradients": 80 * KIB,
+                },
+                "modules": {
+                    "fc": {"per_sample_gradients": 80 * KIB},
+                    "act": {"activation_hooks": 6 * KIB, "activations": -30 * KIB},
+                },
+                "opacus_only": 6 * KIB,
+            }
+        }
+    }
+
+
+def test_in_print(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    print_tax(the_tax(tmp_path), console)
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert lines[0] == "cuda:0: privacy takes +56.00 KiB at the peak: 150.00 KiB with it, 94.00 KiB without"
+    assert "per_sample_gradients  +80.00 KiB" in lines
+    assert "activations           -30.00 KiB" in lines
+    assert "act     -24.00 KiB" in lines
+    assert lines.index("per_sample_gradients  +80.00 KiB") < lines.index("activations           -30.00 KiB")
+    assert "6.00 KiB of captured activations are held by Opacus alone" in lines
+
+
+def test_other_devices_and_formats_are_refused(tmp_path: Path) -> None:
+    private, vanilla = profile_in(tmp_path / "a", private_file()), profile_in(tmp_path / "b", vanilla_file())
+    on_cpu = profile_in(tmp_path / "c", private_file(device=0))
+    with pytest.raises(MemprofError, match="private run was on cpu and the vanilla one on cuda:0"):
+        dp_tax(on_cpu, vanilla)
+    with pytest.raises(MemprofError, match="the vanilla profile has format 2"):
+        dp_tax(private, {**vanilla, "format": 2})
+    with pytest.raises(MemprofError, match="the private profile has no device"):
+        dp_tax({**private, "devices": {}}, vanilla)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    for name, file in (("private", private_file()), ("vanilla", vanilla_file()), ("cpu", private_file(device=0))):
+        (tmp_path / name).mkdir()
+        file.write(tmp_path / name)
+    result = CliRunner().invoke(app, ["tax", str(tmp_path / "private"), str(tmp_path / "vanilla")])
+    assert result.exit_code == 0
+    assert "+56.00 KiB" in result.stdout
+    for other in ("cpu", "absent"):
+        result = CliRunner().invoke(app, ["tax", str(tmp_path / other), str(tmp_path / "vanilla")])
+        assert isinstance(result.exception, MemprofError)
+        assert result.exception.exit_code == 2
+        assert "\n" not in str(result.exception)
