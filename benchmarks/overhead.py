@@ -75,6 +75,12 @@ def history() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def profiler() -> Iterator[None]:
+    with torch.profiler.profile(profile_memory=True):
+        yield
+
+
+@contextlib.contextmanager
 def full(model: torch.nn.Module, optimizer: Any) -> Iterator[None]:
     """Counters, event file, hook wrappers, module names."""
     with events():
@@ -161,16 +167,8 @@ def training(mode: str, batch_size: int, sequence: int, size: dict[str, int]) ->
     return model, optimizer, step
 
 
-def measure_steps(mode: str, rounds: int, batch_size: int, sequence: int, size: dict[str, int]) -> dict[str, Any]:
-    """Milliseconds a step, by variant; and the ratio to native, paired."""
-    model, optimizer, step = training(mode, batch_size, sequence, size)
-    variants: dict[str, Variant] = {
-        "native": native,
-        "counters": counters,
-        "events": events,
-        "full": lambda: full(model, optimizer),
-        "history": history,
-    }
+def paired(step: Callable[[], None], variants: dict[str, Variant], rounds: int) -> dict[str, dict[str, float]]:
+    """Milliseconds a step, by variant; and the median over rounds of its ratio to the native one of that round."""
 
     def timed() -> float:
         torch.cuda.synchronize()
@@ -179,11 +177,6 @@ def measure_steps(mode: str, rounds: int, batch_size: int, sequence: int, size: 
         torch.cuda.synchronize()
         return time.perf_counter() - begin
 
-    for _ in range(5):
-        step()
-    allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
-    step()
-    allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - allocations
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
         for name in random.sample(list(variants), len(variants)):
@@ -191,24 +184,52 @@ def measure_steps(mode: str, rounds: int, batch_size: int, sequence: int, size: 
                 timed()
                 times[name].append(min(timed(), timed()))
     return {
+        name: {
+            "rounds": rounds,
+            "median_ms": 1e3 * statistics.median(found),
+            "median_ratio": statistics.median(a / b for a, b in zip(found, times["native"], strict=True)),
+        }
+        for name, found in times.items()
+    }
+
+
+def measure_steps(mode: str, rounds: int, batch_size: int, sequence: int, size: dict[str, int]) -> dict[str, Any]:
+    """One model and mode: off, counters only, counters and events, everything, and two others' tools."""
+    model, optimizer, step = training(mode, batch_size, sequence, size)
+    variants: dict[str, Variant] = {
+        "native": native,
+        "counters": counters,
+        "events": events,
+        "full": lambda: full(model, optimizer),
+        "history": history,
+    }
+    for _ in range(5):
+        step()
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
+    step()
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - allocations
+    found = paired(step, variants, rounds)
+    # Ending a torch.profiler takes far longer than a step: fewer rounds, of its own.
+    found["profiler"] = paired(step, {"native": native, "profiler": profiler}, max(rounds // 20, 3))["profiler"]
+    return {
         "mode": mode,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "allocations_a_step": allocations,
-        "variants": {
-            name: {
-                "median_ms": 1e3 * statistics.median(found),
-                "median_ratio": statistics.median(a / b for a, b in zip(found, times["native"], strict=True)),
-            }
-            for name, found in times.items()
-        },
+        "variants": found,
     }
+
+
+SIZES = {
+    "small": ({"vocabulary": 4096, "width": 384, "layers": 8, "heads": 6}, 8, 64),  # bound by the host
+    "large": ({"vocabulary": 16384, "width": 1024, "layers": 8, "heads": 16}, 8, 256),  # over 100 M parameters
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--modes", nargs="+", default=["vanilla", "hooks", "ghost"])
-    parser.add_argument("--large", action="store_true", help="a model of over 100 M parameters, too")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--output", type=Path, default=Path("overhead.json"))
     arguments = parser.parse_args()
     gc.disable()
@@ -224,17 +245,15 @@ def main() -> None:
     }
     for name, figures in results["pair"].items():
         print(f"allocate+free {name:9} {figures['median_ns']:8.1f} ns  {figures['median_over_native_ns']:+8.1f} ns")
-    sizes = [({"vocabulary": 4096, "width": 384, "layers": 8, "heads": 6}, 8, 64)]
-    if arguments.large:
-        sizes.append(({"vocabulary": 16384, "width": 1024, "layers": 8, "heads": 16}, 8, 256))
-    for size, batch_size, sequence in sizes:
+    for name in arguments.sizes:
+        size, batch_size, sequence = SIZES[name]
         for mode in arguments.modes:
             found = measure_steps(mode, arguments.rounds, batch_size, sequence, size)
             results["steps"].append(found)
             arguments.output.write_text(json.dumps(results, indent=1))
             print(f"{mode} ({found['parameters'] / 1e6:.0f} M parameters, {found['allocations_a_step']} allocations)")
-            for name, figures in found["variants"].items():
-                print(f"  {name:9} {figures['median_ms']:8.3f} ms  {100 * (figures['median_ratio'] - 1):+6.2f} %")
+            for variant, figures in found["variants"].items():
+                print(f"  {variant:9} {figures['median_ms']:8.3f} ms  {100 * (figures['median_ratio'] - 1):+6.2f} %")
 
 
 if __name__ == "__main__":

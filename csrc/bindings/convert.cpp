@@ -73,8 +73,8 @@ py::list to_python(const std::vector<Block>& blocks) {
   for (const Block& block : blocks) {
     py::dict entry;
     entry["address"] = block.address;
-    entry["bytes"] = block.size;
-    entry["category"] = categories[block.category];
+    entry["bytes"] = block.size();
+    entry["category"] = categories[block.category()];
     entry["phase"] = kPhaseNames[block.phase];
     entry["module"] = modules[block.module];
     entry["op"] = ops[block.op];

@@ -3,6 +3,7 @@
 // other languages; change them together and raise kFormatVersion.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 namespace opacus_memprof {
@@ -42,6 +43,16 @@ struct Event {
   std::uint64_t step : 32;    // physical steps (calls of optimizer.step) before this event
 };
 static_assert(sizeof(Event) == 32);
+
+// The same 32 bytes as they are written: composed in registers, since filling bit-fields in memory
+// and then copying them whole stalls on every event.
+using EventWords = std::array<std::uint64_t, 4>;
+
+constexpr std::uint64_t event_word(std::uint64_t low48, std::uint8_t sixth,
+                                   std::uint8_t seventh) noexcept {
+  constexpr std::uint64_t kLow48 = (std::uint64_t{1} << 48U) - 1;
+  return (low48 & kLow48) | std::uint64_t{sixth} << 48U | std::uint64_t{seventh} << 56U;
+}
 
 // The first page of the file. `count`, `dropped` and the last clock reading are refreshed some
 // fifty times a second; of a process that is alive or was killed, the records after `count` are

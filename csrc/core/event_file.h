@@ -7,9 +7,7 @@
 // allocating thread pays no page fault.
 #pragma once
 
-#include <array>
 #include <atomic>
-#include <bit>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -34,7 +32,7 @@ class alignas(64) EventFile {
 
   // One writer at a time (the recorder's lock). Never throws, never blocks on the disk beyond a
   // reservation; an event that finds no room is counted as dropped.
-  void append(const Event& event) noexcept {
+  void append(const EventWords& words) noexcept {
     Event* record = next_;
     if (record >= end_.load(std::memory_order_relaxed) && !make_room()) {
       dropped_.fetch_add(1, std::memory_order_relaxed);
@@ -43,7 +41,6 @@ class alignas(64) EventFile {
     next_ = record + 1;
     // The word that holds `kind` goes last: whoever reads a killed process' file stops at a record
     // without a kind, and never sees half of one.
-    const auto words = std::bit_cast<std::array<std::uint64_t, 4>>(event);
     auto* target = reinterpret_cast<std::uint64_t*>(record);
     target[1] = words[1];
     target[2] = words[2];

@@ -19,12 +19,19 @@ Block* Ledger::find(std::uint64_t address) noexcept {
   }
 }
 
-void Ledger::insert(const Block& block) {
+Block& Ledger::insert(std::uint64_t address) {
   if (2 * (size_ + 1) > slots_.size()) grow();
-  std::size_t slot = home(block.address);
-  while (slots_[slot].address != 0) slot = next(slot);
-  slots_[slot] = block;
   ++size_;
+  Block& block = empty_slot(address);
+  block = {};
+  block.address = address;
+  return block;
+}
+
+Block& Ledger::empty_slot(std::uint64_t address) noexcept {
+  std::size_t slot = home(address);
+  while (slots_[slot].address != 0) slot = next(slot);
+  return slots_[slot];
 }
 
 void Ledger::erase(Block* block) noexcept {
@@ -47,9 +54,8 @@ void Ledger::grow() {
   std::vector<Block> old(slots_.size() * 2);
   std::swap(old, slots_);
   --shift_;
-  size_ = 0;
   for (const Block& block : old) {
-    if (block.address != 0) insert(block);
+    if (block.address != 0) empty_slot(block.address) = block;
   }
 }
 

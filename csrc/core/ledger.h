@@ -9,13 +9,30 @@
 namespace opacus_memprof {
 
 // Half a cache line: the table is the largest thing that an allocation touches.
-struct Block {
-  std::uint64_t address = 0;       // 0 marks an empty slot
-  std::uint64_t size : 48 = 0;     // bytes requested
-  std::uint64_t category : 8 = 0;  // what it counts as now
-  std::uint64_t base : 8 = 0;      // what it counts as once no capture holds it
-  std::uint32_t step = 0;          // physical step of birth
-  std::uint32_t serial = 0;        // tells a block from a later one at its address
+class Block {
+ public:
+  std::uint64_t address = 0;  // 0 marks an empty slot
+
+  // Bytes requested; what it counts as now; what it counts as once no capture holds it. One word,
+  // as the event file has it: writing its parts and reading it whole would stall.
+  [[nodiscard]] std::uint64_t size() const noexcept { return word_ & kSize; }
+  [[nodiscard]] std::uint8_t category() const noexcept {
+    return static_cast<std::uint8_t>(word_ >> 48U);
+  }
+  [[nodiscard]] std::uint8_t base() const noexcept {
+    return static_cast<std::uint8_t>(word_ >> 56U);
+  }
+  void set(std::uint64_t size, std::uint8_t category, std::uint8_t base) noexcept {
+    word_ = (size & kSize) | std::uint64_t{category} << 48U | std::uint64_t{base} << 56U;
+  }
+
+ private:
+  static constexpr std::uint64_t kSize = (std::uint64_t{1} << 48U) - 1;
+  std::uint64_t word_ = 0;
+
+ public:
+  std::uint32_t step = 0;    // physical step of birth
+  std::uint32_t serial = 0;  // tells a block from a later one at its address
   std::uint16_t module = 0;
   std::uint16_t op = 0;
   std::uint8_t device = 0;
@@ -35,8 +52,9 @@ class Ledger {
 
   // nullptr where there is none. Pointers are valid until the next insert or erase.
   [[nodiscard]] Block* find(std::uint64_t address) noexcept;
-  // `block.address` must be new. May throw std::bad_alloc when the table must grow.
-  void insert(const Block& block);
+  // A new block, empty but for its address, which must be new. May throw std::bad_alloc when the
+  // table must grow.
+  Block& insert(std::uint64_t address);
   void erase(Block* block) noexcept;
 
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
@@ -56,6 +74,7 @@ class Ledger {
   [[nodiscard]] std::size_t next(std::size_t slot) const noexcept {
     return (slot + 1) & (slots_.size() - 1);
   }
+  Block& empty_slot(std::uint64_t address) noexcept;
   void grow();
 
   std::vector<Block> slots_;

@@ -21,7 +21,11 @@ constexpr auto kBackward = static_cast<std::uint8_t>(Category::backward_temporar
 constexpr auto kShared = static_cast<std::uint8_t>(Category::activation_hooks_shared);
 constexpr auto kOpacusOnly = static_cast<std::uint8_t>(Category::activation_hooks_opacus_only);
 
-constexpr std::uint64_t kMask48 = (std::uint64_t{1} << 48U) - 1;
+constexpr std::uint64_t kLargest = (std::uint64_t{1} << 48U) - 1;  // that an event can say
+constexpr Tag kUnknown{.category = static_cast<std::uint8_t>(Category::unattributed),
+                       .phase = static_cast<std::uint8_t>(Phase::idle),
+                       .module = 0,
+                       .op = 0};
 
 std::uint8_t phase_of_this_thread() noexcept {
   return static_cast<std::uint8_t>(this_thread().phase());
@@ -74,48 +78,47 @@ void Recorder::prefetch() const noexcept {
 void Recorder::on_alloc(std::uint64_t address, std::uint64_t size, Device device,
                         std::uint8_t stream, Tag tag) noexcept {
   if (address == 0) return;
-  Block block;
-  block.address = address;
-  block.size = size;
-  block.module = tag.module;
-  block.op = tag.op;
-  block.category = block.base = tag.category;
-  block.phase = tag.phase;
-  block.device = device;
-  block.stream = stream;
-  block.thread = this_thread().thread_id();
+  const std::uint8_t thread = this_thread().thread_id();
   const std::lock_guard guard(lock_);
-  insert(block, EventKind::alloc);
+  const Block* block = insert(address, size, device, stream, tag, thread);
+  if (block != nullptr) write(EventKind::alloc, *block, tag.phase, tag.op, block->step);
 }
 
 void Recorder::seed(std::uint64_t address, std::uint64_t size, Device device,
                     std::uint8_t stream) noexcept {
-  Block block;
-  block.address = address;
-  block.size = size;
-  block.device = device;
-  block.stream = stream;
-  block.thread = this_thread().thread_id();
-  block.seeded = true;
+  const std::uint8_t thread = this_thread().thread_id();
   const std::lock_guard guard(lock_);
-  if (ledger_.find(address) == nullptr) insert(block, EventKind::seed);
+  if (ledger_.find(address) != nullptr) return;
+  Block* block = insert(address, size, device, stream, kUnknown, thread);
+  if (block == nullptr) return;
+  block->seeded = 1;
+  write(EventKind::seed, *block, block->phase, block->op, block->step);
 }
 
-void Recorder::insert(Block block, EventKind kind) noexcept {
-  if (!enabled_) return;
-  if (Block* stale = ledger_.find(block.address); stale != nullptr) {
+Block* Recorder::insert(std::uint64_t address, std::uint64_t size, Device device,
+                        std::uint8_t stream, Tag tag, std::uint8_t thread) noexcept {
+  if (!enabled_) return nullptr;
+  if (Block* stale = ledger_.find(address); stale != nullptr) {
     // A seeded block that was freed behind our back: upstream would not hand out a live address.
-    erase(stale, block.phase);
+    erase(stale, tag.phase);
   }
-  block.step = physical_.load(std::memory_order_relaxed);
-  block.serial = next_serial_++;
+  Block* block = nullptr;
   try {
-    ledger_.insert(block);
+    block = &ledger_.insert(address);
   } catch (const std::bad_alloc&) {
-    return;  // the host is out of memory; the block shows as a remainder, and training goes on
+    return nullptr;  // the host is out of memory; the block shows as a remainder, training goes on
   }
-  counters_[block.device].add(block.category, block.size, block.phase, block.step);
-  write(kind, block, block.phase, block.op);
+  block->set(size, tag.category, tag.category);
+  block->step = physical_.load(std::memory_order_relaxed);
+  block->serial = next_serial_++;
+  block->module = tag.module;
+  block->op = tag.op;
+  block->device = device;
+  block->stream = stream;
+  block->thread = thread;
+  block->phase = tag.phase;
+  counters_[device].add(tag.category, size, tag.phase, block->step);
+  return block;
 }
 
 Recorder::Freed Recorder::on_free(std::uint64_t address, Phase phase) noexcept {
@@ -130,8 +133,8 @@ Recorder::Freed Recorder::on_free(std::uint64_t address, Phase phase) noexcept {
 bool Recorder::erase(Block* block, std::uint8_t phase) noexcept {
   DeviceCounters& counters = counters_[block->device];
   const bool closed = close_peak_locked(counters);
-  counters.subtract(block->category, block->size);
-  write(EventKind::free, *block, phase, block->op);
+  counters.subtract(block->category(), block->size());
+  write(EventKind::free, *block, phase, block->op, physical_.load(std::memory_order_relaxed));
   if (block->captured) captures_.erase(block->address);
   ledger_.erase(block);
   return closed;
@@ -159,14 +162,12 @@ void Recorder::note_upstream_at_peak(Device device, std::int64_t requested, std:
 
 void Recorder::on_oom(std::uint64_t size, Device device, Tag tag) noexcept {
   Block request;
-  request.size = std::min(size, kMask48);  // more than any machine has
+  request.set(std::min(size, kLargest), tag.category, tag.category);
   request.device = device;
-  request.category = tag.category;
   request.module = tag.module;
   request.thread = this_thread().thread_id();
   const std::lock_guard guard(lock_);
-  request.step = physical_.load(std::memory_order_relaxed);
-  write(EventKind::oom, request, tag.phase, tag.op);
+  write(EventKind::oom, request, tag.phase, tag.op, physical_.load());
 }
 
 bool Recorder::knows(std::uint64_t address) noexcept { return size_of(address) != 0; }
@@ -174,7 +175,7 @@ bool Recorder::knows(std::uint64_t address) noexcept { return size_of(address) !
 std::uint64_t Recorder::size_of(std::uint64_t address) noexcept {
   const std::lock_guard guard(lock_);
   const Block* block = ledger_.find(address);
-  return block == nullptr ? 0 : block->size;
+  return block == nullptr ? 0 : block->size();
 }
 
 std::vector<std::uint64_t> Recorder::seeded(Device device) {
@@ -194,21 +195,21 @@ std::uint64_t Recorder::retag(std::uint64_t address, std::uint8_t category, std:
                               std::uint64_t expected) noexcept {
   const std::lock_guard guard(lock_);
   Block* block = ledger_.find(address);
-  if (block == nullptr || (expected >> block->base & 1U) == 0) return 0;
+  if (block == nullptr || (expected >> block->base() & 1U) == 0) return 0;
   const bool new_module = module != kKeep16 && module != block->module;
-  if (block->base == category && !new_module) return 0;
+  if (block->base() == category && !new_module) return 0;
   if (module != kKeep16) block->module = module;
-  block->base = category;
   // A captured block keeps its category; the event then says only the module.
-  change_category(*block, block->captured ? block->category : category);
-  return block->size;
+  change_category(*block, block->captured ? block->category() : category, category);
+  return block->size();
 }
 
-void Recorder::change_category(Block& block, std::uint8_t category) noexcept {
-  const std::uint8_t before = block.category;
-  counters_[block.device].move(before, category, block.size);
-  block.category = category;
-  write(EventKind::retag, block, phase_of_this_thread(), before);
+void Recorder::change_category(Block& block, std::uint8_t category, std::uint8_t base) noexcept {
+  const std::uint8_t before = block.category();
+  counters_[block.device].move(before, category, block.size());
+  block.set(block.size(), category, base);
+  write(EventKind::retag, block, phase_of_this_thread(), before,
+        physical_.load(std::memory_order_relaxed));
 }
 
 Block* Recorder::find(BlockId id) noexcept {
@@ -220,10 +221,10 @@ BlockId Recorder::capture(std::uint64_t address) {
   const std::lock_guard guard(lock_);
   Block* block = ledger_.find(address);
   // Born in forward, or recomputed in backward (activation checkpointing).
-  if (block == nullptr || (block->base != kUndecided && block->base != kBackward)) return {};
+  if (block == nullptr || (block->base() != kUndecided && block->base() != kBackward)) return {};
   if (captures_[block->address]++ == 0) {
     block->captured = 1;
-    change_category(*block, kShared);
+    change_category(*block, kShared, block->base());
   }
   return {.address = block->address, .serial = block->serial};
 }
@@ -234,7 +235,7 @@ void Recorder::release(BlockId id) noexcept {
   if (block == nullptr || --captures_[id.address] > 0) return;
   captures_.erase(id.address);
   block->captured = 0;
-  change_category(*block, block->base);
+  change_category(*block, block->base(), block->base());
 }
 
 void Recorder::settle(BlockId id, std::int64_t holders) noexcept {
@@ -242,7 +243,7 @@ void Recorder::settle(BlockId id, std::int64_t holders) noexcept {
   Block* block = find(id);
   if (block == nullptr || !block->captured) return;
   const std::uint8_t category = holders > captures_[id.address] ? kShared : kOpacusOnly;
-  if (category != block->category) change_category(*block, category);
+  if (category != block->category()) change_category(*block, category, block->base());
 }
 
 void Recorder::set_phase(Phase phase) noexcept {
@@ -327,7 +328,7 @@ void Recorder::start_events(std::unique_ptr<EventFile> file) {
   writing_to_ = events_.get();
   ledger_.for_each([&](Block& block) {
     block.step = 0;
-    write(EventKind::seed, block, block.phase, block.op);
+    write(EventKind::seed, block, block.phase, block.op, block.step);
   });
 }
 
@@ -346,34 +347,23 @@ Recorder::EventsStatus Recorder::events_status() {
           .error = events_->error()};
 }
 
-void Recorder::write(EventKind kind, const Block& block, std::uint8_t phase,
-                     std::uint16_t op) noexcept {
+void Recorder::write(EventKind kind, const Block& block, std::uint8_t phase, std::uint16_t op,
+                     std::uint32_t step) noexcept {
   if (events_ == nullptr) return;
-  Event event{};
-  event.time = (ticks() - events_->start_ticks()) & kMask48;
-  event.kind = static_cast<std::uint8_t>(kind);
-  event.category = block.category;
-  event.address = block.address & kMask48;
-  event.phase = phase;
-  event.device = block.device;
-  event.size = block.size;
-  event.stream = block.stream;
-  event.thread = block.thread;
-  event.module = block.module;
-  event.op = op;
-  event.step = kind == EventKind::free || kind == EventKind::retag
-                   ? physical_.load(std::memory_order_relaxed)
-                   : block.step;
-  events_->append(event);
+  events_->append(
+      {event_word(ticks() - events_->start_ticks(), static_cast<std::uint8_t>(kind),
+                  block.category()),
+       event_word(block.address, phase, block.device),
+       event_word(block.size(), block.stream, block.thread),
+       std::uint64_t{block.module} | std::uint64_t{op} << 16U | std::uint64_t{step} << 32U});
 }
 
 void Recorder::write_mark(EventKind kind, std::uint8_t phase, std::uint16_t op,
                           std::uint64_t size) noexcept {
   Block mark;
-  mark.size = size;
+  mark.set(size, 0, 0);
   mark.thread = this_thread().thread_id();
-  mark.step = physical_.load(std::memory_order_relaxed);
-  write(kind, mark, phase, op);
+  write(kind, mark, phase, op, physical_.load(std::memory_order_relaxed));
 }
 
 }  // namespace opacus_memprof

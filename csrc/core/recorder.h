@@ -121,11 +121,13 @@ class Recorder {
 
  private:
   friend struct ForkHandlers;
-  void write(EventKind kind, const Block& block, std::uint8_t phase, std::uint16_t op) noexcept;
+  void write(EventKind kind, const Block& block, std::uint8_t phase, std::uint16_t op,
+             std::uint32_t step) noexcept;
   void write_mark(EventKind kind, std::uint8_t phase, std::uint16_t op,
                   std::uint64_t size) noexcept;
-  void change_category(Block& block, std::uint8_t category) noexcept;
-  void insert(Block block, EventKind kind) noexcept;
+  void change_category(Block& block, std::uint8_t category, std::uint8_t base) noexcept;
+  Block* insert(std::uint64_t address, std::uint64_t size, Device device, std::uint8_t stream,
+                Tag tag, std::uint8_t thread) noexcept;
   bool erase(Block* block, std::uint8_t phase) noexcept;
   static bool close_peak_locked(DeviceCounters& counters) noexcept;
   Block* find(BlockId id) noexcept;

@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <bit>
 #include <csignal>
 #include <cstring>
 #include <filesystem>
@@ -28,13 +29,13 @@ class EventFileTest : public ::testing::Test {
   void TearDown() override { std::filesystem::remove_all(folder_); }
   [[nodiscard]] std::string path() const { return folder_ + "/events.bin"; }
 
-  static Event alloc(std::uint64_t size) {
+  static EventWords alloc(std::uint64_t size) {
     Event event{};
     event.kind = static_cast<std::uint8_t>(EventKind::alloc);
     event.address = 0x1000 + size;
     event.size = size;
     event.module = 7;
-    return event;
+    return std::bit_cast<EventWords>(event);
   }
 
   // Read with plain file functions: an account of its own.

@@ -10,29 +10,26 @@
 namespace opacus_memprof {
 namespace {
 
-Block block_at(std::uint64_t address, std::uint64_t size) {
-  Block block;
-  block.address = address;
-  block.size = size;
-  return block;
+void insert(Ledger& ledger, std::uint64_t address, std::uint64_t size) {
+  ledger.insert(address).set(size, 1, 2);
 }
 
 TEST(Ledger, FindsWhatWasInserted) {
   Ledger ledger;
-  ledger.insert(block_at(0x7000, 12));
+  insert(ledger, 0x7000, 12);
   ASSERT_NE(ledger.find(0x7000), nullptr);
-  EXPECT_EQ(ledger.find(0x7000)->size, 12U);
+  EXPECT_EQ(ledger.find(0x7000)->size(), 12U);
   EXPECT_EQ(ledger.find(0x7040), nullptr);
   EXPECT_EQ(ledger.find(0), nullptr);
 }
 
 TEST(Ledger, AnErasedAddressMayComeAgain) {
   Ledger ledger;
-  ledger.insert(block_at(0x7000, 1));
+  insert(ledger, 0x7000, 1);
   ledger.erase(ledger.find(0x7000));
   EXPECT_EQ(ledger.find(0x7000), nullptr);
-  ledger.insert(block_at(0x7000, 2));
-  EXPECT_EQ(ledger.find(0x7000)->size, 2U);
+  insert(ledger, 0x7000, 2);
+  EXPECT_EQ(ledger.find(0x7000)->size(), 2U);
   EXPECT_EQ(ledger.size(), 1U);
 }
 
@@ -46,19 +43,19 @@ TEST(Ledger, AgreesWithAMapUnderRandomWork) {
       const std::uint64_t address = stride * (1 + random() % 3000);
       if (const auto found = model.find(address); found != model.end()) {
         ASSERT_NE(ledger.find(address), nullptr);
-        ASSERT_EQ(ledger.find(address)->size, found->second);
+        ASSERT_EQ(ledger.find(address)->size(), found->second);
         ledger.erase(ledger.find(address));
         model.erase(found);
       } else {
         ASSERT_EQ(ledger.find(address), nullptr);
         const std::uint64_t size = random() % 1'000'000;
-        ledger.insert(block_at(address, size));
+        insert(ledger, address, size);
         model.emplace(address, size);
       }
       ASSERT_EQ(ledger.size(), model.size());
     }
     std::map<std::uint64_t, std::uint64_t> content;
-    ledger.for_each([&](const Block& block) { content.emplace(block.address, block.size); });
+    ledger.for_each([&](const Block& block) { content.emplace(block.address, block.size()); });
     EXPECT_EQ(content, model);
   }
 }
