@@ -21,6 +21,7 @@ _beginnings: "deque[dict[int, int]]" = deque(maxlen=_BEGINNINGS)
 _looked_at = 0  # captures that were outstanding at the last look
 _recomputed: set[int] = set()  # modules whose forward ran inside a backward pass
 _seen: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers
+_shapes: dict[int, tuple[int, ...]] = {}  # of the backprops that were looked at last, by the layer's identity
 
 
 def _reset() -> None:
@@ -29,6 +30,7 @@ def _reset() -> None:
     _beginnings.clear()
     _recomputed.clear()
     _seen.clear()
+    _shapes.clear()
 
 
 observations.on_clear(_reset)
@@ -83,16 +85,18 @@ def functorch_sampled(layer: nn.Module, backprops: Tensor, samples: Mapping[Any,
 def linear_norms_sampled(layer: nn.Linear, backprops: Tensor, samples: Mapping[Any, Tensor]) -> None:
     """Opacus' norm sampler of Linear makes matrices of tokens by tokens, (n, t, t), where backprops have 3 dimensions,
     and no norms where they have more."""
-    if backprops.dim() == 2:
+    shape = backprops.shape
+    if len(shape) == 2 or _shapes.get(id(layer)) == shape:
         return
+    _shapes[id(layer)] = shape
     weight, bias = layer.weight.requires_grad, layer.bias is not None and layer.bias.requires_grad
-    if backprops.dim() > 3:
+    if len(shape) > 3:
         if not samples:
             stale = getattr(layer.weight if weight else layer.bias, "_norm_sample", None)
             size = 0 if stale is None else stale.nbytes * (weight + bias)
-            observations.note("norms_missing", owner_of(layer.weight), size, dimensions=backprops.dim())
+            observations.note("norms_missing", owner_of(layer.weight), size, dimensions=len(shape))
         return
-    n, tokens, out = backprops.shape
+    n, tokens, out = shape
     width = backprops.element_size()
     matrices = width * n * tokens**2 * (2 * weight + bias)
     gradients = width * n * (weight * layer.weight.numel() + bias * out)

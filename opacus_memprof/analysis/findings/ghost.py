@@ -21,7 +21,7 @@ def ghost_matrices(run: Run) -> Iterator[dict[str, Any]]:
             f"matrices of tokens by tokens take {format_bytes(fact['bytes'])} for {fact['samples']} samples of "
             f"{fact['tokens']} tokens; the per-sample gradient of {p} by {d} that they avoid would take "
             f"{format_bytes(fact['gradient_bytes'])}",
-            'use grad_sample_mode="flash_clip", which makes neither, or "hooks" for this layer',
+            'use grad_sample_mode="flash_clip", which makes neither, or "hooks", which makes the gradient',
             gradient_bytes=fact["gradient_bytes"],
         )
 

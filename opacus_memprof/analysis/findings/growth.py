@@ -3,7 +3,8 @@
 
 Told by birth, not by differences between steps, which vary with the batch: at the end of the last step, who holds
 blocks that many different steps have made? Steady training frees what a step makes by the end of the next one. What is
-made once, parameters, optimizer states, workspaces, caches, has one step of birth, or few.
+made once, parameters, optimizer states, workspaces, caches, has one step of birth, or few. A tensor that each step
+replaces by a longer one has one step of birth as well, and is not found.
 """
 
 from collections.abc import Iterator
