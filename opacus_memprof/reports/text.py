@@ -132,13 +132,20 @@ def _print_categories(peak: Mapping[str, Any], requested: int, console: Console)
 
 
 def _print_modules(peak: Mapping[str, Any], requested: int, console: Console) -> None:
+    components = peak.get("components") or {}
+    if len(components) > 1:
+        _print_groups("component", components, requested, console)
     modules = peak.get("modules") or {}
-    totals = _sorted({name: sum(sizes.values()) for name, sizes in modules.items()})
-    if not any(name for name, _ in totals):
-        return
-    table = _table("module", ("bytes", "share"), ("mostly",))
+    if any(name and any(sizes.values()) for name, sizes in modules.items()):
+        _print_groups("module", modules, requested, console)
+
+
+def _print_groups(title: str, groups: Mapping[str, Mapping[str, int]], requested: int, console: Console) -> None:
+    """Bytes by category of each of some modules or components: the largest, and the rest as one row."""
+    totals = _sorted({name: sum(sizes.values()) for name, sizes in groups.items()})
+    table = _table(title, ("bytes", "share"), ("mostly",))
     for name, size in totals[:_TOP_MODULES]:
-        mostly = escape(_sorted(modules[name])[0][0])
+        mostly = escape(_sorted(groups[name])[0][0])
         table.add_row(escape(_shortened(name)) or "(no module)", format_bytes(size), _share(size, requested), mostly)
     rest = totals[_TOP_MODULES:]
     if rest:

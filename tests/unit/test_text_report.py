@@ -91,6 +91,29 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
         assert "(no module)" in text
 
 
+def test_components_have_a_table_where_there_are_several() -> None:
+    components = {"attention": {"gradients": 3 * 2**20, "noise": 5}, "other": {"model_parameters": 2**20}}
+    text = printed(profile_of(devices={"cuda:0": device(components=components)}))
+    assert row(text, "attention").split() == ["attention", "3.00", "MiB", "75.0", "%", "gradients"]
+    assert text.index("component ") < text.index("module ")
+    text = printed(profile_of(devices={"cuda:0": device(components={"other": {"gradients": 1}})}))
+    assert "component" not in text
+
+
+def test_findings_are_wrapped_and_many_of_a_kind_are_summed_up() -> None:
+    found = [
+        {"kind": "ghost_matrices", "module": f"h.{i}", "bytes": 1024, "evidence": "word " * 40, "remedy": "mend it"}
+        for i in range(5)
+    ]
+    lines = printed(profile_of(findings=found)).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "ghost matrices in h.2, 1.00 KiB" in lines
+    assert not any("h.3" in line for line in lines)
+    assert "  and in 2 more modules, 2.00 KiB" in lines
+    assert "    word word" in "\n".join(lines)  # a further line of the evidence
+    assert lines.count("  remedy: mend it") == 3
+
+
 def test_markup_in_names_is_text() -> None:
     evil = "[red]x[/red][/]"
     peak = {"modules": {evil: {evil: 4 * 2**20}}, "categories": {evil: 4 * 2**20}, "phase": evil}
