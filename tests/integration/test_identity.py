@@ -52,12 +52,16 @@ def test_profiled_run_is_bit_identical(model: Model, mode: str, device: str, tmp
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_profiled_run_has_the_same_peak(model: Model, mode: str, tmp_path: Path) -> None:
     def peak(engine: PrivacyEngine) -> int:
-        gc.collect()  # the model of the run before, which would be collected at some time in this one
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        train(model, mode, "cuda", engine)
-        return torch.cuda.max_memory_allocated() - before
+        gc.collect()
+        gc.disable()  # a collection in the midst would free what an earlier run left
+        try:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            train(model, mode, "cuda", engine)
+            return torch.cuda.max_memory_allocated() - before
+        finally:
+            gc.enable()
 
     peak(PrivacyEngine())  # libraries take their workspaces
     alone = peak(PrivacyEngine())
