@@ -5,6 +5,8 @@
 #   make test       every check and test
 #   make format     formats all sources
 #
+#   make opacus-suite   all of Opacus' own tests, without and with the profiler: takes long
+#
 # PYTHON=python3.12   makes the environment with another Python
 # VENV=path           uses (or makes) another environment; the torch that it has is kept
 # JOBS=2              compilers at once
@@ -19,7 +21,7 @@ CXX_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp tests/cpp/*.h tests/cpp/*.cpp ben
 export MAX_JOBS := $(JOBS)
 MAKEFLAGS += --no-print-directory
 
-.PHONY: profile test lint cpp-test python-test format tidy FORCE
+.PHONY: profile test lint cpp-test python-test opacus-suite format tidy FORCE
 
 profile: $(VENV)/.opacus-memprof-built
 	$(BIN)/opacus-memprof run -o memprof_profile --device auto examples/train_transformer.py
@@ -36,8 +38,12 @@ lint: $(VENV)/.opacus-memprof-built
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
+# Two processes, a file to one of them; one where there is a GPU (tests/conftest.py).
 python-test: $(VENV)/.opacus-memprof-built
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
+
+opacus-suite: $(VENV)/.opacus-memprof-built
+	OPACUS_SUITE=all $(BIN)/python -m pytest tests/integration/test_opacus_suite.py
 
 # The core under each sanitizer. Older ThreadSanitizers need addresses that are not randomised.
 SANITIZERS := cpp-test-none cpp-test-address,undefined cpp-test-thread

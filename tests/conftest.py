@@ -10,6 +10,12 @@ import pytest
 import torch
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Under `-n auto`: two processes, but one where tests fill a GPU."""
+    return 0 if torch.cuda.is_available() else 2
+
+
 @pytest.hookimpl(tryfirst=True)  # before fixtures touch the device
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") is None or torch.cuda.is_available():
