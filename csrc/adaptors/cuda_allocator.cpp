@@ -17,19 +17,20 @@ c10::DeleterFnPtr upstream_deleter = nullptr;
 
 Device device_number(c10::DeviceIndex index) noexcept { return static_cast<Device>(1 + index); }
 
-void forget(const void* pointer) noexcept {
+[[gnu::hot]] void forget(const void* pointer) noexcept {
   const Recorder::Freed freed = report_free(pointer);
   if (freed.closed_peak) cuda_adaptor()->note_peak(freed.device);
 }
 
 // Native allocate() hands out a deleter that calls the native allocator directly; with it we would
 // never see a free.
-void free_block(void* pointer) {
+[[gnu::hot]] void free_block(void* pointer) {
+  recorder().prefetch();
   forget(pointer);
   upstream_deleter(pointer);
 }
 
-Tag tag_of_allocation_from(const void* return_address) {
+[[gnu::hot]] Tag tag_of_allocation_from(const void* return_address) {
   Tag tag = tag_of_allocation();
   if (is_library_workspace(return_address)) {
     tag.category = static_cast<std::uint8_t>(Category::library_workspace);
@@ -37,15 +38,21 @@ Tag tag_of_allocation_from(const void* return_address) {
   return tag;
 }
 
-void report_oom(std::size_t size) noexcept {
-  // The failed call made the device current.
-  c10::DeviceIndex device = 0;
-  if (c10::cuda::GetDevice(&device) == cudaSuccess) {
-    recorder().on_oom(size, device_number(device), tag_of_allocation());
+// What `allocate` returns; a request that cannot be met is an event, and stays torch's error.
+template <typename Allocate>
+auto or_report_oom(std::size_t size, Allocate allocate) -> decltype(allocate()) {
+  try {
+    return allocate();
+  } catch (...) {
+    c10::DeviceIndex device = 0;  // the failed call made its device current
+    if (c10::cuda::GetDevice(&device) == cudaSuccess) {
+      recorder().on_oom(size, device_number(device), tag_of_allocation());
+    }
+    throw;
   }
 }
 
-void remember(c10::DataPtr& data, std::size_t size, const void* return_address) {
+[[gnu::hot]] void remember(c10::DataPtr& data, std::size_t size, const void* return_address) {
   if (!data || !data.compare_exchange_deleter(upstream_deleter, &free_block)) return;
   const c10::DeviceIndex device = data.device().index();
   const std::uint8_t stream =
@@ -76,13 +83,7 @@ CudaAllocator::CudaAllocator(cca::CUDAAllocator* upstream) : upstream_(upstream)
 
 c10::DataPtr CudaAllocator::allocate(size_t size) {
   recorder().prefetch();
-  c10::DataPtr data;
-  try {
-    data = upstream_->allocate(size);
-  } catch (...) {
-    report_oom(size);
-    throw;
-  }
+  c10::DataPtr data = or_report_oom(size, [&] { return upstream_->allocate(size); });
   remember(data, size, __builtin_return_address(0));
   return data;
 }
@@ -99,13 +100,7 @@ c10::DeleterFnPtr CudaAllocator::raw_deleter() const { return &free_block; }
 
 void* CudaAllocator::raw_alloc(size_t size) {
   const c10::DeviceIndex device = c10::cuda::current_device();
-  void* pointer = nullptr;
-  try {
-    pointer = upstream_->raw_alloc(size);
-  } catch (...) {
-    report_oom(size);
-    throw;
-  }
+  void* pointer = or_report_oom(size, [&] { return upstream_->raw_alloc(size); });
   report_alloc(pointer, size, device_number(device), stream_id(current_stream(device)),
                tag_of_allocation_from(__builtin_return_address(0)));
   return pointer;
@@ -113,13 +108,8 @@ void* CudaAllocator::raw_alloc(size_t size) {
 
 void* CudaAllocator::raw_alloc_with_stream(size_t size, cudaStream_t stream) {
   const c10::DeviceIndex device = c10::cuda::current_device();
-  void* pointer = nullptr;
-  try {
-    pointer = upstream_->raw_alloc_with_stream(size, stream);
-  } catch (...) {
-    report_oom(size);
-    throw;
-  }
+  void* pointer =
+      or_report_oom(size, [&] { return upstream_->raw_alloc_with_stream(size, stream); });
   report_alloc(pointer, size, device_number(device), stream_id(stream),
                tag_of_allocation_from(__builtin_return_address(0)));
   return pointer;

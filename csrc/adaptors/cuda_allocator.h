@@ -26,7 +26,7 @@ class CudaAllocator final : public cca::CUDAAllocator {
   [[nodiscard]] cca::CUDAAllocator* upstream() const noexcept { return upstream_; }
 
   // --- reported (cuda_allocator.cpp) ---
-  c10::DataPtr allocate(size_t size) override;
+  [[gnu::hot]] c10::DataPtr allocate(size_t size) override;
   [[nodiscard]] c10::DeleterFnPtr raw_deleter() const override;
   void* raw_alloc(size_t size) override;
   void* raw_alloc_with_stream(size_t size, cudaStream_t stream) override;

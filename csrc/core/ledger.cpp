@@ -6,7 +6,7 @@
 namespace opacus_memprof {
 
 namespace {
-constexpr unsigned kInitialBits = 10;
+constexpr unsigned kInitialBits = 13;  // 256 KiB: 4096 live blocks before it grows
 }
 
 Ledger::Ledger() : slots_(std::size_t{1} << kInitialBits), shift_(64 - kInitialBits) {}
@@ -51,7 +51,7 @@ void Ledger::erase(Block* block) noexcept {
 }
 
 void Ledger::grow() {
-  std::vector<Block> old(slots_.size() * 2);
+  decltype(slots_) old(slots_.size() * 2);
   std::swap(old, slots_);
   --shift_;
   for (const Block& block : old) {

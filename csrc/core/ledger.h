@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/hot_memory.h"
+
 namespace opacus_memprof {
 
 // Half a cache line: the table is the largest thing that an allocation touches.
@@ -51,11 +53,11 @@ class Ledger {
   Ledger();
 
   // nullptr where there is none. Pointers are valid until the next insert or erase.
-  [[nodiscard]] Block* find(std::uint64_t address) noexcept;
+  [[nodiscard, gnu::hot]] Block* find(std::uint64_t address) noexcept;
   // A new block, empty but for its address, which must be new. May throw std::bad_alloc when the
   // table must grow.
-  Block& insert(std::uint64_t address);
-  void erase(Block* block) noexcept;
+  [[gnu::hot]] Block& insert(std::uint64_t address);
+  [[gnu::hot]] void erase(Block* block) noexcept;
 
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
 
@@ -74,10 +76,10 @@ class Ledger {
   [[nodiscard]] std::size_t next(std::size_t slot) const noexcept {
     return (slot + 1) & (slots_.size() - 1);
   }
-  Block& empty_slot(std::uint64_t address) noexcept;
+  [[gnu::hot]] Block& empty_slot(std::uint64_t address) noexcept;
   void grow();
 
-  std::vector<Block> slots_;
+  std::vector<Block, HotAllocator<Block>> slots_;
   unsigned shift_;
   std::size_t size_ = 0;
 };

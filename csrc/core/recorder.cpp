@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/clock.h"
+#include "core/hot_memory.h"
 #include "core/names.h"
 
 namespace opacus_memprof {
@@ -63,7 +64,8 @@ namespace detail {
 Recorder* const the_recorder = [] {
   names();  // made before anything can fork
   pthread_atfork(ForkHandlers::prepare, ForkHandlers::parent, ForkHandlers::child);
-  return new Recorder;
+  void* memory = hot_memory(sizeof(Recorder));
+  return memory == nullptr ? new Recorder : new (memory) Recorder;
 }();
 
 }  // namespace detail
@@ -73,6 +75,8 @@ void Recorder::prefetch() const noexcept {
   __builtin_prefetch(&ledger_, 1);
   __builtin_prefetch(&counters_[1], 1);                                // the first GPU's
   __builtin_prefetch(writing_to_.load(std::memory_order_relaxed), 1);  // may be null
+  __builtin_prefetch(&this_thread());
+  __builtin_prefetch(&backward_state);
 }
 
 void Recorder::on_alloc(std::uint64_t address, std::uint64_t size, Device device,

@@ -36,15 +36,16 @@ class Recorder {
   Recorder();
 
   // --- from allocators. `tag` comes from ThreadTags::resolve. ---
-  // Called before upstream allocates: by the time it has, what on_alloc needs is in the cache.
-  void prefetch() const noexcept;
+  // Called before upstream allocates, and first of all in a free: fetches in parallel what is
+  // needed one after the other later.
+  [[gnu::hot]] void prefetch() const noexcept;
   // Events are being written: worth asking for stream, module and op, which the counters do not
   // need.
   [[nodiscard]] bool detailed() const noexcept {
     return writing_to_.load(std::memory_order_relaxed) != nullptr;
   }
-  void on_alloc(std::uint64_t address, std::uint64_t size, Device device, std::uint8_t stream,
-                Tag tag) noexcept;
+  [[gnu::hot]] void on_alloc(std::uint64_t address, std::uint64_t size, Device device,
+                             std::uint8_t stream, Tag tag) noexcept;
   // Whether the peak may be asked of upstream now: this free ended a new maximum.
   struct Freed {
     bool known = false;
@@ -52,7 +53,7 @@ class Recorder {
     Device device = 0;
   };
   // `phase` is what the freeing thread is doing.
-  Freed on_free(std::uint64_t address, Phase phase) noexcept;
+  [[gnu::hot]] Freed on_free(std::uint64_t address, Phase phase) noexcept;
   // A block that was there before the profiler.
   void seed(std::uint64_t address, std::uint64_t size, Device device, std::uint8_t stream) noexcept;
   void on_oom(std::uint64_t size, Device device, Tag tag) noexcept;
@@ -121,14 +122,14 @@ class Recorder {
 
  private:
   friend struct ForkHandlers;
-  void write(EventKind kind, const Block& block, std::uint8_t phase, std::uint16_t op,
-             std::uint32_t step) noexcept;
+  [[gnu::hot]] void write(EventKind kind, const Block& block, std::uint8_t phase, std::uint16_t op,
+                          std::uint32_t step) noexcept;
   void write_mark(EventKind kind, std::uint8_t phase, std::uint16_t op,
                   std::uint64_t size) noexcept;
   void change_category(Block& block, std::uint8_t category, std::uint8_t base) noexcept;
-  Block* insert(std::uint64_t address, std::uint64_t size, Device device, std::uint8_t stream,
-                Tag tag, std::uint8_t thread) noexcept;
-  bool erase(Block* block, std::uint8_t phase) noexcept;
+  [[gnu::hot]] Block* insert(std::uint64_t address, std::uint64_t size, Device device,
+                             std::uint8_t stream, Tag tag, std::uint8_t thread) noexcept;
+  [[gnu::hot]] bool erase(Block* block, std::uint8_t phase) noexcept;
   static bool close_peak_locked(DeviceCounters& counters) noexcept;
   Block* find(BlockId id) noexcept;
 

@@ -46,12 +46,12 @@ class alignas(64) ThreadTags {
   [[nodiscard]] Tag top() const noexcept { return top_; }
 
   // The phase, unless a backward pass has run since it was entered: then forward is over.
-  [[nodiscard]] Phase phase() const noexcept;
+  [[nodiscard, gnu::hot]] Phase phase() const noexcept;
   void set_phase(Phase phase) noexcept;
 
   // The whole tag of an allocation made now: pushed tags first, then what autograd knows, then the
   // phase's default category.
-  [[nodiscard]] Tag resolve(const BackwardPosition& backward) const noexcept;
+  [[nodiscard, gnu::hot]] Tag resolve(const BackwardPosition& backward) const noexcept;
 
   [[nodiscard]] std::uint8_t thread_id() const noexcept { return thread_id_; }
 

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/hot_memory.h"
+
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cstdint>
+
+namespace opacus_memprof {
+
+namespace {
+
+constexpr std::size_t kHugePage = std::size_t{2} << 20U;
+
+// The kernel may refuse a huge page; then these are ordinary ones.
+char* the_page() noexcept {
+  static char* const page = []() -> char* {
+    void* memory = ::mmap(nullptr, 2 * kHugePage, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) return nullptr;
+    const auto address = reinterpret_cast<std::uintptr_t>(memory);
+    const std::uintptr_t aligned = (address + kHugePage - 1) / kHugePage * kHugePage;
+    ::madvise(reinterpret_cast<void*>(aligned), kHugePage, MADV_HUGEPAGE);
+    return reinterpret_cast<char*>(aligned);
+  }();
+  return page;
+}
+
+std::atomic<std::size_t> used{0};
+
+}  // namespace
+
+void* hot_memory(std::size_t bytes) noexcept {
+  constexpr std::size_t kLine = 64;
+  const std::size_t rounded = (bytes + kLine - 1) / kLine * kLine;
+  char* page = the_page();
+  if (page == nullptr || rounded > kHugePage) return nullptr;
+  std::size_t begin = used.load();
+  do {
+    if (begin + rounded > kHugePage) return nullptr;
+  } while (!used.compare_exchange_weak(begin, begin + rounded));
+  return page + begin;
+}
+
+bool is_hot_memory(const void* pointer) noexcept {
+  const char* page = the_page();
+  const auto* address = static_cast<const char*>(pointer);
+  return page != nullptr && address >= page && address < page + kHugePage;
+}
+
+}  // namespace opacus_memprof

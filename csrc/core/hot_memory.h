@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// Memory for what every allocation touches: one huge page, so that it takes one entry of the
+// address translation cache. Between two allocations a training step runs enough code to evict the
+// rest, and in a virtual machine each page that must be looked up anew costs as much as all our
+// instructions.
+#pragma once
+
+#include <cstddef>
+#include <new>
+
+namespace opacus_memprof {
+
+// 64-byte aligned, zeroed, never given back. nullptr once the page is used up.
+void* hot_memory(std::size_t bytes) noexcept;
+bool is_hot_memory(const void* pointer) noexcept;
+
+// For containers: hot memory while there is some, then the heap.
+template <typename T>
+struct HotAllocator {
+  using value_type = T;
+  HotAllocator() = default;
+  template <typename U>
+  explicit HotAllocator(const HotAllocator<U>& /*other*/) noexcept {}
+
+  T* allocate(std::size_t count) {
+    if (void* hot = hot_memory(count * sizeof(T)); hot != nullptr) return static_cast<T*>(hot);
+    return static_cast<T*>(::operator new(count * sizeof(T)));
+  }
+  void deallocate(T* pointer, std::size_t /*count*/) noexcept {
+    if (!is_hot_memory(pointer)) ::operator delete(pointer);
+  }
+  friend bool operator==(const HotAllocator&, const HotAllocator&) { return true; }
+};
+
+}  // namespace opacus_memprof
