@@ -16,14 +16,42 @@ if TYPE_CHECKING:
     from opacus_memprof.engine import PrivacyEngine
     from opacus_memprof.errors import MemprofError
     from opacus_memprof.session import Session, profile, tag
+    from opacus_memprof.toolkit.debugger import create_memory_debugger
+    from opacus_memprof.toolkit.model import analyze_model
+    from opacus_memprof.toolkit.monitor import monitor_function
+    from opacus_memprof.toolkit.profiler import GPUMemoryProfiler
+    from opacus_memprof.toolkit.snapshots import (
+        check_memory_status,
+        cleanup_memory,
+        compare_snapshots,
+        generate_report,
+        memory_snapshot,
+    )
+    from opacus_memprof.toolkit.training import (
+        debug_lora_training,
+        debug_memory_with_different_configs,
+        memory_profiled_training,
+    )
 
 __all__ = [
+    "GPUMemoryProfiler",
     "MemprofError",
     "PrivacyEngine",
     "Session",
     "allocator",
+    "analyze_model",
+    "check_memory_status",
+    "cleanup_memory",
+    "compare_snapshots",
+    "create_memory_debugger",
+    "debug_lora_training",
+    "debug_memory_with_different_configs",
+    "generate_report",
     "install",
     "library_path",
+    "memory_profiled_training",
+    "memory_snapshot",
+    "monitor_function",
     "profile",
     "session",
     "tag",
@@ -31,12 +59,24 @@ __all__ = [
 ]
 
 _HOME = {
+    "GPUMemoryProfiler": "toolkit.profiler",
     "MemprofError": "errors",
     "PrivacyEngine": "engine",
     "Session": "session",
     "allocator": "adaptors",
+    "analyze_model": "toolkit.model",
+    "check_memory_status": "toolkit.snapshots",
+    "cleanup_memory": "toolkit.snapshots",
+    "compare_snapshots": "toolkit.snapshots",
+    "create_memory_debugger": "toolkit.debugger",
+    "debug_lora_training": "toolkit.training",
+    "debug_memory_with_different_configs": "toolkit.training",
+    "generate_report": "toolkit.snapshots",
     "install": "adaptors",
     "library_path": "adaptors",
+    "memory_profiled_training": "toolkit.training",
+    "memory_snapshot": "toolkit.snapshots",
+    "monitor_function": "toolkit.monitor",
     "profile": "session",
     "tag": "session",
     "uninstall": "adaptors",

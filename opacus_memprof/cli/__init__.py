@@ -5,6 +5,7 @@ import sys
 
 import typer
 
+from opacus_memprof.cli.debug import debug
 from opacus_memprof.cli.doctor import doctor
 from opacus_memprof.cli.report import report
 from opacus_memprof.cli.run import run
@@ -16,6 +17,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Where the me
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(report)
 app.command()(doctor)
+app.command()(debug)
 app.command()(tax)
 
 

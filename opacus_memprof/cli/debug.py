@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`opacus-memprof debug`: the memory of LoRA training, debugged from the command line."""
+
+import sys
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+class Level(str, Enum):
+    """The values of --level."""
+
+    model_only = "model_only"
+    full = "full"
+    custom = "custom"
+    comparison = "comparison"
+
+
+class Precision(str, Enum):
+    """The values of --precision."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+RANKS = {
+    "small_r": {"r": 8, "alpha": 16},
+    "medium_r": {"r": 16, "alpha": 32},
+    "large_r": {"r": 32, "alpha": 64},
+}
+
+
+def debug(
+    level: Annotated[
+        Level,
+        typer.Option(
+            "--level",
+            "--debug-level",
+            "--debug_level",
+            help="model_only: the model. full: a training run. custom: its stages. comparison: three LoRA ranks.",
+        ),
+    ] = Level.full,
+    model: Annotated[
+        str, typer.Option(help="tiny (built in, random weights), a Hugging Face id, or a local path.")
+    ] = "tiny",
+    precision: Annotated[Precision, typer.Option(help="Of the frozen weights and of autocast.")] = Precision.fp32,
+    pkg: Annotated[str | None, typer.Option(help="A label of the results: the data's package.")] = None,
+    version: Annotated[str | None, typer.Option(help="A label of the results: its version.")] = None,
+    knowledge_type: Annotated[
+        str | None, typer.Option("--knowledge-type", "--knowledge_type", help="A label of the results: its kind.")
+    ] = None,
+    log_dir: Annotated[
+        Path, typer.Option("--log-dir", "--log_dir", metavar="DIR", help="Where report, results and profile go.")
+    ] = Path("logs/memory_debug"),
+    token: Annotated[
+        str | None, typer.Option(help="Of the Hugging Face hub (HF_TOKEN without it). Written nowhere.")
+    ] = None,
+) -> None:
+    """Debug the memory of LoRA training, on random tokens."""
+    hide_token(sys.argv)
+    import json  # and torch, which other commands must not load
+
+    from opacus_memprof.toolkit.output import write_text
+
+    labels = {"pkg": pkg, "version": version, "knowledge_type": knowledge_type}
+    results = _LEVELS[level](model, precision.value, labels, log_dir, token)
+    path = write_text(log_dir / "results.json", json.dumps(results, ensure_ascii=False, indent=2) + "\n")
+    print(f"results: {path}")
+
+
+def hide_token(arguments: list[str]) -> None:
+    """Takes the token out of the command line, which a profile quotes."""
+    for index, argument in enumerate(arguments):
+        if argument.startswith("--token="):
+            arguments[index] = "--token=***"
+        elif argument == "--token" and index + 1 < len(arguments):
+            arguments[index + 1] = "***"
+
+
+def _model_only(model: str, precision: str, labels: dict[str, Any], log_dir: Path, token: str | None) -> dict[str, Any]:
+    from opacus_memprof.toolkit import lora
+    from opacus_memprof.toolkit.model import analyze_model
+    from opacus_memprof.toolkit.training import memory_profiled_training
+
+    with memory_profiled_training(log_dir) as profiler:
+        created = profiler.profile_stage("model_creation", lora.create, lora.Settings(model=model), precision, token)
+    return {"creation_analysis": analyze_model(created, model), "stages": profiler.stages, "labels": labels}
+
+
+def _full(model: str, precision: str, labels: dict[str, Any], log_dir: Path, token: str | None) -> dict[str, Any]:
+    from opacus_memprof.toolkit.training import debug_lora_training
+
+    _, results = debug_lora_training({"model": model}, None, precision, **labels, log_dir=log_dir, token=token)
+    print(Path(results["report_file"]).read_text(encoding="utf-8"))
+    return results
+
+
+def _custom(model: str, precision: str, labels: dict[str, Any], log_dir: Path, token: str | None) -> dict[str, Any]:
+    from opacus_memprof.toolkit import lora
+    from opacus_memprof.toolkit.training import memory_profiled_training
+
+    chosen = lora.Settings(model=model)
+    with memory_profiled_training(log_dir) as profiler:
+        created = profiler.profile_stage("model_creation", lora.create, chosen, precision, token)
+        vocabulary = lora.vocabulary_of(created)
+        loader = profiler.profile_stage("data_loading", lora.synthetic_batches, chosen, vocabulary)
+        training = profiler.profile_stage("preparation", lora.prepare, created, loader, chosen)
+        if profiler.session is not None:
+            profiler.session.attach(training.model, training.optimizer)
+        batches = list(training.batches)
+        training.batches = batches[:1]
+        profiler.profile_stage("first_step", lora.train, training, precision)
+        training.batches = batches[1:]
+        profiler.profile_stage("further_steps", lora.train, training, precision)
+    print(profiler.generate_training_report())
+    return {"stages": profiler.stages, "memory_issues": profiler.memory_issues(), "labels": labels}
+
+
+def _comparison(model: str, precision: str, labels: dict[str, Any], log_dir: Path, token: str | None) -> dict[str, Any]:
+    from opacus_memprof.toolkit.training import debug_memory_with_different_configs
+
+    found = debug_memory_with_different_configs({"model": model}, RANKS, precision, log_dir, token)
+    for name, result in found.items():
+        peak = "unknown" if result["peak_memory_mb"] is None else f"{result['peak_memory_mb']:.2f} MB"
+        print(f"{name}: model {result['memory_mb']:.2f} MB, {result['trainable']:,} trainable parameters, peak {peak}")
+    best = min(found, key=lambda name: float(found[name]["memory_mb"]))
+    print(f"smallest: {best}")
+    return {"configurations": found, "smallest": best, "labels": labels}
+
+
+_LEVELS: dict[Level, Callable[[str, str, dict[str, Any], Path, str | None], dict[str, Any]]] = {
+    Level.model_only: _model_only,
+    Level.full: _full,
+    Level.custom: _custom,
+    Level.comparison: _comparison,
+}

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A language model with LoRA adapters, made from a configuration and trained: what the debugging of LoRA debugs.
+
+Needs transformers and peft, which are loaded when they are used.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from opacus_memprof.errors import MemprofError
+
+TINY = "tiny"
+_PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# A Llama of 115 thousand parameters and random weights, for where no model is at hand.
+_TINY_CONFIG: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of a configuration is used.
+
+    Attributes:
+        model: "tiny" (built in, random weights), a model's id on the Hugging Face hub or a local path, or a causal
+            language model.
+        r, alpha, dropout, target_modules: of LoRA; None lets peft choose the modules.
+        batch_size, sequence_length, steps: of synthetic batches, where there is no data loader.
+        learning_rate: AdamW's.
+        noise_multiplier: trains privately with Opacus; None trains plainly.
+        max_grad_norm, grad_sample_mode: Opacus'.
+    """
+
+    model: Any = TINY
+    r: int = 8
+    alpha: int = 16
+    dropout: float = 0.0
+    target_modules: Any = None
+    batch_size: int = 4
+    sequence_length: int = 32
+    steps: int = 4
+    learning_rate: float = 1e-3
+    noise_multiplier: float | None = None
+    max_grad_norm: float = 1.0
+    grad_sample_mode: str = "hooks"
+
+    def __post_init__(self) -> None:
+        for name in ("r", "alpha", "batch_size", "sequence_length", "steps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise MemprofError(f"{name} is {value!r} in the configuration: give a whole number from 1 on")
+
+
+def settings(config: object) -> Settings:
+    """From a mapping or an object with attributes. Keys that are not Settings' are the program's own, and unused."""
+    found = config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
+    if found is None:
+        raise MemprofError(f"a configuration cannot be a {type(config).__name__}: pass a dict")
+    known = {field.name for field in fields(Settings)}
+    return Settings(**{key: value for key, value in found.items() if key in known})
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """Of "fp32", "fp16" or "bf16". Raises MemprofError for another."""
+    if precision not in _PRECISIONS:
+        raise MemprofError(f'there is no precision "{precision}": use {", ".join(_PRECISIONS)}')
+    return _PRECISIONS[precision]
+
+
+def create(chosen: Settings, precision: str = "fp32", token: str | None = None) -> nn.Module:
+    """The model with its adapters, on the GPU where there is one. Frozen weights have the precision, adapters fp32.
+
+    Args:
+        token: of the Hugging Face hub; HF_TOKEN without it. Written nowhere.
+
+    Raises:
+        MemprofError: transformers or peft is missing, or the model cannot be loaded or adapted.
+    """
+    dtype = dtype_of(precision)
+    try:
+        import peft
+    except ImportError as error:
+        raise MemprofError(f"LoRA needs peft and transformers ({error}): pip install peft transformers") from error
+    base = chosen.model if isinstance(chosen.model, nn.Module) else _load(str(chosen.model), dtype, token)
+    adapters = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=chosen.r,
+        lora_alpha=chosen.alpha,
+        lora_dropout=chosen.dropout,
+        target_modules=chosen.target_modules,
+    )
+    try:
+        model: nn.Module = peft.get_peft_model(base, adapters)
+    except ValueError as error:
+        raise MemprofError(f"the model cannot be given LoRA adapters: {error}") from error
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _load(model: str, dtype: torch.dtype, token: str | None) -> Any:
+    import transformers
+
+    if model == TINY:
+        tiny: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TINY_CONFIG))
+        return tiny.to(dtype)
+    token = token or os.environ.get("HF_TOKEN") or None
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype, token=token)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if token:
+            reason = reason.replace(token, "***")
+        raise MemprofError(f'the model "{model}" cannot be loaded ({reason}): use a local path, or "{TINY}"') from None
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """How many tokens a language model knows."""
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    return int(embeddings.weight.shape[0])
+
+
+def synthetic_batches(chosen: Settings, vocabulary: int) -> Any:
+    """A DataLoader of random tokens: `steps` batches of {"input_ids", "labels"}, (batch_size, sequence_length)."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (chosen.steps * chosen.batch_size, chosen.sequence_length)
+    tokens = torch.randint(vocabulary, shape, generator=generator)
+    samples = [{"input_ids": row, "labels": row} for row in tokens]
+    return torch.utils.data.DataLoader(samples, batch_size=chosen.batch_size)  # type: ignore[arg-type]
+
+
+@dataclass
+class Training:
+    """What trains: the model as it is called, its optimizer and its batches."""
+
+    model: nn.Module
+    optimizer: Any
+    batches: Iterable[Any]
+
+
+def prepare(model: nn.Module, batches: Iterable[Any], chosen: Settings) -> Training:
+    """AdamW on the adapters; made private where a noise multiplier is set."""
+    model.train()
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=chosen.learning_rate)
+    if chosen.noise_multiplier is None:
+        return Training(model, optimizer, batches)
+    from opacus import PrivacyEngine
+
+    private, private_optimizer, loader = PrivacyEngine().make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=batches,
+        noise_multiplier=chosen.noise_multiplier,
+        max_grad_norm=chosen.max_grad_norm,
+        poisson_sampling=False,
+        grad_sample_mode=chosen.grad_sample_mode,
+    )
+    return Training(private, private_optimizer, loader)
+
+
+def train(training: Training, precision: str, after_step: Callable[[], object] = lambda: None) -> list[float]:
+    """One epoch; returns each step's loss. The last step's gradients stay. `after_step` is called after each."""
+    dtype = dtype_of(precision)
+    device = next(training.model.parameters()).device
+    losses = []
+    for batch in _on_device(training.batches, device):
+        training.optimizer.zero_grad()
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            loss = training.model(**batch).loss
+        loss.backward()
+        training.optimizer.step()
+        losses.append(float(loss.detach()))
+        after_step()
+    return losses
+
+
+def _on_device(batches: Iterable[Any], device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    """From batches of a dict of tensors, of (input_ids, labels) or of input_ids, which are also the default labels."""
+    for batch in batches:
+        if isinstance(batch, torch.Tensor):
+            batch = {"input_ids": batch}
+        elif isinstance(batch, (list, tuple)):
+            batch = dict(zip(("input_ids", "labels"), batch, strict=False))
+        elif not isinstance(batch, Mapping):
+            raise MemprofError(f"a batch cannot be a {type(batch).__name__}: give input_ids, or a dict with them")
+        moved = {name: values.to(device) for name, values in batch.items() if isinstance(values, torch.Tensor)}
+        if "input_ids" not in moved:
+            raise MemprofError("a batch has no input_ids: give a tensor of tokens, or a dict with input_ids")
+        yield {"labels": moved["input_ids"], **moved}

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model's parameters, buffers and gradients take, for each parameter and layer. Sizes in MB of 2**20 bytes."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.toolkit import anomalies
+from opacus_memprof.toolkit.output import MB, say
+
+
+def analyze_model(model: nn.Module, name: str = "model") -> dict[str, Any]:
+    """Counts a model's parameters and bytes. Parameters that are shared count once. Opacus' wrapper is looked through.
+
+    Returns:
+        {"name", "total", "trainable" (parameters), "memory_mb" (parameters and buffers), "param_efficiency" (percent
+        trainable), "parameters": [{"name", "shape", "dtype", "device", "numel", "memory_mb", "trainable"}],
+        "layers": {"layers.0": {"total", "trainable", "memory_mb"}}, "summary": {"total_memory_mb" (parameters,
+        buffers and gradients), "parameters_mb", "buffers_mb", "gradients_mb", "per_sample_gradients_mb"},
+        "findings" (anomalies of its parameters and gradients)}. A layer is a module of a list, or of the top level.
+
+    Raises:
+        MemprofError: it is no nn.Module.
+    """
+    analysis = analyze(model, name)
+    say(f"model analysis: {name}")
+    say(f"  total parameters: {analysis['total']:,}")
+    say(f"  trainable parameters: {analysis['trainable']:,}")
+    say(f"  memory: {analysis['memory_mb']:.2f} MB")
+    say(f"  parameter efficiency: {analysis['param_efficiency']:.2f}%")
+    anomalies.log(analysis["findings"])
+    return analysis
+
+
+def analyze(model: nn.Module, name: str = "model") -> dict[str, Any]:
+    """As `analyze_model`, without saying anything."""
+    if not isinstance(model, nn.Module):
+        raise MemprofError(f"cannot analyze a {type(model).__name__}: pass an nn.Module")
+    module = getattr(model, "_module", model)  # Opacus' GradSampleModule
+    parameters = [_parameter(path, parameter) for path, parameter in module.named_parameters()]
+    layers: dict[str, dict[str, Any]] = {}
+    for entry in parameters:
+        layer = layers.setdefault(layer_of(entry["name"]), {"total": 0, "trainable": 0, "memory_mb": 0.0})
+        layer["total"] += entry["numel"]
+        layer["trainable"] += entry["numel"] * entry["trainable"]
+        layer["memory_mb"] += entry["memory_mb"]
+    total = sum(entry["numel"] for entry in parameters)
+    trainable = sum(entry["numel"] * entry["trainable"] for entry in parameters)
+    parameters_mb = sum(entry["memory_mb"] for entry in parameters)
+    buffers_mb = sum(buffer.nbytes for buffer in module.buffers()) / MB
+    gradients_mb = sum(_gradient_bytes(parameter.grad) for parameter in module.parameters()) / MB
+    samples_mb = sum(_gradient_bytes(getattr(parameter, "grad_sample", None)) for parameter in module.parameters()) / MB
+    return {
+        "name": name,
+        "total": total,
+        "trainable": trainable,
+        "memory_mb": parameters_mb + buffers_mb,
+        "param_efficiency": 100 * trainable / total if total else 0.0,
+        "parameters": parameters,
+        "layers": layers,
+        "summary": {
+            "total_memory_mb": parameters_mb + buffers_mb + gradients_mb + samples_mb,
+            "parameters_mb": parameters_mb,
+            "buffers_mb": buffers_mb,
+            "gradients_mb": gradients_mb,
+            "per_sample_gradients_mb": samples_mb,
+        },
+        "findings": anomalies.in_model(module),
+    }
+
+
+def layer_of(parameter: str) -> str:
+    """ "model.layers.0" of "model.layers.0.attention.q.weight": up to the first number, else the first name."""
+    parts = parameter.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return parts[0]
+
+
+def _parameter(path: str, parameter: nn.Parameter) -> dict[str, Any]:
+    return {
+        "name": path,
+        "shape": list(parameter.shape),
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "device": str(parameter.device),
+        "numel": parameter.numel(),
+        "memory_mb": parameter.nbytes / MB,
+        "trainable": parameter.requires_grad,
+    }
+
+
+def _gradient_bytes(gradient: Any) -> int:
+    """Of a gradient, or of a list of per-sample gradients."""
+    if isinstance(gradient, torch.Tensor):
+        return anomalies.bytes_of(gradient)
+    return sum(map(_gradient_bytes, gradient)) if isinstance(gradient, (list, tuple)) else 0

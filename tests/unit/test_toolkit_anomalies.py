@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the toolkit calls an anomaly: planted ones are found and named, ordinary runs raise none."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from opacus_memprof.toolkit import anomalies
+from opacus_memprof.toolkit.readings import MEMORY_STATS, RECORDER, RESIDENT
+
+GPU_MB = 10_000.0
+
+
+def snapshot(
+    allocated: float,
+    name: str = "step",
+    *,
+    source: str = RECORDER,
+    peak: float | None = None,
+    reserved: float | None = None,
+    total: float | None = GPU_MB,
+) -> dict[str, Any]:
+    most = allocated if peak is None else peak
+    reading = {
+        "device": "cuda:0",
+        "source": source,
+        "allocated_mb": allocated,
+        "reserved_mb": allocated if reserved is None else reserved,
+        "max_allocated_mb": most,
+        "max_reserved_mb": most if reserved is None else reserved,
+        "total_mb": total,
+        "utilization_percent": None if total is None else 100 * allocated / total,
+        "categories_mb": {},
+    }
+    return {"name": name, "devices": [reading]}
+
+
+def kinds(findings: list[dict[str, Any]]) -> list[str]:
+    return [finding["kind"] for finding in findings]
+
+
+def series(sizes: list[float], **options: Any) -> list[dict[str, Any]]:
+    return anomalies.in_history([snapshot(size, **options) for size in sizes])
+
+
+def test_steady_growth_is_a_leak_of_its_size() -> None:
+    [leak] = series([100.0, 150.0, *(150.0 + 2 * step for step in range(16))])
+    assert leak["kind"] == "leak"
+    assert leak["bytes"] == 28 * 2**20  # from the lowest of the first two to the lowest of the last two
+    assert "from 150.0MB to 178.0MB" in leak["evidence"]
+    assert "+2.00MB each" in leak["evidence"]
+    assert leak["remedy"]
+
+
+def test_a_leak_under_noise_is_found_once_it_outgrows_the_noise() -> None:
+    noise = random.Random(0)
+    sizes = [500 + noise.uniform(-20, 20) + 1.0 * step for step in range(400)]
+    assert series(sizes[:30]) == []
+    assert kinds(series(sizes)) == ["leak"]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [0.0, 40.0, *([100.0] * 40)],  # warm-up
+        [*([100.0] * 20), *([180.0] * 20)],  # a cache that grew once
+        [100.0 + 0.05 * step for step in range(18)],  # less than a MB
+        [*(100.0 + step for step in range(17))],  # too few to tell
+        [200.0 - step for step in range(60)],
+    ],
+)
+def test_other_changes_are_no_leak(sizes: list[float]) -> None:
+    assert series(sizes) == []
+
+
+def test_batches_of_varying_size_are_no_leak() -> None:
+    """Poisson sampling: 300 runs of up to 60 steps, at two points of each step."""
+    noise = random.Random(1)
+    for _ in range(300):
+        batches = [max(0.0, noise.gauss(64, 8)) for _ in range(noise.randrange(18, 60))]
+        history = [snapshot(50 + batch, "forward") for batch in batches]
+        history += [snapshot(50 + 3 * batch, "backward") for batch in batches]
+        assert anomalies.in_history(history) == []
+
+
+def test_the_same_leak_at_every_point_of_a_step_is_one_finding() -> None:
+    history = [snapshot(100 + step * (3 if name == "b" else 2), name) for step in range(20) for name in "ab"]
+    [leak] = anomalies.in_history(history)
+    assert 'of "b"' in leak["evidence"]
+
+
+def test_points_of_a_step_are_not_compared_with_each_other() -> None:
+    assert series([100.0, 900.0] * 20, name="at random") == []
+    history = [snapshot(100.0 * position, f"stage {position}") for position in range(1, 40)]
+    assert anomalies.in_history(history) == []
+
+
+def test_resident_memory_may_creep() -> None:
+    sizes = [500.0 + step for step in range(20)]
+    assert series(sizes, source=RESIDENT) == []
+    assert kinds(series(sizes, source=MEMORY_STATS)) == ["leak"]
+    assert kinds(series([500.0 + 5 * step for step in range(20)], source=RESIDENT)) == ["leak"]
+
+
+def test_readings_at_an_interval_need_more_of_them() -> None:
+    sizes = [100.0 + 5 * step for step in range(30)]
+    assert series(sizes, name=anomalies.MONITOR) == []
+    assert kinds(series([100.0 + 5 * step for step in range(60)], name=anomalies.MONITOR)) == ["leak"]
+
+
+def test_sudden_growth() -> None:
+    [finding] = series([300.0] * 12 + [900.0])
+    assert finding["kind"] == "sudden_growth"
+    assert finding["bytes"] == 600 * 2**20
+    assert "reading 13" in finding["evidence"]
+    assert series([300.0] * 12 + [440.0]) == []  # less than half as much again
+    assert series([10.0] * 12 + [100.0]) == []  # less than 200 MB
+    assert kinds(anomalies.in_history([snapshot(10.0)] * 12 + [snapshot(100.0)], growth_mb=50.0)) == ["sudden_growth"]
+    assert series([300.0] * 3 + [900.0]) == []  # still setting up
+
+
+def test_overuse_and_threshold() -> None:
+    assert anomalies.in_snapshot(snapshot(0.89 * GPU_MB)) == []
+    assert kinds(anomalies.in_snapshot(snapshot(0.9 * GPU_MB))) == ["overuse"]
+    assert anomalies.in_snapshot(snapshot(1.0, total=None)) == []
+    [finding] = anomalies.in_snapshot(snapshot(1456.7), threshold_mb=1000.0)
+    assert finding["kind"] == "over_threshold"
+    assert finding["evidence"] == "GPU 0 memory use exceeds the threshold: 1456.7MB > 1000.0MB"
+    assert finding["bytes"] == round(456.7 * 2**20)
+
+
+def test_fragmentation_is_what_was_never_in_use_at_once() -> None:
+    [finding] = anomalies.in_snapshot(snapshot(500.0, peak=2000.0, reserved=3000.0))
+    assert finding["kind"] == "fragmentation"
+    assert finding["bytes"] == 1000 * 2**20
+    assert "expandable_segments" in finding["remedy"]
+    assert anomalies.in_snapshot(snapshot(0.0, peak=3000.0, reserved=3000.0)) == []  # only cached
+    assert anomalies.in_snapshot(snapshot(10.0, peak=100.0, reserved=200.0)) == []  # small
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+
+
+def trained() -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    model.head(model.body(torch.randn(3, 4))).sum().backward()
+    return model
+
+
+def test_a_clean_model_has_no_anomaly() -> None:
+    assert anomalies.in_model(trained()) == []
+
+
+@pytest.mark.parametrize(("value", "word"), [(float("nan"), "NaN"), (float("inf"), "Inf"), (float("-inf"), "Inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+def test_parameters_that_are_not_finite(value: float, word: str, dtype: torch.dtype) -> None:
+    model = Model()
+    weight = torch.zeros(4, 4)
+    weight[2, 3] = value
+    model.body.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+    [finding] = anomalies.in_model(model)
+    assert (finding["kind"], finding["module"]) == ("nan_inf_parameter", "body.weight")
+    assert (finding["severity"], finding["bytes"]) == ("error", 16 * dtype.itemsize)
+    assert finding["evidence"] == f"parameter contains {word}: body.weight"
+
+
+def test_parameters_without_numbers_are_passed_over() -> None:
+    model = nn.Module()
+    model.empty = nn.Parameter(torch.empty(0, 3))
+    model.meta = nn.Parameter(torch.empty(3, device="meta"))
+    model.index = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+    model.complex = nn.Parameter(torch.tensor([1j, complex(0, float("nan"))]))
+    assert [found["module"] for found in anomalies.in_model(model)] == ["complex"]
+
+
+def test_gradients() -> None:
+    model = trained()
+    assert model.body.weight.grad is not None
+    model.body.weight.grad[0, 0] = float("nan")
+    assert model.body.bias.grad is not None
+    model.body.bias.grad *= 1e6
+    model.head.weight.requires_grad_(False)
+    found = {finding["module"]: finding for finding in anomalies.in_model(model)}
+    assert set(found) == {"body.weight", "body.bias", "head.weight"}
+    assert all(finding["kind"] == "gradient_anomaly" for finding in found.values())
+    assert found["body.weight"]["evidence"] == "gradient contains NaN: body.weight"
+    norm = f"{float(model.body.bias.grad.norm()):.3g}"
+    assert f"norm {norm} " in found["body.bias"]["evidence"]
+    assert found["head.weight"]["bytes"] == 2 * 4 * 4
+
+
+def test_a_sparse_gradient_is_looked_at() -> None:
+    table = nn.Embedding(8, 4, sparse=True)
+    table(torch.tensor([1, 1, 5])).sum().backward()
+    assert anomalies.in_model(table) == []
+    assert table.weight.grad is not None
+    table.weight.grad *= float("inf")
+    assert kinds(anomalies.in_model(table)) == ["gradient_anomaly"]
+
+
+def test_a_parameter_that_is_large_for_its_model() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(1024, 25 * 1024 + 1, bias=False, device="meta")  # a row more than 100 MB
+            self.body = nn.Linear(1024, 24 * 1024, bias=False, device="meta")  # 96 MB
+
+    [finding] = anomalies.in_model(Large())
+    assert (finding["kind"], finding["module"]) == ("large_parameter", "head.weight")
+    assert finding["bytes"] == 100 * 2**20 + 4096
+    many = nn.Sequential(*(nn.Linear(1024, 26 * 1024, bias=False, device="meta") for _ in range(11)))
+    assert anomalies.in_model(many) == []  # 104 MB each, but none of them a tenth
+
+
+def test_the_text_has_evidence_and_remedy() -> None:
+    findings = anomalies.in_snapshot(snapshot(0.95 * GPU_MB))
+    assert anomalies.text(findings).count("remedy: ") == 1
+    assert "95.0% full" in anomalies.text(findings)
+    assert anomalies.text([]) == "no anomalies\n"

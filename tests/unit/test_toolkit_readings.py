@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where figures come from, on a machine with GPUs that torch makes believe."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from opacus_memprof.toolkit import readings
+
+STATS = {
+    "cuda:0": (100, 200, 150, 250),
+    "cuda:1": (1, 2, 3, 4),
+}
+KEYS = (
+    "allocated_bytes.all.current",
+    "reserved_bytes.all.current",
+    "allocated_bytes.all.peak",
+    "reserved_bytes.all.peak",
+)
+
+
+@pytest.fixture(autouse=True)
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: dict(zip(KEYS, STATS[device], strict=True)))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
+    monkeypatch.setattr(readings, "_recorded", lambda device: False)
+
+
+def test_without_the_allocator_they_are_torchs_statistics() -> None:
+    found = readings.read("name")
+    assert list(found) == ["cuda:0", "cuda:1"]
+    assert found["cuda:0"] == readings.Reading("cuda:0", readings.MEMORY_STATS, 100, 200, 150, 250, 1000)
+    assert found["cuda:1"].max_reserved == 4
+    assert readings.primary_device() == "cuda:1"
+    assert readings.peak_categories("cuda:1") == {}
+
+
+def test_cuda_is_not_initialised_by_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("this would initialise CUDA")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    for name in ("current_device", "memory_stats", "get_device_properties"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    assert readings.read()["cuda:1"] == readings.Reading("cuda:1", readings.MEMORY_STATS, 0, 0, 0, 0, None)
+    assert readings.primary_device() == "cuda:0"
+
+
+def test_with_the_allocator_there_are_categories(monkeypatch: pytest.MonkeyPatch) -> None:
+    categories = {"gradients": 60, "inputs": 40, "noise": 0}
+    taken = {"devices": {"cuda:0": {"requested_bytes": 100, "categories": categories}}}
+    monkeypatch.setattr(readings, "_recorded", lambda device: device == "cuda")
+    monkeypatch.setattr(readings.session, "current", lambda: None)
+    monkeypatch.setattr(readings.snapshots, "take", lambda name: taken)
+    found = readings.read("name")
+    assert found["cuda:0"].categories == {"gradients": 60, "inputs": 40}
+    assert found["cuda:0"].allocated == 100
+    assert {reading.source for reading in found.values()} == {readings.RECORDER}
+    assert found["cuda:1"].categories == readings.read()["cuda:0"].categories == {}
+
+
+def test_a_cpu_that_is_recorded_stands_beside_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readings, "_recorded", lambda device: device == "cpu")
+    assert list(readings.read()) == ["cuda:0", "cuda:1", "cpu"]
+    assert readings.primary_device() == "cpu"
