@@ -115,10 +115,14 @@ def json_include() -> Path:
     )
 
 
-def optional_virtuals(torch_include: Path) -> list[tuple[str, str]]:
-    """One macro for each of OPTIONAL_VIRTUALS that the installed header declares."""
+def torch_has(torch_include: Path) -> list[tuple[str, str]]:
+    """A macro for each of OPTIONAL_VIRTUALS, and for what else comes and goes, that the installed headers declare."""
     header = (torch_include / "c10" / "cuda" / "CUDACachingAllocator.h").read_text()
     declared = [name for name in OPTIONAL_VIRTUALS if re.search(rf"virtual\b[^;{{}}]*?\b{name}\(", header)]
+    # Whether ATen keeps cuBLAS' workspaces in maps that can be read.
+    context = (torch_include / "ATen" / "cuda" / "CUDAContextLight.h").read_text()
+    if "struct WorkspaceMapWithMutex" in context:
+        declared.append("WorkspaceMapWithMutex")
     return [(f"OPACUS_MEMPROF_HAS_{name}", "1") for name in declared]
 
 
@@ -140,7 +144,7 @@ def extension(cuda: Cuda | None) -> Extension:
         sources(with_cuda=cuda is not None),
         # As system headers: their warnings are not ours to mend.
         extra_compile_args=[*FLAGS, *(f"-isystem{folder}" for folder in headers)],
-        define_macros=optional_virtuals(torch_includes[0]) if cuda else [],
+        define_macros=torch_has(torch_includes[0]) if cuda else [],
         include_dirs=[str(Path("csrc").resolve())],
         libraries=["c10_cuda", "torch_cuda"] if cuda else [],
         extra_link_args=[f"-L{cuda.libcudart.parent}", f"-l:{cuda.libcudart.name}"] if cuda else [],

@@ -2,6 +2,7 @@
 // Puts the delegating allocator in torch's place and takes it out again, at any time.
 #include "adaptors/cuda_adaptor.h"
 
+#include <shared_mutex>
 #include <stdexcept>
 #include <unordered_set>
 
@@ -9,12 +10,41 @@
 #include "adaptors/cuda_call_site.h"
 #include "adaptors/reporting.h"
 
+// The header wants those of the libraries, which not every installation has.
+#if defined(OPACUS_MEMPROF_HAS_WorkspaceMapWithMutex) && __has_include(<cusolverDn.h>) && \
+    __has_include(<cusparse.h>) && __has_include(<cublasLt.h>)
+#include <ATen/cuda/CUDAContextLight.h>
+#define OPACUS_MEMPROF_READS_WORKSPACES
+#endif
+
 namespace opacus_memprof {
 
 namespace {
 
 c10::DeviceIndex device_index(Device device) noexcept {
   return static_cast<c10::DeviceIndex>(device - 1);
+}
+
+#ifdef OPACUS_MEMPROF_READS_WORKSPACES
+const void* pointer_of(const c10::DataPtr& workspace) { return workspace.get(); }
+template <typename Size>  // newer torches keep it with its size
+const void* pointer_of(const std::pair<c10::DataPtr, Size>& workspace) {
+  return workspace.first.get();
+}
+#endif
+
+// cuBLAS' workspaces from before: one for each thread and stream that multiplied, some 32 MiB each.
+void name_seeded_workspaces() {
+#ifdef OPACUS_MEMPROF_READS_WORKSPACES
+  for (auto* workspaces : {&at::cuda::cublas_handle_stream_to_workspace(),
+                           &at::cuda::cublaslt_handle_stream_to_workspace()}) {
+    const std::shared_lock guard(workspaces->mutex);
+    for (const auto& [user, workspace] : workspaces->map) {
+      recorder().retag(address_of(pointer_of(workspace)),
+                       static_cast<std::uint8_t>(Category::library_workspace), kKeep16);
+    }
+  }
+#endif
 }
 
 class CudaAdaptor final : public Adaptor {
@@ -124,6 +154,7 @@ class CudaAdaptor final : public Adaptor {
           recorder().seed(address, block.requested_size, static_cast<Device>(1 + device), 0);
         }
       });
+      name_seeded_workspaces();
     } catch (const c10::Error&) {
       // An upstream without snapshots: blocks from before stay unknown and show as a remainder.
     }

@@ -235,6 +235,17 @@ def test_cublas_workspaces_have_their_category() -> None:
         assert not [b for b in _native.live_blocks() if b["category"] == "library_workspace" and b in workspaces]
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.12", reason="workspaces of this torch live for one operation")
+def test_workspaces_from_before_a_late_attach_have_their_category() -> None:
+    _native.cuda_uninstall()
+    threading.Thread(target=some_work).start()
+    some_work()
+    torch.cuda.synchronize()
+    _native.cuda_install()
+    large = [block for block in _native.live_blocks() if block["bytes"] >= 8 << 20]
+    assert {block["category"] for block in large} == {"library_workspace"}
+
+
 def test_the_peak_is_the_allocators_own() -> None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
