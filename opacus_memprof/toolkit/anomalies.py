@@ -43,7 +43,7 @@ FRAGMENTATION_MB = 256.0
 LARGE_PARAMETER_RATIO = 0.1  # of all parameters' bytes
 LARGE_PARAMETER_MB = 100.0
 
-EXPLODING_GRADIENT_NORM = 1e3  # 2-norm of one parameter's gradient
+EXPLODING_GRADIENT = 1e4  # root mean square of a parameter's gradient; fp16 ends at 6.5e4
 
 
 def in_history(history: Sequence[Mapping[str, Any]], growth_mb: float = GROWTH_MB) -> list[dict[str, Any]]:
@@ -207,8 +207,9 @@ def _gradient(name: str, parameter: nn.Parameter, gradient: torch.Tensor) -> lis
         return [_finding("gradient_anomaly", size, f"frozen parameter with a gradient: {name}", remedy, module=name)]
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     norm = float(torch.linalg.vector_norm(values.detach(), dtype=torch.promote_types(values.dtype, torch.float32)))
-    if norm > EXPLODING_GRADIENT_NORM:
-        evidence = f"gradient of norm {norm:.3g} (more than {EXPLODING_GRADIENT_NORM:g}): {name}"
+    mean = norm / math.sqrt(gradient.numel()) if gradient.numel() else 0.0
+    if mean > EXPLODING_GRADIENT:
+        evidence = f"gradient of norm {norm:.3g}, entries of {mean:.3g} in the root mean square: {name}"
         remedy = "clip gradients, or lower the learning rate"
         return [_finding("gradient_anomaly", size, evidence, remedy, module=name)]
     return []

@@ -38,7 +38,8 @@ def analyze(model: nn.Module, name: str = "model") -> dict[str, Any]:
     """As `analyze_model`, without saying anything."""
     if not isinstance(model, nn.Module):
         raise MemprofError(f"cannot analyze a {type(model).__name__}: pass an nn.Module")
-    module = getattr(model, "_module", model)  # Opacus' GradSampleModule
+    inner = getattr(model, "_module", None)  # of Opacus' GradSampleModule
+    module = inner if isinstance(inner, nn.Module) else model
     parameters = [_parameter(path, parameter) for path, parameter in module.named_parameters()]
     layers: dict[str, dict[str, Any]] = {}
     for entry in parameters:

@@ -31,7 +31,7 @@ class GPUMemoryProfiler:
         enable_file_logging: whether there is a log file beside the console, and a file of the summary.
 
     Attributes:
-        records: event → its records, each {"time" (seconds since the profiler was made), "allocated", "reserved",
+        records: event → its records, each {"time" (seconds since the first record), "allocated", "reserved",
             "max_allocated", "max_reserved" (MB of 2**20 bytes), "timestamp" (ISO 8601)} of the device in use. With
             several devices a record also has "devices", {"cuda:0": the four sizes}.
         log_file: the log's path, or None.
@@ -43,7 +43,7 @@ class GPUMemoryProfiler:
     def __init__(self, log_dir: str | os.PathLike[str] = "logs", enable_file_logging: bool = True) -> None:
         self.log_dir = Path(log_dir)
         self.records: dict[str, list[dict[str, Any]]] = {}
-        self._start = time.perf_counter()
+        self._start: float | None = None  # at the first record
         self._device = readings.primary_device()
         self._history: list[dict[str, Any]] = []
         self._source = ""
@@ -57,7 +57,9 @@ class GPUMemoryProfiler:
         a snapshot in the profile as well."""
         log = self._open_log()
         taken = take(str(event))
-        elapsed = time.perf_counter() - self._start
+        now = time.perf_counter()
+        self._start = now if self._start is None else self._start
+        elapsed = now - self._start
         sizes = {reading["device"]: {key: reading[f"{key}_mb"] for key in _COUNTS} for reading in taken["devices"]}
         main = sizes.get(self._device) or next(iter(sizes.values()))
         entry: dict[str, Any] = {"time": elapsed, **main, "timestamp": taken["timestamp"]}
@@ -118,7 +120,7 @@ class GPUMemoryProfiler:
         to memory_summary_*.txt. Returns the text."""
         log = self._open_log()
         text = "\n".join([*self._summary(), "", anomalies.text(self.findings())])
-        for line in text.splitlines():
+        for line in filter(None, text.splitlines()):
             log.info(line)
         if self.log_file is not None:
             write_text(self.log_file.with_name(self._stamped("memory_summary", ".txt")), text)

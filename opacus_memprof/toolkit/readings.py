@@ -91,6 +91,7 @@ def _recorded(device: str) -> bool:
 def _snapshot(name: str) -> dict[str, dict[str, Any]]:
     if not _recorded("cpu") and not _recorded("cuda"):
         return {}
+    name = name.encode("utf-8", "backslashreplace").decode()  # the event file takes no lone surrogates
     running = session.current()
     taken = snapshots.take(name) if running is None else running.snapshot(name)
     devices: dict[str, dict[str, Any]] = taken["devices"]

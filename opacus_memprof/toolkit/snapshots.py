@@ -98,9 +98,9 @@ def take(name: str | None = None) -> dict[str, Any]:
     """As `memory_snapshot`, said to nobody and kept by nobody. Without a name: no categories, not in the profile."""
     total, available = readings.system_memory()
     return {
-        "name": "now" if name is None else name,
+        "name": "now" if name is None else str(name),
         "timestamp": datetime.now().isoformat(),
-        "devices": [_in_mb(reading) for reading in readings.read(name).values()],
+        "devices": [_in_mb(reading) for reading in readings.read(None if name is None else str(name)).values()],
         "system": {
             "total_mb": total / MB,
             "available_mb": available / MB,

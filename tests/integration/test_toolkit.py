@@ -99,6 +99,8 @@ def test_a_snapshot_stays_in_the_running_profile(tmp_path: Path) -> None:
     with opacus_memprof.profile(tmp_path / "profile", device="cpu"):
         held = block(1)
         taken = opacus_memprof.memory_snapshot("第一步")
+        opacus_memprof.memory_snapshot("\udc80 of a file's name")
+        opacus_memprof.memory_snapshot(7)  # type: ignore[arg-type]
     profile = json.loads((tmp_path / "profile" / "profile.json").read_text())
     [kept] = [one for one in profile["devices"]["cpu"]["snapshots"] if one["name"] == "第一步"]
     assert kept["requested_bytes"] == allocated(taken) * MB >= held.nbytes

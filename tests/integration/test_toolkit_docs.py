@@ -37,7 +37,7 @@ def test_a_block_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("overuse", [100 * anomalies.OVERUSE_RATIO]),
         ("fragmentation", [100 * anomalies.FRAGMENTATION_RATIO, anomalies.FRAGMENTATION_MB]),
         ("large_parameter", [anomalies.LARGE_PARAMETER_MB, 100 * anomalies.LARGE_PARAMETER_RATIO]),
-        ("gradient_anomaly", [anomalies.EXPLODING_GRADIENT_NORM]),
+        ("gradient_anomaly", [anomalies.EXPLODING_GRADIENT]),
     ],
 )
 def test_the_thresholds_are_those_of_the_code(kind: str, numbers: list[float]) -> None:

@@ -186,14 +186,13 @@ def test_gradients() -> None:
     assert model.body.weight.grad is not None
     model.body.weight.grad[0, 0] = float("nan")
     assert model.body.bias.grad is not None
-    model.body.bias.grad *= 1e6
+    model.body.bias.grad.fill_(2e4)
     model.head.weight.requires_grad_(False)
     found = {finding["module"]: finding for finding in anomalies.in_model(model)}
     assert set(found) == {"body.weight", "body.bias", "head.weight"}
     assert all(finding["kind"] == "gradient_anomaly" for finding in found.values())
     assert found["body.weight"]["evidence"] == "gradient contains NaN: body.weight"
-    norm = f"{float(model.body.bias.grad.norm()):.3g}"
-    assert f"norm {norm} " in found["body.bias"]["evidence"]
+    assert "norm 4e+04, entries of 2e+04" in found["body.bias"]["evidence"]  # four of them
     assert found["head.weight"]["bytes"] == 2 * 4 * 4
 
 
