@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`@pytest.mark.memprof_isolated`: a test in a new process, whose reports come back as if it had run here.
+
+A new process and not a fork: a fork of a process that has used CUDA cannot use it, and one with threads may hang.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from opacus_memprof.pytest_plugin import child
+
+
+def is_child(config: pytest.Config) -> bool:
+    return config.pluginmanager.hasplugin(child.__name__)
+
+
+def run(item: pytest.Item) -> None:
+    """Runs the test and hands its reports on. A process that dies is a failure of the test that says how."""
+    hook, location = item.ihook, item.location
+    hook.pytest_runtest_logstart(nodeid=item.nodeid, location=location)
+    with tempfile.TemporaryDirectory(prefix="memprof_isolated_") as folder:
+        reports = Path(folder) / "reports"
+        reports.touch()
+        environment = {**os.environ, child.REPORTS: str(reports), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment.pop("PYTEST_ADDOPTS", None)
+        completed = subprocess.run(
+            _command(item),
+            cwd=item.config.invocation_params.dir,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        ended = False
+        for line in reports.read_text(encoding="utf-8").splitlines():
+            report = item.config.hook.pytest_report_from_serializable(config=item.config, data=json.loads(line))
+            if isinstance(report.longrepr, list):
+                report.longrepr = tuple(report.longrepr)  # of a skip: JSON has no tuples
+            ended = report.when == "teardown"
+            hook.pytest_runtest_logreport(report=report)
+    if not ended:
+        code = completed.returncode
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        message = f"the process of this isolated test {how} before the test was over\n{completed.stdout}"
+        died = pytest.TestReport(item.nodeid, location, {}, "failed", message, "call")
+        hook.pytest_runtest_logreport(report=died)
+    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=location)
+
+
+def _command(item: pytest.Item) -> list[str]:
+    """pytest for this one test, with the same root, configuration, plugins and memory options. Of the project's
+    `addopts` nothing is taken: parallel runs, reports and filters are the first process' affair."""
+    config = item.config
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        f"{config.rootpath}{os.sep}{item.nodeid}",
+        f"--rootdir={config.rootpath}",
+    ]
+    if config.inipath is not None:
+        command += ["-c", str(config.inipath)]
+    for override in config.getoption("override_ini") or []:
+        command += ["-o", override]
+    command += ["-o", "addopts=", f"--import-mode={config.getoption('importmode')}"]
+    for plugin in config.getoption("plugins") or []:
+        if not plugin.startswith("no:"):
+            command += ["-p", plugin]
+    for warning in config.getoption("pythonwarnings") or []:
+        command += ["-W", warning]
+    for option in ("--memprof-report", "--memprof-baseline-dir"):
+        if config.getoption(option) is not None:
+            command += [option, config.getoption(option)]
+    for option in ("--memprof", "--memprof-update-baselines"):
+        if config.getoption(option):
+            command.append(option)
+    return [*command, "-p", child.__name__]

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The markers that limit memory. Checking one returns nothing, or what to say of the test that fails."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from opacus_memprof import _native
+from opacus_memprof.analysis.names import ACTIVATION_HOOKS, SPLIT, UNDECIDED
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.pytest_plugin import plugin
+from opacus_memprof.units import format_bytes, parse_size
+
+_TOP = 5  # categories and modules that a failure lists
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Bytes at a device's peak: all of them, or those of a category, of a module and those inside it, or of both; or
+    bytes at the highest instant of a phase, all or those of a category."""
+
+    size: int
+    category: str | None = None
+    module: str | None = None
+    phase: str | None = None
+
+    @classmethod
+    def of(
+        cls, limit: str | int, *, category: str | None = None, module: str | None = None, phase: str | None = None
+    ) -> "Limit":
+        """Raises MemprofError for a size, category or phase that there is not, and for a limit of 0."""
+        check_filters(category, module, phase)
+        return cls(_positive(limit), category, module, phase)
+
+    def check(self, devices: Mapping[str, Any]) -> str | None:
+        """Nothing, or by how much which device exceeds the limit and where that went."""
+        for name, device in devices.items():
+            found, sizes, modules, where = select(device, self.category, self.module, self.phase)
+            if found > self.size:
+                what = " of ".join(filter(None, [self.category, self.module])) or "memory"
+                return "\n".join(
+                    [
+                        f"{format_bytes(found)} ({found} bytes) of {what} on {name} {where}, which is "
+                        f"{format_bytes(found - self.size)} more than the limit of {format_bytes(self.size)} "
+                        f"({self.size} bytes)",
+                        *_listed("category", sizes),
+                        *_listed("module", modules),
+                    ]
+                )
+        return None
+
+
+def check_filters(category: str | None, module: str | None, phase: str | None) -> None:
+    """Raises MemprofError for names that no profile can have, and for a module in a phase, which it does not tell."""
+    names = _native.names()
+    known = sorted({ACTIVATION_HOOKS if name in SPLIT else name for name in names["categories"]} - {UNDECIDED})
+    if category is not None and category not in known:
+        raise MemprofError(
+            f"there is no category {category!r}: use one of {', '.join(known)}, or name one of your own by "
+            f"opacus_memprof.tag({category!r}) where the test's module is imported"
+        )
+    if phase is not None and phase not in names["phases"]:
+        raise MemprofError(f"there is no phase {phase!r}: use one of {', '.join(names['phases'])}")
+    if module is not None and (not isinstance(module, str) or not module):
+        raise MemprofError(f"{module!r} is not a module: give its name, such as 'encoder.layers.0'")
+    if module is not None and phase is not None:
+        raise MemprofError("modules are known at the peak only: limit the module or the phase, not both")
+
+
+def select(
+    device: Mapping[str, Any], category: str | None, module: str | None, phase: str | None
+) -> tuple[int, dict[str, int], dict[str, int], str]:
+    """Bytes of one device's entry in profile.json, the same by category and by module, and when it was.
+
+    Raises MemprofError for a module that was never attached: a limit on it could not fail.
+    """
+    if phase is not None:
+        instant = device["phases"].get(phase)
+        if instant is None:
+            return 0, {}, {}, f"in {phase}"
+        sizes = _only(instant["categories"], category)
+        return sum(sizes.values()), sizes, {}, f"at the peak of {phase}, in step {instant['step']}"
+    peak = device["peak"]
+    inside = {name: _only(by, category) for name, by in peak["modules"].items() if _is_in(name, module)}
+    if module is not None and not any(_is_in(name, module) for name in _native.names()["modules"]):
+        raise MemprofError(f"there is no module {module!r}: attach the model, and name modules as it does")
+    sizes = {}
+    for by in inside.values():
+        for name, size in by.items():
+            sizes[name] = sizes.get(name, 0) + size
+    modules = {name: sum(by.values()) for name, by in inside.items()}
+    where = f"at the peak, in {peak['phase']} of step {peak['step']}"
+    return sum(sizes.values()), sizes, modules, where
+
+
+def refuse_wrong_markers(item: pytest.Item) -> None:
+    """Raises pytest's CollectError, which says which test's marker is wrong and why."""
+    for name in plugin.LIMITS:
+        for mark in item.iter_markers(name):
+            try:
+                _read(mark)
+            except (MemprofError, TypeError, ImportError) as error:
+                raise pytest.Collector.CollectError(f"{item.nodeid}: @pytest.mark.{name}: {error}") from error
+
+
+def check_memory(item: pytest.Item, devices: Mapping[str, Any]) -> str | None:
+    """What limit_gpu_memory says of the figures of a test that has run."""
+    for mark in item.iter_markers("limit_gpu_memory"):
+        limit = _read(mark)
+        said = limit.check(devices)
+        if said:
+            return f"limit_gpu_memory: {said}"
+    return None
+
+
+def check_leaks(item: pytest.Item, left: Iterable[Mapping[str, Any]]) -> str | None:
+    """What limit_gpu_leaks says of the blocks that outlive a test and its fixtures."""
+    by_device: dict[str, list[Mapping[str, Any]]] = {}
+    for block in left:
+        by_device.setdefault(block["device"], []).append(block)
+    for mark in item.iter_markers("limit_gpu_leaks"):
+        limit = _read(mark).size
+        for device, blocks in by_device.items():
+            leaked = sum(block["bytes"] for block in blocks)
+            if leaked > limit:
+                kinds: dict[str, int] = {}
+                for block in blocks:
+                    where = f" of {block['module']}" if block["module"] else ""
+                    key = f"{block['category']}{where}, made in {block['phase']} of step {block['step']}"
+                    kinds[key] = kinds.get(key, 0) + block["bytes"]
+                return "\n".join(
+                    [
+                        f"limit_gpu_leaks: {format_bytes(leaked)} ({leaked} bytes, {len(blocks)} blocks) on {device} "
+                        f"outlive the test and its fixtures, which is {format_bytes(leaked - limit)} more than the "
+                        f"limit of {format_bytes(limit)} ({limit} bytes)",
+                        *_listed("what", kinds),
+                    ]
+                )
+    return None
+
+
+def _read(mark: pytest.Mark) -> Limit:
+    if mark.name == "limit_gpu_leaks":
+        return _leak_limit(*mark.args, **mark.kwargs)
+    return Limit.of(*mark.args, **mark.kwargs)
+
+
+def _leak_limit(limit: str | int) -> Limit:
+    return Limit(_positive(limit))
+
+
+def _positive(limit: str | int) -> int:
+    size = parse_size(limit)
+    if size == 0:
+        raise MemprofError(f"a limit of {limit!r} is 0 bytes, which no test can keep: give at least 1 B")
+    return size
+
+
+def _is_in(name: str, module: str | None) -> bool:
+    return module is None or name == module or name.startswith(f"{module}.")
+
+
+def _only(sizes: Mapping[str, int], category: str | None) -> dict[str, int]:
+    return {name: size for name, size in sizes.items() if size and category in (None, name)}
+
+
+def _listed(title: str, sizes: Mapping[str, int]) -> list[str]:
+    """The largest, a line each."""
+    ranked = sorted(((name, size) for name, size in sizes.items() if size), key=lambda row: (-row[1], row[0]))
+    rows = [f"  {format_bytes(size):>11}  {name or '(no module)'}" for name, size in ranked[:_TOP]]
+    more = [f"  {format_bytes(sum(size for _, size in ranked[_TOP:])):>11}  others"] if ranked[_TOP:] else []
+    return [f"by {title}:", *rows, *more] if rows else []

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""pytest's entry point: options, markers and the `memprof` fixture. Loads neither torch nor the profiler until a
+collected test asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from opacus_memprof.pytest_plugin.fixture import Memprof
+
+LIMITS = ("limit_gpu_memory", "limit_gpu_leaks")
+ISOLATED = "memprof_isolated"
+_MARKERS = (
+    'limit_gpu_memory(limit, category=None, module=None, phase=None): fail above this peak, such as "1.2 GB"; '
+    "of a category, of a module and those inside it, or in a phase",
+    'limit_gpu_leaks(limit): fail when more than this, such as "1 MB", outlives the test and its fixtures',
+    "memprof_isolated: run the test in a process of its own",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("memprof", "memory of training (opacus-memprof)")
+    group.addoption("--memprof", action="store_true", help="profile every test and print a table of their peaks")
+    group.addoption("--memprof-report", metavar="DIR", help="profile every test; profiles and tables go to DIR")
+    group.addoption(
+        "--memprof-baseline-dir",
+        metavar="DIR",
+        help="where baselines are (default: memprof_baselines beside the test file)",
+    )
+    group.addoption(
+        "--memprof-update-baselines", action="store_true", help="write what is measured as the new baselines"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in _MARKERS:
+        config.addinivalue_line("markers", marker)
+    if _profiles_all(config) and not hasattr(config, "workerinput"):  # workers of pytest-xdist report to the first
+        from opacus_memprof.pytest_plugin.summary import Summary
+
+        config.pluginmanager.register(Summary(config), "memprof_summary")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """A marker that cannot be meant fails the collection of its file."""
+    made = yield
+    for item in made if isinstance(made, list) else [made]:
+        if isinstance(item, pytest.Item) and any(item.get_closest_marker(name) for name in LIMITS):
+            from opacus_memprof.pytest_plugin.marks import refuse_wrong_markers
+
+            refuse_wrong_markers(item)
+    return made
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any(_wants_profile(item) or item.get_closest_marker(ISOLATED) for item in session.items):
+        from opacus_memprof.pytest_plugin.lifecycle import Lifecycle
+
+        lifecycle = Lifecycle(session.config, _wants_profile)
+        session.config.pluginmanager.register(lifecycle, "memprof_lifecycle")
+
+
+@pytest.fixture
+def memprof(request: pytest.FixtureRequest) -> Memprof:
+    """This test's profile: what is allocated from its first fixture on."""
+    from opacus_memprof.pytest_plugin.lifecycle import recording_of
+
+    return recording_of(request.node).fixture
+
+
+def _profiles_all(config: pytest.Config) -> bool:
+    return bool(config.getoption("--memprof") or config.getoption("--memprof-report"))
+
+
+def _wants_profile(item: pytest.Item) -> bool:
+    return (
+        _profiles_all(item.config)
+        or any(item.get_closest_marker(name) for name in LIMITS)
+        or "memprof" in getattr(item, "fixturenames", ())
+    )

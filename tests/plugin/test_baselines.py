@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Baselines: written, compared, keyed, and what is said of those that cannot be used."""
+
+import json
+from importlib.metadata import version
+
+import pytest
+import torch
+
+from tests.plugin.conftest import Run
+
+CHECK = """
+def test_step(memprof):
+    train(width={width}, mode="{mode}")
+    memprof.check_baseline("step", rel={rel})
+"""
+
+
+def checked(width: int = 32, mode: str = "hooks", rel: float = 0.02) -> str:
+    return CHECK.format(width=width, mode=mode, rel=rel)
+
+
+def test_written_then_kept_then_grown(run: Run, pytester: pytest.Pytester) -> None:
+    """A model with 6 % more neurons: every per-sample gradient grows by as much."""
+    run(checked(), "--memprof-update-baselines").assert_outcomes(passed=1)
+    file = pytester.path / "memprof_baselines" / "step.json"
+    content = json.loads(file.read_text())
+    (entry,) = content["baselines"]
+    assert entry["key"] == {
+        "device": "cpu",
+        "torch": torch.__version__.partition("+")[0],
+        "opacus": version("opacus"),
+        "mode": "hooks",
+    }
+    assert entry["peak_bytes"] == sum(sum(sizes.values()) for sizes in entry["modules"].values())
+
+    run(checked(rel=0)).assert_outcomes(passed=1)
+    result = run(checked(width=34))
+    result.assert_outcomes(failed=1)
+    before, after = (8 * (2 * 16 * n + n + 4 * n + 4) * 4 for n in (32, 34))
+    percent = 100 * (after / before - 1)
+    result.stdout.fnmatch_lines(
+        [
+            "*memory grew by 2 % or more against the baseline *step.json for cpu, torch *, mode hooks; the peak is in "
+            "backward of step 0, it was in backward of step 0",
+            "*peak * -> *(+?.? %)",
+            f"*per_sample_gradients *{before / 1024:.2f} KiB -> *{after / 1024:.2f} KiB  +* (+{percent:.1f} %)",
+            "*in 0 *33.00 KiB -> *35.06 KiB  +2.06 KiB (+6.2 %)",
+        ]
+    )
+    run(checked(width=34, rel=0.07)).assert_outcomes(passed=1)
+    run(checked(width=30)).assert_outcomes(passed=1)
+
+    for mode in ("ghost", "functorch"):
+        refused = run(checked(mode=mode))
+        refused.assert_outcomes(failed=1)
+        refused.stdout.fnmatch_lines([f"*step.json has no baseline for cpu, *mode {mode}, but for cpu, *mode hooks: *"])
+    run(checked(mode="ghost"), "--memprof-update-baselines").assert_outcomes(passed=1)
+    modes = [entry["key"]["mode"] for entry in json.loads(file.read_text())["baselines"]]
+    assert modes == ["ghost", "hooks"]
+    assert [path.name for path in file.parent.iterdir()] == ["step.json"]
+
+
+def test_growth_of_2_percent_in_one_category_is_caught(run: Run) -> None:
+    source = """
+import opacus_memprof
+
+def test_it(memprof):
+    kept = block(10)
+    with opacus_memprof.tag("inputs"):
+        inputs = block({inputs})
+    memprof.check_baseline("one")
+"""
+    run(source.format(inputs=1), "--memprof-update-baselines", "--memprof-baseline-dir=kept").assert_outcomes(passed=1)
+    below, at = (source.format(inputs=1 + part) for part in (0.0199, 0.0201))
+    run(below, "--memprof-baseline-dir=kept").assert_outcomes(passed=1)
+    result = run(at, "--memprof-baseline-dir=kept")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*inputs *1.00 MiB -> *1.02 MiB  +20.58 KiB (+2.0 %)"])
+    result.stdout.no_fnmatch_line("*unattributed*->*")
+
+
+def test_baselines_that_cannot_be_used(run: Run, pytester: pytest.Pytester) -> None:
+    """One run: each test checks a file that is wrong in its own way."""
+    folder = pytester.mkdir("memprof_baselines")
+    good = {"device": "cpu", "torch": torch.__version__.partition("+")[0], "opacus": version("opacus"), "mode": "none"}
+    entry = {"key": good, "peak_bytes": 1, "modules": {}}
+    files = {
+        "broken": "{",
+        "list": "[]",
+        "future": json.dumps({"format": 2, "baselines": []}),
+        "partial": json.dumps({"format": 1, "baselines": [{**entry, "peak_bytes": "1"}]}),
+        "gpu": json.dumps({"format": 1, "baselines": [{**entry, "key": {**good, "device": "NVIDIA H200"}}]}),
+        "older": json.dumps({"format": 1, "baselines": [{**entry, "key": {**good, "torch": "2.0.0"}}]}),
+    }
+    for name, text in files.items():
+        (folder / f"{name}.json").write_text(text)
+    source = """
+@pytest.mark.parametrize("name", ["broken", "list", "future", "partial", "gpu", "older", "absent", "../x"])
+def test_it(memprof, name):
+    block(1)
+    memprof.check_baseline(name)
+
+@pytest.mark.parametrize("rel", [-1, float("nan"), "2 %"])
+def test_rel(memprof, rel):
+    memprof.check_baseline("gpu", rel=rel)
+"""
+    result = run(source, "--tb=line")
+    result.assert_outcomes(failed=11)
+    result.stdout.fnmatch_lines_random(
+        [
+            "*broken.json cannot be read (*): restore it from version control*",
+            "*list.json cannot be read (it is not a file of baselines)*",
+            "*future.json has format 2, and this release reads 1: *",
+            "*partial.json cannot be read (an entry lacks *",
+            "*gpu.json has no baseline for cpu, *, but for NVIDIA H200, *: run with --memprof-update-baselines*",
+            "*older.json has no baseline for cpu, *, but for cpu, torch 2.0.0, *",
+            "*there is no baseline *absent.json: run with --memprof-update-baselines and commit the file",
+            "*'../x' cannot name a baseline*",
+            "*rel=-1 is no tolerance*",
+            "*rel=nan is no tolerance*",
+            "*rel='2 %' is no tolerance*",
+        ]
+    )
+    updated = run(source, "--memprof-update-baselines", "-k", "broken or future")
+    updated.assert_outcomes(failed=2, deselected=9)
+    assert {name: (folder / f"{name}.json").read_text() for name in files} == files

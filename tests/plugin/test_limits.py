@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two markers: what they fail, what they say, and what they refuse at collection."""
+
+import pytest
+
+from tests.plugin.conftest import Run
+
+
+def test_a_peak_above_the_limit_fails_and_says_what_it_was(run: Run) -> None:
+    result = run(
+        """
+import opacus_memprof
+
+@pytest.mark.limit_gpu_memory("4 MiB")
+def test_below():
+    block(4)
+
+@pytest.mark.limit_gpu_memory("4 MiB")
+def test_above():
+    with opacus_memprof.tag("inputs"):
+        kept = block(3)
+    block(2)
+
+@pytest.mark.limit_gpu_memory("1 B", category="noise")
+def test_nothing_of_the_category():
+    block(1)
+
+@pytest.mark.limit_gpu_memory("2 MiB", category="inputs")
+def test_above_in_a_category():
+    block(8)
+    with opacus_memprof.tag("inputs"):
+        kept = block(3), block(8)
+"""
+    )
+    result.assert_outcomes(passed=2, failed=2)
+    result.stdout.fnmatch_lines(
+        [
+            "*test_above*",
+            "limit_gpu_memory: 5.00 MiB (5242880 bytes) of memory on cpu at the peak, in idle of step 0, which is "
+            "1.00 MiB more than the limit of 4.00 MiB (4194304 bytes)",
+            "by category:",
+            "*3.00 MiB  inputs",
+            "*2.00 MiB  unattributed",
+            "limit_gpu_memory: 11.00 MiB (11534336 bytes) of inputs on cpu*9.00 MiB more than the limit of 2.00 MiB*",
+        ]
+    )
+
+
+def test_limits_of_modules_and_phases(run: Run) -> None:
+    """At the peak Opacus copies the first layer's weight samples: B·(2·16·32 + 32)·4 bytes; the last has its own."""
+    result = run(
+        """
+FIRST = 8 * (2 * 16 * 32 + 32) * 4
+LAST = 8 * (32 * 4 + 4) * 4
+
+@pytest.mark.limit_gpu_memory(FIRST, module="0", category="per_sample_gradients")
+def test_at_the_limit(memprof):
+    train()
+    assert memprof.peak("per_sample_gradients", module="0") == FIRST
+    assert memprof.peak("per_sample_gradients") == FIRST + LAST
+    assert memprof.peak() > memprof.peak(phase="forward") > 0
+    memprof.assert_within(LAST, category="per_sample_gradients", module="2")
+
+@pytest.mark.limit_gpu_memory(FIRST - 1, module="0", category="per_sample_gradients")
+def test_above_the_limit():
+    train()
+
+@pytest.mark.limit_gpu_memory(1, phase="backward", category="per_sample_gradients")
+def test_above_in_a_phase():
+    train()
+
+@pytest.mark.limit_gpu_memory("1 GB", module="encodre")
+def test_no_such_module():
+    train()
+"""
+    )
+    result.assert_outcomes(passed=1, failed=3)
+    result.stdout.fnmatch_lines(
+        [
+            "limit_gpu_memory: * of per_sample_gradients of 0 on cpu at the peak*which is 1 B more*",
+            "by module:",
+            "*33.00 KiB  0",
+            "limit_gpu_memory: * of per_sample_gradients on cpu at the peak of backward, in step 0*",
+            "there is no module 'encodre': attach the model*",
+        ]
+    )
+
+
+def test_what_outlives_a_test_is_a_leak_of_that_test_alone(run: Run) -> None:
+    result = run(
+        """
+kept = []
+
+@pytest.fixture(scope="module")
+def wide():
+    return block(16)
+
+@pytest.fixture
+def model():
+    return block(4)
+
+class Cycle:
+    def __init__(self):
+        self.me, self.block = self, block(8)
+
+@pytest.mark.limit_gpu_leaks("1 MiB")
+def test_fixtures_and_cycles_are_none(model, wide):
+    Cycle()
+
+@pytest.mark.limit_gpu_leaks("1 MiB")
+def test_one_of_3_mib():
+    kept.append(block(3))
+
+@pytest.mark.limit_gpu_leaks("1 B")
+@pytest.mark.limit_gpu_memory("2 MiB")
+def test_next_is_not_told():
+    kept.clear()
+    block(2)
+
+@pytest.mark.limit_gpu_leaks("1 B")
+def test_a_failure_is_no_leak():
+    held = block(2)
+    assert held is None
+
+@pytest.mark.limit_gpu_memory("1 MiB")
+def test_after_the_failure():
+    block(1)
+"""
+    )
+    result.assert_outcomes(passed=4, failed=1, errors=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*ERROR at teardown of test_one_of_3_mib*",
+            "limit_gpu_leaks: 3.00 MiB (3145728 bytes, 1 blocks) on cpu outlive the test and its fixtures, which is "
+            "2.00 MiB more than the limit of 1.00 MiB (1048576 bytes)",
+            "*3.00 MiB  unattributed, made in idle of step 0",
+        ]
+    )
+
+
+WRONG = [
+    ('limit_gpu_memory("1.2 XB")', "'1.2 XB' is not a size"),
+    ('limit_gpu_memory("0 GB")', "a limit of '0 GB' is 0 bytes"),
+    ("limit_gpu_leaks(0)", "a limit of 0 is 0 bytes"),
+    ('limit_gpu_memory("1 GB", category="activation")', "there is no category 'activation': use one of *noise*"),
+    ('limit_gpu_memory("1 GB", phase="backwards")', "there is no phase 'backwards': use one of *backward*"),
+    ('limit_gpu_memory("1 GB", module="a", phase="clip")', "limit the module or the phase, not both"),
+    ('limit_gpu_memory("1 GB", layer="a")', "unexpected keyword argument 'layer'"),
+    ("limit_gpu_memory", "missing 1 required positional argument: 'limit'"),
+]
+
+
+def test_a_marker_that_cannot_be_meant_fails_the_collection(run: Run, pytester: pytest.Pytester) -> None:
+    for number, (marker, _) in enumerate(WRONG):
+        pytester.makepyfile(
+            **{
+                f"test_{number}": f"""
+import pytest
+
+class TestModel:
+    @pytest.mark.parametrize("n", [1, 2])
+    @pytest.mark.{marker}
+    def test_it(self, n):
+        pass
+"""
+            }
+        )
+    result = run("def test_good(): pass")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.assert_outcomes(errors=len(WRONG))
+    for number, (_, said) in enumerate(WRONG):
+        line = f"*test_{number}.py::TestModel::test_it*@pytest.mark.limit_gpu_*: *{said}*"
+        result.stdout.fnmatch_lines([line])
+    result.stdout.no_fnmatch_line("*Traceback*")

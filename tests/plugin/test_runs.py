@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With what else a run of tests may have: workers, isolation, asynchronous tests, JUnit, tables."""
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+import opacus_memprof
+from tests.plugin.conftest import LOAD, TRAINING, Run
+
+
+def test_tables_and_properties(run: Run, pytester: pytest.Pytester) -> None:
+    result = run(
+        """
+import anyio
+
+kept = []
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+def test_small():
+    block(1)
+
+@pytest.mark.parametrize("mib", [3, 2])
+def test_sizes(mib):
+    kept.append(block(mib))
+
+@pytest.mark.anyio
+@pytest.mark.limit_gpu_memory("6 MiB")
+async def test_async():
+    held = block(7)
+    await anyio.sleep(0)
+
+def test_nothing():
+    pass
+""",
+        "-p",
+        "anyio",
+        "--memprof",
+        "--memprof-report=out",
+        "--junitxml=junit.xml",
+    )
+    result.assert_outcomes(passed=4, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*limit_gpu_memory: 7.00 MiB *",
+            "*= memory =*",
+            "test *device *peak *in *mostly *left *outcome",
+            "test_it.py::test_async *cpu *7.00 MiB *idle *unattributed 7.00 MiB *failed",
+            "test_it.py::test_sizes[[]3[]] *cpu *3.00 MiB *idle *unattributed 3.00 MiB *3.00 MiB *passed",
+            "test_it.py::test_sizes[[]2[]] *cpu *2.00 MiB *idle *unattributed 2.00 MiB *2.00 MiB *passed",
+            "test_it.py::test_small *cpu *1.00 MiB *idle *unattributed 1.00 MiB *passed",
+            "profiles and summary of memory: *out",
+        ]
+    )
+    markdown = (pytester.path / "out" / "summary.md").read_text().splitlines()
+    assert markdown[0] == "| test | device | peak | in | mostly | left | outcome |"
+    assert markdown[3].startswith("| test_it.py::test_sizes[3] | cpu | 3.00 MiB | idle | unattributed 3.00 MiB | 3.00")
+    cases = {case.get("name"): case for case in ET.parse(pytester.path / "junit.xml").iter("testcase")}
+    properties = {entry.get("name"): entry.get("value") for entry in cases["test_sizes[3]"].iter("property")}
+    assert properties == {
+        "memprof.cpu.peak_bytes": str(3 * 2**20),
+        "memprof.cpu.phase": "idle",
+        "memprof.cpu.step": "0",
+        "memprof.cpu.categories.unattributed": str(3 * 2**20),
+        "memprof.cpu.left_bytes": str(3 * 2**20),
+    }
+
+
+ISOLATED = """
+import os
+
+@pytest.mark.memprof_isolated
+@pytest.mark.limit_gpu_memory("1 MiB")
+@pytest.mark.parametrize("mib", [2])
+def test_alone(mib):
+    open(f"pid-{mib}", "w").write(str(os.getpid()))
+    print("from inside")
+    block(mib)
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_here(memprof, name):
+    block(5)
+    memprof.check_baseline("shared", rel=0)
+
+def test_pid():
+    open("pid-here-" + str(os.getpid()), "w").close()
+"""
+
+
+DYING = """
+import os, signal, pytest
+
+@pytest.mark.memprof_isolated
+def test_killed():
+    print("last words", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+@pytest.mark.memprof_isolated
+@pytest.mark.skip(reason="not now")
+def test_skipped():
+    pass
+"""
+
+
+def test_isolated_and_on_workers(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run under pytest-xdist has both: reports, properties and baselines come back through either."""
+    pytest.importorskip("xdist")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    pytester.makepyfile(test_it=TRAINING + ISOLATED, test_dying=DYING)
+    options = (
+        "-p",
+        "xdist",
+        "-n1",
+        "--memprof",
+        "--memprof-report=out",
+        "--memprof-update-baselines",
+        "-W",
+        "ignore",
+        "-rfs",
+    )
+    result = pytester.runpytest_subprocess(*LOAD, *options, timeout=240)
+    result.assert_outcomes(passed=3, failed=2, skipped=1)
+    result.stdout.fnmatch_lines_random(
+        [
+            "*limit_gpu_memory: 2.00 MiB (2097152 bytes) of memory on cpu*",
+            "from inside",
+            "*the process of this isolated test was killed by signal 9 before the test was over*",
+            "test_it.py::test_alone[[]2[]] *cpu *2.00 MiB *failed",
+            "test_it.py::test_here[[]a[]] *cpu *5.00 MiB *passed",
+            "SKIPPED*not now",
+        ]
+    )
+    here = {path.name for path in pytester.path.glob("pid-here-*")}
+    assert len(here) == 1
+    assert f"pid-here-{(pytester.path / 'pid-2').read_text()}" not in here
+    (entry,) = json.loads((pytester.path / "memprof_baselines" / "shared.json").read_text())["baselines"]
+    assert entry["peak_bytes"] == 5 * 2**20
+    profiles = [path.parent.name for path in (pytester.path / "out").glob("*/profile.json")]
+    assert all(re.fullmatch(r"test_it\.py_test_\w+-[0-9a-f]{8}", name) for name in profiles), profiles
+    assert len(profiles) == 4  # of all but the killed and the skipped
+
+
+def test_a_session_that_is_running_already(run: Run, tmp_path: Path) -> None:
+    with opacus_memprof.profile(tmp_path / "outer", device="cpu"):
+        result = run("def test_it(memprof): pass")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["opacus-memprof: a profile is being recorded into */outer already: one session*"])
+
+
+def test_a_report_that_cannot_be_written(run: Run, pytester: pytest.Pytester) -> None:
+    (pytester.path / "out").write_text("")
+    result = run("def test_it(memprof): pass", "--memprof-report=out")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --memprof-report: *out is no directory (File exists)"])

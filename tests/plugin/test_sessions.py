@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a test's figures are: its own, the same each time, in whatever order and however the tests before it ended."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from opacus_memprof import _native, session
+from tests.plugin.conftest import LOAD, Run
+
+MIB = 2**20
+
+
+def peaks(folder: Path) -> dict[str, int]:
+    tests = json.loads((folder / "summary.json").read_text())["tests"]
+    devices = {name.rpartition("::")[2]: found["devices"] for name, found in tests.items()}
+    return {name: found["cpu"]["peak_bytes"] for name, found in devices.items() if found}
+
+
+def test_a_hundred_runs_of_one_step_give_the_same_bytes(run: Run, pytester: pytest.Pytester) -> None:
+    result = run(
+        """
+@pytest.mark.parametrize("time", range(100))
+def test_step(memprof, time):
+    train(width=8)
+    memprof.check_baseline("step", rel=0)
+""",
+        "--memprof-update-baselines",
+        "-k",
+        "test_step and 57",
+    )
+    result.assert_outcomes(passed=1, deselected=99)
+    result = run((pytester.path / "test_it.py").read_text(), "--memprof-report=out")
+    result.assert_outcomes(passed=100)
+    assert len(set(peaks(pytester.path / "out").values())) == 1
+    assert session.current() is None
+    assert not _native.cpu_installed()
+
+
+def test_figures_are_a_tests_own_in_any_order(run: Run, pytester: pytest.Pytester) -> None:
+    """Wide fixtures and leaks of others count nowhere, but a shared model counts wherever it is attached."""
+    source = """
+leaked = []
+
+@pytest.fixture(scope="module")
+def model():
+    return nn.Linear(1024, 512, bias=False)  # 2 MiB
+
+@pytest.fixture
+def batch():
+    return block(1)
+
+def test_leaves_8(memprof):
+    leaked.append(block(8))
+
+def test_frees_what_was_left(memprof):
+    kept = block(3)
+    leaked.clear()
+    more = block(2)
+    assert memprof.peak() == 5 * MIB
+    assert memprof.breakdown() == {"cpu": {"unattributed": 5 * MIB}}
+
+def test_attaches(memprof, model, batch):
+    memprof.attach(model)
+    assert memprof.breakdown() == {"cpu": {"model_parameters": 2 * MIB, "unattributed": MIB}}
+
+def test_attaches_again(memprof, model):
+    memprof.attach(model)
+    assert memprof.peak("model_parameters") == 2 * MIB
+
+def test_does_not_attach(memprof, model):
+    block(4)
+    taken = memprof.snapshot("now")["devices"]["cpu"]
+    assert taken["remainder"] == 0
+
+def test_fails(memprof):
+    held = block(32)
+    raise ValueError
+
+def test_runs_out(memprof):
+    held = block(6)
+    block(2**40)
+
+def test_runs_out_and_goes_on(memprof):
+    with pytest.raises(RuntimeError):
+        block(2**40)
+    block(1)
+
+def test_last(memprof):
+    block(1)
+
+def test_skips(memprof):
+    pytest.skip("no")
+
+@pytest.mark.xfail
+def test_xfails(memprof):
+    memprof.assert_within("1 B", category="unattributed")
+    block(1)
+    memprof.assert_within("1 B")
+"""
+    result = run(source, "--memprof-report=out")
+    result.assert_outcomes(passed=7, failed=2, skipped=1, xfailed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*Captured opacus-memprof call*",
+            "cpu ran out of memory: * of unattributed in idle of step 0, with 6.00 MiB of the test live",
+        ]
+    )
+    expected = {
+        "test_leaves_8": 8 * MIB,
+        "test_frees_what_was_left": 5 * MIB,
+        "test_attaches": 3 * MIB,
+        "test_attaches_again": 2 * MIB,
+        "test_does_not_attach": 4 * MIB,
+        "test_fails": 32 * MIB,
+        "test_runs_out": 6 * MIB,
+        "test_runs_out_and_goes_on": MIB,
+        "test_last": MIB,
+    }
+    found = peaks(pytester.path / "out")
+    assert {name: found[name] for name in expected} == expected
+    statuses = {
+        path.parent.name.split("_test_")[-1].rpartition("-")[0].removeprefix("it.py_"): json.loads(path.read_text())
+        for path in (pytester.path / "out").glob("*/profile.json")
+    }
+    assert len(statuses) == 11
+    by_status = sorted(profile["status"] for profile in statuses.values())
+    assert by_status == ["failed"] * 2 + ["finished"] * 8 + ["out_of_memory"]
+
+
+def test_unused_it_loads_nothing(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+import sys
+
+def test_it():
+    heavy = {"torch", "opacus", "numpy", "opacus_memprof._native", "opacus_memprof.pytest_plugin.lifecycle"}
+    assert not heavy & set(sys.modules)
+"""
+    )
+    result = pytester.runpytest_subprocess(*LOAD, timeout=60)
+    result.assert_outcomes(passed=1)
+
+
+def test_it_lists_its_markers_and_options(pytester: pytest.Pytester) -> None:
+    pytester.runpytest_inprocess(*LOAD, "--markers").stdout.fnmatch_lines(["@pytest.mark.limit_gpu_memory(limit*"])
+    pytester.runpytest_inprocess(*LOAD, "--help").stdout.fnmatch_lines(["*--memprof-update-baselines*"])
