@@ -3,6 +3,7 @@
 
 import contextlib
 import gc
+import importlib
 import sys
 import weakref
 from pathlib import Path
@@ -40,6 +41,7 @@ _frozen_tensors: list["weakref.ref[torch.Tensor]"] = []
 def freeze_imported() -> None:
     """Takes what importing has made out of the garbage collector's way: collecting before each test then costs
     milliseconds, and not the tenth of a second that torch's own objects need."""
+    importlib.import_module("torch._dynamo")  # a third of them: optimizers load it when they are first used
     gc.collect()
     _frozen_tensors.extend(weakref.ref(thing) for thing in _tensors(gc.get_objects()))
     gc.freeze()
