@@ -21,7 +21,7 @@ from opacus_memprof.pytest_plugin import isolation, marks, recording, summary
 from opacus_memprof.pytest_plugin.fixture import Memprof
 from opacus_memprof.pytest_plugin.plugin import ISOLATED
 from opacus_memprof.pytest_plugin.recording import Recording
-from opacus_memprof.session import outcome
+from opacus_memprof.session import current, outcome
 
 
 class TestRecording(Recording):
@@ -105,6 +105,9 @@ class Lifecycle:
                 pytest.fail(said, pytrace=False)
 
     def pytest_unconfigure(self) -> None:
+        running = current()
+        if isinstance(running, TestRecording):  # interrupted: pytest has not torn the test down
+            running.close("killed", 130)
         shutil.rmtree(self._scratch, ignore_errors=True)
         recording.unfreeze()
 

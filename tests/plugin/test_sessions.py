@@ -129,6 +129,15 @@ def test_xfails(memprof):
     assert by_status == ["failed"] * 2 + ["finished"] * 8 + ["out_of_memory"]
 
 
+def test_an_interrupted_run_leaves_nothing_running(run: Run, pytester: pytest.Pytester) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run("def test_it(memprof):\n    raise KeyboardInterrupt", "--memprof-report=out")
+    assert session.current() is None
+    assert not _native.cpu_installed()
+    (profile,) = (pytester.path / "out").glob("*/profile.json")
+    assert json.loads(profile.read_text())["status"] == "killed"
+
+
 def test_unused_it_loads_nothing(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
