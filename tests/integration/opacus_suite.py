@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pytest plugin for Opacus' own tests: the same random numbers in every run, on demand with the profiler around all."""
+"""A pytest plugin for Opacus' own tests: the same random numbers in each run, the profiler around all on demand."""
 
 from __future__ import annotations
 
