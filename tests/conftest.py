@@ -5,6 +5,8 @@ A machine that was set up to test CUDA must not report success because its drive
 """
 
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,3 +25,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if os.environ.get("MEMPROF_REQUIRE_CUDA") == "1":
         pytest.fail("needs a GPU that torch can use, which MEMPROF_REQUIRE_CUDA=1 promises", pytrace=False)
     pytest.skip("needs a GPU that torch can use")
+
+
+@pytest.fixture(autouse=True)
+def _no_captures_left() -> Iterator[None]:
+    """A planted leak of captured activations is no later test's."""
+    yield
+    core = sys.modules.get("opacus_memprof._C")
+    if core is not None:
+        for module, count in core.captures().items():
+            for _ in range(count):
+                core.release(module)
