@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from event_files import CATEGORIES, KINDS, PHASES, EventFile, unix_ns
 
 from opacus_memprof import _native
@@ -35,10 +36,15 @@ def keys(table: str) -> set[str]:
     return {key for row in rows for key in re.findall(r"`(\w+)`", row.split("|")[1])}
 
 
-def test_the_reader_of_the_document_reads(tmp_path: Path) -> None:
+def the_reader() -> dict[str, Any]:
     (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
     reader: dict[str, Any] = {}
     exec(code, reader)
+    return reader
+
+
+def test_the_reader_of_the_document_reads(tmp_path: Path) -> None:
+    reader = the_reader()
     events, names = reader["read_events"](a_file().write(tmp_path))
     assert [names["categories"][id] for id in events["category"][:3]] == ["model_parameters", "gradients", "inputs"]
     assert events["kind"].tolist() == [KINDS[kind] for kind in ("seed", "alloc", "alloc", "free", "oom", "snapshot")]
@@ -52,6 +58,19 @@ def test_the_reader_of_the_document_reads(tmp_path: Path) -> None:
     assert reader["peak_bytes"](events, device=1) == 2**47 + 107
     assert reader["peak_bytes"](events, device=2) == 50
     assert [unix_ns(event) for event in range(6)] == [1_700_000_000_000_000_000 + 4 * int(t) for t in events["time"]]
+
+
+@pytest.mark.parametrize("reserved", [0, 3])
+def test_the_reader_of_the_document_reads_what_a_killed_process_has_left(tmp_path: Path, reserved: int) -> None:
+    """The count of a file that nobody closed is behind, and space is reserved after the last record."""
+    file = a_file()
+    file.closed = False
+    content = bytearray(file.write(tmp_path).joinpath("events.bin").read_bytes())
+    content[16:24] = (2).to_bytes(8, "little")
+    (tmp_path / "events.bin").write_bytes(content + bytes(32 * reserved))
+    events, _ = the_reader()["read_events"](tmp_path)
+    assert events["size"].tolist() == [100, 2**47 + 7, 50, 100, 2**40, 1]
+    assert build_profile(tmp_path, status="killed", exit_code=None)["events"]["recorded"] == 6
 
 
 def test_kinds_and_names_are_the_document_s(tmp_path: Path) -> None:
