@@ -53,7 +53,7 @@ def build_device(
             }
             for moment in replayed["out_of_memory"]
         ],
-        "timeline": _timeline(replayed["timeline"], names),
+        "timeline": timeline(replayed["timeline"], names),
         "end_bytes": replayed["end_bytes"],
     }, warnings
 
@@ -232,7 +232,7 @@ def _snapshots(
     return snapshots
 
 
-def _timeline(moments: Sequence[Mapping[str, Any]], names: Names) -> dict[str, Any]:
+def timeline(moments: Sequence[Mapping[str, Any]], names: Names) -> dict[str, Any]:
     """Columns of equal length: each is one field of all rows. `time_ns` counts from the start of the file."""
     rows = [names.categories(moment["categories"]) for moment in moments]
     used = list(dict.fromkeys(category for row in rows for category in row))

@@ -10,7 +10,7 @@ from typing import Any
 
 from opacus_memprof import _native
 from opacus_memprof.analysis.components import Components
-from opacus_memprof.analysis.device import build_device
+from opacus_memprof.analysis.device import build_device, timeline
 from opacus_memprof.analysis.findings import Run, find
 from opacus_memprof.analysis.names import Names
 from opacus_memprof.directory import EVENTS, LOCK, META, PROFILE, SNAPSHOTS
@@ -46,10 +46,7 @@ def build_profile(
             another version.
     """
     path = Path(directory)
-    try:
-        replayed = _native.replay(str(path))
-    except RuntimeError as error:
-        raise MemprofError(f"there is no readable profile in {path}: {error}") from error
+    replayed = _replay(path)
     meta = _read_meta(path / META)
     header = replayed["header"]
     names = Names(meta, replayed)
@@ -112,6 +109,18 @@ def load_profile(directory: str | os.PathLike[str]) -> dict[str, Any]:
     return profile
 
 
+def read_timelines(directory: str | os.PathLike[str], points: int) -> dict[str, dict[str, Any]]:
+    """`timeline` of every device of a profile, with up to `points` rows instead of 2000; the peak is always among them.
+
+    Raises:
+        MemprofError: events.bin or meta.json is missing, truncated, foreign or of another version.
+    """
+    path = Path(directory)
+    replayed = _replay(path, points)
+    names = Names(_read_meta(path / META), replayed)
+    return {names.device(device["id"]): timeline(device["timeline"], names) for device in replayed["devices"]}
+
+
 def write_profile(profile: Mapping[str, Any], directory: str | os.PathLike[str]) -> None:
     """Writes profile.json atomically: readers see the old one or the new one. Raises OSError."""
     path = Path(directory) / PROFILE
@@ -121,6 +130,13 @@ def write_profile(profile: Mapping[str, Any], directory: str | os.PathLike[str])
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _replay(directory: Path, points: int = 2000) -> dict[str, Any]:
+    try:
+        return _native.replay(str(directory), timeline_points=points)
+    except RuntimeError as error:
+        raise MemprofError(f"there is no readable profile in {directory}: {error}") from error
 
 
 def _file_warnings(replayed: Mapping[str, Any], meta: Mapping[str, Any]) -> list[str]:

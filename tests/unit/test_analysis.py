@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from event_files import CATEGORIES, EventFile, unix_ns
 
-from opacus_memprof.analysis.profile import build_profile, load_profile, write_profile
+from opacus_memprof.analysis.profile import build_profile, load_profile, read_timelines, write_profile
 from opacus_memprof.errors import MemprofError
 
 PUBLIC = [name for name in CATEGORIES if not name.startswith("activation_hooks") and name != "forward_undecided"]
@@ -122,6 +122,24 @@ def test_phases_steps_and_timeline(tmp_path: Path) -> None:
     assert timeline["phase"][5] == "backward"
     assert timeline["step"] == [0] * 9 + [1]
     assert device["end_bytes"] == 1000
+
+
+def test_a_timeline_of_more_rows(tmp_path: Path) -> None:
+    """Of 6000 events a profile shows the highest of each three; as many rows as events show them all."""
+    file, expected = EventFile(), []
+    for index in range(3000):
+        size = index * 7919 % 1000 + 1
+        file.add("alloc", 0x1000, size, "noise").add("free", 0x1000, size, "noise")
+        expected += [size, 0]
+    profile = built(file, tmp_path)
+    assert profile["devices"]["cuda:0"]["timeline"]["bytes"] == [
+        max(expected[index : index + 3]) for index in range(0, 6000, 3)
+    ]
+    every = read_timelines(tmp_path, 6000)
+    assert every.keys() == {"cuda:0"}
+    assert every["cuda:0"]["bytes"] == every["cuda:0"]["categories"]["noise"] == expected
+    with pytest.raises(MemprofError, match="there is no readable profile"):
+        read_timelines(tmp_path / "nowhere", 6000)
 
 
 def test_snapshots_carry_what_the_allocator_counted(tmp_path: Path) -> None:
