@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of one run: `python -m opacus_memprof.experiments DIRECTORY`, which process.py starts."""
+
+import ctypes
+import signal
+import sys
+from pathlib import Path
+
+from opacus_memprof.experiments.configuration import Configuration
+from opacus_memprof.experiments.files import read_json, write_json
+from opacus_memprof.experiments.process import CONFIGURATION, PROFILE, RESULT
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main() -> None:
+    """Trains what configuration.json says, and leaves result.json."""
+    # Whoever kills the one that waits for this run wants no GPU to stay busy.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    directory = Path(sys.argv[1])
+    configuration = Configuration.from_json(read_json(directory / CONFIGURATION))
+    from opacus_memprof.experiments.training import train  # loads torch
+
+    write_json(directory / RESULT, train(configuration, directory / PROFILE))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one training run is: its model, its sizes, how it is made private. Needs no torch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from opacus_memprof.errors import MemprofError
+
+MODES = ("vanilla", "hooks", "functorch", "ew", "ghost", "flash_clip")
+DTYPES = ("fp32", "fp16", "bf16")
+TASKS = ("language_model", "classification")
+DEVICES = ("auto", "cuda", "cpu")
+
+_COUNTS = ("seq_length", "batch_size", "num_steps")
+_OPTIONAL_COUNTS = (
+    "max_physical_batch_size",
+    "lora_rank",
+    "vocab_size",
+    "hidden_dim",
+    "num_layers",
+    "num_heads",
+)
+SIZES = ("vocab_size", "hidden_dim", "num_layers", "num_heads")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One training run. Raises MemprofError for values that cannot be trained.
+
+    Attributes:
+        model: the name of a built-in configuration with random weights (`opacus_memprof.experiments.models.BUILT_IN`),
+            or, where `pretrained`, an id on the Hugging Face hub or a local path.
+        pretrained: what `model` is.
+        task: "language_model" (next token) or "classification" (of sequences, three classes as SNLI has).
+        mode: "vanilla" trains without privacy; the others are grad-sample modes.
+        seq_length: tokens of a sample.
+        batch_size: samples of a step of the optimizer (logical).
+        max_physical_batch_size: samples that go through the model at once; None is all of them.
+        lora_rank: None trains all parameters.
+        dtype: of the weights. LoRA's adapters are what peft makes them, fp32.
+        num_steps: the optimizer's steps that are measured, after `warmup_steps` more.
+        learning_rate: Adam's.
+        sigma: the noise multiplier.
+        max_grad_norm: the clipping bound.
+        seed: of weights and data.
+        device: "auto" is CUDA where there is a GPU, else the CPU.
+        vocab_size, hidden_dim, num_layers, num_heads: in place of a built-in configuration's own.
+    """
+
+    model: str = "tiny"
+    pretrained: bool = False
+    task: str = "language_model"
+    mode: str = "hooks"
+    seq_length: int = 128
+    batch_size: int = 1
+    max_physical_batch_size: int | None = None
+    lora_rank: int | None = None
+    dtype: str = "fp32"
+    num_steps: int = 3
+    warmup_steps: int = 2
+    learning_rate: float = 1e-5
+    sigma: float = 1.0
+    max_grad_norm: float = 1.0
+    seed: int = 0
+    device: str = "auto"
+    vocab_size: int | None = None
+    hidden_dim: int | None = None
+    num_layers: int | None = None
+    num_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in (("mode", MODES), ("task", TASKS), ("dtype", DTYPES), ("device", DEVICES)):
+            if getattr(self, name) not in choices:
+                raise MemprofError(f'there is no {name} "{getattr(self, name)}": use {", ".join(choices)}')
+        for name in _COUNTS:
+            _need_count(name, getattr(self, name), 1)
+        for name in ("warmup_steps", "seed"):
+            _need_count(name, getattr(self, name), 0)
+        for name in _OPTIONAL_COUNTS:
+            if getattr(self, name) is not None:
+                _need_count(name, getattr(self, name), 1)
+        for name in ("learning_rate", "max_grad_norm"):
+            _need_number(name, getattr(self, name), above=True)
+        _need_number("sigma", self.sigma, above=False)
+        if self.physical_batch_size > self.batch_size:
+            raise MemprofError(
+                f"max_physical_batch_size is {self.max_physical_batch_size} and batch_size {self.batch_size}: "
+                "a physical batch is a part of the logical one, so make it at most as large"
+            )
+        if not self.model:
+            raise MemprofError("the model has no name: give one")
+        if self.pretrained and (given := [name for name in SIZES if getattr(self, name) is not None]):
+            raise MemprofError(
+                f'{given[0]} cannot be set for the model "{self.model}", whose sizes are its own: '
+                "leave it out, or use a built-in configuration"
+            )
+
+    @property
+    def physical_batch_size(self) -> int:
+        """Samples that go through the model at once, at most."""
+        return self.max_physical_batch_size or self.batch_size
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields by name, for a JSON file. `from_json` is the inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Configuration":
+        """Fields that are missing have their defaults.
+
+        Raises:
+            MemprofError: a field that is unknown, or a value that cannot be trained.
+        """
+        known = [field.name for field in fields(cls)]
+        if unknown := [name for name in values if name not in known]:
+            raise MemprofError(f'a configuration has no "{unknown[0]}": use {", ".join(known)}')
+        return cls(**values)
+
+
+def _need_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise MemprofError(f"{name} is {value!r}: give a whole number from {least} on")
+
+
+def _need_number(name: str, value: float, *, above: bool) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0 or (above and value == 0):
+        raise MemprofError(f"{name} is {value!r}: give a number {'above 0' if above else 'from 0 on'}")

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batches: SNLI where the model has a tokenizer and the data set can be reached, otherwise random tokens."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_memprof.experiments.configuration import Configuration
+from opacus_memprof.experiments.shapes import CLASSES
+
+SNLI = "stanfordnlp/snli"
+
+
+@dataclass(frozen=True)
+class Data:
+    """`loader` gives (input_ids [batch, tokens], targets) of `batch_size` samples; targets are the next tokens
+    [batch, tokens], or classes [batch]. `source` is "snli" or "synthetic", `reason` a sentence on why."""
+
+    loader: "DataLoader[Any]"
+    source: str
+    reason: str
+
+
+def load(configuration: Configuration, vocabulary: int) -> Data:
+    """As many samples as the run needs."""
+    samples = configuration.batch_size * (configuration.warmup_steps + configuration.num_steps)
+    source, reason = "synthetic", "random tokens: random weights have no tokenizer"
+    dataset = None
+    if configuration.pretrained:
+        try:
+            dataset = _snli(configuration, samples)
+            source, reason = "snli", f"the train split of {SNLI}"
+        except Exception as error:  # the hub's client, its network and its file formats raise anything
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            if token := os.environ.get("HF_TOKEN"):
+                first = first.replace(token, "***")
+            reason = f"random tokens: SNLI cannot be loaded ({first})"
+    if dataset is None:
+        dataset = _random_tokens(configuration, samples, vocabulary)
+    return Data(DataLoader(dataset, batch_size=configuration.batch_size), source, reason)
+
+
+def _random_tokens(configuration: Configuration, samples: int, vocabulary: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(configuration.seed)
+    # 0 stands for padding, which a classifier looks for.
+    tokens = torch.randint(1, vocabulary, (samples, configuration.seq_length + 1), generator=generator)
+    if configuration.task == "classification":
+        return TensorDataset(tokens[:, :-1].clone(), torch.randint(CLASSES, (samples,), generator=generator))
+    return TensorDataset(tokens[:, :-1].clone(), tokens[:, 1:].clone())
+
+
+def _snli(configuration: Configuration, samples: int) -> TensorDataset:
+    """Pairs of sentences, padded or cut to seq_length; from the beginning again where there are too few."""
+    import datasets  # type: ignore[import-not-found, unused-ignore]
+    import transformers
+
+    token = os.environ.get("HF_TOKEN") or None
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(configuration.model, token=token)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    pairs = [
+        row
+        for row in datasets.load_dataset(SNLI, split=f"train[:{2 * samples + 64}]", token=token)
+        if row["label"] >= 0  # -1: the annotators did not agree
+    ]
+    pairs = [pairs[index % len(pairs)] for index in range(samples)]
+    encoded = tokenizer(
+        [pair["premise"] for pair in pairs],
+        [pair["hypothesis"] for pair in pairs],
+        padding="max_length",
+        truncation=True,
+        max_length=configuration.seq_length + 1,
+        return_tensors="pt",
+    )["input_ids"]
+    if configuration.task == "classification":
+        return TensorDataset(encoded[:, :-1].clone(), torch.tensor([pair["label"] for pair in pairs]))
+    return TensorDataset(encoded[:, :-1].clone(), encoded[:, 1:].clone())

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model of a configuration, from a built-in shape, the Hugging Face hub or a local path; with LoRA where asked."""
+
+import inspect
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.experiments.configuration import Configuration
+from opacus_memprof.experiments.shapes import BUILT_IN, CLASSES, shape_of
+from opacus_memprof.experiments.transformer import Transformer
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Logits(nn.Module):
+    """A model of transformers that takes token ids [batch, tokens] and returns its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        # The model of a model with adapters takes anything: ask the one inside.
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+        self._positions = "position_ids" in inspect.signature(inner.forward).parameters
+        self._cache = "use_cache" in inspect.signature(inner.forward).parameters
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        extra: dict[str, Any] = {"use_cache": False} if self._cache else {}
+        if self._positions:
+            # One row for each sample: a row broadcast over the batch has no per-sample gradients.
+            extra["position_ids"] = torch.arange(input_ids.shape[1], device=input_ids.device).repeat(len(input_ids), 1)
+        logits: torch.Tensor = self.model(input_ids=input_ids, **extra).logits
+        return logits
+
+
+def build(configuration: Configuration, device: torch.device) -> nn.Module:
+    """The model in training mode on the device, from token ids [batch, tokens] to logits [batch, tokens, vocabulary],
+    or [batch, classes] in classification.
+
+    What Opacus cannot train is replaced by what computes the same: Conv1D of GPT-2 by Linear, and a head that is tied
+    to trained embeddings by a copy of its own.
+
+    Raises:
+        MemprofError: the model is unknown or cannot be loaded, it cannot be given adapters, or transformers or peft is
+            missing.
+    """
+    torch.manual_seed(configuration.seed)
+    family = "" if configuration.pretrained else shape_of(configuration)[0]
+    if family == "transformer":
+        model = _transformer(configuration, device)
+        if configuration.lora_rank is not None:
+            head = ["head"] if configuration.task == "classification" else None
+            names = ["qkv", "out", "up", "down"]
+            model = _with_adapters(model, configuration, target_modules=names, modules_to_save=head)
+        return model.to(device).train()
+    try:
+        import transformers
+    except ImportError as error:
+        raise MemprofError(f"the model needs transformers ({error}): pip install transformers") from error
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model = _pretrained(configuration) if configuration.pretrained else _random(configuration, device)
+    _replace_conv1d(model)
+    if configuration.seq_length > (longest := getattr(model.config, "max_position_embeddings", None) or 2**31):
+        raise MemprofError(
+            f'seq_length is {configuration.seq_length}, and "{configuration.model}" has {longest} positions: '
+            "make it at most as long"
+        )
+    if configuration.lora_rank is None:
+        _untie(model)
+    else:
+        task = "CAUSAL_LM" if configuration.task == "language_model" else "SEQ_CLS"
+        model = _with_adapters(model, configuration, task_type=task)
+    return Logits(model).to(device).train()
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """How many tokens it knows."""
+    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    return sizes[0]
+
+
+def count_parameters(model: nn.Module) -> dict[str, int]:
+    """All, and those that are trained; each once."""
+    return {
+        "total": sum(parameter.numel() for parameter in model.parameters()),
+        "trainable": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+    }
+
+
+def _transformer(configuration: Configuration, device: torch.device) -> nn.Module:
+    sizes = shape_of(configuration)[1]
+    with _defaults(configuration, device):
+        return Transformer(
+            sizes["vocab_size"],
+            sizes["hidden_dim"],
+            sizes["num_layers"],
+            sizes["num_heads"],
+            configuration.seq_length,
+            CLASSES if configuration.task == "classification" else None,
+        )
+
+
+def _random(configuration: Configuration, device: torch.device) -> Any:
+    import transformers
+
+    family, sizes = shape_of(configuration)
+    common: dict[str, Any] = {"num_labels": CLASSES, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    if family == "gpt2":
+        positions = max(1024, configuration.seq_length)
+        config: Any = transformers.GPT2Config(n_positions=positions, **sizes, **common)
+    else:
+        config = transformers.LlamaConfig(**sizes, **common)
+    with _defaults(configuration, device):
+        return _auto_class(configuration).from_config(config)
+
+
+def _pretrained(configuration: Configuration) -> Any:
+    token = os.environ.get("HF_TOKEN") or None
+    extra = {"num_labels": CLASSES} if configuration.task == "classification" else {}
+    try:
+        model = _auto_class(configuration).from_pretrained(
+            configuration.model, dtype=DTYPES[configuration.dtype], token=token, **extra
+        )
+    except Exception as error:  # the hub's client, its network and its file formats raise anything
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if token:
+            reason = reason.replace(token, "***")
+        raise MemprofError(
+            f'the model "{configuration.model}" cannot be loaded ({reason.rstrip(".")}): pass the path of a local copy '
+            f"(--model-name PATH), or use random weights in a built-in shape (--config {'|'.join(BUILT_IN)})"
+        ) from None
+    if configuration.task == "classification" and getattr(model.config, "pad_token_id", None) is None:
+        model.config.pad_token_id = getattr(model.config, "eos_token_id", None) or 0
+    return model
+
+
+def _auto_class(configuration: Configuration) -> Any:
+    import transformers
+
+    if configuration.task == "classification":
+        return transformers.AutoModelForSequenceClassification
+    return transformers.AutoModelForCausalLM
+
+
+def _with_adapters(model: nn.Module, configuration: Configuration, **options: Any) -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise MemprofError(f"LoRA needs peft ({error}): pip install peft") from error
+    rank = configuration.lora_rank or 0
+    adapters = peft.LoraConfig(r=rank, lora_alpha=2 * rank, **options)
+    try:
+        return peft.get_peft_model(model, adapters)
+    except ValueError as error:
+        raise MemprofError(f'"{configuration.model}" cannot be given LoRA adapters: {error}') from error
+
+
+@contextmanager
+def _defaults(configuration: Configuration, device: torch.device) -> Iterator[None]:
+    """Weights are made where and as they will stay: no copy in another place or dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[configuration.dtype])
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _replace_conv1d(model: nn.Module) -> None:
+    """transformers' Conv1D is a Linear with its weight transposed, which Opacus' modes do not know."""
+    from transformers.pytorch_utils import Conv1D
+
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Conv1D):
+                inside, outside = child.weight.shape
+                linear = nn.Linear(inside, outside, device="meta")
+                linear.weight = nn.Parameter(child.weight.detach().T.contiguous())
+                linear.bias = nn.Parameter(child.bias.detach())
+                setattr(module, name, linear)
+
+
+def _untie(model: Any) -> None:
+    """The norm of a sum of gradients is not the sum of norms: what is used twice must be two parameters."""
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    if outputs is not None and outputs.weight is inputs.weight:
+        outputs.weight = nn.Parameter(outputs.weight.detach().clone())
+        model.config.tie_word_embeddings = False

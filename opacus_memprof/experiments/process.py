@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a configuration in a fresh process, so that no run sees another's memory. Needs no torch in this one."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.experiments.configuration import Configuration
+from opacus_memprof.experiments.files import read_json, write_json
+
+CONFIGURATION = "configuration.json"
+RESULT = "result.json"
+LOG = "log.txt"
+PROFILE = "profile"
+
+
+def run(
+    configuration: Configuration,
+    directory: str | os.PathLike[str],
+    *,
+    token: str | None = None,
+    gpu: int | None = None,
+    on_line: Callable[[str], object] = lambda line: None,
+) -> dict[str, Any]:
+    """Trains in a process of its own and returns the result, which is also in `directory`/result.json.
+
+    Everything that can go wrong with the training is a result: `status` is "finished", "out_of_memory", "failed" or
+    "killed", and `error` a sentence. docs/experiments.md describes the keys.
+
+    Args:
+        directory: of this run alone: configuration.json, result.json, log.txt (what the process printed) and profile/
+            go there. What an earlier run has left there is replaced.
+        token: of the Hugging Face hub (HF_TOKEN without it). It reaches the process through its environment only,
+            and no file.
+        gpu: the process sees this one of the GPUs that this process may use; None leaves it all.
+        on_line: called with each line that the process prints, as it comes.
+
+    Raises:
+        MemprofError: the directory cannot be written.
+    """
+    path = Path(directory).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / RESULT).unlink(missing_ok=True)
+        shutil.rmtree(path / PROFILE, ignore_errors=True)
+        write_json(path / CONFIGURATION, configuration.to_json())
+        code, last = _run_child(path, _environment(token, gpu), token, on_line)
+    except OSError as error:
+        raise MemprofError(f"cannot write the experiment to {path} ({error.strerror}): choose another place") from error
+    if (path / RESULT).exists():
+        return read_json(path / RESULT)
+    from opacus_memprof.experiments.result import without_result  # loads torch
+
+    result = without_result(configuration, path / PROFILE, code, last)
+    write_json(path / RESULT, result)
+    return result
+
+
+def _environment(token: str | None, gpu: int | None) -> dict[str, str]:
+    environment = dict(os.environ)
+    if token:
+        environment["HF_TOKEN"] = token
+    if gpu is not None:
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+        if visible and gpu >= len(visible):
+            raise MemprofError(f"there is no GPU {gpu}: CUDA_VISIBLE_DEVICES leaves {len(visible)}")
+        environment["CUDA_VISIBLE_DEVICES"] = visible[gpu] if visible else str(gpu)
+    return environment
+
+
+def _run_child(
+    path: Path, environment: Mapping[str, str], token: str | None, on_line: Callable[[str], object]
+) -> tuple[int, str]:
+    """Its exit code (negative: the signal that killed it), and the last line that it printed."""
+    secret = token or environment.get("HF_TOKEN")
+    command = [sys.executable, "-m", "opacus_memprof.experiments", str(path)]
+    last = ""
+    with (
+        open(path / LOG, "w", encoding="utf-8") as log,
+        subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="backslashreplace",
+        ) as child,
+    ):
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                line = line.rstrip("\n")
+                if secret:
+                    line = line.replace(secret, "***")
+                log.write(line + "\n")
+                log.flush()
+                last = line or last
+                on_line(line)
+            return child.wait(), last
+        except BaseException:  # Ctrl-C, most of all
+            child.kill()
+            raise

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains one configuration under a profiling session, and says what it took."""
+
+import traceback
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from opacus_memprof.directory import DEFAULT_MAX_EVENTS
+from opacus_memprof.engine import PrivacyEngine
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.experiments import data, models, steps
+from opacus_memprof.experiments.configuration import Configuration
+from opacus_memprof.experiments.result import Course, result_of
+from opacus_memprof.session import Session, outcome
+
+
+def train(configuration: Configuration, profile_directory: Path) -> dict[str, Any]:
+    """Trains, with the profile in `profile_directory`, and returns the result (docs/experiments.md).
+
+    Whatever goes wrong is a result too: its `status` is "out_of_memory" or "failed", its `error` a sentence.
+    """
+    course = Course()
+    error: Exception | None = None
+    profile = None
+    session = Session(profile_directory, device=configuration.device, max_events=DEFAULT_MAX_EVENTS)
+    try:
+        session.start()
+        try:
+            _Run(configuration, session, course).all()
+        except Exception as failure:
+            error = failure
+            if not isinstance(failure, MemprofError):
+                traceback.print_exc()
+        profile = session.close(*outcome(error))
+    except MemprofError as failure:  # the session could not begin, or not be written
+        error = error or failure
+    return result_of(configuration, course, profile, profile_directory, error)
+
+
+class _Run:
+    """The stages of one run."""
+
+    def __init__(self, configuration: Configuration, session: Session, course: Course) -> None:
+        self._chosen = configuration
+        self._session = session
+        self._course = course
+        self._device = torch.device(session.device)
+        self._numbers = count()
+
+    def all(self) -> None:
+        """Sets up and trains."""
+        chosen, course = self._chosen, self._course
+        course.begin("loading the model")
+        model = models.build(chosen, self._device)
+        self._session.attach(model)
+        course.parameters = models.count_parameters(model)
+        self._snapshot("model_loaded")
+
+        course.begin("preparing the data")
+        loaded = data.load(chosen, models.vocabulary_of(model))
+        course.data = {"source": loaded.source, "reason": loaded.reason}
+        self._snapshot("data_prepared")
+
+        course.begin("setting up the optimizer")
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer: Any = torch.optim.Adam(trained, lr=chosen.learning_rate)
+        self._session.attach(optimizer)
+        self._snapshot("optimizer_set_up")
+
+        module: Any = model
+        criterion: Any = nn.CrossEntropyLoss()
+        if chosen.mode == "vanilla":
+            batches = steps.plain_batches(loaded.loader, chosen.physical_batch_size)
+        else:
+            course.begin("setting up the privacy engine")
+            module, optimizer, criterion, loader = self._make_private(model, optimizer, criterion, loaded.loader)
+            batches = steps.private_batches(loader, chosen, optimizer)
+            self._snapshot("privacy_engine_set_up")
+        trainee = steps.Trainee(module, optimizer, criterion, chosen.mode, self._device, self._snapshot)
+
+        course.begin("training")
+        for batch in batches:
+            step = course.steps_completed - chosen.warmup_steps
+            name = f"step_{step}" if step >= 0 else f"warmup_{course.steps_completed}"
+            seconds = trainee.take(batch, name)
+            if seconds is not None:
+                course.step_ended(seconds, chosen)
+
+    def _make_private(self, model: nn.Module, optimizer: Any, criterion: nn.Module, loader: Any) -> Any:
+        chosen = self._chosen
+        prepared = PrivacyEngine().make_private(
+            module=model,
+            optimizer=optimizer,
+            criterion=criterion,
+            data_loader=loader,
+            noise_multiplier=chosen.sigma,
+            max_grad_norm=chosen.max_grad_norm,
+            poisson_sampling=False,  # only batches of one size can be compared
+            grad_sample_mode=chosen.mode,
+        )
+        return tuple(prepared) if chosen.mode == "ghost" else (*prepared[:2], criterion, prepared[2])
+
+    def _snapshot(self, name: str) -> None:
+        self._session.snapshot(f"{next(self._numbers)}_{name}")
