@@ -15,7 +15,7 @@ PACKAGE = ROOT / "opacus_memprof"
 # left only. `analysis` reads files and counters, so that the session can write a profile when it closes.
 LAYERS = [
     {"_build_info", "errors"},
-    {"_native", "directory", "units"},
+    {"_native", "directory", "files", "units"},
     {"observations"},
     {"adaptors", "analysis", "clipping", "hooks", "snapshots"},
     {"attaching"},

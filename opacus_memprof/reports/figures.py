@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all pictures share: a figure in one of two themes, saved atomically; axes in bytes; stacks by category.
+
+matplotlib's Agg canvas draws into files: no display, no pyplot, no state that outlives a picture.
+"""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.files import replacing
+from opacus_memprof.reports.palette import CATEGORY_COLORS, THEMES, Theme, category_color, stack_order
+from opacus_memprof.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+_DPI = 150
+_LEGEND_ROWS = 24
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+@contextlib.contextmanager
+def drawn(
+    path: str | os.PathLike[str], theme: str = "light", size: tuple[float, float] = (11, 6)
+) -> Iterator["Figure"]:
+    """A new figure, which the block fills and which is then saved to `path` as a PNG.
+
+    Args:
+        path: replaced atomically; its directory is made.
+        theme: "light" or "dark".
+        size: width and height in inches, at 150 dots an inch.
+
+    Raises:
+        MemprofError: matplotlib is not installed, or `path` cannot be written.
+    """
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MemprofError(f"pictures need matplotlib ({error}): pip install matplotlib") from error
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # not the user's own style, which the figure's colours would not suit
+        matplotlib.rcParams.update(_style(THEMES[theme]))
+        figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format="png", metadata={"Software": "opacus-memprof"})
+
+
+def _style(theme: Theme) -> dict[Any, Any]:
+    return {
+        "figure.facecolor": theme.background,
+        "savefig.facecolor": theme.background,
+        "axes.facecolor": theme.background,
+        "axes.edgecolor": theme.muted,
+        "axes.labelcolor": theme.text,
+        "axes.titlecolor": theme.text,
+        "axes.titlelocation": "left",
+        "axes.titleweight": "bold",
+        "axes.titlesize": 11,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "grid.color": theme.grid,
+        "grid.linewidth": 0.8,
+        "text.color": theme.text,
+        "text.parse_math": False,  # module names are no formulas
+        "xtick.color": theme.muted,
+        "ytick.color": theme.muted,
+        "xtick.labelcolor": theme.text,
+        "ytick.labelcolor": theme.text,
+        "font.size": 9,
+        "legend.frameon": False,
+        "legend.fontsize": 8,
+        "patch.linewidth": 0,
+    }
+
+
+def byte_axis(axis: "Axis", largest: float) -> None:
+    """Ticks at round numbers of the unit that suits `largest` bytes, and labels like `1.5 GiB`."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
+
+    unit, scale = next((item for item in reversed(_UNITS.items()) if largest >= item[1]), ("B", 1))
+    steps = MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10], integer=unit == "B").tick_values(0, max(largest, 1) / scale)
+    axis.set_major_locator(MultipleLocator(float(steps[1] - steps[0]) * scale))
+    axis.set_major_formatter(FuncFormatter(lambda size, _: f"{size / scale:g} {unit}" if size else "0"))
+
+
+def stacked_areas(axes: "Axes", x: Sequence[float], columns: Mapping[str, Sequence[int]]) -> None:
+    """Bytes by category over x, as steps: row i holds from x[i] until x[i + 1]. Categories without bytes are left out.
+
+    Args:
+        columns: by category, of x's length.
+    """
+    present = stack_order(category for category, column in columns.items() if any(column))
+    if present:
+        axes.stackplot(
+            x,
+            [columns[category] for category in present],
+            labels=[category_label(category) for category in present],
+            colors=[category_color(category) for category in present],
+            step="post",
+            linewidth=0,
+        )
+    byte_axis(axes.yaxis, max((sum(row) for row in zip(*columns.values(), strict=True)), default=0))
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0)
+
+
+def stacked_bars(
+    axes: "Axes", names: Sequence[str], rows: Sequence[Mapping[str, int]], *, horizontal: bool = False
+) -> None:
+    """A bar of bytes by category for each name, with its sum written at its end.
+
+    Vertical bars run from left to right, horizontal ones from top to bottom. Categories without bytes are left out.
+    """
+    places = range(len(names))
+    ends = [0] * len(rows)
+    for category in stack_order(category for row in rows for category, size in row.items() if size):
+        sizes = [row.get(category, 0) for row in rows]
+        look: dict[str, Any] = {"label": category_label(category), "color": category_color(category)}
+        if horizontal:
+            axes.barh(places, sizes, left=ends, **look)
+        else:
+            axes.bar(places, sizes, bottom=ends, **look)
+        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+    _write_sums(axes, ends, horizontal)
+    _name_bars(axes, [shortened(name) for name in names], horizontal)
+    byte_axis(axes.xaxis if horizontal else axes.yaxis, max(ends, default=0))
+
+
+def _write_sums(axes: "Axes", sums: Sequence[int], horizontal: bool) -> None:
+    crowded = not horizontal and len(sums) > 12
+    for place, total in enumerate(sums):
+        axes.annotate(
+            format_bytes(total),
+            (total, place) if horizontal else (place, total),
+            (3, 0) if horizontal else (0, 3),
+            textcoords="offset points",
+            ha="left" if horizontal or crowded else "center",
+            va="center" if horizontal else "bottom",
+            rotation=60 if crowded else 0,
+            fontsize=8,
+        )
+    end = max(max(sums, default=0), 1) * (1.16 if horizontal or crowded else 1.08)  # room for what is written
+    axes.set(**{"xlim" if horizontal else "ylim": (0, end)})
+
+
+def _name_bars(axes: "Axes", names: Sequence[str], horizontal: bool) -> None:
+    if horizontal:
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.set_ylim(max(len(names), 3) - 0.5, -0.5)  # few bars are no thicker than many
+        axes.grid(axis="y", visible=False)
+        axes.grid(axis="x", visible=True)
+    else:
+        slanted = sum(map(len, names)) > 90
+        axes.set_xticks(range(len(names)), names, rotation=30 if slanted else 0, ha="right" if slanted else "center")
+        axes.set_xlim(-0.5, max(len(names), 3) - 0.5)
+
+
+def legend(figure: "Figure", *axes: "Axes") -> None:
+    """One legend to the right, of what these axes show and each label once, in the order of the stack from its top."""
+    entries: dict[str, Any] = {}
+    for one in axes:
+        for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    if not entries:
+        return
+    place = {category_label(category): index for index, category in enumerate(CATEGORY_COLORS)}
+    labels = sorted(entries, key=lambda label: place.get(label, len(place)), reverse=True)
+    figure.legend(
+        [entries[label] for label in labels],
+        labels,
+        loc="outside right upper",
+        ncols=math.ceil(len(labels) / _LEGEND_ROWS),
+    )
+
+
+def category_label(category: str) -> str:
+    """A category's name in a picture: `per sample gradients`."""
+    return category.replace("_", " ")
+
+
+def shortened(name: str, length: int = 36) -> str:
+    """A module's or a configuration's name within `length`: its end tells more than its beginning."""
+    return name if len(name) <= length else "…" + name[-(length - 1) :]

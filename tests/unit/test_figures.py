@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all pictures share."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.reports import figures
+from opacus_memprof.reports.palette import THEMES, category_color
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_a_picture_has_its_theme_s_background(tmp_path: Path, theme: str) -> None:
+    from matplotlib.colors import to_hex
+    from matplotlib.image import imread
+
+    with figures.drawn(tmp_path / "new" / "a.png", theme, (2, 1)) as figure:
+        figure.subplots()
+    assert (tmp_path / "new" / "a.png").read_bytes().startswith(PNG)
+    assert to_hex(imread(tmp_path / "new" / "a.png")[0, 0]) == THEMES[theme].background
+    assert [file.name for file in tmp_path.rglob("*.*")] == ["a.png"]
+
+
+def test_a_stack_ends_at_its_sum_and_the_legend_has_what_is_there(tmp_path: Path) -> None:
+    with figures.drawn(tmp_path / "a.png") as figure:
+        areas, bars = figure.subplots(2)
+        figures.stacked_areas(areas, [0, 1], {"noise": [1, 2], "gradients": [4, 8], "inputs": [0, 0]})
+        figures.stacked_bars(bars, ["one", "two"], [{"noise": 3}, {"teacher": 4, "gradients": 2, "inputs": 0}])
+        figures.legend(figure, areas, bars)
+        (legend,) = figure.legends
+        assert [text.get_text() for text in legend.get_texts()] == ["teacher", "noise", "gradients"]
+        assert max(area.get_datalim(areas.transData).y1 for area in areas.collections) == 10
+        assert [text.get_text() for text in bars.texts] == ["3 B", "6 B"]
+        assert max(bar.get_y() + bar.get_height() for bar in bars.patches) == 6
+        assert {bar.get_facecolor() for bar in bars.patches} == {
+            (*(int(category_color(name)[at : at + 2], 16) / 255 for at in (1, 3, 5)), 1.0)
+            for name in ("noise", "gradients", "teacher")
+        }
+
+
+@pytest.mark.parametrize(
+    ("largest", "labels"),
+    [
+        (0, ["0", "1 B"]),
+        (5, ["0", "1 B", "2 B", "3 B", "4 B", "5 B"]),
+        (3 * 2**30, ["0", "0.5 GiB", "1 GiB", "1.5 GiB", "2 GiB", "2.5 GiB", "3 GiB"]),
+        (900 * 2**20, ["0", "200 MiB", "400 MiB", "600 MiB", "800 MiB"]),
+    ],
+)
+def test_an_axis_counts_in_round_binary_units(tmp_path: Path, largest: int, labels: list[str]) -> None:
+    with figures.drawn(tmp_path / "a.png") as figure:
+        axes = figure.subplots()
+        axes.set_ylim(0, max(largest, 1))
+        figures.byte_axis(axes.yaxis, largest)
+        figure.canvas.draw()
+        assert [
+            tick.get_text() for tick in axes.get_yticklabels() if 0 <= tick.get_position()[1] <= max(largest, 1)
+        ] == labels
+
+
+def test_a_user_s_own_style_does_not_reach_a_picture_and_is_kept(tmp_path: Path) -> None:
+    import matplotlib
+
+    with matplotlib.rc_context({"axes.facecolor": "red"}):
+        with figures.drawn(tmp_path / "a.png") as figure:
+            assert figure.subplots().get_facecolor() == (1, 1, 1, 1)
+        assert matplotlib.rcParams["axes.facecolor"] == "red"
+
+
+def test_an_unwritable_path_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(MemprofError, match=r"cannot write .*file/a.png"), figures.drawn(tmp_path / "file" / "a.png"):
+        pass
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_text("old")
+    with pytest.raises(ZeroDivisionError), figures.drawn(tmp_path / "a.png"):
+        raise ZeroDivisionError
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("a.png", "old")]
+
+
+def test_without_matplotlib_the_user_is_told_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MemprofError, match="pip install matplotlib"), figures.drawn(tmp_path / "a.png"):
+        pass
