@@ -111,6 +111,12 @@ def write_meta() -> None: ...  # now; it is also refreshed in the background whe
 def events_status() -> dict[str, Any]: ...  # {"recording": bool, "written": int, "dropped": int, "error": str}
 def replay(directory: str, timeline_points: int = 2000) -> dict[str, Any]: ...  # see csrc/core/replay.h
 
+class Follower:
+    """Reads on in directory/events.bin while it is written. Raises RuntimeError where there is no readable one."""
+
+    def __init__(self, directory: str) -> None: ...
+    def advance(self) -> dict[str, Any]: ...  # what is live now; see csrc/core/follower.h
+
 # --- adaptors ---
 def cpu_install() -> None: ...
 def cpu_uninstall() -> None: ...

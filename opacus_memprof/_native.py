@@ -39,6 +39,7 @@ try:
     from opacus_memprof._C import (
         HAS_CUDA,
         KEEP,
+        Follower,
         GradientHook,
         ScopedForward,
         Tag,
@@ -85,6 +86,7 @@ except ImportError as error:
 __all__ = [
     "HAS_CUDA",
     "KEEP",
+    "Follower",
     "GradientHook",
     "ScopedForward",
     "Tag",

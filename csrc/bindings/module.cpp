@@ -258,6 +258,7 @@ PYBIND11_MODULE(_C, m) {
   bind_counters(m);
   bind_events(m);
   bind_replay(m);
+  bind_follower(m);
   bind_cpu(m);
   bind_cuda(m);
 }

@@ -6,5 +6,6 @@
 namespace opacus_memprof {
 
 void bind_replay(pybind11::module_& m);
+void bind_follower(pybind11::module_& m);
 
 }  // namespace opacus_memprof

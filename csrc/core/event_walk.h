@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One pass over an event file that keeps the table of live blocks and tells a visitor what happens.
+// A pass over events that keeps the table of live blocks and tells a visitor what happens.
 #pragma once
 
 #include <cstdint>
@@ -17,31 +17,71 @@ namespace opacus_memprof {
 //   died(block, event)       before the block leaves the table
 //   retagged(block, before)  its category was `before`; block.retagged: it was retagged earlier,
 //   too born(block) after(event, index)      once for every event
-// and at the end once: ended(table). Events with a phase or category that has no name arrive with 0
-// in their place. Counts the contradictions in `result`, and the events read.
+// Events with a phase or category that has no name arrive with 0 in their place.
+//
+// Holds the table of live blocks, takes records one by one in the file's order, and counts the
+// contradictions in `result`, and the events. The visitor and the result must outlive it.
 template <typename Visitor>
-void walk(EventReader& reader, Visitor& visitor, ReplayResult& result) {
-  ReplayTable table;
-  std::uint64_t births = 0;
-  std::uint64_t index = 0;
-  result.unknown_frees = result.unknown_retags = result.double_allocations = 0;
-  result.category_mismatches = result.unreadable = 0;
+class EventWalk {
+ public:
+  EventWalk(Visitor& visitor, ReplayResult& result) : visitor_(visitor), result_(result) {
+    result.events = 0;
+    result.unknown_frees = result.unknown_retags = result.double_allocations = 0;
+    result.category_mismatches = result.unreadable = 0;
+  }
 
-  const auto hooked = [](const Event& event) -> std::uint64_t {
+  [[nodiscard]] const ReplayTable& table() const { return table_; }
+
+  // False for a record that was never written: the end of what a live or killed process wrote.
+  bool take(Event event) {
+    if (static_cast<EventKind>(event.kind) == EventKind::none) return false;
+    if (event.phase >= kPhases || event.category >= kMaxCategories) {
+      ++result_.unreadable;
+      if (event.phase >= kPhases) event.phase = 0;
+      if (event.category >= kMaxCategories) event.category = 0;
+    }
+    visitor_.before(event, table_);
+    switch (static_cast<EventKind>(event.kind)) {
+      case EventKind::alloc:
+      case EventKind::seed:
+        give_birth(event);
+        break;
+      case EventKind::free:
+        kill(event);
+        break;
+      case EventKind::retag:
+        retag(event);
+        break;
+      case EventKind::none:
+      case EventKind::step:
+      case EventKind::phase:
+      case EventKind::snapshot:
+      case EventKind::oom:
+        break;
+      default:
+        ++result_.unreadable;
+    }
+    visitor_.after(event, result_.events++);
+    return true;
+  }
+
+ private:
+  static bool hooked(const Event& event) {
     const auto category = static_cast<Category>(event.category);
     return category == Category::activation_hooks_shared ||
            category == Category::activation_hooks_opacus_only;
-  };
-  const auto give_birth = [&](const Event& event) {
-    if (ReplayBlock* stale = table.find(ReplayTable::key(event)); stale != nullptr) {
-      ++result.double_allocations;
-      visitor.died(*stale, event);
-      table.erase(stale);
+  }
+
+  void give_birth(const Event& event) {
+    if (ReplayBlock* stale = table_.find(ReplayTable::key(event)); stale != nullptr) {
+      ++result_.double_allocations;
+      visitor_.died(*stale, event);
+      table_.erase(stale);
     }
     ReplayBlock block;
     block.key = ReplayTable::key(event);
-    block.birth = births++;
-    block.captured = hooked(event);
+    block.birth = births_++;
+    block.captured = hooked(event) ? 1 : 0;
     block.seeded = static_cast<EventKind>(event.kind) == EventKind::seed;
     block.stream = event.stream;
     block.thread = event.thread;
@@ -51,70 +91,55 @@ void walk(EventReader& reader, Visitor& visitor, ReplayResult& result) {
     block.step = static_cast<std::uint32_t>(event.step);
     block.module = static_cast<std::uint16_t>(event.module);
     block.op = static_cast<std::uint16_t>(event.op);
-    visitor.born(*table.insert(block));
-  };
-  const auto kill = [&](const Event& event) {
-    ReplayBlock* block = table.find(ReplayTable::key(event));
+    visitor_.born(*table_.insert(block));
+  }
+
+  void kill(const Event& event) {
+    ReplayBlock* block = table_.find(ReplayTable::key(event));
     if (block == nullptr) {
-      ++result.unknown_frees;
+      ++result_.unknown_frees;
       return;
     }
-    if (block->category != event.category) ++result.category_mismatches;
-    visitor.died(*block, event);
-    table.erase(block);
-  };
-  const auto retag = [&](const Event& event) {
-    ReplayBlock* block = table.find(ReplayTable::key(event));
+    if (block->category != event.category) ++result_.category_mismatches;
+    visitor_.died(*block, event);
+    table_.erase(block);
+  }
+
+  void retag(const Event& event) {
+    ReplayBlock* block = table_.find(ReplayTable::key(event));
     if (block == nullptr) {
-      ++result.unknown_retags;
+      ++result_.unknown_retags;
       return;
     }
-    if (block->category != event.op) ++result.category_mismatches;
+    if (block->category != event.op) ++result_.category_mismatches;
     const auto before = static_cast<std::uint8_t>(block->category);
     block->category = event.category;
     block->module = static_cast<std::uint16_t>(event.module);
     if (hooked(event)) block->captured = 1;
-    visitor.retagged(*block, before);
+    visitor_.retagged(*block, before);
     block->retagged = 1;
-  };
+  }
 
+  Visitor& visitor_;
+  ReplayResult& result_;
+  ReplayTable table_;
+  std::uint64_t births_ = 0;
+};
+
+// A whole file in one pass; at its end the visitor is told once: ended(table).
+template <typename Visitor>
+void walk(EventReader& reader, Visitor& visitor, ReplayResult& result) {
+  EventWalk<Visitor> pass(visitor, result);
   reader.rewind();
   for (auto records = reader.next(); !records.empty(); records = reader.next()) {
-    for (Event event : records) {
-      if (event.phase >= kPhases || event.category >= kMaxCategories) {
-        ++result.unreadable;
-        if (event.phase >= kPhases) event.phase = 0;
-        if (event.category >= kMaxCategories) event.category = 0;
+    for (const Event& event : records) {
+      if (!pass.take(event)) {
+        visitor.ended(pass.table());
+        return;
       }
-      visitor.before(event, table);
-      switch (static_cast<EventKind>(event.kind)) {
-        case EventKind::none:  // the rest was never written
-          result.events = index;
-          visitor.ended(table);
-          return;
-        case EventKind::alloc:
-        case EventKind::seed:
-          give_birth(event);
-          break;
-        case EventKind::free:
-          kill(event);
-          break;
-        case EventKind::retag:
-          retag(event);
-          break;
-        case EventKind::step:
-        case EventKind::phase:
-        case EventKind::snapshot:
-        case EventKind::oom:
-          break;
-        default:
-          ++result.unreadable;
-      }
-      visitor.after(event, index++);
     }
   }
-  result.events = index;
-  visitor.ended(table);
+  visitor.ended(pass.table());
 }
 
 }  // namespace opacus_memprof

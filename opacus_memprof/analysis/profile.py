@@ -47,7 +47,7 @@ def build_profile(
     """
     path = Path(directory)
     replayed = _replay(path)
-    meta = _read_meta(path / META)
+    meta = read_meta(path / META)
     header = replayed["header"]
     names = Names(meta, replayed)
     snapshots = _read_snapshots(path / SNAPSHOTS)
@@ -98,7 +98,7 @@ def load_profile(directory: str | os.PathLike[str]) -> dict[str, Any]:
     if not summary.exists():
         if not (path / EVENTS).exists():
             raise MemprofError(f"{path} holds no profile: there is neither {PROFILE} nor {EVENTS} in it")
-        status = "running" if _is_being_written(path) else "killed"
+        status = "running" if is_being_written(path) else "killed"
         return build_profile(path, status=status, exit_code=None)
     profile = _read_object(summary)
     if profile.get("format") != FORMAT:
@@ -117,7 +117,7 @@ def read_timelines(directory: str | os.PathLike[str], points: int) -> dict[str, 
     """
     path = Path(directory)
     replayed = _replay(path, points)
-    names = Names(_read_meta(path / META), replayed)
+    names = Names(read_meta(path / META), replayed)
     return {names.device(device["id"]): timeline(device["timeline"], names) for device in replayed["devices"]}
 
 
@@ -169,7 +169,8 @@ def _read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_meta(path: Path) -> dict[str, Any]:
+def read_meta(path: Path) -> dict[str, Any]:
+    """meta.json, or {} where there is none. Raises MemprofError where it cannot be read."""
     return _read_object(path) if path.exists() else {}
 
 
@@ -187,7 +188,7 @@ def _read_snapshots(path: Path) -> dict[int, dict[str, Any]]:
     return snapshots
 
 
-def _is_being_written(directory: Path) -> bool:
+def is_being_written(directory: Path) -> bool:
     """Whether a profiler holds the directory's lock."""
     try:
         with open(directory / LOCK, "rb") as file:

@@ -10,6 +10,7 @@ from opacus_memprof.cli.doctor import doctor
 from opacus_memprof.cli.report import report
 from opacus_memprof.cli.run import run
 from opacus_memprof.cli.tax import tax
+from opacus_memprof.cli.top import top
 from opacus_memprof.errors import MemprofError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Where the memory of DP-SGD training goes.")
@@ -19,6 +20,7 @@ app.command()(report)
 app.command()(doctor)
 app.command()(debug)
 app.command()(tax)
+app.command()(top)
 
 
 def main() -> None:

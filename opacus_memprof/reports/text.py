@@ -10,9 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from opacus_memprof.reports.findings import print_findings
+from opacus_memprof.reports.tables import bar, largest_first, share, shortened, table_of
 from opacus_memprof.units import format_bytes
 
-_BAR = 20  # characters of the longest bar
 _TOP_MODULES = 10
 _STATUS_STYLE = {"finished": "green", "running": "cyan"}
 _MEANING = {
@@ -79,32 +79,6 @@ def _print_device(name: str, device: Mapping[str, Any], console: Console) -> Non
     _print_reconciliation(peak, device.get("snapshots") or [], console)
 
 
-def _table(name: str, numbers: tuple[str, ...], words: tuple[str, ...]) -> Table:
-    """A table without borders. Its first column gives way where the room is short."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column(name, overflow="ellipsis", no_wrap=True)
-    for column in numbers:
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in words:
-        table.add_column(column, no_wrap=True)
-    return table
-
-
-def _bar(part: int, whole: int) -> str:
-    """A bar of eighths of a character, at most _BAR characters long."""
-    eighths = max(0, min(round(8 * _BAR * part / whole), 8 * _BAR)) if whole else 0
-    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else ""
-
-
-def _sorted(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Largest first, without zeros."""
-    return sorted(((key, size) for key, size in sizes.items() if size), key=lambda item: (-item[1], item[0]))
-
-
 def _print_sums(peak: Mapping[str, Any], console: Console) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2), show_header=False)
     table.add_column(no_wrap=True)
@@ -117,16 +91,16 @@ def _print_sums(peak: Mapping[str, Any], console: Console) -> None:
 
 
 def _print_categories(peak: Mapping[str, Any], requested: int, console: Console) -> None:
-    rows = _sorted(peak.get("categories") or {})
+    rows = largest_first(peak.get("categories") or {})
     if not rows:
         return
-    table = _table("at the peak", ("bytes", "share"), ("",))
+    table = table_of("at the peak", ("bytes", "share"), ("",))
     largest = max(size for _, size in rows)
     for category, size in rows:
-        table.add_row(escape(category), format_bytes(size), _share(size, requested), _bar(size, largest))
+        table.add_row(escape(category), format_bytes(size), share(size, requested), bar(size, largest))
         if category == "activation_hooks":
-            for share, held in _sorted(peak.get("activation_hooks") or {}):
-                table.add_row(f"  {_SPLIT_LABEL.get(share, share)}", format_bytes(held), "", "", style="dim")
+            for part, held in largest_first(peak.get("activation_hooks") or {}):
+                table.add_row(f"  {_SPLIT_LABEL.get(part, part)}", format_bytes(held), "", "", style="dim")
     console.print()
     console.print(table)
 
@@ -142,34 +116,29 @@ def _print_modules(peak: Mapping[str, Any], requested: int, console: Console) ->
 
 def _print_groups(title: str, groups: Mapping[str, Mapping[str, int]], requested: int, console: Console) -> None:
     """Bytes by category of each of some modules or components: the largest, and the rest as one row."""
-    totals = _sorted({name: sum(sizes.values()) for name, sizes in groups.items()})
-    table = _table(title, ("bytes", "share"), ("mostly",))
+    totals = largest_first({name: sum(sizes.values()) for name, sizes in groups.items()})
+    table = table_of(title, ("bytes", "share"), ("mostly",))
     for name, size in totals[:_TOP_MODULES]:
-        mostly = escape(_sorted(groups[name])[0][0])
-        table.add_row(escape(_shortened(name)) or "(no module)", format_bytes(size), _share(size, requested), mostly)
+        mostly = escape(largest_first(groups[name])[0][0])
+        table.add_row(escape(shortened(name)) or "(no module)", format_bytes(size), share(size, requested), mostly)
     rest = totals[_TOP_MODULES:]
     if rest:
         size = sum(size for _, size in rest)
-        table.add_row(f"{len(rest)} more", format_bytes(size), _share(size, requested), "", style="dim")
+        table.add_row(f"{len(rest)} more", format_bytes(size), share(size, requested), "", style="dim")
     console.print()
     console.print(table)
-
-
-def _shortened(name: str, length: int = 36) -> str:
-    """A module's name within `length`: its end tells more than its beginning."""
-    return name if len(name) <= length else "…" + name[-(length - 1) :]
 
 
 def _print_phases(phases: Mapping[str, Any], requested: int, console: Console) -> None:
     if not phases:
         return
-    table = _table("phase", ("peak", "step"), ("", "mostly"))
+    table = table_of("phase", ("peak", "step"), ("", "mostly"))
     for name, phase in phases.items():
-        categories = _sorted(phase.get("categories") or {})
+        categories = largest_first(phase.get("categories") or {})
         mostly = categories[0][0] if categories else ""
         peak = phase.get("peak_bytes", 0)
         table.add_row(
-            escape(name), format_bytes(peak), str(phase.get("step", "")), _bar(peak, requested), escape(mostly)
+            escape(name), format_bytes(peak), str(phase.get("step", "")), bar(peak, requested), escape(mostly)
         )
     console.print()
     console.print(table)

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// An event file that somebody may still be writing: what is live now, read on from where the last
+// look ended. The writer notices nothing: its pages are read, never locked.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <fstream>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "core/counters.h"
+#include "core/event.h"
+#include "core/event_walk.h"
+#include "core/replay.h"
+
+namespace opacus_memprof {
+
+// Not thread safe.
+class Follower {
+ public:
+  static constexpr std::size_t kRecentSteps = 120;
+
+  struct Device {
+    std::int64_t bytes = 0;  // requested and live
+    std::int64_t peak_bytes = 0;
+    std::uint32_t peak_step = 0;
+    std::deque<std::int64_t> step_ends;  // bytes that the newest kRecentSteps steps left
+    CategoryBytes categories{};          // as the live counters tell them; their sum is `bytes`
+    std::map<std::uint16_t, CategoryBytes> modules;
+  };
+
+  // Throws std::runtime_error with one sentence: unreadable, truncated, not an event file, or of
+  // another format version.
+  explicit Follower(const std::string& path);
+
+  // Reads what was written since the last call; returns how many records that was.
+  std::uint64_t advance();
+
+  [[nodiscard]] const FileHeader& header() const { return header_; }
+  [[nodiscard]] const std::map<std::uint8_t, Device>& devices() const { return devices_; }
+  [[nodiscard]] const ReplayResult& reading() const { return reading_; }
+  [[nodiscard]] std::uint32_t step() const { return step_; }
+  [[nodiscard]] std::uint64_t logical_step() const { return logical_step_; }
+  [[nodiscard]] std::uint8_t phase() const { return phase_; }
+  [[nodiscard]] std::uint64_t out_of_memory() const { return out_of_memory_; }
+
+  // The visitor's part of EventWalk.
+  void before(const Event&, const ReplayTable&) {}
+  void born(const ReplayBlock& block);
+  void died(const ReplayBlock& block, const Event& event);
+  void retagged(const ReplayBlock&, std::uint8_t) {}
+  void after(const Event& event, std::uint64_t index);
+
+ private:
+  void read_header();
+  void add_up();
+
+  std::ifstream file_;
+  FileHeader header_{};
+  std::vector<Event> buffer_;
+  ReplayResult reading_;  // its counts of events and contradictions only
+  EventWalk<Follower> walk_;
+  std::map<std::uint8_t, Device> devices_;
+  std::uint32_t step_ = 0;
+  std::uint64_t logical_step_ = 0;
+  std::uint8_t phase_ = 0;  // of the newest event
+  std::uint64_t out_of_memory_ = 0;
+};
+
+}  // namespace opacus_memprof

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is live in a profile that is still being written, seen from another process."""
+
+import re
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from opacus_memprof import _native
+from opacus_memprof.analysis.names import Names
+from opacus_memprof.analysis.profile import is_being_written, read_meta
+from opacus_memprof.directory import EVENTS, META
+from opacus_memprof.errors import MemprofError
+
+_MAPPED = re.compile(rf"\S+ \S+ \S+ \S+ \S+ +(?P<path>/.*)/{re.escape(EVENTS)}(?: \(deleted\))?")
+_FEWEST_STEPS = 4  # to tell a trend from
+
+
+class Live:
+    """Follows the profile in `directory`; each `look` reads what was written since the one before.
+
+    Raises:
+        MemprofError: there is no readable profile.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        try:
+            self._follower = _native.Follower(str(directory))
+        except RuntimeError as error:
+            raise MemprofError(f"there is no readable profile in {directory}: {error}") from error
+
+    def look(self) -> dict[str, Any]:
+        """What is live now: "pid", "status" ("running", "ended" or "killed"), "unix_ns", "step", "logical_step",
+        "phase", "events", "dropped", "out_of_memory" (failed allocations), and by device "requested_bytes",
+        "peak_bytes" and the "peak_step" it was in, "categories" and "modules" as in profile.json, "step_ends" (bytes
+        that the newest steps left) and "bytes_per_step", the slope of the line through them (least squares), None
+        for fewer than four.
+
+        Categories are the live ones: what a forward has made is `forward_undecided`.
+        """
+        running = is_being_written(self.directory)  # first: what is read then is all, where this says it has ended
+        state = self._follower.advance()
+        names = Names(read_meta(self.directory / META), state)
+        return {
+            "directory": str(self.directory),
+            "pid": state["pid"],
+            "status": "ended" if state["closed"] else "running" if running else "killed",
+            "unix_ns": time.time_ns(),
+            "step": state["step"],
+            "logical_step": state["logical_step"],
+            "phase": names.phase(state["phase"]),
+            "events": state["events"],
+            "dropped": state["dropped"],
+            "out_of_memory": state["out_of_memory"],
+            "devices": {names.device(device["id"]): _device(device, names) for device in state["devices"]},
+        }
+
+
+def _device(device: dict[str, Any], names: Names) -> dict[str, Any]:
+    ends = device["step_ends"]
+    slope = None
+    if len(ends) >= _FEWEST_STEPS:
+        slope = round(statistics.linear_regression(range(len(ends)), ends).slope)
+    return {
+        "requested_bytes": device["bytes"],
+        "peak_bytes": device["peak_bytes"],
+        "peak_step": device["peak_step"],
+        "categories": names.categories(device["categories"]),
+        "modules": {names.module(module): names.categories(sizes) for module, sizes in device["modules"].items()},
+        "step_ends": ends,
+        "bytes_per_step": slope,
+    }
+
+
+def directory_of_process(pid: int) -> Path:
+    """Where a running process writes its profile: its event file is mapped into its memory.
+
+    Raises:
+        MemprofError: there is no such process, it is somebody else's, or it is not profiled.
+    """
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="surrogateescape")
+    except PermissionError:
+        raise MemprofError(f"process {pid} is another user's: give the directory of its profile") from None
+    except OSError:
+        raise MemprofError(f"there is no process {pid}: give the directory of a profile") from None
+    for line in maps.splitlines():
+        if found := _MAPPED.fullmatch(line):
+            return Path(found["path"])
+    raise MemprofError(f"process {pid} is not being profiled: start it with `opacus-memprof run`")

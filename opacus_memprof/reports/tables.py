@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every table in a terminal is made of."""
+
+from collections.abc import Mapping
+
+from rich.table import Table
+
+_BAR = 20  # characters of the longest bar
+
+
+def table_of(name: str, numbers: tuple[str, ...], words: tuple[str, ...]) -> Table:
+    """A table without borders. Its first column gives way where the room is short."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(name, overflow="ellipsis", no_wrap=True)
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in words:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def bar(part: int, whole: int) -> str:
+    """A bar of eighths of a character, at most _BAR characters long."""
+    eighths = max(0, min(round(8 * _BAR * part / whole), 8 * _BAR)) if whole else 0
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else ""
+
+
+def largest_first(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Largest first, without zeros."""
+    return sorted(((key, size) for key, size in sizes.items() if size), key=lambda item: (-item[1], item[0]))
+
+
+def shortened(name: str, length: int = 36) -> str:
+    """A module's name within `length`: its end tells more than its beginning."""
+    return name if len(name) <= length else "…" + name[-(length - 1) :]

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The view of a running profile for a terminal."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.text import Text
+
+from opacus_memprof.reports.tables import bar, largest_first, share, shortened, table_of
+from opacus_memprof.units import format_bytes
+
+_TOP_MODULES = 8
+_SPARKS = "▁▂▃▄▅▆▇█"
+_NEWEST_STEPS = 60  # of the trend's line
+_STYLE = {"running": "cyan", "ended": "green", "killed": "red"}
+
+
+def live_view(live: Mapping[str, Any]) -> RenderableType:
+    """What analysis.live.Live.look returned."""
+    parts: list[RenderableType] = [
+        Text.from_markup(
+            f"[bold]opacus-memprof[/]  process {live['pid']} [{_STYLE[live['status']]}]{live['status']}[/]  "
+            f"step {live['step']} (logical {live['logical_step']})  {escape(live['phase'])}  "
+            f"[dim]{live['events']} events[/]"
+        )
+    ]
+    if live["dropped"]:
+        parts.append(Text(f"the event file is full: {live['dropped']} events later than these are missing", "yellow"))
+    if live["out_of_memory"]:
+        parts.append(Text(f"{live['out_of_memory']} allocations failed for want of memory", "red"))
+    for name, device in live["devices"].items():
+        parts += ["", *_device(name, device)]
+    if not live["devices"]:
+        parts.append(Text("nothing is allocated yet", "dim"))
+    return Group(*parts)
+
+
+def _device(name: str, device: Mapping[str, Any]) -> list[RenderableType]:
+    requested, peak = device["requested_bytes"], device["peak_bytes"]
+    parts: list[RenderableType] = [
+        Text.from_markup(
+            f"[bold]{escape(name)}[/]  {format_bytes(requested)} live  {bar(requested, peak)}  "
+            f"peak {format_bytes(peak)} in step {device['peak_step']}"
+        )
+    ]
+    if trend := _trend(device["step_ends"], device["bytes_per_step"]):
+        parts.append(Text(trend, "dim"))
+    categories = largest_first(device["categories"])
+    if categories:
+        table = table_of("category", ("bytes", "share"), ("",))
+        for category, size in categories:
+            table.add_row(escape(category), format_bytes(size), share(size, requested), bar(size, categories[0][1]))
+        parts += ["", table]
+    modules = largest_first({module: sum(sizes.values()) for module, sizes in device["modules"].items() if module})
+    if modules:
+        table = table_of("module", ("bytes", "share"), ("mostly",))
+        for module, size in modules[:_TOP_MODULES]:
+            mostly = largest_first(device["modules"][module])[0][0]
+            table.add_row(escape(shortened(module)), format_bytes(size), share(size, requested), escape(mostly))
+        parts += ["", table]
+    return parts
+
+
+def _trend(ends: Sequence[int], slope: int | None) -> str:
+    """A line of the bytes that each of the newest steps left, and how they grow."""
+    if slope is None:
+        return ""
+    shown = ends[-_NEWEST_STEPS:]
+    low, high = min(shown), max(shown)
+    top = len(_SPARKS) - 1
+    line = "".join(_SPARKS[(size - low) * top // (high - low) if high > low else 0] for size in shown)
+    growth = "steady" if slope == 0 else f"{'+' if slope > 0 else ''}{format_bytes(slope)} a step"
+    return f"after each step  {line}  {growth}"
