@@ -105,9 +105,10 @@ class Conversion {
                       "step"_a = block.step);
     };
     const auto residue = [](const ReplayResult::Residue& one) {
-      return py::dict("module"_a = one.module, "category"_a = one.category, "bytes"_a = one.bytes,
-                      "blocks"_a = one.blocks, "steps"_a = one.steps,
-                      "first_step"_a = one.first_step, "last_step"_a = one.last_step);
+      return py::dict("module"_a = one.module, "category"_a = one.category, "phase"_a = one.phase,
+                      "op"_a = one.op, "bytes"_a = one.bytes, "blocks"_a = one.blocks,
+                      "steps"_a = one.steps, "first_step"_a = one.first_step,
+                      "last_step"_a = one.last_step);
     };
     return py::dict(
         "id"_a = device.id, "peak"_a = moment(device.peak), "modules"_a = shares(device.modules),

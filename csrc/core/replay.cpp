@@ -5,6 +5,7 @@
 #include <array>
 #include <map>
 #include <set>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -179,8 +180,8 @@ class Accounting {
 
   // The instant is the end of the step before `last_step_end.step`, which steps count from 0.
   void gather_residue(Device& device, const ReplayTable& table) const {
-    std::map<std::pair<std::uint16_t, std::uint8_t>, std::pair<Residue, std::set<std::uint32_t>>>
-        found;
+    using Site = std::tuple<std::uint16_t, std::uint8_t, std::uint8_t, std::uint16_t>;
+    std::map<Site, std::pair<Residue, std::set<std::uint32_t>>> found;
     const std::uint32_t ended = device.last_step_end.step;
     table.for_each([&](const ReplayBlock& block) {
       if (block.device() != device.id || block.seeded != 0) return;
@@ -188,15 +189,16 @@ class Accounting {
           block.step + ReplayResult::kRecentSteps >= ended) {
         return;
       }
-      auto& [residue, steps] = found[{block.module, settled(block)}];
+      const Site site{block.module, settled(block), static_cast<std::uint8_t>(block.phase),
+                      block.op};
+      auto& [residue, steps] = found[site];
       residue.bytes += static_cast<std::int64_t>(block.size);
       ++residue.blocks;
       steps.insert(block.step);
     });
     for (auto& [key, value] : found) {
       auto& [residue, steps] = value;
-      residue.module = key.first;
-      residue.category = key.second;
+      std::tie(residue.module, residue.category, residue.phase, residue.op) = key;
       residue.steps = steps.size();
       residue.first_step = *steps.begin();
       residue.last_step = *steps.rbegin();

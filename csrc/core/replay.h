@@ -87,12 +87,15 @@ struct ReplayResult {
     CategoryBytes categories{};
   };
 
-  // Blocks of one module and category that are still live at the end of the last step, though they
-  // were born neither in the first kWarmUpSteps nor in the last kRecentSteps steps. A run that
-  // keeps to its memory leaves few: what each step makes, a later one frees.
+  // Blocks of one module, category and site (phase and op of birth) that are still live at the end
+  // of the last step, though they were born neither in the first kWarmUpSteps nor in the last
+  // kRecentSteps steps. A run that keeps to its memory leaves few: what each step makes, a later
+  // one frees.
   struct Residue {
     std::uint16_t module = 0;
     std::uint8_t category = 0;
+    std::uint8_t phase = 0;  // at birth, as op
+    std::uint16_t op = 0;
     std::int64_t bytes = 0;
     std::uint64_t blocks = 0;
     std::uint64_t steps = 0;  // in which they were born: how many, the first and the last
@@ -117,7 +120,7 @@ struct ReplayResult {
     std::vector<Snapshot> snapshots;
     std::vector<OutOfMemory> out_of_memory;
     Moment last_step_end;          // event kNever: no step ended
-    std::vector<Residue> residue;  // then, by module and category
+    std::vector<Residue> residue;  // then, by module, category, phase and op
     std::int64_t end_bytes = 0;
   };
 

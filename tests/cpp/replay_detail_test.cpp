@@ -87,6 +87,25 @@ TEST(ReplayResidue, blocks_of_the_middle_steps_that_outlive_the_last_step) {
   EXPECT_EQ(residue.last_step, 7U);
 }
 
+TEST(ReplayResidue, tells_where_blocks_were_made_though_they_moved_on) {
+  const auto device = ten_steps([](EventFileBuilder& file, std::uint32_t step) {
+    const auto phase = step % 2 == 0 ? Phase::forward : Phase::backward;
+    const auto op = static_cast<std::uint16_t>(step % 2 == 0 ? 6 : 7);
+    const std::uint64_t address = 64 * (step + 1);
+    file.add({.kind = alloc, .address = address, .size = 1, .phase = phase, .step = step, .op = op});
+    file.add({.kind = retag, .address = address, .category = Category::noise, .step = step});
+  });
+  ASSERT_EQ(device.residue.size(), 2U);
+  EXPECT_EQ(device.residue[0].phase, static_cast<std::uint8_t>(Phase::forward));
+  EXPECT_EQ(device.residue[0].op, 6);
+  EXPECT_EQ(device.residue[1].phase, static_cast<std::uint8_t>(Phase::backward));
+  EXPECT_EQ(device.residue[1].op, 7);
+  for (const auto& residue : device.residue) {
+    EXPECT_EQ(residue.category, static_cast<std::uint8_t>(Category::noise));
+    EXPECT_EQ(residue.bytes, 3);
+  }
+}
+
 TEST(ReplayResidue, is_by_module_and_category_and_counts_each_step_once) {
   const auto device = ten_steps([](EventFileBuilder& file, std::uint32_t step) {
     if (step != 3 && step != 5) return;
