@@ -37,6 +37,8 @@ if torch.__version__ != _build_info.TORCH_VERSION:
 
 try:
     from opacus_memprof._C import (
+        BUILTIN_CATEGORIES,
+        BUILTIN_PHASES,
         HAS_CUDA,
         KEEP,
         Follower,
@@ -59,6 +61,7 @@ try:
         cuda_uninstall,
         end_step,
         events_status,
+        for_event_rows,
         live_blocks,
         module_id,
         names,
@@ -84,6 +87,8 @@ except ImportError as error:
     raise _failure(f"opacus-memprof's extension cannot be loaded ({error})") from error
 
 __all__ = [
+    "BUILTIN_CATEGORIES",
+    "BUILTIN_PHASES",
     "HAS_CUDA",
     "KEEP",
     "Follower",
@@ -106,6 +111,7 @@ __all__ = [
     "cuda_uninstall",
     "end_step",
     "events_status",
+    "for_event_rows",
     "live_blocks",
     "module_id",
     "names",

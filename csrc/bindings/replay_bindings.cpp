@@ -5,8 +5,10 @@
 
 #include <pybind11/stl.h>
 
+#include <span>
 #include <string>
 
+#include "core/event_rows.h"
 #include "core/replay.h"
 
 namespace opacus_memprof {
@@ -133,6 +135,8 @@ class Conversion {
 }  // namespace
 
 void bind_replay(py::module_& m) {
+  m.attr("BUILTIN_CATEGORIES") = py::cast(kCategoryNames);
+  m.attr("BUILTIN_PHASES") = py::cast(kPhaseNames);
   m.def(
       "replay",
       [](const std::string& directory, std::size_t timeline_points) {
@@ -144,6 +148,15 @@ void bind_replay(py::module_& m) {
       },
       "directory"_a, "timeline_points"_a = 2000,
       "What directory/events.bin says; core/replay.h documents the fields. Raises RuntimeError.");
+  m.def(
+      "for_event_rows",
+      [](const std::string& directory, const py::function& take) {
+        for_event_rows(directory + "/events.bin", [&](std::span<const EventRow> rows) {
+          take(py::bytes(reinterpret_cast<const char*>(rows.data()), rows.size_bytes()));
+        });
+      },
+      "directory"_a, "take"_a,
+      "Calls take(bytes) with all rows of core/event_rows.h, in pieces. Raises RuntimeError.");
 }
 
 }  // namespace opacus_memprof

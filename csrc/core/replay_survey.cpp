@@ -7,17 +7,6 @@
 namespace opacus_memprof {
 namespace {
 
-constexpr std::uint64_t kLap = std::uint64_t{1} << 48;
-
-double ns_per_tick(const FileHeader& header) {
-  const auto ticks = static_cast<double>(header.last_ticks - header.start_ticks);
-  const auto ns = static_cast<double>(header.last_unix_ns - header.start_unix_ns);
-  // A process that was killed at once left one reading only.
-  return header.last_ticks > header.start_ticks && header.last_unix_ns > header.start_unix_ns
-             ? ns / ticks
-             : 1.0;
-}
-
 void keep_highest(ReplayResult::Instant& highest, const ReplayResult::Instant& now) {
   if (highest.event == ReplayResult::kNever || now.bytes > highest.bytes) highest = now;
 }
@@ -25,7 +14,7 @@ void keep_highest(ReplayResult::Instant& highest, const ReplayResult::Instant& n
 }  // namespace
 
 Survey::Survey(const EventReader& reader, const ReplayOptions& options)
-    : header_(reader.header()), ns_per_tick_(ns_per_tick(reader.header())) {
+    : header_(reader.header()), clock_(reader.header()) {
   const std::uint64_t rows = std::max<std::uint64_t>(options.timeline_points, 1);
   bucket_events_ = std::max<std::uint64_t>((reader.size() + rows - 1) / rows, 1);
 }
@@ -86,12 +75,8 @@ void Survey::after(const Event& event, std::uint64_t index) {
 }
 
 void Survey::tell_time(const Event& event, std::uint64_t index) {
-  // Clocks of different cores may disagree a little; half a lap back is another lap.
-  if (ticks_ > event.time && ticks_ - event.time > kLap / 2) ticks_lap_ += kLap;
-  ticks_ = event.time;
   now_.event = index;
-  now_.time_ns =
-      static_cast<std::int64_t>(static_cast<double>(ticks_lap_ + event.time) * ns_per_tick_);
+  now_.time_ns = clock_.tell(event);
   // A seed tells the step and phase of the block's birth, which may be long ago.
   const bool seed = static_cast<EventKind>(event.kind) == EventKind::seed;
   now_.phase = static_cast<std::uint8_t>(seed ? 0 : event.phase);

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "core/event_clock.h"
 #include "core/event_reader.h"
 #include "core/replay.h"
 #include "core/replay_fates.h"
@@ -55,14 +56,12 @@ class Survey {
   static void choose_steps(DeviceState& device);
 
   const FileHeader& header_;
-  double ns_per_tick_;
+  EventClock clock_;
   std::uint64_t bucket_events_;
 
   Fates fates_;
   std::array<std::unique_ptr<DeviceState>, 256> devices_;
   Instant now_;
-  std::uint64_t ticks_ = 0;            // of the event before
-  std::uint64_t ticks_lap_ = 0;        // event times have 48 bits: about a day
   std::optional<std::uint32_t> step_;  // the running one, once an event other than a seed has told
 };
 

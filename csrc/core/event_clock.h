@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// The time of each event of a file, read in order.
+#pragma once
+
+#include <cstdint>
+
+#include "core/event.h"
+
+namespace opacus_memprof {
+
+class EventClock {
+ public:
+  explicit EventClock(const FileHeader& header) {
+    // A process that was killed at once left one reading only.
+    if (header.last_ticks > header.start_ticks && header.last_unix_ns > header.start_unix_ns) {
+      ns_per_tick_ = static_cast<double>(header.last_unix_ns - header.start_unix_ns) /
+                     static_cast<double>(header.last_ticks - header.start_ticks);
+    }
+  }
+
+  // Nanoseconds since the file was started. Events have 48 bits of ticks: about a day.
+  [[nodiscard]] std::int64_t tell(const Event& event) {
+    constexpr std::uint64_t kLap = std::uint64_t{1} << 48;
+    // Clocks of different cores may disagree a little; half a lap back is another lap.
+    if (ticks_ > event.time && ticks_ - event.time > kLap / 2) lap_ += kLap;
+    ticks_ = event.time;
+    return static_cast<std::int64_t>(static_cast<double>(lap_ + event.time) * ns_per_tick_);
+  }
+
+ private:
+  double ns_per_tick_ = 1.0;
+  std::uint64_t ticks_ = 0;  // of the event before
+  std::uint64_t lap_ = 0;
+};
+
+}  // namespace opacus_memprof
