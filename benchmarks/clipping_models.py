@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from small_gpt import Block
 from torch import nn
 from torch.nn import functional
 
@@ -29,23 +30,6 @@ class Config:
             return (torch.randint(0, self.classes, shape, device=device) for _ in range(2))  # type: ignore[return-value]
         x = torch.randn(self.batch, 3, self.image, self.image, device=device, dtype=self.dtype)
         return x, torch.randint(0, self.classes, (self.batch,), device=device)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, tokens, width = x.shape
-        parts = self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        q, k, v = (part.view(batch, tokens, self.heads, -1).transpose(1, 2) for part in parts)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
 class Transformer(nn.Module):
