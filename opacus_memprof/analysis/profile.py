@@ -17,6 +17,7 @@ from opacus_memprof.directory import EVENTS, LOCK, META, PROFILE, SNAPSHOTS
 from opacus_memprof.errors import MemprofError
 
 FORMAT = 1
+TIMELINE_POINTS = 2000  # rows of a timeline in profile.json, at most
 
 
 def build_profile(
@@ -110,7 +111,8 @@ def load_profile(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_timelines(directory: str | os.PathLike[str], points: int) -> dict[str, dict[str, Any]]:
-    """`timeline` of every device of a profile, with up to `points` rows instead of 2000; the peak is always among them.
+    """`timeline` of every device of a profile, with up to `points` rows instead of TIMELINE_POINTS. The peak is always
+    among them.
 
     Raises:
         MemprofError: events.bin or meta.json is missing, truncated, foreign or of another version.
@@ -132,7 +134,7 @@ def write_profile(profile: Mapping[str, Any], directory: str | os.PathLike[str])
         temporary.unlink(missing_ok=True)
 
 
-def _replay(directory: Path, points: int = 2000) -> dict[str, Any]:
+def _replay(directory: Path, points: int = TIMELINE_POINTS) -> dict[str, Any]:
     try:
         return _native.replay(str(directory), timeline_points=points)
     except RuntimeError as error:

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// What page.py has embedded.
+
+const REPORT = JSON.parse(document.getElementById("report-data").textContent);
+
+/** Category → colour, in the order of a stack from its bottom. */
+const COLORS = new Map(REPORT.colors);
+
+/** Columns of a device's timeline. They are embedded as differences from row to row. */
+function readTimeline(encoded) {
+  const phase = accumulated(encoded.phase);
+  const sizes = new Map(encoded.categories.map(([name, differences]) => [name, accumulated(differences)]));
+  return {
+    length: phase.length,
+    event: accumulated(encoded.event),
+    time: accumulated(encoded.time_ns),
+    step: accumulated(encoded.step),
+    logicalStep: accumulated(encoded.logical_step),
+    phaseOf: (row) => encoded.phases[phase[row]],
+    categories: [...COLORS.keys()].filter((name) => sizes.has(name)).map((name) => ({ name, sizes: sizes.get(name) })),
+  };
+}
+
+function accumulated(differences) {
+  const values = new Float64Array(differences.length);
+  let value = 0;
+  for (let row = 0; row < values.length; row += 1) {
+    value += differences[row];
+    values[row] = value;
+  }
+  return values;
+}
+
+function swatch(category) {
+  return element("span", { class: "swatch", style: { background: COLORS.get(category) }, "aria-hidden": "true" });
+}
+
+function moduleName(name) {
+  return name || "(no module)";
+}

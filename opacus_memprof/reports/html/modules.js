@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+// The modules at the peak as an icicle: below each module those inside it, as wide as their bytes.
+
+const ICICLE_LEVELS = 6;
+const ICICLE_ROW = 34; // pixels, as in report.css
+const NARROWEST = 3; // pixels; narrower modules are in the table only
+
+function modulesCard({ device }) {
+  const { peak } = device;
+  if (!Object.keys(peak.modules).some((name) => name)) return null;
+  return new ModuleView(moduleTree(peak.modules), peak.requested_bytes).card;
+}
+
+class ModuleView {
+  constructor(root, whole) {
+    this.whole = whole;
+    this.breadcrumb = element("nav", { class: "breadcrumb", "aria-label": "Module path" });
+    this.tree = element("div", { class: "icicle", role: "tree", "aria-label": "Modules by bytes at the peak" });
+    this.list = element("div");
+    this.live = element("p", { class: "visually-hidden", "aria-live": "polite" });
+    const help = "Click a module, or press Enter on it, to look inside. Keys: ← → siblings, ↓ inside, ↑ outside, Esc back.";
+    this.tree.addEventListener("keydown", (event) => this.key(event));
+    this.card = card(
+      "modules",
+      "Modules at the peak",
+      [this.breadcrumb, this.tree, element("p", { class: "hint" }, help), this.list, this.live],
+    );
+    new ResizeObserver(() => this.resized()).observe(this.tree);
+    this.open(root);
+  }
+
+  /** Makes a module the widest; what is inside it fills the rows below. */
+  open(node, { focus = false } = {}) {
+    this.node = node;
+    this.draw();
+    this.showPath();
+    this.list.replaceChildren(this.childrenTable());
+    this.tree.dataset.module = node.name;
+    if (focus) this.focusOn(node);
+    this.live.textContent = `${moduleLabel(node)}, ${formatBytes(node.total)}`;
+  }
+
+  resized() {
+    if (this.tree.clientWidth !== this.width) this.draw();
+  }
+
+  draw() {
+    this.width = this.tree.clientWidth;
+    this.cells = new Map();
+    const cells = [];
+    const levels = this.lay(this.node, 0, this.width || 800, 0, cells);
+    this.tree.style.height = `${levels * ICICLE_ROW}px`;
+    this.tree.replaceChildren(...cells);
+  }
+
+  /** Adds the cells of a node and of what is inside; returns the number of levels. */
+  lay(node, left, width, depth, cells) {
+    const cell = this.cell(node, left, width, depth);
+    this.cells.set(node, cell);
+    cells.push(cell);
+    let levels = depth + 1;
+    if (levels >= ICICLE_LEVELS) return levels;
+    let at = left;
+    for (const child of node.children) {
+      const share = (width * child.total) / node.total;
+      if (share >= NARROWEST) levels = Math.max(levels, this.lay(child, at, share, depth + 1, cells));
+      at += share;
+    }
+    return levels;
+  }
+
+  cell(node, left, width, depth) {
+    const share = formatShare(node.total, this.whole);
+    const label = `${moduleLabel(node)}, ${formatBytes(node.total)}, ${share}`;
+    return element(
+      "div",
+      {
+        class: "cell",
+        role: "treeitem",
+        tabindex: depth === 0 ? "0" : "-1",
+        title: `${label}\n${largestFirst(node.sizes).slice(0, 6).map(([name, size]) => `${name}: ${formatBytes(size)}`).join("\n")}`,
+        "aria-label": label,
+        "aria-level": depth + 1,
+        "data-module": node.name,
+        "data-bytes": node.total,
+        style: { left: `${left}px`, width: `${width}px`, top: `${depth * ICICLE_ROW}px` },
+        onclick: () => this.drill(node),
+      },
+      width > 40 ? element("span", { class: "label" }, node.label) : null,
+      width > 130 ? element("span", { class: "size" }, formatBytes(node.total)) : null,
+      stackedBar(node.sizes, node.total),
+    );
+  }
+
+  drill(node) {
+    if (node.itself) return;
+    if (node === this.node && node.parent) this.open(node.parent, { focus: true });
+    else if (node !== this.node && node.children.length) this.open(node, { focus: true });
+    else this.focusOn(node);
+  }
+
+  focusOn(node) {
+    for (const cell of this.cells.values()) cell.tabIndex = -1;
+    const cell = this.cells.get(node);
+    cell.tabIndex = 0;
+    cell.focus({ preventScroll: true });
+  }
+
+  key(event) {
+    const [node] = [...this.cells].find(([, cell]) => cell === event.target) ?? [];
+    if (!node || event.ctrlKey || event.metaKey || event.altKey) return;
+    const siblings = node === this.node ? [node] : node.parent.children.filter((child) => this.cells.has(child));
+    const at = siblings.indexOf(node);
+    const actions = {
+      ArrowLeft: () => siblings[at - 1],
+      ArrowRight: () => siblings[at + 1],
+      Home: () => siblings[0],
+      End: () => siblings[siblings.length - 1],
+      ArrowDown: () => node.children.find((child) => this.cells.has(child)),
+      ArrowUp: () => (node === this.node ? this.out() : node.parent),
+      Enter: () => this.drill(node),
+      " ": () => this.drill(node),
+      Escape: () => this.out(),
+      Backspace: () => this.out(),
+    };
+    if (!actions[event.key]) return;
+    event.preventDefault();
+    const next = actions[event.key]();
+    if (next) this.focusOn(next);
+  }
+
+  out() {
+    if (this.node.parent) this.open(this.node.parent, { focus: true });
+  }
+
+  showPath() {
+    const path = [];
+    for (let node = this.node; node; node = node.parent) path.unshift(node);
+    const items = path.map((node) => {
+      const current = node === this.node;
+      if (current) return element("li", { "aria-current": "location" }, node.label, " ", bytes(node.total));
+      return element("li", {}, element("button", { type: "button", onclick: () => this.open(node) }, node.label));
+    });
+    this.breadcrumb.replaceChildren(element("ol", {}, items));
+  }
+
+  childrenTable() {
+    const { node } = this;
+    const rows = node.children.length ? node.children : [node];
+    const largest = rows[0].total;
+    const name = (row) =>
+      row.children.length && row !== node
+        ? element("button", { type: "button", class: "link", onclick: () => this.open(row) }, row.label)
+        : row.label;
+    const columns = [
+      { title: "module", as: "name", value: (row) => row.label, cell: name },
+      { title: "bytes", number: true, value: (row) => row.total, cell: (row) => bytes(row.total) },
+      { title: "share", number: true, cell: (row) => formatShare(row.total, this.whole) },
+      { title: "by category", as: "wide", cell: (row) => stackedBar(row.sizes, largest) },
+      { title: "mostly", as: "category", cell: (row) => largestFirst(row.sizes)[0]?.[0] ?? "" },
+    ];
+    return table(`Modules inside ${moduleLabel(node)}`, columns, rows, { first: 12 });
+  }
+}
+
+function moduleLabel(node) {
+  if (node.itself) return `${node.name || "all modules"} ${node.label}`;
+  return node.name || node.label;
+}

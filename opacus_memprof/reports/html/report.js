@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// The page: one run and one device at a time.
+
+// Each makes a card of {profile, run, device, deviceName, chart}, or null where there is nothing to show.
+const CARDS = [
+  failuresCard,
+  warningsCard,
+  ({ chart }) => chart?.card ?? null,
+  breakdown,
+  findingsCard,
+  modulesCard,
+  groupsCard,
+  taxCard,
+  phasesCard,
+  stepsCard,
+  blocksCard,
+  snapshotsCard,
+];
+
+const page = { run: REPORT.runs[0], deviceName: null, chart: null };
+const choices = {
+  theme: themeSwitch(() => page.chart?.draw()),
+  chooseRun: (index) => show({ run: REPORT.runs[index] }, "Run"),
+  chooseDevice: (deviceName) => show({ deviceName }, "Device"),
+};
+
+/** Shows another run or device; `focus` names the choice that had the keyboard's focus. */
+function show(change, focus = null) {
+  Object.assign(page, change);
+  const { run } = page;
+  const { profile } = run;
+  if (!Object.hasOwn(profile.devices, page.deviceName)) page.deviceName = highestDevice(profile);
+  const { deviceName } = page;
+  const device = deviceName === null ? null : profile.devices[deviceName];
+  page.chart = device && timelineCard({ profile, device });
+  const context = { profile, run, device, deviceName, chart: page.chart };
+  const made = device ? CARDS.map((make) => make(context)) : [warningsCard(context), findingsCard(context)];
+  const cards = made.filter((section) => section !== null);
+  const body = device ? [peakFigures(context), contents(cards), ...cards] : [nothing(), ...cards];
+  document.body.replaceChildren(header(context, choices), element("main", {}, body), footer());
+  document.title = `${run.name} · opacus-memprof`;
+  page.chart?.draw();
+  if (focus) document.querySelector(`label.choice[data-choice="${focus}"] select`)?.focus();
+}
+
+/** The device with the highest peak; null where none was used. */
+function highestDevice({ devices }) {
+  const names = Object.keys(devices);
+  const peak = (name) => devices[name].peak.requested_bytes;
+  return names.reduce((best, name) => (best === null || peak(name) > peak(best) ? name : best), null);
+}
+
+function nothing() {
+  return element("p", { class: "card lead" }, "No memory was allocated on a device that was profiled.");
+}
+
+function footer() {
+  const text = "All sizes are requested bytes in binary units (1 MiB = 1,048,576 bytes); hover over one for its exact number.";
+  return element("footer", {}, `${text} Made by opacus-memprof ${REPORT.version}, works offline.`);
+}
+
+printLight(() => page.chart?.draw());
+show({});
