@@ -8,10 +8,12 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 from pathlib import Path
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.launch import Launch
 
 DEFAULT_DIRECTORY = "memprof_profile"
 DEFAULT_MAX_EVENTS = 2**25  # at 32 bytes each: 1 GiB
@@ -21,6 +23,8 @@ META = "meta.json"
 SNAPSHOTS = "snapshots.jsonl"
 PROFILE = "profile.json"
 LOCK = ".lock"
+RANKS = "ranks.json"  # the summary of a job's ranks, above their directories
+RANK_DIRECTORY = re.compile(r"rank_(\d+)")
 
 # Some network and cluster file systems have no locks: there, nobody stops two profilers of one directory.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -29,20 +33,51 @@ _MAGIC = b"OMEMPROF"  # kMagic of csrc/core/event.h
 _FIRST_BYTES = 5 * 1024 * 1024  # the event file's first chunk (4 MiB), its header and the small files
 
 
+def claim(path: str | os.PathLike[str]) -> "ProfileDirectory":
+    """`path` itself, or in one of several processes of a job that process' own directory in it, `rank_0`, `rank_1` …
+
+    Raises:
+        MemprofError: as ProfileDirectory does; or `path` holds something else than the ranks of a job; or the
+            launcher's variables make no sense.
+    """
+    launch = Launch.from_environment()
+    if launch is None:
+        return ProfileDirectory(path)
+    _refuse_all_but_ranks(Path(path).absolute())
+    return ProfileDirectory(Path(path) / f"rank_{launch.rank}", launch)
+
+
+def rank_directories(path: Path) -> dict[int, Path]:
+    """The directories of a job's ranks in `path`, by rank; {} where that is the profile of one process, or none."""
+    if not path.is_dir() or (path / EVENTS).exists():
+        return {}
+    found = {}
+    for entry in path.iterdir():
+        match = RANK_DIRECTORY.fullmatch(entry.name)
+        if match and entry.is_dir():
+            found[int(match[1])] = entry
+    return dict(sorted(found.items()))
+
+
 class ProfileDirectory:
     """Claims `path` for this process until `release`; what an earlier profile left there stays until `clear`.
+
+    Attributes:
+        path: absolute.
+        launch: of a rank's directory, which process of the job this is.
 
     Raises MemprofError when the directory cannot be written, holds files that are not a profile, is being
     written by another profiler, or has no room for the first events.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], launch: Launch | None = None) -> None:
         self.path = Path(path).absolute()  # the program may change its own
+        self.launch = launch
         self._made = not self.path.exists()
         _refuse_foreign_files(self.path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock: int | None = _lock(self.path)
+            self._lock: int | None = lock(self.path)
         except OSError as error:
             reason = "it is a file" if self.path.is_file() else error.strerror
             raise MemprofError(f"cannot write a profile to {self.path} ({reason}): choose another directory") from error
@@ -56,9 +91,19 @@ class ProfileDirectory:
             )
 
     def clear(self) -> None:
-        """Removes the profile that was there before."""
+        """Removes the profile that was there before; rank 0 also the summary of all ranks, and the ranks of an earlier
+        job that had more."""
         for file in self._files():
             file.unlink()
+        if self.launch is not None and self.launch.rank == 0:
+            (self.path.parent / RANKS).unlink(missing_ok=True)
+            for rank, directory in rank_directories(self.path.parent).items():
+                if rank >= self.launch.world_size:
+                    with contextlib.suppress(MemprofError, OSError):  # in use, or somebody else's
+                        left = ProfileDirectory(directory)
+                        left.clear()
+                        left.release()
+                        directory.rmdir()
 
     def _files(self) -> list[Path]:
         files = [self.path / name for name in (EVENTS, META, f"{META}.tmp", SNAPSHOTS, PROFILE)]
@@ -93,7 +138,15 @@ def _refuse_foreign_files(path: Path) -> None:
     raise MemprofError(f"{path} holds files that are not a profile, which stay as they are: choose another directory")
 
 
-def _lock(directory: Path) -> int:
+def _refuse_all_but_ranks(path: Path) -> None:
+    """A job's directory is ours when it is empty or holds a rank's profile."""
+    if not path.is_dir() or rank_directories(path) or all(entry.name == LOCK for entry in path.iterdir()):
+        return
+    what = "the profile of one process" if (path / EVENTS).exists() else "files that are not a profile of several ranks"
+    raise MemprofError(f"{path} holds {what}, which stays as it is: choose another directory")
+
+
+def lock(directory: Path) -> int:
     """An open descriptor that holds the directory's lock. It is not inherited by programs that are executed."""
     path = directory / LOCK
     while True:

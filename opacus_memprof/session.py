@@ -15,9 +15,11 @@ import torch
 
 import opacus_memprof
 from opacus_memprof import _native, adaptors, observations, snapshots
+from opacus_memprof.analysis import ranks
 from opacus_memprof.analysis.profile import build_profile, write_profile
-from opacus_memprof.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, SNAPSHOTS, ProfileDirectory
+from opacus_memprof.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, SNAPSHOTS, ProfileDirectory, claim
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.launch import Launch
 
 if TYPE_CHECKING:
     from opacus_memprof.hooks import Attachment
@@ -50,7 +52,8 @@ def profile(
     """A session for a `with` block: `with opacus_memprof.profile("memprof_profile") as session:`.
 
     Args:
-        directory: where the profile goes; an earlier profile there is replaced.
+        directory: where the profile goes; an earlier profile there is replaced. Of several processes that a launcher
+            has started each writes into its own directory in it, `rank_0`, `rank_1` …
         device: "auto" (CUDA if there is a GPU, else the CPU), "cuda" or "cpu".
         max_events: the event file's bound, at 32 bytes an event. What finds no room is counted as dropped.
 
@@ -68,6 +71,7 @@ class Session:
         directory: the profile's directory.
         device: "cuda" or "cpu", once started.
         warnings: sentences on what this profile cannot know; they end up in profile.json.
+        job: the content of ranks.json, after the end, in that process of a distributed job which ended last; else None.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Session:
         self.device = device
         self.directory: Path  # once started
         self.warnings: list[str] = []
+        self.job: dict[str, Any] | None = None
         self._target = directory
         self._max_events = max_events
         self._attachments: list[Attachment] = []
@@ -92,7 +97,7 @@ class Session:
                 "(opacus_memprof.session.current() is the running one)"
             )
         self.device = adaptors.resolve_device(self.device)
-        claimed = self._target if isinstance(self._target, ProfileDirectory) else ProfileDirectory(self._target)
+        claimed = self._target if isinstance(self._target, ProfileDirectory) else claim(self._target)
         self._installed_here = not adaptors.installed(self.device)
         self.warnings += _allocator_warnings(self.device)
         try:
@@ -110,12 +115,13 @@ class Session:
         self.directory = claimed.path
         _current = self
 
-    def close(self, status: str = "finished", exit_code: int = 0) -> dict[str, Any]:
+    def close(self, status: str = "finished", exit_code: int = 0, error: str | None = None) -> dict[str, Any]:
         """Stops recording, takes everything out again, writes profile.json and returns its content.
 
         Args:
             status: "finished", "failed", "out_of_memory" or "killed".
             exit_code: the program's, as a shell would see it.
+            error: what ended the program, in a line.
 
         Raises:
             MemprofError: profile.json could not be written. Everything is stopped and taken out all the same.
@@ -140,6 +146,7 @@ class Session:
                 self.directory,
                 status=status,
                 exit_code=exit_code,
+                error=error,
                 peaks=peaks,
                 warnings=self.warnings,
                 facts=facts,
@@ -149,6 +156,7 @@ class Session:
             raise MemprofError(f"the profile could not be written to {self.directory}: {error}") from error
         finally:
             self._claimed.release()
+        self._finish_job()
         return result
 
     def __enter__(self) -> "Session":
@@ -162,7 +170,7 @@ class Session:
             return  # a forked child that leaves the block; the profile is its parent's
         status, exit_code = outcome(error)
         try:
-            self.close(status, exit_code)
+            self.close(status, exit_code, one_line(error))
         except MemprofError as failure:  # the training is done, and its result must not be lost over this
             warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
 
@@ -231,10 +239,19 @@ class Session:
     def _start_events(self, claimed: ProfileDirectory) -> None:
         claimed.clear()
         try:
-            _native.start_events(str(claimed.path), self._max_events, json.dumps(_describe_run(self.device)))
+            _native.start_events(
+                str(claimed.path), self._max_events, json.dumps(_describe_run(self.device, claimed.launch))
+            )
         except OSError as error:
             claimed.clear()
             raise MemprofError(f"cannot record events in {claimed.path}: {error}") from error
+
+    def _finish_job(self) -> None:
+        """What the other ranks have left must not cost this one's result."""
+        try:
+            self.job = ranks.finish(self._claimed)
+        except (OSError, MemprofError) as error:
+            warnings.warn(f"the ranks' profiles could not be merged ({error})", RuntimeWarning, stacklevel=2)
 
     def _last_snapshot(self) -> None:
         """So that every profile has been reconciled at least once; a broken device must not cost the profile."""
@@ -270,6 +287,14 @@ def outcome(error: BaseException | None) -> tuple[str, int]:
     return "out_of_memory" if _is_out_of_memory(error) else "failed", code
 
 
+def one_line(error: BaseException | None) -> str | None:
+    """What went wrong, for people: the exception's kind and its message's first line."""
+    if error is None or (isinstance(error, SystemExit) and not isinstance(error.code, str)):
+        return None
+    message = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
 def _is_out_of_memory(error: BaseException | None) -> bool:
     """Whether this exception, or one that led to it, says that memory ran out."""
     chain, seen = [error], set[int]()
@@ -301,7 +326,7 @@ def _allocator_warnings(device: str) -> list[str]:
     return []
 
 
-def _describe_run(device: str) -> dict[str, Any]:
+def _describe_run(device: str, launch: Launch | None) -> dict[str, Any]:
     """What meta.json says of the run beyond what the recorder knows. Never initialises CUDA."""
     return {
         "versions": {
@@ -313,6 +338,7 @@ def _describe_run(device: str) -> dict[str, Any]:
         },
         "device": device,
         "command": sys.argv,
+        "launch": None if launch is None else launch.to_json(),
     }
 
 

@@ -21,8 +21,21 @@ c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
 
+// A DTensor's bytes are its local tensor's, which it holds.
 c10::StorageImpl* storage_of(PyObject* object) {
-  return THPVariable_Check(object) ? storage_of(THPVariable_Unpack(object)) : nullptr;
+  if (!THPVariable_Check(object)) return nullptr;
+  c10::StorageImpl* storage = storage_of(THPVariable_Unpack(object));
+  if (THPVariable_CheckExact(object) || (storage != nullptr && storage->data() != nullptr)) {
+    return storage;
+  }
+  PyObject* local = PyObject_GetAttrString(object, "_local_tensor");
+  if (local == nullptr) {
+    PyErr_Clear();
+    return storage;
+  }
+  storage = THPVariable_Check(local) ? storage_of(THPVariable_Unpack(local)) : nullptr;
+  Py_DECREF(local);
+  return storage;
 }
 
 Adaptor* adaptor_of(c10::DeviceType type) {

@@ -25,6 +25,7 @@ def build_profile(
     *,
     status: str,
     exit_code: int | None,
+    error: str | None = None,
     peaks: Mapping[str, Mapping[str, Any]] | None = None,
     warnings: Iterable[str] = (),
     facts: Sequence[Mapping[str, Any]] = (),
@@ -36,6 +37,7 @@ def build_profile(
         directory: the profile directory; the process may still be writing events.
         status: "finished", "failed", "out_of_memory" or "killed".
         exit_code: the program's; None where nobody knows.
+        error: what ended the program, in a line; None where nothing went wrong or nobody knows.
         peaks: the live counters' peaks (_native.peaks()), which know what the allocator itself counted at the
             peak, and the peak of what a full event file has dropped.
         warnings: sentences on what this profile cannot know.
@@ -67,7 +69,9 @@ def build_profile(
         "versions": meta.get("versions", {}),
         "status": status,
         "exit_code": exit_code,
+        "error": error,
         "command": meta.get("command", []),
+        "launch": meta.get("launch"),
         "pid": header["pid"],
         "started_unix_ns": header["start_unix_ns"],
         "ended_unix_ns": header["last_unix_ns"],
@@ -101,7 +105,7 @@ def load_profile(directory: str | os.PathLike[str]) -> dict[str, Any]:
             raise MemprofError(f"{path} holds no profile: there is neither {PROFILE} nor {EVENTS} in it")
         status = "running" if is_being_written(path) else "killed"
         return build_profile(path, status=status, exit_code=None)
-    profile = _read_object(summary)
+    profile = read_object(summary)
     if profile.get("format") != FORMAT:
         raise MemprofError(
             f"{summary} has format {profile.get('format')!r}, and this release reads {FORMAT}: "
@@ -161,7 +165,8 @@ def _file_warnings(replayed: Mapping[str, Any], meta: Mapping[str, Any]) -> list
     return said
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of ours. Raises MemprofError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -173,7 +178,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def read_meta(path: Path) -> dict[str, Any]:
     """meta.json, or {} where there is none. Raises MemprofError where it cannot be read."""
-    return _read_object(path) if path.exists() else {}
+    return read_object(path) if path.exists() else {}
 
 
 def _read_snapshots(path: Path) -> dict[int, dict[str, Any]]:

@@ -8,6 +8,7 @@ import atexit
 import os
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,6 +18,7 @@ from opacus_memprof.cli.imports import AfterImport
 from opacus_memprof.cli.program import Program, print_exception
 from opacus_memprof.directory import ProfileDirectory
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.reports.ranks import print_ranks
 from opacus_memprof.reports.text import print_summary
 
 if TYPE_CHECKING:
@@ -140,7 +142,7 @@ class Recording:
                 _note(str(self._refused))
             return
         from opacus_memprof import _native
-        from opacus_memprof.session import outcome
+        from opacus_memprof.session import one_line, outcome
 
         if len(_native.names()["modules"]) == 1:  # none but ""
             self._session.warnings.append(
@@ -151,20 +153,34 @@ class Recording:
         if self._signal is not None:
             status, exit_code = "killed", 128 + self._signal
         try:
-            profile = self._session.close(status, exit_code)
+            profile = self._session.close(status, exit_code, one_line(self._error))
         except MemprofError as error:
             _note(str(error))
         else:
-            _print_summary(profile)
-            _note(f"the profile is in {self._session.directory}")
+            self._tell(self._session, profile)
+
+    def _tell(self, session: "Session", profile: dict[str, Any]) -> None:
+        """The summary; of several ranks that of all, and by the last one that ends."""
+        launch = self._directory.launch
+        if launch is None:
+            _print_summary(print_summary, profile)
+            _note(f"the profile is in {session.directory}")
+        elif session.job is not None:
+            _print_summary(print_ranks, session.job)
+            _note(f"the profiles of all ranks are in {session.directory.parent}")
+        elif profile["status"] != "finished":
+            _note(
+                f"rank {launch.rank} ended early ({profile['status'].replace('_', ' ')}), its profile is in "
+                f"{session.directory}: `opacus-memprof report {session.directory.parent}` shows all ranks"
+            )
 
 
-def _print_summary(profile: dict[str, Any]) -> None:
+def _print_summary(printed: Callable[[Any, Console], None], profile: dict[str, Any]) -> None:
     """To the real stdout, which the program may have replaced, closed, or lost to a pipe that ended."""
     stdout = sys.__stdout__
     console = Console(file=stdout)
     with console.capture() as summary:  # rich would exit with a code of its own at a pipe that ended
-        print_summary(profile, console)
+        printed(profile, console)
     try:
         sys.stdout.flush()
         if stdout is not None:

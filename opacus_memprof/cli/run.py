@@ -9,7 +9,7 @@ import typer
 
 from opacus_memprof.cli.program import Program
 from opacus_memprof.cli.recording import Recording
-from opacus_memprof.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, ProfileDirectory
+from opacus_memprof.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, claim
 
 
 class Device(str, Enum):
@@ -36,7 +36,8 @@ def run(
 ) -> None:
     """Run a training script as python would, and write down where its memory goes.
 
-    The summary follows the script's output, and the script's own exit code comes back.
+    The summary follows the script's output, and the script's own exit code comes back. Of the processes that torchrun,
+    accelerate or srun have started each profiles itself, and the last one to end prints the summary of all.
     """
     program = Program(script, arguments or [], module=module)
-    Recording(ProfileDirectory(output), device.value, max_events).of(program)
+    Recording(claim(output), device.value, max_events).of(program)

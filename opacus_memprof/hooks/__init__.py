@@ -14,7 +14,7 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
-from opacus_memprof.hooks import capture, functions, ghost, modules, optimizer, privacy_engine, samplers
+from opacus_memprof.hooks import capture, distributed, functions, ghost, modules, optimizer, privacy_engine, samplers
 from opacus_memprof.hooks.attach import Attachment, Shared
 
 __all__ = ["Attachment", "attach_model", "attach_optimizer", "attach_privacy_engine_class", "attach_private"]
@@ -29,6 +29,7 @@ def _patch_opacus(attachment: Attachment) -> None:
 
 
 _opacus = Shared(_patch_opacus)
+_distributed = Shared(distributed.wrap_distributed)
 
 
 def attach_model(model: nn.Module | AbstractGradSampleHooks) -> Attachment:
@@ -54,6 +55,7 @@ def attach_model(model: nn.Module | AbstractGradSampleHooks) -> Attachment:
             optimizer.sampled_by_hand.add(model)
             attachment.on_detach(optimizer.sampled_by_hand.clear)
         _opacus.use(attachment)
+        _distributed.use(attachment)
     _attached[root] = attachment
     return attachment
 
@@ -84,5 +86,6 @@ def attach_private(prepared: Sequence[Any]) -> Attachment:
 def attach_privacy_engine_class() -> Attachment:
     """From now on, whatever any PrivacyEngine's `make_private` returns is followed, until this is detached."""
     attachment = Attachment()
+    _distributed.use(attachment)  # from before the script wraps its model
     privacy_engine.wrap_make_private(attachment, attach_private)
     return attachment

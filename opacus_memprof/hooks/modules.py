@@ -5,16 +5,18 @@ import contextlib
 import copyreg
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from opacus.grad_sample import AbstractGradSampleModule
-from torch import Tensor, nn
+from torch import nn
 
 from opacus_memprof import _native
 from opacus_memprof.hooks import observe, owners
 from opacus_memprof.hooks.attach import Attachment
+from opacus_memprof.hooks.distributed import DDP_WRAPPERS
+from opacus_memprof.hooks.tensors import tensors_in
 from opacus_memprof.hooks.vocabulary import (
     BUFFERS,
     FORWARD,
@@ -29,19 +31,28 @@ from opacus_memprof.hooks.vocabulary import (
 _UNCLAIMED = (UNATTRIBUTED, FORWARD_UNDECIDED)
 
 
-def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The user's modules under their fully qualified names, each once; "" is the model itself.
+# What stands around the user's model, and the attribute that it holds it in.
+_WRAPPERS = ((AbstractGradSampleModule, "_module"), *DDP_WRAPPERS)
 
-    Opacus' wrapper is no module of the user's, nor is its attribute `_module` part of a name.
+
+def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The user's modules under their fully qualified names; "" is the model itself.
+
+    Opacus' wrapper is no module of the user's and left out. Its attribute `_module`, and that of DDP, is no part of a
+    name: DDP and the model inside have the same.
     """
-    outer, wrapped = "", None
+    unwrapped: dict[str, str] = {}  # the path of what a wrapper holds → the wrapper's name
     for path, module in root.named_modules():
-        if isinstance(module, AbstractGradSampleModule):
-            outer, wrapped = path, f"{path}._module".lstrip(".")
-        elif wrapped is not None and f"{path}.".startswith(f"{wrapped}."):
-            yield (outer + path[len(wrapped) :]).lstrip("."), module
-        else:
-            yield path, module
+        name = path
+        for inside, outer in reversed(unwrapped.items()):
+            if f"{path}.".startswith(f"{inside}."):
+                name = (outer + path[len(inside) :]).lstrip(".")
+                break
+        for kind, attribute in _WRAPPERS:
+            if isinstance(module, kind):
+                unwrapped[f"{path}.{attribute}".lstrip(".")] = name
+        if not isinstance(module, AbstractGradSampleModule):
+            yield name, module
 
 
 def compiled(module: nn.Module) -> bool:
@@ -75,18 +86,6 @@ class LeaveModel:
 
     def __call__(self, root: nn.Module, args: Any, output: Any) -> None:
         _native.settle()
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested sequences and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
 
 
 def owned_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -124,7 +123,8 @@ def hook_parameters(attachment: Attachment, root: nn.Module) -> None:
     for name, parameter in owned_parameters(root):
         module_id = _native.module_id(name)
         keys.append(owners.set_owner(parameter, module_id))
-        if parameter.requires_grad:
+        # FSDP2 calls hooks of its shards by itself, and would wait for each gradient that goes to the CPU.
+        if parameter.requires_grad and not hasattr(parameter, "_local_tensor"):
             handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 _native.GradientHook(module_id)
             )

@@ -21,6 +21,7 @@ _beginnings: "deque[dict[int, int]]" = deque(maxlen=_BEGINNINGS)
 _looked_at = 0  # captures that were outstanding at the last look
 _recomputed: set[int] = set()  # modules whose forward ran inside a backward pass
 _seen: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers
+_reducers: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers
 _shapes: dict[int, tuple[int, ...]] = {}  # of the backprops that were looked at last, by the layer's identity
 
 
@@ -31,6 +32,7 @@ def _reset() -> None:
     _recomputed.clear()
     _seen.clear()
     _shapes.clear()
+    _reducers.clear()
 
 
 observations.on_clear(_reset)
@@ -105,6 +107,13 @@ def linear_norms_sampled(layer: nn.Linear, backprops: Tensor, samples: Mapping[A
         observations.note("norm_matrices", owner_of(layer.weight), matrices, **more)
 
 
+def gradients_reduced(optimizer: Any) -> None:
+    """Opacus sums up the ranks' gradients itself."""
+    if optimizer not in _reducers:
+        _reducers.add(optimizer)
+        observations.note("gradients_reduced", 0, 0)
+
+
 def noise_comes(optimizer: Any, parameters: list[Any]) -> None:
     """`add_noise` draws noise as large as each parameter, and puts a new tensor in the place of each `p.grad`. What
     autograd has accumulated there served ghost clipping's second pass, and nobody in the modes that clip per-sample
@@ -116,6 +125,8 @@ def noise_comes(optimizer: Any, parameters: list[Any]) -> None:
     for parameter in parameters:
         owner, gradient = owner_of(parameter), parameter.grad
         observations.note("largest_parameter", owner, parameter.nbytes)
+        if (shard := getattr(parameter, "_local_tensor", None)) is not None:
+            observations.note("sharded_parameter", owner, parameter.nbytes, shard_bytes=shard.nbytes)
         if isinstance(optimizer, DPOptimizerFastGradientClipping) or gradient is None:
             continue
         if gradient.data_ptr() != parameter.summed_grad.data_ptr():

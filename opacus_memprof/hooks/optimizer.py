@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from opacus_memprof import _native
 from opacus_memprof.hooks import observe
 from opacus_memprof.hooks.attach import Attachment
-from opacus_memprof.hooks.modules import tensors_in
 from opacus_memprof.hooks.owners import owner_of, owners_of
+from opacus_memprof.hooks.tensors import tensors_in
 from opacus_memprof.hooks.vocabulary import (
     ADD_NOISE,
     CLIP,
@@ -108,6 +108,7 @@ def _add_noise(optimizer: DPOptimizer, run: Run) -> Any:
 
 
 def _reduce_gradients(optimizer: DPOptimizer, run: Run) -> Any:
+    observe.gradients_reduced(optimizer)
     with _REDUCE:
         return run()
 

@@ -102,11 +102,11 @@ class Recording(Session):
         """The live blocks that were not there when the test began."""
         return _without(self._own_events().older)
 
-    def close(self, status: str = "finished", exit_code: int = 0) -> dict[str, Any]:
+    def close(self, status: str = "finished", exit_code: int = 0, error: str | None = None) -> dict[str, Any]:
         """As Session.close. Blocks that are still alive mean nothing to the next test until it attaches them."""
         self._engines.detach()
         try:
-            return super().close(status, exit_code)
+            return super().close(status, exit_code, error)
         finally:
             _disown()
 

@@ -7,7 +7,7 @@ A detector takes a Run and yields findings. Those that make a run fail or its gu
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from opacus_memprof.analysis.findings import captures, ghost, gradients, growth
+from opacus_memprof.analysis.findings import captures, distributed, ghost, gradients, growth
 from opacus_memprof.analysis.findings.run import Run
 
 __all__ = ["Run", "find"]
@@ -19,6 +19,8 @@ DETECTORS: tuple[Callable[[Run], Iterator[dict[str, Any]]], ...] = (
     gradients.frozen_per_sample_gradients,
     gradients.discarded_gradients,
     gradients.noise_allocated_twice,
+    distributed.noise_of_whole_parameters,
+    distributed.gradients_reduced_twice,
     ghost.ghost_matrices,
 )
 

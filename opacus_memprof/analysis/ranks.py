@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The profiles of a job's ranks as one summary, `ranks.json`. docs/format.md documents its fields.
+
+Profiles are read one after the other and only a row of each is kept, so that memory does not grow with what the ranks
+have recorded.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from opacus_memprof.analysis.job import Job
+from opacus_memprof.analysis.profile import is_being_written, load_profile, read_object
+from opacus_memprof.directory import LOCK, META, PROFILE, RANKS, ProfileDirectory, lock, rank_directories
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.launch import Launch
+
+
+def load_ranks(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """The summary of all ranks whose profiles are in `directory`. What a killed rank has recorded counts as far as it
+    got; ranks that are of an earlier job, unreadable or missing are said.
+
+    Raises:
+        MemprofError: there is no rank's profile.
+    """
+    path = Path(directory)
+    directories = rank_directories(path)
+    newest = max(directories.values(), key=_written, default=None)
+    launch = None if newest is None else _launch(newest)
+    job = Job(launch)
+    for rank, folder in directories.items():
+        if launch is not None and not launch.same_job(_launch(folder)):
+            job.leave_out(rank)
+            continue
+        try:
+            job.add(rank, folder.name, load_profile(folder), _modules(folder))
+        except MemprofError as error:
+            job.cannot_read(rank, str(error))
+    if not job.rows:
+        raise MemprofError(f"{path} holds no rank's profile that can be read: give the directory of a profile")
+    return job.summary()
+
+
+def finish(claimed: ProfileDirectory) -> dict[str, Any] | None:
+    """Called by each rank when its own profile is written. The last one of the job to end merges all, writes
+    ranks.json and returns its content; the others return None.
+
+    Raises:
+        OSError: ranks.json cannot be written.
+    """
+    if claimed.launch is None:
+        return None
+    path, launch = claimed.path.parent, claimed.launch
+    others = (path / f"rank_{(launch.rank + step) % launch.world_size}" for step in range(1, launch.world_size))
+    if not all(_has_ended(folder, launch) for folder in others):
+        return None
+    try:
+        held = lock(path)
+    except MemprofError:
+        return None  # another rank has ended at the same time, and is at it
+    try:
+        if (path / RANKS).exists() and launch.same_job(Launch.from_json(read_object(path / RANKS).get("launch"))):
+            return None
+        summary = load_ranks(path)
+        _write(summary, path)
+        return summary
+    finally:
+        with contextlib.suppress(OSError):
+            (path / LOCK).unlink()
+        os.close(held)
+
+
+def _has_ended(folder: Path, launch: Launch) -> bool:
+    """Whether that rank has taken part in the job of `launch` and no longer does."""
+    if not launch.same_job(_launch(folder)):
+        return False
+    return (folder / PROFILE).exists() or not is_being_written(folder)
+
+
+def _meta(folder: Path) -> Mapping[str, Any]:
+    try:
+        return read_object(folder / META)
+    except MemprofError:
+        return {}
+
+
+def _launch(folder: Path) -> Launch | None:
+    return Launch.from_json(_meta(folder).get("launch"))
+
+
+def _modules(folder: Path) -> frozenset[str]:
+    return frozenset(_meta(folder).get("names", {}).get("modules", ()))
+
+
+def _written(folder: Path) -> float:
+    """When its meta.json was written last: the ranks of the latest job have the newest."""
+    try:
+        return (folder / META).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _write(summary: Mapping[str, Any], path: Path) -> None:
+    temporary = path / f"{RANKS}.{os.getpid()}.tmp"
+    try:
+        temporary.write_text(json.dumps(summary, separators=(",", ":")) + "\n", encoding="utf-8")
+        os.replace(temporary, path / RANKS)
+    finally:
+        temporary.unlink(missing_ok=True)

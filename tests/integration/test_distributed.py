@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two processes over gloo on the CPU, each profiled, and their profiles together."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from opacus_memprof.cli import app
+from tests.integration.scripts.train_ranks import BATCH, CLASSES, FEATURES, WIDTH
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = str(Path(__file__).parent / "scripts" / "train_ranks.py")
+RUN = ("-m", "opacus_memprof", "run", "--device", "cpu", "-o")
+ENVIRONMENT = os.environ | {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "PYTHONWARNINGS": "ignore",
+    "COLUMNS": "200",
+}
+WEIGHTS = (FEATURES * WIDTH + WIDTH, WIDTH * WIDTH + WIDTH, WIDTH * CLASSES + CLASSES)
+PARAMETERS = 4 * sum(WEIGHTS)
+
+
+def ranks(*arguments: str | Path) -> tuple[list[int], list[str]]:
+    """Runs python as rank 0 and rank 1, and returns their exit codes and what they printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    said = ENVIRONMENT | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=said | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in (0, 1)
+    ]
+    printed = [process.communicate(timeout=120)[0] for process in started]
+    return [process.returncode for process in started], printed
+
+
+def profiles(directory: Path) -> list[dict[str, Any]]:
+    found = [json.loads((directory / f"rank_{rank}/profile.json").read_text()) for rank in (0, 1)]
+    for profile in found:
+        peak = profile["devices"]["cpu"]["peak"]
+        assert sum(peak["categories"].values()) == peak["requested_bytes"] > 0
+        data = 4 * 3 * BATCH * (FEATURES + 2)  # the script's own, with labels of 8 bytes
+        assert peak["categories"]["unattributed"] - data < 0.02 * peak["requested_bytes"]
+        assert all(snapshot["remainder"] == 0 for snapshot in profile["devices"]["cpu"]["snapshots"])
+    return found
+
+
+def losses(printed: str) -> list[str]:
+    return re.findall(r"^rank .* step .*$", printed, re.MULTILINE)
+
+
+def test_fsdp2_on_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *RUN, str(tmp_path / "out")]
+    command += [TRAIN, "fsdp2/ghost_fsdp/flat"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks, finished" in done.stdout
+    for profile in profiles(tmp_path / "out"):
+        device = profile["devices"]["cpu"]
+        categories = device["peak"]["categories"]
+        assert categories["model_parameters"] == PARAMETERS // 2  # this rank's shards
+        assert categories["gradients"] == PARAMETERS // 2
+        steps = 4 * 2 * len(WEIGHTS)  # Adam's own counts, one for each parameter
+        assert categories["optimizer_states"] == 2 * (PARAMETERS // 2) + steps
+        assert max(device["timeline"]["categories"]["unsharded_parameters"]) == 4 * max(WEIGHTS)
+        assert max(device["timeline"]["categories"]["unsharded_gradients"]) == 4 * max(WEIGHTS)
+        (noise,) = (found for found in profile["findings"] if found["kind"] == "noise_of_whole_parameters")
+        assert (noise["module"], noise["bytes"]) == ("2", 2 * (4 * WIDTH * WIDTH - 4 * WIDTH * WIDTH // 2))
+    summary = json.loads((tmp_path / "out/ranks.json").read_text())
+    assert [row["status"] for row in summary["ranks"]] == ["finished", "finished"]
+    assert summary["warnings"] == []
+
+
+def test_ddp_and_a_rank_that_is_killed(tmp_path: Path) -> None:
+    codes, printed = ranks(*RUN, tmp_path / "out", TRAIN, "ddp/hooks/flat", "--kill", "1")
+    assert codes == [1, -signal.SIGKILL]
+    summary = json.loads((tmp_path / "out/ranks.json").read_text())  # by rank 0, which lost its partner
+    assert [(row["status"], row["steps"]) for row in summary["ranks"]] == [("failed", 2), ("killed", 2)]
+    assert "rank 1 was killed after 2 steps" in printed[0]
+    for row in summary["ranks"]:
+        assert row["peak"]["categories"]["communication"] == PARAMETERS  # the buckets
+        assert row["peak"]["categories"]["model_parameters"] == PARAMETERS
+        assert sum(row["peak"]["categories"].values()) == row["peak"]["requested_bytes"]
+    (twice,) = (found for found in summary["findings"] if found["kind"] == "gradients_reduced_twice")
+    assert (twice["bytes"], twice["ranks"]) == (PARAMETERS, [0])
+    reported = CliRunner().invoke(app, ["report", str(tmp_path / "out")])
+    assert reported.exit_code == 0
+    assert "2 ranks, failed" in reported.output
+    assert "per_sample_gradients" in reported.output
+
+
+WAYS = ("dpddp/hooks/flat", "ddp/hooks/flat", "ddp/ghost/flat", "dpddp/hooks/per_layer", "fsdp2/ghost_fsdp/flat")
+
+
+@pytest.mark.slow
+def test_the_runs_are_the_same(tmp_path: Path) -> None:
+    codes, reference = ranks(TRAIN, *WAYS)
+    assert codes == [0, 0], reference
+    codes, printed = ranks(*RUN, tmp_path / "out", TRAIN, *WAYS)
+    assert codes == [0, 0], printed
+    for plain, profiled in zip(reference, printed, strict=True):
+        assert losses(plain) == losses(profiled)
+        assert len(losses(plain)) == 3 * len(WAYS)
+    profiles(tmp_path / "out")

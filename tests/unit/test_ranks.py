@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a job as one summary, from profiles that are written by hand."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from opacus_memprof.analysis import ranks
+from opacus_memprof.analysis.job import list_ranks
+from opacus_memprof.directory import ProfileDirectory, claim, rank_directories
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.launch import Launch
+from opacus_memprof.reports.ranks import print_ranks
+from tests.unit.event_files import EventFile
+
+JOB = Launch(0, 4, 0, "a", "job", 100, "0")
+VERSIONS = {"torch": "2.15.0", "opacus": "1.6.0"}
+
+
+def write(
+    path: Path, rank: int, *, launch: Launch = JOB, modules: tuple[str, ...] = ("", "head"), **categories: int
+) -> dict[str, Any]:
+    """A rank's directory with a finished profile, whose peak has these categories; returns its profile."""
+    folder = path / f"rank_{rank}"
+    folder.mkdir(parents=True, exist_ok=True)
+    said = replace(launch, rank=rank, local_rank=rank).to_json()
+    size = sum(categories.values())
+    profile = {
+        "format": 1,
+        "versions": VERSIONS,
+        "status": "finished",
+        "exit_code": 0,
+        "error": None,
+        "launch": said,
+        "started_unix_ns": 10,
+        "ended_unix_ns": 20,
+        "events": {"recorded": 5, "dropped": 0},
+        "devices": {
+            f"cuda:{rank}": {
+                "peak": {
+                    "requested_bytes": size,
+                    "allocated_bytes": size,
+                    "reserved_bytes": 2 * size,
+                    "step": 1,
+                    "phase": "backward",
+                    "categories": {**categories, "noise": 0},
+                    "remainder_bytes": 0,
+                },
+                "steps": [{"step": 0, "complete": True}, {"step": 1, "complete": True}],
+                "snapshots": [{"outside_pytorch": 7}, {"outside_pytorch": 9}, {"outside_pytorch": None}],
+            }
+        },
+        "findings": [],
+        "warnings": [],
+    }
+    (folder / "meta.json").write_text(json.dumps({"format": 1, "launch": said, "names": {"modules": modules}}))
+    (folder / "profile.json").write_text(json.dumps(profile))
+    return profile
+
+
+def change(path: Path, rank: int, **keys: Any) -> None:
+    file = path / f"rank_{rank}" / "profile.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+
+def printed(summary: dict[str, Any]) -> str:
+    console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    print_ranks(summary, console)
+    return console.export_text()
+
+
+def four(path: Path) -> dict[str, Any]:
+    for rank in range(4):
+        write(path, rank, activations=1000, gradients=400 if rank == 2 else 100)
+    return ranks.load_ranks(path)
+
+
+def test_imbalance_and_its_cause(tmp_path: Path) -> None:
+    found = four(tmp_path)
+    assert (found["status"], found["world_size"], found["missing"], found["warnings"]) == ("finished", 4, [], [])
+    assert [row["peak"]["requested_bytes"] for row in found["ranks"]] == [1100, 1100, 1400, 1100]
+    assert [row["device"] for row in found["ranks"]] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    imbalance = found["imbalance"]
+    assert (imbalance["rank"], imbalance["max_bytes"], imbalance["mean_bytes"]) == (2, 1400, 1175)
+    assert imbalance["ratio"] == pytest.approx(1400 / 1175)
+    assert (imbalance["cause"], imbalance["cause_bytes"]) == ("gradients", 400 - 175)
+    assert imbalance["categories"] == {
+        "activations": {"max_bytes": 1000, "mean_bytes": 1000, "ratio": 1.0, "rank": 0},
+        "gradients": {"max_bytes": 400, "mean_bytes": 175, "ratio": 400 / 175, "rank": 2},
+    }
+    assert found["stragglers"] == [{"rank": 2, "bytes": 1400, "above_median": 300}]
+    assert found["total"] == {"peaks_bytes": 4700, "categories": {"activations": 4000, "gradients": 700}}
+    assert [(row["outside_pytorch"], row["steps"]) for row in found["ranks"]] == [(9, 2)] * 4
+
+
+def test_what_is_printed(tmp_path: Path) -> None:
+    text = printed(four(tmp_path))
+    assert "imbalance (max / mean): 1.191, rank 2 has 225 B more than the mean; of gradients it has 225 B more" in text
+    assert "All peaks together: 4.59 KiB" in text
+    assert "rank 2 set" in text
+
+
+def test_of_many_ranks_the_highest_and_lowest_are_printed(tmp_path: Path) -> None:
+    for rank in range(40):
+        write(tmp_path, rank, launch=replace(JOB, world_size=40), activations=1000 + rank)
+    lines = printed(ranks.load_ranks(tmp_path)).splitlines()
+    shown = [int(line.split()[0]) for line in lines if line.strip() and line.split()[0].isdigit()]
+    assert shown == [*range(39, 27, -1), 3, 2, 1, 0]
+    assert "24 more lie between" in "\n".join(lines)
+
+
+def test_a_killed_rank_counts_as_far_as_it_got(tmp_path: Path) -> None:
+    write(tmp_path, 0, launch=replace(JOB, world_size=2), activations=100)
+    file = EventFile(closed=False)
+    file.add("alloc", 1, 300, "activations", phase="forward").add("step", 0, 1, step=1)
+    (tmp_path / "rank_1").mkdir()
+    file.write(tmp_path / "rank_1")
+    meta = json.loads((tmp_path / "rank_1/meta.json").read_text())
+    meta |= {"launch": replace(JOB, rank=1, world_size=2).to_json(), "versions": VERSIONS}
+    (tmp_path / "rank_1/meta.json").write_text(json.dumps(meta))
+    found = ranks.load_ranks(tmp_path)
+    assert found["status"] == "killed"
+    assert [row["peak"]["requested_bytes"] for row in found["ranks"]] == [100, 300]
+    assert found["warnings"] == ["rank 1 was killed after 1 step: its figures are those until then"]
+
+
+def test_ranks_that_are_missing_or_cannot_be_read(tmp_path: Path) -> None:
+    four(tmp_path)
+    shutil.rmtree(tmp_path / "rank_3")
+    (tmp_path / "rank_1/profile.json").write_text("[]")
+    found = ranks.load_ranks(tmp_path)
+    assert [row["rank"] for row in found["ranks"]] == [0, 2]
+    assert found["missing"] == [3]
+    assert "rank 3 of 4 has left no profile here" in found["warnings"]
+    assert any(warning.startswith("rank 1 is left out: ") for warning in found["warnings"])
+    assert found["status"] != "finished"
+
+
+def test_ranks_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, 2, launch=replace(JOB, launcher=99), activations=9999)
+    os.utime(tmp_path / "rank_2/meta.json", (1, 1))
+    for rank in range(2):
+        write(tmp_path, rank, launch=replace(JOB, world_size=2), activations=100)
+    found = ranks.load_ranks(tmp_path)
+    assert found["imbalance"]["max_bytes"] == 100
+    assert found["warnings"] == ["what lies here of rank 2 is of an earlier job, and is left out"]
+
+
+def test_what_does_not_fit_together_is_said(tmp_path: Path) -> None:
+    four(tmp_path)
+    change(tmp_path, 1, versions={**VERSIONS, "torch": "2.11.0"}, status="failed", error="ValueError: no data")
+    write(tmp_path, 3, modules=("", "tail"), activations=1000, gradients=100)
+    hosts = [{**replace(JOB, rank=rank, host=host).to_json()} for rank, host in ((0, "a"), (2, "b"))]
+    change(tmp_path, 0, launch=hosts[0])
+    change(tmp_path, 2, launch=hosts[1], started_unix_ns=2_000_000_020, ended_unix_ns=3_000_000_000)
+    found = ranks.load_ranks(tmp_path)
+    assert found["status"] == "failed"
+    assert found["warnings"] == [
+        "rank 1 failed after 2 steps (ValueError: no data): its figures are those until then",
+        "the ranks ran different versions: ranks 0, 2-3 have torch 2.15.0; rank 1 has torch 2.11.0",
+        "rank 3 trained another model than rank 0: 2 modules are not in both, such as 'head'",
+        "rank 2 on b began 2.0 s after rank 0 on a had ended: unless that is so, their clocks disagree, and times of "
+        "different machines cannot be compared",
+    ]
+
+
+def test_what_several_ranks_say_alike_is_said_once(tmp_path: Path) -> None:
+    four(tmp_path)
+    finding = {"kind": "growing_memory", "module": "head", "evidence": "it grows", "remedy": "stop it"}
+    for rank in (0, 1, 3):
+        change(tmp_path, rank, warnings=["events were dropped"], findings=[{**finding, "bytes": 10 + rank}])
+    found = ranks.load_ranks(tmp_path)
+    assert found["warnings"] == ["ranks 0-1, 3: events were dropped"]
+    assert found["findings"] == [{**finding, "bytes": 13, "ranks": [0, 1, 3]}]
+    assert "ranks 0-1, 3: it grows" in printed(found)
+
+
+def test_memory_on_another_ranks_gpu(tmp_path: Path) -> None:
+    four(tmp_path)
+    profile = json.loads((tmp_path / "rank_1/profile.json").read_text())
+    stray = json.loads(json.dumps(profile["devices"]["cuda:1"]))
+    stray["peak"] |= {"requested_bytes": 64, "categories": {"unattributed": 64}}
+    change(tmp_path, 1, devices={"cuda:0": stray, **profile["devices"]})
+    (found,) = ranks.load_ranks(tmp_path)["findings"]
+    assert (found["kind"], found["bytes"], found["ranks"]) == ("stray_gpu_memory", 64, [1])
+
+
+def test_no_ranks_at_all(tmp_path: Path) -> None:
+    (tmp_path / "rank_0").mkdir()
+    with pytest.raises(MemprofError, match="no rank's profile"):
+        ranks.load_ranks(tmp_path)
+
+
+def test_only_the_last_one_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = [ProfileDirectory(tmp_path / f"rank_{rank}", replace(JOB, rank=rank, world_size=2)) for rank in (0, 1)]
+    write(tmp_path, 0, launch=replace(JOB, world_size=2), activations=100)
+    assert ranks.finish(both[0]) is None  # rank 1 has not begun
+    write(tmp_path, 1, launch=replace(JOB, world_size=2, launcher=99), activations=100)
+    assert ranks.finish(both[0]) is None  # what lies there is an earlier job's
+    write(tmp_path, 1, launch=replace(JOB, world_size=2), activations=100)
+    (tmp_path / "rank_1/profile.json").rename(tmp_path / "kept")
+    assert ranks.finish(both[0]) is None  # rank 1 is running: it holds its lock
+    (tmp_path / "kept").rename(tmp_path / "rank_1/profile.json")
+    summary = ranks.finish(both[1])
+    assert summary is not None
+    assert json.loads((tmp_path / "ranks.json").read_text()) == summary
+    assert ranks.finish(both[0]) is None  # it is done
+    for claimed in both:
+        claimed.release()
+
+
+# --- where ranks write ---
+
+
+@pytest.fixture
+def rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+def test_each_rank_has_its_directory(tmp_path: Path, rank_1: None) -> None:
+    claimed = claim(tmp_path / "out")
+    assert claimed.path == tmp_path / "out/rank_1"
+    assert claimed.launch is not None
+    with pytest.raises(MemprofError, match="being written by another profiler"):  # another job
+        claim(tmp_path / "out")
+    claimed.release()
+
+
+@pytest.mark.parametrize(("name", "content"), [("events.bin", b"OMEMPROF"), ("notes.txt", b"")])
+def test_other_files_are_left_alone(tmp_path: Path, rank_1: None, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(MemprofError, match="choose another directory"):
+        claim(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
+
+
+def test_ranks_that_a_smaller_job_does_not_have_go(tmp_path: Path) -> None:
+    for rank in range(3):
+        write(tmp_path, rank, activations=100)
+        (tmp_path / f"rank_{rank}/events.bin").write_bytes(b"OMEMPROF")
+    (tmp_path / "ranks.json").write_text("{}")
+    claimed = ProfileDirectory(tmp_path / "rank_0", replace(JOB, world_size=2))
+    claimed.clear()
+    claimed.release()
+    assert list(rank_directories(tmp_path)) == [0, 1]
+    assert not (tmp_path / "ranks.json").exists()
+    assert (tmp_path / "rank_1/profile.json").exists()  # its own rank clears it
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [([3], "rank 3"), ([0, 1, 2, 5], "ranks 0-2, 5"), ([4, 0], "ranks 0, 4"), ([7, 6], "ranks 6-7")],
+)
+def test_ranks_in_words(numbers: list[int], words: str) -> None:
+    assert list_ranks(numbers) == words
