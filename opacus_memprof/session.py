@@ -250,7 +250,7 @@ class Session:
         """What the other ranks have left must not cost this one's result."""
         try:
             self.job = ranks.finish(self._claimed)
-        except (OSError, MemprofError) as error:
+        except MemprofError as error:
             warnings.warn(f"the ranks' profiles could not be merged ({error})", RuntimeWarning, stacklevel=2)
 
     def _last_snapshot(self) -> None:

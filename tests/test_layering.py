@@ -15,8 +15,8 @@ PACKAGE = ROOT / "opacus_memprof"
 # left only. `analysis` reads files and counters, so that the session can write a profile when it closes.
 LAYERS = [
     {"_build_info", "errors"},
-    {"_native", "directory", "files", "units"},
-    {"observations"},
+    {"_native", "files", "launch", "units"},
+    {"directory", "observations"},
     {"adaptors", "analysis", "clipping", "hooks", "snapshots"},
     {"attaching"},
     {"session"},

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from opacus_memprof.analysis.job import Job
-from opacus_memprof.analysis.profile import is_being_written, load_profile, read_object
+from opacus_memprof.analysis.profile import is_being_written, load_profile, read_meta, read_object
 from opacus_memprof.directory import LOCK, META, PROFILE, RANKS, ProfileDirectory, lock, rank_directories
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.files import replacing
 from opacus_memprof.launch import Launch
 
 
@@ -49,7 +50,7 @@ def finish(claimed: ProfileDirectory) -> dict[str, Any] | None:
     ranks.json and returns its content; the others return None.
 
     Raises:
-        OSError: ranks.json cannot be written.
+        MemprofError: ranks.json cannot be written.
     """
     if claimed.launch is None:
         return None
@@ -65,7 +66,8 @@ def finish(claimed: ProfileDirectory) -> dict[str, Any] | None:
         if (path / RANKS).exists() and launch.same_job(Launch.from_json(read_object(path / RANKS).get("launch"))):
             return None
         summary = load_ranks(path)
-        _write(summary, path)
+        with replacing(path / RANKS) as temporary:
+            temporary.write_text(json.dumps(summary, separators=(",", ":")) + "\n", encoding="utf-8")
         return summary
     finally:
         with contextlib.suppress(OSError):
@@ -82,7 +84,7 @@ def _has_ended(folder: Path, launch: Launch) -> bool:
 
 def _meta(folder: Path) -> Mapping[str, Any]:
     try:
-        return read_object(folder / META)
+        return read_meta(folder / META)
     except MemprofError:
         return {}
 
@@ -101,12 +103,3 @@ def _written(folder: Path) -> float:
         return (folder / META).stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _write(summary: Mapping[str, Any], path: Path) -> None:
-    temporary = path / f"{RANKS}.{os.getpid()}.tmp"
-    try:
-        temporary.write_text(json.dumps(summary, separators=(",", ":")) + "\n", encoding="utf-8")
-        os.replace(temporary, path / RANKS)
-    finally:
-        temporary.unlink(missing_ok=True)
