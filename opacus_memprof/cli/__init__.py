@@ -7,13 +7,22 @@ import typer
 
 from opacus_memprof.cli.debug import debug
 from opacus_memprof.cli.doctor import doctor
+from opacus_memprof.cli.draw import draw
+from opacus_memprof.cli.experiment import experiment
+from opacus_memprof.cli.experiments import experiments
 from opacus_memprof.cli.report import report
 from opacus_memprof.cli.run import run
 from opacus_memprof.cli.tax import tax
 from opacus_memprof.cli.top import top
 from opacus_memprof.errors import MemprofError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Where the memory of DP-SGD training goes.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Where the memory of DP-SGD training goes.",
+    # Options and their choices are the same with _ and with -. What follows a script is not looked at.
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
+)
 # What follows the script belongs to the script.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(report)
@@ -21,6 +30,9 @@ app.command()(doctor)
 app.command()(debug)
 app.command()(tax)
 app.command()(top)
+app.command()(experiment)
+app.command()(experiments)
+app.command()(draw)
 
 
 def main() -> None:

@@ -4,10 +4,12 @@
 import ctypes
 import signal
 import sys
+import warnings
 from pathlib import Path
 
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.files import read_json, write_json
+from opacus_memprof.experiments.hub import use_the_cache_where_there_is_no_hub
 from opacus_memprof.experiments.process import CONFIGURATION, PROFILE, RESULT
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -17,8 +19,11 @@ def main() -> None:
     """Trains what configuration.json says, and leaves result.json."""
     # Whoever kills the one that waits for this run wants no GPU to stay busy.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    warnings.simplefilter("ignore")  # Opacus' and torch's advice to those who write training scripts
     directory = Path(sys.argv[1])
     configuration = Configuration.from_json(read_json(directory / CONFIGURATION))
+    if configuration.pretrained:
+        use_the_cache_where_there_is_no_hub()
     from opacus_memprof.experiments.training import train  # loads torch
 
     write_json(directory / RESULT, train(configuration, directory / PROFILE))

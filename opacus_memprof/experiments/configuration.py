@@ -4,25 +4,20 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from opacus_memprof.errors import MemprofError
 
-MODES = ("vanilla", "hooks", "functorch", "ew", "ghost", "flash_clip")
-DTYPES = ("fp32", "fp16", "bf16")
-TASKS = ("language_model", "classification")
-DEVICES = ("auto", "cuda", "cpu")
+Mode = Literal["vanilla", "hooks", "functorch", "ew", "ghost", "flash_clip"]
+Dtype = Literal["fp32", "fp16", "bf16"]
+Task = Literal["language_model", "classification"]
+Device = Literal["auto", "cuda", "cpu"]
+
+MODES: tuple[Mode, ...] = get_args(Mode)
+SIZES = ("vocab_size", "hidden_dim", "num_layers", "num_heads")
 
 _COUNTS = ("seq_length", "batch_size", "num_steps")
-_OPTIONAL_COUNTS = (
-    "max_physical_batch_size",
-    "lora_rank",
-    "vocab_size",
-    "hidden_dim",
-    "num_layers",
-    "num_heads",
-)
-SIZES = ("vocab_size", "hidden_dim", "num_layers", "num_heads")
+_OPTIONAL_COUNTS = ("max_physical_batch_size", "lora_rank", *SIZES)
 
 
 @dataclass(frozen=True)
@@ -51,29 +46,29 @@ class Configuration:
 
     model: str = "tiny"
     pretrained: bool = False
-    task: str = "language_model"
-    mode: str = "hooks"
+    task: Task = "language_model"
+    mode: Mode = "hooks"
     seq_length: int = 128
     batch_size: int = 1
     max_physical_batch_size: int | None = None
     lora_rank: int | None = None
-    dtype: str = "fp32"
+    dtype: Dtype = "fp32"
     num_steps: int = 3
     warmup_steps: int = 2
     learning_rate: float = 1e-5
     sigma: float = 1.0
     max_grad_norm: float = 1.0
     seed: int = 0
-    device: str = "auto"
+    device: Device = "auto"
     vocab_size: int | None = None
     hidden_dim: int | None = None
     num_layers: int | None = None
     num_heads: int | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in (("mode", MODES), ("task", TASKS), ("dtype", DTYPES), ("device", DEVICES)):
-            if getattr(self, name) not in choices:
-                raise MemprofError(f'there is no {name} "{getattr(self, name)}": use {", ".join(choices)}')
+        for name, choices in (("mode", Mode), ("task", Task), ("dtype", Dtype), ("device", Device)):
+            if getattr(self, name) not in get_args(choices):
+                raise MemprofError(f'there is no {name} "{getattr(self, name)}": use {", ".join(get_args(choices))}')
         for name in _COUNTS:
             _need_count(name, getattr(self, name), 1)
         for name in ("warmup_steps", "seed"):

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_memprof.experiments.configuration import Configuration
+from opacus_memprof.experiments.hub import why
 from opacus_memprof.experiments.shapes import CLASSES
 
 SNLI = "stanfordnlp/snli"
@@ -34,10 +35,7 @@ def load(configuration: Configuration, vocabulary: int) -> Data:
             dataset = _snli(configuration, samples)
             source, reason = "snli", f"the train split of {SNLI}"
         except Exception as error:  # the hub's client, its network and its file formats raise anything
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            if token := os.environ.get("HF_TOKEN"):
-                first = first.replace(token, "***")
-            reason = f"random tokens: SNLI cannot be loaded ({first})"
+            reason = f"random tokens: SNLI cannot be loaded ({why(error)})"
     if dataset is None:
         dataset = _random_tokens(configuration, samples, vocabulary)
     return Data(DataLoader(dataset, batch_size=configuration.batch_size), source, reason)

@@ -1,27 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON files that are whole: readers see the old one or the new one."""
+"""JSON files of experiments: written whole, read with a sentence where they are not what they should be."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.files import replacing
 
 
 def write_json(path: Path, content: object) -> None:
-    """Raises OSError."""
-    write_text(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Readers see the old file or the new one. Raises MemprofError where it cannot be written."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
+from opacus_memprof.experiments.hub import why
 from opacus_memprof.experiments.shapes import BUILT_IN, CLASSES, shape_of
 from opacus_memprof.experiments.transformer import Transformer
 
@@ -128,11 +129,8 @@ def _pretrained(configuration: Configuration) -> Any:
             configuration.model, dtype=DTYPES[configuration.dtype], token=token, **extra
         )
     except Exception as error:  # the hub's client, its network and its file formats raise anything
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if token:
-            reason = reason.replace(token, "***")
         raise MemprofError(
-            f'the model "{configuration.model}" cannot be loaded ({reason.rstrip(".")}): pass the path of a local copy '
+            f'the model "{configuration.model}" cannot be loaded ({why(error)}): pass the path of a local copy '
             f"(--model-name PATH), or use random weights in a built-in shape (--config {'|'.join(BUILT_IN)})"
         ) from None
     if configuration.task == "classification" and getattr(model.config, "pad_token_id", None) is None:

@@ -2,13 +2,13 @@
 """Runs a configuration in a fresh process, so that no run sees another's memory. Needs no torch in this one."""
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from opacus_memprof.directory import ProfileDirectory
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.files import read_json, write_json
@@ -46,8 +46,8 @@ def run(
     path = Path(directory).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
+        _clear_profile(path / PROFILE)
         (path / RESULT).unlink(missing_ok=True)
-        shutil.rmtree(path / PROFILE, ignore_errors=True)
         write_json(path / CONFIGURATION, configuration.to_json())
         code, last = _run_child(path, _environment(token, gpu), token, on_line)
     except OSError as error:
@@ -59,6 +59,39 @@ def run(
     result = without_result(configuration, path / PROFILE, code, last)
     write_json(path / RESULT, result)
     return result
+
+
+def run_to(
+    output: str | os.PathLike[str], configuration: Configuration, *, keep_refused: bool = False, **options: Any
+) -> dict[str, Any]:
+    """As `run`, with the result in the file `output` (NAME.json), and the rest in the directory NAME.run beside it.
+
+    Args:
+        keep_refused: a training that was refused is a result as well.
+        options: those of `run`.
+
+    Raises:
+        MemprofError: no JSON file can be written there, or the training was refused, for what the sentence says; a file
+            that was there before then stays.
+    """
+    path = Path(output).absolute()
+    if path.suffix != ".json" or path.is_dir():
+        raise MemprofError(f"{output} is no place for a result: give the name of a file that ends in .json")
+    directory = path.with_suffix(".run")
+    result = run(configuration, directory, **options)
+    if result["refused"] and not keep_refused:
+        raise MemprofError(result["error"])
+    result["profile"] = f"{directory.name}/{PROFILE}"
+    write_json(path, result)
+    (directory / RESULT).unlink()
+    return result
+
+
+def _clear_profile(path: Path) -> None:
+    """Removes an earlier profile, which must not be taken for this run's. Raises MemprofError for other files."""
+    claimed = ProfileDirectory(path)
+    claimed.clear()
+    claimed.release()
 
 
 def _environment(token: str | None, gpu: int | None) -> dict[str, str]:

@@ -59,6 +59,7 @@ def result_of(
         "config": configuration.to_json(),
         "status": status,
         "error": _sentence(error, course) if error else None,
+        "refused": isinstance(error, MemprofError),
         "progress": {
             "stage": course.stage,
             "steps_completed": course.steps_completed,
@@ -67,6 +68,7 @@ def result_of(
         "environment": _environment(),
         "data": course.data,
         "parameters": course.parameters,
+        "tax": None,
         "avg_time_ms": sum(times) / len(times) if times else None,
         "step_times_ms": times,
         **_memory(profile),
@@ -99,7 +101,7 @@ def _memory(profile: Mapping[str, Any] | None) -> dict[str, Any]:
     """What the profile says, in the result's words."""
     device = _device(profile)
     if profile is None or not device:
-        nothing = dict.fromkeys(("device", "peak_memory_mb", "breakdown", "peak"))
+        nothing = dict.fromkeys(("device", "started_unix_ns", "peak_memory_mb", "breakdown", "peak"))
         lists: dict[str, Any] = {"snapshots": [], "steps": [], "out_of_memory": [], "findings": [], "warnings": []}
         return {**nothing, **lists, "phases": {}, "timeline": {}}
     peak = device["peak"]
@@ -107,6 +109,7 @@ def _memory(profile: Mapping[str, Any] | None) -> dict[str, Any]:
     name = next(name for name, found in profile["devices"].items() if found is device)
     return {
         "device": name,
+        "started_unix_ns": profile["started_unix_ns"],
         "peak_memory_mb": allocated / MB,
         "breakdown": {
             **{f"{category}_mb": size / MB for category, size in peak["categories"].items()},
@@ -118,7 +121,7 @@ def _memory(profile: Mapping[str, Any] | None) -> dict[str, Any]:
         "phases": device["phases"],
         "steps": device["steps"],
         "out_of_memory": device["out_of_memory"],
-        "timeline": _thin(device["timeline"], peak["event"]),
+        "timeline": _thin(device["timeline"]),
         "findings": profile["findings"],
         "warnings": profile["warnings"],
     }
@@ -141,11 +144,12 @@ def _snapshot(entry: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _thin(timeline: Mapping[str, Any], peak_event: int | None) -> dict[str, Any]:
-    """Every n-th row, and the peak's. Categories that never have a byte are left out."""
-    rows = len(timeline["event"])
-    stride = -(-rows // _TIMELINE_ROWS) or 1
-    kept = [row for row in range(rows) if row % stride == 0 or timeline["event"][row] == peak_event]
+def _thin(timeline: Mapping[str, Any]) -> dict[str, Any]:
+    """Of every few rows the highest, so that the peak stays. Categories that never have a byte are left out."""
+    count = len(timeline["bytes"])
+    stride = max(1, -(-count // _TIMELINE_ROWS))
+    groups = [range(first, min(first + stride, count)) for first in range(0, count, stride)]
+    kept = [max(rows, key=timeline["bytes"].__getitem__) for rows in groups]
     columns = {key: [values[row] for row in kept] for key, values in timeline.items() if key != "categories"}
     categories = {name: [sizes[row] for row in kept] for name, sizes in timeline["categories"].items() if any(sizes)}
     return {**columns, "categories": categories}

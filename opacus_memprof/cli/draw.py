@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`opacus-memprof draw`: the pictures of experiments, from their results alone."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def draw(
+    input_dir: Annotated[Path, typer.Option("--input-dir", metavar="DIR", help="With the results, *.json.")],
+    output_dir: Annotated[
+        Path | None, typer.Option("--output-dir", metavar="DIR", help="DIR/visualizations of the input by default.")
+    ] = None,
+) -> None:
+    """Draw the pictures and tables of experiments again, from the JSON files of their results."""
+    from opacus_memprof.experiments import suite
+
+    for path in suite.draw(input_dir, output_dir or input_dir / "visualizations"):
+        print(path)
