@@ -2,6 +2,7 @@
 """JSON files of experiments: written whole, read with a sentence where they are not what they should be."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,15 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.files import replacing
 
 
-def write_json(path: Path, content: object) -> None:
-    """Readers see the old file or the new one. Raises MemprofError where it cannot be written."""
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """An object, with a key on each line. Readers see the old file or the new one.
+
+    Raises:
+        MemprofError: it cannot be written.
+    """
+    lines = [f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in content.items()]
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:

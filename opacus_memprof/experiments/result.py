@@ -84,7 +84,7 @@ def without_result(configuration: Configuration, profile_directory: Path, exit_c
         exit_code: as subprocess has it: the negative number of the signal that killed it.
         last: the last line that it printed.
     """
-    how = f"killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
+    how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
     try:
         profile = load_profile(profile_directory)
     except MemprofError:
@@ -93,8 +93,9 @@ def without_result(configuration: Configuration, profile_directory: Path, exit_c
     status = "killed" if exit_code < 0 else "failed"
     steps = max((step["logical_step"] for step in _device(profile).get("steps", ())), default=0)
     result["progress"]["steps_completed"] = steps
-    error = f"the process was {how}" if exit_code < 0 else f"the process {how}"
-    return {**result, "status": status, "error": f'{error}; the last that it said was "{last}"', "allocator_peak": None}
+    result["environment"] |= {"device_name": None, "device_bytes": None}  # this process has not looked
+    result["allocator_peak"] = None
+    return {**result, "status": status, "error": f'the process {how}; the last that it said was "{last}"'}
 
 
 def _memory(profile: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def _memory(profile: Mapping[str, Any] | None) -> dict[str, Any]:
 def _device(profile: Mapping[str, Any] | None) -> dict[str, Any]:
     """The GPU's part of a profile where there is one, else the CPU's."""
     devices: dict[str, dict[str, Any]] = dict(profile["devices"]) if profile else {}
-    return next((devices[name] for name in sorted(devices, reverse=True)), {})
+    return next((devices[name] for name in sorted(devices, key=lambda name: (name == "cpu", name))), {})
 
 
 def _snapshot(entry: Mapping[str, Any]) -> dict[str, Any]:
