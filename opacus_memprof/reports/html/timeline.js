@@ -214,9 +214,8 @@ class TimelineChart {
     if (next) {
       this.point(next.row);
     } else if (this.cursor !== null) {
-      const row = Math.min(Math.max(this.cursor + Math.sign(columns), 0), this.view.timeline.length - 1);
-      this.cursor = row;
-      this.change(() => this.view.pan(((this.view.to - this.view.from) / 10) * Math.sign(columns)));
+      this.cursor = Math.min(Math.max(this.cursor + Math.sign(columns), 0), this.view.timeline.length - 1);
+      this.change(() => this.view.centre(this.view.at[this.cursor], this.view.to - this.view.from));
     }
     if (this.cursor !== null) this.live.textContent = spoken(this.view, this.cursor);
   }
