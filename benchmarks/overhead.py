@@ -1,33 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What profiling costs on a GPU: an allocation and free, and a training step, with the profiler on and off.
+"""What profiling costs: an allocation and its free, and a training step in every mode, with the profiler on and off.
 
 One process; the variants are swapped between steps. Each round runs every variant in shuffled order (one step to
 settle, then the shorter of two), the garbage collector is off, the ratio is taken within the round and the median over
 rounds is quoted: unpaired runs on shared machines differ by more than what is measured.
 
-    python benchmarks/overhead.py --rounds 200 --output overhead.json
+    python benchmarks/overhead.py --rounds 200 --output docs/results/overhead_h200.json
+
+Writes the JSON file after each mode, and beside it the same as a Markdown table.
 """
 
 import argparse
-import contextlib
 import ctypes
 import gc
 import json
+import platform
 import random
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import opacus
+import overhead_variants as variants_of
 import torch
 from small_gpt import SmallGPT, lm_loss
 from torch.utils import cpp_extension
-
-from opacus_memprof import _native, hooks
 
 PAIR_SOURCE = r"""
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -40,68 +41,19 @@ extern "C" double pair_ns(long pairs, long bytes) {
 }
 """
 
-
-@contextlib.contextmanager
-def native() -> Iterator[None]:
-    yield
-
-
-@contextlib.contextmanager
-def counters() -> Iterator[None]:
-    _native.cuda_install()
-    try:
-        yield
-    finally:
-        _native.cuda_uninstall()
-
-
-@contextlib.contextmanager
-def events() -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="memprof_overhead_") as directory, counters():
-        _native.start_events(directory, 1 << 24, "{}")
-        try:
-            yield
-        finally:
-            _native.stop_events()
-
-
-@contextlib.contextmanager
-def history() -> Iterator[None]:
-    torch.cuda.memory._record_memory_history(max_entries=100_000)
-    try:
-        yield
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-
-@contextlib.contextmanager
-def profiler() -> Iterator[None]:
-    with torch.profiler.profile(profile_memory=True):
-        yield
-
-
-@contextlib.contextmanager
-def full(model: torch.nn.Module, optimizer: Any) -> Iterator[None]:
-    """Counters, event file, hook wrappers, module names."""
-    with events():
-        attachments = [hooks.attach_model(model), hooks.attach_optimizer(optimizer)]
-        try:
-            yield
-        finally:
-            for attachment in reversed(attachments):
-                attachment.detach()
-
-
-Variant = Callable[[], contextlib.AbstractContextManager[None]]
+SIZES = {
+    "tiny": ({"vocabulary": 64, "width": 16, "layers": 8, "heads": 2}, 2, 8),  # bound by the host, also on a CPU
+    "small": ({"vocabulary": 4096, "width": 384, "layers": 8, "heads": 6}, 8, 64),  # bound by the host
+    "large": ({"vocabulary": 16384, "width": 1024, "layers": 8, "heads": 16}, 8, 256),  # over 100 M parameters
+}
+MODES = ("vanilla", "hooks", "functorch", "ew", "ghost")
 
 
 def compile_pair_loop(folder: Path) -> Callable[[int, int], float]:
     """An allocate+free loop in C++, through whatever allocator is current: Python would drown the difference."""
     source, library = folder / "pair.cpp", folder / "pair.so"
     source.write_text(PAIR_SOURCE)
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    includes = [*cpp_extension.include_paths(), f"{CUDA_HOME or '/usr/local/cuda'}/include"]
+    includes = [*cpp_extension.include_paths(), f"{cpp_extension.CUDA_HOME or '/usr/local/cuda'}/include"]
     libraries = Path(torch.__file__).parent / "lib"
     command = ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)]
     command += [f"-isystem{path}" for path in includes] + [f"-L{libraries}", "-lc10", "-lc10_cuda"]
@@ -113,8 +65,13 @@ def compile_pair_loop(folder: Path) -> Callable[[int, int], float]:
 
 
 def measure_pairs(rounds: int) -> dict[str, dict[str, float]]:
-    """Nanoseconds an allocate+free pair, by variant; and the difference to native, paired."""
-    variants: dict[str, Variant] = {"native": native, "counters": counters, "events": events, "history": history}
+    """Nanoseconds an allocate+free pair on the GPU, by variant; and the difference to native, paired."""
+    variants: dict[str, variants_of.Variant] = {
+        "native": variants_of.native,
+        "counters": variants_of.counters_on("cuda"),
+        "events": variants_of.events_on("cuda"),
+        "history": variants_of.history,
+    }
     with tempfile.TemporaryDirectory() as folder:
         pair_ns = compile_pair_loop(Path(folder))
         pair_ns(1000, 512)
@@ -133,13 +90,14 @@ def measure_pairs(rounds: int) -> dict[str, dict[str, float]]:
     }
 
 
-def training(mode: str, batch_size: int, sequence: int, size: dict[str, int]) -> tuple[Any, Any, Callable[[], None]]:
+def training(mode: str, device: str, name: str) -> tuple[Any, Any, Callable[[], None]]:
     """A model, its optimizer, and one training step of it."""
+    size, batch_size, sequence = SIZES[name]
     torch.manual_seed(0)
-    model: Any = SmallGPT(**size).cuda()
+    model: Any = SmallGPT(**size).to(device)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
     criterion: Any = lm_loss
-    tokens = torch.randint(0, size["vocabulary"], (batch_size, sequence), device="cuda")
+    tokens = torch.randint(0, size["vocabulary"], (batch_size, sequence), device=device)
     if mode != "vanilla":
         dataset = torch.utils.data.TensorDataset(tokens.cpu())
         made = opacus.PrivacyEngine().make_private(
@@ -167,14 +125,18 @@ def training(mode: str, batch_size: int, sequence: int, size: dict[str, int]) ->
     return model, optimizer, step
 
 
-def paired(step: Callable[[], None], variants: dict[str, Variant], rounds: int) -> dict[str, dict[str, float]]:
+def paired(
+    step: Callable[[], None], variants: dict[str, variants_of.Variant], rounds: int
+) -> dict[str, dict[str, float]]:
     """Milliseconds a step, by variant; and the median over rounds of its ratio to the native one of that round."""
 
     def timed() -> float:
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         begin = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         return time.perf_counter() - begin
 
     times: dict[str, list[float]] = {name: [] for name in variants}
@@ -183,6 +145,7 @@ def paired(step: Callable[[], None], variants: dict[str, Variant], rounds: int) 
             with variants[name]():
                 timed()
                 times[name].append(min(timed(), timed()))
+        gc.collect()
     return {
         name: {
             "rounds": rounds,
@@ -193,67 +156,86 @@ def paired(step: Callable[[], None], variants: dict[str, Variant], rounds: int) 
     }
 
 
-def measure_steps(mode: str, rounds: int, batch_size: int, sequence: int, size: dict[str, int]) -> dict[str, Any]:
+def measure_steps(mode: str, rounds: int, device: str, name: str) -> dict[str, Any]:
     """One model and mode: off, counters only, counters and events, everything, and two others' tools."""
-    model, optimizer, step = training(mode, batch_size, sequence, size)
-    variants: dict[str, Variant] = {
-        "native": native,
-        "counters": counters,
-        "events": events,
-        "full": lambda: full(model, optimizer),
-        "history": history,
+    model, optimizer, step = training(mode, device, name)
+    variants: dict[str, variants_of.Variant] = {
+        "native": variants_of.native,
+        "counters": variants_of.counters_on(device),
+        "events": variants_of.events_on(device),
+        "full": variants_of.full_on(device, model, optimizer),
     }
+    allocations = None
     for _ in range(5):
         step()
-    allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
-    step()
-    allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - allocations
+    if device == "cuda":
+        variants["history"] = variants_of.history
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        step()
+        allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
     found = paired(step, variants, rounds)
     # Ending a torch.profiler takes far longer than a step: fewer rounds, of its own.
-    found["profiler"] = paired(step, {"native": native, "profiler": profiler}, max(rounds // 20, 3))["profiler"]
+    found["profiler"] = paired(
+        step, {"native": variants_of.native, "profiler": variants_of.profiler}, max(rounds // 20, 3)
+    )["profiler"]
     return {
         "mode": mode,
+        "size": name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "allocations_a_step": allocations,
         "variants": found,
     }
 
 
-SIZES = {
-    "small": ({"vocabulary": 4096, "width": 384, "layers": 8, "heads": 6}, 8, 64),  # bound by the host
-    "large": ({"vocabulary": 16384, "width": 1024, "layers": 8, "heads": 16}, 8, 256),  # over 100 M parameters
-}
+def as_markdown(results: dict[str, Any]) -> str:
+    """The tables of docs/results."""
+    columns = list(dict.fromkeys(name for entry in results["steps"] for name in entry["variants"] if name != "native"))
+    lines = [
+        f"{results['machine']}, torch {results['torch']}, Opacus {results['opacus']}, {results['rounds']} rounds\n",
+        f"| step of a GPT | native | {' | '.join(columns)} |",
+        f"|---|---:|{'---:|' * len(columns)}",
+    ]
+    for entry in results["steps"]:
+        figures = entry["variants"]
+        changes = (f"{100 * (figures[name]['median_ratio'] - 1):+.1f} %" for name in columns)
+        label = f"{entry['parameters'] / 1e6:.2g} M parameters, {entry['mode']}"
+        lines.append(f"| {label} | {figures['native']['median_ms']:.1f} ms | {' | '.join(changes)} |")
+    if results["pair"]:
+        lines += ["\n| an allocation and its free, in a loop | ns | over native |", "|---|---:|---:|"]
+        for name, figures in results["pair"].items():
+            lines.append(f"| {name} | {figures['median_ns']:.0f} | {figures['median_over_native_ns']:+.0f} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--modes", nargs="+", default=["vanilla", "hooks", "ghost"])
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "large"])
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: what the hooks cost, without one"
+    )
     parser.add_argument("--output", type=Path, default=Path("overhead.json"))
     arguments = parser.parse_args()
     gc.disable()
     random.seed(0)
-    torch.zeros(1, device="cuda")
+    on_gpu = arguments.device == "cuda"
+    torch.zeros(1, device=arguments.device)
     results: dict[str, Any] = {
-        "machine": torch.cuda.get_device_name(),
+        "machine": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "opacus": opacus.__version__,
         "rounds": arguments.rounds,
-        "pair": measure_pairs(max(arguments.rounds // 4, 10)),
+        "pair": measure_pairs(max(arguments.rounds // 4, 10)) if on_gpu else {},
         "steps": [],
     }
-    for name, figures in results["pair"].items():
-        print(f"allocate+free {name:9} {figures['median_ns']:8.1f} ns  {figures['median_over_native_ns']:+8.1f} ns")
-    for name in arguments.sizes:
-        size, batch_size, sequence = SIZES[name]
+    for size in arguments.sizes:
         for mode in arguments.modes:
-            found = measure_steps(mode, arguments.rounds, batch_size, sequence, size)
-            results["steps"].append(found)
-            arguments.output.write_text(json.dumps(results, indent=1))
-            print(f"{mode} ({found['parameters'] / 1e6:.0f} M parameters, {found['allocations_a_step']} allocations)")
-            for variant, figures in found["variants"].items():
-                print(f"  {variant:9} {figures['median_ms']:8.3f} ms  {100 * (figures['median_ratio'] - 1):+6.2f} %")
+            results["steps"].append(measure_steps(mode, arguments.rounds, arguments.device, size))
+            arguments.output.write_text(json.dumps(results, indent=1) + "\n")
+            arguments.output.with_suffix(".md").write_text(as_markdown(results))
+            print(as_markdown(results).splitlines()[-1 if not on_gpu else 3 + len(results["steps"])], flush=True)
+    print(as_markdown(results))
 
 
 if __name__ == "__main__":

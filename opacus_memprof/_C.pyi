@@ -59,6 +59,40 @@ class GradientHook:
     def __init__(self, module: int) -> None: ...
     def __call__(self, parameter: torch.Tensor) -> None: ...
 
+class CaptureActivations:
+    """Opacus' forward hook in a wrapper: what it appends to `module.activations` is captured for `module_id`.
+    `recomputed(module_id)` is called where that happens inside a backward pass. Copies are of the wrapped hook."""
+
+    __wrapped__: Callable[..., Any]
+    def __init__(self, wrapped: Callable[..., Any], module_id: int, recomputed: Callable[[int], object]) -> None: ...
+    def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> Any: ...
+
+class CaptureBackprops:
+    """Opacus' full backward hook in a wrapper: settles the module's captures, runs the hook under `tag`, and releases
+    the newest capture if the hook has used it. Copies are of the wrapped hook."""
+
+    __wrapped__: Callable[..., Any]
+    def __init__(self, wrapped: Callable[..., Any], module_id: int, tag: Tag) -> None: ...
+    def __call__(self, module: torch.nn.Module, grad_input: Any, grad_output: Any) -> Any: ...
+
+class Sampler:
+    """`f(layer, activations, backprops) -> {parameter: result}` under `tag`. Results that were born as temp_matrices
+    become `category`; then `observe(layer, backprops, results)` is called, unless it is None."""
+
+    __wrapped__: Callable[..., Any]
+    def __init__(
+        self, wrapped: Callable[..., Any], tag: Tag, category: int, observe: Callable[..., object] | None
+    ) -> None: ...
+    def __call__(self, layer: Any, activations: Any, backprops: Any) -> Any: ...
+
+class ParameterFunction:
+    """A function under `tag` that sets an attribute of a parameter, which becomes `category` of the parameter's module.
+    The parameter is the first argument, or that argument's attribute `via` if it has one."""
+
+    __wrapped__: Callable[..., Any]
+    def __init__(self, wrapped: Callable[..., Any], tag: Tag, sets: str, category: int, via: str | None) -> None: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
 def set_phase(phase: int) -> int: ...  # of this thread; returns the one before. Writes a phase event.
 def set_second_backward(on: bool) -> None: ...  # for every thread: backward is ghost's second pass
 def end_step(logical: bool) -> None: ...  # physical step += 1; logical += 1 if asked
@@ -75,9 +109,6 @@ def retag_if(
 ) -> int:
     """As retag, for the blocks whose category is one of `expected`."""
 
-def retag_each(tensors: Sequence[torch.Tensor], category: int, modules: Sequence[int]) -> int:
-    """As retag, with a module for each tensor. Raises ValueError where the lengths differ."""
-
 def capture(module: int, tensors: Iterable[torch.Tensor]) -> None:
     """Opacus captured these for `module`. Blocks born in forward, or recomputed in backward, become
     activation_hooks_*; captures nest."""
@@ -90,6 +121,14 @@ def settle(module: int | None = None) -> None:
     activation_hooks_shared and activation_hooks_opacus_only by the storage's use count."""
 
 def captures() -> dict[int, int]: ...  # module id -> captures outstanding
+
+# --- the module of a parameter, by the parameter's id(): nothing is held ---
+def set_owner(parameter: torch.Tensor, module: int) -> None: ...
+def forget_owner(id: int) -> None: ...
+def owner_of(parameter: object) -> int: ...  # 0 if nobody has said
+def retag_attribute(parameters: Iterable[torch.Tensor], name: str, category: int) -> int:
+    """As retag, for the tensor that each parameter has under this name, with the parameter's owner as its module.
+    Parameters without are skipped."""
 
 # --- counters ---
 def snapshot(name: str) -> dict[str, Any]:

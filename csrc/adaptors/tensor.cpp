@@ -94,8 +94,9 @@ void retag_gradient(PyObject* tensor, std::uint8_t category, std::uint16_t modul
                 Recorder::kAnyCategory);
 }
 
-void capture_tensors(std::uint16_t module, const std::vector<PyObject*>& tensors) {
+void capture_tensors(std::uint16_t module, std::span<PyObject* const> tensors) {
   Capture capture;
+  capture.reserve(tensors.size());
   for (PyObject* tensor : tensors) {
     c10::StorageImpl* storage = storage_of(tensor);
     if (storage == nullptr) continue;

@@ -5,6 +5,7 @@
 #include <Python.h>
 
 #include <cstdint>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -20,7 +21,7 @@ std::uint64_t retag_tensor(PyObject* tensor, std::uint8_t category, std::uint16_
 void retag_gradient(PyObject* tensor, std::uint8_t category, std::uint16_t module);
 
 // Opacus' captured activations, a stack for each module. Called with the GIL held.
-void capture_tensors(std::uint16_t module, const std::vector<PyObject*>& tensors);
+void capture_tensors(std::uint16_t module, std::span<PyObject* const> tensors);
 void release_captures(std::uint16_t module);
 void settle_captures(std::uint16_t module);
 void settle_all_captures();

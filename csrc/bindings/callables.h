@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The callables that stand in hot Python paths (hooks), as CPython types of their own: a call
-// through pybind11 would cost several times what the tag itself costs.
+// The callables that stand in hot Python paths (callable.h), for the module's definition.
 #pragma once
 
 #include <Python.h>
@@ -9,7 +8,7 @@
 
 namespace opacus_memprof {
 
-// Adds Tagged, ScopedForward and GradientHook to the module. Returns false with a Python error set.
+// Adds their types to the module. Returns false with a Python error set.
 bool add_callables(PyObject* module);
 
 // A new Tagged; steals nothing. nullptr with a Python error set if `function` is not callable.

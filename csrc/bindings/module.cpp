@@ -13,6 +13,7 @@
 #include "bindings/callables.h"
 #include "bindings/convert.h"
 #include "bindings/cuda_bindings.h"
+#include "bindings/owners.h"
 #include "bindings/replay_bindings.h"
 #include "core/names.h"
 #include "core/profile_directory.h"
@@ -157,21 +158,6 @@ void bind_blocks(py::module_& m) {
         return retag(tensors, category, module, set);
       },
       py::arg("tensors"), py::arg("expected"), py::arg("category"), py::arg("module") = py::none());
-  m.def(
-      "retag_each",
-      [](const py::sequence& tensors, std::uint8_t category, const py::sequence& modules) {
-        if (tensors.size() != modules.size()) {
-          throw std::invalid_argument("retag_each needs one module for each tensor");
-        }
-        std::uint64_t bytes = 0;
-        for (std::size_t i = 0; i < tensors.size(); ++i) {
-          const py::object tensor = tensors[i];
-          bytes += retag_tensor(tensor.ptr(), category, modules[i].cast<std::uint16_t>(),
-                                Recorder::kAnyCategory);
-        }
-        return bytes;
-      },
-      py::arg("tensors"), py::arg("category"), py::arg("modules"));
   m.def("capture", [](std::uint16_t module, const py::object& tensors) {
     std::vector<py::object> owned;
     capture_tensors(module, tensors_of(tensors, owned));
@@ -192,6 +178,24 @@ void bind_blocks(py::module_& m) {
     for (const auto& [module, count] : outstanding_captures()) result[py::int_(module)] = count;
     return result;
   });
+}
+
+void bind_owners(py::module_& m) {
+  m.def("set_owner", [](const py::object& parameter, std::uint16_t module) {
+    set_owner(parameter.ptr(), module);
+  });
+  m.def("forget_owner", &forget_owner);
+  m.def("owner_of", [](const py::object& parameter) { return owner_of(parameter.ptr()); });
+  m.def("retag_attribute",
+        [](const py::iterable& parameters, const py::str& name, std::uint8_t category) {
+          std::uint64_t bytes = 0;
+          for (const py::handle parameter : parameters) {
+            const py::object held = py::getattr(parameter, name, py::none());
+            bytes += retag_tensor(held.ptr(), category, owner_of(parameter.ptr()),
+                                  Recorder::kAnyCategory);
+          }
+          return bytes;
+        });
 }
 
 void bind_counters(py::module_& m) {
@@ -255,6 +259,7 @@ PYBIND11_MODULE(_C, m) {
   bind_names(m);
   bind_tags(m);
   bind_blocks(m);
+  bind_owners(m);
   bind_counters(m);
   bind_events(m);
   bind_replay(m);

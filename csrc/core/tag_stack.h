@@ -90,6 +90,19 @@ inline ThreadTags& this_thread() {
   return tags != nullptr ? *tags : detail::make_tags_of_this_thread();
 }
 
+// The length of a call under a tag; its end also pops what the call left behind by raising.
+class TagScope {
+ public:
+  explicit TagScope(Tag tag) : tags_(this_thread()), depth_(tags_.depth()) { tags_.push(tag); }
+  TagScope(const TagScope&) = delete;
+  TagScope& operator=(const TagScope&) = delete;
+  ~TagScope() { tags_.unwind(depth_); }
+
+ private:
+  ThreadTags& tags_;
+  std::size_t depth_;
+};
+
 // What every thread must know of backward passes.
 class alignas(64) Backward {
  public:

@@ -10,6 +10,10 @@ from collections.abc import Callable, Iterator, MutableMapping
 from types import ModuleType
 from typing import Any
 
+from opacus_memprof import _native
+
+Wrapper = _native.CaptureActivations | _native.CaptureBackprops
+
 
 class Attachment:
     """The changes that one attachment made; `detach` undoes them. Dropping it leaves them in place."""
@@ -57,7 +61,7 @@ class Attachment:
 
         self.on_detach(restore)
 
-    def replace_hook(self, hooks: MutableMapping[int, Any], key: int, wrapper: "Wrapper") -> None:
+    def replace_hook(self, hooks: MutableMapping[int, Any], key: int, wrapper: Wrapper) -> None:
         """Of one module: the hook that `wrapper` wraps, in its place."""
         hooks[key] = wrapper
         reference, kind = weakref.ref(hooks), type(wrapper)
@@ -69,19 +73,6 @@ class Attachment:
                 alive[key] = alive[key].__wrapped__
 
         self.on_detach(restore)
-
-
-class Wrapper:
-    """A hook that stands for another one. A pickle or deep copy of it is the other one: copies of a model are
-    plain Opacus models, which load where this package is missing."""
-
-    __slots__ = ("__wrapped__",)
-
-    def __init__(self, wrapped: Callable[..., Any]) -> None:
-        self.__wrapped__ = wrapped
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__wrapped__.__reduce_ex__(protocol)
 
 
 class Shared:

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opacus_memprof import _native
 from opacus_memprof.hooks.attach import Attachment
-from opacus_memprof.hooks.owners import owner_of, owners_of
 from opacus_memprof.hooks.tensors import tensors_in
 from opacus_memprof.hooks.vocabulary import COMMUNICATION, GRADIENTS, INPUTS, MODEL_PARAMETERS
 
@@ -69,7 +68,7 @@ def _post_backward(post_backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(post_backward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         sharded = [parameter.sharded_param for parameter in self.fsdp_params]
-        owners = owners_of(sharded)
+        owners = [_native.owner_of(parameter) for parameter in sharded]
         for parameter, owner in zip(self.fsdp_params, owners, strict=True):
             whole = getattr(parameter, "_unsharded_param", None)
             if whole is not None and whole.grad is not None:
@@ -85,7 +84,7 @@ def _post_backward(post_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _owner_of_group(group: Any) -> int:
     """A group is a module that was passed to fully_shard, without what was passed on its own."""
-    return owner_of(group.fsdp_params[0].sharded_param) if group.fsdp_params else 0
+    return _native.owner_of(group.fsdp_params[0].sharded_param) if group.fsdp_params else 0
 
 
 @functools.cache

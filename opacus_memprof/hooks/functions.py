@@ -14,8 +14,7 @@ from torch.nn.utils._expanded_weights import expanded_weights_utils
 from opacus_memprof import _native
 from opacus_memprof.hooks.attach import Attachment
 from opacus_memprof.hooks.observe import functorch_sampled
-from opacus_memprof.hooks.owners import owner_of
-from opacus_memprof.hooks.samplers import Sampler
+from opacus_memprof.hooks.samplers import sampler
 from opacus_memprof.hooks.vocabulary import (
     CLIPPING_TEMPORARIES,
     NOISE,
@@ -34,46 +33,31 @@ def wrap_functions(attachment: Attachment) -> None:
     _replace(
         attachment,
         functorch.ft_compute_per_sample_gradient,
-        lambda f: Sampler(f, PER_SAMPLE_GRADIENTS, functorch_sampled),
+        lambda f: sampler(f, PER_SAMPLE_GRADIENTS, functorch_sampled),
     )
     _replace(attachment, optimizer._generate_noise, _tagged(NOISE))
-    _replace(attachment, ddp_perlayeroptimizer._clip_and_accumulate_parameter, ClipParameter)
-    _replace(attachment, expanded_weights_utils.set_grad_sample_if_exists, ExpandedWeightSample)
+    # Clipping of one parameter, in backward.
+    _replace(
+        attachment,
+        ddp_perlayeroptimizer._clip_and_accumulate_parameter,
+        lambda f: _native.ParameterFunction(f, _tag(f, CLIPPING_TEMPORARIES), "summed_grad", SUMMED_GRADIENTS, None),
+    )
+    # ExpandedWeights' grad sampler: its first argument may be a parameter's ExpandedWeight.
+    _replace(
+        attachment,
+        expanded_weights_utils.set_grad_sample_if_exists,
+        lambda f: _native.ParameterFunction(
+            f, _tag(f, TEMP_MATRICES), "grad_sample", PER_SAMPLE_GRADIENTS, "orig_weight"
+        ),
+    )
 
 
-class ExpandedWeightSample:
-    """`set_grad_sample_if_exists(maybe_expanded_weight, per_sample_grad_fn)`: ExpandedWeights' grad sampler."""
-
-    __slots__ = ("__wrapped__", "_tagged")
-
-    def __init__(self, wrapped: Callable[..., None]) -> None:
-        self.__wrapped__ = wrapped
-        self._tagged = _tagged(TEMP_MATRICES)(wrapped)
-
-    def __call__(self, maybe_expanded_weight: Any, per_sample_grad_fn: Any) -> None:
-        self._tagged(maybe_expanded_weight, per_sample_grad_fn)
-        parameter = getattr(maybe_expanded_weight, "orig_weight", None)
-        if parameter is not None:
-            # Also where it is a view of the output's gradient: it keeps that alive until zero_grad.
-            _native.retag(parameter.grad_sample, PER_SAMPLE_GRADIENTS, owner_of(parameter))
-
-
-class ClipParameter:
-    """`_clip_and_accumulate_parameter(p, max_grad_norm)`: clipping of one parameter, in backward."""
-
-    __slots__ = ("__wrapped__", "_tagged")
-
-    def __init__(self, wrapped: Callable[..., None]) -> None:
-        self.__wrapped__ = wrapped
-        self._tagged = _tagged(CLIPPING_TEMPORARIES)(wrapped)
-
-    def __call__(self, p: Any, max_grad_norm: float) -> None:
-        self._tagged(p, max_grad_norm)
-        _native.retag(p.summed_grad, SUMMED_GRADIENTS, owner_of(p))
+def _tag(function: Callable[..., Any], category: int) -> _native.Tag:
+    return _native.Tag(category=category, op=_native.op_id(function.__name__))
 
 
 def _tagged(category: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return lambda function: _native.Tag(category=category, op=_native.op_id(function.__name__))(function)
+    return lambda function: _tag(function, category)(function)
 
 
 def _replace(

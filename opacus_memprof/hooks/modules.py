@@ -13,7 +13,7 @@ from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 
 from opacus_memprof import _native
-from opacus_memprof.hooks import observe, owners
+from opacus_memprof.hooks import observe
 from opacus_memprof.hooks.attach import Attachment
 from opacus_memprof.hooks.distributed import DDP_WRAPPERS
 from opacus_memprof.hooks.tensors import tensors_in
@@ -118,17 +118,23 @@ def tag_residents(root: nn.Module) -> None:
 def hook_parameters(attachment: Attachment, root: nn.Module) -> None:
     """Makes the parameters' owners known, and follows their gradients."""
     keys: list[int] = []
-    attachment.on_detach(lambda: owners.forget_owners(keys))
+    attachment.on_detach(partial(_forget_owners, keys))
     attachment.on_detach(partial(_drop_empty_hooks, weakref.ref(root)))
     for name, parameter in owned_parameters(root):
         module_id = _native.module_id(name)
-        keys.append(owners.set_owner(parameter, module_id))
+        _native.set_owner(parameter, module_id)
+        keys.append(id(parameter))
         # FSDP2 calls hooks of its shards by itself, and would wait for each gradient that goes to the CPU.
         if parameter.requires_grad and not hasattr(parameter, "_local_tensor"):
             handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 _native.GradientHook(module_id)
             )
             attachment.on_detach(handle.remove)
+
+
+def _forget_owners(keys: list[int]) -> None:
+    for key in keys:
+        _native.forget_owner(key)
 
 
 def _drop_empty_hooks(reference: "weakref.ref[nn.Module]") -> None:

@@ -7,12 +7,10 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from torch import Tensor, nn
 
 from opacus_memprof import _native, observations
-from opacus_memprof.hooks.owners import owner_of
 
 _HOOKED = ("activation_hooks_shared", "activation_hooks_opacus_only")
 _BEGINNINGS = 3  # forwards in a row that must begin with captures outstanding; fewer may share one backward
@@ -50,10 +48,9 @@ def forward_begins() -> None:
         _look_at_captures(failed=False)
 
 
-def captured(module: int) -> None:
-    """Opacus has captured: inside a backward pass, it was activation checkpointing that ran the forward again."""
-    if torch._C._current_graph_task_id() != -1:
-        _recomputed.add(module)
+def recomputed(module: int) -> None:
+    """Opacus has captured inside a backward pass: it was activation checkpointing that ran the forward again."""
+    _recomputed.add(module)
 
 
 def step_failed() -> None:
@@ -81,7 +78,7 @@ def functorch_sampled(layer: nn.Module, backprops: Tensor, samples: Mapping[Any,
     frozen = [(parameter, sample) for parameter, sample in samples.items() if not parameter.requires_grad]
     if frozen:
         size = sum(sample.nbytes for _, sample in frozen)
-        observations.note("frozen_samples", owner_of(frozen[0][0]), size, samples=len(backprops))
+        observations.note("frozen_samples", _native.owner_of(frozen[0][0]), size, samples=len(backprops))
 
 
 def linear_norms_sampled(layer: nn.Linear, backprops: Tensor, samples: Mapping[Any, Tensor]) -> None:
@@ -96,7 +93,7 @@ def linear_norms_sampled(layer: nn.Linear, backprops: Tensor, samples: Mapping[A
         if not samples:
             stale = getattr(layer.weight if weight else layer.bias, "_norm_sample", None)
             size = 0 if stale is None else stale.nbytes * (weight + bias)
-            observations.note("norms_missing", owner_of(layer.weight), size, dimensions=len(shape))
+            observations.note("norms_missing", _native.owner_of(layer.weight), size, dimensions=len(shape))
         return
     n, tokens, out = shape
     width = backprops.element_size()
@@ -104,7 +101,7 @@ def linear_norms_sampled(layer: nn.Linear, backprops: Tensor, samples: Mapping[A
     gradients = width * n * (weight * layer.weight.numel() + bias * out)
     if matrices > gradients:
         more = {"gradient_bytes": gradients, "samples": n, "tokens": tokens, "features": tuple(layer.weight.shape)}
-        observations.note("norm_matrices", owner_of(layer.weight), matrices, **more)
+        observations.note("norm_matrices", _native.owner_of(layer.weight), matrices, **more)
 
 
 def gradients_reduced(optimizer: Any) -> None:
@@ -123,7 +120,9 @@ def noise_comes(optimizer: Any, parameters: list[Any]) -> None:
     _seen.add(optimizer)
     sizes: dict[int, int] = {}
     for parameter in parameters:
-        owner, gradient = owner_of(parameter), parameter.grad
+        if not parameter.requires_grad:
+            continue
+        owner, gradient = _native.owner_of(parameter), parameter.grad
         observations.note("largest_parameter", owner, parameter.nbytes)
         if (shard := getattr(parameter, "_local_tensor", None)) is not None:
             observations.note("sharded_parameter", owner, parameter.nbytes, shard_bytes=shard.nbytes)

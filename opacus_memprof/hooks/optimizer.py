@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from opacus_memprof import _native
 from opacus_memprof.hooks import observe
 from opacus_memprof.hooks.attach import Attachment
-from opacus_memprof.hooks.owners import owner_of, owners_of
 from opacus_memprof.hooks.tensors import tensors_in
 from opacus_memprof.hooks.vocabulary import (
     ADD_NOISE,
@@ -68,9 +67,9 @@ class Method:
 def _pre_step(optimizer: DPOptimizer, run: Run) -> Any:
     _native.set_phase(CLIP)
     if sampled_by_hand:
-        parameters = _trained(optimizer)
-        for parameter, owner in zip(parameters, owners_of(parameters), strict=True):
-            _native.retag(tensors_in(getattr(parameter, "grad_sample", None)), PER_SAMPLE_GRADIENTS, owner)
+        for parameter in _parameters(optimizer):
+            samples = tensors_in(getattr(parameter, "grad_sample", None))
+            _native.retag(samples, PER_SAMPLE_GRADIENTS, _native.owner_of(parameter))
     try:
         proceed = run()
     except Exception:
@@ -97,13 +96,13 @@ def _accumulate(optimizer: DPOptimizer, run: Run) -> Any:
 
 
 def _add_noise(optimizer: DPOptimizer, run: Run) -> Any:
-    parameters = _trained(optimizer)
+    parameters = _parameters(optimizer)
     observe.noise_comes(optimizer, parameters)
     before = _native.set_phase(ADD_NOISE)
     with _ADD_NOISE:  # the noise itself has its own tag, in _generate_noise
         result = run()
     _native.set_phase(before)
-    _native.retag_each([p.grad for p in parameters], GRADIENTS, owners_of(parameters))
+    _native.retag_attribute(parameters, "grad", GRADIENTS)
     return result
 
 
@@ -139,21 +138,26 @@ _METHODS: dict[str, Callable[[Any, Run], Any]] = {
 }
 
 
-def _trained(optimizer: Optimizer) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+def _parameters(optimizer: Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _tag_summed_gradients(optimizer: DPOptimizer) -> None:
-    parameters = _trained(optimizer)
+    parameters = _parameters(optimizer)
     states = getattr(optimizer, "grad_state", None)  # where FSDPOptimizerFastGradientClipping keeps them
-    summed = [p.summed_grad for p in parameters] if states is None else [states[p]["summed_grad"] for p in parameters]
-    _native.retag_each(summed, SUMMED_GRADIENTS, owners_of(parameters))
+    if states is None:
+        _native.retag_attribute(parameters, "summed_grad", SUMMED_GRADIENTS)
+        return
+    for parameter in parameters:
+        if parameter.requires_grad:
+            owner = _native.owner_of(parameter)
+            _native.retag(states[parameter]["summed_grad"], SUMMED_GRADIENTS, owner)
 
 
 def tag_states(optimizer: Optimizer) -> None:
     """Momentum and the like, to their parameters' modules."""
     for parameter, state in optimizer.state.items():
-        owner = owner_of(parameter) if isinstance(parameter, Tensor) else 0
+        owner = _native.owner_of(parameter) if isinstance(parameter, Tensor) else 0
         _native.retag(tensors_in(state), OPTIMIZER_STATES, owner)
 
 

@@ -17,33 +17,16 @@ from opacus_memprof.hooks.attach import Attachment
 from opacus_memprof.hooks.observe import linear_norms_sampled
 from opacus_memprof.hooks.vocabulary import NORM_SAMPLES, PER_SAMPLE_GRADIENTS, TEMP_MATRICES
 
-_BORN_INSIDE = (TEMP_MATRICES,)
+Observe = Callable[[Any, Tensor, Mapping[Any, Tensor]], None]
 
 
-class Sampler:
+def sampler(
+    wrapped: Callable[..., Mapping[Any, Tensor]], category: int, observe: Observe | None = None
+) -> _native.Sampler:
     """A sampler `f(layer, activations, backprops) -> {parameter: result}`; `category` is that of its results.
     `observe(layer, backprops, results)` looks at what it was given and has returned."""
-
-    __slots__ = ("__wrapped__", "_category", "_observe", "_tagged")
-
-    def __init__(
-        self,
-        wrapped: Callable[..., Mapping[Any, Tensor]],
-        category: int,
-        observe: Callable[[Any, Tensor, Mapping[Any, Tensor]], None] | None = None,
-    ) -> None:
-        self.__wrapped__ = wrapped
-        self._category = category
-        self._observe = observe
-        tag = _native.Tag(category=TEMP_MATRICES, op=_native.op_id(getattr(wrapped, "__name__", repr(wrapped))))
-        self._tagged: Callable[..., Mapping[Any, Tensor]] = tag(wrapped)
-
-    def __call__(self, layer: Any, activations: Any, backprops: Any) -> Mapping[Any, Tensor]:
-        samples = self._tagged(layer, activations, backprops)
-        _native.retag_if(samples.values(), _BORN_INSIDE, self._category)
-        if self._observe is not None:
-            self._observe(layer, backprops, samples)
-        return samples
+    op = _native.op_id(getattr(wrapped, "__name__", repr(wrapped)))
+    return _native.Sampler(wrapped, _native.Tag(category=TEMP_MATRICES, op=op), category, observe)
 
 
 def wrap_samplers(attachment: Attachment) -> None:
@@ -53,6 +36,6 @@ def wrap_samplers(attachment: Attachment) -> None:
         (GradSampleHooksFastGradientClipping.NORM_SAMPLERS, NORM_SAMPLES),
     )
     for registry, category in registries:
-        for module_type, sampler in registry.items():
-            observe = linear_norms_sampled if sampler is compute_linear_norm_sample else None
-            attachment.replace_item(registry, module_type, Sampler(sampler, category, observe))
+        for module_type, function in registry.items():
+            observe = linear_norms_sampled if function is compute_linear_norm_sample else None
+            attachment.replace_item(registry, module_type, sampler(function, category, observe))

@@ -14,9 +14,8 @@ from opacus.grad_sample import GradSampleModule
 from torch import nn
 
 from opacus_memprof import _native, hooks
-from opacus_memprof.hooks.attach import Attachment, Shared, Wrapper
+from opacus_memprof.hooks.attach import Attachment, Shared
 from opacus_memprof.hooks.modules import named_modules, tensors_in
-from opacus_memprof.hooks.owners import owner_of
 
 
 class TestAttachment:
@@ -70,8 +69,8 @@ class TestAttachment:
         table: OrderedDict[int, object] = OrderedDict({7: Hook()})
         reference = weakref.ref(table[7])
         attachment = Attachment()
-        attachment.replace_hook(table, 7, Wrapper(table[7]))
-        assert isinstance(table[7], Wrapper)
+        attachment.replace_hook(table, 7, _native.CaptureActivations(table[7], 0, print))
+        assert isinstance(table[7], _native.CaptureActivations)
         table.clear()
         gc.collect()
         assert reference() is None
@@ -81,7 +80,7 @@ class TestAttachment:
     def test_hook_comes_back(self) -> None:
         table: OrderedDict[int, object] = OrderedDict({7: print, 8: repr})
         attachment = Attachment()
-        attachment.replace_hook(table, 7, Wrapper(print))
+        attachment.replace_hook(table, 7, _native.CaptureActivations(print, 0, print))
         attachment.detach()
         assert list(table.items()) == [(7, print), (8, repr)]
 
@@ -128,10 +127,10 @@ def test_tied_parameter_belongs_to_its_first_module() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
     attachment = hooks.attach_model(model)
-    named = _native.names()["modules"][owner_of(model[0].weight)]
+    named = _native.names()["modules"][_native.owner_of(model[0].weight)]
     attachment.detach()
     assert named == "0"
-    assert owner_of(model[0].weight) == 0
+    assert _native.owner_of(model[0].weight) == 0
 
 
 def test_compiled_module_keeps_its_inside() -> None:

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tagged: runs a callable under a tag.
+#include "bindings/callable.h"
+#include "bindings/callables.h"
+#include "core/tag_stack.h"
+
+namespace opacus_memprof {
+
+namespace {
+
+struct Tagged {
+  PyObject_HEAD vectorcallfunc vectorcall;
+  PyObject* wrapped;
+  PyObject* tag_object;
+  Tag tag;
+};
+using Slots = Collected<Tagged, &Tagged::wrapped, &Tagged::tag_object>;
+
+PyTypeObject* tagged_type = nullptr;
+
+PyObject* call(PyObject* self, PyObject* const* args, std::size_t flags, PyObject* names) {
+  const TagScope scope(as<Tagged>(self)->tag);
+  return PyObject_Vectorcall(as<Tagged>(self)->wrapped, args, flags, names);
+}
+
+PyObject* make(PyTypeObject* /*type*/, PyObject* args, PyObject* /*kwargs*/) {
+  PyObject* tag = nullptr;
+  PyObject* function = nullptr;
+  if (!PyArg_ParseTuple(args, "OO", &tag, &function)) return nullptr;
+  return PyObject_CallOneArg(tag, function);  // Tag.__call__ knows its own tag
+}
+
+PyObject* getattro(PyObject* self, PyObject* name) {
+  if (PyObject* own = PyObject_GenericGetAttr(self, name); own != nullptr) return own;
+  if (PyErr_ExceptionMatches(PyExc_AttributeError) == 0) return nullptr;
+  PyErr_Clear();
+  return PyObject_GetAttr(as<Tagged>(self)->wrapped, name);
+}
+
+// On a class it binds like the function it stands for.
+PyObject* descr_get(PyObject* self, PyObject* instance, PyObject* /*owner*/) {
+  if (instance == nullptr || instance == Py_None) return Py_NewRef(self);
+  return PyMethod_New(self, instance);
+}
+
+PyObject* reduce(PyObject* self, PyObject* /*unused*/) {
+  return Py_BuildValue("O(OO)", tagged_type, as<Tagged>(self)->tag_object,
+                       as<Tagged>(self)->wrapped);
+}
+
+PyObject* repr(PyObject* self) {
+  return PyUnicode_FromFormat("<opacus_memprof.Tagged %R>", as<Tagged>(self)->wrapped);
+}
+
+PyObject* doc(PyObject* self, void* /*closure*/) {
+  return PyObject_GetAttrString(as<Tagged>(self)->wrapped, "__doc__");
+}
+
+PyMemberDef members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Tagged, vectorcall), READONLY, nullptr},
+    {"__wrapped__", T_OBJECT, offsetof(Tagged, wrapped), READONLY, nullptr},
+    {"tag", T_OBJECT, offsetof(Tagged, tag_object), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyGetSetDef properties[] = {
+    {"__doc__", doc, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyMethodDef methods[] = {
+    {"__reduce__", reduce, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot slots[] = {
+    slot(Py_tp_new, make),
+    slot(Py_tp_dealloc, Slots::dealloc),
+    slot(Py_tp_traverse, Slots::traverse),
+    slot(Py_tp_clear, Slots::clear),
+    slot(Py_tp_call, PyVectorcall_Call),
+    slot(Py_tp_getattro, getattro),
+    slot(Py_tp_descr_get, descr_get),
+    slot(Py_tp_repr, repr),
+    {Py_tp_members, members},
+    {Py_tp_getset, properties},
+    {Py_tp_methods, methods},
+    {0, nullptr},
+};
+
+PyType_Spec spec = {"opacus_memprof._C.Tagged", sizeof(Tagged), 0,
+                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, slots};
+
+}  // namespace
+
+PyObject* make_tagged(Tag tag, PyObject* tag_object, PyObject* function) {
+  if (PyCallable_Check(function) == 0) {
+    PyErr_Format(PyExc_TypeError, "a tag wraps a callable, not '%s'", Py_TYPE(function)->tp_name);
+    return nullptr;
+  }
+  PyObject* self = tagged_type->tp_alloc(tagged_type, 0);
+  if (self == nullptr) return nullptr;
+  auto* tagged = as<Tagged>(self);
+  tagged->vectorcall = call;
+  tagged->wrapped = Py_NewRef(function);
+  tagged->tag_object = Py_NewRef(tag_object);
+  tagged->tag = tag;
+  return self;
+}
+
+bool add_tagged(PyObject* module) { return add_type(module, spec, &tagged_type); }
+
+}  // namespace opacus_memprof

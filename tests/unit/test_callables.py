@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The extension's callables that stand in Opacus' hot paths: errors pass, tags end, nothing is kept alive."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from opacus_memprof import _native
+
+TEMPORARIES, SAMPLES = _native.category_id("temp_matrices"), _native.category_id("per_sample_gradients")
+TAG = _native.Tag(category=TEMPORARIES, op=_native.op_id("of_a_callable"))
+
+
+@pytest.fixture(autouse=True)
+def cpu() -> Iterator[None]:
+    _native.cpu_install()
+    yield
+    _native.cpu_uninstall()
+
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "CaptureActivations": lambda f: _native.CaptureActivations(f, 0, print),
+    "CaptureBackprops": lambda f: _native.CaptureBackprops(f, 0, TAG),
+    "Sampler": lambda f: _native.Sampler(f, TAG, SAMPLES, None),
+    "ParameterFunction": lambda f: _native.ParameterFunction(f, TAG, "grad_sample", SAMPLES, None),
+    "Tagged": lambda f: TAG(f),
+}
+
+
+def block_of(tensor: torch.Tensor) -> dict[str, Any]:
+    return next(block for block in _native.live_blocks() if block["address"] == tensor.untyped_storage().data_ptr())
+
+
+def made_now() -> str:
+    return str(block_of(torch.empty(1000))["category"])
+
+
+class Layer(nn.Module):
+    """With one capture outstanding, as Opacus keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activations = [[torch.zeros(3)]]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_exception_passes_and_ends_the_tag(name: str) -> None:
+    def broken(*args: Any) -> None:
+        TAG.__enter__()  # which nobody leaves
+        raise KeyError("as it was")
+
+    before = made_now()
+    with pytest.raises(KeyError, match="as it was"):
+        MAKERS[name](broken)(Layer(), None, None)
+    if name == "CaptureActivations":  # runs Opacus' hook under no tag of its own
+        TAG.__exit__(None, None, None)
+    assert made_now() == before != "temp_matrices"
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_argument_that_is_no_callable_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match="callable"):
+        MAKERS[name](7)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_cycle_through_it_is_collected(name: str) -> None:
+    class Function:
+        def __call__(self) -> None: ...
+
+    function = Function()
+    function.wrapper = MAKERS[name](function)  # type: ignore[attr-defined]
+    reference = weakref.ref(function)
+    del function
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize("name", ["CaptureActivations", "CaptureBackprops"])
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda hook: pickle.loads(pickle.dumps(hook))])
+def test_a_copy_of_a_hook_is_the_hook_alone(name: str, make_copy: Any) -> None:
+    copied = make_copy(MAKERS[name](functools.partial(max, 3)))
+    assert type(copied) is functools.partial
+    assert copied(5) == 5
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda sampler: pickle.loads(pickle.dumps(sampler))])
+def test_a_copy_of_a_sampler_samples(make_copy: Any) -> None:
+    copied = make_copy(_native.Sampler(dict, TAG, SAMPLES, None))
+    assert type(copied) is _native.Sampler
+    assert copied.__wrapped__ is dict
+    assert copied(a=1) == {"a": 1}
+
+
+def test_sampler_names_what_was_born_inside_and_shows_it() -> None:
+    shown = []
+    outside = torch.empty(1000)
+
+    def sample(layer: str, activations: None, backprops: str) -> dict[str, torch.Tensor]:
+        kept = torch.empty(1000)
+        assert block_of(kept)["category"] == "temp_matrices"
+        return {"made": kept[1:], "view": outside[:2]}
+
+    before = block_of(outside)["category"]
+    samples = _native.Sampler(sample, TAG, SAMPLES, lambda *seen: shown.append(seen))("layer", None, "backprops")
+    assert block_of(samples["made"])["category"] == "per_sample_gradients"
+    assert block_of(outside)["category"] == before
+    assert shown == [("layer", "backprops", samples)]
+
+
+def test_an_observer_that_fails_is_heard() -> None:
+    def fail(*seen: Any) -> None:
+        raise LookupError("observer")
+
+    with pytest.raises(LookupError, match="observer"):
+        _native.Sampler(lambda *args: {}, TAG, SAMPLES, fail)(None, None, None)
+
+
+@pytest.mark.parametrize("via", [None, "orig_weight"])
+def test_parameter_function_names_what_it_sets_for_the_owner(via: str | None) -> None:
+    parameter = nn.Parameter(torch.zeros(4))
+    _native.set_owner(parameter, _native.module_id("some.owner"))
+
+    def set_samples(argument: Any, shape: int) -> None:
+        parameter.grad_sample = torch.empty(shape)
+
+    function = _native.ParameterFunction(set_samples, TAG, "grad_sample", SAMPLES, via)
+    function(parameter if via is None else SimpleNamespace(orig_weight=parameter), 1000)
+    _native.forget_owner(id(parameter))
+    block = block_of(parameter.grad_sample)
+    assert (block["category"], block["module"]) == ("per_sample_gradients", "some.owner")
+    function(SimpleNamespace(), 10)  # an argument without a parameter, or a parameter without samples
+
+
+def test_retag_attribute_skips_parameters_without() -> None:
+    with_grad, without = nn.Parameter(torch.zeros(100)), nn.Parameter(torch.zeros(100))
+    with_grad.grad = torch.zeros(100)
+    _native.set_owner(with_grad, _native.module_id("some.owner"))
+    gradients = _native.category_id("gradients")
+    assert _native.retag_attribute([without, with_grad], "grad", gradients) == 400
+    assert _native.retag_attribute([without, with_grad], "no_such", gradients) == 0
+    _native.forget_owner(id(with_grad))
+    assert _native.owner_of(with_grad) == 0
+    assert block_of(with_grad.grad)["module"] == "some.owner"
