@@ -147,7 +147,10 @@ def _refuse_all_but_ranks(path: Path) -> None:
 
 
 def lock(directory: Path) -> int:
-    """An open descriptor that holds the directory's lock. It is not inherited by programs that are executed."""
+    """An open descriptor that holds the directory's lock. It is not inherited by programs that are executed.
+
+    Raises MemprofError where another profiler holds it, and OSError where the directory cannot be written.
+    """
     path = directory / LOCK
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

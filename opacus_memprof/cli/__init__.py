@@ -10,8 +10,11 @@ from opacus_memprof.cli.doctor import doctor
 from opacus_memprof.cli.draw import draw
 from opacus_memprof.cli.experiment import experiment
 from opacus_memprof.cli.experiments import experiments
+from opacus_memprof.cli.lists import ListsCommand
 from opacus_memprof.cli.report import report
 from opacus_memprof.cli.run import run
+from opacus_memprof.cli.single_gpu import single_gpu
+from opacus_memprof.cli.sweep import sweep
 from opacus_memprof.cli.tax import tax
 from opacus_memprof.cli.top import top
 from opacus_memprof.errors import MemprofError
@@ -33,6 +36,8 @@ app.command()(top)
 app.command()(experiment)
 app.command()(experiments)
 app.command()(draw)
+app.command()(single_gpu)
+app.command(cls=ListsCommand)(sweep)
 
 
 def main() -> None:

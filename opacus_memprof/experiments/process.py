@@ -26,6 +26,7 @@ def run(
     token: str | None = None,
     gpu: int | None = None,
     on_line: Callable[[str], object] = lambda line: None,
+    on_start: Callable[["subprocess.Popen[str]"], object] = lambda child: None,
 ) -> dict[str, Any]:
     """Trains in a process of its own and returns the result, which is also in `directory`/result.json.
 
@@ -39,6 +40,7 @@ def run(
             and no file.
         gpu: the process sees this one of the GPUs that this process may use; None leaves it all.
         on_line: called with each line that the process prints, as it comes.
+        on_start: called with the process, for who waits in a thread and wants to end it.
 
     Raises:
         MemprofError: the directory cannot be written.
@@ -49,7 +51,7 @@ def run(
         _clear_profile(path / PROFILE)
         (path / RESULT).unlink(missing_ok=True)
         write_json(path / CONFIGURATION, configuration.to_json())
-        code, last = _run_child(path, _environment(token, gpu), token, on_line)
+        code, last = _run_child(path, _environment(token, gpu), token, on_line, on_start)
     except OSError as error:
         raise MemprofError(f"cannot write the experiment to {path} ({error.strerror}): choose another place") from error
     if (path / RESULT).exists():
@@ -107,7 +109,11 @@ def _environment(token: str | None, gpu: int | None) -> dict[str, str]:
 
 
 def _run_child(
-    path: Path, environment: Mapping[str, str], token: str | None, on_line: Callable[[str], object]
+    path: Path,
+    environment: Mapping[str, str],
+    token: str | None,
+    on_line: Callable[[str], object],
+    on_start: Callable[["subprocess.Popen[str]"], object],
 ) -> tuple[int, str]:
     """Its exit code (negative: the signal that killed it), and the last line that it printed."""
     secret = token or environment.get("HF_TOKEN")
@@ -127,6 +133,7 @@ def _run_child(
     ):
         assert child.stdout is not None
         try:
+            on_start(child)
             for line in child.stdout:
                 line = line.rstrip("\n")
                 if secret:

@@ -18,7 +18,7 @@ from opacus_memprof.units import format_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
 _DPI = 150
 _LEGEND_ROWS = 24
@@ -86,12 +86,13 @@ def _style(theme: Theme) -> dict[Any, Any]:
     }
 
 
-def byte_axis(axis: "Axis", largest: float) -> None:
-    """Ticks at round numbers of the unit that suits `largest` bytes, and labels like `1.5 GiB`."""
+def byte_axis(axis: "Axis", largest: float, ticks: int = 6) -> None:
+    """At most `ticks` ticks at round numbers of the unit that suits `largest` bytes, and labels like `1.5 GiB`."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
     unit, scale = next((item for item in reversed(_UNITS.items()) if largest >= item[1]), ("B", 1))
-    steps = MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10], integer=unit == "B").tick_values(0, max(largest, 1) / scale)
+    locator = MaxNLocator(nbins=ticks, steps=[1, 2, 2.5, 5, 10], integer=unit == "B")
+    steps = locator.tick_values(0, max(largest, 1) / scale)
     axis.set_major_locator(MultipleLocator(float(steps[1] - steps[0]) * scale))
     axis.set_major_formatter(FuncFormatter(lambda size, _: f"{size / scale:g} {unit}" if size else "0"))
 
@@ -169,7 +170,7 @@ def _name_bars(axes: "Axes", names: Sequence[str], horizontal: bool) -> None:
         axes.set_xlim(-0.5, max(len(names), 3) - 0.5)
 
 
-def legend(figure: "Figure", *axes: "Axes") -> None:
+def legend(figure: "Figure | SubFigure", *axes: "Axes") -> None:
     """One legend to the right, of what these axes show and each label once, in the order of the stack from its top."""
     entries: dict[str, Any] = {}
     for one in axes:

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `opacus-memprof sweep` and `single-gpu` share: the options of a model, and running many configurations."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from opacus_memprof.cli import training_options as options
+from opacus_memprof.cli.debug import hide_token
+from opacus_memprof.experiments.configuration import Configuration, Mode
+
+if TYPE_CHECKING:
+    from opacus_memprof.experiments.sweep.grid import Cell
+    from opacus_memprof.experiments.sweep.tables import Results
+
+NumSteps = Annotated[int, typer.Option("--num-steps", help="Steps that are measured, after one that warms up.")]
+ModeName = Annotated[Mode, typer.Option("--mode", help="vanilla: without privacy. The others: how to clip.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Keep the results that are there, and run the others.")]
+ResultsDir = Annotated[Path, typer.Option("--results-dir", metavar="DIR", help="Where everything goes.")]
+
+
+def configuration(config: str | None, model_name: str | None, default_model: str, **fields: Any) -> Configuration:
+    """Of sequence classification, as SNLI is. `default_model` is an id on the hub, for where no other model is given.
+
+    Raises:
+        MemprofError: values that cannot be trained.
+    """
+    hide_token(sys.argv)
+    if config is None and model_name is None:
+        model_name = default_model
+    model, pretrained = options.model_of(config, model_name)
+    return options.checked(
+        Configuration(model=model, pretrained=pretrained, task="classification", warmup_steps=1, **fields)
+    )
+
+
+def run_side_by_side(
+    command: str,
+    cells: "Sequence[Cell]",
+    results_dir: Path,
+    draw: "Callable[[Results, Path], object]",
+    *,
+    token: str | None,
+    grows: bool,
+    resume: bool,
+    detailed: bool = False,
+    on_line: Callable[[str], object] = lambda line: None,
+) -> "Results":
+    """Runs cells, whose results go to `results_dir`, and draws all that are there. Returns them by name.
+
+    Raises:
+        MemprofError: see ResultsDirectory and run_missing.
+        typer.Exit: with code 1, where a cell neither finished nor ran out of memory.
+    """
+    from rich.console import Console
+
+    from opacus_memprof.experiments.sweep.results import ResultsDirectory
+    from opacus_memprof.experiments.sweep.run import local_launcher, on_device, run_missing
+
+    cells, gpus = on_device(cells)
+    console = Console()
+    with ResultsDirectory(results_dir, command, cells, grows=grows, resume=resume) as directory:
+        run_missing(directory, local_launcher(directory, gpus, token, on_line), console, detailed=detailed)
+        results = directory.results()
+        draw(results, directory.path)
+    counts: dict[str, int] = {}
+    for result in results.values():
+        counts[result["status"]] = counts.get(result["status"], 0) + 1
+    listed = ", ".join(f"{count} {status.replace('_', ' ')}" for status, count in counts.items())
+    console.print(f"{listed}. The results are in {directory.path}", highlight=False, soft_wrap=True)
+    if counts.keys() - {"finished", "out_of_memory"}:
+        raise typer.Exit(1)
+    return results

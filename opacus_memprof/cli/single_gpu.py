@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`opacus-memprof single-gpu`: where the memory of fine-tuning a language model on one GPU goes."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from opacus_memprof.cli import side_by_side
+from opacus_memprof.cli import training_options as options
+
+DEFAULT_MODEL = "meta-llama/Llama-3.2-3B-Instruct"
+
+
+def single_gpu(
+    model_name: options.ModelName = None,
+    config: options.ConfigName = None,
+    token: options.Token = None,
+    seq_length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 128,
+    batch_size: Annotated[int, typer.Option(help="Samples of an optimizer's step.")] = 32,
+    max_physical_batch_size: Annotated[int, typer.Option(help="Samples that go through the model at once.")] = 1,
+    learning_rate: Annotated[float, typer.Option(help="Adam's.")] = 1e-5,
+    sigma: Annotated[float, typer.Option(help="The noise multiplier.")] = 1.0,
+    max_grad_norm: Annotated[float, typer.Option(help="The clipping bound.")] = 1.0,
+    num_steps: side_by_side.NumSteps = 5,
+    use_lora: Annotated[bool, typer.Option("--use-lora", help="Train LoRA adapters instead of all weights.")] = False,
+    lora_rank: Annotated[int, typer.Option(help="Theirs, with --use-lora.")] = 16,
+    mode: side_by_side.ModeName = "hooks",
+    dtype: options.DtypeName = "bf16",
+    device: options.DeviceName = "auto",
+    results_dir: side_by_side.ResultsDir = Path("single_gpu_memory_results"),
+    run_all: Annotated[
+        bool,
+        typer.Option(
+            "--run-all",
+            help="Nine configurations in the place of these sizes: lengths 64, 128, 256; batches 8, 16, 32; LoRA of "
+            "rank 16 and 32; physical batches 1, 2, 4.",
+        ),
+    ] = False,
+    resume: side_by_side.Resume = False,
+) -> None:
+    """Fine-tune a language model privately under the profiler, in a process of its own, and show where its memory goes.
+
+    Further calls add to the same directory, and are compared with what is there. Trains sequence classification on
+    SNLI, or on random tokens where it cannot be reached; without --config and --model-name,
+    meta-llama/Llama-3.2-3B-Instruct.
+    """
+    base = side_by_side.configuration(
+        config,
+        model_name,
+        DEFAULT_MODEL,
+        seq_length=seq_length,
+        batch_size=batch_size,
+        max_physical_batch_size=max_physical_batch_size,
+        lora_rank=lora_rank if use_lora else None,
+        learning_rate=learning_rate,
+        sigma=sigma,
+        max_grad_norm=max_grad_norm,
+        num_steps=num_steps,
+        mode=mode,
+        dtype=dtype,
+        device=device,
+    )
+    from opacus_memprof.experiments.sweep.grid import Cell, comparison
+    from opacus_memprof.experiments.sweep.pictures import draw_single_gpu
+
+    side_by_side.run_side_by_side(
+        "single-gpu",
+        comparison(base) if run_all else [Cell(base)],
+        results_dir,
+        draw_single_gpu,
+        token=token,
+        grows=True,
+        resume=resume,
+        on_line=(lambda line: None) if run_all else print,
+    )

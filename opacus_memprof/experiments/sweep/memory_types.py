@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Categories rolled up into the few kinds of memory that people speak of."""
+
+from collections.abc import Mapping
+from typing import Any
+
+OTHER = "other"
+
+# What an optimizer, a model and autograd need is theirs; `privacy` is what is there for Opacus alone.
+MEMORY_TYPES = {
+    "parameters": ("model_parameters", "buffers"),
+    "optimizer": ("optimizer_states",),
+    "gradients": ("gradients",),
+    "activations": ("activations", "activation_hooks_shared", "forward_undecided", "inputs"),
+    "privacy": (
+        "activation_hooks_opacus_only",
+        "backprop_copies",
+        "per_sample_gradients",
+        "temp_matrices",
+        "norm_samples",
+        "clipping_temporaries",
+        "summed_gradients",
+        "noise",
+    ),
+    "temporaries": ("forward_temporaries", "backward_temporaries", "optimizer_temporaries"),
+    OTHER: (),
+}
+_TYPE_OF = {category: name for name, categories in MEMORY_TYPES.items() for category in categories}
+
+
+def memory_types(peak: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes by kind of memory, of a peak as profile.json has it; they sum up to its requested bytes."""
+    split = peak["activation_hooks"]
+    categories = {
+        **{name: size for name, size in peak["categories"].items() if name != "activation_hooks"},
+        "activation_hooks_shared": split["shared_with_autograd"],
+        "activation_hooks_opacus_only": split["opacus_only"],
+    }
+    sums = dict.fromkeys(MEMORY_TYPES, 0)
+    for category, size in categories.items():
+        sums[_TYPE_OF.get(category, OTHER)] += size
+    return sums

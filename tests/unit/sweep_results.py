@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of runs, made by hand: what docs/experiments.md says that a run leaves."""
+
+from typing import Any
+
+from opacus_memprof.experiments.configuration import Configuration
+
+GIB = 2**30
+BASE = Configuration(task="classification", device="cpu")
+
+
+def finished(configuration: Configuration) -> dict[str, Any]:
+    """Two steps. The parameters take 1 GiB, the activations 1 MiB for each token that goes through at once."""
+    activations = configuration.seq_length * configuration.physical_batch_size * 2**20
+    at_peak = {"model_parameters": GIB, "activations": activations, "activation_hooks": 300, "noise": 0}
+    peak = {
+        "requested_bytes": GIB + activations + 300,
+        "event": 3,
+        "unix_ns": 3 * 10**9,
+        "phase": "backward",
+        "step": 1,
+        "categories": at_peak,
+        "activation_hooks": {"shared_with_autograd": 200, "opacus_only": 100},
+        "components": {
+            "mlp": {"model_parameters": GIB, "activation_hooks": 300},
+            "other": {"activations": activations},
+        },
+        "born_in": {"setup": {"model_parameters": GIB}, "forward": {"activations": activations + 300}},
+        "modules": {"mlp": at_peak},
+        "module_tree": {"": GIB},
+        "ops": {},
+        "streams": {},
+        "threads": {},
+        "largest_blocks": [],
+        "newest_blocks": [],
+    }
+    sizes = [0, GIB, GIB + activations, peak["requested_bytes"], GIB]
+    return {
+        "format": 1,
+        "config": configuration.to_json(),
+        "status": "finished",
+        "error": None,
+        "refused": False,
+        "progress": {"stage": "training", "steps_completed": 2, "steps": 2},
+        "environment": {"device_name": "a machine"},
+        "data": {"source": "synthetic", "reason": "random tokens"},
+        "avg_time_ms": 12.5,
+        "peak_memory_mb": peak["requested_bytes"] / 2**20,
+        "peak": peak,
+        "phases": {
+            "forward": {"peak_bytes": GIB + activations, "categories": {"model_parameters": GIB, "activations": 1}},
+            "backward": {"peak_bytes": peak["requested_bytes"], "categories": at_peak},
+        },
+        "snapshots": [
+            {"name": "0_model_loaded", "requested_bytes": GIB},
+            {"name": "1_step_0_forward", "requested_bytes": GIB + activations},
+            {"name": "2_step_0_optimizer", "requested_bytes": GIB},
+        ],
+        "timeline": {
+            "event": [1, 2, 3, 4, 5],
+            "time_ns": [0, 8 * 10**9, 9 * 10**9, 10 * 10**9, 12 * 10**9],
+            "logical_step": [0, 0, 0, 0, 1],
+            "phase": ["idle", "forward", "backward", "backward", "zero_grad"],
+            "bytes": sizes,
+            "categories": {
+                "model_parameters": [0, GIB, GIB, GIB, GIB],
+                "activations": [max(0, size - GIB) for size in sizes],
+            },
+        },
+        "out_of_memory": [],
+    }
+
+
+def out_of_memory(configuration: Configuration) -> dict[str, Any]:
+    """Got as far as `finished`, and asked 3 GiB more."""
+    failed = {
+        "requested_bytes": 3 * GIB,
+        "live_bytes": GIB,
+        "category": "per_sample_gradients",
+        "module": "mlp",
+        "phase": "backward",
+    }
+    return finished(configuration) | {
+        "status": "out_of_memory",
+        "error": "OutOfMemoryError while training: tried to allocate 3 GiB",
+        "avg_time_ms": None,
+        "out_of_memory": [failed],
+    }
+
+
+def failed(configuration: Configuration) -> dict[str, Any]:
+    """Could not begin."""
+    return finished(configuration) | {
+        "status": "failed",
+        "error": "ValueError while loading the model: no",
+        "avg_time_ms": None,
+        "peak_memory_mb": None,
+        "peak": None,
+        "phases": {},
+        "snapshots": [],
+        "timeline": {},
+        "data": None,
+    }

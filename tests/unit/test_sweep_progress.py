@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The estimate of the time left, and what is said of a cell."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from opacus_memprof.experiments.sweep.progress import board, line, time_left
+from tests.unit.sweep_results import BASE, failed, finished, out_of_memory
+
+
+def test_the_others_take_as_long_as_those_before() -> None:
+    assert time_left(elapsed=5, elapsed_at_last=0, ended=0, cells=4) is None
+    assert time_left(elapsed=30, elapsed_at_last=30, ended=3, cells=12) == pytest.approx(90)
+    assert time_left(elapsed=34, elapsed_at_last=30, ended=3, cells=12) == pytest.approx(86)
+    assert time_left(elapsed=500, elapsed_at_last=30, ended=3, cells=12) == 0
+    assert time_left(elapsed=31, elapsed_at_last=30, ended=12, cells=12) == 0
+
+
+def test_what_is_said_of_a_cell() -> None:
+    text = io.StringIO()
+    with board(Console(file=text, width=200), 3, 2) as ended:
+        ended("one", finished(BASE))
+        ended("two", out_of_memory(BASE))
+        ended("three", failed(BASE))
+    lines = text.getvalue().splitlines()
+    assert lines[0] == "one  finished, peak 1.13 GiB in backward, 12 ms a step"  # 1 GiB, 128 MiB, 300 B
+    assert (
+        lines[1] == "two  out of memory, peak 1.13 GiB in backward, 3.00 GiB more for per_sample_gradients did not fit"
+    )
+    assert lines[2] == "three  failed: ValueError while loading the model: no"
+    assert "3/3 configurations, 2 at once," in lines[-1]
+
+
+def test_brackets_of_an_error_are_no_markup() -> None:
+    said = line("name", failed(BASE) | {"error": "IndexError: [/] a[0]"})
+    assert "[/] a[0]" in Console(file=io.StringIO(), width=200).render_str(said).plain

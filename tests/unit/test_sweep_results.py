@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A results directory: what it refuses, what it keeps, what is to be run."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.experiments.files import write_json
+from opacus_memprof.experiments.sweep.grid import Cell, grid
+from opacus_memprof.experiments.sweep.results import ResultsDirectory
+from tests.unit.sweep_results import BASE, failed, finished, out_of_memory
+
+CELLS, _ = grid(BASE, [16, 32], [8], [1, 2], [0])
+
+
+def sweep(path: Path, cells: list[Cell] = CELLS, *, resume: bool = False) -> ResultsDirectory:
+    return ResultsDirectory(path, "sweep", cells, grows=False, resume=resume)
+
+
+def single(path: Path, cells: list[Cell], *, resume: bool = False) -> ResultsDirectory:
+    return ResultsDirectory(path, "single-gpu", cells, grows=True, resume=resume)
+
+
+def put(directory: ResultsDirectory, cell: Cell, result: dict) -> None:
+    folder = directory.run_directory(cell.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "result.json", result)
+
+
+def content(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_what_has_ended_is_not_run_again(tmp_path: Path) -> None:
+    with sweep(tmp_path / "r") as directory:
+        assert directory.missing() == CELLS
+        put(directory, CELLS[0], finished(CELLS[0].configuration))
+        put(directory, CELLS[1], out_of_memory(CELLS[1].configuration))
+        put(directory, CELLS[2], failed(CELLS[2].configuration))
+    with sweep(tmp_path / "r", resume=True) as directory:
+        assert directory.missing() == CELLS[2:]
+        assert list(directory.results()) == [cell.name for cell in CELLS[:3]]
+
+
+def test_resume_begins_where_there_is_nothing(tmp_path: Path) -> None:
+    with sweep(tmp_path / "r", resume=True) as directory:
+        assert directory.missing() == CELLS
+
+
+def test_single_runs_gather(tmp_path: Path) -> None:
+    for cell in CELLS[:2]:
+        with single(tmp_path, [cell]) as directory:
+            assert directory.missing() == [cell]
+            put(directory, cell, finished(cell.configuration))
+    with single(tmp_path, CELLS[1:], resume=True) as directory:
+        assert directory.missing() == CELLS[2:]
+        assert list(directory.results()) == directory.names[:2] == [cell.name for cell in CELLS[:2]]
+    with single(tmp_path, CELLS[:1]) as directory:
+        assert directory.missing() == CELLS[:1]  # measured anew
+        assert directory.names == [cell.name for cell in CELLS]
+
+
+def other_settings() -> list[Cell]:
+    return [Cell(replace(cell.configuration, num_steps=9)) for cell in CELLS]
+
+
+@pytest.mark.parametrize(
+    ("there", "again", "sentence"),
+    [
+        (lambda path: sweep(path), lambda path: sweep(path), "holds results: add --resume"),
+        (lambda path: sweep(path, CELLS[:3]), lambda path: sweep(path, resume=True), "another grid, of 3 config"),
+        (lambda path: sweep(path), lambda path: sweep(path, other_settings(), resume=True), "num_steps 3, and.* 9"),
+        (lambda path: sweep(path), lambda path: single(path, CELLS), "holds results of `opacus-memprof sweep`"),
+        (lambda path: single(path, CELLS), lambda path: single(path, other_settings()), "num_steps 3, and .* 9"),
+    ],
+)
+def test_other_results_are_refused(tmp_path: Path, there, again, sentence: str) -> None:
+    with there(tmp_path):
+        pass
+    before = content(tmp_path)
+    with pytest.raises(MemprofError, match=sentence), again(tmp_path):
+        pass
+    assert content(tmp_path) == before
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    with sweep(tmp_path):
+        pass
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"format": 7}))
+    before = content(tmp_path)
+    with (
+        pytest.raises(MemprofError, match="results of format 7, and this release writes 1"),
+        sweep(tmp_path, resume=True),
+    ):
+        pass
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "memory_profile_results.json"])
+def test_foreign_files_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    for directory in (sweep(tmp_path), sweep(tmp_path, resume=True), single(tmp_path, CELLS)):
+        with pytest.raises(MemprofError, match="holds files that are no results, which stay as they are"), directory:
+            pass
+    assert content(tmp_path) == {name: b"mine"}
+
+
+@pytest.mark.parametrize("manifest", ["", "[]", '{"format": 1', '{"format": 1}'])
+def test_a_broken_manifest_is_refused(tmp_path: Path, manifest: str) -> None:
+    (tmp_path / "manifest.json").write_text(manifest)
+    with pytest.raises(MemprofError), sweep(tmp_path, resume=True):
+        pass
+    assert (tmp_path / "manifest.json").read_text() == manifest
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(MemprofError, match="choose another --results-dir"), sweep(tmp_path / "file"):
+        pass
+    with pytest.raises(MemprofError, match="choose another --results-dir"), sweep(tmp_path / "file" / "below"):
+        pass
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    with sweep(tmp_path):
+        before = content(tmp_path)
+        with pytest.raises(MemprofError, match="is being written by another"), sweep(tmp_path, resume=True):
+            pass
+        assert content(tmp_path) == before
+    with sweep(tmp_path, resume=True) as directory:
+        assert directory.missing() == CELLS
+
+
+def test_a_call_that_was_refused_leaves_nothing(tmp_path: Path) -> None:
+    with sweep(tmp_path / "new") as directory:
+        put(directory, CELLS[0], failed(CELLS[0].configuration))
+        directory.forget_if_new()
+    assert not (tmp_path / "new").exists()
+    with sweep(tmp_path / "old"):
+        pass
+    with sweep(tmp_path / "old", resume=True) as directory:
+        directory.forget_if_new()
+    assert (tmp_path / "old" / "manifest.json").exists()
