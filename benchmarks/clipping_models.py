@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from small_gpt import Block
 from torch import nn
 from torch.nn import functional
+
+from opacus_memprof.experiments.transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -30,25 +31,6 @@ class Config:
             return (torch.randint(0, self.classes, shape, device=device) for _ in range(2))  # type: ignore[return-value]
         x = torch.randn(self.batch, 3, self.image, self.image, device=device, dtype=self.dtype)
         return x, torch.randint(0, self.classes, (self.batch,), device=device)
-
-
-class Transformer(nn.Module):
-    """A GPT: learned positions, pre-norm blocks, an untied head."""
-
-    def __init__(self, vocabulary: int, width: int, layers: int, heads: int, tokens: int) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        # One row of positions for each sample: a row broadcast over the batch has no per-sample gradients.
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids).contiguous()
-        x = self.tokens(ids) + self.positions(positions)
-        for block in self.blocks:
-            x = block(x)
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
 
 
 class Bottleneck(nn.Module):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from opacus_memprof.adaptors import allocator, install, library_path, uninstall
     from opacus_memprof.engine import PrivacyEngine
     from opacus_memprof.errors import MemprofError
-    from opacus_memprof.session import Session, profile, tag
+    from opacus_memprof.session import Session, profile, retag, tag
     from opacus_memprof.toolkit.debugger import create_memory_debugger
     from opacus_memprof.toolkit.model import analyze_model
     from opacus_memprof.toolkit.monitor import monitor_function
@@ -53,6 +53,7 @@ __all__ = [
     "memory_snapshot",
     "monitor_function",
     "profile",
+    "retag",
     "session",
     "tag",
     "uninstall",
@@ -78,6 +79,7 @@ _HOME = {
     "memory_snapshot": "toolkit.snapshots",
     "monitor_function": "toolkit.monitor",
     "profile": "session",
+    "retag": "session",
     "tag": "session",
     "uninstall": "adaptors",
 }

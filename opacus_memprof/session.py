@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -40,8 +41,20 @@ def tag(name: str) -> _native.Tag:
     Raises:
         MemprofError: there are more than 64 categories.
     """
+    return _native.Tag(category=_category_id(name))
+
+
+def retag(tensors: torch.Tensor | Iterable[torch.Tensor], name: str) -> int:
+    """Gives what is allocated already, under these tensors, the category `name`; returns the bytes that this changed.
+
+    What another tensor shares with them changes as well. Raises MemprofError as `tag` does.
+    """
+    return _native.retag(tensors, _category_id(name))
+
+
+def _category_id(name: str) -> int:
     try:
-        return _native.Tag(category=_native.category_id(name))
+        return _native.category_id(name)
     except (ValueError, IndexError, RuntimeError) as error:
         raise MemprofError(f'no room for the category "{name}": {error}') from error
 

@@ -296,3 +296,15 @@ def test_a_refused_training_overwrites_nothing(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(MemprofError, match="cannot be loaded"):
         process.run_to(output, TINY)
     assert output.read_text() == "before"
+
+
+def test_the_document_s_own_categories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = (Path(__file__).parents[2] / "docs" / "experiments.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "docs/experiments.md", "exec"), {})
+    cpu = read(tmp_path / "profile_with_own_categories" / "profile.json")["devices"]["cpu"]
+    assert cpu["peak"]["modules"]["1"]["seen"] == cpu["peak"]["categories"]["seen"] == 4 * 10 * 64 * 100
+    after_forward = cpu["snapshots"][0]["categories"]
+    assert after_forward["seen"] == 4 * 10 * 64 * 100
+    assert after_forward["scores"] == 4 * 64 * 64  # what sigmoid returned; the product went with the method

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models and the data of experiments, against published sizes and the models that they come from."""
+
+import os
+import socket
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.experiments import data, hub, models
+from opacus_memprof.experiments.configuration import Configuration
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+
+# Parameters as published, and of the head, which an experiment unties from the embeddings.
+PUBLISHED = {
+    "gpt2": 124_439_808 + 50257 * 768,
+    "llama-3.2-1b": 1_235_814_400 + 128256 * 2048,
+    "llama-3.2-3b": 3_212_749_824 + 128256 * 3072,
+    "llama-3.1-8b": 8_030_261_248,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_built_in_shape_has_the_parameters_of_its_model(name: str) -> None:
+    counted = models.count_parameters(models.build(Configuration(model=name), META))
+    assert counted == {"total": PUBLISHED[name], "trainable": PUBLISHED[name]}
+
+
+def test_the_long_sequences_transformer() -> None:
+    model = models.build(Configuration(model="transformer", seq_length=16384, dtype="bf16"), META)
+    width, block = 2048, 12 * 2048**2 + 13 * 2048
+    assert models.count_parameters(model)["total"] == (2 * 32000 + 16384) * width + 20 * block + 2 * width
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_lora_trains_what_it_adds_and_leaves_the_rest_as_it_is() -> None:
+    """peft adapts q_proj and v_proj of a Llama, the latter with 8 of 24 heads."""
+    chosen = Configuration(model="llama-3.2-3b", lora_rank=16)
+    counted = models.count_parameters(models.build(chosen, META))
+    adapters = 28 * 16 * ((3072 + 3072) + (3072 + 1024))
+    assert counted == {"total": 3_212_749_824 + adapters, "trainable": adapters}
+
+
+@pytest.mark.parametrize("model", ["tiny", "gpt2", "llama-3.2-1b"])
+@pytest.mark.parametrize("task", ["language_model", "classification"])
+@pytest.mark.parametrize("rank", [None, 2])
+def test_sizes_in_place_of_the_configuration_s_own(model: str, task: Any, rank: int | None) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 50, "hidden_dim": 32, "num_layers": 3, "num_heads": 4}
+    chosen = Configuration(model=model, task=task, lora_rank=rank, seq_length=9, **sizes)
+    built = models.build(chosen, CPU)
+    logits = built(torch.ones(2, 9, dtype=torch.long))
+    assert logits.shape == ((2, 9, 50) if task == "language_model" else (2, 3))
+    assert models.vocabulary_of(built) == 50
+    lists = [module for module in built.modules() if isinstance(module, nn.ModuleList) and len(module) == 3]
+    assert len(lists) == 1
+    embedding = next(module for module in built.modules() if isinstance(module, nn.Embedding))
+    assert embedding.embedding_dim == 32
+
+
+def test_a_llama_of_another_size_keeps_its_proportions() -> None:
+    chosen = Configuration(model="llama-3.2-3b", hidden_dim=96, num_heads=6, num_layers=1)
+    config = models.build(chosen, META).model.config  # type: ignore[union-attr]
+    assert (config.intermediate_size, config.num_key_value_heads, config.head_dim) == (256, 2, 16)
+
+
+@pytest.fixture(scope="module")
+def saved_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 with a tokenizer of words, as a local copy from the hub would be."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers import models as kinds
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=10, n_embd=16, n_layer=1, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0)
+    GPT2LMHeadModel(config).save_pretrained(path)
+    words = ["<end>", "a", "man", "sleeps", "runs", "nobody"]
+    tokenizer = Tokenizer(kinds.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", unk_token="<end>").save_pretrained(path)
+    return path
+
+
+def test_a_local_path_loads_and_computes_the_same(saved_gpt2: Path) -> None:
+    """Although Conv1D became Linear and the head is tied no more."""
+    from transformers import GPT2LMHeadModel
+    from transformers.pytorch_utils import Conv1D
+
+    original = GPT2LMHeadModel.from_pretrained(saved_gpt2).eval()
+    built = models.build(Configuration(model=str(saved_gpt2), pretrained=True, seq_length=16), CPU).eval()
+    ids = torch.randint(10, (2, 16))
+    torch.testing.assert_close(built(ids), original(input_ids=ids).logits)
+    assert not any(isinstance(module, Conv1D) for module in built.modules())
+    assert models.count_parameters(built)["total"] == original.num_parameters() + 10 * 16
+    with pytest.raises(MemprofError, match=r"seq_length is 17, and .* has 16 positions"):
+        models.build(Configuration(model=str(saved_gpt2), pretrained=True, seq_length=17), CPU)
+
+
+def test_a_model_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    path = tmp_path / "hf_secret"
+    with pytest.raises(MemprofError) as refused:
+        models.build(Configuration(model=str(path), pretrained=True), CPU)
+    said = str(refused.value)
+    assert "\n" not in said
+    assert said.startswith(f'the model "{path}" cannot be loaded (')
+    assert "--model-name PATH" in said
+    assert "--config tiny|transformer|gpt2|" in said
+    assert "hf_secret" not in said.replace(str(path), "")
+
+
+SNLI = [
+    {"premise": "a man sleeps", "hypothesis": "nobody runs", "label": 1},
+    {"premise": "a man", "hypothesis": "a man", "label": -1},
+    {"premise": "nobody sleeps", "hypothesis": "a man runs", "label": 2},
+]
+
+
+@pytest.mark.parametrize("task", ["language_model", "classification"])
+def test_snli_where_it_can_be_reached(saved_gpt2: Path, monkeypatch: pytest.MonkeyPatch, task: Any) -> None:
+    asked = []
+
+    def load_dataset(name: str, split: str, token: str | None) -> list[dict[str, Any]]:
+        asked.append((name, split))
+        return SNLI
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    chosen = Configuration(
+        model=str(saved_gpt2), pretrained=True, task=task, seq_length=6, batch_size=3, num_steps=1, warmup_steps=0
+    )
+    loaded = data.load(chosen, 10)
+    assert (loaded.source, loaded.reason) == ("snli", "the train split of stanfordnlp/snli")
+    assert asked == [("stanfordnlp/snli", "train[:70]")]
+    ((tokens, targets),) = loaded.loader
+    assert tokens.tolist() == [[1, 2, 3, 5, 4, 0], [5, 3, 1, 2, 4, 0], [1, 2, 3, 5, 4, 0]]
+    if task == "classification":
+        assert targets.tolist() == [1, 2, 1]
+    else:
+        assert targets.tolist() == [[2, 3, 5, 4, 0, 0], [3, 1, 2, 4, 0, 0], [2, 3, 5, 4, 0, 0]]
+
+
+def test_random_tokens_where_it_cannot(saved_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("no route for hf_secret\nand a traceback")
+
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    loaded = data.load(Configuration(model=str(saved_gpt2), pretrained=True, seq_length=5, batch_size=2), 10)
+    assert loaded.source == "synthetic"
+    assert loaded.reason == "random tokens: SNLI cannot be loaded (no route for ***)"
+    batches = list(loaded.loader)
+    assert len(batches) == 5  # two to warm up, three to measure
+    for tokens, targets in batches:
+        assert tokens.shape == targets.shape == (2, 5)
+        assert torch.equal(tokens[:, 1:], targets[:, :-1])
+        assert 0 < tokens.min() <= tokens.max() < 10
+
+
+def test_the_hub_is_left_alone_where_nothing_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError("Network is unreachable")
+
+    for name in ("HF_HUB_OFFLINE", "HF_ENDPOINT", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
+    hub.use_the_cache_where_there_is_no_hub()
+    assert "HF_HUB_OFFLINE" not in os.environ  # whether the proxy answers is not known
+    monkeypatch.delenv("HTTPS_PROXY")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # so that it is restored, and the user's word holds
+    hub.use_the_cache_where_there_is_no_hub()
+    assert os.environ["HF_HUB_OFFLINE"] == "0"
+    del os.environ["HF_HUB_OFFLINE"]
+    hub.use_the_cache_where_there_is_no_hub()
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
