@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(Path(__file__).parent / "scripts" / "train_ranks.py")
 RUN = ("-m", "opacus_memprof", "run", "--device", "cpu", "-o")
 ENVIRONMENT = os.environ | {
+    "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(ROOT),
     "PYTHONWARNINGS": "ignore",
@@ -105,7 +106,14 @@ def test_ddp_and_a_rank_that_is_killed(tmp_path: Path) -> None:
     assert "per_sample_gradients" in reported.output
 
 
-WAYS = ("dpddp/hooks/flat", "ddp/hooks/flat", "ddp/ghost/flat", "dpddp/hooks/per_layer", "fsdp2/ghost_fsdp/flat")
+WAYS = (
+    "dpddp/hooks/flat",
+    "ddp/hooks/flat",
+    "ddp/ghost/flat",
+    "dpddp/hooks/per_layer",
+    "fsdp2/ghost_fsdp/flat",
+    "fsdp2_bf16/ghost_fsdp/flat",
+)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few steps of DP-SGD on each of several processes, over gloo on the CPU. It knows of no profiler."""
+"""A few steps of DP-SGD on each of several processes: on the CPU over gloo, or on GPUs over NCCL. It knows of no
+profiler."""
 
 import argparse
 import os
@@ -11,16 +12,31 @@ from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 FEATURES, WIDTH, CLASSES, BATCH = 64, 256, 8, 16
 
 
+def in_bf16(model: nn.Module) -> nn.Module:
+    return FSDP2Wrapper(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+def offloaded(model: nn.Module) -> nn.Module:
+    """FSDP2 keeps shards, gradients and optimizer states on the CPU. Opacus' wrapper has no argument for it."""
+    for module in model:
+        if isinstance(module, nn.Linear):
+            fully_shard(module, offload_policy=CPUOffloadPolicy())
+    return fully_shard(model, offload_policy=CPUOffloadPolicy())
+
+
 WRAPPERS = {
     "ddp": DistributedDataParallel,
     "dpddp": DifferentiallyPrivateDistributedDataParallel,
     "fsdp2": FSDP2Wrapper,
+    "fsdp2_bf16": in_bf16,
+    "fsdp2_offload": offloaded,
 }
 
 
@@ -30,9 +46,9 @@ def model() -> nn.Module:
     return nn.Sequential(*hidden, nn.Linear(WIDTH, CLASSES))
 
 
-def train(wrap: str, mode: str, clipping: str, steps: int, kill: int | None) -> None:
+def train(wrap: str, mode: str, clipping: str, device: torch.device, steps: int, kill: int | None) -> None:
     rank = dist.get_rank()
-    wrapped = WRAPPERS[wrap](model())
+    wrapped = WRAPPERS[wrap](model().to(device))
     generator = torch.Generator().manual_seed(rank)
     data = TensorDataset(
         torch.randn(BATCH * steps, FEATURES, generator=generator),
@@ -55,7 +71,7 @@ def train(wrap: str, mode: str, clipping: str, steps: int, kill: int | None) -> 
         if step == steps - 1 and rank == kill:
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
-        loss = compute_loss(private(features), labels)
+        loss = compute_loss(private(features.to(device)), labels.to(device))
         loss.backward()
         optimizer.step()
         print(f"rank {rank} {wrap} {mode} {clipping} step {step} {loss.item()!r}", flush=True)
@@ -67,9 +83,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--kill", type=int, help="the rank that dies of SIGKILL before its last step")
     args = parser.parse_args()
-    dist.init_process_group("gloo")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
     for way in args.ways:
-        train(*way.split("/"), args.steps, args.kill)
+        train(*way.split("/"), device, args.steps, args.kill)
     dist.destroy_process_group()
 
 
