@@ -26,4 +26,4 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise MemprofError(f"cannot write {target} ({error.strerror}): choose another place") from error
+        raise MemprofError(f"cannot write {target} ({error.strerror or error}): choose another place") from error

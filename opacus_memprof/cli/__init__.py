@@ -11,7 +11,7 @@ from opacus_memprof.cli.draw import draw
 from opacus_memprof.cli.experiment import experiment
 from opacus_memprof.cli.experiments import experiments
 from opacus_memprof.cli.lists import ListsCommand
-from opacus_memprof.cli.report import report
+from opacus_memprof.cli.report import ReportCommand, report
 from opacus_memprof.cli.run import run
 from opacus_memprof.cli.single_gpu import single_gpu
 from opacus_memprof.cli.sweep import sweep
@@ -28,7 +28,7 @@ app = typer.Typer(
 )
 # What follows the script belongs to the script.
 app.command(context_settings={"allow_interspersed_args": False})(run)
-app.command()(report)
+app.command(cls=ReportCommand)(report)
 app.command()(doctor)
 app.command()(debug)
 app.command()(tax)

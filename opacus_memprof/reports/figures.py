@@ -10,9 +10,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from opacus_memprof.errors import MemprofError
 from opacus_memprof.files import replacing
+from opacus_memprof.reports.optional import require
 from opacus_memprof.reports.palette import CATEGORY_COLORS, THEMES, Theme, category_color, stack_order
+from opacus_memprof.reports.tables import shortened
 from opacus_memprof.units import format_bytes
 
 if TYPE_CHECKING:
@@ -39,12 +40,10 @@ def drawn(
     Raises:
         MemprofError: matplotlib is not installed, or `path` cannot be written.
     """
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MemprofError(f"pictures need matplotlib ({error}): pip install matplotlib") from error
+    matplotlib = require("matplotlib", "pictures")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # not the user's own style, which the figure's colours would not suit
         matplotlib.rcParams.update(_style(THEMES[theme]))
@@ -191,8 +190,3 @@ def legend(figure: "Figure | SubFigure", *axes: "Axes") -> None:
 def category_label(category: str) -> str:
     """A category's name in a picture: `per sample gradients`."""
     return category.replace("_", " ")
-
-
-def shortened(name: str, length: int = 36) -> str:
-    """A module's or a configuration's name within `length`: its end tells more than its beginning."""
-    return name if len(name) <= length else "…" + name[-(length - 1) :]

@@ -48,6 +48,18 @@ CATEGORY_COLORS = {
     "outside_pytorch": "#d9dce0",
 }
 
+# Of phases: the hue of what each of them makes. Idle has none.
+PHASE_COLORS = {
+    "setup": "#7bbff7",
+    "forward": "#92c27f",
+    "backward": "#fdde48",
+    "second_backward": "#e6be40",
+    "clip": "#9347d7",
+    "noise": "#ac5ca2",
+    "optimizer_step": "#434e92",
+    "zero_grad": "#8e8d96",
+}
+
 # The program's own categories get browns and olives, which no built-in category has.
 _OWN_COLORS = ("#7a5c2e", "#b39b6d", "#5d6327", "#a3a55b", "#8a6f63", "#c9b1a2", "#6b4a3a", "#8f8f3a")
 

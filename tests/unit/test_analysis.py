@@ -312,7 +312,8 @@ def test_what_is_written_is_loaded(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_leaves_the_old_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_profile({"format": 1}, tmp_path)
+    old = {"format": 1, "devices": {}, "findings": [], "warnings": [], "started_unix_ns": 0}
+    write_profile(old, tmp_path)
 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -320,7 +321,7 @@ def test_a_write_that_fails_leaves_the_old_profile(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="No space"):
         write_profile({"format": 1, "new": True}, tmp_path)
-    assert load_profile(tmp_path) == {"format": 1}
+    assert load_profile(tmp_path) == old
     assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]
 
 

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a profile.json has at least: a file that lacks it is somebody else's."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from opacus_memprof.errors import MemprofError
+
+_PROFILE = {"devices": dict, "findings": list, "warnings": list, "started_unix_ns": int}
+_DEVICE = {"peak": dict, "phases": dict, "steps": list, "snapshots": list, "out_of_memory": list, "timeline": dict}
+_PEAK = {"requested_bytes": int, "categories": dict, "modules": dict, "components": dict}
+
+
+def refuse_foreign(profile: Mapping[str, Any], path: Path) -> None:
+    """Raises MemprofError with the first key that the content of `path` lacks."""
+    _check(profile, path, "", _PROFILE)
+    for name, device in profile["devices"].items():
+        _check(device, path, f"devices.{name}.", _DEVICE)
+        _check(device["peak"], path, f"devices.{name}.peak.", _PEAK)
+
+
+def _check(part: Any, path: Path, where: str, keys: Mapping[str, type]) -> None:
+    for key, kind in keys.items():
+        if not isinstance(part, dict) or not isinstance(part.get(key), kind):
+            raise MemprofError(f"{path} is not the profiler's, for it lacks {where}{key}: profile again")

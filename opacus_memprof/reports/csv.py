@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The summary as one table of bytes by category, for spreadsheets and data frames."""
+
+import csv
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from opacus_memprof.files import replacing
+
+COLUMNS = ("device", "table", "name", "step", "phase", "category", "bytes")
+
+
+def write_csv(profile: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Writes the bytes by category at the peak and at the peaks of phases and steps; those without bytes are left out.
+
+    `table` is what a row belongs to: `peak`, `module` and `component` (each a part of the peak, by `name`), `phase` and
+    `step` (at the peak of each). The sum of a table's rows with one name, or of the peak's three tables, is the
+    requested bytes at that instant.
+
+    Raises:
+        MemprofError: `path` cannot be written.
+    """
+    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for name, device in profile["devices"].items():
+            writer.writerows((name, *row) for row in _rows(device))
+
+
+def _rows(device: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    peak = device["peak"]
+    where = (peak["step"], peak["phase"])
+    yield from _sizes("peak", "", where, peak["categories"])
+    for table in ("module", "component"):
+        for name, categories in peak[f"{table}s"].items():
+            yield from _sizes(table, name, where, categories)
+    for name, phase in device["phases"].items():
+        yield from _sizes("phase", name, (phase["step"], name), phase["categories"])
+    for step in device["steps"]:
+        yield from _sizes("step", str(step["step"]), (step["step"], step["phase"]), step["categories"])
+
+
+def _sizes(table: str, name: str, where: tuple[Any, Any], categories: Mapping[str, int]) -> Iterator[tuple[Any, ...]]:
+    for category, size in categories.items():
+        if size:
+            yield table, name, *where, category, size

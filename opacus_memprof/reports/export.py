@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The formats of a report, by name."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opacus_memprof.directory import EVENTS, META, PROFILE, SNAPSHOTS
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.files import replacing
+from opacus_memprof.reports.csv import write_csv
+from opacus_memprof.reports.html import write_html
+from opacus_memprof.reports.latex import write_latex
+from opacus_memprof.reports.memory_viz import write_memory_viz
+from opacus_memprof.reports.optional import require
+from opacus_memprof.reports.parquet import write_parquet
+from opacus_memprof.reports.perfetto import write_perfetto
+from opacus_memprof.reports.picture import write_pictures
+
+Profile = Mapping[str, Any]
+_THE_PROFILE_S_OWN = {EVENTS, META, PROFILE, SNAPSHOTS}
+_STEM = "memprof"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is exported.
+
+    Attributes:
+        profile: the content of profile.json.
+        directory: of the profile.
+        without_dp: the profile of the same training without privacy, for what shows the cost of it.
+    """
+
+    profile: Profile
+    directory: Path
+    without_dp: Profile | None = None
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one format is written.
+
+    Attributes:
+        suffixes: of its files; the first is that of a file that nobody named.
+        write: returns the files that it wrote, or None for the path that it was given.
+        needs: a module that this format alone needs, and what needs it, for reports.optional.require.
+    """
+
+    suffixes: tuple[str, ...]
+    write: Callable[[Source, Path], list[Path] | None]
+    needs: tuple[str, str] | None = None
+
+
+def _write_json(source: Source, path: Path) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(source.profile, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+FORMATS = {
+    "html": Format((".html",), lambda it, path: write_html(it.profile, it.directory, path, it.without_dp)),
+    "png": Format((".png",), lambda it, path: write_pictures(it.profile, path), ("matplotlib", "pictures")),
+    "csv": Format((".csv",), lambda it, path: write_csv(it.profile, path)),
+    "json": Format((".json",), _write_json),
+    "latex": Format((".tex",), lambda it, path: write_latex(it.profile, path)),
+    "perfetto": Format(
+        (".pftrace", ".perfetto-trace"),
+        lambda it, path: write_perfetto(it.profile, it.directory, path),
+        ("perfetto", "Perfetto traces"),
+    ),
+    "memory_viz": Format((".pickle", ".pkl"), lambda it, path: write_memory_viz(it.profile, it.directory, path)),
+    "parquet": Format(
+        (".parquet",), lambda it, path: write_parquet(it.profile, it.directory, path), ("pyarrow", "Parquet tables")
+    ),
+}
+
+
+def export(source: Source, wanted: Mapping[str, str | os.PathLike[str] | None]) -> list[Path]:
+    """Writes a profile in several formats, each file atomically, and returns the files.
+
+    Args:
+        source: the profile.
+        wanted: by format the file; None is `memprof` with the format's suffix, in the profile's directory.
+
+    Raises:
+        MemprofError: before anything is written, for an unknown format, another suffix than the format's, one of the
+            profile's own files, or a package that is missing; and where a file cannot be written.
+    """
+    paths = {name: _path(name, path, source.directory) for name, path in wanted.items()}
+    for name in wanted:
+        if needs := FORMATS[name].needs:
+            require(*needs)
+    written: list[Path] = []
+    for name, path in paths.items():
+        written += FORMATS[name].write(source, path) or [path]
+    return written
+
+
+def _path(name: str, path: str | os.PathLike[str] | None, home: Path) -> Path:
+    format = FORMATS.get(name)
+    if format is None:
+        raise MemprofError(f"{name!r} is no format of a report: choose one of {', '.join(FORMATS)}")
+    target = home / f"{_STEM}{format.suffixes[0]}" if path is None else Path(path)
+    if target.suffix not in format.suffixes:
+        raise MemprofError(f"{target} is no name for {name}: end it with {' or '.join(format.suffixes)}")
+    if target.name in _THE_PROFILE_S_OWN and target.resolve().parent == home.resolve():
+        raise MemprofError(f"{target} is a file of the profile itself: choose another name")
+    if target.is_dir():
+        raise MemprofError(f"{target} is a directory: name a file in it")
+    return target

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A snapshot as torch.cuda.memory._snapshot() makes it, for pytorch.org/memory_viz and torch.cuda._memory_viz.
+
+Our attribution is in what both understand: `category` colours the timeline (as torch's own profile_plot has it),
+`user_metadata` and `frames` tell category, module, phase and op of a block. A block that changes its category is
+freed and allocated again, as profile_plot does.
+"""
+
+import json
+import os
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from opacus_memprof.analysis.events import ALLOC, FREE, OOM, RETAG, SEED, Events, Rows
+from opacus_memprof.analysis.names import Names
+from opacus_memprof.files import replacing
+
+MAX_EVENTS = 200_000  # of a device: the viewer holds each of them
+_PROTOCOL = 4  # the newest that the viewer reads
+_SEGMENT_GAP = 2**21  # blocks that are nearer share a segment
+_POOL = (0, 0)
+
+Entry = dict[str, Any]
+
+
+class _Block(NamedTuple):
+    address: int
+    size: int
+    stream: int
+    category: int
+    module: int
+    op: int
+    phase: int
+    step: int
+
+
+def write_memory_viz(
+    profile: Mapping[str, Any], directory: str | os.PathLike[str], path: str | os.PathLike[str]
+) -> None:
+    """Writes the snapshot as a pickle. `cuda:i` is device i, the CPU the device after those (0 where there are none).
+
+    Of a device with more than MAX_EVENTS events of blocks those around its peak are shown, and what was live before
+    them as allocated at their beginning. The event file knows no segments: the snapshot's are the ranges of addresses
+    that the blocks took. It does not know either what the device had free when an allocation failed: 0 stands there.
+
+    Args:
+        profile: the content of profile.json.
+        directory: of the profile.
+        path: replaced atomically.
+
+    Raises:
+        MemprofError: events.bin is not readable, or `path` cannot be written.
+    """
+    events = Events(directory)
+    pieces: list[Rows] = []
+    wanted = (ALLOC, FREE, RETAG, SEED, OOM)
+    events.each(lambda rows: pieces.append(rows[np.isin(rows["kind"], wanted)]))
+    rows = np.concatenate(pieces) if pieces else np.empty(0, [("device", "u1")])
+    cards = int(rows["device"].max(initial=0))
+    traces: list[list[Entry]] = [[] for _ in range(cards + 1)]
+    segments: list[Entry] = []
+    for device in np.unique(rows["device"]):
+        number = int(device) - 1 if device else cards
+        trace = _Trace(events.names, profile["started_unix_ns"])
+        trace.replay(rows[rows["device"] == device])
+        traces[number] = trace.entries
+        segments += trace.segments(number)
+    snapshot = {
+        "segments": segments,
+        "device_traces": traces,
+        "allocator_settings": {},
+        "external_annotations": [],
+    }
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        pickle.dump(snapshot, file, protocol=_PROTOCOL)
+
+
+class _Trace:
+    """What happened on one device, and what was live at the end of it."""
+
+    def __init__(self, names: Names, start_unix_ns: int) -> None:
+        self.entries: list[Entry] = []
+        self._names = names
+        self._start = start_unix_ns
+        self._live: dict[int, _Block] = {}
+        self._ranges: set[tuple[int, int]] = set()  # of addresses
+        self._words = lru_cache(maxsize=None)(self._words_of)
+        self._frame = lru_cache(maxsize=None)(_frame)
+
+    def replay(self, rows: Rows) -> None:
+        """Takes all of a device's rows."""
+        rows = rows[(rows["block"] >= 0) | (rows["kind"] == OOM)]
+        born = np.isin(rows["kind"], (ALLOC, SEED))
+        change = np.where(born, 1, np.where(rows["kind"] == FREE, -1, 0)) * rows["bytes"].astype(np.int64)
+        peak = int(np.argmax(np.cumsum(change)))
+        first = int(np.clip(peak - MAX_EVENTS // 2, 0, max(len(rows) - MAX_EVENTS, 0)))
+        for number, block in _live_after(rows[:first]):
+            self._alloc(number, block, int(rows["time_ns"][first]))
+        for row in _plain(rows[first : first + MAX_EVENTS]):
+            self._take(row)
+        # Some versions of the viewer add this category for what has none, and fail.
+        self.entries.append({"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "category": "unknown"})
+
+    def _take(self, row: dict[str, int]) -> None:
+        time, number = row["time_ns"], row["block"]
+        if row["kind"] == OOM:
+            entry = self._entry("oom", _block(row), time)
+            del entry["addr"]
+            self.entries.append({**entry, "device_free": 0})
+        elif row["kind"] == FREE:
+            self._free(number, time)
+        elif row["kind"] == RETAG:
+            before = self._live[number]
+            after = before._replace(category=row["category"], module=row["module"])
+            if after != before:
+                self._free(number, time)
+                self._alloc(number, after, time)
+        else:
+            self._alloc(number, _block(row), time)
+
+    def _alloc(self, number: int, block: _Block, time: int) -> None:
+        self._live[number] = block
+        self._ranges.add((block.address, block.address + block.size))
+        self.entries.append(self._entry("alloc", block, time))
+
+    def _free(self, number: int, time: int) -> None:
+        block = self._live.pop(number)
+        self.entries.append(self._entry("free_requested", block, time))
+        self.entries.append(self._entry("free_completed", block, time))
+
+    def _entry(self, action: str, block: _Block, time: int) -> Entry:
+        category, metadata, frames = self._words(*block[3:])
+        return {
+            "action": action,
+            "addr": block.address,
+            "size": block.size,
+            "stream": block.stream,
+            "time_us": (self._start + time) // 1000,
+            "frames": frames,
+            "category": category,
+            "user_metadata": metadata,
+            "pool_id": _POOL,
+        }
+
+    def _words_of(self, category: int, module: int, op: int, phase: int, step: int) -> tuple[str, str, list[Entry]]:
+        """A block's category, all that is known of it, and the same as a stack, the innermost frame first."""
+        names = self._names
+        said = {"category": names.public_category(category), "module": names.module(module)}
+        said |= {"op": names.op(op), "phase": names.phase(phase)}
+        path = said["module"].split(".")
+        inside = [".".join(path[:end]) for end in range(len(path), 0, -1)]
+        stack = [("op", said["op"]), ("phase", said["phase"]), *(("module", name) for name in inside)]
+        stack.append(("category", said["category"]))
+        frames = [self._frame(kind, name) for kind, name in stack if name]
+        return said["category"], json.dumps({**said, "step": step}), frames
+
+    def segments(self, device: int) -> list[Entry]:
+        """The ranges of addresses, with what is live in them and the gaps between."""
+        result: list[Entry] = []
+        blocks = sorted(self._live.values())
+        at = 0
+        for start, end in _joined(self._ranges):
+            inside = at
+            while at < len(blocks) and blocks[at].address < end:
+                at += 1
+            result.append(self._segment(device, start, end, blocks[inside:at]))
+        return result
+
+    def _segment(self, device: int, start: int, end: int, blocks: list[_Block]) -> Entry:
+        filled: list[Entry] = []
+        place = start
+        for block in [*blocks, None]:
+            gap = (block.address if block else end) - place
+            if gap > 0:
+                filled.append({"address": place, "size": gap, "requested_size": 0, "state": "inactive", "frames": []})
+            if block:
+                size, frames = block.size, self._words(*block[3:])[2]
+                state = {"requested_size": size, "state": "active_allocated", "frames": frames}
+                filled.append({"address": block.address, "size": size, **state})
+                place = block.address + size
+        live = sum(block.size for block in blocks)
+        return {
+            "device": device,
+            "address": start,
+            "total_size": end - start,
+            "allocated_size": live,
+            "active_size": live,
+            "requested_size": live,
+            "stream": blocks[0].stream if blocks else 0,
+            "segment_type": "large",
+            "segment_pool_id": _POOL,
+            "is_expandable": False,
+            "frames": [],
+            "blocks": filled,
+        }
+
+
+def _frame(kind: str, name: str) -> Entry:
+    return {"filename": kind, "line": 0, "name": name}
+
+
+def _plain(rows: Rows) -> Iterator[dict[str, int]]:
+    """Rows as dicts of Python's own numbers, which a pickle needs."""
+    fields = rows.dtype.names or ()
+    for values in zip(*(rows[field].tolist() for field in fields), strict=True):
+        yield dict(zip(fields, values, strict=True))
+
+
+def _block(row: Mapping[str, int]) -> _Block:
+    where = (row["address"], row["bytes"], row["stream"])
+    return _Block(*where, row["category"], row["module"], row["op"], row["phase"], row["step"])
+
+
+def _live_after(rows: Rows) -> Iterator[tuple[int, _Block]]:
+    """The blocks that are live after these rows, with their numbers, in the order of their births."""
+    rows = rows[rows["block"] >= 0]
+    alive = ~np.isin(rows["block"], rows["block"][rows["kind"] == FREE])
+    rows = rows[alive]
+    retags = rows[rows["kind"] == RETAG]
+    last = {row["block"]: row for row in _plain(retags)}
+    for row in _plain(rows[rows["kind"] != RETAG]):
+        later = last.get(row["block"], row)
+        yield row["block"], _block(row)._replace(category=later["category"], module=later["module"])
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges that overlap or are near each other as one, in order."""
+    result: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if result and start <= result[-1][1] + _SEGMENT_GAP:
+            result[-1] = (result[-1][0], max(result[-1][1], end))
+        else:
+            result.append((start, end))
+    return result

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every event of a profile as a Parquet table, for pandas, polars and duckdb."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from opacus_memprof.analysis.events import ALLOC, FREE, KINDS, SEED, SNAPSHOT, STEP, Events, Rows, decoded
+from opacus_memprof.files import replacing
+from opacus_memprof.reports.optional import require
+
+
+def write_parquet(profile: Mapping[str, Any], directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Writes one row for each event of `directory`; docs/reports.md names the columns.
+
+    Memory and time are those of one piece of the file at a time.
+
+    Args:
+        profile: the content of profile.json, for the table's metadata.
+        directory: of the profile.
+        path: replaced atomically.
+
+    Raises:
+        MemprofError: pyarrow is not installed, events.bin is not readable, or `path` cannot be written.
+    """
+    pa = require("pyarrow", "Parquet tables")
+    parquet = require("pyarrow.parquet", "Parquet tables")
+    said = {key: profile.get(key) for key in ("format", "versions", "status", "started_unix_ns")}
+    events = Events(directory)
+    live = np.zeros(256, np.int64)
+    with replacing(path) as temporary:
+        schema = _schema(pa).with_metadata({"opacus_memprof": json.dumps(said)})
+        with parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
+
+            def take(rows: Rows) -> None:
+                writer.write_table(pa.Table.from_arrays(_columns(pa, rows, events, live), schema=schema))
+
+            events.each(take)
+
+
+def _schema(pa: Any) -> Any:
+    name = pa.dictionary(pa.int32(), pa.string())
+    return pa.schema(
+        [("event", pa.int64()), ("time_ns", pa.int64()), ("kind", name), ("device", name)]
+        + [(column, name) for column in ("category", "category_before", "tag", "module", "op", "phase")]
+        + [("step", pa.int64()), ("stream", name), ("thread", name), ("block", pa.int64()), ("address", pa.int64())]
+        + [("bytes", pa.int64()), ("live_bytes", pa.int64()), ("number", pa.int64())]
+    )
+
+
+def _columns(pa: Any, rows: Rows, events: Events, live: npt.NDArray[np.int64]) -> list[Any]:
+    """The table's columns; `live` are the bytes of each device before the rows, and after them on return."""
+    names = events.names
+    kind = rows["kind"]
+    numbered = np.isin(kind, (STEP, SNAPSHOT))
+    everywhere = (kind == 0) | ((kind >= STEP) & (kind <= SNAPSHOT))  # of every device
+
+    def named(ids: npt.NDArray[Any], name: Callable[[int], str], absent: npt.NDArray[np.bool_] | None = None) -> Any:
+        places, words = decoded(ids, name)
+        return pa.DictionaryArray.from_arrays(pa.array(places, mask=absent), pa.array(words, pa.string()))
+
+    def number(values: npt.NDArray[Any], absent: npt.NDArray[np.bool_] | None = None) -> Any:
+        return pa.array(values.astype(np.int64), mask=absent)
+
+    return [
+        number(rows["event"]),
+        number(rows["time_ns"]),
+        named(kind, _kind),
+        named(rows["device"], names.device, everywhere),
+        named(rows["category"], names.public_category, everywhere),
+        named(rows["before"], names.public_category, everywhere),
+        named(rows["tag"], names.category, everywhere),
+        named(rows["module"], names.module, everywhere),
+        named(rows["op"], names.op),
+        named(rows["phase"], names.phase),
+        number(rows["step"]),
+        named(rows["stream"], names.stream),
+        named(rows["thread"], names.thread),
+        number(rows["block"], rows["block"] < 0),
+        number(rows["address"], everywhere),
+        number(rows["bytes"], everywhere),
+        number(_live_bytes(rows, live), everywhere),
+        number(rows["bytes"], ~numbered),
+    ]
+
+
+def _live_bytes(rows: Rows, live: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Of each row's device, after the row."""
+    born, died = np.isin(rows["kind"], (ALLOC, SEED)), rows["kind"] == FREE
+    change = np.where(born, 1, np.where(died, -1, 0)) * rows["bytes"].astype(np.int64) * (rows["block"] >= 0)
+    result = np.zeros(len(rows), np.int64)
+    for device in np.unique(rows["device"]):
+        here = rows["device"] == device
+        result[here] = live[device] + np.cumsum(change[here])
+        live[device] = result[here][-1]
+    return result
+
+
+def _kind(id: int) -> str:
+    return KINDS[id] if id < len(KINDS) else f"kind {id}"

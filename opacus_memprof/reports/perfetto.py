@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trace for ui.perfetto.dev: counters by category, slices for steps and phases, instants for what happened."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opacus_memprof.analysis.events import PHASE, STEP, Events, Rows
+from opacus_memprof.analysis.profile import read_timelines
+from opacus_memprof.files import replacing
+from opacus_memprof.reports.optional import require
+from opacus_memprof.reports.palette import stack_order
+from opacus_memprof.units import format_bytes
+
+TIMELINE_ROWS = 20_000  # of a device; the peak is always among them
+MAX_SLICES = 50_000  # of steps, and of phases: of more, the longest
+_SEQUENCE = 1
+_PROCESS = 1  # uuids of tracks count from here
+
+
+def write_perfetto(profile: Mapping[str, Any], directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Writes a Perfetto trace (protobuf). Times are nanoseconds since recording started.
+
+    For each device a counter of its requested bytes and one for each category, exact at up to TIMELINE_ROWS instants
+    that are chosen as profile.json's timeline is; each value holds until the next. A track of steps, and one of phases
+    for each thread. Instants: allocations that failed, snapshots, the peaks, and at the first device's peak the
+    findings.
+
+    Args:
+        profile: the content of profile.json.
+        directory: of the profile.
+        path: replaced atomically.
+
+    Raises:
+        MemprofError: perfetto is not installed, events.bin is not readable, or `path` cannot be written.
+    """
+    proto = require("perfetto.protos.perfetto.trace.perfetto_trace_pb2", "Perfetto traces")
+    trace = _Trace(proto, profile)
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        for packet in trace.packets(Path(directory)):
+            # A trace is the concatenation of traces: a packet at a time never holds the whole.
+            file.write(proto.Trace(packet=[packet]).SerializeToString())
+
+
+class _Trace:
+    def __init__(self, proto: Any, profile: Mapping[str, Any]) -> None:
+        self._proto = proto
+        self._profile = profile
+        self._uuid = _PROCESS
+
+    def packets(self, directory: Path) -> Iterator[Any]:
+        yield self._process()
+        instants = self._track("memory events")
+        yield instants
+        yield from self._instants(instants.track_descriptor.uuid)
+        yield from self._slices(Events(directory))
+        for device, timeline in read_timelines(directory, TIMELINE_ROWS).items():
+            yield from self._counters(device, timeline)
+
+    def _packet(self, time_ns: int = 0) -> Any:
+        return self._proto.TracePacket(timestamp=time_ns, trusted_packet_sequence_id=_SEQUENCE)
+
+    def _process(self) -> Any:
+        packet = self._packet()
+        # Incremental state starts here; there is none, and readers want to be told.
+        packet.sequence_flags = self._proto.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
+        packet.track_descriptor.uuid = _PROCESS
+        packet.track_descriptor.process.pid = self._profile["pid"]
+        packet.track_descriptor.process.process_name = " ".join(self._profile.get("command") or []) or "training"
+        return packet
+
+    def _track(self, name: str, parent: int = _PROCESS) -> Any:
+        """The description of a new track, with the next uuid."""
+        self._uuid += 1
+        packet = self._packet()
+        packet.track_descriptor.uuid = self._uuid
+        packet.track_descriptor.parent_uuid = parent
+        packet.track_descriptor.name = name
+        return packet
+
+    def _event(self, kind: str, track: int, time_ns: int, name: str = "", said: Mapping[str, Any] | None = None) -> Any:
+        packet = self._packet(time_ns)
+        event = packet.track_event
+        event.type = getattr(event, f"TYPE_{kind}")
+        event.track_uuid = track
+        if name:
+            event.name = name
+            event.categories.append("memory")
+        for key, value in (said or {}).items():
+            note = event.debug_annotations.add(name=key)
+            if isinstance(value, int):
+                note.int_value = value
+            else:
+                note.string_value = str(value)
+        return packet
+
+    def _counters(self, device: str, timeline: Mapping[str, Any]) -> Iterator[Any]:
+        group = self._track(f"{device} requested bytes")
+        group.track_descriptor.child_ordering = self._proto.TrackDescriptor.EXPLICIT
+        yield group
+        columns = {"total": timeline["bytes"]}
+        columns |= {category: timeline["categories"][category] for category in stack_order(timeline["categories"])}
+        for rank, (name, column) in enumerate(columns.items()):
+            track = self._track(name, parent=group.track_descriptor.uuid)
+            track.track_descriptor.sibling_order_rank = rank
+            track.track_descriptor.counter.unit = self._proto.CounterDescriptor.UNIT_SIZE_BYTES
+            yield track
+            before = None
+            for time, size in zip(timeline["time_ns"], column, strict=True):
+                if size != before:
+                    packet = self._event("COUNTER", track.track_descriptor.uuid, time)
+                    packet.track_event.counter_value = size
+                    yield packet
+                    before = size
+
+    def _slices(self, events: Events) -> Iterator[Any]:
+        pieces: list[Rows] = []
+        events.each(lambda rows: pieces.append(rows[np.isin(rows["kind"], (STEP, PHASE))]))
+        if not pieces:
+            return
+        rows = np.concatenate(pieces)
+        end = max(
+            self._profile["ended_unix_ns"] - self._profile["started_unix_ns"], int(rows["time_ns"].max(initial=0))
+        )
+        steps = rows[rows["kind"] == STEP]
+        starts = np.concatenate([[0], steps["time_ns"][:-1]])
+        words = [f"step {number - 1}" for number in steps["step"].tolist()]
+        yield from self._row_of_slices("steps", starts, steps["time_ns"], words)
+        phases = rows[rows["kind"] == PHASE]
+        for thread in np.unique(phases["thread"]):
+            mine = phases[phases["thread"] == thread]
+            ends = np.concatenate([mine["time_ns"][1:], [end]])
+            busy = mine["phase"] != 0  # idle is where nothing is drawn
+            words = [events.names.phase(int(phase)) for phase in mine["phase"][busy]]
+            name = f"{events.names.thread(int(thread))}: phases"
+            yield from self._row_of_slices(name, mine["time_ns"][busy], ends[busy], words)
+
+    def _row_of_slices(self, name: str, starts: Any, ends: Any, names: list[str]) -> Iterator[Any]:
+        if not names:
+            return
+        track = self._track(name)
+        yield track
+        uuid = track.track_descriptor.uuid
+        longest = np.sort(np.argsort(starts - ends, kind="stable")[:MAX_SLICES])
+        for at in longest.tolist():
+            yield self._event("SLICE_BEGIN", uuid, int(starts[at]), names[at])
+            yield self._event("SLICE_END", uuid, int(ends[at]))
+
+    def _instants(self, track: int) -> Iterator[Any]:
+        start = self._profile["started_unix_ns"]
+        peak_at = 0
+        for name, device in reversed(self._profile["devices"].items()):
+            peak = device["peak"]
+            peak_at = peak["unix_ns"] - start
+            said = {"requested_bytes": peak["requested_bytes"], "phase": peak["phase"], "step": peak["step"]}
+            yield self._event("INSTANT", track, peak_at, f"{name}: peak, {format_bytes(peak['requested_bytes'])}", said)
+            for failure in device["out_of_memory"]:
+                title = f"{name}: out of memory, {format_bytes(failure['requested_bytes'])}"
+                keys = ("requested_bytes", "live_bytes", "category", "module", "op", "phase", "step")
+                said = {key: failure[key] for key in keys}
+                yield self._event("INSTANT", track, failure["unix_ns"] - start, title, said)
+            for snapshot in device["snapshots"]:
+                said = {"requested_bytes": snapshot["requested_bytes"], "step": snapshot["step"]}
+                title = f"{name}: snapshot {snapshot['name']}"
+                yield self._event("INSTANT", track, snapshot["unix_ns"] - start, title, said)
+        for finding in self._profile["findings"]:
+            said = {key: finding[key] for key in ("module", "bytes", "evidence", "remedy")}
+            yield self._event("INSTANT", track, peak_at, f"finding: {finding['kind'].replace('_', ' ')}", said)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device's memory as one picture: over time, at the peak, by module and by component."""
+
+import os
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opacus_memprof.reports.figures import drawn, legend, stacked_areas, stacked_bars
+from opacus_memprof.reports.palette import PHASE_COLORS, THEMES, Theme
+from opacus_memprof.reports.tables import largest_first
+from opacus_memprof.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_SIZE = (13.0, 10.0)  # inches
+_TOP = 10  # modules
+_COLUMNS = 1000  # of the timeline: about one for each dot
+_MOST_STEPS = 60  # more lines than these would hide the picture
+_LABELLED_STEPS = 15
+
+
+def picture_paths(profile: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[tuple[str, str], Path]:
+    """The files that write_pictures writes, by device and theme: `a.png` and `a-dark.png`, or with the device's name
+    between where there are several."""
+    target = Path(path)
+    devices = list(profile["devices"]) or [""]
+    paths = {}
+    for device in devices:
+        which = f"-{device.replace(':', '')}" if len(devices) > 1 else ""
+        for theme in THEMES:
+            dark = "-dark" if theme == "dark" else ""
+            paths[device, theme] = target.with_name(f"{target.stem}{which}{dark}{target.suffix}")
+    return paths
+
+
+def write_pictures(profile: Mapping[str, Any], path: str | os.PathLike[str]) -> list[Path]:
+    """Draws each device in light and in dark, and returns the files.
+
+    Raises:
+        MemprofError: matplotlib is not installed, or a file cannot be written.
+    """
+    paths = picture_paths(profile, path)
+    for (name, theme), file in paths.items():
+        if name:
+            _draw_device(name, profile["devices"][name], theme, file)
+        else:
+            with drawn(file, theme, (8, 2)) as figure:
+                figure.text(0.5, 0.5, "No memory was allocated on a device that was profiled.", ha="center")
+    return list(paths.values())
+
+
+def _draw_device(name: str, device: Mapping[str, Any], theme: str, file: Path) -> None:
+    peak = device["peak"]
+    modules, components = (_summed(peak[key]) for key in ("modules", "components"))
+    with drawn(file, theme, _SIZE) as figure:
+        grid = figure.add_gridspec(4, 2, height_ratios=(20, 1.5, 8 + len(modules), 8 + len(components)))
+        timeline = figure.add_subplot(grid[0, :])
+        timeline.set_title(f"Requested memory of {name}")
+        rows = _thinned(device["timeline"])
+        _draw_timeline(timeline, device, rows, THEMES[theme])
+        _draw_phases(figure.add_subplot(grid[1, :], sharex=timeline), rows)
+        categories = {name: {name: size} for name, size in largest_first(peak["categories"])}
+        parts: list[tuple[Any, str, Mapping[str, Mapping[str, int]]]] = [
+            (grid[2:, 0], "category", categories),
+            (grid[2, 1], "module", modules),
+            (grid[3, 1], "component", components),
+        ]
+        bars = []
+        for place, what, groups in parts:
+            axes = figure.add_subplot(place)
+            axes.set_title(f"At the peak, by {what}")
+            stacked_bars(axes, list(groups), list(groups.values()), horizontal=True)
+            bars.append(axes)
+        legend(figure, timeline, *bars)
+
+
+def _summed(groups: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str, int]]:
+    """The largest groups first, and the rest as one."""
+    names = [name for name, _ in largest_first({name: sum(sizes.values()) for name, sizes in groups.items()})]
+    shown = {name or "(no module)": groups[name] for name in names[:_TOP]}
+    if left_out := names[_TOP:]:
+        categories = {category for name in left_out for category in groups[name]}
+        shown[f"{len(left_out)} more"] = {
+            category: sum(groups[name].get(category, 0) for name in left_out) for category in categories
+        }
+    return shown
+
+
+def _thinned(timeline: Mapping[str, Any]) -> dict[str, Any]:
+    """The timeline with as many rows as can be seen: of each run of rows the highest, so that the peak stays."""
+    size = timeline["bytes"]
+    runs = range(min(len(size), _COLUMNS))
+    edges = [run * len(size) // len(runs) for run in runs] + [len(size)]
+    rows = [max(range(*run), key=size.__getitem__) for run in pairwise(edges)]
+    columns = {key: [timeline[key][row] for row in rows] for key in ("event", "step", "phase")}
+    categories = {category: [column[row] for row in rows] for category, column in timeline["categories"].items()}
+    return {**columns, "categories": categories}
+
+
+def _draw_timeline(axes: "Axes", device: Mapping[str, Any], timeline: Mapping[str, Any], theme: Theme) -> None:
+    peak, events = device["peak"], timeline["event"]
+    stacked_areas(axes, events, timeline["categories"])
+    axes.tick_params(labelbottom=False)
+    highest = peak["requested_bytes"]
+    axes.set_ylim(0, max(highest, 1) * 1.12)
+    if peak["event"] is not None:
+        _mark(axes, peak["event"], highest, f"peak: {_when(highest, peak)}", theme.text)
+    for failure in device["out_of_memory"][-1:]:
+        text = f"out of memory: {_when(failure['requested_bytes'], failure)}"
+        _mark(axes, failure["event"], failure["live_bytes"], text, theme.accent)
+    steps = timeline["step"]
+    begins = [(events[row], steps[row]) for row in range(1, len(steps)) if steps[row] != steps[row - 1]]
+    for event, step in begins if len(begins) <= _MOST_STEPS else []:
+        axes.axvline(event, color=theme.muted, linewidth=0.6, linestyle=(0, (2, 3)))
+        if len(begins) <= _LABELLED_STEPS:
+            place: dict[str, Any] = {
+                "xycoords": ("data", "axes fraction"),
+                "va": "top",
+                "fontsize": 7,
+                "color": theme.muted,
+            }
+            axes.annotate(f" step {step}", (event, 1), **place)
+
+
+def _when(size: int, moment: Mapping[str, Any]) -> str:
+    return f"{format_bytes(size)} in {moment['phase']} of step {moment['step']}"
+
+
+def _mark(axes: "Axes", event: int, size: int, text: str, color: str) -> None:
+    """A point, and what it is, on the side where there is room."""
+    low, high = axes.get_xlim()
+    right = event > (low + high) / 2
+    axes.plot([event], [size], marker="v", color=color, markersize=7, clip_on=False)
+    axes.annotate(
+        text,
+        (event, size),
+        (-8 if right else 8, 4),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        color=color,
+        fontweight="bold",
+    )
+
+
+def _draw_phases(axes: "Axes", timeline: Mapping[str, Any]) -> None:
+    """A strip of what the program was doing."""
+    for phase, color in PHASE_COLORS.items():
+        runs = [
+            (start, end - start)
+            for (start, end), at in zip(pairwise(timeline["event"]), timeline["phase"], strict=False)
+            if at == phase
+        ]
+        if runs:
+            axes.broken_barh(runs, (0, 1), color=color, linewidth=0, label=phase.replace("_", " "))
+    axes.set_ylim(0, 1)
+    axes.set_yticks([0.5], ["phase"])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False)
+    axes.margins(x=0)
+    axes.set_xlabel("event: an allocation, a free, a change of category or phase", loc="right")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.9), ncols=len(PHASE_COLORS), handlelength=1)

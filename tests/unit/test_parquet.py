@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of events, as pandas and duckdb read it, against docs/format.md's reader."""
+
+import json
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from event_files import START, EventFile
+from random_profile import Oracle, write_random_profile
+from test_events import a_run
+
+from opacus_memprof.analysis.profile import build_profile, load_profile
+from opacus_memprof.reports.parquet import write_parquet
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_random_profile(tmp_path_factory.mktemp("profile"), 1500)
+    write_parquet(load_profile(directory), directory, directory / "events.parquet")
+    return directory
+
+
+def test_pandas_reads_what_the_records_say(directory: Path) -> None:
+    table = pd.read_parquet(directory / "events.parquet")
+    oracle = Oracle(directory, 1)
+    raw, names = oracle.events, oracle.names
+    kinds = ["none", "alloc", "free", "retag", "step", "phase", "snapshot", "seed", "oom"]
+    assert table["event"].tolist() == list(range(len(raw["kind"])))
+    assert (table["time_ns"] == raw["time"].astype(np.int64) * 4).all()
+    assert table["kind"].tolist() == [kinds[id] for id in raw["kind"]]
+    assert table["phase"].tolist() == [names["phases"][id] for id in raw["phase"]]
+    assert table["step"].tolist() == raw["step"].tolist()
+    assert table["thread"].unique().tolist() == ["main"]
+    of_blocks = np.isin(raw["kind"], (1, 2, 3))
+    blocks = table[of_blocks]
+    for column, of in (("address", "address"), ("bytes", "size")):
+        assert blocks[column].astype(np.int64).tolist() == raw[of][of_blocks].tolist()
+    for column, of, kind in (
+        ("tag", "category", "categories"),
+        ("module", "module", "modules"),
+        ("device",) * 2 + ("devices",),
+    ):
+        assert blocks[column].tolist() == [names[kind][id] for id in raw[of][of_blocks]]
+    assert blocks["block"].notna().all()
+    assert table[~of_blocks]["block"].isna().all()
+    steps = table[table["kind"] == "step"]
+    assert steps["number"].astype(int).tolist() == raw["size"][raw["kind"] == 4].tolist()
+    assert steps[["device", "category", "module", "bytes", "live_bytes"]].isna().all(axis=None)
+
+
+@pytest.mark.parametrize("device", [1, 2])
+def test_live_bytes_are_the_running_sum(directory: Path, device: int) -> None:
+    table = pd.read_parquet(directory / "events.parquet")
+    oracle = Oracle(directory, device)
+    here = table[table["device"] == f"cuda:{device - 1}"]
+    assert (here["live_bytes"] == oracle.total[here["event"]]).all()
+    assert (
+        here["live_bytes"].max() == load_profile(directory)["devices"][f"cuda:{device - 1}"]["peak"]["requested_bytes"]
+    )
+
+
+def test_duckdb_adds_up_categories(directory: Path) -> None:
+    oracle = Oracle(directory, 1)
+    sums = duckdb.sql(f"""
+        with changes as (
+            select category as name, bytes from '{directory}/events.parquet'
+            where device = 'cuda:0' and block is not null and kind in ('alloc', 'seed', 'retag')
+            union all
+            select category_before, -bytes from '{directory}/events.parquet'
+            where device = 'cuda:0' and block is not null and kind in ('free', 'retag'))
+        select name, sum(bytes)::bigint from changes group by name having sum(bytes) > 0""").fetchall()
+    assert dict(sums) == oracle.named(oracle.live[-1])
+
+
+def test_categories_are_settled_and_the_tag_is_the_record_s(tmp_path: Path) -> None:
+    profile = build_profile(a_run().write(tmp_path), status="finished", exit_code=0)
+    write_parquet(profile, tmp_path, tmp_path / "a.parquet")
+    table = pd.read_parquet(tmp_path / "a.parquet")
+    born = table[(table["kind"] == "alloc") & (table["device"] == "cuda:0")]
+    assert born[["tag", "category"]].to_numpy().tolist() == [
+        ["forward_undecided", "forward_temporaries"],
+        ["forward_undecided", "activations"],
+        ["backward_temporaries", "gradients"],
+    ]
+
+
+def test_the_file_says_whose_it_is(directory: Path) -> None:
+    said = json.loads(pq.read_schema(directory / "events.parquet").metadata[b"opacus_memprof"])
+    assert (said["format"], said["status"], said["started_unix_ns"]) == (1, "finished", START)
+
+
+def test_an_empty_profile_is_an_empty_table(tmp_path: Path) -> None:
+    profile = build_profile(EventFile().write(tmp_path), status="finished", exit_code=0)
+    write_parquet(profile, tmp_path, tmp_path / "a.parquet")
+    assert (len(pd.read_parquet(tmp_path / "a.parquet")), pq.read_schema(tmp_path / "a.parquet").names[0]) == (
+        0,
+        "event",
+    )
