@@ -13,7 +13,6 @@ from opacus_memprof.analysis.components import Components
 from opacus_memprof.analysis.device import build_device, timeline
 from opacus_memprof.analysis.findings import Run, find
 from opacus_memprof.analysis.names import Names
-from opacus_memprof.analysis.shape import refuse_foreign
 from opacus_memprof.directory import EVENTS, LOCK, META, PROFILE, SNAPSHOTS
 from opacus_memprof.errors import MemprofError
 
@@ -112,7 +111,6 @@ def load_profile(directory: str | os.PathLike[str]) -> dict[str, Any]:
             f"{summary} has format {profile.get('format')!r}, and this release reads {FORMAT}: "
             "read it with the release that wrote it"
         )
-    refuse_foreign(profile, summary)
     return profile
 
 

@@ -59,8 +59,8 @@ def report(
     Each option writes a file: the one that follows it, or memprof.html, memprof.png … in DIRECTORY. Of a job of several
     ranks, DIRECTORY shows all of them, and DIRECTORY/rank_0 one.
     """
-    from opacus_memprof.analysis.profile import load_profile  # loads torch, which other commands must not
-    from opacus_memprof.analysis.ranks import load_ranks
+    from opacus_memprof.analysis.ranks import load_ranks  # loads torch, which other commands must not
+    from opacus_memprof.analysis.whole import load_whole_profile
     from opacus_memprof.directory import rank_directories
     from opacus_memprof.reports.ranks import print_ranks
     from opacus_memprof.reports.text import print_summary
@@ -78,12 +78,12 @@ def report(
             )
         print_ranks(load_ranks(directory), console)
         return
-    profile = load_profile(directory)
+    profile = load_whole_profile(directory)
     print_summary(profile, console)
     if wanted:
         from opacus_memprof.reports.export import Source, export
 
-        source = Source(profile, directory, load_profile(vanilla) if vanilla else None)
+        source = Source(profile, directory, load_whole_profile(vanilla) if vanilla else None)
         console.print()
         for path in export(source, wanted):
             console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)

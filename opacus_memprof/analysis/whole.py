@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a profile.json has at least: a file that lacks it is somebody else's."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from opacus_memprof.analysis.profile import load_profile
+from opacus_memprof.directory import PROFILE
 from opacus_memprof.errors import MemprofError
 
 _PROFILE = {"devices": dict, "findings": list, "warnings": list, "started_unix_ns": int}
@@ -12,12 +15,16 @@ _DEVICE = {"peak": dict, "phases": dict, "steps": list, "snapshots": list, "out_
 _PEAK = {"requested_bytes": int, "categories": dict, "modules": dict, "components": dict}
 
 
-def refuse_foreign(profile: Mapping[str, Any], path: Path) -> None:
-    """Raises MemprofError with the first key that the content of `path` lacks."""
+def load_whole_profile(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """load_profile for those that need all of it: also raises MemprofError with the first key that profile.json lacks
+    and every release has written."""
+    profile = load_profile(directory)
+    path = Path(directory) / PROFILE
     _check(profile, path, "", _PROFILE)
     for name, device in profile["devices"].items():
         _check(device, path, f"devices.{name}.", _DEVICE)
         _check(device["peak"], path, f"devices.{name}.peak.", _PEAK)
+    return profile
 
 
 def _check(part: Any, path: Path, where: str, keys: Mapping[str, type]) -> None:
