@@ -3,6 +3,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,6 +77,12 @@ def test_a_module_imports_from_the_left_only(module: str) -> None:
             assert module == "opacus_memprof._native", f"{module} imports the extension past _native"
         elif part(name) != here:
             assert layer(part(name)) < layer(here), f"{module} imports {name}, which is not to its left"
+
+
+def test_the_command_line_leaves_torch_to_the_program() -> None:
+    """`run` starts when the script has imported torch: loaded before, the session would begin before the script."""
+    script = "import sys, opacus_memprof.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0
 
 
 def includes(folder: str) -> list[tuple[Path, str]]:

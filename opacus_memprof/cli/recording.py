@@ -18,7 +18,6 @@ from opacus_memprof.cli.imports import AfterImport
 from opacus_memprof.cli.program import Program, print_exception
 from opacus_memprof.directory import ProfileDirectory
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.reports.ranks import print_ranks
 from opacus_memprof.reports.text import print_summary
 
 if TYPE_CHECKING:
@@ -166,6 +165,8 @@ class Recording:
             _print_summary(print_summary, profile)
             _note(f"the profile is in {session.directory}")
         elif session.job is not None:
+            from opacus_memprof.reports.ranks import print_ranks  # loads torch
+
             _print_summary(print_ranks, session.job)
             _note(f"the profiles of all ranks are in {session.directory.parent}")
         elif profile["status"] != "finished":
