@@ -143,6 +143,15 @@ def reset_peaks() -> None: ...
 def live_blocks() -> list[dict[str, Any]]:
     """Every live block: address, bytes, category, phase, module, op, step, device, stream, thread."""
 
+def failures() -> list[dict[str, Any]]:
+    """The newest 16 allocations that failed since events were started, the oldest first: {"number", "requested"
+    (bytes), "unix_ns", "step", "logical_step", "device", the request's "category", "phase", "module" and "op",
+    "holdings", "upstream"}.
+    Holdings are the device's live blocks by origin, the largest first: {"bytes", "blocks", "largest", "category",
+    "module", "op", "phase", "step"}. Upstream is what the wrapped allocator and the device said, None where nobody
+    counts: {"reserved", "allocated", "pending", "largest_free", "free_segments", "free_expandable", "device_free",
+    "device_total", "limit"}; see csrc/core/failures.h."""
+
 # --- the event file ---
 def start_events(directory: str, max_events: int, info_json: str) -> None:
     """Creates events.bin and meta.json. `info_json` is merged into meta.json (versions, devices). Raises OSError."""
@@ -164,6 +173,7 @@ class Follower:
 def cpu_install() -> None: ...
 def cpu_uninstall() -> None: ...
 def cpu_installed() -> bool: ...
+def cpu_limit(bytes: int) -> None: ...  # the CPU then runs out of memory as a device of that size would; 0: never
 def cpu_reported_bytes() -> int: ...  # c10's own count of the bytes the CPU allocator has out
 def cuda_install() -> None: ...  # at any time; seeds the ledger from the native snapshot
 def cuda_uninstall() -> None: ...

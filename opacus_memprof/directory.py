@@ -22,6 +22,7 @@ EVENTS = "events.bin"
 META = "meta.json"
 SNAPSHOTS = "snapshots.jsonl"
 PROFILE = "profile.json"
+OOM_REPORTS = ("oom_report.txt", "oom_report.json", "oom_report.html")
 LOCK = ".lock"
 RANKS = "ranks.json"  # the summary of a job's ranks, above their directories
 RANK_DIRECTORY = re.compile(r"rank_(\d+)")
@@ -106,7 +107,7 @@ class ProfileDirectory:
                         directory.rmdir()
 
     def _files(self) -> list[Path]:
-        files = [self.path / name for name in (EVENTS, META, f"{META}.tmp", SNAPSHOTS, PROFILE)]
+        files = [self.path / name for name in (EVENTS, META, f"{META}.tmp", SNAPSHOTS, PROFILE, *OOM_REPORTS)]
         return [file for file in files if file.is_file()]
 
     def release(self) -> None:

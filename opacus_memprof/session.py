@@ -20,6 +20,7 @@ from opacus_memprof.analysis import ranks
 from opacus_memprof.analysis.profile import build_profile, write_profile
 from opacus_memprof.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, SNAPSHOTS, ProfileDirectory, claim
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.forensics import Forensics
 from opacus_memprof.launch import Launch
 
 if TYPE_CHECKING:
@@ -126,6 +127,8 @@ class Session:
         self._claimed = claimed
         self._pid = os.getpid()
         self.directory = claimed.path
+        self._forensics = Forensics(self.directory)
+        self._forensics.start()
         _current = self
 
     def close(self, status: str = "finished", exit_code: int = 0, error: str | None = None) -> dict[str, Any]:
@@ -141,6 +144,8 @@ class Session:
         """
         global _current
         _current = None
+        self._forensics.explain()
+        self._forensics.stop()
         try:
             self._last_snapshot()
             for attachment in reversed(self._attachments):
@@ -169,6 +174,7 @@ class Session:
             raise MemprofError(f"the profile could not be written to {self.directory}: {error}") from error
         finally:
             self._claimed.release()
+            self._forensics.print()
         self._finish_job()
         return result
 
@@ -182,6 +188,8 @@ class Session:
         if os.getpid() != self._pid:
             return  # a forked child that leaves the block; the profile is its parent's
         status, exit_code = outcome(error)
+        if error is not None:
+            self.explain(error)
         try:
             self.close(status, exit_code, one_line(error))
         except MemprofError as failure:  # the training is done, and its result must not be lost over this
@@ -246,6 +254,11 @@ class Session:
         _native.write_meta()
         so_far = build_profile(self.directory, status="running", exit_code=None, peaks=_native.peaks())
         return {device: found["peak"] for device, found in so_far["devices"].items()}
+
+    def explain(self, error: BaseException) -> None:
+        """Where memory has run out since the last call: writes oom_report.txt, .json and .html, and attaches a note to
+        the exception. torch.OutOfMemoryError needs no call; `close` prints the report to stderr."""
+        self._forensics.explain(error)
 
     # --- beginning, end, and what goes wrong ---
 

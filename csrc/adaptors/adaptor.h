@@ -37,4 +37,8 @@ Adaptor* cuda_adaptor();
 // included.
 std::int64_t cpu_reported_bytes();
 
+// The CPU runs out of memory beyond so many of these bytes, as a device of that size would; 0 lifts
+// the limit. A machine without a GPU can so rehearse what one would refuse.
+void cpu_limit(std::int64_t bytes);
+
 }  // namespace opacus_memprof

@@ -62,6 +62,16 @@ class Listening {
 c10::Allocator* upstream = nullptr;
 c10::DeleterFnPtr upstream_deleter = nullptr;
 std::atomic<std::int64_t> adopted_bytes{0};
+std::atomic<std::int64_t> limit{0};  // of cpu_reported_bytes(); 0: none
+
+// As a device of that size would.
+void refuse_beyond_limit(std::size_t size) {
+  if (limit.load(std::memory_order_relaxed) == 0) return;
+  const std::int64_t room = limit - cpu_reported_bytes();
+  TORCH_CHECK_WITH(OutOfMemoryError, static_cast<std::int64_t>(size) <= room,
+                   "CPU out of memory. Tried to allocate ", size, " bytes; ", limit.load(),
+                   " bytes are allowed, of which ", room, " are free.");
+}
 
 void free_block(void* pointer) {
   report_free(pointer);
@@ -81,10 +91,12 @@ class CpuAllocator final : public c10::Allocator {
   c10::DataPtr allocate(std::size_t size) override {
     c10::DataPtr data;
     try {
+      refuse_beyond_limit(size);
       const Listening listening;
       data = upstream->allocate(size);
     } catch (...) {
-      recorder().on_oom(size, kCpu, tag_of_allocation());
+      const std::uint64_t number = recorder().on_oom(size, kCpu, tag_of_allocation());
+      if (limit > 0) recorder().note_upstream_at_failure(number, {.limit = limit});
       throw;
     }
     if (data && data.compare_exchange_deleter(upstream_deleter, &free_block)) {
@@ -157,6 +169,8 @@ Adaptor& cpu_adaptor() {
   static auto* const instance = new CpuAdaptor;
   return *instance;
 }
+
+void cpu_limit(std::int64_t bytes) { limit = bytes; }
 
 std::int64_t cpu_reported_bytes() { return listener()->total + adopted_bytes; }
 

@@ -5,6 +5,7 @@
 
 #include "adaptors/adaptor.h"
 #include "adaptors/cuda_call_site.h"
+#include "adaptors/cuda_failure.h"
 #include "adaptors/cuda_streams.h"
 #include "adaptors/reporting.h"
 
@@ -40,13 +41,16 @@ Device device_number(c10::DeviceIndex index) noexcept { return static_cast<Devic
 
 // What `allocate` returns; a request that cannot be met is an event, and stays torch's error.
 template <typename Allocate>
-auto or_report_oom(std::size_t size, Allocate allocate) -> decltype(allocate()) {
+auto or_report_oom(cca::CUDAAllocator* upstream, std::size_t size, Allocate allocate)
+    -> decltype(allocate()) {
   try {
     return allocate();
   } catch (...) {
     c10::DeviceIndex device = 0;  // the failed call made its device current
     if (c10::cuda::GetDevice(&device) == cudaSuccess) {
-      recorder().on_oom(size, device_number(device), tag_of_allocation());
+      const std::uint64_t number =
+          recorder().on_oom(size, device_number(device), tag_of_allocation());
+      recorder().note_upstream_at_failure(number, upstream_at_failure(*upstream, device));
     }
     throw;
   }
@@ -83,7 +87,7 @@ CudaAllocator::CudaAllocator(cca::CUDAAllocator* upstream) : upstream_(upstream)
 
 c10::DataPtr CudaAllocator::allocate(size_t size) {
   recorder().prefetch();
-  c10::DataPtr data = or_report_oom(size, [&] { return upstream_->allocate(size); });
+  c10::DataPtr data = or_report_oom(upstream_, size, [&] { return upstream_->allocate(size); });
   remember(data, size, __builtin_return_address(0));
   return data;
 }
@@ -100,7 +104,7 @@ c10::DeleterFnPtr CudaAllocator::raw_deleter() const { return &free_block; }
 
 void* CudaAllocator::raw_alloc(size_t size) {
   const c10::DeviceIndex device = c10::cuda::current_device();
-  void* pointer = or_report_oom(size, [&] { return upstream_->raw_alloc(size); });
+  void* pointer = or_report_oom(upstream_, size, [&] { return upstream_->raw_alloc(size); });
   report_alloc(pointer, size, device_number(device), stream_id(current_stream(device)),
                tag_of_allocation_from(__builtin_return_address(0)));
   return pointer;
@@ -108,8 +112,8 @@ void* CudaAllocator::raw_alloc(size_t size) {
 
 void* CudaAllocator::raw_alloc_with_stream(size_t size, cudaStream_t stream) {
   const c10::DeviceIndex device = c10::cuda::current_device();
-  void* pointer =
-      or_report_oom(size, [&] { return upstream_->raw_alloc_with_stream(size, stream); });
+  void* pointer = or_report_oom(upstream_, size,
+                                [&] { return upstream_->raw_alloc_with_stream(size, stream); });
   report_alloc(pointer, size, device_number(device), stream_id(stream),
                tag_of_allocation_from(__builtin_return_address(0)));
   return pointer;

@@ -88,6 +88,57 @@ py::list to_python(const std::vector<Block>& blocks) {
   return result;
 }
 
+py::list to_python(const std::vector<Failure>& failures) {
+  const auto categories = names().list(Names::Kind::category);
+  const auto modules = names().list(Names::Kind::module);
+  const auto ops = names().list(Names::Kind::op);
+  const auto known = [](std::int64_t bytes) {
+    return bytes < 0 ? py::object(py::none()) : py::object(py::int_(bytes));
+  };
+  py::list result;
+  for (const Failure& failure : failures) {
+    py::list holdings;
+    for (const Holding& one : failure.holdings) {
+      py::dict holding;
+      holding["bytes"] = one.bytes;
+      holding["blocks"] = one.blocks;
+      holding["largest"] = one.largest;
+      holding["category"] = categories[one.category];
+      holding["module"] = modules[one.module];
+      holding["op"] = ops[one.op];
+      holding["phase"] = kPhaseNames[one.phase];
+      holding["step"] = one.step;
+      holdings.append(holding);
+    }
+    const UpstreamAtFailure& said = failure.upstream;
+    py::dict upstream;
+    upstream["reserved"] = known(said.reserved);
+    upstream["allocated"] = known(said.allocated);
+    upstream["pending"] = known(said.pending);
+    upstream["largest_free"] = known(said.largest_free);
+    upstream["free_segments"] = known(said.free_segments);
+    upstream["free_expandable"] = known(said.free_expandable);
+    upstream["device_free"] = known(said.device_free);
+    upstream["device_total"] = known(said.device_total);
+    upstream["limit"] = known(said.limit);
+    py::dict entry;
+    entry["number"] = failure.number;
+    entry["requested"] = failure.requested;
+    entry["unix_ns"] = failure.unix_ns;
+    entry["step"] = failure.step;
+    entry["logical_step"] = failure.logical_step;
+    entry["device"] = device_name(failure.device);
+    entry["category"] = categories[failure.tag.category];
+    entry["phase"] = kPhaseNames[failure.tag.phase];
+    entry["module"] = modules[failure.tag.module];
+    entry["op"] = ops[failure.tag.op];
+    entry["holdings"] = holdings;
+    entry["upstream"] = upstream;
+    result.append(entry);
+  }
+  return result;
+}
+
 py::dict names_to_python() {
   const Names& all = names();
   py::dict result;

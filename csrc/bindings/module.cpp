@@ -204,6 +204,7 @@ void bind_counters(py::module_& m) {
   m.def("peaks", &closed_peaks);
   m.def("reset_peaks", [] { recorder().reset_peaks(); });
   m.def("live_blocks", [] { return to_python(recorder().live_blocks()); });
+  m.def("failures", [] { return to_python(recorder().failures()); });
 }
 
 void bind_events(py::module_& m) {
@@ -240,6 +241,7 @@ void bind_cpu(py::module_& m) {
   m.def("cpu_uninstall", [] { cpu_adaptor().uninstall(); });
   m.def("cpu_installed", [] { return cpu_adaptor().installed(); });
   m.def("cpu_reported_bytes", &cpu_reported_bytes);
+  m.def("cpu_limit", &cpu_limit, py::arg("bytes"));
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <list>
 #include <mutex>
 #include <new>
 #include <stdexcept>
@@ -164,14 +165,52 @@ void Recorder::note_upstream_at_peak(Device device, std::int64_t requested, std:
   peak.upstream_reserved = reserved;
 }
 
-void Recorder::on_oom(std::uint64_t size, Device device, Tag tag) noexcept {
+std::uint64_t Recorder::on_oom(std::uint64_t size, Device device, Tag tag) noexcept {
   Block request;
   request.set(std::min(size, kLargest), tag.category, tag.category);
   request.device = device;
   request.module = tag.module;
   request.thread = this_thread().thread_id();
+  std::list<Failure> one;  // memory is asked for outside the lock, and given back there
+  try {
+    one.push_back({.requested = size,
+                   .unix_ns = unix_ns(),
+                   .device = device,
+                   .tag = tag,
+                   .holdings = holdings_of(live_blocks(), device)});
+  } catch (const std::bad_alloc&) {  // on the CPU it may be the host's memory that ran out
+  }
   const std::lock_guard guard(lock_);
   write(EventKind::oom, request, tag.phase, tag.op, physical_.load());
+  const std::uint64_t number = failures_seen_++;
+  if (!one.empty()) {
+    one.front().number = number;
+    one.front().step = physical_.load();
+    one.front().logical_step = logical_.load();
+    failures_.splice(failures_.end(), one);
+    if (failures_.size() > kMaxFailures) one.splice(one.begin(), failures_, failures_.begin());
+  }
+  return number;
+}
+
+void Recorder::note_upstream_at_failure(std::uint64_t number,
+                                        const UpstreamAtFailure& upstream) noexcept {
+  const std::lock_guard guard(lock_);
+  for (Failure& failure : failures_) {
+    if (failure.number == number) failure.upstream = upstream;
+  }
+}
+
+std::vector<Failure> Recorder::failures() {
+  std::list<Failure> mine;
+  {
+    const std::lock_guard guard(lock_);
+    mine.swap(failures_);
+  }
+  std::vector<Failure> result(mine.begin(), mine.end());
+  const std::lock_guard guard(lock_);  // what failed meanwhile comes after
+  failures_.splice(failures_.begin(), mine);
+  return result;
 }
 
 bool Recorder::knows(std::uint64_t address) noexcept { return size_of(address) != 0; }
@@ -323,11 +362,14 @@ std::vector<Block> Recorder::live_blocks() {
 }
 
 void Recorder::start_events(std::unique_ptr<EventFile> file) {
+  std::list<Failure> forgotten;
   const std::lock_guard guard(lock_);
   if (events_ != nullptr) {
     throw std::logic_error("events are being written already; end the running profile first");
   }
   physical_ = logical_ = 0;  // a profile counts its own steps
+  forgotten.swap(failures_);
+  failures_seen_ = 0;
   events_ = std::move(file);
   writing_to_ = events_.get();
   ledger_.for_each([&](Block& block) {

@@ -9,6 +9,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -16,6 +17,7 @@
 
 #include "core/counters.h"
 #include "core/event_file.h"
+#include "core/failures.h"
 #include "core/ledger.h"
 #include "core/spin_lock.h"
 #include "core/tag_stack.h"
@@ -56,7 +58,9 @@ class Recorder {
   [[gnu::hot]] Freed on_free(std::uint64_t address, Phase phase) noexcept;
   // A block that was there before the profiler.
   void seed(std::uint64_t address, std::uint64_t size, Device device, std::uint8_t stream) noexcept;
-  void on_oom(std::uint64_t size, Device device, Tag tag) noexcept;
+  // Takes stock of the device's live blocks; returns the failure's number.
+  std::uint64_t on_oom(std::uint64_t size, Device device, Tag tag) noexcept;
+  void note_upstream_at_failure(std::uint64_t number, const UpstreamAtFailure& upstream) noexcept;
   // What upstream counts at the peak that was just closed (or at `requested`'s instant).
   void note_upstream_at_peak(Device device, std::int64_t requested, std::int64_t allocated,
                              std::int64_t reserved) noexcept;
@@ -106,6 +110,9 @@ class Recorder {
   std::vector<DevicePeak> peaks();
   void reset_peaks() noexcept;
   std::vector<Block> live_blocks();
+  // The newest kMaxFailures since events were started, the newest last.
+  static constexpr std::size_t kMaxFailures = 16;
+  std::vector<Failure> failures();
 
   // Steps count from 0 again; what is live enters the file as seeds. Throws std::logic_error if
   // events are being written already.
@@ -145,6 +152,8 @@ class Recorder {
   std::array<DeviceCounters, kMaxDevices> counters_;
   std::unordered_map<std::uint64_t, std::uint32_t> captures_;  // address → times Opacus holds it
   std::uint64_t snapshots_ = 0;
+  std::list<Failure> failures_;
+  std::uint64_t failures_seen_ = 0;
   std::atomic<std::uint32_t> logical_{0};
 };
 

@@ -59,6 +59,8 @@ class Recording:
                 refused, self._refused = self._refused, None
                 raise refused from None
             self._error = error
+            if self._session is not None:
+                self._session.explain(error)
             if isinstance(error, KeyboardInterrupt):
                 self._signal = signal.SIGINT
             print_exception(error)

@@ -14,7 +14,17 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
-from opacus_memprof.hooks import capture, distributed, functions, ghost, modules, optimizer, privacy_engine, samplers
+from opacus_memprof.hooks import (
+    capture,
+    distributed,
+    functions,
+    ghost,
+    modules,
+    optimizer,
+    privacy_engine,
+    samplers,
+    shapes,
+)
 from opacus_memprof.hooks.attach import Attachment, Shared
 
 __all__ = ["Attachment", "attach_model", "attach_optimizer", "attach_privacy_engine_class", "attach_private"]
@@ -45,6 +55,7 @@ def attach_model(model: nn.Module | AbstractGradSampleHooks) -> Attachment:
     with attachment.undone_on_error():
         modules.tag_residents(root)
         modules.hook_parameters(attachment, root)
+        shapes.model_attached(model, list(modules.named_modules(root)))
         opacus_hooks = {
             handle.id for module in root.modules() for handle in vars(module).get("autograd_grad_sample_hooks", ())
         }
@@ -70,6 +81,7 @@ def attach_optimizer(optim: Optimizer) -> Attachment:
     with attachment.undone_on_error():
         optimizer.stand_in_for_methods(attachment, optim)
         optimizer.hook_steps(attachment, original)
+        shapes.optimizer_attached(optim)
     _attached[original] = attachment
     return attachment
 

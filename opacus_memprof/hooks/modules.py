@@ -13,7 +13,7 @@ from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 
 from opacus_memprof import _native
-from opacus_memprof.hooks import observe
+from opacus_memprof.hooks import observe, shapes
 from opacus_memprof.hooks.attach import Attachment
 from opacus_memprof.hooks.distributed import DDP_WRAPPERS
 from opacus_memprof.hooks.tensors import tensors_in
@@ -77,6 +77,7 @@ class EnterModel:
         batch = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is None and not tensor.requires_grad]
         if batch:
             _native.retag_if(batch, _UNCLAIMED, INPUTS)
+            shapes.batch_comes(batch)
 
 
 class LeaveModel:
@@ -86,6 +87,7 @@ class LeaveModel:
 
     def __call__(self, root: nn.Module, args: Any, output: Any) -> None:
         _native.settle()
+        shapes.forward_ends()
 
 
 def owned_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -151,11 +153,14 @@ def hook_modules(attachment: Attachment, root: nn.Module) -> None:
     Not inside what torch compiles, nor under nn.DataParallel, whose replicas share their originals' attributes.
     """
     skipped: set[nn.Module] = set()
+    scoped: list[tuple[str, nn.Module]] = []
     for name, module in named_modules(root):
         if module in skipped or compiled(module) or isinstance(module, nn.DataParallel):
             skipped.update(module.children())
         else:
+            scoped.append((name, module))
             _scope_forward(attachment, module, _native.module_id(name))
+    shapes.watch(attachment, scoped)
     enter = root.register_forward_pre_hook(EnterModel(), prepend=True, with_kwargs=True)
     leave = root.register_forward_hook(LeaveModel())
     attachment.on_detach(enter.remove)

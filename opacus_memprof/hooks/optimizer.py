@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from opacus_memprof import _native
-from opacus_memprof.hooks import observe
+from opacus_memprof.hooks import observe, shapes
 from opacus_memprof.hooks.attach import Attachment
 from opacus_memprof.hooks.tensors import tensors_in
 from opacus_memprof.hooks.vocabulary import (
@@ -114,7 +114,7 @@ def _reduce_gradients(optimizer: DPOptimizer, run: Run) -> Any:
 
 def _zero_grad(optimizer: Optimizer, run: Run) -> Any:
     before = _native.set_phase(ZERO_GRAD)
-    result = run()
+    result = shapes.gradients_zeroed(optimizer, run)
     _native.set_phase(before)
     return result
 

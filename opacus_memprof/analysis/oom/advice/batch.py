@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fewer samples at a time, with the same logical batch."""
+
+import math
+from collections.abc import Callable, Iterator
+
+from opacus_memprof.analysis.oom.advice.base import BATCH, SMALL_BATCH, Suggestion, suggestion
+from opacus_memprof.analysis.oom.predict import Case
+from opacus_memprof.analysis.oom.step import Instant
+from opacus_memprof.units import format_bytes
+
+
+def physical_batch(case: Case) -> Iterator[Suggestion]:
+    """BatchMemoryManager with the largest physical batch whose predicted peak fits."""
+    found = largest_that_fits(case, case.peak)
+    if found is None or case.samples is None or not case.workload.mode:
+        return
+    n, instant = found
+    slope = slope_of(case, case.peak)
+    yield suggestion(
+        case,
+        instant,
+        BATCH if 2 * n >= case.samples else SMALL_BATCH,
+        f"a physical batch of at most {n} samples, and the same logical batch of {case.samples}",
+        batch_code(n),
+        f"In this run a sample takes {format_bytes(slope)} at the peak, and the rest does not grow with the batch.",
+        batch_action(n),
+    )
+
+
+def batch_action(n: int) -> dict[str, object]:
+    return {"kind": "max_physical_batch_size", "value": n}
+
+
+def batch_code(n: int) -> str:
+    return (
+        "with opacus.utils.batch_memory_manager.BatchMemoryManager("
+        f"data_loader=loader, max_physical_batch_size={n}, optimizer=optimizer) as loader:"
+    )
+
+
+def largest_that_fits(case: Case, peak: Callable[[int], Instant]) -> tuple[int, Instant] | None:
+    """The largest part of a logical batch whose peak fits, as BatchMemoryManager cuts it: into the fewest parts, of
+    equal sizes. Where nobody knows what fits, half of the batch; None where not even one sample does."""
+    if case.samples is None:
+        return None
+    tried = set()
+    for parts in range(2, case.samples + 1):
+        n = math.ceil(case.samples / parts)
+        if n in tried:
+            continue
+        tried.add(n)
+        instant = peak(n)
+        if case.fits(instant.bytes) is not False:
+            return n, instant
+    return None
+
+
+def slope_of(case: Case, peak: Callable[[int], Instant]) -> int:
+    """Bytes a sample, from the peaks of the whole batch and of half of it."""
+    whole = case.samples or 1
+    half = max(whole // 2, 1)
+    return (peak(whole).bytes - peak(half).bytes) // max(whole - half, 1) if whole > half else peak(whole).bytes

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Another way to the same clipped gradients: for the whole model, or for the layers where it matters."""
+
+from collections.abc import Iterator
+
+from opacus_memprof.analysis.oom.advice.base import (
+    LINE,
+    MODE,
+    MODE_AND_BATCH,
+    OTHER_MODE,
+    Suggestion,
+    suggestion,
+)
+from opacus_memprof.analysis.oom.advice.batch import batch_action, batch_code, largest_that_fits
+from opacus_memprof.analysis.oom.predict import Case
+from opacus_memprof.analysis.oom.step import Step
+from opacus_memprof.units import format_bytes
+
+_SAMPLES = ("hooks", "functorch", "ew")
+
+
+def norms_without_squares(case: Case) -> Iterator[Suggestion]:
+    """Ghost clipping with norm samplers that make no matrices of tokens by tokens."""
+    step = case.step
+    if step is None or step.mode != "ghost" or not step.squares:
+        return
+    n = step.samples
+    costly = {layer.name: layer.ghost(n) for layer in step.layers if layer.forward.tokens > 1}
+    costly = {name: size for name, size in costly.items() if size > 64 * 2**20 or size > case.peak().bytes // 20}
+    if not costly or case.workload.flash_clip_refusal() is not None:
+        return
+    instant = case.changed(step.changed(squares=False))
+    largest = max(costly, key=lambda name: costly[name])
+    yield suggestion(
+        case,
+        instant,
+        LINE,
+        f"norms without matrices of tokens by tokens in {len(costly)} layer{'s' if len(costly) > 1 else ''}",
+        "opacus_memprof.clipping.register_norm_samplers()  # before training; ghost clipping stays",
+        f"Norms of {largest} make T x T matrices of {format_bytes(costly[largest])} (s n T^2, three with a bias, two "
+        "without); these samplers work in tiles.",
+        {"kind": "register_norm_samplers"},
+    )
+
+
+def another_mode(case: Case) -> Iterator[Suggestion]:
+    """flash_clip, ghost or hooks instead of what there is, alone, or with a smaller physical batch where alone it does
+    not fit."""
+    step = case.step
+    if step is None or step.mode not in (*_SAMPLES, "ghost", "fast"):
+        return
+    for mode, change in (("flash_clip", MODE), ("ghost", OTHER_MODE), ("hooks", OTHER_MODE)):
+        if mode == step.mode or (mode == "hooks" and step.mode in _SAMPLES):
+            continue
+        if mode == "flash_clip" and case.workload.flash_clip_refusal() is not None:
+            continue
+        other = step.changed(mode=mode, keeps_gradients=step.keeps_gradients and mode != "flash_clip")
+        instant = case.changed(other)
+        yield suggestion(
+            case, instant, change, f'grad_sample_mode="{mode}"', _code(mode), _why(step, mode), _action(mode)
+        )
+        if case.fits(instant.bytes) is False:
+            found = largest_that_fits(case, lambda n, other=other: case.changed(other, n))  # type: ignore[misc]
+            if found is not None:
+                yield suggestion(
+                    case,
+                    found[1],
+                    MODE_AND_BATCH,
+                    f'grad_sample_mode="{mode}", and a physical batch of at most {found[0]} samples',
+                    f"{_code(mode)}\n{batch_code(found[0])}",
+                    _why(step, mode),
+                    _action(mode),
+                    batch_action(found[0]),
+                )
+
+
+def _action(mode: str) -> dict[str, str]:
+    return {"kind": "grad_sample_mode", "value": mode}
+
+
+def _code(mode: str) -> str:
+    if mode == "flash_clip":
+        return 'opacus_memprof.PrivacyEngine().make_private(..., grad_sample_mode="flash_clip")'
+    if mode == "ghost":
+        return (
+            "model, optimizer, criterion, loader = engine.make_private(..., criterion=criterion, "
+            'grad_sample_mode="ghost")'
+        )
+    return f'engine.make_private(..., grad_sample_mode="{mode}")'
+
+
+def _why(step: Step, mode: str) -> str:
+    n = step.samples
+    samples = sum(layer.gradients(n) for layer in step.layers)
+    if mode == "hooks":
+        squares = max((layer.ghost(n) for layer in step.layers), default=0)
+        return (
+            f"Per-sample gradients of all layers are {format_bytes(samples)} (s n w), and norms of a single layer "
+            f"take {format_bytes(squares)} here."
+        )
+    if mode == "flash_clip":
+        kept = sum(layer.flash_kept(n) for layer in step.layers)
+        return (
+            f"Per-sample gradients of all layers would be {format_bytes(samples)} (s n w); this mode keeps "
+            f"{format_bytes(kept)}, of each layer whichever is less of its gradients and what they are made of, and no "
+            "p.grad."
+        )
+    return (
+        f"Per-sample gradients of all layers are {format_bytes(samples)} (s n w), which this mode does not keep; what "
+        "autograd saves lives through a second backward pass instead."
+    )

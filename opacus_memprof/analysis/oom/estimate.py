@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run's own step as step.Step: what hooks saw of it, completed where the run ended before the forward did."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from opacus_memprof.analysis.oom.failure import SCALED, Failure, totals
+from opacus_memprof.analysis.oom.history import History
+from opacus_memprof.analysis.oom.layers import Layer
+from opacus_memprof.analysis.oom.step import Step
+from opacus_memprof.workload import Forward, Module, Workload
+
+_ACTIVATIONS = ("activations", "activation_hooks")
+_RESIDENT = ("model_parameters", "buffers", "unattributed", "library_workspace", "communication")
+_NUMBER = re.compile(r"(?:^|\.)\d+(?=\.|$)")
+
+
+def step_of(failure: Failure, workload: Workload, history: History, freed: int = 0) -> Step | None:
+    """None where nothing is known of the model or its batch.
+
+    Args:
+        freed: bytes of `failure` that an earlier step, or a forward without a backward, has left.
+    """
+    samples = workload.batch_of(failure.step)
+    if not workload.modules or not samples:
+        return None
+    kept = totals((one for one in failure.holdings if one.category in _ACTIVATIONS), lambda one: one.module)
+    excess = freed / max(sum(kept.values()), 1)
+    live = {module: int(size * (1 - min(excess, 1.0))) for module, size in kept.items()}
+    known = {name: _scaled(forward, samples) for name, forward in workload.forwards.items()}
+    began = failure.phase == "forward" and not history.steps
+    layers = _layers(workload, known, live, samples, complete=not began)
+    seen = {layer.name for layer in layers}
+    tail = live.get("", 0) if "" not in seen else 0
+    total = (
+        max((sum(moment.categories.get(name, 0) for name in _ACTIVATIONS) for moment in history.moments), default=0)
+        - freed
+    )
+    missing = total - tail - sum(layer.activations for layer in layers)
+    if missing > 0 and layers:
+        layers = _spread(layers, missing)
+    if began and layers:
+        tail = max(tail, layers[-1].forward.output_bytes)
+    by_category = failure.totals(lambda one: one.category)
+    resident = sum(size for category, size in by_category.items() if _is_resident(category))
+    trained = workload.trained_bytes
+    largest = max(module.bytes for module in workload.modules.values())
+    # On a GPU torch updates all parameters at once, on the CPU one after the other.
+    update = workload.temporaries * trained if failure.device != "cpu" else 2 * largest * bool(workload.temporaries)
+    return Step(
+        mode=workload.mode,
+        mean=workload.mean,
+        samples=samples,
+        layers=tuple(layers),
+        resident=resident,
+        trained=trained,
+        largest=largest,
+        states=max(workload.states * trained, by_category.get("optimizer_states", 0)),
+        update=update,
+        tail=tail,
+        inputs=by_category.get("inputs", 0),
+        keeps_gradients=keeps_gradients(workload),
+    )
+
+
+def keeps_gradients(workload: Workload) -> bool:
+    """Whether p.grad outlives zero_grad. Where no zero_grad was seen: Opacus' optimizers keep it, torch's do not."""
+    if workload.keeps_gradients is not None:
+        return workload.keeps_gradients
+    return workload.mode not in ("", "flash_clip")
+
+
+def _is_resident(category: str) -> bool:
+    """Also the program's own categories."""
+    made = {"gradients", "optimizer_states", "summed_gradients", "noise", "optimizer_temporaries", "pending_free"}
+    return category in _RESIDENT or category not in SCALED | made
+
+
+def _scaled(forward: Forward, samples: int) -> Forward:
+    """The same forward with another number of samples."""
+    if forward.samples == samples or not forward.samples:
+        return forward
+
+    def of(size: int) -> int:
+        return size * samples // forward.samples
+
+    return Forward(
+        samples, forward.tokens, of(forward.input_bytes), of(forward.output_bytes), forward.width, forward.from_leaf
+    )
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Modules of the model that repeat: the same modules under another number."""
+
+    prefix: str
+    signature: tuple[tuple[str, str, int, int], ...]
+
+
+def _unit_of(name: str) -> str:
+    found = _NUMBER.search(name)
+    return name[: found.end()] if found else ""
+
+
+def _units(modules: Mapping[str, Module]) -> dict[str, _Unit]:
+    """By prefix, those that have a twin."""
+    parts: dict[str, list[tuple[str, str, int, int]]] = {}
+    for name, module in modules.items():
+        if prefix := _unit_of(name):
+            parts.setdefault(prefix, []).append((name[len(prefix) :], module.kind, module.rows, module.columns))
+    units = {prefix: _Unit(prefix, tuple(inside)) for prefix, inside in parts.items()}
+    signatures = [unit.signature for unit in units.values()]
+    return {prefix: unit for prefix, unit in units.items() if signatures.count(unit.signature) > 1}
+
+
+def _layers(
+    workload: Workload, known: Mapping[str, Forward], live: Mapping[str, int], samples: int, *, complete: bool
+) -> list[Layer]:
+    """The layers in forward order, with the activations that are live now; where the forward had not ended, those
+    that were still to come are taken from their twins, or from their shapes."""
+    order = list(known)
+    units = _units(workload.modules)
+    if not complete:
+        order += [name for name in workload.modules if name not in known]
+    taken = _apportion(live, [name for name in order if name in workload.modules])
+    ended = [prefix for prefix in units if any(name.startswith(f"{prefix}.") for name in known)]
+    models = {units[prefix].signature: prefix for prefix in reversed(ended[:-1] or ended)}  # the last may be half done
+    layers: list[Layer] = []
+    for name in order:
+        module = workload.modules.get(name)
+        if module is None:
+            continue
+        forward, size = known.get(name), taken.get(name, 0)
+        prefix = _unit_of(name)
+        if not complete and prefix in units and (forward is None or prefix == (ended or [""])[-1]):
+            model = models.get(units[prefix].signature)
+            twin = model + name[len(prefix) :] if model else name
+            forward = forward or known.get(twin)
+            size = max(size, taken.get(twin, 0))
+        if forward is None:
+            before = layers[-1].forward if layers else None
+            forward = _guess(module, before, samples)
+            size = max(size, forward.output_bytes)
+        layers.append(Layer(name, module, forward, size))
+    return layers
+
+
+def _guess(module: Module, before: Forward | None, samples: int) -> Forward:
+    """A layer that the forward had not come to: as many tokens as the one before it."""
+    tokens, width = (before.tokens, before.width) if before else (1, 4)
+    rows, columns = (module.rows, module.columns) if module.rows else (module.weight, module.weight)
+    if module.kind == "Embedding":
+        rows, columns = columns, 1
+    size = samples * tokens * width
+    return Forward(samples, tokens, size * columns, size * rows, width, before is None)
+
+
+def _apportion(live: Mapping[str, int], order: list[str]) -> dict[str, int]:
+    """Activations by the layer with whose backward they go: that of the module itself, else the last one inside it,
+    else the last one that shares the most of its name."""
+    taken: dict[str, int] = {}
+    for module, size in live.items():
+        if not module:
+            continue
+        parts = module.split(".")
+        best, score = "", -1
+        for name in order:
+            own = name.split(".")
+            common = next((i for i, (a, b) in enumerate(zip(parts, own, strict=False)) if a != b), None)
+            shared = min(len(parts), len(own)) if common is None else common
+            if shared and shared >= score:
+                best, score = name, shared
+        if module in order:
+            best = module
+        if best:
+            taken[best] = taken.get(best, 0) + size
+    return taken
+
+
+def _spread(layers: list[Layer], missing: int) -> list[Layer]:
+    """Activations that have gone already, by the sizes of the layers' inputs; the last layers were the first to go."""
+    room = [max(layer.forward.input_bytes + layer.forward.output_bytes - layer.activations, 1) for layer in layers]
+    whole = sum(room)
+    return [
+        Layer(layer.name, layer.module, layer.forward, layer.activations + missing * share // whole)
+        for layer, share in zip(layers, room, strict=True)
+    ]

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a whole training step holds at once, for a mode and a number of samples that need not be the run's own.
+
+A step is a row of instants, each a sum of named parts in bytes; its peak is the largest. Source: the order in which
+autograd frees and Opacus 1.6 makes tensors (forward, backward layer by layer from the last, clip, noise, update).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from opacus_memprof.analysis.oom.layers import Layer
+
+_SAMPLES = ("hooks", "functorch", "ew")  # the modes that keep per-sample gradients
+FLASH_WORKSPACE = 256 * 2**20  # flash_clip's ceiling on the temporaries of a layer
+
+
+@dataclass(frozen=True)
+class Instant:
+    """Bytes by name of the part. They are settled to come, unless seen."""
+
+    phase: str
+    module: str
+    parts: Mapping[str, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Step:
+    """Bytes throughout.
+
+    Attributes:
+        mode: as workload.Workload.mode.
+        mean: as there.
+        layers: in the order of the forward pass. `samples` is theirs.
+        resident: lives all the time: parameters, buffers, whatever else does not grow with the batch.
+        trained: of the parameters that are trained; `largest` of the largest layer among them.
+        states: of the optimizer, once it has made them. `update`: temporaries of its step.
+        tail: after the last layer, of the loss, from forward to backward. `inputs`: the batch.
+        keeps_gradients: p.grad lives from one step to the next.
+        drops_gradients: p.grad is dropped as soon as autograd has made it.
+        squares: ghost clipping makes matrices of tokens by tokens.
+    """
+
+    mode: str
+    mean: bool
+    samples: int
+    layers: Sequence[Layer]
+    resident: int
+    trained: int
+    largest: int
+    states: int
+    update: int
+    tail: int
+    inputs: int
+    keeps_gradients: bool
+    drops_gradients: bool = False
+    squares: bool = True
+
+    def changed(self, **changes: object) -> "Step":
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def peak(self, n: int, *, accumulates: bool = False, after: str = "") -> Instant:
+        """The largest instant with n samples at a time.
+
+        Args:
+            accumulates: several physical batches make a logical one: the clipped sum lives through all of them.
+            after: leaves out the instants of the phases up to this one.
+        """
+        return max(self.instants(n, accumulates=accumulates, after=after), key=lambda instant: instant.bytes)
+
+    def instants(self, n: int, *, accumulates: bool = False, after: str = "") -> Iterator[Instant]:
+        ended = _PHASES.index(after) if after in _PHASES else -1
+        for instant in self._all(n, accumulates):
+            if _PHASES.index(instant.phase) > ended:
+                yield instant
+
+    def _all(self, n: int, accumulates: bool) -> Iterator[Instant]:
+        base = {"resident": self.resident, "optimizer_states": self.states}
+        summed = {"summed_gradients": self.trained} if accumulates and self.mode else {}
+        if self.mode in ("ghost", "fast"):
+            backward = self._two_passes(n)
+        elif self.mode == "flash_clip":
+            backward = self._flash(n)
+        else:
+            backward = self._one_pass(n)
+        for instant in backward:
+            yield replace(instant, parts={**base, **summed, **instant.parts})
+        yield from self._update(n, base)
+
+    def _scale(self, size: int, n: int) -> int:
+        return size * n // max(self.samples, 1)
+
+    def _activations(self, n: int) -> int:
+        return self._scale(sum(layer.activations for layer in self.layers), n)
+
+    def _gradients_before(self) -> int:
+        return self.trained if self.keeps_gradients and not self.drops_gradients else 0
+
+    def _loss(self, n: int, gradients: int) -> Instant:
+        """Forward has ended, and backward begins at the loss: the gradient of the last layer's output is made."""
+        output = self._scale(self.layers[-1].forward.output_bytes, n) if self.layers else 0
+        alive = self._activations(n) + self._scale(self.tail + self.inputs, n)
+        return Instant("forward", "", {"activations": alive, "gradients": gradients, "backward_temporaries": output})
+
+    def _one_pass(self, n: int) -> Iterator[Instant]:
+        """hooks, functorch, ew, no_op: per-sample gradients pile up while activations go. Without Opacus: neither."""
+        private = self.mode not in ("", "other")
+        yield self._loss(n, self._gradients_before())
+        alive = self._activations(n) + self._scale(self.inputs, n)
+        made = samples = 0
+        for layer in reversed(self.layers):
+            if not self.drops_gradients:
+                made += layer.module.bytes
+            yield Instant(
+                "backward",
+                layer.name,
+                {
+                    "activations": alive,
+                    "gradients": max(made, self._gradients_before()),
+                    "per_sample_gradients": samples,
+                    "backward_temporaries": layer.flowing(n, self.mean and private),
+                    "temp_matrices": layer.sampler(n) if private else 0,
+                },
+            )
+            samples += layer.gradients(n) if private else 0
+            alive -= self._scale(layer.activations, n)
+
+    def _two_passes(self, n: int) -> Iterator[Instant]:
+        """ghost: what autograd saved survives the pass for the norms, and goes in the one for the gradients."""
+        yield self._loss(n, self._gradients_before())
+        alive = self._activations(n) + self._scale(self.tail + self.inputs, n)
+        made = 0
+        for layer in reversed(self.layers):
+            made += layer.module.bytes
+            norms = layer.ghost(n) if self.mode == "ghost" else layer.sampler(n)
+            if not self.squares:
+                norms = min(norms, FLASH_WORKSPACE)
+            yield Instant(
+                "backward",
+                layer.name,
+                {
+                    "activations": alive,
+                    "gradients": max(made, self._gradients_before()),
+                    "backward_temporaries": layer.flowing(n, self.mean),
+                    "temp_matrices": norms,
+                },
+            )
+        for layer in reversed(self.layers):
+            temporaries = layer.flowing(n, False) + layer.module.bytes
+            parts = {"activations": alive, "gradients": self.trained, "backward_temporaries": temporaries}
+            yield Instant("second_backward", layer.name, parts)
+            alive -= self._scale(layer.activations, n)
+
+    def _flash(self, n: int) -> Iterator[Instant]:
+        """flash_clip: autograd makes no gradients; each layer keeps what its clipped sum will need."""
+        yield self._loss(n, 0)
+        alive = self._activations(n) + self._scale(self.inputs, n)
+        kept = 0
+        for layer in reversed(self.layers):
+            kept += layer.flash_kept(n)
+            yield Instant(
+                "backward",
+                layer.name,
+                {
+                    "activations": alive,
+                    "per_sample_gradients": kept,
+                    "backward_temporaries": layer.flowing(n, False),
+                    "temp_matrices": min(layer.flash_work(n), FLASH_WORKSPACE),
+                },
+            )
+            alive -= self._scale(layer.activations, n)
+
+    def _update(self, n: int, base: Mapping[str, int]) -> Iterator[Instant]:
+        """Clipped sums, noise, and the optimizer's own step. Noise is the largest parameter's twice, zeros and noise,
+        and one more while the one before lives."""
+        trained = self.trained
+        held = sum(layer.gradients(n) for layer in self.layers) if self.mode in _SAMPLES else 0
+        made = trained
+        if self.mode == "flash_clip":
+            held, made = sum(layer.flash_kept(n) for layer in self.layers), 0
+        if self.mode:
+            parts = {**base, "per_sample_gradients": held, "summed_gradients": trained}
+            gradients = 0 if self.drops_gradients else made
+            casts = max((layer.cast(n) for layer in self.layers), default=0) if self.mode in _SAMPLES else 0
+            yield Instant("clip", "", {**parts, "gradients": gradients, "clipping_temporaries": casts})
+            noise = 2 * self.largest
+            last = trained if self.drops_gradients else made
+            yield Instant("noise", "", {**parts, "gradients": last, "noise": noise})
+            made = trained if self.mode != "flash_clip" else 0
+            yield Instant("optimizer_step", "", {**parts, "gradients": made, "optimizer_temporaries": self.update})
+        else:
+            yield Instant("optimizer_step", "", {**base, "gradients": trained, "optimizer_temporaries": self.update})
+
+
+_PHASES = (
+    "",
+    "setup",
+    "idle",
+    "zero_grad",
+    "forward",
+    "backward",
+    "second_backward",
+    "clip",
+    "noise",
+    "optimizer_step",
+)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Explains out-of-memory errors of one session: oom_report.json, .txt and .html in its directory, and a note on the
+exception, whose type and message stay torch's.
+
+torch makes its OutOfMemoryError when the failure has left C++ and before any handler of the program runs. While a
+session records, that is when the report is written and the note attached, so that both are there for a program that
+handles the exception itself. Failures of CPU allocations are plain RuntimeErrors: their report is written when the
+exception passes the session, or at its end.
+"""
+
+import contextlib
+import io
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from opacus_memprof import _native, observations, workload
+from opacus_memprof.analysis.oom import build_report
+from opacus_memprof.directory import OOM_REPORTS
+from opacus_memprof.files import replacing
+from opacus_memprof.reports.oom_html import oom_page
+from opacus_memprof.reports.oom_text import note, print_oom
+
+
+class Forensics:
+    """Of one session, from `start` to `stop`.
+
+    Attributes:
+        report: of the latest failure that was explained; None while there was none.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.report: dict[str, Any] | None = None
+        self._directory = directory
+        self._explained = 0  # failures
+        self._pid = os.getpid()
+        self._running = False
+        self._printed = False
+
+    def start(self) -> None:
+        self._inherited = "__init__" not in vars(torch.OutOfMemoryError)
+        self._before = before = torch.OutOfMemoryError.__init__
+
+        def explained(error: BaseException, *args: Any, **kwargs: Any) -> None:
+            before(error, *args, **kwargs)
+            self.explain(error)
+
+        self._ours = explained
+        torch.OutOfMemoryError.__init__ = explained  # type: ignore[method-assign, assignment]
+
+    def stop(self) -> None:
+        """Puts torch's class back as it was."""
+        if vars(torch.OutOfMemoryError).get("__init__") is not self._ours:
+            return  # somebody patched on top, and their patch needs ours
+        if self._inherited:
+            del torch.OutOfMemoryError.__init__
+        else:
+            torch.OutOfMemoryError.__init__ = self._before  # type: ignore[method-assign]
+
+    def explain(self, error: BaseException | None = None) -> None:
+        """Writes the reports of what has failed since the last call, and attaches the note to `error`. Harmless where
+        nothing has. Never raises: the program's own error is what matters."""
+        if self._running or os.getpid() != self._pid:
+            return
+        self._running = True
+        try:
+            failed = _native.failures()
+            if error is None:  # what reached no handler on a GPU was torch's own trial, as cuDNN's of its workspaces
+                failed = [one for one in failed if one["device"] == "cpu"]
+            if failed and failed[-1]["number"] >= self._explained:
+                self._explained = failed[-1]["number"] + 1
+                self.report = self._build(failed)
+                self._write(self.report)
+                if error is not None:
+                    _attach(error, note(self.report, str(self._directory / OOM_REPORTS[0])))
+        except Exception as trouble:
+            warnings.warn(f"the failure could not be explained ({trouble!r})", RuntimeWarning, stacklevel=2)
+        finally:
+            self._running = False
+
+    def print(self) -> None:
+        """The report, to the process' stderr, once."""
+        if self.report is None or self._printed:
+            return
+        self._printed = True
+        with contextlib.suppress(OSError, ValueError):  # it may be closed
+            print_oom(self.report, Console(file=sys.__stderr__))
+
+    def _build(self, failed: list[dict[str, Any]]) -> dict[str, Any]:
+        try:
+            replayed = _native.replay(str(self._directory), 1)
+        except RuntimeError:  # no event file that can be read: what the failure itself tells remains
+            replayed = None
+        piled_up = any(fact["kind"] == "captures" for fact in observations.noted())
+        captures = observations.captures() if piled_up else None
+        return build_report(failed, workload.current(), captures, replayed, _native.names())
+
+    def _write(self, report: dict[str, Any]) -> None:
+        text = io.StringIO()
+        print_oom(report, Console(file=text, width=100))
+        contents = (text.getvalue(), json.dumps(report, indent=1) + "\n", oom_page(report))
+        for name, content in zip(OOM_REPORTS, contents, strict=True):
+            with replacing(self._directory / name) as file:
+                file.write_text(content, encoding="utf-8")
+
+
+def _attach(error: BaseException, text: str) -> None:
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:  # python 3.10 has the attribute's name by convention, and prints no notes
+        error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]

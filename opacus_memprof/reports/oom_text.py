@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""oom_report.json for a terminal, and as the few lines of a note."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+from opacus_memprof.units import format_bytes
+
+_TOP = 8
+_TOP_SUGGESTIONS = 4
+
+
+def print_oom(report: Mapping[str, Any], console: Console) -> None:
+    """Prints what analysis.oom.build_report returned."""
+    console.print(f"[bold red]out of memory[/] {escape(headline(report))}", highlight=False)
+    console.print(f"  {escape(_what_would_have_fitted(report))}", style="dim", highlight=False)
+    _print_holders(report, console)
+    _print_left(report["left_behind"], console)
+    _print_suggestions(report, console)
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """What was asked for, and what was live, in one sentence."""
+    request = report["request"]
+    what = request["category"].replace("_", " ")
+    module = f" of {request['module']}" if request["module"] else ""
+    op = f" ({request['op']})" if request["op"] else ""
+    phase = request["phase"].replace("_", " ")
+    return (
+        f"{report['device']}: {format_bytes(request['bytes'])} of {what}{module}{op} in {phase} of step "
+        f"{request['step']}, with {format_bytes(report['live_bytes'])} live"
+    )
+
+
+def note(report: Mapping[str, Any], path: str) -> str:
+    """The lines that an exception carries."""
+    held = list(report["holders"]["categories"].items())[:3]
+    lines = [f"opacus-memprof: {headline(report)}"]
+    if held:
+        lines.append("held by " + ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in held))
+    if report["suggestions"]:
+        first = report["suggestions"][0]
+        lines.append(f"suggestion: {first['title']} (predicted peak {format_bytes(first['predicted_peak_bytes'])})")
+    return "\n  ".join([*lines, f"report: {path}"])
+
+
+def _what_would_have_fitted(report: Mapping[str, Any]) -> str:
+    room, needed = report["room"], report["needed"]
+    said = [f"The step needs {format_bytes(needed['bytes'])}, in {needed['phase'].replace('_', ' ')}"]
+    if needed["module"]:
+        said[0] += f" of {needed['module']}"
+    if room["may_reserve_bytes"] is None:
+        if room["limit_bytes"] is not None:
+            said.append(f"{format_bytes(room['limit_bytes'])} are allowed")
+    else:
+        said.append(f"this process may reserve {format_bytes(room['may_reserve_bytes'])}")
+        said.append(f"{format_bytes(room['cached_bytes'])} of it were free in fragments")
+        said.append(f"the largest block was {format_bytes(max(room['largest_free_bytes'], room['unreserved_bytes']))}")
+        said.append(f"empty_cache would have given back {format_bytes(room['free_segments_bytes'])}")
+        said.append(
+            f"others use {format_bytes(room['others_bytes'])} of the device's {format_bytes(room['device_bytes'])}"
+        )
+    if (batch := report["batch"])["samples"]:
+        slope = format_bytes(batch["bytes_per_sample"])
+        fitting = batch["largest_that_fits"]
+        fits = f"{fitting} at a time would fit" if fitting else "not even one at a time would fit"
+        said.append(f"a sample takes {slope} at the peak: of {batch['samples']}, {fits}")
+    return "; ".join(said) + "."
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(columns[0], overflow="ellipsis", no_wrap=True)
+    table.add_column(columns[1], justify="right", no_wrap=True)
+    for column in columns[2:]:
+        table.add_column(column, no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def _print_holders(report: Mapping[str, Any], console: Console) -> None:
+    holders = report["holders"]
+    categories = _table("held by category", "bytes")
+    for name, size in list(holders["categories"].items())[:_TOP]:
+        categories.add_row(escape(name), format_bytes(size))
+    console.print()
+    console.print(categories)
+    table = _table("module", "bytes", "category", "made in", "blocks")
+    for one in holders["largest"][:_TOP]:
+        age = "this step" if one["age"] == 0 else f"{one['age']} step{'s' if one['age'] > 1 else ''} ago"
+        made = f"{one['phase'].replace('_', ' ')}, {age}"
+        table.add_row(
+            escape(one["module"] or "(no module)"), format_bytes(one["bytes"]), escape(one["category"]), made,
+            str(one["blocks"]),
+        )  # fmt: skip
+    console.print()
+    console.print(table)
+
+
+def _print_left(left: Mapping[str, Any], console: Console) -> None:
+    if left["bytes"]:
+        what = "forwards without a backward" if left["captures"] else f"steps {left['steps'][0]} to {left['steps'][-1]}"
+        console.print(f"\n[yellow]{format_bytes(left['bytes'])} were left behind by {what}[/]", highlight=False)
+
+
+def _print_suggestions(report: Mapping[str, Any], console: Console) -> None:
+    shown = report["suggestions"][:_TOP_SUGGESTIONS]
+    if not shown:
+        console.print("\nNothing is known that would make it fit.")
+    for index, one in enumerate(shown):
+        fits = {True: "[green]fits[/]", False: "[yellow]not enough alone[/]", None: ""}[one["fits"]]
+        console.print(
+            f"\n[bold]{index + 1}. {escape(one['title'])}[/]: peak {format_bytes(one['predicted_peak_bytes'])}, "
+            f"{format_bytes(one['saved_bytes'])} less {fits}",
+            highlight=False,
+        )
+        console.print(Padding(escape(one["code"]), (0, 0, 0, 3)), style="cyan", highlight=False)
+        console.print(Padding(escape(one["computed"]), (0, 0, 0, 3)), style="dim", highlight=False)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that were made to run out of memory: the report's first suggestion, when it is followed, makes the run fit, and
+what it predicted is within 10 % of what is then measured. `pytest -s` shows the table."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from opacus_memprof.units import format_bytes
+from tests.planted_oom import PLANS, Changes, Plan, train
+
+_ROW = "{:42.42} {:>11} {:>11} {:50.50} {:>11} {:>11} {:>7} {}"
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[str]]:
+    rows = [_ROW.format("case", "needs", "had", "first suggestion", "predicted", "measured", "error", "fits")]
+    yield rows
+    print("\n" + "\n".join(rows))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_the_first_suggestion_makes_it_fit(plan: Plan, tmp_path: Path, table: list[str]) -> None:
+    needs = train(plan, "cuda", tmp_path / "needs")
+    assert needs.error is None
+    had = int(needs.peak * plan.limit)
+    failed = train(plan, "cuda", tmp_path / "failed", had)
+    assert isinstance(failed.error, torch.OutOfMemoryError)
+    assert failed.report is not None
+    first = failed.report["suggestions"][0]
+    followed = train(plan, "cuda", tmp_path / "followed", had, Changes.of(first["actions"]))
+    predicted, error = first["predicted_peak_bytes"], first["predicted_peak_bytes"] / followed.peak - 1
+    sizes = [format_bytes(size) for size in (needs.peak, had)]
+    measured = [format_bytes(size) for size in (predicted, followed.peak)]
+    fits = "yes" if followed.error is None else f"no: {str(followed.error).splitlines()[0][:80]}"
+    table.append(_ROW.format(plan.name, *sizes, first["title"], *measured, f"{100 * error:+.1f} %", fits))
+    others = [
+        f"{one['title'][:40]} {format_bytes(one['predicted_peak_bytes'])} {one['fits']}"
+        for one in failed.report["suggestions"][1:5]
+    ]
+    request, room = failed.report["request"], failed.report["room"]
+    table.append(
+        f"    failed: {request['phase']} of {request['module'] or '-'}, {request['category']}, step {request['step']}; "
+        f"needed {format_bytes(failed.report['needed']['bytes'])} ({failed.report['needed']['phase']} of "
+        f"{failed.report['needed']['module'] or '-'}); capacity {format_bytes(room['capacity_bytes'])}, cached "
+        f"{format_bytes(room['cached_bytes'])}; then: {' | '.join(others)}; peaked in {followed.phase}"
+    )
+    assert followed.error is None
+    assert abs(error) <= 0.1
