@@ -6,6 +6,7 @@ import sys
 import typer
 
 from opacus_memprof.cli.debug import debug
+from opacus_memprof.cli.diff import diff
 from opacus_memprof.cli.doctor import doctor
 from opacus_memprof.cli.draw import draw
 from opacus_memprof.cli.experiment import experiment
@@ -32,6 +33,7 @@ app.command(cls=ReportCommand)(report)
 app.command()(doctor)
 app.command()(debug)
 app.command()(tax)
+app.command()(diff)
 app.command()(top)
 app.command()(experiment)
 app.command()(experiments)

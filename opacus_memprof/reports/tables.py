@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 from rich.table import Table
 
+from opacus_memprof.units import format_bytes
+
 _BAR = 20  # characters of the longest bar
 
 
@@ -32,6 +34,16 @@ def share(part: int, whole: int) -> str:
 def largest_first(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
     """Largest first, without zeros."""
     return sorted(((key, size) for key, size in sizes.items() if size), key=lambda item: (-item[1], item[0]))
+
+
+def largest_changes(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """The largest first, whatever their sign, without zeros."""
+    return sorted((row for row in sizes.items() if row[1]), key=lambda row: (-abs(row[1]), row[0]))
+
+
+def signed_bytes(size: int) -> str:
+    """A change: `+1.50 MiB`."""
+    return f"+{format_bytes(size)}" if size > 0 else format_bytes(size)
 
 
 def shortened(name: str, length: int = 36) -> str:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from opacus_memprof.reports.tables import largest_changes, signed_bytes
 from opacus_memprof.units import format_bytes
 
 _TOP_MODULES = 9
@@ -17,7 +18,7 @@ def print_tax(tax: Mapping[str, Any], console: Console) -> None:
     """Prints what analysis.tax.dp_tax returned."""
     for name, device in tax["devices"].items():
         console.print(
-            f"[bold]{escape(name)}[/]: privacy takes [bold]{_signed(device['total'])}[/] at the peak: "
+            f"[bold]{escape(name)}[/]: privacy takes [bold]{signed_bytes(device['total'])}[/] at the peak: "
             f"{format_bytes(device['private_bytes'])} with it, {format_bytes(device['vanilla_bytes'])} without",
             highlight=False,
         )
@@ -29,21 +30,17 @@ def print_tax(tax: Mapping[str, Any], console: Console) -> None:
             console.print(f"\n{held} of captured activations are held by Opacus alone", highlight=False)
 
 
-def _signed(size: int) -> str:
-    return f"+{format_bytes(size)}" if size > 0 else format_bytes(size)
-
-
 def _print_table(title: str, sizes: Mapping[str, int], console: Console, top: int | None = None) -> None:
     """The largest differences first, whatever their sign."""
-    rows = sorted((row for row in sizes.items() if row[1]), key=lambda row: (-abs(row[1]), row[0]))
+    rows = largest_changes(sizes)
     if not rows:
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column(title, overflow="ellipsis", no_wrap=True)
     table.add_column("difference", justify="right", no_wrap=True)
     for name, size in rows[:top]:
-        table.add_row(escape(name) or "(no module)", _signed(size))
+        table.add_row(escape(name) or "(no module)", signed_bytes(size))
     if rest := rows[len(rows) if top is None else top :]:
-        table.add_row(f"{len(rest)} more", _signed(sum(size for _, size in rest)), style="dim")
+        table.add_row(f"{len(rest)} more", signed_bytes(sum(size for _, size in rest)), style="dim")
     console.print()
     console.print(table)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`opacus-memprof diff`: what changed between two profiles."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def diff(
+    before: Annotated[Path, typer.Argument(help="the profile of the run to compare with")],
+    after: Annotated[Path, typer.Argument(help="the profile of the run that changed")],
+    fail_above: Annotated[
+        str | None,
+        typer.Option(metavar="2%|50MiB", help="Exit code 1 where a device's peak grew by more.", show_default=False),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Markdown for a pull request, instead.")] = False,
+) -> None:
+    """Prints what changed at the peak and in each phase, by category and module: AFTER less BEFORE."""
+    from opacus_memprof.analysis.diff import Limit, diff_profiles, exceeded  # loads torch, which others must not
+    from opacus_memprof.analysis.whole import load_whole_profile
+    from opacus_memprof.reports.diff import diff_markdown, print_diff
+
+    limit = None if fail_above is None else Limit.parse(fail_above)
+    result = diff_profiles(load_whole_profile(before), load_whole_profile(after))
+    beyond = exceeded(result, limit) if limit else []
+    if markdown:
+        typer.echo(diff_markdown(result, beyond), nl=False)
+    else:
+        print_diff(result, Console(), beyond)
+    if beyond:
+        raise typer.Exit(1)
