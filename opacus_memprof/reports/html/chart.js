@@ -142,7 +142,7 @@ function niceStep(least) {
   return power * [1, 2, 5, 10].find((factor) => factor * power >= Math.max(least, 1));
 }
 
-/** The peak, allocations that failed, snapshots, and the reader's cursor. */
+/** The peak, allocations that failed, and snapshots. */
 function drawMarks(context, area, view, scale, marks, colors) {
   const level = scale.y(marks.peak);
   if (level >= area.top && !view.hidden.size) line(context, colors.accent, [area.left, level], [area.right, level], [4, 4]);

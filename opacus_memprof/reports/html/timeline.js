@@ -44,6 +44,7 @@ class TimelineChart {
     this.peakLabel = element("span", { class: "peak-label" }, `peak ${formatBytes(device.peak.requested_bytes)}`);
     this.selection = element("div", { class: "selection", hidden: true });
     this.tooltip = element("div", { class: "tooltip", hidden: true });
+    this.cursorLine = element("div", { class: "cursor", hidden: true });
     this.frame = element(
       "div",
       {
@@ -54,7 +55,7 @@ class TimelineChart {
         "aria-label": `Live bytes by category, peak ${formatBytes(device.peak.requested_bytes)}`,
         "aria-describedby": "timeline-help",
       },
-      [this.canvas, this.selection, this.peakLabel, this.tooltip],
+      [this.canvas, this.cursorLine, this.selection, this.peakLabel, this.tooltip],
     );
     this.overview = element("canvas", { class: "overview", "aria-hidden": "true" });
     this.help = element("p", { class: "hint", id: "timeline-help" }, TIMELINE_HELP);
@@ -157,7 +158,6 @@ class TimelineChart {
       ...snapshots.filter(({ event }) => event !== null).map((moment) => ({ position: position(moment), color: "--muted", dash: [2, 4] })),
       ...failures.map((moment) => ({ position: position(moment), color: "--accent", dash: [] })),
     ];
-    if (this.cursor !== null) lines.push({ position: this.view.at[this.cursor], color: "--text", dash: [] });
     const row = this.peakRow();
     return { peak: peak.requested_bytes, peakAt: row < 0 ? null : this.view.at[row], lines };
   }
@@ -168,7 +168,7 @@ class TimelineChart {
     this.drawn = drawChart(this.canvas, this.view, marks);
     drawOverview(this.overview, this.view);
     this.placePeakLabel(marks);
-    this.placeTooltip();
+    this.placeCursor();
     const text = this.view.unit === "time" ? formatDuration : (event) => formatCount(Math.round(event));
     const unit = this.view.unit === "event" ? "events " : "";
     const whole = this.view.isWhole ? "whole run" : `${unit}${text(this.view.from)} to ${text(this.view.to)}`;
@@ -187,11 +187,14 @@ class TimelineChart {
     this.peakLabel.style.right = onLeft ? `${this.frame.clientWidth - x + 9}px` : "auto";
   }
 
-  placeTooltip() {
+  placeCursor() {
     const { area, scale } = this.drawn;
     const x = this.cursor === null ? -1 : scale.x(this.view.at[this.cursor]);
-    this.tooltip.hidden = x < area.left - 1 || x > area.right + 1;
-    if (this.tooltip.hidden) return;
+    const outside = x < area.left - 1 || x > area.right + 1;
+    this.tooltip.hidden = outside;
+    this.cursorLine.hidden = outside;
+    if (outside) return;
+    this.cursorLine.style.left = `${x}px`;
     this.tooltip.replaceChildren(...readout(this.view, this.cursor));
     const onLeft = x > (area.left + area.right) / 2;
     this.tooltip.style.left = onLeft ? "auto" : `${x + 14}px`;
@@ -202,7 +205,7 @@ class TimelineChart {
   point(row) {
     if (row === this.cursor) return;
     this.cursor = row;
-    this.draw();
+    this.placeCursor();
   }
 
   /** Moves the cursor by columns of the picture; at its edge the picture moves along. */
