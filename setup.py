@@ -180,6 +180,14 @@ BUILD = f"build/torch-{torch.__version__}-{'cuda' if CUDA else 'cpu'}"
 setup(
     ext_modules=[extension(CUDA)],
     cmdclass={"build_ext": BuildExtension},
-    install_requires=[f"torch=={TORCH_MINOR}.*", "opacus>=1.5", "matplotlib", "numpy", "perfetto", "rich", "typer"],
+    install_requires=[
+        f"torch=={TORCH_MINOR}.*",
+        "opacus>=1.5",
+        "matplotlib",
+        "numpy",
+        "perfetto",
+        "rich",
+        "typer>=0.19",  # choices from Literal
+    ],
     options={"build": {"build_base": BUILD}},
 )

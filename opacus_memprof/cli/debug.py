@@ -40,7 +40,6 @@ def debug(
         typer.Option(
             "--level",
             "--debug-level",
-            "--debug_level",
             help="model_only: the model. full: a training run. custom: its stages. comparison: three LoRA ranks.",
         ),
     ] = Level.full,
@@ -50,12 +49,10 @@ def debug(
     precision: Annotated[Precision, typer.Option(help="Of the frozen weights and of autocast.")] = Precision.fp32,
     pkg: Annotated[str | None, typer.Option(help="A label of the results: the data's package.")] = None,
     version: Annotated[str | None, typer.Option(help="A label of the results: its version.")] = None,
-    knowledge_type: Annotated[
-        str | None, typer.Option("--knowledge-type", "--knowledge_type", help="A label of the results: its kind.")
-    ] = None,
-    log_dir: Annotated[
-        Path, typer.Option("--log-dir", "--log_dir", metavar="DIR", help="Where report, results and profile go.")
-    ] = Path("logs/memory_debug"),
+    knowledge_type: Annotated[str | None, typer.Option(help="A label of the results: its kind.")] = None,
+    log_dir: Annotated[Path, typer.Option(metavar="DIR", help="Where report, results and profile go.")] = Path(
+        "logs/memory_debug"
+    ),
     token: Annotated[
         str | None, typer.Option(help="Of the Hugging Face hub (HF_TOKEN without it). Written nowhere.")
     ] = None,

@@ -8,11 +8,16 @@ import typer
 
 from opacus_memprof.cli import training_options as options
 from opacus_memprof.experiments import process
-from opacus_memprof.experiments.configuration import Configuration, Mode
+from opacus_memprof.experiments.configuration import MODES, Configuration, Mode
 
 
 def experiment(
-    mode: Annotated[Mode, typer.Option("--experiment", help="vanilla: without privacy. The others: how to clip.")],
+    mode: Annotated[
+        Mode,
+        typer.Option(
+            "--experiment", metavar="|".join(MODES), help="vanilla: without privacy. The others: how to clip."
+        ),
+    ],
     output: Annotated[
         Path, typer.Option("--output", metavar="FILE.json", help="The result; the profile goes to FILE.run beside it.")
     ],

@@ -15,7 +15,9 @@ from opacus_memprof.experiments.configuration import MODES, Configuration
 def experiments(
     only: Annotated[
         list[str] | None,
-        typer.Option("--experiment", help="This method only; give it again for more. All by default."),
+        typer.Option(
+            "--experiment", metavar="|".join(MODES), help="This method only; give it again for more. All by default."
+        ),
     ] = None,
     output_dir: Annotated[
         Path | None,

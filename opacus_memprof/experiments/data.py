@@ -25,14 +25,20 @@ class Data:
     reason: str
 
 
-def load(configuration: Configuration, vocabulary: int) -> Data:
-    """As many samples as the run needs."""
+def load(configuration: Configuration, vocabulary: int, padding: int | None) -> Data:
+    """As many samples as the run needs.
+
+    Args:
+        configuration: of the run.
+        vocabulary: how many tokens the model knows.
+        padding: what fills samples up; None where the model has no tokenizer.
+    """
     samples = configuration.batch_size * (configuration.warmup_steps + configuration.num_steps)
     source, reason = "synthetic", "random tokens: random weights have no tokenizer"
     dataset = None
-    if configuration.pretrained:
+    if padding is not None:
         try:
-            dataset = _snli(configuration, samples)
+            dataset = _snli(configuration, samples, padding)
             source, reason = "snli", f"the train split of {SNLI}"
         except Exception as error:  # the hub's client, its network and its file formats raise anything
             reason = f"random tokens: SNLI cannot be loaded ({why(error)})"
@@ -50,29 +56,24 @@ def _random_tokens(configuration: Configuration, samples: int, vocabulary: int) 
     return TensorDataset(tokens[:, :-1].clone(), tokens[:, 1:].clone())
 
 
-def _snli(configuration: Configuration, samples: int) -> TensorDataset:
+def _snli(configuration: Configuration, samples: int, padding: int) -> TensorDataset:
     """Pairs of sentences, padded or cut to seq_length; from the beginning again where there are too few."""
     import datasets  # type: ignore[import-not-found, unused-ignore]
     import transformers
 
     token = os.environ.get("HF_TOKEN") or None
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(configuration.model, token=token)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
     pairs = [
         row
         for row in datasets.load_dataset(SNLI, split=f"train[:{2 * samples + 64}]", token=token)
         if row["label"] >= 0  # -1: the annotators did not agree
     ]
     pairs = [pairs[index % len(pairs)] for index in range(samples)]
-    encoded = tokenizer(
-        [pair["premise"] for pair in pairs],
-        [pair["hypothesis"] for pair in pairs],
-        padding="max_length",
-        truncation=True,
-        max_length=configuration.seq_length + 1,
-        return_tensors="pt",
-    )["input_ids"]
+    length = configuration.seq_length + 1
+    encoded = torch.full((samples, length), padding)
+    for row, pair in zip(encoded, pairs, strict=True):
+        tokens = tokenizer(pair["premise"], pair["hypothesis"], truncation=True, max_length=length)["input_ids"]
+        row[: len(tokens)] = torch.tensor(tokens)
     if configuration.task == "classification":
         return TensorDataset(encoded[:, :-1].clone(), torch.tensor([pair["label"] for pair in pairs]))
     return TensorDataset(encoded[:, :-1].clone(), encoded[:, 1:].clone())

@@ -20,11 +20,17 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Logits(nn.Module):
-    """A model of transformers that takes token ids [batch, tokens] and returns its logits."""
+    """A model of transformers that takes token ids [batch, tokens] and returns its logits.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: from transformers, perhaps with peft's adapters.
+        padding: the token that is not attended to; None where no sample is padded.
+    """
+
+    def __init__(self, model: nn.Module, padding: int | None = None) -> None:
         super().__init__()
         self.model = model
+        self.padding = padding
         # The model of a model with adapters takes anything: ask the one inside.
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
         self._positions = "position_ids" in inspect.signature(inner.forward).parameters
@@ -32,6 +38,8 @@ class Logits(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         extra: dict[str, Any] = {"use_cache": False} if self._cache else {}
+        if self.padding is not None:
+            extra["attention_mask"] = input_ids.ne(self.padding)
         if self._positions:
             # One row for each sample: a row broadcast over the batch has no per-sample gradients.
             extra["position_ids"] = torch.arange(input_ids.shape[1], device=input_ids.device).repeat(len(input_ids), 1)
@@ -67,6 +75,7 @@ def build(configuration: Configuration, device: torch.device) -> nn.Module:
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model = _pretrained(configuration) if configuration.pretrained else _random(configuration, device)
     _replace_conv1d(model)
+    model.config.pad_token_id = padding = _padding(model.config)
     if configuration.seq_length > (longest := getattr(model.config, "max_position_embeddings", None) or 2**31):
         raise MemprofError(
             f'seq_length is {configuration.seq_length}, and "{configuration.model}" has {longest} positions: '
@@ -77,7 +86,7 @@ def build(configuration: Configuration, device: torch.device) -> nn.Module:
     else:
         task = "CAUSAL_LM" if configuration.task == "language_model" else "SEQ_CLS"
         model = _with_adapters(model, configuration, task_type=task)
-    return Logits(model).to(device).train()
+    return Logits(model, padding if configuration.pretrained else None).to(device).train()
 
 
 def vocabulary_of(model: nn.Module) -> int:
@@ -125,7 +134,7 @@ def _pretrained(configuration: Configuration) -> Any:
     token = os.environ.get("HF_TOKEN") or None
     extra = {"num_labels": CLASSES} if configuration.task == "classification" else {}
     try:
-        model = _auto_class(configuration).from_pretrained(
+        return _auto_class(configuration).from_pretrained(
             configuration.model, dtype=DTYPES[configuration.dtype], token=token, **extra
         )
     except Exception as error:  # the hub's client, its network and its file formats raise anything
@@ -133,9 +142,14 @@ def _pretrained(configuration: Configuration) -> Any:
             f'the model "{configuration.model}" cannot be loaded ({why(error)}): pass the path of a local copy '
             f"(--model-name PATH), or use random weights in a built-in shape (--config {'|'.join(BUILT_IN)})"
         ) from None
-    if configuration.task == "classification" and getattr(model.config, "pad_token_id", None) is None:
-        model.config.pad_token_id = getattr(model.config, "eos_token_id", None) or 0
-    return model
+
+
+def _padding(config: Any) -> int:
+    """The token that fills samples up: the model's own, or, where it has none, the one that ends a text."""
+    for token in (getattr(config, "pad_token_id", None), getattr(config, "eos_token_id", None)):
+        if token is not None:
+            return int(token[0] if isinstance(token, list) else token)
+    return 0
 
 
 def _auto_class(configuration: Configuration) -> Any:

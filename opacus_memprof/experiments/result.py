@@ -51,6 +51,7 @@ def result_of(
     error: BaseException | None,
 ) -> dict[str, Any]:
     """From what a run has left in this process."""
+    allocator_peak = _allocator_peak()
     times = [1000 * seconds for seconds in course.step_seconds]
     status = outcome(error)[0]
     return {
@@ -71,8 +72,8 @@ def result_of(
         "tax": None,
         "avg_time_ms": sum(times) / len(times) if times else None,
         "step_times_ms": times,
-        **_memory(profile),
-        "allocator_peak": _allocator_peak(),
+        **_memory(profile, allocator_peak),
+        "allocator_peak": allocator_peak,
         "profile": profile_directory.name,
     }
 
@@ -98,7 +99,7 @@ def without_result(configuration: Configuration, profile_directory: Path, exit_c
     return {**result, "status": status, "error": f'the process {how}; the last that it said was "{last}"'}
 
 
-def _memory(profile: Mapping[str, Any] | None) -> dict[str, Any]:
+def _memory(profile: Mapping[str, Any] | None, allocator_peak: Mapping[str, int] | None) -> dict[str, Any]:
     """What the profile says, in the result's words."""
     device = _device(profile)
     if profile is None or not device:
@@ -115,7 +116,7 @@ def _memory(profile: Mapping[str, Any] | None) -> dict[str, Any]:
         "breakdown": {
             **{f"{category}_mb": size / MB for category, size in peak["categories"].items()},
             "total_allocated_mb": allocated / MB,
-            "peak_allocated_mb": allocated / MB,
+            "peak_allocated_mb": (allocator_peak["max_allocated_bytes"] if allocator_peak else allocated) / MB,
         },
         "snapshots": [_snapshot(entry) for entry in device["snapshots"]],
         "peak": peak,

@@ -61,7 +61,7 @@ class _Run:
         self._snapshot("model_loaded")
 
         course.begin("preparing the data")
-        loaded = data.load(chosen, models.vocabulary_of(model))
+        loaded = data.load(chosen, models.vocabulary_of(model), getattr(model, "padding", None))
         course.data = {"source": loaded.source, "reason": loaded.reason}
         self._snapshot("data_prepared")
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments import data, hub, models
+from opacus_memprof.experiments import data, hub, models, training
 from opacus_memprof.experiments.configuration import Configuration
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -79,7 +79,7 @@ def saved_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     path = tmp_path_factory.mktemp("gpt2")
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=10, n_embd=16, n_layer=1, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0)
+    config = GPT2Config(vocab_size=10, n_embd=16, n_layer=1, n_head=2, n_positions=16, eos_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(path)
     words = ["<end>", "a", "man", "sleeps", "runs", "nobody"]
     tokenizer = Tokenizer(kinds.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<end>"))
@@ -95,12 +95,50 @@ def test_a_local_path_loads_and_computes_the_same(saved_gpt2: Path) -> None:
 
     original = GPT2LMHeadModel.from_pretrained(saved_gpt2).eval()
     built = models.build(Configuration(model=str(saved_gpt2), pretrained=True, seq_length=16), CPU).eval()
-    ids = torch.randint(10, (2, 16))
-    torch.testing.assert_close(built(ids), original(input_ids=ids).logits)
+    ids = torch.randint(1, 10, (2, 16))
+    ids[1, 12:] = 0  # GPT-2 has no token for padding, and is filled up with the one that ends a text
+    expected = original(input_ids=ids, attention_mask=ids.ne(0)).logits
+    torch.testing.assert_close(built(ids), expected)
+    assert built.padding == 0
     assert not any(isinstance(module, Conv1D) for module in built.modules())
     assert models.count_parameters(built)["total"] == original.num_parameters() + 10 * 16
     with pytest.raises(MemprofError, match=r"seq_length is 17, and .* has 16 positions"):
         models.build(Configuration(model=str(saved_gpt2), pretrained=True, seq_length=17), CPU)
+
+
+@pytest.mark.parametrize(
+    ("config", "padding"),
+    [
+        ({"pad_token_id": 3, "eos_token_id": 5}, 3),
+        ({"pad_token_id": None, "eos_token_id": 5}, 5),
+        ({"pad_token_id": None, "eos_token_id": [7, 8]}, 7),  # Llama 3's
+        ({}, 0),
+    ],
+)
+def test_what_fills_samples_up(config: dict[str, Any], padding: int) -> None:
+    assert models._padding(SimpleNamespace(**config)) == padding
+
+
+def test_a_local_copy_is_trained_privately(saved_gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
+    chosen = Configuration(
+        model=str(saved_gpt2),
+        pretrained=True,
+        task="classification",
+        lora_rank=2,
+        seq_length=8,
+        batch_size=4,
+        max_physical_batch_size=2,
+        num_steps=1,
+        warmup_steps=1,
+        device="cpu",
+    )
+    result = training.train(chosen, tmp_path / "profile")
+    assert (result["status"], result["error"]) == ("finished", None)
+    assert result["data"]["source"] == "synthetic"
+    assert result["data"]["reason"].startswith("random tokens: SNLI cannot be loaded (")
+    # Of the adapters on c_attn, 16 x 48; the head is trained whole.
+    assert result["parameters"]["trainable"] == 2 * (16 + 48) + 3 * 16
 
 
 def test_a_model_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,15 +173,15 @@ def test_snli_where_it_can_be_reached(saved_gpt2: Path, monkeypatch: pytest.Monk
     chosen = Configuration(
         model=str(saved_gpt2), pretrained=True, task=task, seq_length=6, batch_size=3, num_steps=1, warmup_steps=0
     )
-    loaded = data.load(chosen, 10)
+    loaded = data.load(chosen, 10, 9)
     assert (loaded.source, loaded.reason) == ("snli", "the train split of stanfordnlp/snli")
     assert asked == [("stanfordnlp/snli", "train[:70]")]
     ((tokens, targets),) = loaded.loader
-    assert tokens.tolist() == [[1, 2, 3, 5, 4, 0], [5, 3, 1, 2, 4, 0], [1, 2, 3, 5, 4, 0]]
+    assert tokens.tolist() == [[1, 2, 3, 5, 4, 9], [5, 3, 1, 2, 4, 9], [1, 2, 3, 5, 4, 9]]
     if task == "classification":
         assert targets.tolist() == [1, 2, 1]
     else:
-        assert targets.tolist() == [[2, 3, 5, 4, 0, 0], [3, 1, 2, 4, 0, 0], [2, 3, 5, 4, 0, 0]]
+        assert targets.tolist() == [[2, 3, 5, 4, 9, 9], [3, 1, 2, 4, 9, 9], [2, 3, 5, 4, 9, 9]]
 
 
 def test_random_tokens_where_it_cannot(saved_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +190,7 @@ def test_random_tokens_where_it_cannot(saved_gpt2: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    loaded = data.load(Configuration(model=str(saved_gpt2), pretrained=True, seq_length=5, batch_size=2), 10)
+    loaded = data.load(Configuration(model=str(saved_gpt2), pretrained=True, seq_length=5, batch_size=2), 10, 0)
     assert loaded.source == "synthetic"
     assert loaded.reason == "random tokens: SNLI cannot be loaded (no route for ***)"
     batches = list(loaded.loader)
