@@ -2,13 +2,14 @@
 """The methods' memory at the peak, over time, and against the time that they take."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from opacus_memprof.experiments.comparison import Method, difference, vanilla_of
 from opacus_memprof.experiments.labels import place_labels
-from opacus_memprof.reports.figures import byte_axis, category_label, drawn, legend, stacked_areas, stacked_bars
+from opacus_memprof.experiments.timeline import timeline_panel
+from opacus_memprof.reports.figures import byte_axis, category_label, drawn, legend, stacked_bars
 from opacus_memprof.reports.palette import THEMES, Theme, category_color, stack_order
 from opacus_memprof.units import format_bytes
 
@@ -16,14 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MANY = 8  # bars or points, from which on names are out of the way
-
-_PHASE_NAMES = {
-    "forward": ("forward", "fwd"),
-    "backward": ("backward", "bwd"),
-    "second_backward": ("second backward", "2nd bwd"),
-    "optimizer_step": ("optimizer", "opt"),
-    "zero_grad": ("zero grad", "zero"),
-}
 
 
 def breakdown_comparison(compared: Sequence[Method], path: Path, theme: str) -> None:
@@ -132,7 +125,8 @@ def timeline(compared: Sequence[Method], path: Path, theme: str) -> None:
     with drawn(path, theme, (11 if columns == 1 else 8 * columns, 0.6 + 2.5 * rows)) as figure:
         panels = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes, method in zip(panels, compared, strict=False):
-            _panel(axes, method, THEMES[theme])
+            ended = "" if method.finished else f": {method.outcome}"
+            timeline_panel(axes, method.result, method.short + ended, THEMES[theme])
         for axes in panels[len(compared) :]:
             axes.set_axis_off()
         used = panels[: len(compared)]
@@ -143,68 +137,6 @@ def timeline(compared: Sequence[Method], path: Path, theme: str) -> None:
         for axes in used[-columns:]:
             axes.set_xlabel("seconds of training")
         legend(figure, *used)
-
-
-def _panel(axes: "Axes", method: Method, theme: Theme) -> None:
-    title = method.short if method.finished else f"{method.short}: {method.outcome}"
-    axes.set_title(title)
-    rows = method.result["timeline"]
-    if not rows or not rows["time_ns"]:
-        axes.text(0.5, 0.5, "nothing was recorded", transform=axes.transAxes, ha="center", color=theme.muted)
-        return
-    set_up = _set_up(method.result)
-    origin = max(set_up.values(), default=0)
-    times = [(time - origin) / 1e9 for time in rows["time_ns"]]
-    peak = max(range(len(times)), key=rows["bytes"].__getitem__)
-    first = 0 if times[peak] < 0 else max((index for index, time in enumerate(times) if time <= 0), default=0)
-    stacked_areas(axes, times[first:], {name: column[first:] for name, column in rows["categories"].items()})
-    start, end = times[0] if first == 0 else 0.0, times[-1]
-    axes.set_xlim(start, end if end > start else start + 1)
-    axes.plot(times[peak], rows["bytes"][peak], marker="v", color=theme.accent, markersize=6, clip_on=False)
-    axes.set_ylim(0, rows["bytes"][peak] * 1.22)  # room for the phases' names
-    _draw_marks(axes, rows, {name: (time - origin) / 1e9 for name, time in set_up.items()}, origin)
-
-
-def _set_up(result: Mapping[str, Any]) -> dict[str, int]:
-    """The stages of set-up, and when each was done, in ns since the recording began."""
-    stages = ("model_loaded", "data_prepared", "optimizer_set_up", "privacy_engine_set_up")
-    since = {entry["name"]: entry["unix_ns"] - result["started_unix_ns"] for entry in result["snapshots"]}
-    return {
-        stage.replace("_", " "): time for stage in stages for name, time in since.items() if name.endswith(f"_{stage}")
-    }
-
-
-def _draw_marks(axes: "Axes", rows: Mapping[str, Any], set_up: Mapping[str, float], origin: int) -> None:
-    """Set-up from below, phases of the steps from above; names where there is room for them."""
-    theme_color = axes.xaxis.label.get_color()
-    start, end = axes.get_xlim()
-    inches = 0.75 * axes.get_window_extent().width / axes.figure.dpi
-    look: dict[str, Any] = {"color": theme_color, "fontsize": 7, "transform": axes.get_xaxis_transform()}
-    for name, time in set_up.items():
-        if start < 0 < time - start:
-            axes.axvline(time, color=theme_color, linewidth=0.8, linestyle="--")
-            axes.text(time, 0.5, f"{name} ", rotation=90, ha="right", va="center", **look)
-    for phase, begin, until in _phases(rows, origin):
-        room = (until - begin) / (end - start) * inches / 0.055  # letters
-        if begin < start or room < 0.3:
-            continue
-        axes.axvline(begin, color=theme_color, linewidth=0.4, alpha=0.6)
-        if fitting := [name for name in _PHASE_NAMES.get(phase, (phase,)) if len(name) <= room]:
-            axes.text((begin + until) / 2, 0.98, fitting[0], ha="center", va="top", **look)
-
-
-def _phases(rows: Mapping[str, Any], origin: int) -> list[tuple[str, float, float]]:
-    """(phase, its beginning, its end) in seconds, of those in which a model trains."""
-    found: list[tuple[str, float, float]] = []
-    times = [(time - origin) / 1e9 for time in rows["time_ns"]]
-    for phase, time, until in zip(rows["phase"], times, [*times[1:], times[-1]], strict=True):
-        if phase in ("idle", "setup"):
-            continue
-        if found and found[-1][0] == phase and found[-1][2] == time:
-            found[-1] = (phase, found[-1][1], until)
-        else:
-            found.append((phase, time, until))
-    return found
 
 
 def tradeoff(compared: Sequence[Method], path: Path, theme: str) -> None:

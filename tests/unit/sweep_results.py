@@ -44,6 +44,7 @@ def finished(configuration: Configuration) -> dict[str, Any]:
         "progress": {"stage": "training", "steps_completed": 2, "steps": 2},
         "environment": {"device_name": "a machine"},
         "data": {"source": "synthetic", "reason": "random tokens"},
+        "started_unix_ns": 0,
         "avg_time_ms": 12.5,
         "peak_memory_mb": peak["requested_bytes"] / 2**20,
         "peak": peak,
@@ -52,9 +53,9 @@ def finished(configuration: Configuration) -> dict[str, Any]:
             "backward": {"peak_bytes": peak["requested_bytes"], "categories": at_peak},
         },
         "snapshots": [
-            {"name": "0_model_loaded", "requested_bytes": GIB},
-            {"name": "1_step_0_forward", "requested_bytes": GIB + activations},
-            {"name": "2_step_0_optimizer", "requested_bytes": GIB},
+            {"name": "0_model_loaded", "requested_bytes": GIB, "unix_ns": 8 * 10**9},
+            {"name": "1_step_0_forward", "requested_bytes": GIB + activations, "unix_ns": 9 * 10**9},
+            {"name": "2_step_0_optimizer", "requested_bytes": GIB, "unix_ns": 12 * 10**9},
         ],
         "timeline": {
             "event": [1, 2, 3, 4, 5],

@@ -3,16 +3,13 @@
 
 from pathlib import Path
 
-import pytest
-
 from opacus_memprof.experiments.sweep import pictures
 from opacus_memprof.experiments.sweep.details import COMPONENT_COLORS, TYPE_COLORS, component_bytes, operation_bytes
 from opacus_memprof.experiments.sweep.grid import grid
 from opacus_memprof.experiments.sweep.heatmap import cells_by_sizes
 from opacus_memprof.experiments.sweep.memory_types import MEMORY_TYPES
 from opacus_memprof.experiments.sweep.overview import lines_over, varied_sizes
-from opacus_memprof.experiments.sweep.reading import categories, failure, label, peak_bytes
-from opacus_memprof.experiments.sweep.timelines import training_seconds
+from opacus_memprof.experiments.sweep.reading import categories, failure, label, outcome, peak_bytes
 from tests.unit.sweep_results import BASE, GIB, failed, finished, out_of_memory
 
 CELLS, _ = grid(BASE, [16, 32], [8], [1, 2, 4], [0, 8])
@@ -26,6 +23,7 @@ def test_what_is_read_from_a_result() -> None:
     assert peak_bytes(ROWS[0]) == GIB + 16 * 2**20 + 300
     assert categories(ROWS[0]) == {"model_parameters": GIB, "activations": 16 * 2**20, "activation_hooks": 300}
     assert failure(ROWS[0]) is None
+    assert [outcome(ROWS[place]) for place in (0, -1, -2)] == ["", " (OOM)", " (failed)"]
     assert failure(ROWS[-1]) == "out of memory, asked 3.00 GiB more"
     assert (failure(ROWS[-2]), peak_bytes(ROWS[-2]), categories(ROWS[-2])) == ("failed", None, {})
 
@@ -50,17 +48,6 @@ def test_the_heat_map_finds_every_cell() -> None:
     assert cells[0, 8, 16, 2]["config"]["max_physical_batch_size"] == 2
     whole = finished(BASE)  # no physical batch size of its own: all of the batch at once
     assert list(cells_by_sizes([whole])) == [(0, 1, 128, 1)]
-
-
-def test_setting_up_is_squeezed() -> None:
-    seconds, setup = training_seconds([5_000_000_000, 15_000_000_000, 17_000_000_000], ["idle", "forward", "clip"])
-    assert setup == 10
-    assert seconds == pytest.approx([-2 / 8, 0, 2])
-    short, setup = training_seconds([0, 1_000_000_000, 101_000_000_000], ["setup", "forward", "clip"])
-    assert setup == 1
-    assert short == pytest.approx([-1, 0, 100])  # not stretched
-    assert training_seconds([0, 10**9], ["idle", "setup"]) == ([0, 1], 0)
-    assert training_seconds([7], ["forward"]) == ([0], 0)
 
 
 def test_components_kinds_and_operations() -> None:

@@ -21,11 +21,17 @@ def height(bars: int) -> float:
     return _HEAD + ROW * max(bars, 4)
 
 
+def in_the_middle(axes: "Axes", bars: int) -> None:
+    """Few bars are no thicker than many, and not at the edge."""
+    middle, rows = (bars - 1) / 2, max(bars, 3)
+    axes.set_ylim(middle + rows / 2, middle - rows / 2)
+
+
 def peak_bars(axes: "Axes", results: Sequence[Result], theme: Theme) -> None:
     """The peak of each by category. One that ran out of memory is hatched: it shows how far it got."""
-    stacked_bars(
-        axes, [label(result) for result in results], [categories(result) for result in results], horizontal=True
-    )
+    names, sizes = [label(result) for result in results], [categories(result) for result in results]
+    stacked_bars(axes, names, sizes, horizontal=True)
+    in_the_middle(axes, len(results))
     axes.set_title("Memory at the peak, by category")
     mark_failures(axes, results, theme)
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opacus_memprof.experiments.sweep.bars import height, mark_failures
+from opacus_memprof.experiments.sweep.bars import height, in_the_middle, mark_failures
 from opacus_memprof.experiments.sweep.memory_types import memory_types
-from opacus_memprof.experiments.sweep.reading import Result, label, peak_bytes
+from opacus_memprof.experiments.sweep.reading import Result, label, outcome, peak_bytes
 from opacus_memprof.experiments.sweep.tables import OPERATIONS
 from opacus_memprof.reports.figures import byte_axis, category_label, drawn, legend, stacked_bars
 from opacus_memprof.reports.palette import THEMES, category_color
@@ -85,7 +85,8 @@ def draw_operations(results: Mapping[str, Result], path: Path, theme: str) -> No
         panels = figure.subplots(1, max(len(operations), 1), sharex=True, sharey=True, squeeze=False)[0]
         for axes, operation in zip(panels, operations, strict=False):
             sizes = [operation_bytes(result, operation) for result in rows]
-            stacked_bars(axes, [_name(result) for result in rows], sizes, horizontal=True)
+            stacked_bars(axes, [label(result) + outcome(result) for result in rows], sizes, horizontal=True)
+            in_the_middle(axes, len(rows))
             axes.set_title(category_label(operation))
         every = [operation_bytes(result, operation) for result in rows for operation in operations]
         highest = max((sum(sizes.values()) for sizes in every), default=1)
@@ -93,12 +94,6 @@ def draw_operations(results: Mapping[str, Result], path: Path, theme: str) -> No
             byte_axis(axes.xaxis, highest, ticks=3)
         panels[0].set_xlim(0, 1.4 * highest)
         legend(figure, *panels)
-
-
-def _name(result: Result) -> str:
-    """The label, and where it did not finish, that."""
-    status = {"finished": "", "out_of_memory": " (OOM)"}.get(result["status"], f" ({result['status']})")
-    return label(result) + status
 
 
 def _stack(axes: "Axes", names: Sequence[str], rows: Sequence[Mapping[str, int]], colors: Mapping[str, str]) -> None:
@@ -110,9 +105,9 @@ def _stack(axes: "Axes", names: Sequence[str], rows: Sequence[Mapping[str, int]]
             axes.barh(range(len(rows)), sizes, left=ends, color=color, label=part)
             ends = [end + size for end, size in zip(ends, sizes, strict=True)]
     axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(max(len(names), 3) - 0.5, -0.5)
+    in_the_middle(axes, len(names))
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", visible=True)
     byte_axis(axes.xaxis, max(ends, default=0))
     if any(ends):
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25 / (0.3 * max(len(names), 3))), ncols=4)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.5 / height(len(names))), ncols=4)

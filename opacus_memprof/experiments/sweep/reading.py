@@ -37,6 +37,12 @@ def failure(result: Result) -> str | None:
     return str(result["status"])
 
 
+def outcome(result: Result) -> str:
+    """To put behind a label: nothing where it finished."""
+    words = {"finished": "", "out_of_memory": " (OOM)"}
+    return words.get(result["status"], f" ({result['status']})")
+
+
 def first_failure(result: Result) -> Mapping[str, Any] | None:
     """The first allocation that found no memory, as profile.json has it."""
     return next(iter(result["out_of_memory"]), None)
