@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiles for the HTML report."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ def failed_training(directory: Path) -> dict[str, Any]:
     profile["findings"] = [
         {"kind": "noise_allocated_twice", "module": "head", "bytes": 77, "evidence": "it is", "remedy": "do not"}
     ]
+    reduced = {"predicted_peak_bytes": 8001, "saved_bytes": 4002}
+    suggestions = [{"title": "a smaller batch", "code": "B = 1", "computed": "by hand", **reduced, "fits": True}]
+    report = {"device": "cuda:0", "needed": {"bytes": 12_003}, "suggestions": suggestions}
+    (directory / "oom_report.json").write_text(json.dumps(report))
     return profile
 
 

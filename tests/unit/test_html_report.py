@@ -79,6 +79,8 @@ def test_the_other_cards_figures_are_the_profiles(open_page: Open, trained: tupl
     failures = report.rows("Allocations that failed")
     assert [row[:4] for row in failures] == [[str(size), "temp_matrices", "head", "bmm"] for size in SIZES]
     assert {row[5] for row in failures} == {str(device["end_bytes"])}
+    assert report.bytes("#failures .suggestion") == [8001, 4002]
+    assert "a smaller batch\nfits" in report.texts("#failures .suggestion")[0]
     assert report.texts("#warnings li") == ["mind the gap"]
     assert report.texts(".finding p") == ["it is", "Remedy do not"]
     assert report.bytes(".finding") == [77]

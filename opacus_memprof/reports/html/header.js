@@ -13,6 +13,7 @@ function header({ profile, run, deviceName }, choices) {
     { class: "page" },
     element("div", { class: "brand" }, element("span", {}, "opacus-memprof"), choices.theme),
     element("div", { class: "title" }, title, chip, runChoice(run, choices), deviceChoice(run, deviceName, choices)),
+    profile.error ? element("p", { class: "error" }, profile.error) : null,
     facts(profile),
   );
 }
@@ -26,6 +27,7 @@ function facts(profile) {
     ["recorded for", formatDuration(profile.duration_ns)],
     ["events", dropped ? `${formatCount(recorded)}, ${formatCount(dropped)} dropped` : formatCount(recorded)],
     ["process", String(profile.pid)],
+    ...(profile.launch ? [["rank", `${profile.launch.rank} of ${profile.launch.world_size}`]] : []),
   ];
   const items = entries.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)));
   return element("dl", { class: "facts" }, items);

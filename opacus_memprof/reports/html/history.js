@@ -92,7 +92,8 @@ function blocksCard({ device }) {
   ]);
 }
 
-function failuresCard({ device }) {
+function failuresCard(context) {
+  const { device } = context;
   const { out_of_memory: failures } = device;
   if (!failures.length) return null;
   const columns = [
@@ -102,12 +103,16 @@ function failuresCard({ device }) {
     { title: "by op", as: "name", cell: (row) => row.op },
     { title: "in", as: "when", cell: (row) => `${words(row.phase)}, step ${row.step}` },
     { title: "live then", number: true, value: (row) => row.live_bytes, cell: (row) => bytes(row.live_bytes) },
-    { title: "by category", as: "wide", cell: (row) => stackedBar(row.categories, row.live_bytes) },
+    { title: "by category", as: "narrow", cell: (row) => stackedBar(row.categories, row.live_bytes) },
   ];
   const count = failures.length + device.out_of_memory_left_out;
   const last = count > failures.length ? `, of which the last ${failures.length} are here` : "";
   const lead = element("p", { class: "lead" }, `${plural(count, "allocation")} failed${last}.`);
-  const failed = card("failures", "Out of memory", lead, table("Allocations that failed", columns, failures, { first: 8 }));
+  const failed = card("failures", "Out of memory", [
+    lead,
+    table("Allocations that failed", columns, failures, { first: 8 }),
+    advice(context),
+  ]);
   failed.classList.add("alarm");
   return failed;
 }

@@ -33,6 +33,7 @@ _SCRIPTS = [
     "modules.js",
     "groups.js",
     "tax.js",
+    "advice.js",
     "history.js",
     "findings.js",
     "header.js",

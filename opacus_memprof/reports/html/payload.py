@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the page draws: the profiles without what it does not show, and timelines as fine as the page's size allows."""
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import opacus_memprof
-from opacus_memprof.analysis.profile import TIMELINE_POINTS, read_timelines
+from opacus_memprof.analysis.profile import TIMELINE_POINTS, read_object, read_timelines
 from opacus_memprof.analysis.tax import dp_tax
+from opacus_memprof.directory import OOM_REPORTS
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.reports.palette import CATEGORY_COLORS, category_color, stack_order
 
@@ -24,8 +27,9 @@ _MOST_STEPS = 4000
 _MOST_SNAPSHOTS = 2000
 _MOST_FAILURES = 500
 
-_OF_A_PROFILE = ("status", "exit_code", "versions", "pid", "started_unix_ns", "events", "warnings")
+_OF_A_PROFILE = ("status", "exit_code", "error", "launch", "versions", "pid", "started_unix_ns", "events", "warnings")
 _OF_A_FINDING = ("kind", "module", "bytes", "evidence", "remedy", "device")
+_OF_A_SUGGESTION = ("title", "code", "computed", "predicted_peak_bytes", "saved_bytes", "fits")
 _NOT_OF_A_PEAK = {"modules", "module_tree", "unix_ns", "source"}
 _NOT_OF_A_MOMENT = {"unix_ns"}
 
@@ -68,7 +72,7 @@ def _run(run: Run, share: float) -> dict[str, Any]:
     return {
         "name": run.name,
         "profile": {
-            **{key: profile[key] for key in _OF_A_PROFILE},
+            **{key: profile.get(key) for key in _OF_A_PROFILE},
             "duration_ns": profile["ended_unix_ns"] - start,
             "findings": [
                 {key: finding[key] for key in _OF_A_FINDING if key in finding} for finding in profile["findings"]
@@ -77,8 +81,21 @@ def _run(run: Run, share: float) -> dict[str, Any]:
                 name: _device(device, timelines[name], start, share) for name, device in profile["devices"].items()
             },
         },
+        "advice": _advice(run),
         "tax": None if run.without_dp is None else dp_tax(profile, run.without_dp),
     }
+
+
+def _advice(run: Run) -> dict[str, Any] | None:
+    """What would have fitted, where the run ended out of memory and said so."""
+    path = None if run.directory is None else Path(run.directory) / OOM_REPORTS[1]
+    if path is None or not path.is_file():
+        return None
+    with contextlib.suppress(MemprofError, KeyError):
+        report = read_object(path)
+        suggestions = [{key: one[key] for key in _OF_A_SUGGESTION} for one in report["suggestions"]]
+        return {"device": report["device"], "needed_bytes": report["needed"]["bytes"], "suggestions": suggestions}
+    return None
 
 
 def _device(device: Mapping[str, Any], timeline: Mapping[str, Any], start: int, share: float) -> dict[str, Any]:

@@ -4,8 +4,8 @@
 /**
  * @param {string} label what the table lists, for screen readers
  * @param {{title: string, value?: (row) => any, cell: (row) => any, number?: boolean, as?: string}[]} columns
- *     a column without `value` cannot be sorted by; `as`: "name", which may be long, "category", "when" or "wide", which
- *     takes the room that is left
+ *     a column without `value` cannot be sorted by; `as`: "name", which may be long, "category", "when", "narrow" or
+ *     "wide" for bars
  * @param {any[]} rows in their first order
  * @param {{first?: number}} options `first`: how many rows are shown before the reader asks for all
  */
