@@ -2,6 +2,7 @@
 """The table of events, as pandas and duckdb read it, against docs/format.md's reader."""
 
 import json
+import re
 from pathlib import Path
 
 import duckdb
@@ -100,3 +101,11 @@ def test_an_empty_profile_is_an_empty_table(tmp_path: Path) -> None:
         0,
         "event",
     )
+
+
+def test_the_document_names_every_column(directory: Path) -> None:
+    document = (Path(__file__).parents[2] / "docs" / "reports.md").read_text(encoding="utf-8")
+    table = document.partition("| column | |\n|---|---|\n")[2].partition("\n\n")[0]
+    named = [name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+    columns = pq.read_schema(directory / "events.parquet").names
+    assert sorted(named) == sorted(columns)
