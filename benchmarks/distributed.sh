@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 gpus=$1 out=$2 profiles=$(mktemp -d)
 shift 2
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
-export OMP_NUM_THREADS=4 PYTHONWARNINGS=ignore PYTHONPATH=$PWD COLUMNS=160
+export OMP_NUM_THREADS=4 PYTHONWARNINGS=ignore PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} COLUMNS=160
 launch() { timeout 200 python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" "$@"; }
 
 profiled() {

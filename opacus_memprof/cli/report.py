@@ -72,11 +72,19 @@ def report(
         raise MemprofError("--vanilla is for the page: add --html")
     console = Console()
     if ranks := rank_directories(directory):
-        if wanted:
+        if wanted.keys() - {"html"}:
             raise MemprofError(
-                f"{directory} holds the {len(ranks)} ranks of a job: give one, as {directory / 'rank_0'}"
+                f"{directory} holds the {len(ranks)} ranks of a job, and there is a page of them alone: use --html, or "
+                f"give one, as {directory / 'rank_0'}"
             )
-        print_ranks(load_ranks(directory), console)
+        summary = load_ranks(directory)
+        print_ranks(summary, console)
+        if wanted:
+            from opacus_memprof.reports.html import write_ranks_html
+
+            path = Path(wanted["html"] or directory / "memprof.html")
+            write_ranks_html(summary, directory, path)
+            console.print(f"\nwrote {path}", highlight=False, markup=False, soft_wrap=True)
         return
     profile = load_whole_profile(directory)
     print_summary(profile, console)

@@ -3,6 +3,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,15 +11,29 @@ import typer
 
 from opacus_memprof.cli import training_options as options
 from opacus_memprof.cli.debug import hide_token
+from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration, Mode
 
 if TYPE_CHECKING:
     from opacus_memprof.experiments.sweep.grid import Cell
     from opacus_memprof.experiments.sweep.tables import Results
 
+
+class Launcher(str, Enum):
+    """The values of --launcher."""
+
+    local = "local"
+    slurm = "slurm"
+
+
 NumSteps = Annotated[int, typer.Option("--num-steps", help="Steps that are measured, after one that warms up.")]
 ModeName = Annotated[Mode, typer.Option("--mode", help="vanilla: without privacy. The others: how to clip.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Keep the results that are there, and run the others.")]
+LauncherName = Annotated[Launcher, typer.Option("--launcher", help="slurm: one job a configuration.")]
+LauncherOptions = Annotated[
+    list[str] | None,
+    typer.Option("--launcher-option", metavar="KEY=VALUE", help="submitit's, such as slurm_partition=gpu."),
+]
 ResultsDir = Annotated[Path, typer.Option("--results-dir", metavar="DIR", help="Where everything goes.")]
 
 
@@ -47,6 +62,8 @@ def run_side_by_side(
     grows: bool,
     resume: bool,
     detailed: bool = False,
+    launcher: Launcher = Launcher.local,
+    launcher_options: Sequence[str] | None = None,
     on_line: Callable[[str], object] = lambda line: None,
 ) -> "Results":
     """Runs cells, whose results go to `results_dir`, and draws all that are there. Returns them by name.
@@ -59,11 +76,19 @@ def run_side_by_side(
 
     from opacus_memprof.experiments.sweep.results import ResultsDirectory
     from opacus_memprof.experiments.sweep.run import local_launcher, on_device, run_missing
+    from opacus_memprof.experiments.sweep.submitted import Submitted
 
-    cells, gpus = on_device(cells)
+    gpus: Sequence[int] = ()
+    if launcher is Launcher.local:
+        cells, gpus = on_device(cells)
     console = Console()
     with ResultsDirectory(results_dir, command, cells, grows=grows, resume=resume) as directory:
-        run_missing(directory, local_launcher(directory, gpus, token, on_line), console, detailed=detailed)
+        where = (
+            local_launcher(directory, gpus, token, on_line)
+            if launcher is Launcher.local
+            else Submitted(directory, launcher.value, _parsed(launcher_options or ()), token)
+        )
+        run_missing(directory, where, console, detailed=detailed)
         results = directory.results()
         draw(results, directory.path)
     counts: dict[str, int] = {}
@@ -74,3 +99,14 @@ def run_side_by_side(
     if counts.keys() - {"finished", "out_of_memory"}:
         raise typer.Exit(1)
     return results
+
+
+def _parsed(options: Sequence[str]) -> dict[str, str | int]:
+    """`KEY=VALUE` by key; whole numbers are numbers. Raises MemprofError for anything else."""
+    parsed: dict[str, str | int] = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not key or not equals:
+            raise MemprofError(f"--launcher-option {option!r} is not of the form KEY=VALUE, as slurm_partition=gpu is")
+        parsed[key] = int(value) if value.isdigit() else value
+    return parsed

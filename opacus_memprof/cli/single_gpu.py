@@ -38,6 +38,8 @@ def single_gpu(
         ),
     ] = False,
     resume: side_by_side.Resume = False,
+    launcher: side_by_side.LauncherName = side_by_side.Launcher.local,
+    launcher_option: side_by_side.LauncherOptions = None,
 ) -> None:
     """Fine-tune a language model privately under the profiler, in a process of its own, and show where its memory goes.
 
@@ -72,5 +74,7 @@ def single_gpu(
         token=token,
         grows=True,
         resume=resume,
+        launcher=launcher,
+        launcher_options=launcher_option,
         on_line=(lambda line: None) if run_all else print,
     )

@@ -31,6 +31,8 @@ def sweep(
         bool, typer.Option("--detailed", help="Also what components, operations and kinds of memory take.")
     ] = False,
     resume: side_by_side.Resume = False,
+    launcher: side_by_side.LauncherName = side_by_side.Launcher.local,
+    launcher_option: side_by_side.LauncherOptions = None,
 ) -> None:
     """Train every combination of sizes under the profiler, each in a process of its own, and compare their memory.
 
@@ -58,5 +60,7 @@ def sweep(
         token=token,
         grows=False,
         resume=resume,
+        launcher=launcher,
+        launcher_options=launcher_option,
         detailed=detailed,
     )

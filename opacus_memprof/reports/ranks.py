@@ -49,11 +49,15 @@ def print_ranks(summary: Mapping[str, Any], console: Console) -> None:
 
 
 def _print_table(columns: Mapping[str, list[str]], words: tuple[str, ...], console: Console) -> None:
-    """Columns of equal length under their names, without those that say nothing. `words` are set to the left."""
+    """Columns of equal length under their names, without those that say nothing. `words` are set to the left, and give
+    way where the room is short."""
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in shown:
-        table.add_column(name, justify="left" if name in words else "right", no_wrap=True)
+    for name, cells in shown.items():
+        if name in words:
+            table.add_column(name, no_wrap=True)
+        else:
+            table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, [name, *cells])))
     for row in zip(*shown.values(), strict=True):
         table.add_row(*row)
     console.print()

@@ -31,7 +31,11 @@ def both_ranks(*command: str) -> list[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     said = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    said |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "NCCL_NVLS_ENABLE": "0"}
+    said |= {
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONWARNINGS": "ignore",
+        "NCCL_NVLS_ENABLE": "0",
+    }
     started = [
         subprocess.Popen(
             [sys.executable, *command],

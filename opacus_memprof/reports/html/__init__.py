@@ -3,5 +3,6 @@
 
 from opacus_memprof.reports.html.page import html_of, html_of_runs, write_html
 from opacus_memprof.reports.html.payload import Run
+from opacus_memprof.reports.html.ranks import write_ranks_html
 
-__all__ = ["Run", "html_of", "html_of_runs", "write_html"]
+__all__ = ["Run", "html_of", "html_of_runs", "write_html", "write_ranks_html"]

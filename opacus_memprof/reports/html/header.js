@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The head of the page: which run this is, and the choice of run, device and theme.
 
+const RUN = REPORT.job ? "Rank" : "Run";
 const STATUS_CLASS = { finished: "good", running: "busy" };
 
 function header({ profile, run, deviceName }, choices) {
@@ -35,7 +36,7 @@ function facts(profile) {
 
 function runChoice(run, { chooseRun }) {
   if (REPORT.runs.length < 2) return null;
-  return choice("Run", REPORT.runs.map(({ name }) => name), REPORT.runs.indexOf(run), chooseRun);
+  return choice(RUN, REPORT.runs.map(({ name }) => name), REPORT.runs.indexOf(run), chooseRun);
 }
 
 function deviceChoice(run, deviceName, { chooseDevice }) {

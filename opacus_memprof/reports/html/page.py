@@ -36,6 +36,7 @@ _SCRIPTS = [
     "advice.js",
     "history.js",
     "findings.js",
+    "ranks.js",
     "header.js",
     "report.js",
 ]
@@ -71,8 +72,12 @@ def html_of(
     return html_of_runs([Run(_name(profile), profile, directory, without_dp)])
 
 
-def html_of_runs(runs: Sequence[Run]) -> str:
-    """One page of several named profiles, between which the reader chooses. Raises as html_of."""
+def html_of_runs(runs: Sequence[Run], job: Mapping[str, Any] | None = None) -> str:
+    """One page of several named profiles, between which the reader chooses. Raises as html_of.
+
+    Args:
+        job: of runs that are ranks, what the page says of all of them (reports.html.ranks).
+    """
     style = _theme_variables() + (_HERE / "report.css").read_text(encoding="utf-8")
     script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     template = Template((_HERE / "template.html").read_text(encoding="utf-8"))
@@ -82,7 +87,7 @@ def html_of_runs(runs: Sequence[Run]) -> str:
         style_hash=_hash(style),
         script=script,
         script_hash=_hash(script),
-        data=_embedded(payload(runs)),
+        data=_embedded({**payload(runs), "job": job}),
     )
 
 

@@ -3,6 +3,7 @@
 
 // Each makes a card of {profile, run, device, deviceName, chart}, or null where there is nothing to show.
 const CARDS = [
+  (context) => ranksCard(context, choices.chooseRun),
   failuresCard,
   warningsCard,
   ({ chart }) => chart?.card ?? null,
@@ -20,7 +21,7 @@ const CARDS = [
 const page = { run: REPORT.runs[0], deviceName: null, chart: null };
 const choices = {
   theme: themeSwitch(() => page.chart?.draw()),
-  chooseRun: (index) => show({ run: REPORT.runs[index] }, "Run"),
+  chooseRun: (index) => show({ run: REPORT.runs[index] }, RUN),
   chooseDevice: (deviceName) => show({ deviceName }, "Device"),
 };
 
