@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _DPI = 150
 _LEGEND_ROWS = 24
+_LABEL = 28  # characters of a name
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -135,7 +136,7 @@ def stacked_bars(
             axes.bar(places, sizes, bottom=ends, **look)
         ends = [end + size for end, size in zip(ends, sizes, strict=True)]
     _write_sums(axes, ends, horizontal)
-    _name_bars(axes, [shortened(name) for name in names], horizontal)
+    _name_bars(axes, [shortened(name, _LABEL) for name in names], horizontal)
     byte_axis(axes.xaxis if horizontal else axes.yaxis, max(ends, default=0))
 
 
@@ -189,4 +190,4 @@ def legend(figure: "Figure | SubFigure", *axes: "Axes") -> None:
 
 def category_label(category: str) -> str:
     """A category's name in a picture: `per sample gradients`."""
-    return category.replace("_", " ")
+    return shortened(category.replace("_", " "), _LABEL)

@@ -58,7 +58,7 @@ def _draw_device(name: str, device: Mapping[str, Any], theme: str, file: Path) -
     with drawn(file, theme, _SIZE) as figure:
         grid = figure.add_gridspec(4, 2, height_ratios=(20, 1.5, 8 + len(modules), 8 + len(components)))
         timeline = figure.add_subplot(grid[0, :])
-        timeline.set_title(f"Requested memory of {name}")
+        timeline.set_title(f"Requested memory of {name}, event by event")
         rows = _thinned(device["timeline"])
         _draw_timeline(timeline, device, rows, THEMES[theme])
         _draw_phases(figure.add_subplot(grid[1, :], sharex=timeline), rows)
@@ -95,7 +95,9 @@ def _thinned(timeline: Mapping[str, Any]) -> dict[str, Any]:
     runs = range(min(len(size), _COLUMNS))
     edges = [run * len(size) // len(runs) for run in runs] + [len(size)]
     rows = [max(range(*run), key=size.__getitem__) for run in pairwise(edges)]
+    rows += rows[-1:]  # where the last one ends
     columns = {key: [timeline[key][row] for row in rows] for key in ("event", "step", "phase")}
+    columns["event"][-1:] = [event + 1 for event in columns["event"][-1:]]
     categories = {category: [column[row] for row in rows] for category, column in timeline["categories"].items()}
     return {**columns, "categories": categories}
 
@@ -160,6 +162,5 @@ def _draw_phases(axes: "Axes", timeline: Mapping[str, Any]) -> None:
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
     axes.margins(x=0)
-    axes.set_xlabel("event: an allocation, a free, a change of category or phase", loc="right")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="upper left", bbox_to_anchor=(0, -0.9), ncols=len(PHASE_COLORS), handlelength=1)
