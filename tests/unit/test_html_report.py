@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTML report in a real browser: its figures, its controls, its size and speed."""
+"""The HTML report in a real browser: its figures, its size and speed. test_html_controls.py works with it."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from browser import Opened
 from event_files import CATEGORIES, EventFile
-from html_pages import MODULES, SIZES, failed_training, half_of
+from html_pages import SIZES, failed_training, half_of
 from large_event_files import one_step, write_repeated
 
 from opacus_memprof.analysis.profile import build_profile
 from opacus_memprof.analysis.tax import dp_tax
 from opacus_memprof.reports.html import Run, html_of_runs, write_html
+from opacus_memprof.reports.palette import category_color
 from opacus_memprof.units import format_bytes
 
 Open = Callable[..., Opened]
@@ -124,188 +124,14 @@ def test_devices_and_runs_are_chosen(open_page: Open, trained: tuple[Path, dict[
     assert report.page.get_by_role("combobox", name="Run").evaluate("(choice) => choice === document.activeElement")
 
 
-@pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], np.ndarray]:
-    """A page of ten steps, its profile, and the live bytes after each event."""
-    directory = tmp_path_factory.mktemp("steps")
-    _, live = write_repeated(one_step(60, MODULES), 10, directory)
-    profile = build_profile(directory, status="finished", exit_code=0)
-    write_html(profile, directory, directory / "report.html")
-    return directory / "report.html", profile, live
-
-
-def test_the_timeline_zooms_by_mouse(open_page: Open, steps: tuple[Path, dict[str, Any], np.ndarray]) -> None:
-    path, _, live = steps
-    report = open_page(path)
-    mouse, box = report.page.mouse, report.page.locator(".chart").bounding_box()
-    first, last = report.view()
-    assert (first, last) == (0, len(live))
-    left, width = box["x"] + 72, box["width"] - 72 - 12  # within the chart's margins
-    middle = box["y"] + 150
-
-    mouse.move(left + width * 0.25, middle)
-    mouse.down()
-    mouse.move(left + width * 0.5, middle)
-    mouse.up()
-    assert report.view() == pytest.approx((len(live) * 0.25, len(live) * 0.5), abs=2)
-    report.page.keyboard.down("Shift")
-    mouse.down()
-    mouse.move(left + width * 0.75, middle)
-    mouse.up()
-    report.page.keyboard.up("Shift")
-    assert report.view() == pytest.approx((len(live) * 0.1875, len(live) * 0.4375), abs=2)
-    mouse.dblclick(left + width * 0.5, middle)
-    assert report.view() == (first, last)
-
-    report.page.keyboard.down("Control")
-    mouse.wheel(0, -200)
-    report.page.keyboard.up("Control")
-    report.page.wait_for_function("() => document.querySelector('.range').textContent !== 'whole run'")
-    assert report.view() == pytest.approx((len(live) * 0.25, len(live) * 0.75), abs=2)
-    overview = report.page.locator(".overview").bounding_box()
-    mouse.move(left + width * 0.5, overview["y"] + 20)
-    mouse.down()
-    mouse.move(left + width * 0.6, overview["y"] + 20)
-    mouse.up()
-    assert report.view() == pytest.approx((len(live) * 0.35, len(live) * 0.85), abs=2)
-    report.page.get_by_role("button", name="Show the whole run").click()
-    assert report.view() == (first, last)
-    report.page.get_by_role("button", name="Show step 3 in the timeline").click()
-    assert report.view() == pytest.approx((len(live) * 0.3, len(live) * 0.4), abs=2)
-
-
-def test_the_timeline_is_read_by_keyboard(open_page: Open, steps: tuple[Path, dict[str, Any], np.ndarray]) -> None:
-    path, profile, live = steps
-    report = open_page(path)
-    report.page.locator(".chart").focus()
-    keys = report.page.keyboard
-    keys.press("p")
-    assert report.bytes(".tooltip .total") == [live.max()]
-    assert f"event {live.argmax():,}" in report.texts(".tooltip")[0]
-    held = {name: size for name, size in profile["devices"]["cuda:0"]["peak"]["categories"].items() if size}
-    shown = dict(zip(report.texts(".tooltip td:first-child"), report.bytes(".tooltip table"), strict=True))
-    assert {name: shown[name] for name in held if name in shown} == {n: s for n, s in held.items() if n in shown}
-    assert len(shown) == min(len(held), 13)
-    assert format_bytes(int(live.max())) in report.texts("#timeline [aria-live]")[0]
-
-    before = report.view()
-    keys.press("+")
-    assert report.view()[1] - report.view()[0] == pytest.approx((before[1] - before[0]) / 2)
-    for _ in range(3):
-        keys.press("+")
-    keys.press("ArrowRight")
-    assert report.bytes(".tooltip .total") == [live[live.argmax() + 1]]
-    keys.press("ArrowLeft")
-    keys.press("ArrowLeft")
-    assert report.bytes(".tooltip .total") == [live[live.argmax() - 1]]
-    before = report.view()
-    keys.press("Shift+ArrowRight")
-    assert report.view()[0] == pytest.approx(before[0] + (before[1] - before[0]) / 5)
-    keys.press("Home")
-    assert report.view()[0] == 0
-    keys.press("0")
-    assert report.view() == (0, len(live))
-    keys.press("Escape")
-    assert not report.page.locator(".tooltip").is_visible()
-
-
-def test_the_timeline_by_time_and_without_a_category(
-    open_page: Open, steps: tuple[Path, dict[str, Any], np.ndarray]
-) -> None:
-    path, profile, live = steps
-    report = open_page(path)
-    report.page.get_by_role("button", name="By time").click()
-    assert report.view() == (profile["devices"]["cuda:0"]["timeline"]["time_ns"][0], 40 * (len(live) + 1))
-    report.page.get_by_role("button", name="Show the peak").click()
-    report.page.locator(".chart").focus()
-    report.page.keyboard.press("p")
-    assert report.bytes(".tooltip .total") == [live.max()]
-    largest, size = max(profile["devices"]["cuda:0"]["peak"]["categories"].items(), key=lambda item: item[1])
-    report.page.locator(".legend").get_by_role("button", name=largest, exact=True).click()
-    report.page.locator(".chart").focus()
-    report.page.keyboard.press("p")
-    assert report.bytes(".tooltip .total") == [live.max() - size]
-
-
-def test_the_chart_shows_each_category_as_high_as_its_bytes(open_page: Open, tmp_path: Path) -> None:
-    file = EventFile().add("alloc", 0x1000, 300_000, "model_parameters")
-    file.add("alloc", 0x2000, 100_000, "noise").add("alloc", 0x3000, 1, "buffers")
-    profile = build_profile(file.write(tmp_path), status="finished", exit_code=0)
-    write_html(profile, tmp_path, tmp_path / "report.html")
-    report = open_page(tmp_path / "report.html")
-    colors = report.page.locator(".chart canvas").evaluate(
-        """(canvas) => {
-            const column = canvas.getContext("2d").getImageData(canvas.width - 40, 0, 1, canvas.height).data;
-            return Array.from({length: canvas.height}, (_, y) => [...column.slice(4 * y, 4 * y + 3)].join());
-        }"""
-    )
-    parameters, noise = (colors.count(color) for color in ("123,191,247", "172,92,162"))  # of palette.py
-    assert noise > 50
-    assert parameters == pytest.approx(3 * noise, abs=3)
-
-
-def test_modules_open_by_mouse(open_page: Open, trained: tuple[Path, dict[str, Any]]) -> None:
-    path, profile = trained
-    report, tree = open_page(path), profile["devices"]["cuda:0"]["peak"]["module_tree"]
-    cells = report.page.locator(".cell").evaluate_all(
-        "all => all.map((one) => [one.dataset.module, Number(one.dataset.bytes)])"
-    )
-    shown = dict(reversed(cells))  # of a module and what it holds itself the module
-    assert shown["encoder"] == tree["encoder"]
-    assert shown["head"] == tree["head"]
-    assert shown[""] == tree[""]
-    report.page.locator('.cell[data-module="encoder"]').click()
-    assert report.texts(".breadcrumb li") == ["all modules", f"encoder {format_bytes(tree['encoder'])}"]
-    inside = {row[0]: int(row[1]) for row in report.rows("Modules inside encoder")}
-    assert inside == {"layers": tree["encoder.layers"], "norm": tree["encoder.norm"]}
-    assert report.page.locator('.cell[data-module="encoder"]').bounding_box()["width"] > 1000
-    report.page.locator("#modules .table").get_by_role("button", name="layers").click()
-    assert report.page.locator(".icicle").get_attribute("data-module") == "encoder.layers"
-    report.page.locator(".breadcrumb").get_by_role("button", name="all modules").click()
-    assert report.texts(".breadcrumb li") == [f"all modules {format_bytes(tree[''])}"]
-
-
-def test_modules_open_by_keyboard(open_page: Open, trained: tuple[Path, dict[str, Any]]) -> None:
-    report = open_page(trained[0])
-    keys = report.page.keyboard
-    focused = "() => [document.activeElement.dataset.module, document.querySelector('.icicle').dataset.module]"
-    report.page.locator(".cell").first.focus()
-    names = []
-    for key in ("ArrowDown", "ArrowRight", "ArrowLeft", "ArrowUp", "ArrowDown", "Enter", "ArrowDown", "Escape"):
-        keys.press(key)
-        names.append(report.page.evaluate(focused))
-    big, small = sorted(("encoder", "head"), key=lambda name: -_tree(trained)[name])
-    assert (big, small) == ("encoder", "head")
-    assert names[:5] == [[big, ""], [small, ""], [big, ""], ["", ""], [big, ""]]
-    assert names[5] == ["encoder", "encoder"]
-    assert names[6] == ["encoder.norm", "encoder"]
-    assert names[7] == ["", ""]
-
-
-def _tree(trained: tuple[Path, dict[str, Any]]) -> dict[str, int]:
-    tree: dict[str, int] = trained[1]["devices"]["cuda:0"]["peak"]["module_tree"]
-    return tree
-
-
-def test_tables_sort(open_page: Open, trained: tuple[Path, dict[str, Any]]) -> None:
-    report = open_page(trained[0])
-    label = "Largest live blocks at the peak"
-    heading = report.page.locator(f'table[aria-label="{label}"]').get_by_role("button", name="bytes")
-    sizes = [block["bytes"] for block in trained[1]["devices"]["cuda:0"]["peak"]["largest_blocks"]]
-    report.rows(label)  # all of them
-    heading.focus()
-    for expected in (sorted(sizes, reverse=True), sorted(sizes)):
-        report.page.keyboard.press("Enter")
-        assert [int(row[0]) for row in report.rows(label)] == expected
-    assert report.page.locator(f'table[aria-label="{label}"] th').first.get_attribute("aria-sort") == "ascending"
-
-
 def test_a_million_events(open_page: Open, tmp_path: Path) -> None:
     modules = [f"model.layers.{layer}.{part}" for layer in range(60) for part in ("attention", "mlp.up", "mlp.down")]
     count, live = write_repeated(one_step(2500, modules), 200, tmp_path)
     assert count > 1_000_000
     path = tmp_path / "report.html"
-    write_html(build_profile(tmp_path, status="finished", exit_code=0), tmp_path, path)
+    profile = build_profile(tmp_path, status="finished", exit_code=0)
+    peak = profile["devices"]["cuda:0"]["peak"]
+    write_html(profile, tmp_path, path)
     assert path.stat().st_size <= 5_000_000
     report = open_page(path)
     loaded = []
@@ -313,6 +139,9 @@ def test_a_million_events(open_page: Open, tmp_path: Path) -> None:
         loaded.append(report.open(path).page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd"))
     assert 0 < min(loaded) <= 2000, "milliseconds until all is drawn"
     assert report.bytes('[data-figure="peak"]') == [live.max()]
+    (category,) = [name for name, size in peak["categories"].items() if size > live.max() / 2]
+    color = [int(category_color(category)[at : at + 2], 16) for at in (1, 3, 5)]
+    assert color in _pixels(report, live.argmax() / count, 0.4), "the peak is drawn, though 1000 events share a pixel"
     report.page.locator(".chart").focus()
     report.page.keyboard.press("p")
     assert report.bytes(".tooltip .total") == [live.max()]
@@ -324,6 +153,19 @@ def test_a_million_events(open_page: Open, tmp_path: Path) -> None:
     assert beside in live[live.argmax() + 1 : live.argmax() + 200], (
         "finer than the profile's own, which has 500 in a row"
     )
+
+
+def _pixels(report: Opened, x: float, y: float) -> list[list[int]]:
+    """The colours of seven pixels side by side, around a place in the chart from its left and its top, in shares."""
+    found: list[list[int]] = report.page.locator(".chart canvas").evaluate(
+        """(canvas, [x, y]) => {
+            const [left, top] = [72 + x * (canvas.width - 72 - 12), 22 + y * (canvas.height - 22 - 40)].map(Math.round);
+            const data = [...canvas.getContext("2d").getImageData(left - 3, top, 7, 1).data];
+            return Array.from({length: 7}, (_, pixel) => data.slice(4 * pixel, 4 * pixel + 3));
+        }""",
+        [x, y],
+    )
+    return found
 
 
 def test_light_and_dark(open_page: Open, trained: tuple[Path, dict[str, Any]]) -> None:

@@ -52,8 +52,17 @@ function choice(label, names, selected, onChoose) {
   return element("label", { class: "choice", "data-choice": label }, `${label} `, select);
 }
 
-/** Links to the cards of the page. */
+/** Links to the cards of the page. In a notebook's frame, where `#id` would be the notebook's, they work as well. */
 function contents(cards) {
-  const links = cards.map((section) => element("a", { href: `#${section.id}` }, section.querySelector("h2").textContent));
+  const links = cards.map((section) => {
+    const heading = section.querySelector("h2");
+    const go = (event) => {
+      event.preventDefault();
+      section.scrollIntoView();
+      heading.tabIndex = -1;
+      heading.focus({ preventScroll: true });
+    };
+    return element("a", { href: `#${section.id}`, onclick: go }, heading.textContent);
+  });
   return element("nav", { class: "contents", "aria-label": "Contents" }, links);
 }
