@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from opacus_memprof.analysis.events import PHASE, STEP, Events, Rows
+from opacus_memprof.analysis.events import ALLOC, FREE, OOM, PHASE, ROW, STEP, Events, Rows
 from opacus_memprof.analysis.profile import read_timelines
 from opacus_memprof.files import replacing
 from opacus_memprof.reports.optional import require
@@ -17,6 +17,8 @@ from opacus_memprof.units import format_bytes
 
 TIMELINE_ROWS = 20_000  # of a device; the peak is always among them
 MAX_SLICES = 50_000  # of steps, and of phases: of more, the longest
+# Not a seed, which tells of its birth, nor a retag, which does not know of backward.
+_TELL_PHASES = (ALLOC, FREE, PHASE, STEP, OOM)
 _SEQUENCE = 1
 _PROCESS = 1  # uuids of tracks count from here
 
@@ -117,26 +119,29 @@ class _Trace:
                     before = size
 
     def _slices(self, events: Events) -> Iterator[Any]:
-        pieces: list[Rows] = []
-        events.each(lambda rows: pieces.append(rows[np.isin(rows["kind"], (STEP, PHASE))]))
-        if not pieces:
-            return
-        rows = np.concatenate(pieces)
-        end = max(
-            self._profile["ended_unix_ns"] - self._profile["started_unix_ns"], int(rows["time_ns"].max(initial=0))
-        )
-        steps = rows[rows["kind"] == STEP]
-        starts = np.concatenate([[0], steps["time_ns"][:-1]])
+        """Steps end at their events. A thread's phase is that of its latest event: not all phases begin with one."""
+        ends: list[Rows] = []
+        turns: dict[int, list[Rows]] = {}
+
+        def take(rows: Rows) -> None:
+            ends.append(rows[rows["kind"] == STEP])
+            told = rows[np.isin(rows["kind"], _TELL_PHASES)]
+            for thread in np.unique(told["thread"]).tolist():
+                turns.setdefault(thread, []).append(_changes(told[told["thread"] == thread]))
+
+        events.each(take)
+        steps = np.concatenate(ends or [np.empty(0, ROW)])
+        starts = np.concatenate([[0], steps["time_ns"]])[:-1]
         words = [f"step {number - 1}" for number in steps["step"].tolist()]
         yield from self._row_of_slices("steps", starts, steps["time_ns"], words)
-        phases = rows[rows["kind"] == PHASE]
-        for thread in np.unique(phases["thread"]):
-            mine = phases[phases["thread"] == thread]
-            ends = np.concatenate([mine["time_ns"][1:], [end]])
-            busy = mine["phase"] != 0  # idle is where nothing is drawn
-            words = [events.names.phase(int(phase)) for phase in mine["phase"][busy]]
-            name = f"{events.names.thread(int(thread))}: phases"
-            yield from self._row_of_slices(name, mine["time_ns"][busy], ends[busy], words)
+        end = self._profile["ended_unix_ns"] - self._profile["started_unix_ns"]
+        for thread, pieces in sorted(turns.items()):
+            rows = _changes(np.concatenate(pieces))
+            until = np.append(rows["time_ns"][1:], max(end, int(rows["time_ns"][-1])))
+            busy = rows["phase"] != 0  # idle is where nothing is drawn
+            words = [events.names.phase(phase) for phase in rows["phase"][busy].tolist()]
+            name = f"{events.names.thread(thread)}: phases"
+            yield from self._row_of_slices(name, rows["time_ns"][busy], until[busy], words)
 
     def _row_of_slices(self, name: str, starts: Any, ends: Any, names: list[str]) -> Iterator[Any]:
         if not names:
@@ -169,3 +174,11 @@ class _Trace:
         for finding in self._profile["findings"]:
             said = {key: finding[key] for key in ("module", "bytes", "evidence", "remedy")}
             yield self._event("INSTANT", track, peak_at, f"finding: {finding['kind'].replace('_', ' ')}", said)
+
+
+def _changes(rows: Rows) -> Rows:
+    """The rows of a thread whose phase is another than that of the row before."""
+    changes = np.ones(len(rows), np.bool_)
+    changes[1:] = rows["phase"][1:] != rows["phase"][:-1]
+    changed: Rows = rows[changes]
+    return changed

@@ -5,8 +5,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import event_files
 import numpy as np
 import pytest
+from event_files import TICK_NS
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as proto
 from random_profile import PHASES, Oracle, write_random_profile
 
@@ -60,7 +62,7 @@ def test_counters_are_exact_at_every_event(parsed: Parsed, tmp_path: Path, devic
     assert {"teacher", "activation_hooks", "model_parameters"} <= names
     counters = {name: parsed.counter(device, name) for name in ("total", *names)}
     checked = 0
-    for event, time in enumerate((oracle.events["time"] * 4).tolist()):  # event_files.TICK_NS
+    for event, time in enumerate((oracle.events["time"] * TICK_NS).tolist()):
         if not oracle.blocks[: event + 1].any() or not (oracle.blocks[event] or oracle.events["kind"][event] == 4):
             continue
         assert at(counters["total"], time) == oracle.total[event]
@@ -78,22 +80,26 @@ def test_fewer_instants_keep_the_peak(parsed: Parsed, tmp_path: Path, monkeypatc
     assert len(total) <= 20 < len(parsed.counter("cuda:0", "total"))
     peak = int(np.argmax(oracle.total))
     assert max(value for _, value in total) == oracle.total[peak]
-    assert (int(oracle.events["time"][peak]) * 4, int(oracle.total[peak])) in total
+    assert (int(oracle.events["time"][peak]) * TICK_NS, int(oracle.total[peak])) in total
 
 
 def test_slices_of_steps_and_phases(parsed: Parsed, tmp_path: Path) -> None:
     events = Oracle(write_random_profile(tmp_path, 1500), 1).events
-    times = (events["time"] * 4).tolist()
+    times = (events["time"] * TICK_NS).tolist()
     ends = [time for time, kind in zip(times, events["kind"], strict=True) if kind == 4]
     assert parsed.slices("steps") == [
         (f"step {number}", begin, end) for number, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
     ]
-    entered = [
-        (time, phase) for time, kind, phase in zip(times, events["kind"], events["phase"], strict=True) if kind == 5
-    ]
+    entered: list[tuple[int, str]] = []
+    for time, kind, phase in zip(times, events["kind"], events["phase"].tolist(), strict=True):
+        if kind in (1, 2, 4, 5, 8) and (not entered or entered[-1][1] != event_files.PHASES[phase]):
+            entered.append((time, event_files.PHASES[phase]))
     phases = parsed.slices("main: phases")
-    assert [begin for _, begin, _ in phases] == [time for time, _ in entered]
-    assert [end for *_, end in phases[:-1]] == [time for time, _ in entered[1:]]
+    assert phases == [
+        (phase, begin, end)
+        for (begin, phase), (end, _) in zip(entered, [*entered[1:], (TICK_NS * 10**6, "")], strict=True)
+        if phase != "idle"
+    ]
     assert {name for name, *_ in phases} == set(PHASES)
 
 
