@@ -42,6 +42,8 @@ def oom_page(report: Mapping[str, Any]) -> str:
         _bars(needed["parts"].items()),
         "<h2>What would have fitted</h2>",
         _room(report),
+        "<h2>What layers take, by mode</h2>",
+        _layers(report["layers"]),
     ]
     return "\n".join(parts) + "\n"
 
@@ -74,6 +76,26 @@ def _suggestions(suggestions: Sequence[Mapping[str, Any]]) -> str:
         for one in suggestions
     ]
     return f"<ol>{''.join(items)}</ol>"
+
+
+def _layers(layers: Sequence[Mapping[str, Any]]) -> str:
+    if not layers:
+        return "<p class='soft'>not known</p>"
+    columns = {
+        "activations_bytes": "activations",
+        "per_sample_gradients_bytes": "hooks: gradients",
+        "ghost_bytes": "ghost: norms",
+        "flash_clip_bytes": "flash_clip keeps",
+    }
+    head = "".join(f"<td class='n'>{title}</td>" for title in columns.values())
+    rows = [
+        f"<tr><td>{escape(one['module'] or '(the model)')} <span class='soft'>{escape(one['kind'])}, {one['samples']} "
+        f"samples of {one['tokens']}</span></td>"
+        + "".join(f"<td class='n'>{format_bytes(one[key])}</td>" for key in columns)
+        + "</tr>"
+        for one in layers
+    ]
+    return f"<table><tr class='soft'><td></td>{head}</tr>{''.join(rows)}</table>"
 
 
 def _room(report: Mapping[str, Any]) -> str:

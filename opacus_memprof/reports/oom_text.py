@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """oom_report.json for a terminal, and as the few lines of a note."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -107,8 +107,14 @@ def _print_left(left: Mapping[str, Any], console: Console) -> None:
         console.print(f"\n[yellow]{format_bytes(left['bytes'])} were left behind by {what}[/]", highlight=False)
 
 
+def _worth_showing(suggestions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those that fit, the first few of them; where none does, those that save the most."""
+    fitting = [one for one in suggestions if one["fits"] is not False]
+    return list((fitting or suggestions)[:_TOP_SUGGESTIONS])
+
+
 def _print_suggestions(report: Mapping[str, Any], console: Console) -> None:
-    shown = report["suggestions"][:_TOP_SUGGESTIONS]
+    shown = _worth_showing(report["suggestions"])
     if not shown:
         console.print("\nNothing is known that would make it fit.")
     for index, one in enumerate(shown):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The run's own step as step.Step: what hooks saw of it, completed where the run ended before the forward did."""
 
+import itertools
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from opacus_memprof.analysis.oom.failure import SCALED, Failure, totals
 from opacus_memprof.analysis.oom.history import History
@@ -28,9 +29,13 @@ def step_of(failure: Failure, workload: Workload, history: History, freed: int =
     kept = totals((one for one in failure.holdings if one.category in _ACTIVATIONS), lambda one: one.module)
     excess = freed / max(sum(kept.values()), 1)
     live = {module: int(size * (1 - min(excess, 1.0))) for module, size in kept.items()}
+    blocks: dict[str, int] = {}
+    for one in failure.holdings:
+        if one.category in _ACTIVATIONS:
+            blocks[one.module] = max(blocks.get(one.module, 0), one.largest)
     known = {name: _scaled(forward, samples) for name, forward in workload.forwards.items()}
     began = failure.phase == "forward" and not history.steps
-    layers = _layers(workload, known, live, samples, complete=not began)
+    layers = _layers(workload, known, live, blocks, samples, complete=not began)
     seen = {layer.name for layer in layers}
     tail = live.get("", 0) if "" not in seen else 0
     total = (
@@ -103,7 +108,7 @@ def _unit_of(name: str) -> str:
     return name[: found.end()] if found else ""
 
 
-def _units(modules: Mapping[str, Module]) -> dict[str, _Unit]:
+def repeated_units(modules: Mapping[str, Module]) -> dict[str, _Unit]:
     """By prefix, those that have a twin."""
     parts: dict[str, list[tuple[str, str, int, int]]] = {}
     for name, module in modules.items():
@@ -115,15 +120,26 @@ def _units(modules: Mapping[str, Module]) -> dict[str, _Unit]:
 
 
 def _layers(
-    workload: Workload, known: Mapping[str, Forward], live: Mapping[str, int], samples: int, *, complete: bool
+    workload: Workload,
+    known: Mapping[str, Forward],
+    live: Mapping[str, int],
+    blocks: Mapping[str, int],
+    samples: int,
+    *,
+    complete: bool,
 ) -> list[Layer]:
     """The layers in forward order, with the activations that are live now; where the forward had not ended, those
     that were still to come are taken from their twins, or from their shapes."""
     order = list(known)
-    units = _units(workload.modules)
+    units = repeated_units(workload.modules)
     if not complete:
         order += [name for name in workload.modules if name not in known]
-    taken = _apportion(live, [name for name in order if name in workload.modules])
+    homes = _homes(live, [name for name in order if name in workload.modules])
+    taken: dict[str, int] = {}
+    largest: dict[str, int] = {}
+    for name, home in homes.items():
+        taken[home] = taken.get(home, 0) + live[name]
+        largest[home] = max(largest.get(home, 0), blocks.get(name, 0))
     ended = [prefix for prefix in units if any(name.startswith(f"{prefix}.") for name in known)]
     models = {units[prefix].signature: prefix for prefix in reversed(ended[:-1] or ended)}  # the last may be half done
     layers: list[Layer] = []
@@ -131,18 +147,18 @@ def _layers(
         module = workload.modules.get(name)
         if module is None:
             continue
-        forward, size = known.get(name), taken.get(name, 0)
+        forward, size, block = known.get(name), taken.get(name, 0), largest.get(name, 0)
         prefix = _unit_of(name)
         if not complete and prefix in units and (forward is None or prefix == (ended or [""])[-1]):
             model = models.get(units[prefix].signature)
             twin = model + name[len(prefix) :] if model else name
             forward = forward or known.get(twin)
-            size = max(size, taken.get(twin, 0))
+            size, block = max(size, taken.get(twin, 0)), max(block, largest.get(twin, 0))
         if forward is None:
             before = layers[-1].forward if layers else None
             forward = _guess(module, before, samples)
             size = max(size, forward.output_bytes)
-        layers.append(Layer(name, module, forward, size))
+        layers.append(Layer(name, module, forward, size, block))
     return layers
 
 
@@ -156,26 +172,20 @@ def _guess(module: Module, before: Forward | None, samples: int) -> Forward:
     return Forward(samples, tokens, size * columns, size * rows, width, before is None)
 
 
-def _apportion(live: Mapping[str, int], order: list[str]) -> dict[str, int]:
-    """Activations by the layer with whose backward they go: that of the module itself, else the last one inside it,
-    else the last one that shares the most of its name."""
-    taken: dict[str, int] = {}
-    for module, size in live.items():
-        if not module:
-            continue
-        parts = module.split(".")
-        best, score = "", -1
+def _homes(modules: Iterable[str], order: list[str]) -> dict[str, str]:
+    """The layer with whose backward the activations of each module go: itself, else the last one inside it, else the
+    last one that shares the most of its name."""
+    homes: dict[str, str] = {}
+    for module in modules:
+        best, most = "", 0
         for name in order:
-            own = name.split(".")
-            common = next((i for i, (a, b) in enumerate(zip(parts, own, strict=False)) if a != b), None)
-            shared = min(len(parts), len(own)) if common is None else common
-            if shared and shared >= score:
-                best, score = name, shared
-        if module in order:
-            best = module
-        if best:
-            taken[best] = taken.get(best, 0) + size
-    return taken
+            pairs = zip(module.split("."), name.split("."), strict=False)
+            shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if module and shared and shared >= most:
+                best, most = name, shared
+        if home := module if module in order else best:
+            homes[module] = home
+    return homes
 
 
 def _spread(layers: list[Layer], missing: int) -> list[Layer]:
@@ -183,6 +193,6 @@ def _spread(layers: list[Layer], missing: int) -> list[Layer]:
     room = [max(layer.forward.input_bytes + layer.forward.output_bytes - layer.activations, 1) for layer in layers]
     whole = sum(room)
     return [
-        Layer(layer.name, layer.module, layer.forward, layer.activations + missing * share // whole)
+        replace(layer, activations=layer.activations + missing * share // whole)
         for layer, share in zip(layers, room, strict=True)
     ]

@@ -15,12 +15,14 @@ _NORMS = ("LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d
 
 @dataclass(frozen=True)
 class Layer:
-    """A module, its forward pass, and `activations`: what of all samples lives from its forward to its backward."""
+    """A module, its forward pass, and `activations`: what of all samples lives from its forward to its backward, of
+    which `largest` is one block. That includes what operations without parameters around it have saved."""
 
     name: str
     module: Module
     forward: Forward
     activations: int
+    largest: int = 0
 
     @property
     def elements(self) -> int:

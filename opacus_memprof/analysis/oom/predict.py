@@ -8,6 +8,7 @@ its shapes (step.Step), and all of a step in another mode.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from opacus_memprof.analysis.oom.failure import SCALED, Failure
 from opacus_memprof.analysis.oom.history import History, Moment
@@ -16,6 +17,7 @@ from opacus_memprof.analysis.oom.room import Room
 from opacus_memprof.analysis.oom.step import Instant, Step
 from opacus_memprof.workload import Workload
 
+Gradients = Literal["kept", "zeroed", "dropped"]
 _ORDER = ("forward", "backward", "second_backward", "clip", "noise", "optimizer_step")
 
 
@@ -40,15 +42,22 @@ class Case:
     def fits(self, size: int) -> bool | None:
         return None if self.room.capacity is None else size <= self.room.capacity
 
-    def peak(self, n: int | None = None, *, left: bool = True, drops_gradients: bool = False) -> Instant:
+    def largest_block(self, n: int) -> int:
+        """Of what grows with the batch, with n samples."""
+        scaled = [one.largest for one in self.failure.holdings if one.category in SCALED]
+        if self.failure.category in SCALED:
+            scaled.append(self.failure.requested)
+        return max(scaled, default=0) * n // max(self.samples or 1, 1)
+
+    def peak(self, n: int | None = None, *, left: bool = True, gradients: Gradients = "kept") -> Instant:
         """The peak of the run's own mode with n samples at a time (None: as many as now).
 
         Args:
             left: what earlier steps have left behind stays; False: it is let go.
-            drops_gradients: p.grad goes as soon as it is made.
+            gradients: p.grad outlives zero_grad as far as it does now ("kept"), goes with it ("zeroed"), or goes as
+                soon as autograd has made it ("dropped").
         """
-        found = max(self._instants(n, left, drops_gradients), key=lambda instant: instant.bytes)
-        return found
+        return max(self._instants(n, left, gradients), key=lambda instant: instant.bytes)
 
     def changed(self, step: Step, n: int | None = None) -> Instant:
         """The peak of another step, with what earlier steps have left behind."""
@@ -84,21 +93,21 @@ class Case:
 
     # --- as it is ---
 
-    def _instants(self, n: int | None, left: bool, drops: bool) -> Iterator[Instant]:
+    def _instants(self, n: int | None, left: bool, gradients: Gradients) -> Iterator[Instant]:
         samples = self.samples
         accumulates = n is not None and samples is not None and n < samples
-        yield self._failed(n, left, drops, accumulates)
+        yield self._failed(n, left, gradients, accumulates)
         for moment in self.history.moments:
             if not left and self.left.bytes and moment.step == self.failure.step:
                 continue  # the failure says the same, and what of it is left behind
             sizes = self._at(moment, n)
             for category, size in self.left.before(moment.step).items() if not left else ():
                 sizes[category] = sizes.get(category, 0) - size
-            yield Instant(moment.phase, "", self._steady(sizes, moment.phase, accumulates, drops))
+            yield Instant(moment.phase, "", self._steady(sizes, moment.phase, accumulates, gradients))
         if self.step is not None and not self.history.steps:
-            yield from self._to_come(self.step, n, left, drops, accumulates)
+            yield from self._to_come(self.step, n, left, gradients, accumulates)
 
-    def _failed(self, n: int | None, left: bool, drops: bool, accumulates: bool) -> Instant:
+    def _failed(self, n: int | None, left: bool, gradients: Gradients, accumulates: bool) -> Instant:
         """The failure itself, with what was asked for."""
         failure = self.failure
         share = 1.0 if n is None or not self.samples else n / self.samples
@@ -112,30 +121,35 @@ class Case:
         scaled = failure.category in SCALED and not self._of_parameters(failure.module, failure.requested)
         sizes[failure.category] = sizes.get(failure.category, 0) + failure.requested * (share if scaled else 1)
         whole = {category: int(size) for category, size in sizes.items()}
-        return Instant(failure.phase, failure.module, self._steady(whole, failure.phase, accumulates, drops))
+        return Instant(failure.phase, failure.module, self._steady(whole, failure.phase, accumulates, gradients))
 
-    def _steady(self, sizes: dict[str, int], phase: str, accumulates: bool, drops: bool) -> dict[str, int]:
+    def _steady(self, sizes: dict[str, int], phase: str, accumulates: bool, gradients: Gradients) -> dict[str, int]:
         """The same instant in a later step: optimizer states are there, and gradients that outlive zero_grad; in a
         part of a logical batch, clipped sums as well."""
         if phase not in _ORDER:
             return sizes
         if self.step is not None and not self.history.steps:
             sizes = _with_states(sizes, self.step.states)
-            if self.step.keeps_gradients:
+            if self.step.keeps_gradients and gradients == "kept":
                 sizes["gradients"] = max(sizes.get("gradients", 0), self.step.trained)
         if accumulates and self.workload.mode:
             sizes["summed_gradients"] = max(sizes.get("summed_gradients", 0), self.workload.trained_bytes)
-        if drops and phase in _ORDER[:4]:
+        if gradients == "dropped" and phase in _ORDER[:4]:
+            sizes.pop("gradients", None)
+        if gradients == "zeroed" and phase == "forward":
             sizes.pop("gradients", None)
         return sizes
 
-    def _to_come(self, step: Step, n: int | None, left: bool, drops: bool, accumulates: bool) -> Iterator[Instant]:
+    def _to_come(
+        self, step: Step, n: int | None, left: bool, gradients: Gradients, accumulates: bool
+    ) -> Iterator[Instant]:
         """What the step that failed would have needed from there on."""
         failure = self.failure
         reached = _ORDER.index(failure.phase) if failure.phase in _ORDER else -1
         order = [layer.name for layer in step.layers]
         at = order.index(failure.module) if failure.module in order else len(order)
-        own = step.changed(drops_gradients=True) if drops else step
+        keeps = step.keeps_gradients and gradients == "kept"
+        own = step.changed(keeps_gradients=keeps, drops_gradients=gradients == "dropped")
         rest = {"left_behind": self.left.bytes} if left and self.left.bytes else {}
         for instant in own.instants(n or step.samples, accumulates=accumulates):
             phase = _ORDER.index(instant.phase)

@@ -12,9 +12,11 @@ from opacus_memprof.analysis.oom.advice import advise
 from opacus_memprof.analysis.oom.advice.batch import largest_that_fits, slope_of
 from opacus_memprof.analysis.oom.estimate import step_of
 from opacus_memprof.analysis.oom.failure import Failure
+from opacus_memprof.analysis.oom.layers import Layer
 from opacus_memprof.analysis.oom.left import left_behind
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.room import room_of
+from opacus_memprof.analysis.oom.step import Step
 from opacus_memprof.workload import Workload
 
 FORMAT = 1
@@ -73,8 +75,28 @@ def build_report(
             "largest_that_fits": None if fitting is None else fitting[0],
             "predicted_peak_bytes": None if fitting is None else fitting[1].bytes,
         },
+        "layers": [] if own is None else [_layer(layer, own.samples) for layer in _costliest(own)],
         "suggestions": [one.as_dict() for one in advise(case)],
         "earlier_failures": [_request(failures.read(one)) for one in failed[:-1]],
+    }
+
+
+def _costliest(step: Step) -> list[Layer]:
+    """The layers for which privacy takes the most, in any mode."""
+    n = step.samples
+    return sorted(step.layers, key=lambda one: -max(one.gradients(n), one.ghost(n)))[:_TOP]
+
+
+def _layer(layer: Layer, n: int) -> dict[str, Any]:
+    return {
+        "module": layer.name,
+        "kind": layer.module.kind,
+        "samples": n,
+        "tokens": layer.forward.tokens,
+        "activations_bytes": layer.activations,
+        "per_sample_gradients_bytes": layer.gradients(n),
+        "ghost_bytes": layer.ghost(n),
+        "flash_clip_bytes": layer.flash_kept(n),
     }
 
 

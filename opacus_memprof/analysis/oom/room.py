@@ -39,6 +39,11 @@ class Room:
     limit: int | None = None
     rounding: float = 1.0
 
+    @property
+    def fragments(self) -> bool:
+        """A caching allocator hands out parts of segments that do not grow."""
+        return self.cached is not None and not self.free_expandable
+
     def as_dict(self) -> dict[str, Any]:
         return {f"{key}_bytes" if key != "rounding" else key: value for key, value in vars(self).items()}
 

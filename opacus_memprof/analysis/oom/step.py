@@ -126,7 +126,13 @@ class Step:
                 },
             )
             samples += layer.gradients(n) if private else 0
+            between = {"activations": alive, "gradients": max(made, self._gradients_before())}
+            yield self._between(layer, n, {**between, "per_sample_gradients": samples})
             alive -= self._scale(layer.activations, n)
+
+    def _between(self, layer: Layer, n: int, parts: Mapping[str, int]) -> Instant:
+        """Operations without parameters: the gradients of output and input of the one that saved the most."""
+        return Instant("backward", layer.name, {**parts, "backward_temporaries": 2 * self._scale(layer.largest, n)})
 
     def _two_passes(self, n: int) -> Iterator[Instant]:
         """ghost: what autograd saved survives the pass for the norms, and goes in the one for the gradients."""
@@ -148,6 +154,8 @@ class Step:
                     "temp_matrices": norms,
                 },
             )
+            between = {"activations": alive, "gradients": max(made, self._gradients_before())}
+            yield self._between(layer, n, between)
         for layer in reversed(self.layers):
             temporaries = layer.flowing(n, False) + layer.module.bytes
             parts = {"activations": alive, "gradients": self.trained, "backward_temporaries": temporaries}
@@ -171,6 +179,7 @@ class Step:
                     "temp_matrices": min(layer.flash_work(n), FLASH_WORKSPACE),
                 },
             )
+            yield self._between(layer, n, {"activations": alive, "per_sample_gradients": kept})
             alive -= self._scale(layer.activations, n)
 
     def _update(self, n: int, base: Mapping[str, int]) -> Iterator[Instant]:

@@ -14,9 +14,11 @@ ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     allocator.expandable_segments,
     allocator.other_processes,
     defects.discarded_gradients,
+    defects.gradients_set_to_none,
     modes.norms_without_squares,
     batch.physical_batch,
     modes.another_mode,
+    training.checkpoints,
     training.optimizer_states,
 )
 

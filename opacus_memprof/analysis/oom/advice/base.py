@@ -9,7 +9,7 @@ from opacus_memprof.analysis.oom.step import Instant
 from opacus_memprof.units import format_bytes
 
 # How much of the program changes: suggestions that fit are ordered by it.
-DEFECT, SETTING, LINE, BATCH, MODE, SMALL_BATCH, OTHER_MODE, MODE_AND_BATCH, TRAINING = range(9)
+DEFECT, VARYING, SETTING, LINE, BATCH, MODE, SMALL_BATCH, OTHER_MODE, MODE_AND_BATCH, TRAINING = range(10)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def discarded_gradients(case: Case) -> Iterator[Suggestion]:
     """Autograd's p.grad, which clipping of per-sample gradients never reads."""
     if case.workload.mode not in _SAMPLES or not case.workload.trained_bytes:
         return
-    instant = case.peak(drops_gradients=True)
+    instant = case.peak(gradients="dropped")
     yield suggestion(
         case,
         instant,
@@ -62,4 +62,20 @@ def discarded_gradients(case: Case) -> Iterator[Suggestion]:
         f"p.grad takes {format_bytes(case.workload.trained_bytes)} in backward, and nobody reads it: clipping uses "
         "grad_sample, and add_noise replaces it.",
         {"kind": "drop_gradients"},
+    )
+
+
+def gradients_set_to_none(case: Case) -> Iterator[Suggestion]:
+    """Opacus' zero_grad keeps p.grad, as zeros, through the next forward."""
+    if case.step is None or not case.step.keeps_gradients:
+        return
+    yield suggestion(
+        case,
+        case.peak(gradients="zeroed"),
+        LINE,
+        "letting zero_grad drop p.grad",
+        "optimizer.zero_grad(set_to_none=True)",
+        f"Opacus' zero_grad fills p.grad with zeros, {format_bytes(case.workload.trained_bytes)} that live through the "
+        "next forward.",
+        {"kind": "set_to_none"},
     )

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running out of memory under a profile, on a CPU that is limited as a device would be."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import opacus_memprof
+from opacus_memprof import _native
+from tests.planted_oom import PLANS, Changes, Plan, train
+
+QUICK = [plan for plan in PLANS if plan.quirk not in ("fragments", "crowd") and "long sequence" not in plan.name]
+REPORTS = ["oom_report.html", "oom_report.json", "oom_report.txt"]
+
+
+@pytest.fixture(autouse=True)
+def _unlimited() -> Any:
+    yield
+    _native.cpu_limit(0)
+
+
+@pytest.mark.parametrize("plan", QUICK, ids=str)
+def test_the_first_suggestion_makes_it_fit(plan: Plan, tmp_path: Path) -> None:
+    needs = train(plan, "cpu", tmp_path / "needs")
+    assert needs.error is None
+    assert needs.report is None
+    had = int(needs.peak * plan.limit)
+    failed = train(plan, "cpu", tmp_path / "failed", had)
+    assert isinstance(failed.error, torch.OutOfMemoryError)
+    assert failed.report is not None
+    assert failed.report["room"]["limit_bytes"] == had
+    first = failed.report["suggestions"][0]
+    assert first["fits"]
+    followed = train(plan, "cpu", tmp_path / "followed", had, Changes.of(first["actions"]))
+    assert followed.error is None
+    assert first["predicted_peak_bytes"] == pytest.approx(followed.peak, rel=0.1)
+    if plan.quirk != "captures":  # ten forwards come, of which it saw a few
+        assert failed.report["needed"]["bytes"] == pytest.approx(needs.peak, rel=0.2 if plan.quirk else 0.1)
+
+
+def fill(session: Any, blocks: list[torch.Tensor]) -> None:
+    """Memory that a program holds, under names, and then a request that is one byte too many."""
+    with opacus_memprof.tag("teacher"):
+        blocks.append(torch.empty(3_000_000, dtype=torch.uint8))
+    with opacus_memprof.tag("cache"):
+        blocks.append(torch.empty(1_000_000, dtype=torch.uint8))
+    _native.cpu_limit(_native.cpu_reported_bytes() + 499_999)
+    try:
+        with opacus_memprof.tag("cache"):
+            torch.empty(500_000, dtype=torch.uint8)
+    finally:
+        _native.cpu_limit(0)
+
+
+def report_of(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "oom_report.json").read_text())
+
+
+def test_who_holds_what_and_what_was_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError), opacus_memprof.profile(tmp_path, device="cpu") as session:
+        fill(session, [])
+    report = report_of(tmp_path)
+    assert (report["request"]["bytes"], report["request"]["category"]) == (500_000, "cache")
+    held = report["holders"]["categories"]
+    assert (held["teacher"], held["cache"]) == (3_000_000, 1_000_000)
+    assert sum(held.values()) == report["live_bytes"]
+    assert sum(sum(sizes.values()) for sizes in report["holders"]["modules"].values()) == report["live_bytes"]
+    assert sum(one["bytes"] for one in report["holders"]["steps"]) == report["live_bytes"]
+    (failure,) = json.loads((tmp_path / "profile.json").read_text())["devices"]["cpu"]["out_of_memory"]
+    assert failure["live_bytes"] == report["live_bytes"]  # the event file's account of the same instant
+    assert failure["categories"] == held
+
+
+def test_a_full_event_file_does_not_cost_the_report(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError), opacus_memprof.profile(tmp_path, device="cpu", max_events=1) as session:
+        fill(session, [])
+    assert report_of(tmp_path)["holders"]["categories"]["teacher"] == 3_000_000
+
+
+def test_the_exception_stays_torchs_and_carries_a_note(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as caught, opacus_memprof.profile(tmp_path, device="cpu") as session:
+        fill(session, [])
+    assert type(caught.value) is torch.OutOfMemoryError
+    assert str(caught.value).startswith("CPU out of memory. Tried to allocate 500000 bytes;")
+    assert caught.value.args == (str(caught.value),)
+    (note,) = caught.value.__notes__
+    assert "488.28 KiB of cache" in note
+    assert str(tmp_path / "oom_report.txt") in note
+
+
+def test_a_program_that_handles_it_sees_the_note_and_leaves_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    with opacus_memprof.profile(tmp_path, device="cpu") as session:
+        for _ in range(3):
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                fill(session, [])
+            assert len(caught.value.__notes__) == 1
+            assert sorted(path.name for path in tmp_path.glob("oom_report.*")) == REPORTS
+    assert json.loads((tmp_path / "profile.json").read_text())["status"] == "finished"
+    assert len(report_of(tmp_path)["earlier_failures"]) == 2
+    assert capsys.readouterr().err.count("out of memory") == 1
+
+
+def test_a_failure_that_is_no_out_of_memory_error_of_torchs(tmp_path: Path) -> None:
+    """What a CPU raises by itself: a plain RuntimeError."""
+    with opacus_memprof.profile(tmp_path / "handled", device="cpu"), pytest.raises(RuntimeError):
+        torch.empty(2**60, dtype=torch.uint8)
+    assert report_of(tmp_path / "handled")["request"]["bytes"] == 2**60
+    with pytest.raises(RuntimeError) as caught, opacus_memprof.profile(tmp_path / "raised", device="cpu"):
+        torch.empty(2**60, dtype=torch.uint8)
+    assert str(2**60) in str(caught.value)
+    assert "1048576.00 TiB" in caught.value.__notes__[0]
+
+
+def test_another_exception_gets_no_note_and_a_run_that_fits_no_report(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="mine") as caught, opacus_memprof.profile(tmp_path, device="cpu"):
+        raise ValueError("mine")
+    assert not hasattr(caught.value, "__notes__")
+    assert not list(tmp_path.glob("oom_report.*"))
+
+
+def test_torchs_class_is_as_it_was_afterwards(tmp_path: Path) -> None:
+    before = dict(vars(torch.OutOfMemoryError))
+    with opacus_memprof.profile(tmp_path, device="cpu"):
+        assert torch.OutOfMemoryError("a program's own").args == ("a program's own",)
+    assert dict(vars(torch.OutOfMemoryError)) == before
+    assert not list(tmp_path.glob("oom_report.*"))
+
+
+def test_trouble_in_explaining_does_not_hide_the_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opacus_memprof.forensics.build_report", lambda *_: 1 / 0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with pytest.raises(torch.OutOfMemoryError), opacus_memprof.profile(tmp_path, device="cpu") as session:
+            fill(session, [])
+    assert "could not be explained" in str(said[0].message)
+    assert json.loads((tmp_path / "profile.json").read_text())["status"] == "out_of_memory"
+
+
+def test_a_plain_model(tmp_path: Path) -> None:
+    """Without Opacus there is neither a mode nor a BatchMemoryManager to suggest."""
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
+    with opacus_memprof.profile(tmp_path, device="cpu") as session:
+        session.attach(model)
+        _native.cpu_limit(_native.cpu_reported_bytes() + 100_000)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(torch.randn(32, 64)).sum().backward()
+    report = report_of(tmp_path)
+    assert (report["mode"], report["batch"]["samples"]) == ("", 32)
+    assert report["suggestions"] == []
