@@ -66,7 +66,7 @@ def run_side_by_side(
     launcher_options: Sequence[str] | None = None,
     on_line: Callable[[str], object] = lambda line: None,
 ) -> "Results":
-    """Runs cells, whose results go to `results_dir`, and draws all that are there. Returns them by name.
+    """Runs cells, whose results go to `results_dir`, and draws all that are there. Returns the cells' own, by name.
 
     Raises:
         MemprofError: see ResultsDirectory and run_missing.
@@ -89,8 +89,11 @@ def run_side_by_side(
             else Submitted(directory, launcher.value, _parsed(launcher_options or ()), token)
         )
         run_missing(directory, where, console, detailed=detailed)
-        results = directory.results()
-        draw(results, directory.path)
+        everything = directory.results()
+        draw(everything, directory.path)
+    results = {cell.name: everything[cell.name] for cell in cells}
+    for reason in dict.fromkeys(result["data"]["reason"] for result in results.values() if result["data"]):
+        console.print(f"data: {reason}", highlight=False, markup=False, soft_wrap=True)
     counts: dict[str, int] = {}
     for result in results.values():
         counts[result["status"]] = counts.get(result["status"], 0) + 1

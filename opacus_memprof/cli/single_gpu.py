@@ -63,12 +63,15 @@ def single_gpu(
         dtype=dtype,
         device=device,
     )
+    from opacus_memprof.experiments.process import PROFILE
     from opacus_memprof.experiments.sweep.grid import Cell, comparison
     from opacus_memprof.experiments.sweep.pictures import draw_single_gpu
+    from opacus_memprof.experiments.sweep.results import run_directory
 
-    side_by_side.run_side_by_side(
+    cells = comparison(base) if run_all else [Cell(base)]
+    results = side_by_side.run_side_by_side(
         "single-gpu",
-        comparison(base) if run_all else [Cell(base)],
+        cells,
         results_dir,
         draw_single_gpu,
         token=token,
@@ -78,3 +81,10 @@ def single_gpu(
         launcher_options=launcher_option,
         on_line=(lambda line: None) if run_all else print,
     )
+    if not run_all and results[cells[0].name]["peak"] is not None:
+        from rich.console import Console
+
+        from opacus_memprof.analysis.profile import load_profile
+        from opacus_memprof.reports.text import print_summary
+
+        print_summary(load_profile(run_directory(results_dir, cells[0].name) / PROFILE), Console())

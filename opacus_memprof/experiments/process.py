@@ -140,7 +140,8 @@ def _run_child(
                     line = line.replace(secret, "***")
                 log.write(line + "\n")
                 log.flush()
-                last = line or last
+                if line and not line.startswith(" "):  # indented are the details of what was said before
+                    last = line
                 on_line(line)
             return child.wait(), last
         except BaseException:  # Ctrl-C, most of all

@@ -16,6 +16,7 @@ from opacus_memprof.experiments import data, models, steps
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.result import Course, result_of
 from opacus_memprof.session import Session, outcome
+from opacus_memprof.units import format_bytes
 
 
 def train(configuration: Configuration, profile_directory: Path) -> dict[str, Any]:
@@ -63,6 +64,7 @@ class _Run:
         course.begin("preparing the data")
         loaded = data.load(chosen, models.vocabulary_of(model), getattr(model, "padding", None))
         course.data = {"source": loaded.source, "reason": loaded.reason}
+        print(f"  {loaded.reason}", flush=True)
         self._snapshot("data_prepared")
 
         course.begin("setting up the optimizer")
@@ -105,4 +107,6 @@ class _Run:
         return tuple(prepared) if chosen.mode == "ghost" else (*prepared[:2], criterion, prepared[2])
 
     def _snapshot(self, name: str) -> None:
-        self._session.snapshot(f"{next(self._numbers)}_{name}")
+        taken = self._session.snapshot(f"{next(self._numbers)}_{name}")
+        live = sum(counted["requested_bytes"] for counted in taken["devices"].values())
+        print(f"  {name.replace('_', ' ')}: {format_bytes(live)} live", flush=True)

@@ -145,6 +145,7 @@ def test_what_is_refused_leaves_nothing(
 
 
 def test_single_runs_are_compared(tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opacus_memprof.analysis.profile.load_profile", lambda directory: {})  # there is none
     results = tmp_path / "results"
     one = ["single-gpu", "--config", "tiny", "--device", "cpu", "--results_dir", str(results), "--seq_length", "16"]
     assert called([*one, "--batch_size", "8"], child(), monkeypatch) == 0

@@ -25,6 +25,11 @@ RUNS = "runs"
 _DONE = ("finished", "out_of_memory")
 
 
+def run_directory(path: Path, name: str) -> Path:
+    """Where the run of a cell leaves everything, in a results directory."""
+    return path / RUNS / name
+
+
 class ResultsDirectory:
     """The directory of `cells` for the length of a `with` block, in which nobody else writes to it.
 
@@ -83,7 +88,7 @@ class ResultsDirectory:
         os.close(self._lock)
 
     def run_directory(self, name: str) -> Path:
-        return self.path / RUNS / name
+        return run_directory(self.path, name)
 
     def missing(self) -> list[Cell]:
         """The cells that are to be run now. A run that failed or was killed is run again."""
