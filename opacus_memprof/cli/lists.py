@@ -35,7 +35,7 @@ def spread(arguments: Iterable[str], lists: set[str]) -> list[str]:
             values += 1
             continue
         if flag and not values:
-            raise MemprofError(f"{flag} has no values: give it at least one number")
+            raise MemprofError(f"{flag} has no values: give it at least one")
         flag, values = (argument, 0) if argument.replace("_", "-") in known else ("", 0)
         if not flag:
             result.append(argument)

@@ -170,7 +170,7 @@ def test_all_single_runs(tmp_path: Path, child: Child, monkeypatch: pytest.Monke
     [
         ([*FOUR, "--batch_sizes", "0"], "--batch_sizes has 0: give whole numbers from 1 on"),
         ([*FOUR, "--seq_lengths", "-5"], "--seq_lengths has -5: give whole numbers from 1 on"),
-        ([*FOUR, "--lora_ranks"], "--lora_ranks has no values: give it at least one number"),
+        ([*FOUR, "--lora_ranks"], "--lora_ranks has no values: give it at least one"),
         ([*FOUR[:-5], "--max_physical_batch_sizes", "16", "32"], "nothing is left of the grid"),
         ([*FOUR, "--num_steps", "0"], "num_steps is 0"),
         ([*FOUR, "--model_name", "gpt2"], "are two models: give one of them"),

@@ -136,13 +136,26 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
         assert directory.missing() == CELLS
 
 
+def ended_by(error: BaseException, directory: ResultsDirectory, results: dict[Cell, dict]) -> None:
+    with pytest.raises(type(error)), directory:
+        _put_and_raise(error, directory, results)
+
+
+def _put_and_raise(error: BaseException, directory: ResultsDirectory, results: dict[Cell, dict]) -> None:
+    for cell, result in results.items():
+        put(directory, cell, result)
+    raise error
+
+
 def test_a_call_that_was_refused_leaves_nothing(tmp_path: Path) -> None:
-    with sweep(tmp_path / "new") as directory:
-        put(directory, CELLS[0], failed(CELLS[0].configuration))
-        directory.forget_if_new()
+    first = CELLS[0]
+    refused = MemprofError("there is no such model")
+    ended_by(refused, sweep(tmp_path / "new"), {first: failed(first.configuration)})
     assert not (tmp_path / "new").exists()
-    with sweep(tmp_path / "old"):
-        pass
-    with sweep(tmp_path / "old", resume=True) as directory:
-        directory.forget_if_new()
-    assert (tmp_path / "old" / "manifest.json").exists()
+    ended_by(MemprofError("the disk is full"), sweep(tmp_path / "measured"), {first: finished(first.configuration)})
+    ended_by(KeyboardInterrupt(), sweep(tmp_path / "interrupted"), {})
+    for name in ("measured", "interrupted"):
+        before = content(tmp_path / name)
+        ended_by(refused, sweep(tmp_path / name, resume=True), {})
+        assert content(tmp_path / name) == before
+        assert "manifest.json" in before

@@ -76,11 +76,15 @@ class ResultsDirectory:
             ) from error
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        refused = kind is not None and issubclass(kind, MemprofError)
+        if refused and self._new and not self.any_done():  # then the next call may have other settings
+            shutil.rmtree(self.path / RUNS, ignore_errors=True)
+            (self.path / MANIFEST).unlink(missing_ok=True)
         self._release()
-        if self._new and not (self.path / MANIFEST).exists():
+        if refused:
             with contextlib.suppress(OSError):
-                self.path.rmdir()
+                self.path.rmdir()  # where it is empty
 
     def _release(self) -> None:
         with contextlib.suppress(OSError):
@@ -101,12 +105,6 @@ class ResultsDirectory:
     def any_done(self) -> bool:
         """Whether any cell has finished or run out of memory."""
         return any(self._status(name) in _DONE for name in self.names)
-
-    def forget_if_new(self) -> None:
-        """Removes what this block has written, where it was the first to write here."""
-        if self._new:
-            shutil.rmtree(self.path / RUNS, ignore_errors=True)
-            (self.path / MANIFEST).unlink()
 
     def _result(self, name: str) -> dict[str, Any] | None:
         path = self.run_directory(name) / RESULT

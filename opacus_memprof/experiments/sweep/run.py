@@ -87,6 +87,5 @@ def run_missing(directory: ResultsDirectory, launcher: Launcher, console: Consol
             ended(cell.name, result)
             write_tables(directory.results(), directory.path, detailed=detailed)
     if refused:
-        directory.forget_if_new()
         raise MemprofError(result["error"])
     write_tables(directory.results(), directory.path, detailed=detailed)
