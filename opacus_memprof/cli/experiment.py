@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from opacus_memprof.cli import training_options as options
+from opacus_memprof.directory import OOM_REPORTS
 from opacus_memprof.experiments import process
 from opacus_memprof.experiments.configuration import MODES, Configuration, Mode
 
@@ -62,5 +63,8 @@ def experiment(
 
     print(told(result))
     print(f"result: {output}")
+    explained = output.parent / result["profile"] / OOM_REPORTS[0]
+    if explained.exists():
+        print(f"why memory ran out, and what would fit: {explained}")
     if result["status"] not in ("finished", "out_of_memory"):
         raise typer.Exit(1)

@@ -40,23 +40,27 @@ def _names(compared: Sequence[Method]) -> list[str]:
 def _mark_failures(axes: "Axes", compared: Sequence[Method], theme: Theme) -> None:
     """What was wanted on top of what there was, and words over every bar that is not a whole run's."""
     top = axes.get_ylim()[1]
+    most = max([method.total for method in compared])
     for place, method in enumerate(compared):
         if method.finished:
             continue
-        reach = method.total + method.refused_bytes
+        wanted, words = 0, method.outcome
         if method.refused_bytes:
+            wanted = min(method.refused_bytes, most)  # or nothing else could be seen
+            words += f"\n+{format_bytes(method.refused_bytes)}"
             axes.bar(
                 place,
-                method.refused_bytes,
+                wanted,
                 bottom=method.total,
                 facecolor="none",
                 edgecolor=theme.accent,
                 linewidth=1.2,
                 linestyle="--",
             )
-        _note(axes, place, reach, method.outcome, theme, offset=14)
-        top = max(top, reach * 1.16)
+        _note(axes, place, method.total + wanted, words, theme, offset=14)
+        top = max(top, (method.total + wanted) * 1.2)
     axes.set_ylim(top=top)
+    byte_axis(axes.yaxis, top)
 
 
 def _overheads(axes: "Axes", compared: Sequence[Method], theme: Theme) -> None:

@@ -17,6 +17,7 @@ CONFIGURATION = "configuration.json"
 RESULT = "result.json"
 LOG = "log.txt"
 PROFILE = "profile"
+PROGRESS = "> "  # before what a run says of its progress
 
 
 def run(
@@ -39,7 +40,7 @@ def run(
         token: of the Hugging Face hub (HF_TOKEN without it). It reaches the process through its environment only,
             and no file.
         gpu: the process sees this one of the GPUs that this process may use; None leaves it all.
-        on_line: called with each line that the process prints, as it comes.
+        on_line: called with each line on the run's progress, as it comes; what else the process prints is in the log.
         on_start: called with the process, for who waits in a thread and wants to end it.
 
     Raises:
@@ -141,8 +142,9 @@ def _run_child(
                 log.write(line + "\n")
                 log.flush()
                 if line and not line.startswith(" "):  # indented are the details of what was said before
-                    last = line
-                on_line(line)
+                    last = line.removeprefix(PROGRESS)
+                if line.startswith(PROGRESS):
+                    on_line(line.removeprefix(PROGRESS))
             return child.wait(), last
         except BaseException:  # Ctrl-C, most of all
             child.kill()

@@ -14,6 +14,7 @@ import opacus_memprof
 from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
+from opacus_memprof.experiments.process import PROGRESS
 from opacus_memprof.session import outcome
 
 FORMAT = 1
@@ -33,14 +34,14 @@ class Course:
 
     def begin(self, stage: str) -> None:
         self.stage = stage
-        print(stage, flush=True)
+        print(f"{PROGRESS}{stage}", flush=True)
 
     def step_ended(self, seconds: float, configuration: Configuration) -> None:
         self.steps_completed += 1
         if self.steps_completed > configuration.warmup_steps:
             self.step_seconds.append(seconds)
         total = configuration.warmup_steps + configuration.num_steps
-        print(f"step {self.steps_completed} of {total}: {seconds * 1000:.1f} ms", flush=True)
+        print(f"{PROGRESS}step {self.steps_completed} of {total}: {seconds * 1000:.1f} ms", flush=True)
 
 
 def result_of(

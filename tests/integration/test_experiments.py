@@ -213,7 +213,7 @@ def documented_reader() -> Any:
 def talkative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A python that says what it was given, and fails."""
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "$@"\necho "token: $HF_TOKEN, device: $CUDA_VISIBLE_DEVICES"\nexit 3\n')
+    python.write_text('#!/bin/sh\necho "$@"\necho "> token: $HF_TOKEN, device: $CUDA_VISIBLE_DEVICES"\nexit 3\n')
     python.chmod(0o755)
     monkeypatch.setattr(process.sys, "executable", str(python))
 
@@ -225,7 +225,9 @@ def test_the_token_goes_through_the_environment_only(tmp_path: Path, monkeypatch
     result = process.run(TINY, tmp_path / "run", token="hf_secret", gpu=1, on_line=said.append)
     assert result["status"] == "failed"
     assert result["error"] == 'the process ended with exit code 3; the last that it said was "token: ***, device: 6"'
-    assert said == [f"-m opacus_memprof.experiments {tmp_path / 'run'}", "token: ***, device: 6"]
+    assert said == ["token: ***, device: 6"]
+    log = [f"-m opacus_memprof.experiments {tmp_path / 'run'}", "> token: ***, device: 6"]
+    assert (tmp_path / "run" / "log.txt").read_text().splitlines() == log
     written = [path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert len(written) == 3
     assert not any("hf_secret" in text for text in written)
