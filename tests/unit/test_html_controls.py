@@ -191,6 +191,32 @@ def _tree(trained: tuple[Path, dict[str, Any]]) -> dict[str, int]:
     return tree
 
 
+def test_many_modules_are_as_wide_as_their_bytes(open_page: Open, tmp_path: Path) -> None:
+    file = EventFile()
+    sizes = [1000 + 10 * layer for layer in range(200)]
+    for layer, size in enumerate(sizes):
+        file.add("alloc", 0x1000 + layer, size, "noise", module=f"model.layers.{layer}")
+    file.add("alloc", 0x9000, sum(sizes), "noise", module="head")
+    profile = build_profile(file.write(tmp_path), status="finished", exit_code=0)
+    write_html(profile, tmp_path, tmp_path / "report.html")
+    cells = (
+        open_page(tmp_path / "report.html")
+        .page.locator(".cell")
+        .evaluate_all("all => all.map((one) => [one.dataset.module, one.offsetLeft, one.offsetWidth])")
+    )
+    place = {name: (left, width) for name, left, width in cells}
+    whole = place[""][1]
+    assert place["head"] == pytest.approx((whole / 2, whole / 2), abs=1)
+    assert place["model.layers"][1] == pytest.approx(whole / 2, abs=1), "model holds nothing but layers"
+    at = place["model.layers"][0]
+    for layer, size in enumerate(sizes):
+        width = whole / 2 * size / sum(sizes)
+        if f"model.layers.{layer}" in place:
+            assert place[f"model.layers.{layer}"] == pytest.approx((at, width), abs=1.5)
+        at += width
+    assert len(place) > 50, "those of 3 pixels and more"
+
+
 def test_tables_sort(open_page: Open, trained: tuple[Path, dict[str, Any]]) -> None:
     report = open_page(trained[0])
     label = "Largest live blocks at the peak"

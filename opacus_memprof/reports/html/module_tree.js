@@ -3,7 +3,7 @@
 
 /**
  * The tree of {module: {category: bytes}}. Of each node: `name`, in full; `label`, what its parent's label lacks; `parent`;
- * `sizes` by category and `total`, of all modules inside as well; `children`, the largest first. What a module with
+ * `sizes` by category and `total`, of all modules inside as well; `children`, in order. What a module with
  * children holds itself is one of them, with `itself` set. A module that holds nothing but one other is one node with it.
  */
 function moduleTree(modules) {
@@ -38,8 +38,14 @@ function treeNode(module, parent) {
     const itself = parent ? "(itself)" : "(no module)";
     node.children.push({ name, label: itself, parent: node, sizes: own, total: sum(own), children: [], itself: true });
   }
-  node.children = node.children.filter(({ total }) => total > 0).sort((a, b) => b.total - a.total);
+  node.children = node.children.filter(({ total }) => total > 0).sort(inOrder);
   return node;
+}
+
+/** Numbered layers by their number, others the largest first. */
+function inOrder(a, b) {
+  const [first, second] = [a, b].map(({ label }) => Number(label));
+  return Number.isNaN(first) - Number.isNaN(second) || first - second || b.total - a.total;
 }
 
 function endOfChain(module) {

@@ -4,6 +4,7 @@
 const ICICLE_LEVELS = 6;
 const ICICLE_ROW = 34; // pixels, as in report.css
 const NARROWEST = 3; // pixels; narrower modules are in the table only
+const ROOMY = 60; // pixels, from which a label keeps its distance from the edges
 
 function modulesCard({ device }) {
   const { peak } = device;
@@ -75,7 +76,7 @@ class ModuleView {
     return element(
       "div",
       {
-        class: "cell",
+        class: width < ROOMY ? "cell tight" : "cell",
         role: "treeitem",
         tabindex: depth === 0 ? "0" : "-1",
         title: `${label}\n${largestFirst(node.sizes).slice(0, 6).map(([name, size]) => `${name}: ${formatBytes(size)}`).join("\n")}`,
@@ -86,7 +87,7 @@ class ModuleView {
         style: { left: `${left}px`, width: `${width}px`, top: `${depth * ICICLE_ROW}px` },
         onclick: () => this.drill(node),
       },
-      width > 40 ? element("span", { class: "label" }, node.label) : null,
+      width > 20 ? element("span", { class: "label" }, node.label) : null,
       width > 130 ? element("span", { class: "size" }, formatBytes(node.total)) : null,
       stackedBar(node.sizes, node.total),
     );
@@ -147,7 +148,7 @@ class ModuleView {
   childrenTable() {
     const { node } = this;
     const rows = node.children.length ? node.children : [node];
-    const largest = rows[0].total;
+    const largest = Math.max(...rows.map(({ total }) => total));
     const name = (row) =>
       row.children.length && row !== node
         ? element("button", { type: "button", class: "link", onclick: () => this.open(row) }, row.label)
