@@ -22,21 +22,23 @@ profiled() {
     cp "$profiles/$name/rank_0/profile.json" "$out/${name}_rank_0.json"
 }
 
-gpt="--model gpt --batch 8 --length 256"
-llama="--model llama-3.1-8b --wrap fsdp2 --batch 2 --length 512"
+gpt="--model gpt --length 256"
+llama="--model llama-3.1-8b --wrap fsdp2 --batch 4 --length 2048"
+overhead() { launch benchmarks/distributed.py "$@" --output "$out/overhead.json" 2>&1; }
+
 for what in "$@"; do
     case $what in
     gpt)
-        profiled gpt_ddp $gpt --wrap ddp --steps 4
-        profiled gpt_fsdp2 $gpt --wrap fsdp2 --steps 4
+        profiled gpt_ddp $gpt --batch 8 --wrap ddp --steps 4
+        profiled gpt_fsdp2 $gpt --batch 8 --wrap fsdp2 --steps 4
         ;;
     llama) profiled llama $llama --steps 3 ;;
-    overhead)
-        for wrap in dpddp fsdp2; do
-            launch benchmarks/distributed.py $gpt --wrap $wrap --rounds 15 --output "$out/overhead.json" 2>&1
-        done
+    overhead) # with 8 samples FSDP2's step waits for Python, with 32 for the GPU
+        overhead $gpt --batch 8 --wrap dpddp --rounds 10
+        overhead $gpt --batch 8 --wrap fsdp2 --rounds 10
+        overhead $gpt --batch 32 --wrap fsdp2 --rounds 10
         ;;
-    overhead_llama) launch benchmarks/distributed.py $llama --rounds 6 --output "$out/overhead.json" 2>&1 ;;
+    overhead_llama) overhead $llama --rounds 5 ;;
     tests) MEMPROF_REQUIRE_CUDA=1 timeout 300 python3 -m pytest -q -x --durations=3 tests/gpu/test_distributed_cuda.py 2>&1 ;;
     esac
 done
