@@ -22,9 +22,14 @@ inline void report_alloc(const void* pointer, std::size_t size, Device device, s
 
 inline Tag tag_of_allocation() {
   const ThreadTags& tags = this_thread();
-  if (recorder().detailed()) return tags.resolve(backward_position());
+  const Tag top = tags.top();
+  if (recorder().detailed()) {
+    // Inside a hook's tags, autograd need not be asked for its node.
+    const bool said = top.module != kKeep16 && top.op != kKeep16;
+    return tags.resolve(said ? backward_task() : backward_position());
+  }
   // The counters need the category alone, and a hook has said it already.
-  const bool said = tags.top().category != kKeep8;
+  const bool said = top.category != kKeep8;
   return tags.resolve(said ? BackwardPosition{} : backward_task());
 }
 

@@ -64,11 +64,16 @@ class Book:
         """What is kept now: (the profiler's category, name of the layer, tensor)."""
         for done in self._passes:
             for layer, kept in done.kept.items():
-                yield "norm_samples", layer.name, kept.squared_norms
-                yield from (("per_sample_gradients", layer.name, stack) for stack in kept.stacks.values())
-                if kept.pair is not None:
-                    yield "activation_hooks", layer.name, kept.pair[0]
-                    yield "backprop_copies", layer.name, kept.pair[1]
+                yield from ((category, layer.name, tensor) for category, tensor in kept.holdings())
+
+    def taken(self, layer: Layer) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the newest pass holds of this layer: (the profiler's category, tensor)."""
+        newest = self._passes[-1]
+        if layer in newest.kept:
+            yield from newest.kept[layer].holdings()
+        for parameter in layer.trainable():
+            if parameter in newest.sums:
+                yield "summed_gradients", newest.sums[parameter]
 
     def take(self, layer: Layer, x: torch.Tensor | None, g: torch.Tensor) -> None:
         """Books one layer's backward. ``x`` is its input (None where not needed), ``g`` the output's gradient.

@@ -19,6 +19,7 @@ from opacus_memprof.hooks import (
     distributed,
     functions,
     ghost,
+    inputs,
     modules,
     optimizer,
     privacy_engine,
@@ -36,9 +37,17 @@ def _patch_opacus(attachment: Attachment) -> None:
     samplers.wrap_samplers(attachment)
     functions.wrap_functions(attachment)
     ghost.wrap_two_passes(attachment)
+    inputs.follow_batches(attachment)
+
+
+def _patch_flash_clip(attachment: Attachment) -> None:
+    from opacus_memprof.hooks import flash_clip  # only who uses it pays for its import
+
+    flash_clip.follow_book(attachment)
 
 
 _opacus = Shared(_patch_opacus)
+_flash_clip = Shared(_patch_flash_clip)
 _distributed = Shared(distributed.wrap_distributed)
 
 
@@ -67,6 +76,8 @@ def attach_model(model: nn.Module | AbstractGradSampleHooks) -> Attachment:
             attachment.on_detach(optimizer.sampled_by_hand.clear)
         _opacus.use(attachment)
         _distributed.use(attachment)
+        if hasattr(model, "book"):
+            _flash_clip.use(attachment)
     _attached[root] = attachment
     return attachment
 

@@ -16,20 +16,15 @@ from opacus_memprof import _native
 from opacus_memprof.hooks import observe, shapes
 from opacus_memprof.hooks.attach import Attachment
 from opacus_memprof.hooks.distributed import DDP_WRAPPERS
+from opacus_memprof.hooks.inputs import tag_inputs
 from opacus_memprof.hooks.tensors import tensors_in
 from opacus_memprof.hooks.vocabulary import (
     BUFFERS,
     FORWARD,
-    FORWARD_UNDECIDED,
     GRADIENTS,
-    INPUTS,
     MODEL_PARAMETERS,
     PER_SAMPLE_GRADIENTS,
-    UNATTRIBUTED,
 )
-
-_UNCLAIMED = (UNATTRIBUTED, FORWARD_UNDECIDED)
-
 
 # What stands around the user's model, and the attribute that it holds it in.
 _WRAPPERS = ((AbstractGradSampleModule, "_module"), *DDP_WRAPPERS)
@@ -74,9 +69,7 @@ class EnterModel:
             tag_residents(root)
         observe.forward_begins()
         _native.set_phase(FORWARD)
-        batch = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is None and not tensor.requires_grad]
-        if batch:
-            _native.retag_if(batch, _UNCLAIMED, INPUTS)
+        if batch := tag_inputs((args, kwargs)):
             shapes.batch_comes(batch)
 
 

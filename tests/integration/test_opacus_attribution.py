@@ -106,7 +106,7 @@ def test_captured_activations(mode: str, alone: None) -> None:
     with attached(training):
         steps = halves(training)
         next(steps)
-        assert sum(by_module("inputs").values()) == INT * BATCH * LENGTH
+        assert sum(by_module("inputs").values()) == INT * BATCH * (LENGTH + 1)  # with the labels
         # LayerNorm, Linear and Linear keep what they are given for their own backward as well.
         assert sum(by_module("activation_hooks_shared").values()) == positions * (WIDTH + WIDTH + 4 * WIDTH)
         assert by_module("activation_hooks_opacus_only") == {}

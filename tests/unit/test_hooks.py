@@ -15,7 +15,8 @@ from torch import nn
 
 from opacus_memprof import _native, hooks
 from opacus_memprof.hooks.attach import Attachment, Shared
-from opacus_memprof.hooks.modules import named_modules, tensors_in
+from opacus_memprof.hooks.modules import named_modules
+from opacus_memprof.hooks.tensors import tensors_in
 
 
 class TestAttachment:

@@ -30,6 +30,14 @@ class Kept:
     stacks: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     pair: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    def holdings(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(the profiler's category, tensor)"""
+        yield "norm_samples", self.squared_norms
+        yield from (("per_sample_gradients", stack) for stack in self.stacks.values())
+        if self.pair is not None:
+            yield "activation_hooks", self.pair[0]
+            yield "backprop_copies", self.pair[1]
+
 
 class Layer:
     """A layer whose parameters all have small per-sample gradients. Subclasses add a weight that may be deferred.

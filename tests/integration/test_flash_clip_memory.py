@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What flash_clip keeps between backward and step has its categories, to the byte."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from opacus_memprof import _native, hooks
+from tests.integration.flash_clip_models import Transformer, criterion, make_private, token_data, vector_data
+from tests.integration.opacus_training import categories, cpu  # noqa: F401
+
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
+BATCH, TOKENS, DOUBLE = 4, 7, 8
+KEPT = ("activation_hooks_opacus_only", "backprop_copies", "per_sample_gradients", "norm_samples", "summed_gradients")
+
+
+def small(passes: int) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 50), nn.Linear(50, 50, bias=False)).double()
+    module, optimizer, _ = make_private(model, vector_data(8), "flash_clip", flash_clip_passes=passes)
+    return module, optimizer
+
+
+def backward(module: Any) -> None:
+    module(torch.randn(BATCH, TOKENS, 6, dtype=torch.float64)).square().sum((1, 2)).mean().backward()
+
+
+def since(before: dict[str, int]) -> dict[str, int]:
+    after = categories()
+    return {name: after[name] - before[name] for name in KEPT if after[name] != before[name]}
+
+
+def kept_by_module() -> dict[tuple[str, str], int]:
+    found: Counter[tuple[str, str]] = Counter()
+    for block in _native.live_blocks():
+        if block["category"] in KEPT:
+            found[block["module"], block["category"]] += block["bytes"]
+    return dict(found)
+
+
+def test_one_pass_keeps_the_smaller_of_pairs_and_samples(cpu: None) -> None:  # noqa: F811
+    module, optimizer = small(passes=1)
+    attachments = [hooks.attach_model(module), hooks.attach_optimizer(optimizer)]
+    before = categories()
+    backward(module)
+    pair = BATCH * TOKENS * 50 * DOUBLE  # of the second Linear: its input, and its output's gradient
+    samples = BATCH * (6 * 50 + 50) * DOUBLE  # of the first: weight and bias
+    assert since(before) == {
+        "activation_hooks_opacus_only": pair,
+        "backprop_copies": pair,
+        "per_sample_gradients": samples,
+        "norm_samples": 2 * BATCH * DOUBLE,
+    }
+    assert kept_by_module() == {
+        ("1", "activation_hooks_opacus_only"): pair,
+        ("1", "backprop_copies"): pair,
+        ("1", "norm_samples"): BATCH * DOUBLE,
+        ("0", "per_sample_gradients"): samples,
+        ("0", "norm_samples"): BATCH * DOUBLE,
+    }
+    optimizer.step()  # p.grad shows the sum with its noise, in the sum's own memory
+    assert since(before) == {}
+    gradients = (6 * 50 + 50 + 50 * 50) * DOUBLE
+    assert categories()["gradients"] - before["gradients"] == gradients
+    optimizer.zero_grad()
+    for attachment in attachments:
+        attachment.detach()
+
+
+def test_two_passes_keep_norms_and_sums(cpu: None) -> None:  # noqa: F811
+    module, optimizer = small(passes=2)
+    attachment = hooks.attach_model(module)
+    before = categories()
+    backward(module)
+    sums = (6 * 50 + 50 + 50 * 50) * DOUBLE
+    assert since(before) == {"norm_samples": 2 * BATCH * DOUBLE, "summed_gradients": sums}
+    optimizer.zero_grad()
+    assert since(before) == {}
+    attachment.detach()
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_following_changes_nothing_and_ends(passes: int, cpu: None) -> None:  # noqa: F811
+    def run(followed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module, optimizer, _ = make_private(Transformer(), token_data(8), "flash_clip", flash_clip_passes=passes)
+        attachments = [hooks.attach_model(module), hooks.attach_optimizer(optimizer)] if followed else []
+        ids, target = token_data(4).tensors
+        for _ in range(2):
+            criterion("mean")(module(ids), target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for attachment in attachments:
+            attachment.detach()
+        return [parameter.detach().clone() for parameter in module.parameters()]
+
+    take = type(small(1)[0].book).take
+    assert all(torch.equal(a, b) for a, b in zip(run(followed=True), run(followed=False), strict=True))
+    assert type(small(1)[0].book).take is take
