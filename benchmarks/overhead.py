@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What profiling costs: an allocation and its free, and a training step in every mode, with the profiler on and off.
 
-One process; the variants are swapped between steps. Each round runs every variant in shuffled order (one step to
-settle, then the shorter of two), the garbage collector is off, the ratio is taken within the round and the median over
-rounds is quoted: unpaired runs on shared machines differ by more than what is measured.
+One process; the variants are swapped between steps. Each round runs every variant in shuffled order (three steps to
+settle, for the interpreter forgets its specialised code when something is replaced; then the shorter of two), the
+garbage collector is off, the ratio is taken within the round and the median over rounds is quoted: unpaired runs on
+shared machines differ by more than what is measured.
 
     python benchmarks/overhead.py --rounds 200 --output docs/results/overhead_h200.json
 
@@ -46,6 +47,7 @@ SIZES = {
     "small": ({"vocabulary": 4096, "width": 384, "layers": 8, "heads": 6}, 8, 64),  # bound by the host
     "large": ({"vocabulary": 16384, "width": 1024, "layers": 8, "heads": 16}, 8, 256),  # over 100 M parameters
 }
+SETTLING = 3  # steps
 MODES = ("vanilla", "hooks", "functorch", "ew", "ghost")
 
 
@@ -143,7 +145,8 @@ def paired(
     for _ in range(rounds):
         for name in random.sample(list(variants), len(variants)):
             with variants[name]():
-                timed()
+                for _ in range(SETTLING):
+                    timed()
                 times[name].append(min(timed(), timed()))
         gc.collect()
     return {
@@ -198,7 +201,7 @@ def as_markdown(results: dict[str, Any]) -> str:
     for entry in results["steps"]:
         figures = entry["variants"]
         changes = (f"{100 * (figures[name]['median_ratio'] - 1):+.1f} %" for name in columns)
-        label = f"{entry['parameters'] / 1e6:.2g} M parameters, {entry['mode']}"
+        label = f"{entry['size']}, {entry['parameters'] / 1e6:.3g} M parameters, {entry['mode']}"
         lines.append(f"| {label} | {figures['native']['median_ms']:.1f} ms | {' | '.join(changes)} |")
     if results["pair"]:
         lines += ["\n| an allocation and its free, in a loop | ns | over native |", "|---|---:|---:|"]
@@ -234,7 +237,7 @@ def main() -> None:
             results["steps"].append(measure_steps(mode, arguments.rounds, arguments.device, size))
             arguments.output.write_text(json.dumps(results, indent=1) + "\n")
             arguments.output.with_suffix(".md").write_text(as_markdown(results))
-            print(as_markdown(results).splitlines()[-1 if not on_gpu else 3 + len(results["steps"])], flush=True)
+            print(f"{size} {mode}: done", flush=True)
     print(as_markdown(results))
 
 

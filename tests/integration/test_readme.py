@@ -55,7 +55,7 @@ def test_a_block_runs(block: str, tmp_path: Path) -> None:
 def test_the_blocks_show_the_whole_api() -> None:
     import opacus_memprof
 
-    shown = "\n".join(BLOCKS) + (ROOT / "docs" / "toolkit.md").read_text(encoding="utf-8")
+    shown = "\n".join(BLOCKS) + "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
     for name in set(opacus_memprof.__all__) - {"Session", "MemprofError"}:
         assert f"opacus_memprof.{name}" in shown, name
     for method in ("attach", "snapshot", "breakdown", "peak"):
