@@ -13,7 +13,9 @@ function peakFigures({ device }) {
   if (peak.allocated_bytes !== null) {
     figures.push(["allocated", bytes(peak.allocated_bytes), "handed out then, with rounding"]);
   }
-  if (peak.reserved_bytes !== null) figures.push(["reserved", bytes(peak.reserved_bytes), "taken from the device then"]);
+  if (peak.reserved_bytes !== null) {
+    figures.push(["reserved", bytes(peak.reserved_bytes), "taken from the device then"]);
+  }
   const items = figures.map(([name, value, note]) =>
     element("div", { "data-figure": name }, element("dt", {}, name), element("dd", {}, value), element("p", {}, note)),
   );
@@ -35,7 +37,7 @@ function breakdown({ device }) {
     for (const [part, held] of largestFirst(peak.activation_hooks)) rows.push({ part, size: held });
   }
   const columns = [
-    { title: "category", as: "category", cell: (row) => (row.part ? part(row) : [swatch(row.category), row.category]) },
+    { title: "category", as: "category", cell: (row) => (row.part ? part(row) : labelled(row.category)) },
     { title: "bytes", number: true, cell: (row) => bytes(row.size) },
     { title: "share", number: true, cell: (row) => (row.part ? "" : formatShare(row.size, peak.requested_bytes)) },
     { title: "", as: "wide", cell: (row) => (row.part ? "" : stackedBar({ [row.category]: row.size }, sizes[0][1])) },

@@ -100,7 +100,8 @@ function drawSteps(context, area, view, picked, scale, colors) {
   context.textBaseline = "alphabetic";
   for (const [index, { row, from, to }] of steps.entries()) {
     const x = area.left + from + 0.5;
-    if (index && wide >= 4) line(context, wide < 30 ? colors.grid : colors.muted, [x, area.top - 6], [x, area.bottom], [1, 3]);
+    const color = wide < 30 ? colors.grid : colors.muted;
+    if (index && wide >= 4) line(context, color, [x, area.top - 6], [x, area.bottom], [1, 3]);
     if (index % every || Math.min(to, area.width) - from < (every > 1 ? 2 : 20)) continue;
     context.fillStyle = colors.muted;
     const label = every > 1 || to - from < 52 ? `${view.timeline.step[row]}` : `step ${view.timeline.step[row]}`;
@@ -145,7 +146,9 @@ function niceStep(least) {
 /** The peak, allocations that failed, and snapshots. */
 function drawMarks(context, area, view, scale, marks, colors) {
   const level = scale.y(marks.peak);
-  if (level >= area.top && !view.hidden.size) line(context, colors.accent, [area.left, level], [area.right, level], [4, 4]);
+  if (level >= area.top && !view.hidden.size) {
+    line(context, colors.accent, [area.left, level], [area.right, level], [4, 4]);
+  }
   for (const { position, color, dash } of marks.lines) {
     if (position < view.from || position > view.to) continue;
     const x = Math.round(scale.x(position)) + 0.5;
@@ -181,7 +184,8 @@ function drawOverview(canvas, view) {
   const picked = view.picked(area.width, view.first, view.last);
   const highest = picked.reduce((most, { row }) => Math.max(most, view.totals[row]), 1);
   drawStack(context, area, view, picked, (size) => area.bottom - (size / highest) * (area.bottom - area.top));
-  const [from, to] = [view.from, view.to].map((p) => area.left + ((p - view.first) / (view.last - view.first)) * area.width);
+  const scale = area.width / (view.last - view.first);
+  const [from, to] = [view.from, view.to].map((position) => area.left + (position - view.first) * scale);
   context.fillStyle = themeColor("--veil");
   context.fillRect(area.left, 0, from - area.left, height);
   context.fillRect(to, 0, area.right - to, height);

@@ -35,6 +35,11 @@ function swatch(category) {
   return element("span", { class: "swatch", style: { background: COLORS.get(category) }, "aria-hidden": "true" });
 }
 
+/** A category's name beside its colour. */
+function labelled(category) {
+  return [swatch(category), category];
+}
+
 function moduleName(name) {
   return name || "(no module)";
 }

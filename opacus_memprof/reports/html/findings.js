@@ -19,7 +19,7 @@ function findingsCard({ profile, deviceName }) {
       element("p", { class: "remedy" }, element("strong", {}, "Remedy "), finding.remedy),
     ),
   );
-  return card("findings", plural(findings.length, "finding").replace(/^./, (first) => first.toUpperCase()), element("ul", {}, items));
+  return card("findings", plural(findings.length, "finding"), element("ul", {}, items));
 }
 
 function warningsCard({ profile }) {

@@ -22,7 +22,16 @@ function stepsCard({ device, chart }) {
   const { steps } = device;
   if (!steps.length) return null;
   const show = (row) =>
-    element("button", { type: "button", class: "link", "aria-label": `Show step ${row.step} in the timeline`, onclick: () => chart.showStep(row.step) }, "show");
+    element(
+      "button",
+      {
+        type: "button",
+        class: "link",
+        "aria-label": `Show step ${row.step} in the timeline`,
+        onclick: () => chart.showStep(row.step),
+      },
+      "show",
+    );
   const columns = [
     { title: "step", number: true, value: (row) => row.step, cell: (row) => formatCount(row.step) },
     { title: "logical", number: true, value: (row) => row.logical_step, cell: (row) => formatCount(row.logical_step) },
@@ -30,12 +39,15 @@ function stepsCard({ device, chart }) {
     { title: "in phase", as: "when", cell: (row) => words(row.phase) },
     { title: "left at its end", number: true, value: (row) => row.end_bytes, cell: (row) => bytes(row.end_bytes) },
     { title: "", as: "wide", cell: (row) => plainBar(row.peak_bytes, row.end_bytes, device.peak.requested_bytes) },
-    { title: "", cell: (row) => [row.complete ? null : element("span", { class: "muted" }, "not ended "), chart && show(row)] },
+    { title: "", cell: (row) => [row.complete ? null : notEnded(), chart && show(row)] },
   ];
-  const left = device.steps_left_out
-    ? element("p", { class: "hint" }, `${plural(device.steps_left_out, "step")} between these had lower peaks and are left out.`)
-    : null;
-  return card("steps", "Steps", table("Steps", columns, steps, { first: 12 }), left);
+  const left = `${plural(device.steps_left_out, "step")} between these had lower peaks and are left out.`;
+  const hint = device.steps_left_out ? element("p", { class: "hint" }, left) : null;
+  return card("steps", "Steps", table("Steps", columns, steps, { first: 12 }), hint);
+}
+
+function notEnded() {
+  return element("span", { class: "muted" }, "not ended ");
 }
 
 /** A step's peak, and within it what the step left. */
@@ -48,19 +60,22 @@ function plainBar(peak, end, whole) {
   );
 }
 
+function byteColumn(title, key) {
+  return { title, number: true, value: (row) => row[key] ?? -1, cell: (row) => bytes(row[key]) };
+}
+
 function snapshotsCard({ device }) {
   const { snapshots } = device;
   if (!snapshots.length) return null;
-  const column = (title, key) => ({ title, number: true, value: (row) => row[key] ?? -1, cell: (row) => bytes(row[key]) });
   const columns = [
     { title: "snapshot", as: "name", cell: (row) => row.name },
     { title: "step", number: true, value: (row) => row.step, cell: (row) => formatCount(row.step) },
-    column("Σ categories", "requested_bytes"),
-    column("+ rounding", "rounding"),
-    column("= allocated", "allocated_bytes"),
-    column("+ cached", "cached"),
-    column("= reserved", "reserved_bytes"),
-    column("+ outside PyTorch", "outside_pytorch"),
+    byteColumn("Σ categories", "requested_bytes"),
+    byteColumn("+ rounding", "rounding"),
+    byteColumn("= allocated", "allocated_bytes"),
+    byteColumn("+ cached", "cached"),
+    byteColumn("= reserved", "reserved_bytes"),
+    byteColumn("+ outside PyTorch", "outside_pytorch"),
     { title: "remainder", number: true, cell: (row) => remainder(row.remainder) },
   ].filter(({ title }) => title !== "+ outside PyTorch" || snapshots.some((row) => row.outside_pytorch !== null));
   const left = device.snapshots_left_out
@@ -79,7 +94,7 @@ function blocksCard({ device }) {
   if (!largest.length) return null;
   const columns = [
     { title: "bytes", number: true, value: (row) => row.bytes, cell: (row) => bytes(row.bytes) },
-    { title: "category", as: "category", value: (row) => row.category, cell: (row) => [swatch(row.category), row.category] },
+    { title: "category", as: "category", value: (row) => row.category, cell: (row) => labelled(row.category) },
     { title: "module", as: "name", value: (row) => row.module, cell: (row) => moduleName(row.module) },
     { title: "op", as: "name", value: (row) => row.op, cell: (row) => row.op },
     { title: "born in", as: "when", value: (row) => row.phase, cell: (row) => words(row.phase) },
@@ -97,12 +112,12 @@ function failuresCard(context) {
   const { out_of_memory: failures } = device;
   if (!failures.length) return null;
   const columns = [
-    { title: "asked for", number: true, value: (row) => row.requested_bytes, cell: (row) => bytes(row.requested_bytes) },
-    { title: "of category", as: "category", cell: (row) => [swatch(row.category), row.category] },
+    byteColumn("asked for", "requested_bytes"),
+    { title: "of category", as: "category", cell: (row) => labelled(row.category) },
     { title: "for module", as: "name", cell: (row) => moduleName(row.module) },
     { title: "by op", as: "name", cell: (row) => row.op },
     { title: "in", as: "when", cell: (row) => `${words(row.phase)}, step ${row.step}` },
-    { title: "live then", number: true, value: (row) => row.live_bytes, cell: (row) => bytes(row.live_bytes) },
+    byteColumn("live then", "live_bytes"),
     { title: "by category", as: "narrow", cell: (row) => stackedBar(row.categories, row.live_bytes) },
   ];
   const count = failures.length + device.out_of_memory_left_out;

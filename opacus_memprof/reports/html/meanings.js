@@ -29,5 +29,6 @@ const MEANINGS = new Map([
 function meanings(categories) {
   const known = categories.filter((name) => MEANINGS.has(name));
   const items = known.map((name) => element("div", {}, element("dt", {}, name), element("dd", {}, MEANINGS.get(name))));
-  return element("details", {}, element("summary", {}, "What the categories are"), element("dl", { class: "meanings" }, items));
+  const list = element("dl", { class: "meanings" }, items);
+  return element("details", {}, element("summary", {}, "What the categories are"), list);
 }

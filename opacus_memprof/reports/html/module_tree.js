@@ -2,9 +2,10 @@
 // Modules by their names: `a.b` is inside `a`.
 
 /**
- * The tree of {module: {category: bytes}}. Of each node: `name`, in full; `label`, what its parent's label lacks; `parent`;
- * `sizes` by category and `total`, of all modules inside as well; `children`, in order. What a module with
- * children holds itself is one of them, with `itself` set. A module that holds nothing but one other is one node with it.
+ * The tree of {module: {category: bytes}}. Of each node: `name`, in full; `label`, what its parent's label lacks;
+ * `parent`; `sizes` by category and `total`, of all modules inside as well; `children`, in order. What a module with
+ * children holds itself is one of them, with `itself` set. A module that holds nothing but one other is one node with
+ * it.
  */
 function moduleTree(modules) {
   const root = emptyModule("", "all modules");
@@ -44,7 +45,7 @@ function treeNode(module, parent) {
 
 /** Numbered layers by their number, others the largest first. */
 function inOrder(a, b) {
-  const [first, second] = [a, b].map(({ label }) => Number(label));
+  const [first, second] = [a, b].map(({ label }) => Number(label.split(".")[0]));
   return Number.isNaN(first) - Number.isNaN(second) || first - second || b.total - a.total;
 }
 

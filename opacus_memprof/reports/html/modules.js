@@ -19,7 +19,8 @@ class ModuleView {
     this.tree = element("div", { class: "icicle", role: "tree", "aria-label": "Modules by bytes at the peak" });
     this.list = element("div");
     this.live = element("p", { class: "visually-hidden", "aria-live": "polite" });
-    const help = "Click a module, or press Enter on it, to look inside. Keys: ← → siblings, ↓ inside, ↑ outside, Esc back.";
+    const help =
+      "Click a module, or press Enter on it, to look inside. Keys: ← → siblings, ↓ inside, ↑ outside, Esc back.";
     this.tree.addEventListener("keydown", (event) => this.key(event));
     this.card = card(
       "modules",
@@ -79,7 +80,7 @@ class ModuleView {
         class: width < ROOMY ? "cell tight" : "cell",
         role: "treeitem",
         tabindex: depth === 0 ? "0" : "-1",
-        title: `${label}\n${largestFirst(node.sizes).slice(0, 6).map(([name, size]) => `${name}: ${formatBytes(size)}`).join("\n")}`,
+        title: [label, ...largestLines(node.sizes)].join("\n"),
         "aria-label": label,
         "aria-level": depth + 1,
         "data-module": node.name,
@@ -162,6 +163,12 @@ class ModuleView {
     ];
     return table(`Modules inside ${moduleLabel(node)}`, columns, rows, { first: 12 });
   }
+}
+
+function largestLines(sizes) {
+  return largestFirst(sizes)
+    .slice(0, 6)
+    .map(([name, size]) => `${name}: ${formatBytes(size)}`);
 }
 
 function moduleLabel(node) {

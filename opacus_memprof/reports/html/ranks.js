@@ -21,7 +21,8 @@ function ranksCard({ run }, chooseRun) {
     element("div", { class: "group" }, buttons),
   ]);
   const said = job.warnings.map((warning) => element("li", {}, warning));
-  return card("ranks", "Ranks", imbalance(job), toolbar, content, said.length ? element("ul", { class: "hint" }, said) : null);
+  const warnings = said.length ? element("ul", { class: "hint" }, said) : null;
+  return card("ranks", "Ranks", imbalance(job), toolbar, content, warnings);
 }
 
 function imbalance({ ranks, imbalance }) {
@@ -67,8 +68,8 @@ function heatCell(size, strongest, format) {
 function rankName(row, run, chooseRun) {
   const index = REPORT.runs.findIndex(({ name }) => name === `rank ${row.rank}`);
   if (index < 0) return String(row.rank);
-  const current = REPORT.runs[index] === run;
-  return element("button", { type: "button", class: "link", "aria-current": current, onclick: () => chooseRun(index) }, String(row.rank));
+  const attributes = { type: "button", class: "link", "aria-current": REPORT.runs[index] === run };
+  return element("button", { ...attributes, onclick: () => chooseRun(index) }, String(row.rank));
 }
 
 function rankStatus({ status }) {

@@ -15,13 +15,17 @@ function readout(view, row) {
   const { timeline } = view;
   const sizes = largestFirst(sizesAt(view, row));
   const rest = sizes.slice(READOUT_CATEGORIES);
-  const lines = sizes.slice(0, READOUT_CATEGORIES).map(([name, size]) => readoutLine([swatch(name), name], size));
+  const lines = sizes.slice(0, READOUT_CATEGORIES).map(([name, size]) => readoutLine(labelled(name), size));
   if (rest.length) lines.push(readoutLine(`${rest.length} more`, sum(Object.fromEntries(rest))));
   return [
-    element("p", { class: "total" }, bytes(view.totals[row]), element("span", { class: "muted" }, placeOf(timeline, row))),
-    element("p", { class: "muted" }, `event ${formatCount(timeline.event[row])} · ${formatDuration(timeline.time[row])}`),
+    element("p", { class: "total" }, bytes(view.totals[row]), muted("span", placeOf(timeline, row))),
+    muted("p", `event ${formatCount(timeline.event[row])} · ${formatDuration(timeline.time[row])}`),
     element("table", {}, element("tbody", {}, lines)),
   ];
+}
+
+function muted(tag, text) {
+  return element(tag, { class: "muted" }, text);
 }
 
 function readoutLine(name, size) {
@@ -31,13 +35,14 @@ function readoutLine(name, size) {
 function spoken(view, row) {
   const largest = largestFirst(sizesAt(view, row)).slice(0, 3);
   const parts = largest.map(([name, size]) => `${words(name)} ${formatBytes(size)}`).join(", ");
-  return `${formatBytes(view.totals[row])}, ${placeOf(view.timeline, row)}, event ${view.timeline.event[row]}: ${parts}`;
+  const { timeline } = view;
+  return `${formatBytes(view.totals[row])}, ${placeOf(timeline, row)}, event ${timeline.event[row]}: ${parts}`;
 }
 
 /** The part in view as a table, made when the reader opens it. */
 function timelineTable(view) {
   const content = element("div");
-  const details = element("details", { class: "as-table" }, element("summary", {}, "The part in view as a table"), content);
+  const details = element("details", {}, element("summary", {}, "The part in view as a table"), content);
   const update = () => {
     if (!details.open) return;
     const rows = view.picked(100).map(({ row }) => row);
@@ -50,7 +55,8 @@ function timelineTable(view) {
       { title: "bytes", number: true, value: (row) => view.totals[row], cell: (row) => bytes(view.totals[row]) },
       { title: "mostly", as: "category", cell: (row) => largestFirst(sizesAt(view, row))[0]?.[0] ?? "" },
     ];
-    content.replaceChildren(table("Instants of the part in view, at most 100, the highest of each stretch", columns, rows));
+    const label = "Instants of the part in view, at most 100, the highest of each stretch";
+    content.replaceChildren(table(label, columns, rows));
   };
   details.addEventListener("toggle", update);
   return { details, update };

@@ -56,8 +56,9 @@ function nothing() {
 }
 
 function footer() {
-  const text = "All sizes are requested bytes in binary units (1 MiB = 1,048,576 bytes); hover over one for its exact number.";
-  return element("footer", {}, `${text} Made by opacus-memprof ${REPORT.version}, works offline.`);
+  const units = "All sizes are requested bytes in binary units (1 MiB = 1,048,576 bytes)";
+  const exact = "hover over one for its exact number";
+  return element("footer", {}, `${units}; ${exact}. Made by opacus-memprof ${REPORT.version}, works offline.`);
 }
 
 printLight(() => page.chart?.draw());

@@ -17,7 +17,7 @@ function taxCard({ run, deviceName }) {
   return card("tax", "What privacy costs", [
     sentence,
     tax.opacus_only ? held : null,
-    differences("category", largestFirst(tax.categories), (name) => [swatch(name), name]),
+    differences("category", largestFirst(tax.categories), labelled),
     differences("module", modules.sort((a, b) => Math.abs(b[1]) - Math.abs(a[1])), (name) => name),
   ]);
 }

@@ -11,7 +11,8 @@ function timelineCard({ profile, device }) {
   if (!timeline.length) return null;
   const ends = { event: profile.events.recorded, time: profile.duration_ns };
   const chart = new TimelineChart(new TimelineWindow(timeline, ends), device);
-  const caption = element("p", { class: "caption" }, peakSentence(device), ` ${resolution(profile.events, device.timeline.events_a_row)}`);
+  const shown = resolution(profile.events, device.timeline.events_a_row);
+  const caption = element("p", { class: "caption" }, peakSentence(device), " ", shown);
   const content = [chart.toolbar, chart.frame, chart.overview, chart.legend, caption, chart.help, chart.table.details];
   return {
     card: card("timeline", "Memory over time", ...content, chart.live),
@@ -72,8 +73,8 @@ class TimelineChart {
 
   makeToolbar() {
     const units = [["event", "By event"], ["time", "By time"]].map(([unit, label]) => {
-      const pressed = String(unit === this.view.unit);
-      return element("button", { type: "button", "aria-pressed": pressed, onclick: () => this.measure(unit) }, label);
+      const attributes = { type: "button", "data-unit": unit, "aria-pressed": String(unit === this.view.unit) };
+      return element("button", { ...attributes, onclick: () => this.measure(unit) }, label);
     });
     this.units = units;
     const button = (label, title, action) =>
@@ -112,7 +113,7 @@ class TimelineChart {
   }
 
   measure(unit) {
-    this.units.forEach((button, index) => button.setAttribute("aria-pressed", String(["event", "time"][index] === unit)));
+    this.units.forEach((button) => button.setAttribute("aria-pressed", String(button.dataset.unit === unit)));
     this.change(() => this.view.measure(unit));
   }
 
@@ -154,8 +155,9 @@ class TimelineChart {
   marks() {
     const { peak, out_of_memory: failures, snapshots } = this.device;
     const position = ({ event, time_ns: time }) => (this.view.unit === "event" ? event : time);
+    const recorded = snapshots.filter(({ event }) => event !== null);
     const lines = [
-      ...snapshots.filter(({ event }) => event !== null).map((moment) => ({ position: position(moment), color: "--muted", dash: [2, 4] })),
+      ...recorded.map((moment) => ({ position: position(moment), color: "--muted", dash: [2, 4] })),
       ...failures.map((moment) => ({ position: position(moment), color: "--accent", dash: [] })),
     ];
     const row = this.peakRow();
