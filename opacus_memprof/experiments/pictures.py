@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from opacus_memprof.experiments.comparison import Method, difference, vanilla_of
 from opacus_memprof.experiments.labels import place_labels
-from opacus_memprof.experiments.timeline import timeline_panel
+from opacus_memprof.experiments.timeline import X_LABEL, timeline_panel
 from opacus_memprof.reports.figures import byte_axis, category_label, drawn, legend, stacked_bars
 from opacus_memprof.reports.palette import THEMES, Theme, category_color, stack_order
 from opacus_memprof.units import format_bytes
@@ -139,7 +139,7 @@ def timeline(compared: Sequence[Method], path: Path, theme: str) -> None:
             axes.set_ylim(0, top)
             byte_axis(axes.yaxis, top)
         for axes in used[-columns:]:
-            axes.set_xlabel("seconds of training")
+            axes.set_xlabel(X_LABEL)
         legend(figure, *used)
 
 

@@ -53,9 +53,9 @@ def finished(configuration: Configuration) -> dict[str, Any]:
             "backward": {"peak_bytes": peak["requested_bytes"], "categories": at_peak},
         },
         "snapshots": [
-            {"name": "0_model_loaded", "requested_bytes": GIB, "unix_ns": 8 * 10**9},
-            {"name": "1_step_0_forward", "requested_bytes": GIB + activations, "unix_ns": 9 * 10**9},
-            {"name": "2_step_0_optimizer", "requested_bytes": GIB, "unix_ns": 12 * 10**9},
+            {"name": "0_model_loaded", "requested_bytes": GIB, "unix_ns": 8 * 10**9, "event": 2},
+            {"name": "1_step_0_forward", "requested_bytes": GIB + activations, "unix_ns": 9 * 10**9, "event": 3},
+            {"name": "2_step_0_optimizer", "requested_bytes": GIB, "unix_ns": 12 * 10**9, "event": 5},
         ],
         "timeline": {
             "event": [1, 2, 3, 4, 5],

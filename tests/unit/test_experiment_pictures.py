@@ -11,11 +11,10 @@ import pytest
 from opacus_memprof.experiments import comparison, pictures, summary
 
 MIB = 2**20
-SECOND = 10**9
 
 
 def result(mode: str, mebibytes: dict[str, int], milliseconds: float | None = 10.0, **changes: Any) -> dict[str, Any]:
-    """Trained from second 2 on: forward for a second, backward for another."""
+    """Trained from event 20 on: forward for ten events, backward for ten more."""
     sizes = {category: size * MIB for category, size in mebibytes.items()}
     total = sum(sizes.values())
     names = ["0_model_loaded", "1_data_prepared", "2_optimizer_set_up"]
@@ -31,12 +30,9 @@ def result(mode: str, mebibytes: dict[str, int], milliseconds: float | None = 10
         "breakdown": {},
         "peak": {"categories": sizes, "rounding": 0, "requested_bytes": total},
         "out_of_memory": [],
-        "started_unix_ns": 100 * SECOND,
-        "snapshots": [
-            {"name": name, "unix_ns": (100 + time) * SECOND} for name, time in zip(names, (1, 1, 2), strict=True)
-        ],
+        "snapshots": [{"name": name, "event": event} for name, event in zip(names, (10, 11, 20), strict=True)],
         "timeline": {
-            "time_ns": [0, SECOND, 2 * SECOND, 3 * SECOND, 4 * SECOND],
+            "event": [0, 10, 20, 30, 40],
             "bytes": [0, total // 4, total // 2, total, total // 3],
             "phase": ["idle", "idle", "forward", "backward", "backward"],
             "categories": {"model_parameters": [0, total // 4, total // 2, total, total // 3]},
@@ -55,9 +51,7 @@ RAN_OUT = result(
     error="OutOfMemoryError while training: no more",
     out_of_memory=[{"requested_bytes": 50 * MIB, "categories": {"model_parameters": 10 * MIB, "activations": 7 * MIB}}],
 )
-NOTHING = result(
-    "flash_clip", {}, None, status="failed", error="no", peak=None, snapshots=[], timeline={}, started_unix_ns=None
-)
+NOTHING = result("flash_clip", {}, None, status="failed", error="no", peak=None, snapshots=[], timeline={})
 FOUR = comparison.methods([("v", VANILLA), ("g", GHOST), ("h", RAN_OUT), ("f", NOTHING)])
 
 
@@ -159,10 +153,10 @@ def test_the_timeline_starts_where_training_does(figures: list[Any], tmp_path: P
         "Ghost Clipping",
         "Flash Clipping: failed",
     ]
-    assert panels[0].get_xlim() == (0, 2)
+    assert panels[0].get_xlim() == (0, 20)
     assert len({panel.get_ylim() for panel in panels}) == 1
     (marker,) = (line for line in panels[0].lines if line.get_marker() == "v")
-    assert (list(marker.get_xdata()), list(marker.get_ydata())) == ([1], [42 * MIB])
+    assert (list(marker.get_xdata()), list(marker.get_ydata())) == ([10], [42 * MIB])
     assert [text.get_text() for text in panels[0].texts] == ["forward", "backward"]
     assert [text.get_text() for text in panels[3].texts] == ["nothing was recorded"]
 
@@ -172,7 +166,7 @@ def test_the_timeline_shows_set_up_where_the_peak_is_there(figures: list[Any], t
     early["timeline"]["bytes"][1] = 9 * MIB
     pictures.timeline(comparison.methods([("h", early)]), tmp_path / "a.png", "light")
     (panel,) = figures[0].axes
-    assert panel.get_xlim() == (-2, 2)
+    assert panel.get_xlim() == (-20, 20)
     assert {text.get_text().strip() for text in panel.texts} >= {"model loaded", "data prepared", "optimizer set up"}
 
 

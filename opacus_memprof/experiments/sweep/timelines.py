@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from opacus_memprof.experiments.sweep.reading import Result, label, outcome, peak_bytes
-from opacus_memprof.experiments.timeline import timeline_panel
+from opacus_memprof.experiments.timeline import X_LABEL, timeline_panel
 from opacus_memprof.reports.figures import byte_axis, category_label, drawn, legend
 from opacus_memprof.reports.palette import THEMES
 from opacus_memprof.units import format_bytes
@@ -21,7 +21,7 @@ def draw_timeline(result: Result, path: Path, theme: str) -> None:
         peak = peak_bytes(result)
         reached = "" if peak is None else f": {format_bytes(peak)} in {category_label(result['peak']['phase'])}"
         timeline_panel(axes, result, label(result) + reached + outcome(result), THEMES[theme])
-        axes.set_xlabel("seconds of training")
+        axes.set_xlabel(X_LABEL)
         legend(figure, axes)
 
 
@@ -38,7 +38,7 @@ def draw_timelines(results: Mapping[str, Result], path: Path, theme: str) -> Non
         for axes in panels[len(rows) :]:
             axes.set_axis_off()
         for axes in used[-columns:]:
-            axes.set_xlabel("seconds of training")
+            axes.set_xlabel(X_LABEL)
         top = max(axes.get_ylim()[1] for axes in used)
         for axes in used:
             axes.set_ylim(0, top)
