@@ -95,7 +95,8 @@ def test_the_tables_name_every_key(tmp_path: Path) -> None:
 
 
 def test_meta_is_the_document_s(tmp_path: Path) -> None:
-    _native.start_events(str(tmp_path), 100, json.dumps({"versions": {}, "device": "cpu", "command": []}))
+    info = {"versions": {}, "device": "cpu", "command": [], "launch": None}
+    _native.start_events(str(tmp_path), 100, json.dumps(info))
     _native.stop_events()
     meta = json.loads((tmp_path / "meta.json").read_text())
     assert keys("## meta.json") == meta.keys()
