@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.files import replacing
 
 MB = 2**20  # as torch's and nvidia-smi's users write it
 
@@ -49,16 +50,8 @@ def claim(directory: Path, prefix: str, suffix: str) -> Path:
 def write_text(path: str | os.PathLike[str], text: str) -> Path:
     """Writes atomically: readers see the old file or the new one. Makes its directory. Raises MemprofError."""
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise _cannot_write(target, error) from error
+    with replacing(target) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
     return target
 
 
