@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opacus_memprof.reports.figures import drawn, legend, stacked_areas, stacked_bars
+from opacus_memprof.reports.figures import byte_axis, drawn, legend, stacked_areas, stacked_bars
 from opacus_memprof.reports.palette import PHASE_COLORS, THEMES, Theme
 from opacus_memprof.reports.tables import largest_first
 from opacus_memprof.units import format_bytes
@@ -69,7 +69,7 @@ def _draw_device(name: str, device: Mapping[str, Any], theme: str, file: Path) -
             (grid[3, 1], "component", components),
         ]
         bars = []
-        for place, what, groups in parts:
+        for place, what, groups in (part for part in parts if part[2]):  # one that counters saw has no modules
             axes = figure.add_subplot(place)
             axes.set_title(f"At the peak, by {what}")
             stacked_bars(axes, list(groups), list(groups.values()), horizontal=True)
@@ -108,7 +108,11 @@ def _draw_timeline(axes: "Axes", device: Mapping[str, Any], timeline: Mapping[st
     axes.tick_params(labelbottom=False)
     highest = peak["requested_bytes"]
     axes.set_ylim(0, max(highest, 1) * 1.12)
-    if peak["event"] is not None:
+    byte_axis(axes.yaxis, highest)
+    if peak["event"] is None:
+        axes.axhline(highest, color=theme.text, linestyle="--")
+        _mark(axes, events[0], highest, f"peak, after these events: {_when(highest, peak)}", theme.text)
+    else:
         _mark(axes, peak["event"], highest, f"peak: {_when(highest, peak)}", theme.text)
     for failure in device["out_of_memory"][-1:]:
         text = f"out of memory: {_when(failure['requested_bytes'], failure)}"
