@@ -16,7 +16,8 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.launch import Launch
 
 DEFAULT_DIRECTORY = "memprof_profile"
-DEFAULT_MAX_EVENTS = 2**25  # at 32 bytes each: 1 GiB
+EVENT_BYTES = 32  # a record of the event file
+DEFAULT_MAX_EVENTS = 2**25  # 1 GiB
 
 EVENTS = "events.bin"
 META = "meta.json"

@@ -142,23 +142,7 @@ class Session:
         Raises:
             MemprofError: profile.json could not be written. Everything is stopped and taken out all the same.
         """
-        global _current
-        _current = None
-        self._forensics.explain()
-        self._forensics.stop()
-        try:
-            self._last_snapshot()
-            for attachment in reversed(self._attachments):
-                attachment.detach()
-            events = _native.events_status()
-            if events["error"] and events["dropped"]:
-                self._warn(f"the event file could not grow ({events['error']}): later events are missing")
-            peaks = _native.peaks()
-            facts = observations.noted()
-        finally:
-            _native.stop_events()
-            if self._installed_here:
-                adaptors.remove(self.device)
+        peaks, facts = self._stop()
         try:
             result = build_profile(
                 self.directory,
@@ -177,6 +161,13 @@ class Session:
             self._forensics.print()
         self._finish_job()
         return result
+
+    def discard(self) -> None:
+        """Stops recording and takes everything out again, as `close`, but makes no profile.json of it."""
+        try:
+            self._stop()
+        finally:
+            self._claimed.release()
 
     def __enter__(self) -> "Session":
         self.start()
@@ -271,6 +262,25 @@ class Session:
         except OSError as error:
             claimed.clear()
             raise MemprofError(f"cannot record events in {claimed.path}: {error}") from error
+
+    def _stop(self) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+        """The live counters' peaks, and what the hooks have noticed."""
+        global _current
+        _current = None
+        self._forensics.explain()
+        self._forensics.stop()
+        try:
+            self._last_snapshot()
+            for attachment in reversed(self._attachments):
+                attachment.detach()
+            events = _native.events_status()
+            if events["error"] and events["dropped"]:
+                self._warn(f"the event file could not grow ({events['error']}): later events are missing")
+            return _native.peaks(), observations.noted()
+        finally:
+            _native.stop_events()
+            if self._installed_here:
+                adaptors.remove(self.device)
 
     def _finish_job(self) -> None:
         """What the other ranks have left must not cost this one's result."""

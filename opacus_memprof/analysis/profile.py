@@ -30,6 +30,7 @@ def build_profile(
     warnings: Iterable[str] = (),
     facts: Sequence[Mapping[str, Any]] = (),
     components: Mapping[str, str] | None = None,
+    timeline_points: int = TIMELINE_POINTS,
 ) -> dict[str, Any]:
     """The content of profile.json, from events.bin, meta.json and snapshots.jsonl.
 
@@ -43,13 +44,14 @@ def build_profile(
         warnings: sentences on what this profile cannot know.
         facts: what hooks noticed (observations.noted()), for the findings.
         components: the user's own rules, regular expression → component; see analysis.components.
+        timeline_points: rows of a device's timeline, at most.
 
     Raises:
         MemprofError: a rule is no regular expression, or events.bin or meta.json is missing, truncated, foreign or of
             another version.
     """
     path = Path(directory)
-    replayed = _replay(path)
+    replayed = _replay(path, timeline_points)
     meta = read_meta(path / META)
     header = replayed["header"]
     names = Names(meta, replayed)
@@ -138,7 +140,7 @@ def write_profile(profile: Mapping[str, Any], directory: str | os.PathLike[str])
         temporary.unlink(missing_ok=True)
 
 
-def _replay(directory: Path, points: int = TIMELINE_POINTS) -> dict[str, Any]:
+def _replay(directory: Path, points: int) -> dict[str, Any]:
     try:
         return _native.replay(str(directory), timeline_points=points)
     except RuntimeError as error:

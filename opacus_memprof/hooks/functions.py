@@ -2,8 +2,9 @@
 """Functions of Opacus, and of torch's ExpandedWeights, that other modules import by name: each of those modules has
 a reference of its own, and all are replaced."""
 
+import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -27,24 +28,22 @@ from opacus_memprof.hooks.vocabulary import (
 
 def wrap_functions(attachment: Attachment) -> None:
     """Replaces each function wherever it was imported."""
+    replace = functools.partial(_replace, attachment, _importers())
     # Allocates the zeros that the samples are copied into and that become p.grad_sample.
-    _replace(attachment, grad_sample_module.create_or_accumulate_grad_sample, _tagged(PER_SAMPLE_GRADIENTS))
-    _replace(attachment, grad_sample_module_fast_gradient_clipping.create_norm_sample, _tagged(NORM_SAMPLES))
-    _replace(
-        attachment,
+    replace(grad_sample_module.create_or_accumulate_grad_sample, _tagged(PER_SAMPLE_GRADIENTS))
+    replace(grad_sample_module_fast_gradient_clipping.create_norm_sample, _tagged(NORM_SAMPLES))
+    replace(
         functorch.ft_compute_per_sample_gradient,
         lambda f: sampler(f, PER_SAMPLE_GRADIENTS, functorch_sampled),
     )
-    _replace(attachment, optimizer._generate_noise, _tagged(NOISE))
+    replace(optimizer._generate_noise, _tagged(NOISE))
     # Clipping of one parameter, in backward.
-    _replace(
-        attachment,
+    replace(
         ddp_perlayeroptimizer._clip_and_accumulate_parameter,
         lambda f: _native.ParameterFunction(f, _tag(f, CLIPPING_TEMPORARIES), "summed_grad", SUMMED_GRADIENTS, None),
     )
     # ExpandedWeights' grad sampler: its first argument may be a parameter's ExpandedWeight.
-    _replace(
-        attachment,
+    replace(
         expanded_weights_utils.set_grad_sample_if_exists,
         lambda f: _native.ParameterFunction(
             f, _tag(f, TEMP_MATRICES), "grad_sample", PER_SAMPLE_GRADIENTS, "orig_weight"
@@ -61,15 +60,18 @@ def _tagged(category: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def _replace(
-    attachment: Attachment, function: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    attachment: Attachment,
+    importers: list[ModuleType],
+    function: Callable[..., Any],
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> None:
     name, wrapped = function.__name__, wrap(function)
-    for module in _importers(name, function):
-        attachment.replace_attribute(module, name, wrapped)
+    for module in importers:
+        if module.__dict__.get(name) is function:
+            attachment.replace_attribute(module, name, wrapped)
 
 
-def _importers(name: str, function: Callable[..., Any]) -> Iterator[ModuleType]:
-    for module_name, module in list(sys.modules.items()):
-        inside = module_name.startswith(("opacus.", "torch.nn.utils._expanded_weights."))
-        if inside and module.__dict__.get(name) is function:
-            yield module
+def _importers() -> list[ModuleType]:
+    """All that may have imported one of the functions: looking through thousands of modules takes a millisecond."""
+    ours = ("opacus.", "torch.nn.utils._expanded_weights.")
+    return [module for name, module in list(sys.modules.items()) if name.startswith(ours)]

@@ -7,6 +7,7 @@ teardown.
 """
 
 import hashlib
+import os
 import re
 import shutil
 import tempfile
@@ -16,10 +17,10 @@ from typing import Any
 
 import pytest
 
+from opacus_memprof.directory import DEFAULT_MAX_EVENTS, EVENT_BYTES
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.pytest_plugin import isolation, marks, recording, summary
 from opacus_memprof.pytest_plugin.fixture import Memprof
-from opacus_memprof.pytest_plugin.plugin import ISOLATED
 from opacus_memprof.pytest_plugin.recording import Recording
 from opacus_memprof.session import current, outcome
 
@@ -29,8 +30,8 @@ class TestRecording(Recording):
 
     __test__ = False
 
-    def __init__(self, item: pytest.Item, directory: Path) -> None:
-        super().__init__(directory)
+    def __init__(self, item: pytest.Item, directory: Path, *, keep: bool) -> None:
+        super().__init__(directory, keep=keep)
         self.error: BaseException | None = None
         self.fixture = Memprof(self, item)
 
@@ -48,17 +49,24 @@ def recording_of(item: pytest.Item) -> TestRecording:
 
 
 class Lifecycle:
-    """Registered as a plugin; `wants_profile` says which tests are profiled."""
+    """Registered as a plugin; `wants_profile` and `is_isolated` say which tests are profiled, and which of them (or of
+    others) in processes of their own."""
 
-    def __init__(self, config: pytest.Config, wants_profile: Callable[[pytest.Item], bool]) -> None:
+    def __init__(
+        self,
+        config: pytest.Config,
+        wants_profile: Callable[[pytest.Item], bool],
+        is_isolated: Callable[[pytest.Item], bool],
+    ) -> None:
         self._wants_profile = wants_profile
-        self._scratch = Path(tempfile.mkdtemp(prefix="memprof_pytest_"))
+        self._is_isolated = is_isolated
+        self._scratch = Path(tempfile.mkdtemp(prefix="memprof_pytest_", dir=_place_of_scratch()))
         self._report = summary.report_folder(config)
         recording.freeze_imported()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        if item.get_closest_marker(ISOLATED) and not isolation.is_child(item.config):
+        if self._is_isolated(item) and not isolation.is_child(item.config):
             isolation.run(item)
             return True
         return None
@@ -107,7 +115,7 @@ class Lifecycle:
     def pytest_unconfigure(self) -> None:
         running = current()
         if isinstance(running, TestRecording):  # interrupted: pytest has not torn the test down
-            running.close("killed", 130)
+            running.end("killed", 130)
         shutil.rmtree(self._scratch, ignore_errors=True)
         recording.unfreeze()
 
@@ -115,7 +123,7 @@ class Lifecycle:
         if _KEY in item.stash or not self._wants_profile(item):
             return
         folder = self._scratch / "profile" if self._report is None else self._report / folder_of(item.nodeid)
-        running = TestRecording(item, folder)
+        running = TestRecording(item, folder, keep=self._report is not None)
         try:
             running.start()
         except MemprofError as error:
@@ -150,8 +158,18 @@ class Lifecycle:
             status, code = outcome(running.error)
             if said:
                 status, code = "failed", 1
-            running.close(status, code)
+            running.end(status, code)
         return said
+
+
+def _place_of_scratch() -> Path | None:
+    """In memory where a whole event file fits: on a disk, making and removing one takes longer than a short test."""
+    memory = Path("/dev/shm")
+    try:
+        fits = shutil.disk_usage(memory).free > 2 * DEFAULT_MAX_EVENTS * EVENT_BYTES
+    except OSError:
+        return None
+    return memory if fits and os.access(memory, os.W_OK) else None
 
 
 def folder_of(nodeid: str) -> str:

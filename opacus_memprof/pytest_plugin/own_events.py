@@ -46,15 +46,16 @@ class OwnEvents:
         self._left_out = self._look()
 
     def profile(self) -> dict[str, Any]:
-        """The content of profile.json for the test's own memory. Raises MemprofError as build_profile does."""
+        """The content of profile.json for the test's own memory, but its timeline. Raises MemprofError as build_profile
+        does."""
         if not self._left_out:
-            return build_profile(self._directory, status="running", exit_code=None)
+            return build_profile(self._directory, status="running", exit_code=None, timeline_points=1)
         kept: NDArray[np.uint64] = np.delete(self._words, self._left_out, axis=0)
         self._header[_COUNT] = len(kept).to_bytes(8, "little")
         with tempfile.TemporaryDirectory(prefix="memprof_") as folder:
             (Path(folder) / META).write_bytes((self._directory / META).read_bytes())
             (Path(folder) / EVENTS).write_bytes(bytes(self._header) + kept.tobytes())
-            return build_profile(folder, status="running", exit_code=None)
+            return build_profile(folder, status="running", exit_code=None, timeline_points=1)
 
     def _look(self) -> list[int]:
         """The records that are left out."""

@@ -34,11 +34,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--memprof-update-baselines", action="store_true", help="write what is measured as the new baselines"
     )
+    group.addoption("--memprof-isolated", action="store_true", help="run every profiled test in a process of its own")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     for marker in _MARKERS:
         config.addinivalue_line("markers", marker)
+    folder = config.getoption("--memprof-baseline-dir")
+    if folder is not None and (config.invocation_params.dir / folder).is_file():
+        raise pytest.UsageError(f"--memprof-baseline-dir: {folder} is a file: give a directory")
     if _profiles_all(config) and not hasattr(config, "workerinput"):  # workers of pytest-xdist report to the first
         from opacus_memprof.pytest_plugin.summary import Summary
 
@@ -58,10 +62,10 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if any(_wants_profile(item) or item.get_closest_marker(ISOLATED) for item in session.items):
+    if any(_wants_profile(item) or _is_isolated(item) for item in session.items):
         from opacus_memprof.pytest_plugin.lifecycle import Lifecycle
 
-        lifecycle = Lifecycle(session.config, _wants_profile)
+        lifecycle = Lifecycle(session.config, _wants_profile, _is_isolated)
         session.config.pluginmanager.register(lifecycle, "memprof_lifecycle")
 
 
@@ -83,3 +87,8 @@ def _wants_profile(item: pytest.Item) -> bool:
         or any(item.get_closest_marker(name) for name in LIMITS)
         or "memprof" in getattr(item, "fixturenames", ())
     )
+
+
+def _is_isolated(item: pytest.Item) -> bool:
+    everything = item.config.getoption("--memprof-isolated") and _wants_profile(item)
+    return everything or item.get_closest_marker(ISOLATED) is not None

@@ -54,10 +54,16 @@ def unfreeze() -> None:
 
 
 class Recording(Session):
-    """The session of one test. It follows every PrivacyEngine, and knows the grad-sample modes that it has seen."""
+    """The session of one test. It follows every PrivacyEngine, and knows the grad-sample modes that it has seen.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: the profile's.
+        keep: whether somebody will read profile.json.
+    """
+
+    def __init__(self, directory: Path, *, keep: bool) -> None:
         super().__init__(directory, device="auto", max_events=DEFAULT_MAX_EVENTS)
+        self._keep = keep
         self.modes: set[str] = set()
         self._engines = Attachment()
 
@@ -102,11 +108,14 @@ class Recording(Session):
         """The live blocks that were not there when the test began."""
         return _without(self._own_events().older)
 
-    def close(self, status: str = "finished", exit_code: int = 0, error: str | None = None) -> dict[str, Any]:
-        """As Session.close. Blocks that are still alive mean nothing to the next test until it attaches them."""
+    def end(self, status: str, exit_code: int) -> None:
+        """Closes the session. Blocks that are still alive mean nothing to the next test until it attaches them."""
         self._engines.detach()
         try:
-            return super().close(status, exit_code, error)
+            if self._keep:
+                self.close(status, exit_code)
+            else:
+                self.discard()
         finally:
             _disown()
 

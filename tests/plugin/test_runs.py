@@ -72,6 +72,27 @@ def test_nothing():
     }
 
 
+def test_pytest_asyncio(run: Run) -> None:
+    result = run(
+        """
+import asyncio
+
+async def made(mib):
+    await asyncio.sleep(0)
+    return block(mib)
+
+@pytest.mark.asyncio
+@pytest.mark.limit_gpu_memory("4 MiB")
+async def test_it(memprof):
+    both = await asyncio.gather(made(2), made(3))
+    assert memprof.peak() == 5 * MIB
+""",
+        *("-p", "pytest_asyncio.plugin", "-o", "asyncio_default_fixture_loop_scope=function"),
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["limit_gpu_memory: 5.00 MiB *1.00 MiB more than the limit*"])
+
+
 ISOLATED = """
 import os
 
@@ -80,6 +101,7 @@ import os
 @pytest.mark.parametrize("mib", [2])
 def test_alone(mib):
     open(f"pid-{mib}", "w").write(str(os.getpid()))
+    open("worker-" + os.environ["PYTEST_XDIST_WORKER"], "w").close()
     print("from inside")
     block(mib)
 
@@ -99,6 +121,7 @@ import os, signal, pytest
 @pytest.mark.memprof_isolated
 def test_killed():
     print("last words", flush=True)
+    open("worker-" + os.environ["PYTEST_XDIST_WORKER"], "w").close()
     os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.memprof_isolated
@@ -116,7 +139,7 @@ def test_isolated_and_on_workers(pytester: pytest.Pytester, monkeypatch: pytest.
     options = (
         "-p",
         "xdist",
-        "-n1",
+        "-n2",
         "--memprof",
         "--memprof-report=out",
         "--memprof-update-baselines",
@@ -139,6 +162,7 @@ def test_isolated_and_on_workers(pytester: pytest.Pytester, monkeypatch: pytest.
     here = {path.name for path in pytester.path.glob("pid-here-*")}
     assert len(here) == 1
     assert f"pid-here-{(pytester.path / 'pid-2').read_text()}" not in here
+    assert {path.name for path in pytester.path.glob("worker-*")} == {"worker-gw0", "worker-gw1"}
     (entry,) = json.loads((pytester.path / "memprof_baselines" / "shared.json").read_text())["baselines"]
     assert entry["peak_bytes"] == 5 * 2**20
     profiles = [path.parent.name for path in (pytester.path / "out").glob("*/profile.json")]
@@ -158,3 +182,10 @@ def test_a_report_that_cannot_be_written(run: Run, pytester: pytest.Pytester) ->
     result = run("def test_it(memprof): pass", "--memprof-report=out")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --memprof-report: *out is no directory (File exists)"])
+
+
+def test_baselines_that_are_no_directory(run: Run, pytester: pytest.Pytester) -> None:
+    (pytester.path / "kept").write_text("")
+    result = run("def test_it(memprof): pass", "--memprof-baseline-dir=kept")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --memprof-baseline-dir: kept is a file: give a directory"])
