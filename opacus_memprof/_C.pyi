@@ -135,6 +135,10 @@ def snapshot(name: str) -> dict[str, Any]:
     """{"index", "name", "unix_ns", "step", "logical_step", "devices": {"cuda:0": {"requested_bytes": int,
     "categories": {name: bytes}}}}; consistent across threads; writes a snapshot event."""
 
+def counters() -> dict[str, Any]:
+    """{"unix_ns", "step", "logical_step", "devices": {"cuda:0": {"requested_bytes", "peak_bytes" (since reset_peaks),
+    "phase" (of the newest allocation), "categories": {name: bytes}}}}; consistent, and leaves no event."""
+
 def peaks() -> dict[str, dict[str, Any]]:
     """Per device, at the instant of its highest requested bytes: {"requested_bytes", "allocated_bytes",
     "reserved_bytes" (both -1 where nobody counts them), "step", "phase", "unix_ns", "categories": {...}}"""

@@ -28,6 +28,24 @@ std::string device_name(Device device) {
   return device == 0 ? "cpu" : "cuda:" + std::to_string(device - 1);
 }
 
+py::dict to_python(const Recorder::State& state) {
+  py::dict devices;
+  for (const auto& device : state.devices) {
+    py::dict entry;
+    entry["requested_bytes"] = device.requested;
+    entry["peak_bytes"] = device.highest;
+    entry["phase"] = kPhaseNames[device.phase];
+    entry["categories"] = categories_to_python(device.categories);
+    devices[py::str(device_name(device.device))] = entry;
+  }
+  py::dict result;
+  result["unix_ns"] = state.unix_ns;
+  result["step"] = state.step;
+  result["logical_step"] = state.logical_step;
+  result["devices"] = devices;
+  return result;
+}
+
 py::dict to_python(const Recorder::Snapshot& snapshot, const std::string& name) {
   py::dict devices;
   for (const auto& state : snapshot.devices) {

@@ -12,6 +12,7 @@
 namespace opacus_memprof {
 
 std::string device_name(Device device);
+pybind11::dict to_python(const Recorder::State& state);
 pybind11::dict to_python(const Recorder::Snapshot& snapshot, const std::string& name);
 pybind11::dict to_python(const std::vector<Recorder::DevicePeak>& peaks);
 pybind11::list to_python(const std::vector<Block>& blocks);

@@ -201,6 +201,7 @@ void bind_owners(py::module_& m) {
 void bind_counters(py::module_& m) {
   m.def("snapshot",
         [](const std::string& name) { return to_python(recorder().snapshot(name), name); });
+  m.def("counters", [] { return to_python(recorder().state()); });
   m.def("peaks", &closed_peaks);
   m.def("reset_peaks", [] { recorder().reset_peaks(); });
   m.def("live_blocks", [] { return to_python(recorder().live_blocks()); });

@@ -34,6 +34,7 @@ class alignas(64) DeviceCounters {
     categories_[category] += static_cast<std::int64_t>(bytes);
     total_ += static_cast<std::int64_t>(bytes);
     seen_ = true;
+    newest_phase_ = phase;
     if (total_ > highest_) {
       highest_ = total_;
       highest_phase_ = phase;
@@ -71,6 +72,8 @@ class alignas(64) DeviceCounters {
   // The device has had a block.
   [[nodiscard]] bool seen() const noexcept { return seen_; }
   [[nodiscard]] Peak& peak() noexcept { return peak_; }
+  [[nodiscard]] std::uint8_t newest_phase() const noexcept { return newest_phase_; }
+  [[nodiscard]] std::int64_t highest() const noexcept { return highest_; }
   [[nodiscard]] std::int64_t total() const noexcept { return total_; }
   [[nodiscard]] const CategoryBytes& categories() const noexcept { return categories_; }
 
@@ -79,6 +82,7 @@ class alignas(64) DeviceCounters {
   std::int64_t highest_ = 0;
   std::uint32_t highest_step_ = 0;
   std::uint8_t highest_phase_ = 0;
+  std::uint8_t newest_phase_ = 0;
   bool peak_is_open_ = false;
   bool seen_ = false;
   CategoryBytes categories_{};

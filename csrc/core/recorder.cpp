@@ -306,21 +306,37 @@ void Recorder::end_step(bool logical) noexcept {
   write_mark(EventKind::step, phase, 0, logical_.load());
 }
 
+// Memory for the devices is reserved: nothing is allocated under the lock.
+void Recorder::read_counters(State& state) const noexcept {
+  state.unix_ns = unix_ns();
+  state.step = physical_.load();
+  state.logical_step = logical_.load();
+  for (std::size_t device = 0; device < kMaxDevices; ++device) {
+    const DeviceCounters& counters = counters_[device];
+    if (!counters.seen()) continue;
+    state.devices.push_back({.device = static_cast<Device>(device),
+                             .requested = counters.total(),
+                             .highest = counters.highest(),
+                             .phase = counters.newest_phase(),
+                             .categories = counters.categories()});
+  }
+}
+
+Recorder::State Recorder::state() {
+  State result;
+  result.devices.reserve(kMaxDevices);
+  const std::lock_guard guard(lock_);
+  read_counters(result);
+  return result;
+}
+
 Recorder::Snapshot Recorder::snapshot(const std::string& name) {
   const std::uint16_t op = names().intern(Names::Kind::op, name);
   Snapshot result;
   result.devices.reserve(kMaxDevices);
   const std::lock_guard guard(lock_);
   result.index = snapshots_++;
-  result.unix_ns = unix_ns();
-  result.step = physical_.load();
-  result.logical_step = logical_.load();
-  for (std::size_t device = 0; device < kMaxDevices; ++device) {
-    if (!counters_[device].seen()) continue;
-    result.devices.push_back({.device = static_cast<Device>(device),
-                              .requested = counters_[device].total(),
-                              .categories = counters_[device].categories()});
-  }
+  read_counters(result);
   write_mark(EventKind::snapshot, phase_of_this_thread(), op, result.index);
   return result;
 }

@@ -93,15 +93,21 @@ class Recorder {
   struct DeviceState {
     Device device = 0;
     std::int64_t requested = 0;
+    std::int64_t highest = 0;  // since the peaks were reset
+    std::uint8_t phase = 0;    // of the newest allocation
     CategoryBytes categories{};
   };
-  struct Snapshot {
-    std::uint64_t index = 0;
+  struct State {
     std::uint64_t unix_ns = 0;
     std::uint32_t step = 0;
     std::uint32_t logical_step = 0;
     std::vector<DeviceState> devices;  // those that ever had a block
   };
+  struct Snapshot : State {
+    std::uint64_t index = 0;
+  };
+  // As a snapshot, but it leaves no trace in the events.
+  State state();
   Snapshot snapshot(const std::string& name);
   struct DevicePeak {
     Device device = 0;
@@ -137,6 +143,7 @@ class Recorder {
   [[gnu::hot]] Block* insert(std::uint64_t address, std::uint64_t size, Device device,
                              std::uint8_t stream, Tag tag, std::uint8_t thread) noexcept;
   [[gnu::hot]] bool erase(Block* block, std::uint8_t phase) noexcept;
+  void read_counters(State& state) const noexcept;
   static bool close_peak_locked(DeviceCounters& counters) noexcept;
   Block* find(BlockId id) noexcept;
 
