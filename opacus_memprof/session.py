@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A profiling session: the recording allocator, the hooks and the event file, from a start to an end."""
 
-import importlib.metadata
+import html
 import json
 import os
-import platform
-import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import opacus_memprof
-from opacus_memprof import _native, adaptors, observations, snapshots
+from opacus_memprof import _native, adaptors, conditions, observations, snapshots
 from opacus_memprof.analysis import ranks
 from opacus_memprof.analysis.profile import build_profile, write_profile
 from opacus_memprof.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, SNAPSHOTS, ProfileDirectory, claim
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.forensics import Forensics
-from opacus_memprof.launch import Launch
+from opacus_memprof.stream import Stream, Target, sinks_of
 
 if TYPE_CHECKING:
     from opacus_memprof.hooks import Attachment
@@ -61,7 +58,12 @@ def _category_id(name: str) -> int:
 
 
 def profile(
-    directory: str | os.PathLike[str] = DEFAULT_DIRECTORY, *, device: str = "auto", max_events: int = DEFAULT_MAX_EVENTS
+    directory: str | os.PathLike[str] = DEFAULT_DIRECTORY,
+    *,
+    device: str = "auto",
+    max_events: int = DEFAULT_MAX_EVENTS,
+    stream: Target | Iterable[Target] | None = None,
+    stream_interval: float = 10.0,
 ) -> "Session":
     """A session for a `with` block: `with opacus_memprof.profile("memprof_profile") as session:`.
 
@@ -70,12 +72,15 @@ def profile(
             has started each writes into its own directory in it, `rank_0`, `rank_1` …
         device: "auto" (CUDA if there is a GPU, else the CPU), "cuda" or "cpu".
         max_events: the event file's bound, at 32 bytes an event. What finds no room is counted as dropped.
+        stream: where live memory by category, device, step and phase goes while the session runs: a file that ends in
+            .jsonl or .prom, an address such as "http://127.0.0.1:9464" for Prometheus, or several of these.
+        stream_interval: seconds between two readings.
 
     Raises:
         MemprofError: on entering, when another session is running, the device is unknown or absent, or the
-            directory cannot be written, is in use or holds other files.
+            directory cannot be written, is in use or holds other files, or the stream cannot be started.
     """
-    return Session(directory, device=device, max_events=max_events)
+    return Session(directory, device=device, max_events=max_events, stream=stream, stream_interval=stream_interval)
 
 
 class Session:
@@ -83,22 +88,33 @@ class Session:
 
     Attributes:
         directory: the profile's directory.
+        result: the content of profile.json, once the session has ended.
         device: "cuda" or "cpu", once started.
         warnings: sentences on what this profile cannot know; they end up in profile.json.
         job: the content of ranks.json, after the end, in that process of a distributed job which ended last; else None.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str] | ProfileDirectory, *, device: str = "auto", max_events: int
+        self,
+        directory: str | os.PathLike[str] | ProfileDirectory,
+        *,
+        device: str = "auto",
+        max_events: int,
+        stream: Target | Iterable[Target] | None = None,
+        stream_interval: float = 10.0,
     ) -> None:
         self.device = device
         self.directory: Path  # once started
+        self.result: dict[str, Any]  # once closed
         self.warnings: list[str] = []
         self.job: dict[str, Any] | None = None
         self._target = directory
         self._max_events = max_events
         self._attachments: list[Attachment] = []
         self._follows_engines = False
+        self._stream_to = stream
+        self._stream_interval = stream_interval
+        self._stream: Stream | None = None
 
     # --- the whole ---
 
@@ -113,7 +129,7 @@ class Session:
         self.device = adaptors.resolve_device(self.device)
         claimed = self._target if isinstance(self._target, ProfileDirectory) else claim(self._target)
         self._installed_here = not adaptors.installed(self.device)
-        self.warnings += _allocator_warnings(self.device)
+        self.warnings += conditions.allocator_warnings(self.device)
         try:
             adaptors.install(self.device)
             self._start_events(claimed)
@@ -130,6 +146,14 @@ class Session:
         self._forensics = Forensics(self.directory)
         self._forensics.start()
         _current = self
+        if self._stream_to is not None:
+            try:
+                self._stream = Stream(sinks_of(self._stream_to), self._stream_interval, self._warn)
+            except MemprofError:
+                self._stop()
+                claimed.clear()
+                claimed.release()
+                raise
 
     def close(self, status: str = "finished", exit_code: int = 0, error: str | None = None) -> dict[str, Any]:
         """Stops recording, takes everything out again, writes profile.json and returns its content.
@@ -154,6 +178,7 @@ class Session:
                 facts=facts,
             )
             write_profile(result, self.directory)
+            self.result = result
         except OSError as error:
             raise MemprofError(f"the profile could not be written to {self.directory}: {error}") from error
         finally:
@@ -242,9 +267,17 @@ class Session:
         status = _native.events_status()
         if not status["recording"] or status["dropped"]:
             return _native.peaks()
-        _native.write_meta()
-        so_far = build_profile(self.directory, status="running", exit_code=None, peaks=_native.peaks())
-        return {device: found["peak"] for device, found in so_far["devices"].items()}
+        return {device: found["peak"] for device, found in self._so_far()["devices"].items()}
+
+    def _repr_html_(self) -> str | None:
+        """For notebooks: the report of the session, or of the part so far, in a frame of its own."""
+        if not hasattr(self, "directory"):
+            return None
+        from opacus_memprof.reports.html import html_of  # only a notebook needs it
+
+        so_far = self.result if hasattr(self, "result") else self._so_far()
+        source = html.escape(html_of(so_far, self.directory))
+        return f'<iframe srcdoc="{source}" sandbox="allow-scripts" style="width:100%;height:48em;border:0"></iframe>'
 
     def explain(self, error: BaseException) -> None:
         """Where memory has run out since the last call: writes oom_report.txt, .json and .html, and attaches a note to
@@ -257,7 +290,7 @@ class Session:
         claimed.clear()
         try:
             _native.start_events(
-                str(claimed.path), self._max_events, json.dumps(_describe_run(self.device, claimed.launch))
+                str(claimed.path), self._max_events, json.dumps(conditions.describe_run(self.device, claimed.launch))
             )
         except OSError as error:
             claimed.clear()
@@ -270,6 +303,8 @@ class Session:
         self._forensics.explain()
         self._forensics.stop()
         try:
+            if self._stream is not None:
+                self._stream.stop()
             self._last_snapshot()
             for attachment in reversed(self._attachments):
                 attachment.detach()
@@ -281,6 +316,10 @@ class Session:
             _native.stop_events()
             if self._installed_here:
                 adaptors.remove(self.device)
+
+    def _so_far(self) -> dict[str, Any]:
+        _native.write_meta()
+        return build_profile(self.directory, status="running", exit_code=None, peaks=_native.peaks())
 
     def _finish_job(self) -> None:
         """What the other ranks have left must not cost this one's result."""
@@ -343,43 +382,3 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
             return True
         chain += [link.__cause__, link.__context__]
     return False
-
-
-def _allocator_warnings(device: str) -> list[str]:
-    """What cannot be known with the allocator that torch is set to."""
-    if device == "cpu":
-        return []
-    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
-        return [
-            "PYTORCH_NO_CUDA_MEMORY_CACHING is set: torch counts nothing itself, so the categories cannot be "
-            "reconciled, and rounding and cached are unknown"
-        ]
-    backend = _native.cuda_current_name().removeprefix("opacus_memprof over ")
-    if backend == "cudaMallocAsync":
-        return ["the backend is cudaMallocAsync: the driver does not tell its rounding, which counts as cached"]
-    if backend != "native":
-        return [f"the allocator in place is {backend}, which counts nothing: the categories cannot be reconciled"]
-    return []
-
-
-def _describe_run(device: str, launch: Launch | None) -> dict[str, Any]:
-    """What meta.json says of the run beyond what the recorder knows. Never initialises CUDA."""
-    return {
-        "versions": {
-            "opacus_memprof": opacus_memprof.__version__,
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "opacus": _version("opacus"),
-            "python": platform.python_version(),
-        },
-        "device": device,
-        "command": sys.argv,
-        "launch": None if launch is None else launch.to_json(),
-    }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -33,11 +33,9 @@ def take(name: str) -> dict[str, Any]:
 
 def breakdown() -> dict[str, dict[str, int]]:
     """The live bytes of every device by category, without a snapshot's event. Categories without bytes are left out."""
-    result: dict[str, dict[str, int]] = {}
-    for block in _native.live_blocks():
-        categories = result.setdefault(block["device"], {})
-        categories[block["category"]] = categories.get(block["category"], 0) + block["bytes"]
-    return result
+    devices = _native.counters()["devices"].items()
+    live = {name: {key: size for key, size in found["categories"].items() if size} for name, found in devices}
+    return {name: categories for name, categories in live.items() if categories}
 
 
 def _pending_free() -> dict[str, int]:

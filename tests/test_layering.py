@@ -21,7 +21,7 @@ LAYERS = [
     {"directory", "observations"},
     {"clipping", "workload"},
     {"adaptors", "analysis", "hooks", "snapshots"},
-    {"attaching", "reports"},
+    {"attaching", "conditions", "reports", "stream"},
     {"forensics"},
     {"session"},
     {"engine"},

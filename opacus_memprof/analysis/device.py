@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from opacus_memprof.analysis.names import ACTIVATION_HOOKS, SPLIT, UNDECIDED, Names
+from opacus_memprof.analysis.names import ACTIVATION_HOOKS, SPLIT, UNDECIDED, Names, public
 
 _TOP_OPS = 30
 # What a snapshot in snapshots.jsonl says beyond the event file: what the allocator itself counted then.
@@ -143,17 +143,8 @@ def _with_counters(
     return peak, warnings
 
 
-def _public(live: Mapping[str, int]) -> dict[str, int]:
-    """The live counters' categories, with the two of captured activations as one."""
-    categories: dict[str, int] = {}
-    for category, size in live.items():
-        public = ACTIVATION_HOOKS if category in SPLIT else category
-        categories[public] = categories.get(public, 0) + size
-    return categories
-
-
 def _counters_peak(live: Mapping[str, Any]) -> dict[str, Any]:
-    categories = _public(live["categories"])
+    categories = public(live["categories"])
     if not categories.get(UNDECIDED, 0):
         categories.pop(UNDECIDED, None)
     return {
@@ -225,7 +216,7 @@ def _snapshots(
                     "requested_bytes": then["requested_bytes"],
                     "event": None,
                     "phase": None,
-                    "categories": {key: size for key, size in _public(then["categories"]).items() if size},
+                    "categories": {key: size for key, size in public(then["categories"]).items() if size},
                     **{key: then[key] for key in _RECONCILED if key in then},
                 }
             )

@@ -77,5 +77,14 @@ class Names:
         return {share: by_id[self._categories.index(name)] for name, share in SPLIT.items()}
 
 
+def public(live: Mapping[str, int]) -> dict[str, int]:
+    """The live counters' categories, with the two of captured activations as one."""
+    categories: dict[str, int] = {}
+    for category, size in live.items():
+        name = ACTIVATION_HOOKS if category in SPLIT else category
+        categories[name] = categories.get(name, 0) + size
+    return categories
+
+
 def _name(names: Sequence[str], id: int, kind: str) -> str:
     return names[id] if id < len(names) else f"{kind} {id}"

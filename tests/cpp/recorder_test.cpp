@@ -48,6 +48,26 @@ Peak peak_of(Recorder& recorder) {
   return {};
 }
 
+TEST(Recorder, StateIsTheCountersNow) {
+  Recorder recorder;
+  EXPECT_TRUE(recorder.state().devices.empty());
+  recorder.on_alloc(0x1000, 100, kGpu, 0, tag_of(Category::noise));
+  Tag backward = tag_of(Category::gradients);
+  backward.phase = static_cast<std::uint8_t>(Phase::backward);
+  recorder.on_alloc(0x2000, 30, kGpu, 0, backward);
+  recorder.on_free(0x1000, Phase::idle);
+  recorder.end_step(true);
+  const Recorder::State state = recorder.state();
+  ASSERT_EQ(state.devices.size(), 1U);
+  EXPECT_EQ(state.devices[0].requested, 30);
+  EXPECT_EQ(state.devices[0].highest, 130);
+  EXPECT_EQ(state.devices[0].phase, static_cast<std::uint8_t>(Phase::backward));
+  EXPECT_EQ(state.devices[0].categories[id(Category::gradients)], 30);
+  EXPECT_EQ(state.step, 1U);
+  EXPECT_EQ(state.logical_step, 1U);
+  EXPECT_EQ(recorder.snapshot("first").index, 0U);  // a state is none
+}
+
 TEST(Recorder, CountsByCategory) {
   Recorder recorder;
   recorder.on_alloc(0x1000, 100, kGpu, 0, tag_of(Category::noise));

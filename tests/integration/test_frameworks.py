@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples run, small and in this process, and their profiles agree with formulas and with a plain loop."""
+
+import copy
+import gc
+import json
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import torch
+from nbclient import NotebookClient
+from opacus import PrivacyEngine
+from torch import nn
+from torch.utils.data import DataLoader
+
+import opacus_memprof
+from opacus_memprof import _native
+from opacus_memprof.integrations.loggers import StepLog, scalars
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the notebook's kernel
+    yield
+    gc.collect()  # models are in cycles with their trainers
+    assert _native.live_blocks() == []
+
+
+def run(example: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The profile that the example leaves."""
+    monkeypatch.setattr(sys, "argv", [example, *arguments, "-o", "profile"])
+    runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    assert opacus_memprof.session.current() is None
+    profile: dict[str, Any] = json.loads(Path("profile", "profile.json").read_text())
+    assert profile["status"] == "finished"
+    assert profile["warnings"] == []
+    peak = profile["devices"]["cpu"]["peak"]
+    assert sum(peak["categories"].values()) == peak["requested_bytes"]
+    assert peak["categories"]["unattributed"] < 0.02 * peak["requested_bytes"]
+    return profile
+
+
+def test_plain_loop_with_tensorboard_and_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    arguments = ("--steps", "3", "--tensorboard", "runs", "--wandb", "offline")
+    device = run("plain_loop.py", *arguments, monkeypatch=monkeypatch)["devices"]["cpu"]
+    written = EventAccumulator("runs").Reload()
+
+    def values(name: str) -> dict[int, float]:
+        return {event.step: event.value for event in written.Scalars(f"memory/cpu/{name}")}
+
+    steps = {step["step"]: step for step in device["steps"]}
+    assert values("step_peak/total") == {number: step["peak_bytes"] for number, step in steps.items()}
+    key = "per_sample_gradients"
+    assert values(f"step_peak/{key}") == {
+        number: step["categories"][key] for number, step in steps.items() if key in step["categories"]
+    }
+    parameters = 4 * (64 * 256 + 256 + 256 * 10 + 10)
+    assert values("live/model_parameters") == dict.fromkeys((1, 2, 3), parameters)
+    assert values("live/optimizer_states") == dict.fromkeys((1, 2, 3), 2 * parameters + 4 * 4)
+    live = [name.rpartition("/")[2] for name in written.Tags()["scalars"] if name.startswith("memory/cpu/live/")]
+    assert sum(values(f"live/{name}")[3] for name in live if name != "total") == values("live/total")[3]
+    peaks = values("peak/total")
+    assert peaks[3] == max(step["peak_bytes"] for number, step in steps.items() if number < 3)
+    (kept,) = Path("wandb").glob("offline-run-*/*.wandb")
+    assert b"memory/cpu/peak/per_sample_gradients" in kept.read_bytes()
+
+
+def test_huggingface_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = run("huggingface_trainer.py", "--steps", "3", monkeypatch=monkeypatch)
+    assert len([step for step in profile["devices"]["cpu"]["steps"] if step["complete"]]) == 3
+    assert [taken["name"] for taken in profile["devices"]["cpu"]["snapshots"]] == ["epoch 0.375", "end"]
+    assert Path("profile_adapters", "adapter_model.safetensors").exists()
+
+
+def test_the_trainer_trains_as_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without noise, on the same batches: the same weights bit for bit. And its memory is that of the formula."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+    from opacus_memprof.integrations.huggingface import MemprofCallback
+
+    trainer_class = runpy.run_path(str(EXAMPLES / "huggingface_trainer.py"), run_name="example")["PrivateTrainer"]
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
+    start: Any = get_peft_model(LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape)), lora).train()
+    rows = torch.randint(64, (24, 8))
+    data: Any = [{"input_ids": row, "labels": row} for row in rows]
+
+    def private() -> Any:
+        model = copy.deepcopy(start)
+        return model, PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3),
+            data_loader=DataLoader(data, batch_size=8),
+            noise_multiplier=0.0,
+            max_grad_norm=1.0,
+            poisson_sampling=False,
+        )
+
+    def by_trainer(*callbacks: Any) -> Any:
+        model, (wrapped, optimizer, loader) = private()
+        trainer_class(
+            model=wrapped,
+            optimizers=(optimizer, None),
+            train_dataloader=loader,
+            callbacks=list(callbacks),
+            args=TrainingArguments(
+                output_dir="out",
+                num_train_epochs=1,
+                max_grad_norm=0.0,
+                lr_scheduler_type="constant",
+                remove_unused_columns=False,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+            ),
+        ).train()
+        return model
+
+    with opacus_memprof.profile("profile", device="cpu") as session:
+        trained = by_trainer(MemprofCallback())
+    looped, (wrapped, optimizer, loader) = private()
+    for batch in loader:
+        optimizer.zero_grad()
+        # The Trainer has the model divide by all labels, where it would by those that have a token before them.
+        wrapped(**batch, num_items_in_batch=batch["labels"].numel()).loss.backward()
+        optimizer.step()
+    for name, value in looped.state_dict().items():
+        assert torch.equal(value, trained.state_dict()[name]), name
+
+    adapters = sum(p.numel() for p in start.parameters() if p.requires_grad)
+    assert adapters == 2 * (4 * 32 + 32 * 4)
+    clip = session.result["devices"]["cpu"]["phases"]["clip"]["categories"]
+    assert clip["per_sample_gradients"] == 8 * adapters * 4
+
+    with pytest.raises(ValueError, match="Gradients haven't been cleared"):
+        by_trainer()
+    with pytest.raises(opacus_memprof.MemprofError, match="no profile is being recorded: train inside"):
+        by_trainer(MemprofCallback())
+
+
+def test_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = run("lightning_training.py", "--samples", "64", "--epochs", "2", monkeypatch=monkeypatch)["devices"]["cpu"]
+    assert [taken["name"] for taken in device["snapshots"]] == ["epoch 0", "epoch 1", "end"]
+    assert len([step for step in device["steps"] if step["complete"]]) == 4
+    parameters = 64 * 256 + 256 + 256 * 10 + 10
+    assert device["peak"]["categories"]["model_parameters"] == 4 * parameters
+    batches = device["phases"]["clip"]["categories"]["per_sample_gradients"] / (4 * parameters)
+    assert batches == int(batches) > 0  # Poisson sampling: of so many samples
+    assert {"forward", "backward", "clip", "noise", "optimizer_step"} <= set(device["phases"])
+
+
+def test_scalars_are_what_is_live_and_what_was_at_the_peak() -> None:
+    model = nn.Linear(64, 64)
+    with opacus_memprof.profile("profile", device="cpu") as session:
+        session.attach(model)
+        held = torch.empty(2**20, dtype=torch.uint8)
+        del held
+        found = scalars()
+        live = {f"memory/cpu/live/{name}": size for name, size in session.breakdown()["cpu"].items()}
+        assert {name: size for name, size in found.items() if "/live/" in name and size} == live | {
+            "memory/cpu/live/total": sum(live.values())
+        }
+        assert found["memory/cpu/peak/total"] == 2**20 + found["memory/cpu/live/total"]
+        assert found["memory/cpu/peak/model_parameters"] == 4 * (64 * 64 + 64)
+    with pytest.raises(opacus_memprof.MemprofError, match="every=0 is no number of steps"):
+        StepLog([], 0)
+
+
+def test_notebook() -> None:
+    """Executed by a kernel of its own: the session's output is the report in a frame."""
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    (output,) = notebook.cells[-1].outputs
+    page = output.data["text/html"]
+    assert page.startswith('<iframe srcdoc="&lt;!')
+    assert "per_sample_gradients" in page
+    assert page.count('"') < 20  # all of the page itself is escaped
+
+
+def test_a_running_session_shows_what_it_has_so_far() -> None:
+    session = opacus_memprof.profile("profile", device="cpu")
+    assert session._repr_html_() is None
+    with session, opacus_memprof.tag("teacher"):
+        held = torch.zeros(1000)
+        page = session._repr_html_()
+        assert page is not None
+        assert "teacher" in page
+    del held
