@@ -7,6 +7,7 @@ import opacus
 
 from opacus_memprof import session
 from opacus_memprof.clipping import FlashClipEngineMixin
+from opacus_memprof.errors import MemprofError
 from opacus_memprof.hooks.privacy_engine import setting_up
 
 
@@ -18,7 +19,12 @@ class PrivacyEngine(FlashClipEngineMixin, opacus.PrivacyEngine):  # type: ignore
 
     def make_private(self, **kwargs: Any) -> Any:
         """See `opacus.PrivacyEngine.make_private`: the same arguments, the same result; and, for flash_clip,
-        `FlashClipEngineMixin.make_private`."""
+        `FlashClipEngineMixin.make_private`. Raises MemprofError for ghost_tp."""
+        if kwargs.get("grad_sample_mode") == "ghost_tp":
+            raise MemprofError(
+                "ghost_tp cannot be trained through Opacus' PrivacyEngine, which has no optimizer for it (a plain DPOptimizer "
+                "at best): use ghost_fsdp over several GPUs, or ghost"
+            )
         prepared = setting_up(lambda: super(PrivacyEngine, self).make_private(**kwargs))
         recording = session.current()
         if recording is not None:

@@ -26,6 +26,7 @@ def sweep(
     mode: side_by_side.ModeName = "hooks",
     dtype: options.DtypeName = "bf16",
     device: options.DeviceName = "auto",
+    nproc: options.Nproc = 1,
     results_dir: side_by_side.ResultsDir = Path("memory_results"),
     detailed: Annotated[
         bool, typer.Option("--detailed", help="Also what components, operations and kinds of memory take.")
@@ -41,7 +42,7 @@ def sweep(
     it cannot be reached; without --config and --model-name, meta-llama/Llama-3.1-8B-Instruct.
     """
     base = side_by_side.configuration(
-        config, model_name, DEFAULT_MODEL, num_steps=num_steps, mode=mode, dtype=dtype, device=device
+        config, model_name, DEFAULT_MODEL, num_steps=num_steps, mode=mode, dtype=dtype, device=device, nproc=nproc
     )
     from opacus_memprof.experiments.sweep.grid import grid
     from opacus_memprof.experiments.sweep.pictures import draw_sweep

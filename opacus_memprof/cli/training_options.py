@@ -21,6 +21,9 @@ NumIter = Annotated[int, typer.Option("--num-iter", envvar="NUM_ITER", help="Ste
 WarmupIter = Annotated[int, typer.Option("--warmup-iter", envvar="WARMUP_ITER", help="Steps before them.")]
 DtypeName = Annotated[Dtype, typer.Option("--dtype", help="Of the weights.")]
 DeviceName = Annotated[Device, typer.Option("--device", help="auto: CUDA if there is a GPU, else the CPU.")]
+Nproc = Annotated[
+    int, typer.Option("--nproc", help="Processes, a GPU each, over which FSDP2 shards the model: vanilla, ghost.")
+]
 ConfigName = Annotated[
     str | None, typer.Option("--config", metavar="NAME", help=f"Random weights: {', '.join(BUILT_IN)}.")
 ]

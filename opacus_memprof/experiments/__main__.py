@@ -2,6 +2,7 @@
 """The process of one run: `python -m opacus_memprof.experiments DIRECTORY`, which process.py starts."""
 
 import ctypes
+import os
 import signal
 import sys
 import warnings
@@ -21,12 +22,20 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     warnings.simplefilter("ignore")  # Opacus' and torch's advice to those who write training scripts
     directory = Path(sys.argv[1])
+    if os.environ.get("RANK", "0") != "0":
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (what all ranks say, one says)
     configuration = Configuration.from_json(read_json(directory / CONFIGURATION))
     if configuration.pretrained:
         use_the_cache_where_there_is_no_hub()
-    from opacus_memprof.experiments.training import train  # loads torch
+    from opacus_memprof.experiments.ranks import leave, result_file  # loads torch
+    from opacus_memprof.experiments.training import train
 
-    write_json(directory / RESULT, train(configuration, directory / PROFILE))
+    result = train(configuration, directory / PROFILE)
+    write_json(directory / result_file(RESULT), result)
+    if configuration.nproc > 1:
+        if result["status"] != "finished":
+            os._exit(1)  # the launcher then ends the others, which wait for this process
+        leave()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ Device = Literal["auto", "cuda", "cpu"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 SIZES = ("vocab_size", "hidden_dim", "num_layers", "num_heads")
 
-_COUNTS = ("seq_length", "batch_size", "num_steps")
+_COUNTS = ("seq_length", "batch_size", "num_steps", "nproc")
+_SHARDED: tuple[Mode, ...] = ("vanilla", "ghost")
 _OPTIONAL_COUNTS = ("max_physical_batch_size", "lora_rank", *SIZES)
 
 
@@ -41,6 +42,8 @@ class Configuration:
         max_grad_norm: the clipping bound.
         seed: of weights and data.
         device: "auto" is CUDA where there is a GPU, else the CPU.
+        nproc: processes, each with a GPU and batches of its own, over which FSDP2 shards the model. More than one for
+            "vanilla" and "ghost" alone.
         vocab_size, hidden_dim, num_layers, num_heads: in place of a built-in configuration's own.
     """
 
@@ -60,6 +63,7 @@ class Configuration:
     max_grad_norm: float = 1.0
     seed: int = 0
     device: Device = "auto"
+    nproc: int = 1
     vocab_size: int | None = None
     hidden_dim: int | None = None
     num_layers: int | None = None
@@ -84,6 +88,11 @@ class Configuration:
                 f"max_physical_batch_size is {self.max_physical_batch_size} and batch_size {self.batch_size}: "
                 "a physical batch is a part of the logical one, so make it at most as large"
             )
+        if self.nproc > 1 and self.mode not in _SHARDED:
+            raise MemprofError(
+                f'"{self.mode}" trains in one process, for Opacus shards a model with ghost clipping alone: use '
+                f"{' or '.join(_SHARDED)}, or nproc 1"
+            )
         if not self.model:
             raise MemprofError("the model has no name: give one")
         if self.pretrained and (given := [name for name in SIZES if getattr(self, name) is not None]):
@@ -96,6 +105,11 @@ class Configuration:
     def physical_batch_size(self) -> int:
         """Samples that go through the model at once, at most."""
         return self.max_physical_batch_size or self.batch_size
+
+    @property
+    def grad_sample_mode(self) -> str:
+        """What Opacus calls the mode."""
+        return "ghost_fsdp" if self.nproc > 1 and self.mode == "ghost" else self.mode
 
     def to_json(self) -> dict[str, Any]:
         """The fields by name, for a JSON file. `from_json` is the inverse."""

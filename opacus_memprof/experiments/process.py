@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from opacus_memprof.directory import ProfileDirectory
+from opacus_memprof.directory import RANKS, ProfileDirectory, rank_directories
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.files import read_json, write_json
@@ -50,16 +50,23 @@ def run(
     try:
         path.mkdir(parents=True, exist_ok=True)
         _clear_profile(path / PROFILE)
-        (path / RESULT).unlink(missing_ok=True)
+        for earlier in path.glob(f"{Path(RESULT).stem}*.json"):
+            earlier.unlink()
         write_json(path / CONFIGURATION, configuration.to_json())
-        code, last = _run_child(path, _environment(token, gpu), token, on_line, on_start)
+        command = [sys.executable, *_launcher(configuration.nproc), "-m", "opacus_memprof.experiments", str(path)]
+        code, last = _run_child(command, path, _environment(token, gpu), token, on_line, on_start)
     except OSError as error:
         raise MemprofError(f"cannot write the experiment to {path} ({error.strerror}): choose another place") from error
+    if configuration.nproc > 1:
+        from opacus_memprof.experiments.ranks import together  # loads torch
+
+        together(path, RESULT, path / PROFILE)
     if (path / RESULT).exists():
         return read_json(path / RESULT)
     from opacus_memprof.experiments.result import without_result  # loads torch
 
-    result = without_result(configuration, path / PROFILE, code, last)
+    recorded = path / PROFILE / "rank_0" if configuration.nproc > 1 else path / PROFILE
+    result = without_result(configuration, recorded, code, last)
     write_json(path / RESULT, result)
     return result
 
@@ -92,9 +99,14 @@ def run_to(
 
 def _clear_profile(path: Path) -> None:
     """Removes an earlier profile, which must not be taken for this run's. Raises MemprofError for other files."""
-    claimed = ProfileDirectory(path)
-    claimed.clear()
-    claimed.release()
+    ranks = rank_directories(path)
+    for one in ranks.values() or [path]:
+        claimed = ProfileDirectory(one)
+        claimed.clear()
+        claimed.release()
+        if ranks:
+            one.rmdir()
+    (path / RANKS).unlink(missing_ok=True)
 
 
 def _environment(token: str | None, gpu: int | None) -> dict[str, str]:
@@ -109,7 +121,15 @@ def _environment(token: str | None, gpu: int | None) -> dict[str, str]:
     return environment
 
 
+def _launcher(nproc: int) -> list[str]:
+    """What starts that many processes."""
+    if nproc == 1:
+        return []
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+
+
 def _run_child(
+    command: list[str],
     path: Path,
     environment: Mapping[str, str],
     token: str | None,
@@ -118,7 +138,6 @@ def _run_child(
 ) -> tuple[int, str]:
     """Its exit code (negative: the signal that killed it), and the last line that it printed."""
     secret = token or environment.get("HF_TOKEN")
-    command = [sys.executable, "-m", "opacus_memprof.experiments", str(path)]
     last = ""
     with (
         open(path / LOG, "w", encoding="utf-8") as log,

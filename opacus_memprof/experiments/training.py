@@ -12,7 +12,7 @@ from torch import nn
 from opacus_memprof.directory import DEFAULT_MAX_EVENTS
 from opacus_memprof.engine import PrivacyEngine
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments import data, models, steps
+from opacus_memprof.experiments import data, models, ranks, steps
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.result import Course, result_of
 from opacus_memprof.session import Session, outcome
@@ -49,12 +49,15 @@ class _Run:
         self._chosen = configuration
         self._session = session
         self._course = course
-        self._device = torch.device(session.device)
         self._numbers = count()
 
     def all(self) -> None:
         """Sets up and trains."""
         chosen, course = self._chosen, self._course
+        self._device = torch.device(self._session.device)
+        if chosen.nproc > 1:
+            course.begin("joining the other processes")
+            self._device = ranks.join(self._session.device)
         course.begin("loading the model")
         model = models.build(chosen, self._device)
         self._session.attach(model)
@@ -66,6 +69,12 @@ class _Run:
         course.data = {"source": loaded.source, "reason": loaded.reason}
         print(f"  {loaded.reason}", flush=True)
         self._snapshot("data_prepared")
+
+        if chosen.nproc > 1:
+            course.begin("sharding the model")
+            model = ranks.shard(model)
+            self._session.attach(model)
+            self._snapshot("fsdp_wrapped")
 
         course.begin("setting up the optimizer")
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -102,7 +111,7 @@ class _Run:
             noise_multiplier=chosen.sigma,
             max_grad_norm=chosen.max_grad_norm,
             poisson_sampling=False,  # only batches of one size can be compared
-            grad_sample_mode=chosen.mode,
+            grad_sample_mode=chosen.grad_sample_mode,
         )
         return tuple(prepared) if chosen.mode == "ghost" else (*prepared[:2], criterion, prepared[2])
 

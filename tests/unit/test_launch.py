@@ -74,3 +74,10 @@ def test_of_one_job() -> None:
 @pytest.mark.parametrize("said", [None, {}, {"rank": 0}, 7])
 def test_what_other_releases_say_is_nothing(said: object) -> None:
     assert Launch.from_json(said) is None
+
+
+def test_ghost_tp_is_refused_with_the_reason() -> None:
+    from opacus_memprof import PrivacyEngine
+
+    with pytest.raises(MemprofError, match="no optimizer for it"):
+        PrivacyEngine().make_private(grad_sample_mode="ghost_tp")

@@ -32,6 +32,10 @@ def on_device(cells: Sequence[Cell]) -> tuple[list[Cell], list[int]]:
 
     from opacus_memprof.adaptors import resolve_device
 
+    if (needed := cells[0].configuration.nproc) > 1:  # one cell at a time, which sees all GPUs
+        if wanted == "cuda" and needed > torch.cuda.device_count():
+            raise MemprofError(f"--nproc is {needed} and there are {torch.cuda.device_count()} GPUs: lower it")
+        return list(cells), []
     device: Device = "cuda" if resolve_device(wanted) == "cuda" else "cpu"
     gpus = range(torch.cuda.device_count()) if device == "cuda" else []
     return [Cell(replace(cell.configuration, device=device)) for cell in cells], list(gpus)

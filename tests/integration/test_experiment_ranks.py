@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run of a known configuration in several processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.experiments import process
+from opacus_memprof.experiments.configuration import Configuration
+from opacus_memprof.experiments.ranks import together
+
+
+@pytest.mark.slow
+def test_a_model_is_sharded_over_two_processes(tmp_path: Path) -> None:
+    small = {"seq_length": 8, "batch_size": 2, "num_steps": 1, "warmup_steps": 0, "device": "cpu"}
+    chosen = Configuration(mode="ghost", nproc=2, **small)
+    result = process.run(chosen, tmp_path / "run")
+    assert result["status"] == "finished", result["error"]
+    names = [snapshot["name"].partition("_")[2] for snapshot in result["snapshots"]]
+    assert names[:5] == ["model_loaded", "data_prepared", "fsdp_wrapped", "optimizer_set_up", "privacy_engine_set_up"]
+    assert [row["status"] for row in result["ranks"]["ranks"]] == ["finished", "finished"]
+    for row in result["ranks"]["ranks"]:
+        categories = row["peak"]["categories"]
+        assert categories["model_parameters"] >= 4 * result["parameters"]["total"] // 2  # padded to equal shards
+        assert categories["model_parameters"] < 0.6 * 4 * result["parameters"]["total"]
+    process._clear_profile(tmp_path / "run/profile")  # as a run of one process does that comes after it
+    assert not list((tmp_path / "run").glob("profile/*"))
+
+
+def test_of_the_ranks_results_the_one_that_says_most_stays(tmp_path: Path) -> None:
+    for name, status in (("result", "finished"), ("result_1", "out_of_memory"), ("result_2", "failed")):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"status": status, "error": name}))
+    together(tmp_path, "result.json", tmp_path / "profile")
+    assert json.loads((tmp_path / "result.json").read_text()) == {
+        "status": "out_of_memory",
+        "error": "result_1",
+        "ranks": None,  # no rank has left a profile
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json"]
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "flash_clip"])
+def test_modes_that_cannot_be_sharded_are_refused(mode: str) -> None:
+    with pytest.raises(MemprofError, match="one process"):
+        Configuration(mode=mode, nproc=2)  # type: ignore[arg-type]
