@@ -22,8 +22,8 @@ class PrivacyEngine(FlashClipEngineMixin, opacus.PrivacyEngine):  # type: ignore
         `FlashClipEngineMixin.make_private`. Raises MemprofError for ghost_tp."""
         if kwargs.get("grad_sample_mode") == "ghost_tp":
             raise MemprofError(
-                "ghost_tp cannot be trained through Opacus' PrivacyEngine, which has no optimizer for it (a plain DPOptimizer "
-                "at best): use ghost_fsdp over several GPUs, or ghost"
+                "ghost_tp cannot be trained through Opacus' PrivacyEngine, which has no optimizer for it: use "
+                "ghost_fsdp over several GPUs, or ghost"
             )
         prepared = setting_up(lambda: super(PrivacyEngine, self).make_private(**kwargs))
         recording = session.current()
