@@ -4,6 +4,7 @@
 A machine that was set up to test CUDA must not report success because its driver has gone.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,10 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures touch the device
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("cuda") is None or torch.cuda.is_available():
+    if item.get_closest_marker("cuda") is None:
+        return
+    if torch.cuda.is_available():
+        gc.collect()  # an earlier test's models, which torch's own allocator would free in the midst of this one
         return
     if os.environ.get("MEMPROF_REQUIRE_CUDA") == "1":
         pytest.fail("needs a GPU that torch can use, which MEMPROF_REQUIRE_CUDA=1 promises", pytrace=False)

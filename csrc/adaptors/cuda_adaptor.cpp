@@ -128,7 +128,9 @@ class CudaAdaptor final : public Adaptor {
       }
     });
     for (const std::uint64_t address : recorder().seeded(static_cast<Device>(1 + device))) {
-      if (!alive.contains(address)) recorder().on_free(address, this_thread().phase());
+      if (alive.contains(address)) continue;
+      const Recorder::Freed freed = recorder().on_free(address, this_thread().phase());
+      if (freed.closed_peak) note_peak(freed.device);
     }
     return pending;
   }
@@ -145,9 +147,13 @@ class CudaAdaptor final : public Adaptor {
     }
   }
 
-  // Tensors from before have the native deleter: their frees go past us (refresh notices).
+  // Tensors from before have the native deleter: their frees go past us (refresh notices). What was
+  // seeded at an earlier install may be gone since, and its address somebody else's.
   void seed() {
     if (!allocator_->upstream()->initialized()) return;
+    for (const Block& block : recorder().live_blocks()) {
+      if (block.seeded && block.device != 0) recorder().on_free(block.address, Phase::idle);
+    }
     try {
       for_each_block([](std::uint64_t address, const auto& block, c10::DeviceIndex device) {
         if (block.allocated) {

@@ -236,6 +236,23 @@ def test_cublas_workspaces_have_their_category() -> None:
 
 
 @pytest.mark.skipif(torch.__version__ >= "2.12", reason="workspaces of this torch live for one operation")
+def test_what_was_seeded_once_is_not_believed_at_the_next_attach() -> None:
+    """Freed while nobody looked, and its address in use again, for other sizes."""
+    _native.cuda_uninstall()
+    before = [torch.zeros(1000, device="cuda") for _ in range(8)]
+    _native.cuda_install()
+    assert all(block_of(tensor)["seeded"] for tensor in before)
+    _native.cuda_uninstall()
+    addresses = {tensor.data_ptr() for tensor in before}
+    before.clear()
+    again = [torch.zeros(900, device="cuda") for _ in range(4)]
+    assert {tensor.data_ptr() for tensor in again} <= addresses
+    _native.cuda_install()
+    assert all(block_of(tensor)["bytes"] == 3600 for tensor in again)
+    requested = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    assert sum(block["bytes"] for block in _native.live_blocks() if block["device"] == "cuda:0") == requested
+
+
 def test_workspaces_from_before_a_late_attach_have_their_category() -> None:
     _native.cuda_uninstall()
     threading.Thread(target=some_work).start()
