@@ -6,20 +6,23 @@ from html import escape
 from typing import Any
 
 from opacus_memprof.reports.oom_text import headline
+from opacus_memprof.reports.palette import CATEGORY_COLORS, THEMES
 from opacus_memprof.units import format_bytes
 
 _STYLE = """
-:root { color-scheme: light dark; --bar: #c2410c; --line: #8884; --soft: #8889; }
+:root { color-scheme: light dark; %(light)s }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
+body { background: var(--background); color: var(--text); }
 h1 { font-size: 1.3rem; } h2 { font-size: 1.05rem; margin-top: 2rem; }
-table { border-collapse: collapse; width: 100%; table-layout: fixed; }
-td { text-align: left; padding: .2rem .6rem .2rem 0; border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
+table { border-collapse: collapse; width: 100%%; table-layout: fixed; }
+td { text-align: left; padding: .2rem .6rem .2rem 0; border-bottom: 1px solid var(--grid); overflow-wrap: anywhere; }
 td.n { text-align: right; white-space: nowrap; width: 7rem; font-variant-numeric: tabular-nums; }
-td.b { width: 30%; } .bar { background: var(--bar); height: .7rem; border-radius: 2px; }
-ol > li { margin-bottom: 1.2rem; } pre { overflow-x: auto; background: #8881; padding: .5rem; border-radius: 4px; }
-.soft { color: var(--soft); }
-@media (prefers-color-scheme: dark) { :root { --bar: #fb923c; } }
-"""
+td.b { width: 30%%; } .bar { background: var(--accent); height: .7rem; border-radius: 2px; }
+ol > li { margin-bottom: 1.2rem; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--grid); padding: .5rem; border-radius: 4px; }
+.soft { color: var(--muted); } .fits { color: #1a7f37; }
+@media (prefers-color-scheme: dark) { :root { %(dark)s } .fits { color: #3fb950; } }
+""" % {name: " ".join(f"--{key}: {value};" for key, value in vars(theme).items()) for name, theme in THEMES.items()}
 
 
 def oom_page(report: Mapping[str, Any]) -> str:
@@ -59,19 +62,23 @@ def _bars(rows: Iterable[tuple[str, int]]) -> str:
     largest = ordered[0][0]
     cells = [
         f"<tr><td>{escape(name)}</td><td class='n'>{format_bytes(size)}</td>"
-        f"<td class='b'><div class='bar' style='width:{100 * size / largest:.1f}%'></div></td></tr>"
+        f"<td class='b'><div class='bar' style='width:{100 * size / largest:.1f}%{_color(name)}'></div></td></tr>"
         for size, name in ordered
     ]
     return f"<table>{''.join(cells)}</table>"
 
 
+def _color(name: str) -> str:
+    return f";background:{CATEGORY_COLORS[name]}" if name in CATEGORY_COLORS else ""
+
+
 def _suggestions(suggestions: Sequence[Mapping[str, Any]]) -> str:
     if not suggestions:
         return "<p>Nothing is known that would make it fit.</p>"
-    verdict = {True: "fits", False: "not enough alone", None: ""}
+    verdict = {True: "<span class='fits'>fits</span>", False: "<span class='soft'>not enough alone</span>", None: ""}
     items = [
         f"<li><b>{escape(one['title'])}</b>: peak {format_bytes(one['predicted_peak_bytes'])}, "
-        f"{format_bytes(one['saved_bytes'])} less <span class='soft'>{verdict[one['fits']]}</span>"
+        f"{format_bytes(one['saved_bytes'])} less {verdict[one['fits']]}"
         f"<pre>{escape(one['code'])}</pre><span class='soft'>{escape(one['computed'])}</span></li>"
         for one in suggestions
     ]

@@ -51,9 +51,11 @@ def note(report: Mapping[str, Any], path: str) -> str:
 
 def _what_would_have_fitted(report: Mapping[str, Any]) -> str:
     room, needed = report["room"], report["needed"]
-    said = [f"The step needs {format_bytes(needed['bytes'])}, in {needed['phase'].replace('_', ' ')}"]
-    if needed["module"]:
-        said[0] += f" of {needed['module']}"
+    if report["batch"]["samples"] is None:
+        said = [f"That is {format_bytes(needed['bytes'])} in all"]
+    else:
+        where = f" of {needed['module']}" if needed["module"] else ""
+        said = [f"The step needs {format_bytes(needed['bytes'])}, in {needed['phase'].replace('_', ' ')}{where}"]
     if room["may_reserve_bytes"] is None:
         if room["limit_bytes"] is not None:
             said.append(f"{format_bytes(room['limit_bytes'])} are allowed")

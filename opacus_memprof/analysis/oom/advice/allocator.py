@@ -36,7 +36,9 @@ def other_processes(case: Case) -> Iterator[Suggestion]:
         return
     instant = case.peak()
     would = room.may_reserve + room.others - _CONTEXT
-    lacking = max(int(instant.bytes * room.rounding / (1 - MARGIN)) - room.may_reserve, 0)
+    lacking = int(instant.bytes * room.rounding / (1 - MARGIN)) - room.may_reserve
+    if lacking <= 0:
+        return
     yield Suggestion(
         actions=({"kind": "other_processes", "bytes": room.others, "lacking_bytes": lacking},),
         title="ending what else runs on this device",

@@ -32,7 +32,7 @@ def let_go(case: Case) -> Iterator[Suggestion]:
     steps = left.steps
     categories = ", ".join(name.replace("_", " ") for name in left.by_category)
     code = (
-        "losses.append(loss.item())  # not loss, which keeps the graph of its step"
+        "losses.append(loss.item())  # not the tensor, which keeps memory of its step; or .detach().cpu()"
         if "activations" in left.by_category
         else "# look for lists, dictionaries and attributes that tensors of each step are put into"
     )

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports of failures on a GPU that are made by hand: what would have fitted, fragments, other processes, a leak."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from opacus_memprof.analysis.oom import build_report
+from opacus_memprof.reports.oom_html import oom_page
+from opacus_memprof.reports.oom_text import note, print_oom
+from opacus_memprof.workload import Forward, Module, Workload
+
+G = 2**30
+DEVICE = 80 * G
+
+
+def holding(category: str, size: int, step: int = 5, module: str = "head", phase: str = "backward") -> dict[str, Any]:
+    return {
+        "bytes": size,
+        "blocks": 1,
+        "largest": size,
+        "category": category,
+        "module": module,
+        "op": "",
+        "phase": phase,
+        "step": step,
+    }
+
+
+def failure(requested: int, holdings: list[dict[str, Any]], **upstream: int | None) -> dict[str, Any]:
+    live = sum(one["bytes"] for one in holdings)
+    said: dict[str, int | None] = {
+        "reserved": live,
+        "allocated": live,
+        "pending": 0,
+        "largest_free": 0,
+        "free_segments": 0,
+        "free_expandable": 0,
+        "device_free": 0,
+        "limit": DEVICE,
+    }
+    said |= upstream
+    said.setdefault("device_total", (said["reserved"] or 0) + (said["device_free"] or 0))  # nobody else is there
+    return {
+        "number": 0,
+        "requested": requested,
+        "unix_ns": 0,
+        "step": 5,
+        "logical_step": 5,
+        "device": "cuda:0",
+        "category": "temp_matrices",
+        "phase": "backward",
+        "module": "head",
+        "op": "compute_linear_grad_sample",
+        "holdings": holdings,
+        "upstream": said,
+    }
+
+
+def linear(n: int) -> Workload:
+    """One Linear of 1024 inputs and 4096 outputs, trained by Opacus on batches of n."""
+    elements = 1024 * 4096
+    workload = Workload(mode="hooks", optimizer="SGD")
+    workload.modules["head"] = Module("Linear", 4 * elements, elements, 0, 4096, 1024, True, True)
+    workload.forwards["head"] = Forward(n, 1, 4 * n * 1024, 4 * n * 4096, 4, True)
+    workload.batches.append((0, n))
+    return workload
+
+
+def first(report: dict[str, Any]) -> dict[str, Any]:
+    return report["suggestions"][0]["actions"][0]
+
+
+def test_the_physical_batch_that_fits() -> None:
+    """Everything but the model grows with the batch: psg = 4 · 1024 · 4096 · n bytes, twice while they are made."""
+    n, sample = 512, 4 * 1024 * 4096
+    held = [holding("model_parameters", sample), holding("gradients", sample), holding("per_sample_gradients", 8 * G)]
+    report = build_report([failure(8 * G, held, device_free=0, reserved=12 * G)], linear(n))
+    assert report["needed"]["bytes"] == pytest.approx(2 * n * sample, rel=0.01)
+    assert report["batch"]["bytes_per_sample"] == pytest.approx(2 * sample, rel=0.01)
+    best = report["batch"]["largest_that_fits"]
+    assert report["batch"]["predicted_peak_bytes"] <= report["room"]["capacity_bytes"]
+    assert 2 * best * sample + 3 * sample == pytest.approx(report["batch"]["predicted_peak_bytes"], rel=0.01)
+    chosen = next(one for one in report["suggestions"] if one["actions"][0]["kind"] == "max_physical_batch_size")
+    assert chosen["actions"] == [{"kind": "max_physical_batch_size", "value": best}]
+    assert chosen["saved_bytes"] == report["needed"]["bytes"] - chosen["predicted_peak_bytes"]
+
+
+def test_fragments() -> None:
+    held = [holding("teacher", 60 * G, step=0, phase="idle")]
+    report = build_report([failure(6 * G, held, reserved=70 * G, largest_free=2 * G, device_free=G)], Workload())
+    assert first(report) == {"kind": "allocator_setting", "value": "expandable_segments:True"}
+    assert report["suggestions"][0]["fits"]
+    assert report["room"]["cached_bytes"] == 10 * G
+    expandable = failure(6 * G, held, reserved=70 * G, largest_free=2 * G, free_expandable=10 * G)
+    assert build_report([expandable], Workload())["suggestions"] == []
+    not_enough = failure(20 * G, held, reserved=70 * G, largest_free=2 * G)
+    assert build_report([not_enough], Workload())["suggestions"] == []
+
+
+def test_another_process() -> None:
+    held = [holding("teacher", 20 * G, step=0, phase="idle")]
+    report = build_report([failure(10 * G, held, device_free=2 * G, device_total=DEVICE)], Workload())
+    assert first(report)["kind"] == "other_processes"
+    assert report["room"]["others_bytes"] == DEVICE - 2 * G - 20 * G
+    assert report["suggestions"][0]["fits"]
+    alone = failure(10 * G, [holding("teacher", 78 * G, step=0, phase="idle")], device_free=2 * G, device_total=DEVICE)
+    assert build_report([alone], Workload())["suggestions"] == []
+
+
+def test_a_limit_of_the_process_is_no_other_process() -> None:
+    held = [holding("teacher", 20 * G, step=0, phase="idle")]
+    report = build_report([failure(10 * G, held, device_free=60 * G, device_total=DEVICE, limit=25 * G)], Workload())
+    assert report["suggestions"] == []
+    assert report["room"]["limit_bytes"] == 25 * G
+
+
+def test_what_steps_have_left_behind() -> None:
+    leaked = [holding("forward_undecided", G, step=step, phase="forward") for step in range(5)]
+    held = [holding("model_parameters", G, step=0, phase="idle"), *leaked, holding("forward_undecided", 3 * G)]
+    report = build_report([failure(2 * G, held)], Workload())
+    assert report["left_behind"]["bytes"] == 5 * G
+    assert report["left_behind"]["steps"] == [0, 1, 2, 3, 4]
+    assert first(report) == {"kind": "let_go", "categories": ["activations"], "modules": ["head"]}
+    assert report["suggestions"][0]["saved_bytes"] == 5 * G
+    # What two steps have made is no leak: each may still use what the one before has left.
+    two = [one for one in held if one["step"] in (0, 4, 5)]
+    assert build_report([failure(2 * G, two)], Workload())["left_behind"]["bytes"] == 0
+
+
+def test_nobody_counts() -> None:
+    nothing = dict.fromkeys(failure(1, [])["upstream"])
+    report = build_report([failure(G, [holding("teacher", 2 * G)], **nothing)], Workload())
+    assert report["room"]["capacity_bytes"] == 2 * G  # that much has fitted
+    assert report["room"]["may_reserve_bytes"] is None
+    text(report)
+
+
+def test_nothing_is_live_at_all() -> None:
+    report = build_report([failure(G, [])], Workload())
+    assert (report["live_bytes"], report["needed"]["bytes"]) == (0, G)
+    assert "Nothing is known" in text(report)
+    assert "nothing" in oom_page(report)
+
+
+def text(report: dict[str, Any], width: int = 80) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_oom(report, console)
+    return console.export_text()
+
+
+def test_reports_show_names_as_they_are() -> None:
+    name = "model[0].<b>x</b>." + "very_long_name." * 12
+    held = [holding("[red]mine[/red]", G, module=name)]
+    report = build_report([failure(G, held) | {"module": name}], Workload())
+    assert "[red]mine[/red]" in text(report, 300)
+    assert name in text(report, 500)
+    page = oom_page(report)
+    assert "<b>x</b>" not in page
+    assert "&lt;b&gt;x&lt;/b&gt;" in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert name in note(report, "oom_report.txt")
