@@ -20,13 +20,15 @@ def run_all(
     What privacy costs stands in the results as `tax`, where vanilla came first and finished.
 
     Raises:
-        MemprofError: the directory cannot be written, or holds other files where profiles go.
+        MemprofError: the directory cannot be written, or holds other files where profiles go, or the first training was
+            refused.
     """
     results: list[dict[str, Any]] = []
     for number, configuration in enumerate(configurations, 1):
         print(f"{configuration.mode} ({number} of {len(configurations)})", flush=True)
         output = directory / f"{configuration.mode}_result.json"
-        result = process.run_to(output, configuration, keep_refused=True, token=token, on_line=_say)
+        # What is wrong with the first, the others share; a later one may meet layers that its mode does not know.
+        result = process.run_to(output, configuration, keep_refused=number > 1, token=token, on_line=_say)
         results.append(result)
         if number > 1 and (tax := _tax(result, results[0])):
             result["tax"] = tax

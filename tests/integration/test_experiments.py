@@ -16,6 +16,7 @@ import torch
 from opacus_memprof import cli
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments import process, training
+from opacus_memprof.experiments import suite as suites
 from opacus_memprof.experiments.configuration import MODES, Configuration
 
 VOCABULARY, WIDTH, LAYERS, TOKENS, BATCH = 256, 64, 2, 16, 4
@@ -311,3 +312,30 @@ def test_the_document_s_own_categories(tmp_path: Path, monkeypatch: pytest.Monke
     after_forward = cpu["snapshots"][0]["categories"]
     assert after_forward["seen"] == 4 * 10 * 64 * 100
     assert after_forward["scores"] == 4 * 64 * 64  # what sigmoid returned; the product went with the method
+
+
+@pytest.mark.parametrize(
+    ("refused", "written"), [("vanilla", []), ("ghost", ["ghost_result.json", "vanilla_result.json"])]
+)
+def test_a_suite_ends_where_its_first_training_is_refused(
+    refused: str, written: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later one may meet layers that its mode does not know: that is a result."""
+    result = {"status": "failed", "error": "no such layer", "peak": None, "out_of_memory": [], "avg_time_ms": None}
+    python = tmp_path / "python"
+    lines = [
+        "#!/bin/sh",
+        'mode=$(basename "$3" _result.run)',
+        f'refused=$([ "$mode" = {refused} ] && echo true || echo false)',
+        f"""echo '{json.dumps(result)[:-1]}, "refused": '"$refused"', "experiment": "'"$mode"'"}}' > "$3/result.json\"""",
+    ]
+    python.write_text("\n".join(lines) + "\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(process.sys, "executable", str(python))
+    both = [replace(TINY, mode="vanilla"), replace(TINY, mode="ghost")]
+    if refused == "vanilla":
+        with pytest.raises(MemprofError, match="no such layer"):
+            suites.run_all(both, tmp_path / "suite")
+    else:
+        assert [found["refused"] for found in suites.run_all(both, tmp_path / "suite")] == [False, True]
+    assert sorted(path.name for path in (tmp_path / "suite").glob("*.json")) == written
