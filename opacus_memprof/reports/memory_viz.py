@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from opacus_memprof.analysis.events import ALLOC, FREE, OOM, RETAG, SEED, Events, Rows
+from opacus_memprof.analysis.events import FREE, OOM, RETAG, Events, Rows
 from opacus_memprof.analysis.names import Names
+from opacus_memprof.analysis.window import Window, around_peak
 from opacus_memprof.files import replacing
 
 MAX_EVENTS = 200_000  # of a device: the viewer holds each of them
@@ -56,17 +55,14 @@ def write_memory_viz(
         MemprofError: events.bin is not readable, or `path` cannot be written.
     """
     events = Events(directory)
-    pieces: list[Rows] = []
-    wanted = (ALLOC, FREE, RETAG, SEED, OOM)
-    events.each(lambda rows: pieces.append(rows[np.isin(rows["kind"], wanted)]))
-    rows = np.concatenate(pieces) if pieces else np.empty(0, [("device", "u1")])
-    cards = int(rows["device"].max(initial=0))
+    windows = around_peak(events, MAX_EVENTS)
+    cards = max(windows, default=0)
     traces: list[list[Entry]] = [[] for _ in range(cards + 1)]
     segments: list[Entry] = []
-    for device in np.unique(rows["device"]):
-        number = int(device) - 1 if device else cards
+    for device, window in windows.items():
+        number = device - 1 if device else cards
         trace = _Trace(events.names, profile["started_unix_ns"])
-        trace.replay(rows[rows["device"] == device])
+        trace.replay(window)
         traces[number] = trace.entries
         segments += trace.segments(number)
     snapshot = {
@@ -91,16 +87,12 @@ class _Trace:
         self._words = lru_cache(maxsize=None)(self._words_of)
         self._frame = lru_cache(maxsize=None)(_frame)
 
-    def replay(self, rows: Rows) -> None:
-        """Takes all of a device's rows."""
-        rows = rows[(rows["block"] >= 0) | (rows["kind"] == OOM)]
-        born = np.isin(rows["kind"], (ALLOC, SEED))
-        change = np.where(born, 1, np.where(rows["kind"] == FREE, -1, 0)) * rows["bytes"].astype(np.int64)
-        peak = int(np.argmax(np.cumsum(change)))
-        first = int(np.clip(peak - MAX_EVENTS // 2, 0, max(len(rows) - MAX_EVENTS, 0)))
-        for number, block in _live_after(rows[:first]):
-            self._alloc(number, block, int(rows["time_ns"][first]))
-        for row in _plain(rows[first : first + MAX_EVENTS]):
+    def replay(self, window: Window) -> None:
+        """Takes a device's events."""
+        begin = int(window.rows["time_ns"][0])
+        for number, block in _blocks(window.before):
+            self._alloc(number, block, begin)
+        for row in _plain(window.rows):
             self._take(row)
         # Some versions of the viewer add this category for what has none, and fail.
         self.entries.append({"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "category": "unknown"})
@@ -215,13 +207,9 @@ def _block(row: Mapping[str, int]) -> _Block:
     return _Block(*where, row["category"], row["module"], row["op"], row["phase"], row["step"])
 
 
-def _live_after(rows: Rows) -> Iterator[tuple[int, _Block]]:
-    """The blocks that are live after these rows, with their numbers, in the order of their births."""
-    rows = rows[rows["block"] >= 0]
-    alive = ~np.isin(rows["block"], rows["block"][rows["kind"] == FREE])
-    rows = rows[alive]
-    retags = rows[rows["kind"] == RETAG]
-    last = {row["block"]: row for row in _plain(retags)}
+def _blocks(rows: Rows) -> Iterator[tuple[int, _Block]]:
+    """The blocks of these births and retags, with their numbers, in the order of their births."""
+    last = {row["block"]: row for row in _plain(rows[rows["kind"] == RETAG])}
     for row in _plain(rows[rows["kind"] != RETAG]):
         later = last.get(row["block"], row)
         yield row["block"], _block(row)._replace(category=later["category"], module=later["module"])

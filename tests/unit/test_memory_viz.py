@@ -104,8 +104,11 @@ def test_the_pickle_has_only_what_the_viewer_unpickles(directory: Path) -> None:
     }
 
 
-def test_of_many_events_those_around_the_peak_are_kept(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_viz, "MAX_EVENTS", 100)
+@pytest.mark.parametrize("most", [100, 2])
+def test_of_many_events_those_around_the_peak_are_kept(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(memory_viz, "MAX_EVENTS", most)
     oracle = Oracle(directory, 1)
     live: dict[int, int] = {}
     categories: dict[int, str] = {}
@@ -125,7 +128,7 @@ def test_of_many_events_those_around_the_peak_are_kept(directory: Path, monkeypa
     peak = int(np.argmax(oracle.total))
     assert highest == oracle.total[peak]
     assert at_peak == oracle.named(oracle.live[peak])
-    assert len(entries) < 100 * 3 + np.isin(oracle.events["kind"], (1,)).sum() / 2
+    assert len(entries) < most * 3 + np.isin(oracle.events["kind"], (1,)).sum() / 2
 
 
 def test_the_cpu_is_device_0_where_it_is_alone(tmp_path: Path) -> None:
@@ -144,3 +147,22 @@ def test_an_empty_profile_is_an_empty_snapshot(tmp_path: Path) -> None:
     snapshot = pickle.loads((tmp_path / "empty.pickle").read_bytes())
     assert (snapshot["segments"], [entry for trace in snapshot["device_traces"] for entry in trace]) == ([], [])
     assert "total_allocated: 0.0B" in _memory_viz.segsum(snapshot)
+
+
+def test_a_window_over_several_pieces_begins_with_what_is_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The events come in pieces of 65 536."""
+    monkeypatch.setattr(memory_viz, "MAX_EVENTS", 1000)
+    file = EventFile().add("alloc", 2**30, 10, "inputs").retag(2**30, "inputs", "noise", size=10)
+    for number in range(1, 100_000):
+        file.add("alloc", 2**12 * number, 5, "gradients").add("free", 2**12 * number, 5, "gradients")
+    file.retag(2**30, "noise", "gradients", size=10).add("alloc", 2**31, 7, "inputs")
+    profile = build_profile(file.write(tmp_path), status="finished", exit_code=0)
+    write_memory_viz(profile, tmp_path, tmp_path / "a.pickle")
+    entries = pickle.loads((tmp_path / "a.pickle").read_bytes())["device_traces"][0]
+    blocks = [entry for entry in entries if entry["action"] != "snapshot"]
+    assert [(entry["action"], entry["addr"], entry["category"]) for entry in (blocks[0], blocks[-2], blocks[-1])] == [
+        ("alloc", 2**30, "noise"),
+        ("alloc", 2**30, "gradients"),
+        ("alloc", 2**31, "inputs"),
+    ]
+    assert len(blocks) == 1 + 1000 - 2 + 499 + 3 + 1
