@@ -314,28 +314,32 @@ def test_the_document_s_own_categories(tmp_path: Path, monkeypatch: pytest.Monke
     assert after_forward["scores"] == 4 * 64 * 64  # what sigmoid returned; the product went with the method
 
 
-@pytest.mark.parametrize(
-    ("refused", "written"), [("vanilla", []), ("ghost", ["ghost_result.json", "vanilla_result.json"])]
-)
+REFUSING = """#!{python}
+import json, pathlib, sys
+
+directory = pathlib.Path(sys.argv[3])
+mode = json.loads((directory / "configuration.json").read_text())["mode"]
+result = {{"experiment": mode, "status": "failed", "error": "no such layer", "refused": mode == "{refused}"}}
+result |= {{"peak": None, "out_of_memory": [], "avg_time_ms": None}}
+(directory / "result.json").write_text(json.dumps(result))
+"""
+
+
+@pytest.mark.parametrize("refused", ["vanilla", "ghost"])
 def test_a_suite_ends_where_its_first_training_is_refused(
-    refused: str, written: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later one may meet layers that its mode does not know: that is a result."""
-    result = {"status": "failed", "error": "no such layer", "peak": None, "out_of_memory": [], "avg_time_ms": None}
     python = tmp_path / "python"
-    lines = [
-        "#!/bin/sh",
-        'mode=$(basename "$3" _result.run)',
-        f'refused=$([ "$mode" = {refused} ] && echo true || echo false)',
-        f"""echo '{json.dumps(result)[:-1]}, "refused": '"$refused"', "experiment": "'"$mode"'"}}' > "$3/result.json\"""",
-    ]
-    python.write_text("\n".join(lines) + "\n")
+    python.write_text(REFUSING.format(python=sys.executable, refused=refused))
     python.chmod(0o755)
     monkeypatch.setattr(process.sys, "executable", str(python))
     both = [replace(TINY, mode="vanilla"), replace(TINY, mode="ghost")]
+    results = tmp_path / "results"
     if refused == "vanilla":
         with pytest.raises(MemprofError, match="no such layer"):
-            suites.run_all(both, tmp_path / "suite")
+            suites.run_all(both, results)
+        assert not list(results.glob("*.json"))
     else:
-        assert [found["refused"] for found in suites.run_all(both, tmp_path / "suite")] == [False, True]
-    assert sorted(path.name for path in (tmp_path / "suite").glob("*.json")) == written
+        assert [result["refused"] for result in suites.run_all(both, results)] == [False, True]
+        assert {path.name for path in results.glob("*.json")} == {"vanilla_result.json", "ghost_result.json"}
