@@ -68,9 +68,13 @@ def _draw_marks(axes: "Axes", rows: Mapping[str, Any], set_up: Mapping[str, int]
         if start < 0 < event - start:
             axes.axvline(event, color=theme_color, linewidth=0.8, linestyle="--")
             axes.text(event, 0.5, f"{name} ", rotation=90, ha="right", va="center", **look)
-    for phase, begin, until in _phases(rows, origin):
-        room = (until - begin) / (end - start) * inches / 0.055  # letters
-        if begin < start or room < 0.3:
+    letters = inches / 0.055 / (end - start)  # of room for each event
+    phases = [phase for phase in _phases(rows, origin) if phase[1] >= start]
+    if sum((until - begin) * letters < 1 for _, begin, until in phases) > len(phases) / 2:
+        return  # marks of the few that are long enough would be taken for all
+    for phase, begin, until in phases:
+        room = (until - begin) * letters
+        if room < 0.3:
             continue
         axes.axvline(begin, color=theme_color, linewidth=0.4, alpha=0.6)
         if fitting := [name for name in _PHASE_NAMES.get(phase, (phase,)) if len(name) <= room]:

@@ -21,18 +21,28 @@ def height(bars: int) -> float:
     return _HEAD + ROW * max(bars, 4)
 
 
-def in_the_middle(axes: "Axes", bars: int) -> None:
-    """Few bars are no thicker than many, and not at the edge."""
-    middle, rows = (bars - 1) / 2, max(bars, 3)
+def name_bars(axes: "Axes", names: Sequence[str]) -> None:
+    """Names in full: each part tells a configuration from others. Few bars are no thicker than many."""
+    axes.set_yticks(range(len(names)), names)
+    middle, rows = (len(names) - 1) / 2, max(len(names), 3)
     axes.set_ylim(middle + rows / 2, middle - rows / 2)
+
+
+def say_of_nothing(axes: "Axes", sizes: Sequence[Mapping[str, int]], words: str) -> None:
+    """In the place of the sums of bars that have no parts. Their texts come first and in the bars' order."""
+    for text, parts in zip(axes.texts, sizes, strict=False):
+        if not parts:
+            text.set_text(words)
 
 
 def peak_bars(axes: "Axes", results: Sequence[Result], theme: Theme) -> None:
     """The peak of each by category. One that ran out of memory is hatched: it shows how far it got."""
     names, sizes = [label(result) for result in results], [categories(result) for result in results]
     stacked_bars(axes, names, sizes, horizontal=True)
-    in_the_middle(axes, len(results))
+    name_bars(axes, names)
+    say_of_nothing(axes, sizes, "")
     axes.set_title("Memory at the peak, by category")
+    axes.set_xlabel("S: sequence length · B: batch / physical batch · r: LoRA rank")
     mark_failures(axes, results, theme)
 
 

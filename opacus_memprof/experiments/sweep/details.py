@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opacus_memprof.experiments.sweep.bars import height, in_the_middle, mark_failures
+from opacus_memprof.experiments.sweep.bars import height, mark_failures, name_bars, say_of_nothing
 from opacus_memprof.experiments.sweep.memory_types import memory_types
 from opacus_memprof.experiments.sweep.reading import Result, label, outcome, peak_bytes
 from opacus_memprof.experiments.sweep.tables import OPERATIONS
@@ -79,14 +79,16 @@ def draw_details(results: Mapping[str, Result], path: Path, theme: str) -> None:
 def draw_operations(results: Mapping[str, Result], path: Path, theme: str) -> None:
     """What was live at the highest instant within each operation, side by side."""
     rows = list(results.values())
+    names = [label(result) + outcome(result) for result in rows]
     operations = [operation for operation in OPERATIONS if any(operation_bytes(result, operation) for result in rows)]
     with drawn(path, theme, (15, height(len(rows)) + 0.4)) as figure:
         figure.suptitle("The highest instant within each operation, by category", fontweight="bold")
         panels = figure.subplots(1, max(len(operations), 1), sharex=True, sharey=True, squeeze=False)[0]
         for axes, operation in zip(panels, operations, strict=False):
             sizes = [operation_bytes(result, operation) for result in rows]
-            stacked_bars(axes, [label(result) + outcome(result) for result in rows], sizes, horizontal=True)
-            in_the_middle(axes, len(rows))
+            stacked_bars(axes, names, sizes, horizontal=True)
+            name_bars(axes, names)
+            say_of_nothing(axes, sizes, "not reached")
             axes.set_title(category_label(operation))
         every = [operation_bytes(result, operation) for result in rows for operation in operations]
         highest = max((sum(sizes.values()) for sizes in every), default=1)
@@ -104,8 +106,7 @@ def _stack(axes: "Axes", names: Sequence[str], rows: Sequence[Mapping[str, int]]
         if any(sizes):
             axes.barh(range(len(rows)), sizes, left=ends, color=color, label=part)
             ends = [end + size for end, size in zip(ends, sizes, strict=True)]
-    axes.set_yticks(range(len(names)), names)
-    in_the_middle(axes, len(names))
+    name_bars(axes, names)
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", visible=True)
     byte_axis(axes.xaxis, max(ends, default=0))
