@@ -87,8 +87,8 @@ def main() -> None:
         assert session.warnings == []
     percent = 100 * (statistics.median(ratios) - 1)
     quarters = statistics.quantiles([100 * (ratio - 1) for ratio in ratios])
-    print(f"a step, streamed every {arguments.interval:g} s: {percent:+.2f} % (half of {len(ratios)} rounds between ")
-    print(f"{quarters[0]:+.2f} and {quarters[2]:+.2f} %)")
+    between = f"half of {len(ratios)} rounds between {quarters[0]:+.2f} and {quarters[2]:+.2f} %"
+    print(f"a step, streamed every {arguments.interval:g} s: {percent:+.2f} % ({between})")
     for name, seconds in costs.items():
         print(f"{name}: {1e6 * seconds:.0f} us a reading, {100 * seconds / DEFAULT_INTERVAL:.4f} % at one every 10 s")
 
