@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import opacus_memprof
+from opacus_memprof.pytest_plugin import isolation
 from tests.plugin.conftest import LOAD, TRAINING, Run
 
 
@@ -168,6 +169,24 @@ def test_isolated_and_on_workers(pytester: pytest.Pytester, monkeypatch: pytest.
     profiles = [path.parent.name for path in (pytester.path / "out").glob("*/profile.json")]
     assert all(re.fullmatch(r"test_it\.py_test_\w+-[0-9a-f]{8}", name) for name in profiles), profiles
     assert len(profiles) == 4  # of all but the killed and the skipped
+
+
+def test_every_profiled_test_isolated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What isolation does is tested above."""
+    isolated = []
+    monkeypatch.setattr(isolation, "run", lambda item: isolated.append(item.name))
+    run(
+        """
+def test_profiled(memprof): pass
+
+@pytest.mark.limit_gpu_leaks("1 B")
+def test_limited(): pass
+
+def test_plain(): pass
+""",
+        "--memprof-isolated",
+    ).assert_outcomes(passed=1)
+    assert isolated == ["test_profiled", "test_limited"]
 
 
 def test_a_session_that_is_running_already(run: Run, tmp_path: Path) -> None:
