@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,17 @@ def test_profiled_run_has_the_same_peak(model: Model, mode: str, tmp_path: Path)
         finally:
             gc.enable()
 
+    def lowest(engine: Callable[[], PrivacyEngine]) -> int:
+        # Autograd's thread lets go of the last node's buffers when it gets round to it, which may be too late.
+        return min(peak(engine()) for _ in range(3))
+
     peak(PrivacyEngine())  # libraries take their workspaces
-    alone = peak(PrivacyEngine())
+    alone = lowest(PrivacyEngine)
     with opacus_memprof.profile(tmp_path / "profile", device="cuda") as session:
-        engine = PrivacyEngine()
-        session.attach(engine)
-        assert peak(engine) == alone
+
+        def followed() -> PrivacyEngine:
+            engine = PrivacyEngine()
+            session.attach(engine)
+            return engine
+
+        assert lowest(followed) == alone
