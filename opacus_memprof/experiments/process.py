@@ -160,10 +160,11 @@ def _run_child(
                     line = line.replace(secret, "***")
                 log.write(line + "\n")
                 log.flush()
-                if line and not line.startswith(" "):  # indented are the details of what was said before
-                    last = line.removeprefix(PROGRESS)
+                said = line.removeprefix(PROGRESS)
+                if said and not said.startswith(" "):  # indented are the details of what was said before
+                    last = said
                 if line.startswith(PROGRESS):
-                    on_line(line.removeprefix(PROGRESS))
+                    on_line(said)
             return child.wait(), last
         except BaseException:  # Ctrl-C, most of all
             child.kill()

@@ -36,6 +36,10 @@ class Course:
         self.stage = stage
         print(f"{PROGRESS}{stage}", flush=True)
 
+    def detail(self, said: str) -> None:
+        """Of what was begun."""
+        print(f"{PROGRESS}  {said}", flush=True)
+
     def step_ended(self, seconds: float, configuration: Configuration) -> None:
         self.steps_completed += 1
         if self.steps_completed > configuration.warmup_steps:

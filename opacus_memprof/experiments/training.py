@@ -67,7 +67,7 @@ class _Run:
         course.begin("preparing the data")
         loaded = data.load(chosen, models.vocabulary_of(model), getattr(model, "padding", None))
         course.data = {"source": loaded.source, "reason": loaded.reason}
-        print(f"  {loaded.reason}", flush=True)
+        course.detail(loaded.reason)
         self._snapshot("data_prepared")
 
         if chosen.nproc > 1:
@@ -118,4 +118,4 @@ class _Run:
     def _snapshot(self, name: str) -> None:
         taken = self._session.snapshot(f"{next(self._numbers)}_{name}")
         live = sum(counted["requested_bytes"] for counted in taken["devices"].values())
-        print(f"  {name.replace('_', ' ')}: {format_bytes(live)} live", flush=True)
+        self._course.detail(f"{name.replace('_', ' ')}: {format_bytes(live)} live")

@@ -17,6 +17,7 @@ import pytest
 
 from opacus_memprof.cli import main
 from opacus_memprof.experiments.sweep import pictures
+from opacus_memprof.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
@@ -219,6 +220,8 @@ def test_memory_that_runs_out_is_a_result(tmp_path: Path, monkeypatch: pytest.Mo
         length, width = result["config"]["seq_length"], 64
         parameters = (256 + length) * width + 2 * (12 * width**2 + 13 * width) + 2 * width + 3 * width
         assert peak["categories"]["model_parameters"] == 4 * parameters
+        log = (results / "runs" / result["name"] / "log.txt").read_text()
+        assert f">   model loaded: {format_bytes(4 * parameters)} live\n" in log
     failed = runs_out["out_of_memory"][0]
     assert failed["phase"] == "forward"
     assert failed["requested_bytes"] % (64 * 16384 * 4) == 0  # samples · tokens · bytes
