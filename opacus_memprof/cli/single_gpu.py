@@ -13,8 +13,8 @@ DEFAULT_MODEL = "meta-llama/Llama-3.2-3B-Instruct"
 
 
 def single_gpu(
-    model_name: options.ModelName = None,
     config: options.ConfigName = None,
+    model_name: options.ModelName = None,
     token: options.Token = None,
     seq_length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 128,
     batch_size: Annotated[int, typer.Option(help="Samples of an optimizer's step.")] = 32,
@@ -43,9 +43,11 @@ def single_gpu(
 ) -> None:
     """Fine-tune a language model privately under the profiler, in a process of its own, and show where its memory goes.
 
-    Further calls add to the same directory, and are compared with what is there. Trains sequence classification on
-    SNLI, or on random tokens where it cannot be reached; without --config and --model-name,
-    meta-llama/Llama-3.2-3B-Instruct.
+    Further calls add to the same directory, and are compared with what is there.
+
+    Trains sequence classification on SNLI, or on random tokens where it cannot be reached.
+
+    Without --config and --model-name: meta-llama/Llama-3.2-3B-Instruct.
     """
     base = side_by_side.configuration(
         config,

@@ -19,8 +19,8 @@ def sweep(
         list[int], typer.Option(help="Samples that go through the model at once; at most the batch.")
     ] = [1, 2, 4],  # noqa: B006
     lora_ranks: Annotated[list[int], typer.Option(help="0 trains all parameters.")] = [8, 16],  # noqa: B006
-    model_name: options.ModelName = None,
     config: options.ConfigName = None,
+    model_name: options.ModelName = None,
     token: options.Token = None,
     num_steps: side_by_side.NumSteps = 5,
     mode: side_by_side.ModeName = "hooks",
@@ -37,9 +37,13 @@ def sweep(
 ) -> None:
     """Train every combination of sizes under the profiler, each in a process of its own, and compare their memory.
 
-    Lists follow their flag: --seq-lengths 128 256 512. The GPUs of the machine work through the grid side by side; a
-    combination that runs out of memory is a result. Trains sequence classification on SNLI, or on random tokens where
-    it cannot be reached; without --config and --model-name, meta-llama/Llama-3.1-8B-Instruct.
+    Lists follow their flag: --seq-lengths 128 256 512.
+
+    The GPUs of the machine work through the grid side by side. Running out of memory is a result.
+
+    Trains sequence classification on SNLI, or on random tokens where it cannot be reached.
+
+    Without --config and --model-name: meta-llama/Llama-3.1-8B-Instruct.
     """
     base = side_by_side.configuration(
         config, model_name, DEFAULT_MODEL, num_steps=num_steps, mode=mode, dtype=dtype, device=device, nproc=nproc
