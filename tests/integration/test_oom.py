@@ -15,6 +15,7 @@ from torch import nn
 
 import opacus_memprof
 from opacus_memprof import _native
+from opacus_memprof.forensics import _attach
 from tests.planted_oom import PLANS, Changes, Plan, train
 
 # The others take as long and tell less here; all are planted on a GPU (tests/gpu/test_oom.py).
@@ -169,3 +170,12 @@ def test_a_plain_model(tmp_path: Path) -> None:
     report = report_of(tmp_path)
     assert (report["mode"], report["batch"]["samples"]) == ("", 32)
     assert report["suggestions"] == []
+
+
+def test_an_exception_of_a_python_without_notes() -> None:
+    class Old:
+        __notes__ = ("before",)
+
+    old = Old()
+    _attach(old, "the note")  # type: ignore[arg-type]
+    assert old.__notes__ == ["before", "the note"]

@@ -79,7 +79,7 @@ class Layer:
     def flash_work(self, n: int) -> int:
         """Temporaries of flash_clip's norms: products of tokens by tokens, or gradients that are not kept."""
         forward, module = self.forward, self.module
-        if module.kind.startswith("Conv"):
+        if module.kind.startswith("Conv") or module.kind in _NORMS:
             return self.sampler(n)
         if not module.rows or module.kind == "Embedding" or forward.tokens == 1:
             return 0

@@ -40,6 +40,7 @@ class Step:
         states: of the optimizer, once it has made them. `update`: temporaries of its step.
         tail: after the last layer, of the loss, from forward to backward. `inputs`: the batch.
         keeps_gradients: p.grad lives from one step to the next.
+        gpu: there, autograd's convolutions were seen to take as much as their output besides.
         drops_gradients: p.grad is dropped as soon as autograd has made it.
         squares: ghost clipping makes matrices of tokens by tokens.
     """
@@ -56,28 +57,16 @@ class Step:
     tail: int
     inputs: int
     keeps_gradients: bool
+    gpu: bool = False
     drops_gradients: bool = False
     squares: bool = True
 
     def changed(self, **changes: object) -> "Step":
         return replace(self, **changes)  # type: ignore[arg-type]
 
-    def peak(self, n: int, *, accumulates: bool = False, after: str = "") -> Instant:
-        """The largest instant with n samples at a time.
-
-        Args:
-            accumulates: several physical batches make a logical one: the clipped sum lives through all of them.
-            after: leaves out the instants of the phases up to this one.
-        """
-        return max(self.instants(n, accumulates=accumulates, after=after), key=lambda instant: instant.bytes)
-
-    def instants(self, n: int, *, accumulates: bool = False, after: str = "") -> Iterator[Instant]:
-        ended = _PHASES.index(after) if after in _PHASES else -1
-        for instant in self._all(n, accumulates):
-            if _PHASES.index(instant.phase) > ended:
-                yield instant
-
-    def _all(self, n: int, accumulates: bool) -> Iterator[Instant]:
+    def instants(self, n: int, *, accumulates: bool = False) -> Iterator[Instant]:
+        """With n samples at a time. `accumulates`: several physical batches make a logical one, and its sum lives
+        through all of them."""
         base = {"resident": self.resident, "optimizer_states": self.states}
         summed = {"summed_gradients": self.trained} if accumulates and self.mode else {}
         if self.mode in ("ghost", "fast"):
@@ -169,13 +158,15 @@ class Step:
         kept = 0
         for layer in reversed(self.layers):
             kept += layer.flash_kept(n)
+            convolves = self.gpu and layer.module.kind.startswith("Conv")
+            besides = self._scale(layer.forward.output_bytes, n) if convolves else 0
             yield Instant(
                 "backward",
                 layer.name,
                 {
                     "activations": alive,
                     "per_sample_gradients": kept,
-                    "backward_temporaries": layer.flowing(n, False),
+                    "backward_temporaries": layer.flowing(n, False) + besides,
                     "temp_matrices": min(layer.flash_work(n), FLASH_WORKSPACE),
                 },
             )
@@ -202,17 +193,3 @@ class Step:
             yield Instant("optimizer_step", "", {**parts, "gradients": made, "optimizer_temporaries": self.update})
         else:
             yield Instant("optimizer_step", "", {**base, "gradients": trained, "optimizer_temporaries": self.update})
-
-
-_PHASES = (
-    "",
-    "setup",
-    "idle",
-    "zero_grad",
-    "forward",
-    "backward",
-    "second_backward",
-    "clip",
-    "noise",
-    "optimizer_step",
-)

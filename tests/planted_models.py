@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that are large in one respect each, made from a dictionary of sizes, and their batches."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Attention(nn.Module):
+    """Softmax attention in plain operations, so that its T x T weights are activations."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        weights = (q @ k.transpose(-2, -1) / math.sqrt(width // self.heads)).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    checkpoints = False
+
+    def __init__(self, s: dict[str, int]) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(s["vocabulary"], s["width"])
+        self.blocks = nn.Sequential(*(Block(s["width"], s["heads"]) for _ in range(s["blocks"])))
+        self.norm = nn.LayerNorm(s["width"])
+        self.head = nn.Linear(s["width"], s["vocabulary"])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True) if self.checkpoints else block(x)
+        return self.head(self.norm(x))
+
+
+class Adapted(nn.Module):
+    """A frozen Linear with a low-rank adapter beside it, as LoRA has it."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width, bias=False).requires_grad_(False)
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.base(x) + self.up(self.down(x))
+
+
+def mlp(s: dict[str, int]) -> nn.Module:
+    return nn.Sequential(nn.Linear(s["in"], s["hidden"]), nn.ReLU(), nn.Linear(s["hidden"], s["out"]))
+
+
+def deep_mlp(s: dict[str, int]) -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(s["layers"]):
+        layers += [nn.Linear(s["in"], s["in"]), nn.GELU()]
+    return nn.Sequential(*layers, nn.Linear(s["in"], s["out"]))
+
+
+def adapters(s: dict[str, int]) -> nn.Module:
+    blocks = [Adapted(s["in"], s["rank"]) for _ in range(s["layers"])]
+    return nn.Sequential(*blocks, nn.Linear(s["in"], s["out"]))
+
+
+def convolutions(s: dict[str, int]) -> nn.Module:
+    c = s["channels"]
+    stem = [nn.Conv2d(3, c, 3, padding=1), nn.GroupNorm(4, c), nn.ReLU(), nn.Conv2d(c, c, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*stem, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * c, s["out"]))
+
+
+class Bag(nn.Module):
+    """A large embedding and a small head."""
+
+    def __init__(self, s: dict[str, int]) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(s["vocabulary"], s["width"])
+        self.head = nn.Linear(s["width"], s["out"])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.tokens(ids).mean(1))
+
+
+def vectors(s: dict[str, int], n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(n, s["in"]), torch.randint(s["out"], (n,))
+
+
+def sequences(s: dict[str, int], n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(n, s["length"], s["in"]), torch.randint(s["out"], (n, s["length"]))
+
+
+def texts(s: dict[str, int], n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(s["vocabulary"], (n, s["length"] + 1))
+    return ids[:, :-1].clone(), ids[:, 1:].clone()
+
+
+def labelled_texts(s: dict[str, int], n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(s["vocabulary"], (n, s["length"])), torch.randint(s["out"], (n,))
+
+
+def images(s: dict[str, int], n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(n, 3, s["length"], s["length"]), torch.randint(s["out"], (n,))
