@@ -8,12 +8,14 @@ import atexit
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
+from opacus_memprof.cli.blocked import ActInPlace, die_of
 from opacus_memprof.cli.imports import AfterImport
 from opacus_memprof.cli.program import Program, print_exception
 from opacus_memprof.directory import ProfileDirectory
@@ -37,6 +39,7 @@ class Recording:
         self._error: BaseException | None = None  # what ended the program
         self._signal: int | None = None  # what it dies of
         self._finished = False
+        self._terminating = threading.Event()
         self._pid = os.getpid()
 
     def of(self, program: Program) -> None:
@@ -96,6 +99,8 @@ class Recording:
         """SIGTERM and os._exit leave a process without its exit handlers."""
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._terminated)
+            if self._directory.launch is not None:  # where a rank dies, the others wait for it in collectives
+                ActInPlace(signal.SIGTERM, self._terminating, self._terminate_in_place)
             os.register_at_fork(after_in_child=self._terminate_children_at_once)
         exit_now = os._exit
 
@@ -118,8 +123,15 @@ class Recording:
     def _terminated(self, signum: int, frame: FrameType | None) -> None:
         if signal.getsignal(signum) != self._terminated:
             return  # called by a handler of the program's own, which decides what becomes of the process
+        self._terminating.set()
         self._signal = signum
         self._finish()
+
+    def _terminate_in_place(self) -> None:
+        """The main thread does not come back to Python."""
+        if not self._finished:  # else it is at it
+            self._signal = signal.SIGTERM
+            self._finish()
 
     def _finish(self) -> None:
         """Closes the session and prints the summary, once; then dies of the signal if there was one."""
@@ -131,8 +143,7 @@ class Recording:
                 self._close()
         finally:
             if self._signal is not None:
-                signal.signal(self._signal, signal.SIG_DFL)
-                os.kill(self._pid, self._signal)
+                die_of(self._signal)
 
     def _close(self) -> None:
         if self._session is None:

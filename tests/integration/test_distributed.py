@@ -106,6 +106,30 @@ def test_ddp_and_a_rank_that_is_killed(tmp_path: Path) -> None:
     assert "per_sample_gradients" in reported.output
 
 
+BLOCKED = """
+import signal, threading, os
+from datetime import timedelta
+import torch
+kept = torch.zeros(1000)
+print("step 2 ", flush=True)
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+store = torch.distributed.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+store.wait(["never"], timedelta(seconds=90))
+"""
+
+
+def test_a_rank_that_waits_for_others_is_ended(tmp_path: Path) -> None:
+    """In a collective python runs no signal handlers."""
+    (tmp_path / "blocked.py").write_text(BLOCKED)
+    command = [sys.executable, *RUN, str(tmp_path / "out"), str(tmp_path / "blocked.py")]
+    said = ENVIRONMENT | {"WORLD_SIZE": "2", "RANK": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=said)
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    profile = json.loads((tmp_path / "out/rank_1/profile.json").read_text())
+    assert (profile["status"], profile["exit_code"]) == ("killed", 128 + signal.SIGTERM)
+    assert profile["devices"]["cpu"]["end_bytes"] >= 4000
+
+
 WAYS = (
     "dpddp/hooks/flat",
     "ddp/hooks/flat",
