@@ -123,10 +123,10 @@ def _print_spread(categories: Mapping[str, Mapping[str, Any]], console: Console)
 def _print_stragglers(stragglers: list[Mapping[str, Any]], console: Console) -> None:
     if not stragglers:
         return
-    first = stragglers[0]
+    who, verb = list_ranks(row["rank"] for row in stragglers), "set" if len(stragglers) > 1 else "sets"
     console.print(
-        f"\n[yellow]{list_ranks(row['rank'] for row in stragglers)}[/] set what batch fits everywhere: the highest has "
-        f"{format_bytes(first['above_median'])} more than the median rank",
+        f"\n[yellow]{who}[/] {verb} what batch fits everywhere: the highest has "
+        f"{format_bytes(stragglers[0]['above_median'])} more than the median rank",
         highlight=False,
     )
 
