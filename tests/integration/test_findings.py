@@ -316,6 +316,21 @@ def test_matrices_of_tokens_by_tokens(tmp_path: Path, bias: bool, matrices: int)
     assert "flash_clip" in found["remedy"]
 
 
+def test_matrices_of_many_layers_are_one_finding(tmp_path: Path) -> None:
+    tokens = 40
+
+    def run(session: Any) -> None:
+        model = nn.Sequential(Sequence(3, 5), Sequence(5, 4, bias=False), Sequence(4, 3))
+        Training(model, "ghost").step(torch.randn(BATCH, tokens, 3))
+
+    (found,) = of_kind(profiled(tmp_path, run), "ghost_matrices")
+    matrix = FLOAT * BATCH * tokens**2
+    assert found["module"] == ""
+    assert found["modules"] == {"0.layer": 3 * matrix, "1.layer": 2 * matrix, "2.layer": 3 * matrix}
+    assert found["bytes"] == 3 * matrix  # of the largest, since they do not live together
+    assert "2 more layers" in found["evidence"]
+
+
 def test_matrices_that_are_worth_it(tmp_path: Path) -> None:
     def run(session: Any) -> None:
         Training(Sequence(30, 40), "ghost").step(torch.randn(BATCH, 10, 30))

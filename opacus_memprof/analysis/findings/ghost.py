@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from opacus_memprof.analysis.findings.run import Run, finding
+from opacus_memprof.analysis.findings.run import Run, common_module, finding, largest
 from opacus_memprof.units import format_bytes
 
 
@@ -12,18 +12,25 @@ def ghost_matrices(run: Run) -> Iterator[dict[str, Any]]:
     """A Linear of p outputs and d inputs, B samples of T tokens, s bytes an element: the norm sampler holds s·B·T²
     bytes three times (twice without a bias), to avoid a per-sample gradient of s·B·(p·d + p). Found where it holds
     more than it avoids."""
-    for module, fact in run.noted("norm_matrices"):
-        p, d = fact["features"]
-        yield finding(
-            "ghost_matrices",
-            module,
-            fact["bytes"],
-            f"matrices of tokens by tokens take {format_bytes(fact['bytes'])} for {fact['samples']} samples of "
-            f"{fact['tokens']} tokens; the per-sample gradient of {p} by {d} that they avoid would take "
-            f"{format_bytes(fact['gradient_bytes'])}",
-            'use grad_sample_mode="flash_clip", which makes neither, or "hooks", which makes the gradient',
-            gradient_bytes=fact["gradient_bytes"],
-        )
+    noted = run.noted("norm_matrices")
+    if not noted:
+        return
+    sizes = {module: fact["bytes"] for module, fact in noted}
+    # One layer's are gone before the next one's are made: what they cost at any time is the largest.
+    _, fact = max(noted, key=lambda one: one[1]["bytes"])
+    p, d = fact["features"]
+    layers = f", and likewise in {len(sizes) - 1} more layers" if len(sizes) > 1 else ""
+    yield finding(
+        "ghost_matrices",
+        common_module(sizes),
+        fact["bytes"],
+        f"matrices of tokens by tokens take {format_bytes(fact['bytes'])} for {fact['samples']} samples of "
+        f"{fact['tokens']} tokens; the per-sample gradient of {p} by {d} that they avoid would take "
+        f"{format_bytes(fact['gradient_bytes'])}{layers} ({largest(sizes)})",
+        'use grad_sample_mode="flash_clip", which makes neither, or "hooks", which makes the gradient',
+        gradient_bytes=fact["gradient_bytes"],
+        modules=sizes,
+    )
 
 
 def stale_norm_samples(run: Run) -> Iterator[dict[str, Any]]:
