@@ -2,8 +2,8 @@
 """Time and memory of the analysis of a profile: `python benchmarks/replay.py [--events 10000000]`.
 
 Writes an event file of a made-up training run (steps of forward, backward and optimizer, a captured activation for
-every fourth block), then builds its profile.json in a process of its own and prints one JSON object: seconds and
-resident MiB of the replay and of the whole analysis.
+every fourth block; with --leaking of blocks that are never freed), then builds its profile.json in a process of its own
+and prints one JSON object: seconds and resident MiB of the replay and of the whole analysis.
 """
 
 import argparse
@@ -21,6 +21,13 @@ ALLOC, FREE, RETAG, STEP, PHASE = 1, 2, 3, 4, 5
 IDLE, FORWARD, BACKWARD, OPTIMIZER_STEP = 0, 2, 3, 7
 MODEL_PARAMETERS, HOOKS, BACKWARD_TEMPORARIES, OPTIMIZER_TEMPORARIES, UNDECIDED = 1, 6, 16, 17, 22
 BLOCKS = 1000  # of a step's forward, likewise of its backward and of its optimizer step
+
+
+def leaking_step() -> np.ndarray:
+    """As `one_step`, of blocks that are never freed: the table of live blocks is as large as it gets."""
+    sizes = np.random.default_rng(0).integers(1, 2**22, BLOCKS)
+    rows = [(ALLOC, UNDECIDED, 512 * block, FORWARD, int(size), block % 200, 1) for block, size in enumerate(sizes)]
+    return np.array([*rows, (STEP, 0, 0, IDLE, 0, 0, 0)], dtype=np.uint64)
 
 
 def one_step() -> np.ndarray:
@@ -54,9 +61,9 @@ def one_step() -> np.ndarray:
     return np.array(rows, dtype=np.uint64)
 
 
-def write_events(path: Path, count: int) -> None:
+def write_events(path: Path, count: int, leaking: bool) -> None:
     """An event file of `count` events, in the layout of docs/format.md."""
-    kind, category, address, phase, size, module, op = one_step().T
+    kind, category, address, phase, size, module, op = (leaking_step() if leaking else one_step()).T
     step = np.zeros((len(kind), 4), dtype="<u8")
     step[:, 0] = kind << 48 | category << 56
     step[:, 1] = address | phase << 48 | 1 << 56
@@ -74,6 +81,8 @@ def write_events(path: Path, count: int) -> None:
             events = step[: count - written].copy()
             events[:, 0] |= (np.arange(len(events), dtype=np.uint64) + written) * 100
             events[:, 3] |= np.uint64(number << 32)
+            if leaking:
+                events[:, 1] += np.uint64(number * 512 * BLOCKS)
             if len(events) == len(step):
                 number += 1
                 events[-1, 3] = number << 32
@@ -113,13 +122,14 @@ def measure(directory: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=10_000_000)
+    parser.add_argument("--leaking", action="store_true", help="no block is ever freed")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         print(json.dumps(measure(arguments.measure)))
         return
     with tempfile.TemporaryDirectory() as directory:
-        write_events(Path(directory, "events.bin"), arguments.events)
+        write_events(Path(directory, "events.bin"), arguments.events, arguments.leaking)
         command = [sys.executable, __file__, "--measure", directory]
         figures = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     print(json.dumps({"events": arguments.events, "machine": platform.processor() or platform.machine(), **figures}))

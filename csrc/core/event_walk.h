@@ -2,7 +2,9 @@
 // A pass over events that keeps the table of live blocks and tells a visitor what happens.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "core/event.h"
 #include "core/event_reader.h"
@@ -24,13 +26,23 @@ namespace opacus_memprof {
 template <typename Visitor>
 class EventWalk {
  public:
-  EventWalk(Visitor& visitor, ReplayResult& result) : visitor_(visitor), result_(result) {
+  // `table` is an empty one, perhaps of an earlier walk.
+  EventWalk(Visitor& visitor, ReplayResult& result, ReplayTable table = {})
+      : visitor_(visitor), result_(result), table_(std::move(table)) {
     result.events = 0;
     result.unknown_frees = result.unknown_retags = result.double_allocations = 0;
     result.category_mismatches = result.unreadable = 0;
   }
 
   [[nodiscard]] const ReplayTable& table() const { return table_; }
+  // Ends the walk.
+  [[nodiscard]] ReplayTable take_table() {
+    table_.clear();
+    return std::move(table_);
+  }
+
+  // The event will be taken soon.
+  void expect(const Event& event) const { table_.prefetch(ReplayTable::key(event)); }
 
   // False for a record that was never written: the end of what a live or killed process wrote.
   bool take(Event event) {
@@ -126,20 +138,25 @@ class EventWalk {
   std::uint64_t births_ = 0;
 };
 
-// A whole file in one pass; at its end the visitor is told once: ended(table).
+// A whole file in one pass; at its end the visitor is told once: ended(table). Returns the table,
+// empty, for the next pass: it is large enough.
 template <typename Visitor>
-void walk(EventReader& reader, Visitor& visitor, ReplayResult& result) {
-  EventWalk<Visitor> pass(visitor, result);
+ReplayTable walk(EventReader& reader, Visitor& visitor, ReplayResult& result,
+                 ReplayTable table = {}) {
+  EventWalk<Visitor> pass(visitor, result, std::move(table));
   reader.rewind();
   for (auto records = reader.next(); !records.empty(); records = reader.next()) {
-    for (const Event& event : records) {
-      if (!pass.take(event)) {
+    constexpr std::size_t kAhead = 16;
+    for (std::size_t i = 0; i < records.size(); ++i) {
+      if (i + kAhead < records.size()) pass.expect(records[i + kAhead]);
+      if (!pass.take(records[i])) {
         visitor.ended(pass.table());
-        return;
+        return pass.take_table();
       }
     }
   }
   visitor.ended(pass.table());
+  return pass.take_table();
 }
 
 }  // namespace opacus_memprof

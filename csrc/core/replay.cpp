@@ -3,9 +3,8 @@
 
 #include <algorithm>
 #include <array>
-#include <map>
-#include <set>
-#include <tuple>
+#include <memory>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -24,15 +23,27 @@ using Residue = ReplayResult::Residue;
 constexpr std::size_t kLargestBlocks = 50;
 constexpr std::size_t kNewestBlocks = 10;
 
-using Shares = std::map<std::uint16_t, CategoryBytes>;
-
-std::vector<ReplayResult::Share> listed(const Shares& shares) {
-  std::vector<ReplayResult::Share> result;
-  for (const auto& [id, categories] : shares) {
-    result.push_back({.id = id, .categories = categories});
+// Bytes by id and category, for millions of additions.
+class Shares {
+ public:
+  CategoryBytes& operator[](std::size_t id) {
+    if (id >= by_id_.size()) by_id_.resize(id + 1);
+    if (by_id_[id] == nullptr) by_id_[id] = std::make_unique<CategoryBytes>();
+    return *by_id_[id];
   }
-  return result;
-}
+
+  [[nodiscard]] std::vector<ReplayResult::Share> listed() const {
+    std::vector<ReplayResult::Share> result;
+    for (std::size_t id = 0; id < by_id_.size(); ++id) {
+      if (by_id_[id] == nullptr) continue;
+      result.push_back({.id = static_cast<std::uint16_t>(id), .categories = *by_id_[id]});
+    }
+    return result;
+  }
+
+ private:
+  std::vector<std::unique_ptr<CategoryBytes>> by_id_;
+};
 
 // The second pass: a visitor of walk() that adds up what was live at the survey's instants.
 class Accounting {
@@ -150,10 +161,10 @@ class Accounting {
       device.born_in[block.phase][category] += bytes;
       blocks.push_back(&block);
     });
-    device.modules = listed(modules);
-    device.ops = listed(ops);
-    device.streams = listed(streams);
-    device.threads = listed(threads);
+    device.modules = modules.listed();
+    device.ops = ops.listed();
+    device.streams = streams.listed();
+    device.threads = threads.listed();
     device.newest_blocks = first(blocks, kNewestBlocks,
                                  [](const auto* a, const auto* b) { return a->birth > b->birth; });
     device.largest_blocks = first(blocks, kLargestBlocks, [](const auto* a, const auto* b) {
@@ -180,8 +191,11 @@ class Accounting {
 
   // The instant is the end of the step before `last_step_end.step`, which steps count from 0.
   void gather_residue(Device& device, const ReplayTable& table) const {
-    using Site = std::tuple<std::uint16_t, std::uint8_t, std::uint8_t, std::uint16_t>;
-    std::map<Site, std::pair<Residue, std::set<std::uint32_t>>> found;
+    struct Site {
+      Residue residue;
+      std::vector<bool> steps;
+    };
+    std::unordered_map<std::uint64_t, Site> found;  // by what the residue's order compares
     const std::uint32_t ended = device.last_step_end.step;
     table.for_each([&](const ReplayBlock& block) {
       if (block.device() != device.id || block.seeded != 0) return;
@@ -189,19 +203,31 @@ class Accounting {
           block.step + ReplayResult::kRecentSteps >= ended) {
         return;
       }
-      const Site site{block.module, settled(block), static_cast<std::uint8_t>(block.phase),
-                      block.op};
-      auto& [residue, steps] = found[site];
+      const std::uint8_t category = settled(block);
+      auto& [residue, steps] =
+          found[std::uint64_t{block.module} << 32U | std::uint64_t{category} << 24U |
+                std::uint64_t{block.phase} << 16U | block.op];
+      if (residue.blocks++ == 0) {
+        residue.module = block.module;
+        residue.category = category;
+        residue.phase = block.phase;
+        residue.op = block.op;
+        residue.first_step = residue.last_step = block.step;
+      }
       residue.bytes += static_cast<std::int64_t>(block.size);
-      ++residue.blocks;
-      steps.insert(block.step);
+      residue.first_step = std::min(residue.first_step, block.step);
+      residue.last_step = std::max(residue.last_step, block.step);
+      if (block.step >= steps.size()) steps.resize(block.step + 1);
+      steps[block.step] = true;
     });
-    for (auto& [key, value] : found) {
-      auto& [residue, steps] = value;
-      std::tie(residue.module, residue.category, residue.phase, residue.op) = key;
-      residue.steps = steps.size();
-      residue.first_step = *steps.begin();
-      residue.last_step = *steps.rbegin();
+    std::vector<std::uint64_t> keys;
+    for (const auto& [key, site] : found) keys.push_back(key);
+    std::sort(keys.begin(), keys.end());
+    for (const std::uint64_t key : keys) {
+      Residue residue = found[key].residue;
+      const auto& steps = found[key].steps;
+      residue.steps =
+          static_cast<decltype(residue.steps)>(std::count(steps.begin(), steps.end(), true));
       device.residue.push_back(residue);
     }
   }
@@ -218,10 +244,10 @@ ReplayResult replay(const std::string& events_path, ReplayOptions options) {
   ReplayResult result;
   result.header = reader.header();
   Survey survey(reader, options);
-  walk(reader, survey, result);
+  ReplayTable table = walk(reader, survey, result);
   result.devices = survey.devices();
   Accounting accounting(survey.fates(), result);
-  walk(reader, accounting, result);
+  walk(reader, accounting, result, std::move(table));
   return result;
 }
 

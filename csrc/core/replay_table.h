@@ -45,6 +45,16 @@ class ReplayTable {
     return std::uint64_t{event.device} << 48 | event.address;
   }
 
+  // Asks for the memory where the key would be, some events before it is needed: of a table with
+  // millions of blocks hardly any of it is in a cache.
+  void prefetch(std::uint64_t key) const { __builtin_prefetch(&slots_[home_of(key)], 1); }
+
+  // As new, but for its memory, which it keeps.
+  void clear() {
+    size_ = 0;
+    for (ReplayBlock& slot : slots_) slot.key = kEmpty;
+  }
+
   [[nodiscard]] ReplayBlock* find(std::uint64_t key) {
     ReplayBlock& slot = slots_[slot_of(key)];
     return slot.key == key ? &slot : nullptr;

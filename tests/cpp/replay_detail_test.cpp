@@ -92,7 +92,8 @@ TEST(ReplayResidue, tells_where_blocks_were_made_though_they_moved_on) {
     const auto phase = step % 2 == 0 ? Phase::forward : Phase::backward;
     const auto op = static_cast<std::uint16_t>(step % 2 == 0 ? 6 : 7);
     const std::uint64_t address = 64 * (step + 1);
-    file.add({.kind = alloc, .address = address, .size = 1, .phase = phase, .step = step, .op = op});
+    file.add(
+        {.kind = alloc, .address = address, .size = 1, .phase = phase, .step = step, .op = op});
     file.add({.kind = retag, .address = address, .category = Category::noise, .step = step});
   });
   ASSERT_EQ(device.residue.size(), 2U);
