@@ -193,7 +193,7 @@ class Accounting {
   void gather_residue(Device& device, const ReplayTable& table) const {
     struct Site {
       Residue residue;
-      std::vector<bool> steps;
+      std::vector<std::uint32_t> steps;  // as the table has them
     };
     std::unordered_map<std::uint64_t, Site> found;  // by what the residue's order compares
     const std::uint32_t ended = device.last_step_end.step;
@@ -217,17 +217,16 @@ class Accounting {
       residue.bytes += static_cast<std::int64_t>(block.size);
       residue.first_step = std::min(residue.first_step, block.step);
       residue.last_step = std::max(residue.last_step, block.step);
-      if (block.step >= steps.size()) steps.resize(block.step + 1);
-      steps[block.step] = true;
+      if (steps.empty() || steps.back() != block.step) steps.push_back(block.step);
     });
     std::vector<std::uint64_t> keys;
     for (const auto& [key, site] : found) keys.push_back(key);
     std::sort(keys.begin(), keys.end());
     for (const std::uint64_t key : keys) {
-      Residue residue = found[key].residue;
-      const auto& steps = found[key].steps;
+      auto& [residue, steps] = found[key];
+      std::sort(steps.begin(), steps.end());
       residue.steps =
-          static_cast<decltype(residue.steps)>(std::count(steps.begin(), steps.end(), true));
+          static_cast<std::uint64_t>(std::unique(steps.begin(), steps.end()) - steps.begin());
       device.residue.push_back(residue);
     }
   }
