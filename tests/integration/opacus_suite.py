@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("repeatable")
     directory = config.getoption("--profile-into")
     if directory is not None:
-        session = opacus_memprof.profile(directory, device="cpu", max_events=2**20)
+        session = opacus_memprof.profile(directory, device="cpu", max_events=2**24)
         session.start()
         session.attach(opacus.PrivacyEngine())  # whatever any engine's make_private returns
         config.stash[SESSION] = session
