@@ -18,7 +18,7 @@ from opacus_memprof import _native
 from opacus_memprof.forensics import _attach
 from tests.planted_oom import PLANS, Changes, Plan, train
 
-# The others take as long and tell less here; all are planted on a GPU (tests/gpu/test_oom.py).
+# The others take as long and tell less here; all are planted on a GPU (tests/gpu/test_oom_cuda.py).
 QUICK = (
     "the same, tighter",
     "ghost clipping's T x T matrices",
