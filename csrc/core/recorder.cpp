@@ -202,15 +202,8 @@ void Recorder::note_upstream_at_failure(std::uint64_t number,
 }
 
 std::vector<Failure> Recorder::failures() {
-  std::list<Failure> mine;
-  {
-    const std::lock_guard guard(lock_);
-    mine.swap(failures_);
-  }
-  std::vector<Failure> result(mine.begin(), mine.end());
-  const std::lock_guard guard(lock_);  // what failed meanwhile comes after
-  failures_.splice(failures_.begin(), mine);
-  return result;
+  const std::lock_guard guard(lock_);
+  return {failures_.begin(), failures_.end()};
 }
 
 bool Recorder::knows(std::uint64_t address) noexcept { return size_of(address) != 0; }
