@@ -220,8 +220,8 @@ def test_samples_that_the_program_computes(cpu: None) -> None:  # noqa: F811
     """Mode no_op: they are known once the optimizer is asked to use them."""
     training = prepare("no_op")
     with attached(training):
-        tokens, labels = next(iter(training.loader))
         before = categories()
+        tokens, labels = next(iter(training.loader))
         nn.CrossEntropyLoss()(training.model(tokens), labels).backward()
         for parameter in training.model.parameters():
             parameter.grad_sample = torch.randn(BATCH, *parameter.shape)
@@ -229,7 +229,8 @@ def test_samples_that_the_program_computes(cpu: None) -> None:  # noqa: F811
         after = categories()
     size = 4 * sum(p.numel() for p in training.model.parameters())
     assert after["per_sample_gradients"] - before["per_sample_gradients"] == BATCH * size
-    assert after["inputs"] - before["inputs"] == tokens.untyped_storage().nbytes()
+    batch = sum(tensor.untyped_storage().nbytes() for tensor in (tokens, labels))
+    assert after["inputs"] - before["inputs"] == batch
     assert after["model_parameters"] >= size
 
 
