@@ -18,7 +18,8 @@ namespace opacus_memprof {
 
 namespace {
 
-constexpr std::uint64_t kChunkEvents = 128 * 1024;  // 4 MiB; about a second of a busy run
+constexpr std::uint64_t kChunkEvents =
+    std::uint64_t{128} * 1024;  // 4 MiB; about a second of a busy run
 constexpr std::uint64_t kAheadEvents = kChunkEvents / 2;
 constexpr std::uint64_t kPage = 4096;
 constexpr auto kPause = std::chrono::milliseconds(20);

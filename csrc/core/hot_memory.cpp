@@ -4,7 +4,8 @@
 #include <sys/mman.h>
 
 #include <atomic>
-#include <cstdint>
+#include <cstddef>
+#include <memory>
 
 namespace opacus_memprof {
 
@@ -18,10 +19,10 @@ char* the_page() noexcept {
     void* memory = ::mmap(nullptr, 2 * kHugePage, PROT_READ | PROT_WRITE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) return nullptr;
-    const auto address = reinterpret_cast<std::uintptr_t>(memory);
-    const std::uintptr_t aligned = (address + kHugePage - 1) / kHugePage * kHugePage;
-    ::madvise(reinterpret_cast<void*>(aligned), kHugePage, MADV_HUGEPAGE);
-    return reinterpret_cast<char*>(aligned);
+    std::size_t room = 2 * kHugePage;
+    void* aligned = std::align(kHugePage, kHugePage, memory, room);
+    ::madvise(aligned, kHugePage, MADV_HUGEPAGE);
+    return static_cast<char*>(aligned);
   }();
   return page;
 }

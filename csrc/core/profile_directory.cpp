@@ -55,9 +55,9 @@ void replace_file(const std::string& path, const std::string& content) {
 
 std::string names_as_json() { return names_object().dump(); }
 
-ProfileDirectory::ProfileDirectory(const std::string& directory, std::uint64_t max_events,
+ProfileDirectory::ProfileDirectory(std::string directory, std::uint64_t max_events,
                                    const std::string& info_json)
-    : directory_(directory), info_(info_json) {
+    : directory_(std::move(directory)), info_(info_json) {
   if (!json::accept(info_json) || !json::parse(info_json).is_object()) {
     throw std::invalid_argument("info_json must be the text of a JSON object");
   }

@@ -18,8 +18,7 @@ class ProfileDirectory {
  public:
   // Starts writing the recorder's events. `info_json` is an object whose keys (versions, devices,
   // …) meta.json takes over. Throws std::system_error, std::invalid_argument, std::logic_error.
-  ProfileDirectory(const std::string& directory, std::uint64_t max_events,
-                   const std::string& info_json);
+  ProfileDirectory(std::string directory, std::uint64_t max_events, const std::string& info_json);
   ProfileDirectory(const ProfileDirectory&) = delete;
   ProfileDirectory& operator=(const ProfileDirectory&) = delete;
   // Ends the event file and writes the last meta.json.

@@ -220,6 +220,7 @@ class Accounting {
       if (steps.empty() || steps.back() != block.step) steps.push_back(block.step);
     });
     std::vector<std::uint64_t> keys;
+    keys.reserve(found.size());
     for (const auto& [key, site] : found) keys.push_back(key);
     std::sort(keys.begin(), keys.end());
     for (const std::uint64_t key : keys) {

@@ -21,6 +21,7 @@ ThreadTags& make_tags_of_this_thread() {
     Owner(const Owner&) = delete;
     Owner& operator=(const Owner&) = delete;
     ~Owner() {
+      // NOLINTNEXTLINE(bugprone-unhandled-exception-at-new): without room for it the process ends
       static auto* const after_the_end = new ThreadTags;
       delete tags_of_this_thread;
       tags_of_this_thread = after_the_end;
