@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that were made to run out of memory: the report's first suggestion, when it is followed, makes the run fit, and
-what it predicted is, in nine of ten, within 10 % of what is then measured. `pytest -s` shows the table."""
+what it predicted is within 10 % of what is then measured. `pytest -s` shows the table."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,16 +21,8 @@ def table() -> Iterator[list[str]]:
     print("\n" + "\n".join(rows))
 
 
-@pytest.fixture(scope="module")
-def errors() -> dict[str, float]:
-    """By plan: the predicted peak over the measured one, less 1."""
-    return {}
-
-
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_the_first_suggestion_makes_it_fit(
-    plan: Plan, tmp_path: Path, table: list[str], errors: dict[str, float]
-) -> None:
+def test_the_first_suggestion_makes_it_fit(plan: Plan, tmp_path: Path, table: list[str]) -> None:
     needs = train(plan, "cuda", tmp_path / "needs")
     assert needs.error is None
     had = int(needs.peak * plan.limit)
@@ -55,12 +47,5 @@ def test_the_first_suggestion_makes_it_fit(
         f"{failed.report['needed']['module'] or '-'}); capacity {format_bytes(room['capacity_bytes'])}, cached "
         f"{format_bytes(room['cached_bytes'])}; then: {' | '.join(others)}; peaked in {followed.phase}"
     )
-    errors[plan.name] = error
     assert followed.error is None
-    assert abs(error) <= 0.2
-
-
-def test_predictions_are_close(errors: dict[str, float]) -> None:
-    assert errors, "runs after the others, in one process with them"
-    far = {name: error for name, error in errors.items() if abs(error) > 0.1}
-    assert len(far) <= 0.1 * len(errors), far
+    assert abs(error) <= 0.1
