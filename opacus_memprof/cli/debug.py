@@ -3,29 +3,15 @@
 
 import sys
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
+from opacus_memprof.cli.training_options import Token, hide_token
+from opacus_memprof.experiments.configuration import Dtype
 
-class Level(str, Enum):
-    """The values of --level."""
-
-    model_only = "model_only"
-    full = "full"
-    custom = "custom"
-    comparison = "comparison"
-
-
-class Precision(str, Enum):
-    """The values of --precision."""
-
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
-
+Level = Literal["model_only", "full", "custom", "comparison"]
 
 RANKS = {
     "small_r": {"r": 8, "alpha": 16},
@@ -42,20 +28,18 @@ def debug(
             "--debug-level",
             help="model_only: the model. full: a training run. custom: its stages. comparison: three LoRA ranks.",
         ),
-    ] = Level.full,
+    ] = "full",
     model: Annotated[
         str, typer.Option(help="tiny (built in, random weights), a Hugging Face id, or a local path.")
     ] = "tiny",
-    precision: Annotated[Precision, typer.Option(help="Of the frozen weights and of autocast.")] = Precision.fp32,
+    precision: Annotated[Dtype, typer.Option(help="Of the frozen weights and of autocast.")] = "fp32",
     pkg: Annotated[str | None, typer.Option(help="A label of the results: the data's package.")] = None,
     version: Annotated[str | None, typer.Option(help="A label of the results: its version.")] = None,
     knowledge_type: Annotated[str | None, typer.Option(help="A label of the results: its kind.")] = None,
     log_dir: Annotated[Path, typer.Option(metavar="DIR", help="Where report, results and profile go.")] = Path(
         "logs/memory_debug"
     ),
-    token: Annotated[
-        str | None, typer.Option(help="Of the Hugging Face hub (HF_TOKEN without it). Written nowhere.")
-    ] = None,
+    token: Token = None,
 ) -> None:
     """Debug the memory of LoRA training, on random tokens."""
     hide_token(sys.argv)
@@ -64,18 +48,9 @@ def debug(
     from opacus_memprof.toolkit.output import write_text
 
     labels = {"pkg": pkg, "version": version, "knowledge_type": knowledge_type}
-    results = _LEVELS[level](model, precision.value, labels, log_dir, token)
+    results = _LEVELS[level](model, precision, labels, log_dir, token)
     path = write_text(log_dir / "results.json", json.dumps(results, ensure_ascii=False, indent=2) + "\n")
     print(f"results: {path}")
-
-
-def hide_token(arguments: list[str]) -> None:
-    """Takes the token out of the command line, which a profile quotes."""
-    for index, argument in enumerate(arguments):
-        if argument.startswith("--token="):
-            arguments[index] = "--token=***"
-        elif argument == "--token" and index + 1 < len(arguments):
-            arguments[index + 1] = "***"
 
 
 def _model_only(model: str, precision: str, labels: dict[str, Any], log_dir: Path, token: str | None) -> dict[str, Any]:
@@ -130,8 +105,8 @@ def _comparison(model: str, precision: str, labels: dict[str, Any], log_dir: Pat
 
 
 _LEVELS: dict[Level, Callable[[str, str, dict[str, Any], Path, str | None], dict[str, Any]]] = {
-    Level.model_only: _model_only,
-    Level.full: _full,
-    Level.custom: _custom,
-    Level.comparison: _comparison,
+    "model_only": _model_only,
+    "full": _full,
+    "custom": _custom,
+    "comparison": _comparison,
 }

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`opacus-memprof run`: profiles a training script that knows nothing of it."""
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -9,15 +8,8 @@ import typer
 
 from opacus_memprof.cli.program import Program
 from opacus_memprof.cli.recording import Recording
+from opacus_memprof.cli.training_options import DeviceName
 from opacus_memprof.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, claim
-
-
-class Device(str, Enum):
-    """The values of --device."""
-
-    auto = "auto"
-    cuda = "cuda"
-    cpu = "cpu"
 
 
 def run(
@@ -29,7 +21,7 @@ def run(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where the profile goes.")] = Path(
         DEFAULT_DIRECTORY
     ),
-    device: Annotated[Device, typer.Option(help="auto: CUDA if there is a GPU, else the CPU.")] = Device.auto,
+    device: DeviceName = "auto",
     max_events: Annotated[
         int, typer.Option(min=1, metavar="N", help="The event file's bound; an event takes 32 bytes.")
     ] = DEFAULT_MAX_EVENTS,
@@ -40,4 +32,4 @@ def run(
     accelerate or srun have started each profiles itself, and the last one to end prints the summary of all.
     """
     program = Program(script, arguments or [], module=module)
-    Recording(claim(output), device.value, max_events).of(program)
+    Recording(claim(output), device, max_events).of(program)

@@ -1,54 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `opacus-memprof sweep` and `single-gpu` share: the options of a model, and running many configurations."""
+"""What `opacus-memprof sweep` and `single-gpu` share: running many configurations."""
 
 import sys
 from collections.abc import Callable, Sequence
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from opacus_memprof.cli import training_options as options
-from opacus_memprof.cli.debug import hide_token
+from opacus_memprof.cli.training_options import FineTuningOptions, hide_token
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments.configuration import Configuration, Mode
+from opacus_memprof.experiments.configuration import Configuration
 
 if TYPE_CHECKING:
     from opacus_memprof.experiments.sweep.grid import Cell
     from opacus_memprof.experiments.sweep.tables import Results
 
 
-class Launcher(str, Enum):
-    """The values of --launcher."""
-
-    local = "local"
-    slurm = "slurm"
-
-
-NumSteps = Annotated[int, typer.Option("--num-steps", help="Steps that are measured, after one that warms up.")]
-ModeName = Annotated[Mode, typer.Option("--mode", help="vanilla: without privacy. The others: how to clip.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Keep the results that are there, and run the others.")]
-LauncherName = Annotated[Launcher, typer.Option("--launcher", help="slurm: one job a configuration.")]
-LauncherOptions = Annotated[
-    list[str] | None,
-    typer.Option("--launcher-option", metavar="KEY=VALUE", help="submitit's, such as slurm_partition=gpu."),
-]
 ResultsDir = Annotated[Path, typer.Option("--results-dir", metavar="DIR", help="Where everything goes.")]
 
 
-def configuration(config: str | None, model_name: str | None, default_model: str, **fields: Any) -> Configuration:
+@dataclass(frozen=True)
+class RunningOptions:
+    """How the processes of many configurations are run."""
+
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Keep the results that are there, and run the others."),
+    ] = False
+    launcher: Annotated[
+        Literal["local", "slurm"], typer.Option("--launcher", help="slurm: one job a configuration.")
+    ] = "local"
+    launcher_option: Annotated[
+        list[str] | None,
+        typer.Option("--launcher-option", metavar="KEY=VALUE", help="submitit's, such as slurm_partition=gpu."),
+    ] = None
+
+
+def configuration(training: FineTuningOptions, default_model: str, **sizes: Any) -> Configuration:
     """Of sequence classification, as SNLI is. `default_model` is an id on the hub, for where no other model is given.
 
     Raises:
         MemprofError: values that cannot be trained.
     """
     hide_token(sys.argv)
-    if config is None and model_name is None:
-        model_name = default_model
-    model, pretrained = options.model_of(config, model_name)
-    return options.checked(
-        Configuration(model=model, pretrained=pretrained, task="classification", warmup_steps=1, **fields)
+    return training.configuration(
+        default=default_model, pretrained=True, task="classification", warmup_steps=1, **sizes
     )
 
 
@@ -59,11 +57,9 @@ def run_side_by_side(
     draw: "Callable[[Results, Path], object]",
     *,
     token: str | None,
+    running: RunningOptions,
     grows: bool,
-    resume: bool,
     detailed: bool = False,
-    launcher: Launcher = Launcher.local,
-    launcher_options: Sequence[str] | None = None,
     on_line: Callable[[str], object] = lambda line: None,
 ) -> "Results":
     """Runs cells, whose results go to `results_dir`, and draws all that are there. Returns the cells' own, by name.
@@ -79,14 +75,14 @@ def run_side_by_side(
     from opacus_memprof.experiments.sweep.submitted import Submitted
 
     gpus: Sequence[int] = ()
-    if launcher is Launcher.local:
+    if running.launcher == "local":
         cells, gpus = on_device(cells)
     console = Console()
-    with ResultsDirectory(results_dir, command, cells, grows=grows, resume=resume) as directory:
+    with ResultsDirectory(results_dir, command, cells, grows=grows, resume=running.resume) as directory:
         where = (
             local_launcher(directory, gpus, token, on_line)
-            if launcher is Launcher.local
-            else Submitted(directory, launcher.value, _parsed(launcher_options or ()), token)
+            if running.launcher == "local"
+            else Submitted(directory, running.launcher, _parsed(running.launcher_option or ()), token)
         )
         run_missing(directory, where, console, detailed=detailed)
         everything = directory.results()

@@ -7,27 +7,24 @@ from typing import Annotated
 import typer
 
 from opacus_memprof.cli import side_by_side
-from opacus_memprof.cli import training_options as options
+from opacus_memprof.cli.option_groups import with_groups
+from opacus_memprof.cli.training_options import FineTuningOptions
 
 DEFAULT_MODEL = "meta-llama/Llama-3.2-3B-Instruct"
 
 
+@with_groups
 def single_gpu(
-    config: options.ConfigName = None,
-    model_name: options.ModelName = None,
-    token: options.Token = None,
+    *,
+    training: FineTuningOptions,
     seq_length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 128,
     batch_size: Annotated[int, typer.Option(help="Samples of an optimizer's step.")] = 32,
     max_physical_batch_size: Annotated[int, typer.Option(help="Samples that go through the model at once.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="Adam's.")] = 1e-5,
     sigma: Annotated[float, typer.Option(help="The noise multiplier.")] = 1.0,
     max_grad_norm: Annotated[float, typer.Option(help="The clipping bound.")] = 1.0,
-    num_steps: side_by_side.NumSteps = 5,
     use_lora: Annotated[bool, typer.Option("--use-lora", help="Train LoRA adapters instead of all weights.")] = False,
     lora_rank: Annotated[int, typer.Option(help="Theirs, with --use-lora.")] = 16,
-    mode: side_by_side.ModeName = "hooks",
-    dtype: options.DtypeName = "bf16",
-    device: options.DeviceName = "auto",
     results_dir: side_by_side.ResultsDir = Path("single_gpu_memory_results"),
     run_all: Annotated[
         bool,
@@ -37,9 +34,7 @@ def single_gpu(
             "rank 16 and 32; physical batches 1, 2, 4.",
         ),
     ] = False,
-    resume: side_by_side.Resume = False,
-    launcher: side_by_side.LauncherName = side_by_side.Launcher.local,
-    launcher_option: side_by_side.LauncherOptions = None,
+    running: side_by_side.RunningOptions,
 ) -> None:
     """Fine-tune a language model privately under the profiler, in a process of its own, and show where its memory goes.
 
@@ -50,8 +45,7 @@ def single_gpu(
     Without --config and --model-name: meta-llama/Llama-3.2-3B-Instruct.
     """
     base = side_by_side.configuration(
-        config,
-        model_name,
+        training,
         DEFAULT_MODEL,
         seq_length=seq_length,
         batch_size=batch_size,
@@ -60,10 +54,6 @@ def single_gpu(
         learning_rate=learning_rate,
         sigma=sigma,
         max_grad_norm=max_grad_norm,
-        num_steps=num_steps,
-        mode=mode,
-        dtype=dtype,
-        device=device,
     )
     from opacus_memprof.experiments.process import PROFILE
     from opacus_memprof.experiments.sweep.grid import Cell, comparison
@@ -76,11 +66,9 @@ def single_gpu(
         cells,
         results_dir,
         draw_single_gpu,
-        token=token,
+        token=training.token,
+        running=running,
         grows=True,
-        resume=resume,
-        launcher=launcher,
-        launcher_options=launcher_option,
         on_line=(lambda line: None) if run_all else print,
     )
     if not run_all and results[cells[0].name]["peak"] is not None:

@@ -1,56 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `experiment` and `experiments`."""
+"""The options of what is trained, and the Configuration that they say."""
 
-from typing import Annotated
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 import typer
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments.configuration import Configuration, Device, Dtype
+from opacus_memprof.experiments.configuration import Configuration, Device, Dtype, Mode
 from opacus_memprof.experiments.shapes import BUILT_IN, shape_of
 
 _OWN = "In place of the configuration's own."
 
-SeqLen = Annotated[int, typer.Option("--seq-len", envvar="SEQ_LEN", help="Tokens of a sample.")]
-BatchSize = Annotated[int, typer.Option("--batch-size", envvar="BATCH_SIZE", help="Samples of a step.")]
-VocabSize = Annotated[int | None, typer.Option("--vocab-size", envvar="VOCAB_SIZE", help=_OWN)]
-HiddenDim = Annotated[int | None, typer.Option("--hidden-dim", envvar="HIDDEN_DIM", help=_OWN)]
-NumLayers = Annotated[int | None, typer.Option("--num-layers", envvar="NUM_LAYERS", help=_OWN)]
-NumHeads = Annotated[int | None, typer.Option("--num-heads", envvar="NUM_HEADS", help=_OWN)]
-NumIter = Annotated[int, typer.Option("--num-iter", envvar="NUM_ITER", help="Steps that are measured.")]
-WarmupIter = Annotated[int, typer.Option("--warmup-iter", envvar="WARMUP_ITER", help="Steps before them.")]
+ModeName = Annotated[Mode, typer.Option("--mode", help="vanilla: without privacy. The others: how to clip.")]
 DtypeName = Annotated[Dtype, typer.Option("--dtype", help="Of the weights.")]
 DeviceName = Annotated[Device, typer.Option("--device", help="auto: CUDA if there is a GPU, else the CPU.")]
 Nproc = Annotated[
     int, typer.Option("--nproc", help="Processes, a GPU each, over which FSDP2 shards the model: vanilla, ghost.")
 ]
-ConfigName = Annotated[
-    str | None, typer.Option("--config", metavar="NAME", help=f"Random weights: {', '.join(BUILT_IN)}.")
-]
-ModelName = Annotated[
-    str | None, typer.Option("--model-name", metavar="MODEL", help="Instead: a hub id or a local path.")
-]
 Token = Annotated[
     str | None, typer.Option("--token", help="Of the Hugging Face hub (HF_TOKEN without it). Written nowhere.")
 ]
 
-# Of the published comparison of clipping methods on a 1.2 B parameter transformer.
-DEFAULT_CONFIG = "transformer"
-SEQ_LEN = 16384
-BATCH_SIZE = 1
-NUM_ITER = 3
-WARMUP_ITER = 2
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """Of every command that trains a Configuration. What subclasses add are fields of a Configuration."""
+
+    config: Annotated[
+        str | None, typer.Option("--config", metavar="NAME", help=f"Random weights: {', '.join(BUILT_IN)}.")
+    ] = None
+    model_name: Annotated[
+        str | None, typer.Option("--model-name", metavar="MODEL", help="Instead: a hub id or a local path.")
+    ] = None
+    token: Token = None
+
+    def configuration(self, *, default: str, pretrained: bool = False, **further: Any) -> Configuration:
+        """With the fields of Configuration that these options are, and `further` ones.
+
+        Args:
+            default: the model, for where neither option names one.
+            pretrained: what `default` is; see Configuration.
+
+        Raises:
+            MemprofError: two models are named, a built-in one is unknown, or values cannot be trained.
+        """
+        given = asdict(self)
+        config, model_name, _ = (given.pop(name) for name in ("config", "model_name", "token"))
+        if config is not None and model_name is not None:
+            raise MemprofError(f"--config {config} and --model-name {model_name} are two models: give one of them")
+        if config is not None:
+            default, pretrained = config, False
+        elif model_name is not None:
+            default, pretrained = model_name, True
+        chosen = Configuration(model=default, pretrained=pretrained, **given, **further)
+        if not chosen.pretrained:
+            shape_of(chosen)
+        return chosen
 
 
-def model_of(config: str | None, model_name: str | None) -> tuple[str, bool]:
-    """Configuration's `model` and `pretrained`. Raises MemprofError where both are given."""
-    if config is not None and model_name is not None:
-        raise MemprofError(f"--config {config} and --model-name {model_name} are two models: give one of them")
-    return (model_name, True) if model_name is not None else (config or DEFAULT_CONFIG, False)
+@dataclass(frozen=True)
+class MethodOptions(TrainingOptions):
+    """Of `experiment` and `experiments`: by default the published comparison of clipping methods, on a transformer of
+    1.2 B parameters."""
+
+    seq_length: Annotated[int, typer.Option("--seq-len", envvar="SEQ_LEN", help="Tokens of a sample.")] = 16384
+    batch_size: Annotated[int, typer.Option("--batch-size", envvar="BATCH_SIZE", help="Samples of a step.")] = 1
+    vocab_size: Annotated[int | None, typer.Option("--vocab-size", envvar="VOCAB_SIZE", help=_OWN)] = None
+    hidden_dim: Annotated[int | None, typer.Option("--hidden-dim", envvar="HIDDEN_DIM", help=_OWN)] = None
+    num_layers: Annotated[int | None, typer.Option("--num-layers", envvar="NUM_LAYERS", help=_OWN)] = None
+    num_heads: Annotated[int | None, typer.Option("--num-heads", envvar="NUM_HEADS", help=_OWN)] = None
+    num_steps: Annotated[int, typer.Option("--num-iter", envvar="NUM_ITER", help="Steps that are measured.")] = 3
+    warmup_steps: Annotated[int, typer.Option("--warmup-iter", envvar="WARMUP_ITER", help="Steps before them.")] = 2
+    dtype: DtypeName = "fp32"
+    device: DeviceName = "auto"
 
 
-def checked(configuration: Configuration) -> Configuration:
-    """Raises MemprofError for a built-in configuration that is unknown or whose sizes do not fit."""
-    if not configuration.pretrained:
-        shape_of(configuration)
-    return configuration
+@dataclass(frozen=True)
+class FineTuningOptions(TrainingOptions):
+    """Of `sweep` and `single-gpu`."""
+
+    num_steps: Annotated[int, typer.Option("--num-steps", help="Steps that are measured, after one that warms up.")] = 5
+    mode: ModeName = "hooks"
+    dtype: DtypeName = "bf16"
+    device: DeviceName = "auto"
+
+
+def hide_token(arguments: list[str]) -> None:
+    """Takes the token out of the command line, which a profile quotes."""
+    for index, argument in enumerate(arguments):
+        if argument.startswith("--token="):
+            arguments[index] = "--token=***"
+        elif argument == "--token" and index + 1 < len(arguments):
+            arguments[index + 1] = "***"

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import opacus_memprof
 from opacus_memprof import MemprofError
 from opacus_memprof.cli import app
-from opacus_memprof.cli.debug import hide_token
+from opacus_memprof.cli.training_options import hide_token
 from opacus_memprof.toolkit import lora
 from opacus_memprof.toolkit.training import TrainingProfiler
 

@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options are the same with - and with _, for every command; a script's own stay as they are."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from opacus_memprof import cli
+from opacus_memprof.cli.option_groups import with_groups
 
 COMMANDS: Any = typer.main.get_command(cli.app)
+
+
+@dataclass(frozen=True)
+class Size:
+    width: int = 1
+    height: int = 2
 
 
 def parsed(command: str, *arguments: str) -> dict[str, Any]:
@@ -17,11 +26,30 @@ def parsed(command: str, *arguments: str) -> dict[str, Any]:
     return values
 
 
-@pytest.mark.parametrize("spelling", ["--seq{}len", "--warmup{}iter", "--num{}layers"])
+@pytest.mark.parametrize(
+    ("spelling", "field"),
+    [("--seq{}len", "seq_length"), ("--warmup{}iter", "warmup_steps"), ("--num{}layers", "num_layers")],
+)
 @pytest.mark.parametrize("letter", "-_")
-def test_both_spellings_are_one_option(spelling: str, letter: str) -> None:
-    values = parsed("experiments", spelling.format(letter), "5")
-    assert values[spelling.format("_").removeprefix("--")] == 5
+def test_both_spellings_are_one_option(spelling: str, field: str, letter: str) -> None:
+    assert parsed("experiments", spelling.format(letter), "5")[field] == 5
+
+
+def test_options_of_a_dataclass_reach_the_command_as_one() -> None:
+    received: list[object] = []
+
+    @with_groups
+    def command(*, name: str, size: Size, last: bool = False) -> None:
+        """Its help."""
+        received.extend([name, size, last])
+
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    for arguments in (["n", "--height", "3"], ["n", "--last"]):
+        assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    assert received == ["n", Size(width=1, height=3), False, "n", Size(width=1, height=2), True]
+    listed = [parameter.name for parameter in typer.main.get_command(app).params]
+    assert listed == ["name", "width", "height", "last"]  # in the places that they have in --help
 
 
 @pytest.mark.parametrize("mode", ["flash_clip", "flash-clip"])
