@@ -23,7 +23,7 @@ from rich.console import Console
 from opacus_memprof import _native, observations, workload
 from opacus_memprof.analysis.oom import build_report
 from opacus_memprof.directory import OOM_REPORTS
-from opacus_memprof.files import replacing
+from opacus_memprof.files import write_text
 from opacus_memprof.reports.oom_html import oom_page
 from opacus_memprof.reports.oom_text import note, print_oom
 
@@ -106,8 +106,7 @@ class Forensics:
         print_oom(report, Console(file=text, width=100))
         contents = (text.getvalue(), json.dumps(report, indent=1) + "\n", oom_page(report))
         for name, content in zip(OOM_REPORTS, contents, strict=True):
-            with replacing(self._directory / name) as file:
-                file.write_text(content, encoding="utf-8")
+            write_text(self._directory / name, content)
 
 
 def _attach(error: BaseException, text: str) -> None:

@@ -15,6 +15,7 @@ from opacus_memprof.analysis.findings import Run, find
 from opacus_memprof.analysis.names import Names
 from opacus_memprof.directory import EVENTS, LOCK, META, PROFILE, SNAPSHOTS
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.files import read_object, write_text
 
 FORMAT = 1
 TIMELINE_POINTS = 2000  # rows of a timeline in profile.json, at most
@@ -130,14 +131,11 @@ def read_timelines(directory: str | os.PathLike[str], points: int) -> dict[str, 
 
 
 def write_profile(profile: Mapping[str, Any], directory: str | os.PathLike[str]) -> None:
-    """Writes profile.json atomically: readers see the old one or the new one. Raises OSError."""
-    path = Path(directory) / PROFILE
-    temporary = path.with_name(f"{PROFILE}.{os.getpid()}.tmp")
+    """Writes profile.json: readers see the old one or the new one. Raises MemprofError."""
     try:
-        temporary.write_text(json.dumps(profile, separators=(",", ":")) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        write_text(Path(directory) / PROFILE, json.dumps(profile, separators=(",", ":")) + "\n")
+    except MemprofError as error:
+        raise MemprofError(f"the profile could not be written: {error}") from error
 
 
 def _replay(directory: Path, points: int) -> dict[str, Any]:
@@ -165,17 +163,6 @@ def _file_warnings(replayed: Mapping[str, Any], meta: Mapping[str, Any]) -> list
     if not meta:
         said.append(f"there is no {META}: modules, ops and categories of the program's own have no names")
     return said
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of ours. Raises MemprofError."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MemprofError(f"{path} cannot be read ({error}): remove it, or profile again") from error
-    if not isinstance(content, dict):
-        raise MemprofError(f"{path} holds no JSON object: it is not the profiler's")
-    return content
 
 
 def read_meta(path: Path) -> dict[str, Any]:

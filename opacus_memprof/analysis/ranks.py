@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from opacus_memprof.analysis.job import Job
-from opacus_memprof.analysis.profile import is_being_written, load_profile, read_meta, read_object
+from opacus_memprof.analysis.profile import is_being_written, load_profile, read_meta
 from opacus_memprof.directory import LOCK, META, PROFILE, RANKS, ProfileDirectory, lock, rank_directories
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.files import replacing
+from opacus_memprof.files import read_object, write_text
 from opacus_memprof.launch import Launch
 
 
@@ -66,8 +66,7 @@ def finish(claimed: ProfileDirectory) -> dict[str, Any] | None:
         if (path / RANKS).exists() and launch.same_job(Launch.from_json(read_object(path / RANKS).get("launch"))):
             return None
         summary = load_ranks(path)
-        with replacing(path / RANKS) as temporary:
-            temporary.write_text(json.dumps(summary, separators=(",", ":")) + "\n", encoding="utf-8")
+        write_text(path / RANKS, json.dumps(summary, separators=(",", ":")) + "\n")
         return summary
     finally:
         with contextlib.suppress(OSError):

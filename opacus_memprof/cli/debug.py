@@ -45,7 +45,7 @@ def debug(
     hide_token(sys.argv)
     import json  # and torch, which other commands must not load
 
-    from opacus_memprof.toolkit.output import write_text
+    from opacus_memprof.files import write_text
 
     labels = {"pkg": pkg, "version": version, "knowledge_type": knowledge_type}
     results = _LEVELS[level](model, precision, labels, log_dir, token)

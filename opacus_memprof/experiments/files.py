@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from opacus_memprof.errors import MemprofError
-from opacus_memprof.files import replacing
+from opacus_memprof.files import read_object, write_text
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -17,16 +16,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         MemprofError: it cannot be written.
     """
     lines = [f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in content.items()]
-    with replacing(path) as temporary:
-        temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises MemprofError where it cannot be read, or holds no object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MemprofError(f"{path} cannot be read ({error}): remove it, or run the experiment again") from error
-    if not isinstance(content, dict):
-        raise MemprofError(f"{path} holds no JSON object: it is not an experiment's result")
-    return content
+    return read_object(path, "remove it, or run the experiment again")

@@ -9,7 +9,7 @@ from opacus_memprof.experiments import pictures, process, summary
 from opacus_memprof.experiments.comparison import methods, read_results
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.files import write_json
-from opacus_memprof.files import replacing
+from opacus_memprof.files import write_text
 
 
 def run_all(
@@ -64,9 +64,7 @@ def draw(input_dir: Path, output_dir: Path) -> list[Path]:
     compared = methods(read_results(input_dir))
     paths = []
     for name, written in (("summary.txt", summary.text(compared)), ("memory_table.tex", summary.latex(compared))):
-        with replacing(output_dir / name) as temporary:
-            temporary.write_text(written, encoding="utf-8")
-        paths.append(output_dir / name)
+        paths.append(write_text(output_dir / name, written))
     for name, picture in pictures.PICTURES.items():
         for theme, suffix in (("light", ""), ("dark", "_dark")):
             path = output_dir / f"{name}{suffix}.png"

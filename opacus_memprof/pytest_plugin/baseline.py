@@ -19,12 +19,14 @@ from typing import Any
 import torch
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.files import read_object, write_text
 from opacus_memprof.units import format_bytes
 
 FORMAT = 1
 _KEY = ("device", "torch", "opacus", "mode")
 _TOP = 3  # modules that are told of a category that grew
 _UPDATE = "run with --memprof-update-baselines and commit the file"
+_RESTORE = "restore it from version control, or remove it and write it anew with --memprof-update-baselines"
 
 
 def file_of(name: str, folder: Path) -> Path:
@@ -56,13 +58,10 @@ def measure(devices: Mapping[str, Any], modes: set[str]) -> dict[str, Any]:
 
 def read(file: Path) -> list[dict[str, Any]]:
     """The entries of a file. Raises MemprofError where it is missing, damaged or of another version."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise MemprofError(f"there is no baseline {file}: {_UPDATE}") from None
-    except (OSError, ValueError) as error:
-        raise _damaged(file, str(error)) from error
-    if not isinstance(content, dict) or not isinstance(content.get("baselines"), list):
+    if not os.path.exists(file):
+        raise MemprofError(f"there is no baseline {file}: {_UPDATE}")
+    content = read_object(file, _RESTORE)
+    if not isinstance(content.get("baselines"), list):
         raise _damaged(file, "it is not a file of baselines")
     if content.get("format") != FORMAT:
         raise MemprofError(
@@ -82,13 +81,8 @@ def update(file: Path, measured: dict[str, Any]) -> None:
     with _locked(file.parent):
         others = [entry for entry in read(file) if entry["key"] != measured["key"]] if file.exists() else []
         entries = sorted([*others, measured], key=lambda entry: [entry["key"][part] for part in _KEY])
-        temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-        try:
-            content = {"format": FORMAT, "baselines": entries}
-            temporary.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-            os.replace(temporary, file)
-        finally:
-            temporary.unlink(missing_ok=True)
+        content = {"format": FORMAT, "baselines": entries}
+        write_text(file, json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
 def compare(entries: list[dict[str, Any]], measured: Mapping[str, Any], rel: float, file: Path) -> str | None:
@@ -151,10 +145,7 @@ def _said(key: Mapping[str, str]) -> str:
 
 
 def _damaged(file: Path, why: str) -> MemprofError:
-    return MemprofError(
-        f"{file} cannot be read ({why}): restore it from version control, or remove it and write it anew with "
-        "--memprof-update-baselines"
-    )
+    return MemprofError(f"{file} cannot be read ({why}): {_RESTORE}")
 
 
 def _is_entry(entry: Any) -> bool:

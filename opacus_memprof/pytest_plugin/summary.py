@@ -5,13 +5,14 @@ Properties travel with pytest's reports, through pytest-xdist and into JUnit XML
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.files import write_text
 from opacus_memprof.units import format_bytes
 
 Properties = list[tuple[str, object]]
@@ -102,10 +103,11 @@ class Summary:
         if self._folder is None:
             return
         try:
-            _write(self._folder / f"{_SUMMARY}.md", _markdown(self._rows()))
-            _write(self._folder / f"{_SUMMARY}.json", json.dumps({"format": 1, "tests": self._tests}, indent=1) + "\n")
-        except OSError as error:
-            self._problem = error.strerror
+            write_text(self._folder / f"{_SUMMARY}.md", _markdown(self._rows()))
+            content = {"format": 1, "tests": self._tests}
+            write_text(self._folder / f"{_SUMMARY}.json", json.dumps(content, indent=1) + "\n")
+        except MemprofError as error:
+            self._problem = str(error)
             session.exitstatus = session.exitstatus or pytest.ExitCode.USAGE_ERROR
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -114,7 +116,7 @@ class Summary:
             for line in _aligned([_TITLES, *self._rows()]):
                 terminalreporter.write_line(line)
         if self._problem is not None:
-            terminalreporter.write_line(f"the summary of memory cannot be written to {self._folder}: {self._problem}")
+            terminalreporter.write_line(f"the summary of memory is missing: {self._problem}")
         elif self._folder is not None:
             terminalreporter.write_line(f"profiles and summary of memory: {self._folder}")
 
@@ -148,12 +150,3 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 def _markdown(rows: list[tuple[str, ...]]) -> str:
     cells = [_TITLES, tuple("---" for _ in _TITLES), *(tuple(cell.replace("|", "\\|") for cell in row) for row in rows)]
     return "\n".join(f"| {' | '.join(row)} |" for row in cells) + "\n"
-
-
-def _write(file: Path, text: str) -> None:
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from opacus_memprof.directory import EVENTS, META, PROFILE, SNAPSHOTS
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.files import replacing
+from opacus_memprof.files import write_text
 from opacus_memprof.reports.csv import write_csv
 from opacus_memprof.reports.html import write_html
 from opacus_memprof.reports.latex import write_latex
@@ -56,8 +56,7 @@ class Format:
 
 
 def _write_json(source: Source, path: Path) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(source.profile, separators=(",", ":")) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(source.profile, separators=(",", ":")) + "\n")
 
 
 FORMATS = {

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from opacus_memprof.files import replacing
+from opacus_memprof.files import write_text
 from opacus_memprof.reports.tables import largest_first
 from opacus_memprof.units import format_bytes
 
@@ -55,8 +55,7 @@ def write_latex(profile: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
     """
     tables = [text for name, device in profile["devices"].items() for text in _tables(name, device)]
     head = "% \\usepackage{booktabs} goes into the preamble.\n"
-    with replacing(path) as temporary:
-        temporary.write_text("\n".join([head, *tables]), encoding="utf-8")
+    write_text(path, "\n".join([head, *tables]))
 
 
 def _tables(name: str, device: Mapping[str, Any]) -> list[str]:

@@ -8,9 +8,10 @@ from types import TracebackType
 from typing import Any
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.files import write_text
 from opacus_memprof.toolkit import anomalies
 from opacus_memprof.toolkit.monitor import Monitor
-from opacus_memprof.toolkit.output import append_line, claim, say, write_text
+from opacus_memprof.toolkit.output import append_line, claim, say
 from opacus_memprof.toolkit.snapshots import (
     checked_threshold,
     compare_snapshots,

@@ -2,13 +2,11 @@
 """Where the toolkit's words go: the program's logging or the console, and files that are whole or grow by lines."""
 
 import logging
-import os
 import sys
 from datetime import datetime
 from pathlib import Path
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.files import replacing
 
 MB = 2**20  # as torch's and nvidia-smi's users write it
 
@@ -45,14 +43,6 @@ def claim(directory: Path, prefix: str, suffix: str) -> Path:
                 return path
     except OSError as error:
         raise _cannot_write(directory, error) from error
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> Path:
-    """Writes atomically: readers see the old file or the new one. Makes its directory. Raises MemprofError."""
-    target = Path(path)
-    with replacing(target) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-    return target
 
 
 def append_line(path: Path, line: str) -> None:

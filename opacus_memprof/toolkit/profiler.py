@@ -13,9 +13,10 @@ from rich.cells import cell_len
 from torch import nn
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.files import write_text
 from opacus_memprof.toolkit import anomalies, readings
 from opacus_memprof.toolkit.model import analyze
-from opacus_memprof.toolkit.output import MB, claim, echo, write_text
+from opacus_memprof.toolkit.output import MB, claim, echo
 from opacus_memprof.toolkit.runlog import RunLog
 from opacus_memprof.toolkit.snapshots import describe, take
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.files import write_text
 from opacus_memprof.toolkit import anomalies, readings
-from opacus_memprof.toolkit.output import MB, say, write_text
+from opacus_memprof.toolkit.output import MB, say
 
 _KEPT = 1000  # of the latest snapshots, for generate_report
 _history: deque[dict[str, Any]] = deque(maxlen=_KEPT)

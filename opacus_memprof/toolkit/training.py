@@ -16,9 +16,10 @@ from rich.console import Console
 from torch import nn
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.files import write_text
 from opacus_memprof.toolkit import anomalies, lora
 from opacus_memprof.toolkit.model import analyze_model
-from opacus_memprof.toolkit.output import MB, say, write_text
+from opacus_memprof.toolkit.output import MB, say
 from opacus_memprof.toolkit.snapshots import change_between, memory_snapshot, report_text, take
 
 if TYPE_CHECKING:

@@ -88,6 +88,7 @@ def test_baselines_that_cannot_be_used(run: Run, pytester: pytest.Pytester) -> N
     files = {
         "broken": "{",
         "list": "[]",
+        "foreign": "{}",
         "future": json.dumps({"format": 2, "baselines": []}),
         "partial": json.dumps({"format": 1, "baselines": [{**entry, "peak_bytes": "1"}]}),
         "gpu": json.dumps({"format": 1, "baselines": [{**entry, "key": {**good, "device": "NVIDIA H200"}}]}),
@@ -96,7 +97,7 @@ def test_baselines_that_cannot_be_used(run: Run, pytester: pytest.Pytester) -> N
     for name, text in files.items():
         (folder / f"{name}.json").write_text(text)
     source = """
-@pytest.mark.parametrize("name", ["broken", "list", "future", "partial", "gpu", "older", "absent", "../x"])
+@pytest.mark.parametrize("name", ["broken", "list", "foreign", "future", "partial", "gpu", "older", "absent", "../x"])
 def test_it(memprof, name):
     block(1)
     memprof.check_baseline(name)
@@ -106,11 +107,12 @@ def test_rel(memprof, rel):
     memprof.check_baseline("gpu", rel=rel)
 """
     result = run(source, "--tb=line")
-    result.assert_outcomes(failed=11)
+    result.assert_outcomes(failed=12)
     result.stdout.fnmatch_lines_random(
         [
             "*broken.json cannot be read (*): restore it from version control*",
-            "*list.json cannot be read (it is not a file of baselines)*",
+            "*list.json cannot be read (it holds no JSON object): restore it from version control*",
+            "*foreign.json cannot be read (it is not a file of baselines): restore it*",
             "*future.json has format 2, and this release reads 1: *",
             "*partial.json cannot be read (an entry lacks *",
             "*gpu.json has no baseline for cpu, *, but for NVIDIA H200, *: run with --memprof-update-baselines*",
@@ -123,5 +125,5 @@ def test_rel(memprof, rel):
         ]
     )
     updated = run(source, "--memprof-update-baselines", "-k", "broken or future")
-    updated.assert_outcomes(failed=2, deselected=9)
+    updated.assert_outcomes(failed=2, deselected=10)
     assert {name: (folder / f"{name}.json").read_text() for name in files} == files

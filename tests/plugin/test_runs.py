@@ -73,6 +73,16 @@ def test_nothing():
     }
 
 
+def test_a_summary_that_cannot_be_written(run: Run, pytester: pytest.Pytester) -> None:
+    (pytester.path / "out" / "summary.md").mkdir(parents=True)
+    result = run("def test_nothing():\n    pass\n", "--memprof-report=out")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(
+        ["the summary of memory is missing: cannot write *summary.md (*): choose another place"]
+    )
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+
+
 def test_pytest_asyncio(run: Run) -> None:
     result = run(
         """

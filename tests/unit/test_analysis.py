@@ -318,7 +318,7 @@ def test_a_write_that_fails_leaves_the_old_profile(tmp_path: Path, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(MemprofError, match=r"the profile could not be written: .*No space"):
         write_profile({"format": 1, "new": True}, tmp_path)
     assert load_profile(tmp_path) == {"format": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]

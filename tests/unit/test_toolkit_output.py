@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are whole or grow by lines, and words that reach the program's logging or the console."""
+"""Files that grow by lines, and words that reach the program's logging or the console."""
 
 import io
 import logging
@@ -12,28 +12,17 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.toolkit import output
 
 
-def test_a_file_is_replaced_whole_and_its_directory_made(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b" / "report.txt"
-    output.write_text(path, "旧")
-    output.write_text(path, "新\ud800")
-    assert path.read_bytes() == "新".encode() + b"\\ud800"
-    assert [file.name for file in path.parent.iterdir()] == ["report.txt"]
-
-
 def test_two_files_of_one_second_have_two_names(tmp_path: Path) -> None:
     paths = [output.claim(tmp_path, "log", ".txt") for _ in range(5)]
     assert len(set(paths)) == 5
     assert all(path.exists() for path in paths)
 
 
-@pytest.mark.parametrize(
-    "write", [lambda path: output.write_text(path / "x.txt", ""), lambda path: output.claim(path, "x", ".log")]
-)
-def test_a_place_that_is_none(write: object, tmp_path: Path) -> None:
+def test_a_place_that_is_none(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(MemprofError, match=r"cannot write .*: choose another place"):
-        write(blocked)  # type: ignore[operator]
+        output.claim(blocked, "x", ".log")
 
 
 def test_a_line_is_one_line(tmp_path: Path) -> None:

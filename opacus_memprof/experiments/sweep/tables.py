@@ -10,7 +10,7 @@ from typing import Any
 from opacus_memprof.experiments.files import write_json
 from opacus_memprof.experiments.sweep.memory_types import memory_types
 from opacus_memprof.experiments.sweep.results import FORMAT
-from opacus_memprof.files import replacing
+from opacus_memprof.files import write_text
 
 MB = 2**20
 
@@ -29,8 +29,7 @@ def write_tables(results: Results, directory: Path, *, detailed: bool) -> None:
     """
     entries = [{"name": name, **without_detail(result)} for name, result in results.items()]
     write_json(directory / "memory_profile_results.json", {"format": FORMAT, "results": entries})
-    with replacing(directory / "memory_profile_summary.csv") as temporary:
-        temporary.write_text(summary_csv(results), encoding="utf-8")
+    write_text(directory / "memory_profile_summary.csv", summary_csv(results))
     if detailed:
         details = [detail(name, result) for name, result in results.items()]
         write_json(directory / "detailed_memory_results.json", {"format": FORMAT, "results": details})

@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from opacus_memprof import files
+from opacus_memprof.files import write_text
 from opacus_memprof.reports.html.payload import Run, payload
 from opacus_memprof.reports.palette import THEMES
 
@@ -48,10 +48,8 @@ def write_html(
     path: str | os.PathLike[str],
     without_dp: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes html_of's page to `path`, atomically. Raises MemprofError as html_of does, OSError where it cannot."""
-    page = html_of(profile, directory, without_dp)
-    with files.replacing(Path(path)) as temporary:
-        temporary.write_text(page, encoding="utf-8")
+    """Writes html_of's page to `path`, atomically. Raises MemprofError as html_of does, and where it cannot."""
+    write_text(path, html_of(profile, directory, without_dp))
 
 
 def html_of(

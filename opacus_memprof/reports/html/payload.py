@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import opacus_memprof
-from opacus_memprof.analysis.profile import TIMELINE_POINTS, read_object, read_timelines
+from opacus_memprof.analysis.profile import TIMELINE_POINTS, read_timelines
 from opacus_memprof.analysis.tax import dp_tax
 from opacus_memprof.directory import OOM_REPORTS
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.files import read_object
 from opacus_memprof.reports.palette import CATEGORY_COLORS, category_color, stack_order
 
 # Of the page's 5 MB; the rest is for everything else, and the scripts.

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from opacus_memprof import files
 from opacus_memprof.analysis.whole import load_whole_profile
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.files import write_text
 from opacus_memprof.reports.html.page import html_of_runs
 from opacus_memprof.reports.html.payload import Run
 
@@ -37,9 +37,7 @@ def write_ranks_html(
     for row in sorted(chosen, key=lambda row: int(row["rank"])):
         folder = Path(directory) / row["directory"]
         runs.append(Run(f"rank {row['rank']}", load_whole_profile(folder), folder))
-    page = html_of_runs(runs, job=_job(summary, rows[:_MOST_ROWS]))
-    with files.replacing(path) as temporary:
-        temporary.write_text(page, encoding="utf-8")
+    write_text(path, html_of_runs(runs, job=_job(summary, rows[:_MOST_ROWS])))
 
 
 def _job(summary: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> dict[str, Any]:
