@@ -24,7 +24,7 @@ from opacus_memprof import _native, observations, workload
 from opacus_memprof.analysis.oom import build_report
 from opacus_memprof.directory import OOM_REPORTS
 from opacus_memprof.files import write_text
-from opacus_memprof.reports.oom_html import oom_page
+from opacus_memprof.reports.html.oom import oom_page
 from opacus_memprof.reports.oom_text import note, print_oom
 
 

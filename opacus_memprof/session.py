@@ -273,7 +273,7 @@ class Session:
         """For notebooks: the report of the session, or of the part so far, in a frame of its own."""
         if not hasattr(self, "directory"):
             return None
-        from opacus_memprof.reports.html import html_of  # only a notebook needs it
+        from opacus_memprof.reports.html.page import html_of  # only a notebook needs it
 
         so_far = self.result if hasattr(self, "result") else self._so_far()
         source = html.escape(html_of(so_far, self.directory))

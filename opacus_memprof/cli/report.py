@@ -80,7 +80,7 @@ def report(
         summary = load_ranks(directory)
         print_ranks(summary, console)
         if wanted:
-            from opacus_memprof.reports.html import write_ranks_html
+            from opacus_memprof.reports.html.ranks import write_ranks_html
 
             path = Path(wanted["html"] or directory / "memprof.html")
             write_ranks_html(summary, directory, path)

@@ -12,7 +12,7 @@ from opacus_memprof.directory import EVENTS, META, PROFILE, SNAPSHOTS
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.files import write_text
 from opacus_memprof.reports.csv import write_csv
-from opacus_memprof.reports.html import write_html
+from opacus_memprof.reports.html.page import write_html
 from opacus_memprof.reports.latex import write_latex
 from opacus_memprof.reports.memory_viz import write_memory_viz
 from opacus_memprof.reports.optional import require

@@ -17,7 +17,8 @@ from large_event_files import one_step, write_repeated
 
 from opacus_memprof.analysis.profile import build_profile
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.reports.html import Run, html_of, html_of_runs, write_html
+from opacus_memprof.reports.html.page import html_of, html_of_runs, write_html
+from opacus_memprof.reports.html.payload import Run
 
 BOUND = 5_000_000  # bytes of a page
 LORA = [f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.default" for layer in range(40)]

@@ -12,7 +12,7 @@ from event_files import EventFile
 
 from opacus_memprof.analysis.profile import build_profile, write_profile
 from opacus_memprof.analysis.ranks import load_ranks
-from opacus_memprof.reports.html import write_ranks_html
+from opacus_memprof.reports.html.ranks import write_ranks_html
 
 Open = Callable[..., Opened]
 ACTIVATIONS = [1000, 2000, 1000, 9000]

@@ -13,7 +13,8 @@ from large_event_files import one_step, write_repeated
 
 from opacus_memprof.analysis.profile import build_profile
 from opacus_memprof.analysis.tax import dp_tax
-from opacus_memprof.reports.html import Run, html_of_runs, write_html
+from opacus_memprof.reports.html.page import html_of_runs, write_html
+from opacus_memprof.reports.html.payload import Run
 from opacus_memprof.reports.palette import category_color
 from opacus_memprof.units import format_bytes
 

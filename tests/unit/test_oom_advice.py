@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from opacus_memprof.analysis.oom import build_report
-from opacus_memprof.reports.oom_html import oom_page
 from opacus_memprof.reports.oom_text import note, print_oom
 from opacus_memprof.workload import Forward, Module, Workload
 
@@ -143,7 +142,6 @@ def test_nothing_is_live_at_all() -> None:
     report = build_report([failure(G, [])], Workload())
     assert (report["live_bytes"], report["needed"]["bytes"]) == (0, G)
     assert "Nothing is known" in text(report)
-    assert "nothing" in oom_page(report)
 
 
 def text(report: dict[str, Any], width: int = 80) -> str:
@@ -158,8 +156,4 @@ def test_reports_show_names_as_they_are() -> None:
     report = build_report([failure(G, held) | {"module": name}], Workload())
     assert "[red]mine[/red]" in text(report, 300)
     assert name in text(report, 500)
-    page = oom_page(report)
-    assert "<b>x</b>" not in page
-    assert "&lt;b&gt;x&lt;/b&gt;" in page
-    assert "http" not in page.replace("http-equiv", "")
     assert name in note(report, "oom_report.txt")

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements and figures. All scripts are joined into one module, in the order that page.py gives.
+// Elements and figures. All scripts are joined into one module, in the order that Python gives.
 
 /** An element. Children are elements or text: names come from the profiled program and are never read as HTML. */
 function element(tag, attributes = {}, ...children) {

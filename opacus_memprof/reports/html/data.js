@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What page.py has embedded.
+// What shell.py has embedded.
 
 const REPORT = JSON.parse(document.getElementById("report-data").textContent);
 

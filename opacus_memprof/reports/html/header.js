@@ -12,7 +12,7 @@ function header({ profile, run, deviceName }, choices) {
   return element(
     "header",
     { class: "page" },
-    element("div", { class: "brand" }, element("span", {}, "opacus-memprof"), choices.theme),
+    brand(choices.theme),
     element("div", { class: "title" }, title, chip, runChoice(run, choices), deviceChoice(run, deviceName, choices)),
     profile.error ? element("p", { class: "error" }, profile.error) : null,
     facts(profile),

@@ -50,16 +50,6 @@ function notEnded() {
   return element("span", { class: "muted" }, "not ended ");
 }
 
-/** A step's peak, and within it what the step left. */
-function plainBar(peak, end, whole) {
-  return element(
-    "div",
-    { class: "bar plain", "aria-hidden": "true" },
-    element("span", { style: { width: `${(100 * Math.min(end, peak)) / whole}%` } }),
-    element("span", { class: "rest", style: { width: `${(100 * Math.max(peak - end, 0)) / whole}%` } }),
-  );
-}
-
 function byteColumn(title, key) {
   return { title, number: true, value: (row) => row[key] ?? -1, cell: (row) => bytes(row[key]) };
 }
@@ -130,4 +120,11 @@ function failuresCard(context) {
   ]);
   failed.classList.add("alarm");
   return failed;
+}
+
+/** Parts of the card of failures; empty where the run has left no advice for the device. */
+function advice({ run, deviceName }) {
+  if (run.advice?.device !== deviceName) return [];
+  const needed = element("p", {}, "The whole step needs ", bytes(run.advice.needed_bytes), ".");
+  return [element("h3", {}, "What to change"), needed, suggestionList(run.advice.suggestions)];
 }

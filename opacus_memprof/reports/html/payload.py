@@ -10,13 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import opacus_memprof
 from opacus_memprof.analysis.profile import TIMELINE_POINTS, read_timelines
 from opacus_memprof.analysis.tax import dp_tax
 from opacus_memprof.directory import OOM_REPORTS
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.files import read_object
-from opacus_memprof.reports.palette import CATEGORY_COLORS, category_color, stack_order
+from opacus_memprof.reports.palette import CATEGORY_COLORS
 
 # Of the page's 5 MB; the rest is for everything else, and the scripts.
 _TIMELINE_BYTES = 2_000_000
@@ -52,18 +51,13 @@ class Run:
     without_dp: Mapping[str, Any] | None = None
 
 
-def payload(runs: Sequence[Run]) -> dict[str, Any]:
-    """What the page's scripts find in `report-data`.
+def payload(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """What the page's scripts find in `REPORT.runs`.
 
     Raises MemprofError where a run cannot be compared with the one without privacy (see analysis.tax.dp_tax).
     """
     share = 1 / max(sum(len(run.profile["devices"]) for run in runs), 1)  # of each device in what the page may hold
-    content = [_run(run, share) for run in runs]
-    return {
-        "version": opacus_memprof.__version__,
-        "colors": [[name, category_color(name)] for name in stack_order(_categories(content))],
-        "runs": content,
-    }
+    return [_run(run, share) for run in runs]
 
 
 def _run(run: Run, share: float) -> dict[str, Any]:
@@ -194,7 +188,7 @@ def _differences(values: Sequence[int]) -> list[int]:
     return [after - before for before, after in pairwise([0, *values])]
 
 
-def _categories(runs: Sequence[Mapping[str, Any]]) -> set[str]:
+def categories(runs: Sequence[Mapping[str, Any]]) -> set[str]:
     """The built-in categories, and the program's own that a page names."""
     found = set(CATEGORY_COLORS)
     for run in runs:

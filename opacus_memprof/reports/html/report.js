@@ -55,11 +55,5 @@ function nothing() {
   return element("p", { class: "card lead" }, "No memory was allocated on a device that was profiled.");
 }
 
-function footer() {
-  const units = "All sizes are requested bytes in binary units (1 MiB = 1,048,576 bytes)";
-  const exact = "hover over one for its exact number";
-  return element("footer", {}, `${units}; ${exact}. Made by opacus-memprof ${REPORT.version}, works offline.`);
-}
-
 printLight(() => page.chart?.draw());
 show({});

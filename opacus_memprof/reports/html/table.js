@@ -74,3 +74,15 @@ function stackedBar(sizes, whole) {
   );
   return element("div", { class: "bar", "aria-hidden": "true" }, bars);
 }
+
+/** A bar of bytes whose categories are not known, `part` of them in a stronger colour. */
+function plainBar(size, part, whole) {
+  const width = (bytes) => ({ width: `${(100 * bytes) / whole}%` });
+  const [strong, weak] = [Math.min(part, size), Math.max(size - part, 0)];
+  return element(
+    "div",
+    { class: "bar plain", "aria-hidden": "true" },
+    element("span", { style: width(strong) }),
+    element("span", { class: "rest", style: width(weak) }),
+  );
+}

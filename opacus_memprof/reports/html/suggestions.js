@@ -3,11 +3,10 @@
 
 const FITS = new Map([[true, ["good", "fits"]], [false, ["bad", "not enough alone"]]]);
 
-/** Parts of the card of failures; empty where the run has left no advice for the device. */
-function advice({ run, deviceName }) {
-  if (run.advice?.device !== deviceName) return [];
-  const needed = element("p", {}, "The whole step needs ", bytes(run.advice.needed_bytes), ".");
-  const items = run.advice.suggestions.map((one) => {
+/** `suggestions` as oom_report.json has them. */
+function suggestionList(suggestions) {
+  if (!suggestions.length) return element("p", {}, "Nothing is known that would make it fit.");
+  const items = suggestions.map((one) => {
     const [style, verdict] = FITS.get(one.fits) ?? [null, null];
     return element(
       "li",
@@ -18,6 +17,5 @@ function advice({ run, deviceName }) {
       element("p", { class: "muted" }, one.computed),
     );
   });
-  const none = element("p", {}, "Nothing is known that would make it fit.");
-  return [element("h3", {}, "What to change"), needed, items.length ? element("ol", {}, items) : none];
+  return element("ol", {}, items);
 }

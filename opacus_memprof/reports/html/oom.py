@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""oom_report.json as a page."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from opacus_memprof.reports.html.shell import joined
+from opacus_memprof.reports.oom_text import headline
+
+_SCRIPTS = ["base.js", "data.js", "theme.js", "table.js", "frame.js", "suggestions.js", "oom.js"]
+
+
+def oom_page(report: Mapping[str, Any]) -> str:
+    """The page, from what analysis.oom.build_report returned."""
+    categories = {*report["holders"]["categories"], *report["needed"]["parts"]}
+    content = {"headline": headline(report), "failure": report}
+    return joined("out of memory", _SCRIPTS, content, categories, elsewhere="oom_report.txt")
