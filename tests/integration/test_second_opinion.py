@@ -73,8 +73,7 @@ def walk(training: Training, inputs: list[torch.Tensor], loss: Any) -> dict[str,
     return {
         "model_parameters": addresses(model.parameters()),
         "buffers": addresses(model.buffers()),
-        # Targets never pass through the model; Opacus wraps the criterion of ghost clipping alone.
-        "inputs": addresses(inputs if training.mode == "ghost" else inputs[:1]),
+        "inputs": addresses(inputs),
         "gradients": addresses(p.grad for p in model.parameters()),
         "optimizer_states": addresses(tensors_in(list(training.optimizer.state.values()))),
         "activation_hooks_shared": captured & saved,
