@@ -22,6 +22,7 @@ class Module:
         kind: the class' name.
         bytes: of these parameters. `weight` and `bias` are their elements, all but the bias being weight.
         rows, columns: of the weight, flattened from its second dimension on; 0 without such a weight.
+        groups, taps: of a convolution, its groups and the positions of its kernel.
         grad_sampler, norm_sampler: Opacus has one of its own for this class; without, functorch serves.
     """
 
@@ -33,6 +34,8 @@ class Module:
     columns: int
     grad_sampler: bool
     norm_sampler: bool
+    groups: int = 1
+    taps: int = 1
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 """Notes the shapes of what is trained in `workload`: once for a model, and in a forward pass only where the batch is
 larger than any before."""
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -82,6 +83,8 @@ def _module(module: nn.Module, trained: dict[str, nn.Parameter]) -> workload.Mod
         columns=shape[1:].numel() if shape else 0,
         grad_sampler=type(module) in GradSampleHooks.GRAD_SAMPLERS,
         norm_sampler=type(module) in GradSampleHooksFastGradientClipping.NORM_SAMPLERS,
+        groups=module.groups if isinstance(module, _ConvNd) else 1,
+        taps=math.prod(module.kernel_size) if isinstance(module, _ConvNd) else 1,
     )
 
 

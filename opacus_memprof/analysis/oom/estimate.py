@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The run's own step as step.Step: what hooks saw of it, completed where the run ended before the forward did."""
 
-import itertools
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 
 from opacus_memprof.analysis.oom.failure import SCALED, Failure, totals
 from opacus_memprof.analysis.oom.history import History
 from opacus_memprof.analysis.oom.layers import Layer
+from opacus_memprof.analysis.oom.places import homes_of, repeated_units, spread, unit_of, with_residuals
 from opacus_memprof.analysis.oom.step import Step
 from opacus_memprof.workload import Forward, Module, Workload
 
 _ACTIVATIONS = ("activations", "activation_hooks")
 _RESIDENT = ("model_parameters", "buffers", "unattributed", "library_workspace", "communication")
-_NUMBER = re.compile(r"(?:^|\.)\d+(?=\.|$)")
 
 
 def step_of(failure: Failure, workload: Workload, history: History, freed: int = 0) -> Step | None:
@@ -44,7 +41,7 @@ def step_of(failure: Failure, workload: Workload, history: History, freed: int =
     )
     missing = total - tail - sum(layer.activations for layer in layers)
     if missing > 0 and layers:
-        layers = _spread(layers, missing)
+        layers = spread(layers, missing, failure.module if failure.phase == "backward" else "")
     if began and layers:
         tail = max(tail, layers[-1].forward.output_bytes)
     by_category = failure.totals(lambda one: one.category)
@@ -96,30 +93,6 @@ def _scaled(forward: Forward, samples: int) -> Forward:
     )
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """Modules of the model that repeat: the same modules under another number."""
-
-    prefix: str
-    signature: tuple[tuple[str, str, int, int], ...]
-
-
-def _unit_of(name: str) -> str:
-    found = _NUMBER.search(name)
-    return name[: found.end()] if found else ""
-
-
-def repeated_units(modules: Mapping[str, Module]) -> dict[str, _Unit]:
-    """By prefix, those that have a twin."""
-    parts: dict[str, list[tuple[str, str, int, int]]] = {}
-    for name, module in modules.items():
-        if prefix := _unit_of(name):
-            parts.setdefault(prefix, []).append((name[len(prefix) :], module.kind, module.rows, module.columns))
-    units = {prefix: _Unit(prefix, tuple(inside)) for prefix, inside in parts.items()}
-    signatures = [unit.signature for unit in units.values()]
-    return {prefix: unit for prefix, unit in units.items() if signatures.count(unit.signature) > 1}
-
-
 def _layers(
     workload: Workload,
     known: Mapping[str, Forward],
@@ -135,7 +108,7 @@ def _layers(
     units = repeated_units(workload.modules)
     if not complete:
         order += [name for name in workload.modules if name not in known]
-    homes = _homes(live, [name for name in order if name in workload.modules])
+    homes = homes_of(live, [name for name in order if name in workload.modules])
     taken: dict[str, int] = {}
     largest: dict[str, int] = {}
     for name, home in homes.items():
@@ -149,51 +122,28 @@ def _layers(
         if module is None:
             continue
         forward, size, block = known.get(name), taken.get(name, 0), largest.get(name, 0)
-        prefix = _unit_of(name)
+        prefix = unit_of(name)
         if not complete and prefix in units and (forward is None or prefix == (ended or [""])[-1]):
             model = models.get(units[prefix].signature)
             twin = model + name[len(prefix) :] if model else name
             forward = forward or known.get(twin)
             size, block = max(size, taken.get(twin, 0)), max(block, largest.get(twin, 0))
         if forward is None:
-            before = layers[-1].forward if layers else None
-            forward = _guess(module, before, samples)
+            forward = _guess(module, layers[-1] if layers else None, samples)
             size = max(size, forward.output_bytes)
         layers.append(Layer(name, module, forward, size, block))
-    return layers
+    return with_residuals(layers, blocks, units)
 
 
-def _guess(module: Module, before: Forward | None, samples: int) -> Forward:
-    """A layer that the forward had not come to: as many tokens as the one before it."""
-    tokens, width = (before.tokens, before.width) if before else (1, 4)
+def _guess(module: Module, before: Layer | None, samples: int) -> Forward:
+    """A layer that the forward had not come to: as many tokens as the one before it, but for a Linear behind
+    convolutions, which sees a sample as a whole."""
+    tokens, width = (before.forward.tokens, before.forward.width) if before else (1, 4)
     rows, columns = (module.rows, module.columns) if module.rows else (module.weight, module.weight)
+    columns = columns * module.groups // module.taps
     if module.kind == "Embedding":
         rows, columns = columns, 1
+    if module.kind == "Linear" and before is not None and (before.convolves or before.module.kind == "GroupNorm"):
+        tokens = 1
     size = samples * tokens * width
     return Forward(samples, tokens, size * columns, size * rows, width, before is None)
-
-
-def _homes(modules: Iterable[str], order: list[str]) -> dict[str, str]:
-    """The layer with whose backward the activations of each module go: itself, else the last one inside it, else the
-    last one that shares the most of its name."""
-    homes: dict[str, str] = {}
-    for module in modules:
-        best, most = "", 0
-        for name in order:
-            pairs = zip(module.split("."), name.split("."), strict=False)
-            shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            if module and shared and shared >= most:
-                best, most = name, shared
-        if home := module if module in order else best:
-            homes[module] = home
-    return homes
-
-
-def _spread(layers: list[Layer], missing: int) -> list[Layer]:
-    """Activations that have gone already, by the sizes of the layers' inputs; the last layers were the first to go."""
-    room = [max(layer.forward.input_bytes + layer.forward.output_bytes - layer.activations, 1) for layer in layers]
-    whole = sum(room)
-    return [
-        replace(layer, activations=layer.activations + missing * share // whole)
-        for layer, share in zip(layers, room, strict=True)
-    ]

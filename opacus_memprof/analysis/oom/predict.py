@@ -18,6 +18,7 @@ from opacus_memprof.analysis.oom.step import Instant, Step
 from opacus_memprof.workload import Workload
 
 Gradients = Literal["kept", "zeroed", "dropped"]
+_LENT = "library_workspace"
 _ORDER = ("forward", "backward", "second_backward", "clip", "noise", "optimizer_step")
 
 
@@ -89,7 +90,11 @@ class Case:
         wanted = self.samples if n is None else n
         then = self.workload.batch_of(moment.step) or wanted
         share = wanted / then if wanted and then else 1.0
-        return {name: int(size * share) if name in SCALED else size for name, size in moment.categories.items()}
+        sizes = {name: int(size * share) if name in SCALED else size for name, size in moment.categories.items()}
+        if _LENT in sizes:  # what is live between operations is cuBLAS', of one size; the rest grows with operands
+            kept = min(sum(one.bytes for one in self.failure.holdings if one.category == _LENT), sizes[_LENT])
+            sizes[_LENT] = kept + int((sizes[_LENT] - kept) * share)
+        return sizes
 
     # --- as it is ---
 

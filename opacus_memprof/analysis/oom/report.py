@@ -12,6 +12,7 @@ from opacus_memprof.analysis.oom.advice import advise
 from opacus_memprof.analysis.oom.advice.batch import largest_that_fits, slope_of
 from opacus_memprof.analysis.oom.estimate import step_of
 from opacus_memprof.analysis.oom.failure import Failure
+from opacus_memprof.analysis.oom.flash import FlashClip
 from opacus_memprof.analysis.oom.layers import Layer
 from opacus_memprof.analysis.oom.left import left_behind
 from opacus_memprof.analysis.oom.predict import Case
@@ -75,7 +76,7 @@ def build_report(
             "largest_that_fits": None if fitting is None else fitting[0],
             "predicted_peak_bytes": None if fitting is None else fitting[1].bytes,
         },
-        "layers": [] if own is None else [_layer(layer, own.samples) for layer in _costliest(own)],
+        "layers": [] if own is None else [_layer(layer, own.samples, own.gpu) for layer in _costliest(own)],
         "suggestions": [one.as_dict() for one in advise(case)],
         "earlier_failures": [_request(failures.read(one)) for one in failed[:-1]],
     }
@@ -87,7 +88,7 @@ def _costliest(step: Step) -> list[Layer]:
     return sorted(step.layers, key=lambda one: -max(one.gradients(n), one.ghost(n)))[:_TOP]
 
 
-def _layer(layer: Layer, n: int) -> dict[str, Any]:
+def _layer(layer: Layer, n: int, gpu: bool) -> dict[str, Any]:
     return {
         "module": layer.name,
         "kind": layer.module.kind,
@@ -96,7 +97,7 @@ def _layer(layer: Layer, n: int) -> dict[str, Any]:
         "activations_bytes": layer.activations,
         "per_sample_gradients_bytes": layer.gradients(n),
         "ghost_bytes": layer.ghost(n),
-        "flash_clip_bytes": layer.flash_kept(n),
+        "flash_clip_bytes": FlashClip(layer, fused=gpu).kept(n),
     }
 
 

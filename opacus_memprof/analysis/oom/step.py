@@ -8,10 +8,10 @@ autograd frees and Opacus 1.6 makes tensors (forward, backward layer by layer fr
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from opacus_memprof.analysis.oom.flash import FlashClip
 from opacus_memprof.analysis.oom.layers import Layer
 
 _SAMPLES = ("hooks", "functorch", "ew")  # the modes that keep per-sample gradients
-FLASH_WORKSPACE = 256 * 2**20  # flash_clip's ceiling on the temporaries of a layer
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Step:
         states: of the optimizer, once it has made them. `update`: temporaries of its step.
         tail: after the last layer, of the loss, from forward to backward. `inputs`: the batch.
         keeps_gradients: p.grad lives from one step to the next.
-        gpu: there, autograd's convolutions were seen to take as much as their output besides.
+        gpu: there, Gram products of flash_clip are formed in registers.
         drops_gradients: p.grad is dropped as soon as autograd has made it.
         squares: ghost clipping makes matrices of tokens by tokens.
     """
@@ -72,12 +72,12 @@ class Step:
         if self.mode in ("ghost", "fast"):
             backward = self._two_passes(n)
         elif self.mode == "flash_clip":
-            backward = self._flash(n)
+            backward = self._flash(n, accumulates=accumulates)
         else:
             backward = self._one_pass(n)
         for instant in backward:
             yield replace(instant, parts={**base, **summed, **instant.parts})
-        yield from self._update(n, base)
+        yield from self._update(n, {**base, "inputs": self._scale(self.inputs, n)})
 
     def _scale(self, size: int, n: int) -> int:
         return size * n // max(self.samples, 1)
@@ -103,25 +103,34 @@ class Step:
         for layer in reversed(self.layers):
             if not self.drops_gradients:
                 made += layer.module.bytes
+            parts = {"activations": alive, "gradients": max(made, self._gradients_before())}
+            yield self._node(layer, n, {**parts, "per_sample_gradients": samples})
             yield Instant(
                 "backward",
                 layer.name,
                 {
-                    "activations": alive,
-                    "gradients": max(made, self._gradients_before()),
+                    **parts,
                     "per_sample_gradients": samples,
                     "backward_temporaries": layer.flowing(n, self.mean and private),
                     "temp_matrices": layer.sampler(n) if private else 0,
                 },
             )
             samples += layer.gradients(n) if private else 0
-            between = {"activations": alive, "gradients": max(made, self._gradients_before())}
-            yield self._between(layer, n, {**between, "per_sample_gradients": samples})
+            yield self._between(layer, n, {**parts, "per_sample_gradients": samples})
             alive -= self._scale(layer.activations, n)
 
     def _between(self, layer: Layer, n: int, parts: Mapping[str, int]) -> Instant:
         """Operations without parameters: the gradients of output and input of the one that saved the most."""
-        return Instant("backward", layer.name, {**parts, "backward_temporaries": 2 * self._scale(layer.largest, n)})
+        flowing = 2 * self._scale(layer.largest, n) + self._scale(layer.passing, n)
+        return Instant("backward", layer.name, {**parts, "backward_temporaries": flowing})
+
+    def _node(self, layer: Layer, n: int, parts: Mapping[str, int]) -> Instant:
+        """The layer's own backward: the gradients of its output and input, and a library's workspace."""
+        workspace = 0 if layer.forward.from_leaf else layer.relayout(n)
+        flowing = layer.flowing(n, False)
+        return Instant(
+            "backward", layer.name, {**parts, "backward_temporaries": flowing, "library_workspace": workspace}
+        )
 
     def _two_passes(self, n: int) -> Iterator[Instant]:
         """ghost: what autograd saved survives the pass for the norms, and goes in the one for the gradients."""
@@ -132,55 +141,52 @@ class Step:
             made += layer.module.bytes
             norms = layer.ghost(n) if self.mode == "ghost" else layer.sampler(n)
             if not self.squares:
-                norms = min(norms, FLASH_WORKSPACE)
+                norms = FlashClip(layer, fused=self.gpu).norms(n, keep=False)
+            parts = {"activations": alive, "gradients": max(made, self._gradients_before())}
+            yield self._node(layer, n, parts)
             yield Instant(
                 "backward",
                 layer.name,
-                {
-                    "activations": alive,
-                    "gradients": max(made, self._gradients_before()),
-                    "backward_temporaries": layer.flowing(n, self.mean),
-                    "temp_matrices": norms,
-                },
+                {**parts, "backward_temporaries": layer.flowing(n, self.mean), "temp_matrices": norms},
             )
-            between = {"activations": alive, "gradients": max(made, self._gradients_before())}
-            yield self._between(layer, n, between)
+            yield self._between(layer, n, parts)
         for layer in reversed(self.layers):
-            temporaries = layer.flowing(n, False) + layer.module.bytes
-            parts = {"activations": alive, "gradients": self.trained, "backward_temporaries": temporaries}
-            yield Instant("second_backward", layer.name, parts)
+            node = self._node(layer, n, {"activations": alive, "gradients": self.trained})
+            temporaries = node.parts["backward_temporaries"] + layer.module.bytes
+            yield Instant("second_backward", layer.name, {**node.parts, "backward_temporaries": temporaries})
             alive -= self._scale(layer.activations, n)
 
-    def _flash(self, n: int) -> Iterator[Instant]:
-        """flash_clip: autograd makes no gradients; each layer keeps what its clipped sum will need."""
+    def _flash(self, n: int, *, accumulates: bool) -> Iterator[Instant]:
+        """flash_clip: autograd makes no gradients. Each layer keeps what its clipped sum will need, before its own
+        backward; the sums are formed from the first layer to the last, and let go of what was kept."""
         yield self._loss(n, 0)
         alive = self._activations(n) + self._scale(self.inputs, n)
+        layers = [(layer, FlashClip(layer, fused=self.gpu)) for layer in self.layers]
         kept = 0
-        for layer in reversed(self.layers):
-            kept += layer.flash_kept(n)
-            convolves = self.gpu and layer.module.kind.startswith("Conv")
-            besides = self._scale(layer.forward.output_bytes, n) if convolves else 0
+        for layer, clip in reversed(layers):
+            parts = {"activations": alive, "per_sample_gradients": kept + clip.made(n)}
+            output = layer.of(layer.forward.output_bytes + layer.passing, n)
             yield Instant(
-                "backward",
-                layer.name,
-                {
-                    "activations": alive,
-                    "per_sample_gradients": kept,
-                    "backward_temporaries": layer.flowing(n, False) + besides,
-                    "temp_matrices": min(layer.flash_work(n), FLASH_WORKSPACE),
-                },
+                "backward", layer.name, {**parts, "backward_temporaries": output, "temp_matrices": clip.norms(n)}
             )
-            yield self._between(layer, n, {"activations": alive, "per_sample_gradients": kept})
+            yield self._node(layer, n, parts)
+            yield self._between(layer, n, parts)
+            kept += clip.kept(n)
             alive -= self._scale(layer.activations, n)
+        summed = self.trained if accumulates else 0
+        for layer, clip in layers:
+            sums = {"summed_gradients": summed + layer.module.bytes, "inputs": self._scale(self.inputs, n)}
+            parts = {"per_sample_gradients": kept, **sums}
+            yield Instant("clip", layer.name, {**parts, "clipping_temporaries": clip.sums(n)})
+            kept -= clip.kept(n)
+            summed += 0 if accumulates else layer.module.bytes
 
     def _update(self, n: int, base: Mapping[str, int]) -> Iterator[Instant]:
         """Clipped sums, noise, and the optimizer's own step. Noise is the largest parameter's twice, zeros and noise,
         and one more while the one before lives."""
         trained = self.trained
         held = sum(layer.gradients(n) for layer in self.layers) if self.mode in _SAMPLES else 0
-        made = trained
-        if self.mode == "flash_clip":
-            held, made = sum(layer.flash_kept(n) for layer in self.layers), 0
+        made = 0 if self.mode == "flash_clip" else trained
         if self.mode:
             parts = {**base, "per_sample_gradients": held, "summed_gradients": trained}
             gradients = 0 if self.drops_gradients else made

@@ -12,6 +12,7 @@ from opacus_memprof.analysis.oom.advice.base import (
     suggestion,
 )
 from opacus_memprof.analysis.oom.advice.batch import batch_action, batch_code, largest_that_fits
+from opacus_memprof.analysis.oom.flash import FlashClip
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.step import Step
 from opacus_memprof.units import format_bytes
@@ -99,7 +100,7 @@ def _why(step: Step, mode: str) -> str:
             f"take {format_bytes(squares)} here."
         )
     if mode == "flash_clip":
-        kept = sum(layer.flash_kept(n) for layer in step.layers)
+        kept = sum(FlashClip(layer, fused=step.gpu).kept(n) for layer in step.layers)
         return (
             f"Per-sample gradients of all layers would be {format_bytes(samples)} (s n w); this mode keeps "
             f"{format_bytes(kept)}, of each layer whichever is less of its gradients and what they are made of, and no "

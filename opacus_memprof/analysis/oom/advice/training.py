@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from opacus_memprof.analysis.oom.advice.base import TRAINING, Suggestion, suggestion
-from opacus_memprof.analysis.oom.estimate import repeated_units
+from opacus_memprof.analysis.oom.places import repeated_units
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.units import format_bytes
 

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What flash_clip is said to take for a layer, against what its layers take, as torch's own profiler sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from opacus_memprof.analysis.oom import flash
+from opacus_memprof.analysis.oom.layers import Layer
+from opacus_memprof.clipping.layers import LAYERS
+from opacus_memprof.clipping.layers.base import Kept
+from opacus_memprof.clipping.workspace import Workspace
+from opacus_memprof.hooks.shapes import _Look, _module
+from opacus_memprof.workload import current
+from tests.oracle.meter import WINDOW, storage_bytes, window_peaks
+
+BATCH = 6
+ROUNDING = 200  # norms, of a few bytes each
+LAYERS_AND_INPUTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear, gradients": (lambda: nn.Linear(24, 40), (200, 24)),
+    "linear, pair": (lambda: nn.Linear(256, 192), (40, 256)),
+    "linear, a token": (lambda: nn.Linear(256, 192), (256,)),
+    "layer norm": (lambda: nn.LayerNorm(64), (200, 64)),
+    "group norm": (lambda: nn.GroupNorm(4, 32), (32, 30, 30)),
+    "convolution": (lambda: nn.Conv2d(8, 16, 3, padding=1), (8, 40, 40)),
+    "kernel 7": (lambda: nn.Conv2d(8, 8, 7, padding=3, bias=False), (8, 30, 30)),
+    "stride": (lambda: nn.Conv2d(8, 24, 5, stride=2), (8, 40, 40)),
+    "groups": (lambda: nn.Conv2d(16, 8, 3, groups=4), (16, 40, 40)),
+    "depthwise": (lambda: nn.Conv2d(16, 16, 3, padding=1, groups=16), (16, 40, 40)),
+    "1x1": (lambda: nn.Conv2d(16, 32, 1), (16, 40, 40)),
+    "1x1, stride": (lambda: nn.Conv2d(16, 32, 1, stride=2), (16, 40, 40)),
+    "one dimension": (lambda: nn.Conv1d(16, 24, 9, padding=4), (16, 400)),
+    "convolution, pair": (lambda: nn.Conv2d(64, 128, 3, stride=2, padding=1), (64, 8, 8)),
+    "groups, pair": (lambda: nn.Conv2d(64, 128, 3, groups=2), (64, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("ceiling", [256 * 2**20, 3 * 2**19], ids=["all samples at once", "some at a time"])
+@pytest.mark.parametrize("name", LAYERS_AND_INPUTS)
+def test_a_layer(name: str, ceiling: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "CEILING", ceiling)
+    build, shape = LAYERS_AND_INPUTS[name]
+    module, x = build(), torch.randn(BATCH, *shape, requires_grad=True)
+    y = module(x)
+    _Look("layer")(module, (x,), y)
+    seen = Layer("layer", _module(module, dict(module.named_parameters())), current().forwards.pop("layer"), 0)
+    said = flash.FlashClip(seen, fused=False)
+    layer, workspace = LAYERS[type(module)]("layer", module), Workspace(ceiling)
+    x, g, factors = x.detach(), torch.randn_like(y), torch.ones(BATCH)
+    kept: list[Kept] = []
+
+    def norms() -> None:
+        with record_function(WINDOW + "norms"):
+            kept.append(layer.keep(x, g, workspace))
+
+    def sums() -> None:
+        totals = []
+        with record_function(WINDOW + "sums"):
+            for _, total in layer.clipped_sums(kept.pop(), factors, workspace):
+                totals.append(total)
+
+    peak = window_peaks(norms)["norms"]
+    statistics = 2 * 4 * BATCH * shape[0] if isinstance(module, nn.LayerNorm) else 0  # of every token
+    assert said.made(BATCH) + said.norms(BATCH) + statistics == pytest.approx(peak, rel=2e-3, abs=ROUNDING)
+    holdings = storage_bytes(tensor for _, tensor in kept[0].holdings())
+    assert said.kept(BATCH) == pytest.approx(holdings, abs=ROUNDING)
+    pair = kept[0].pair is not None
+    assert pair == ("pair" in name or "token" in name)
+    parameters, peak = sum(p.nbytes for p in module.parameters()), window_peaks(sums)["sums"]
+    if pair:
+        assert said.sums(BATCH) + parameters == pytest.approx(peak, rel=0.02)
+    else:
+        assert said.sums(BATCH) == 0
+        assert peak <= parameters
+
+
+@pytest.mark.parametrize("samples", [1, 5])
+def test_norms_of_which_nothing_is_kept(samples: int) -> None:
+    """As ghost clipping uses them; a convolution's input is unfolded all the same."""
+    module, x = nn.Conv2d(8, 16, 3, padding=1), torch.randn(samples, 8, 40, 40)
+    y = module(x)
+    _Look("layer")(module, (x,), y)
+    seen = Layer("layer", _module(module, dict(module.named_parameters())), current().forwards.pop("layer"), 0)
+    layer, workspace, g = LAYERS[nn.Conv2d]("layer", module), Workspace(flash.CEILING), torch.randn_like(y)
+
+    def norms() -> None:
+        with record_function(WINDOW + "norms"):
+            layer.parameter_squared_norms(x, g, workspace)
+
+    said = flash.FlashClip(seen, fused=False).norms(samples, keep=False)
+    assert said == pytest.approx(window_peaks(norms)["norms"], rel=0.01, abs=ROUNDING)
