@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash_clip trains as hooks mode does, in float64 to rounding, and as one sample at a time through plain autograd."""
+"""flash_clip trains as hooks mode does, in float64 to rounding."""
 
 import copy
-import pickle
 from functools import partial
 from typing import Any
 
@@ -11,15 +10,14 @@ import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
-from opacus_memprof.clipping import register_norm_samplers
 from tests.integration.flash_clip_models import (
     MODELS,
+    Engine,
     Transformer,
     assert_same,
-    convnet,
     criterion,
-    image_data,
     make_private,
     mlp,
     parameters,
@@ -57,30 +55,6 @@ def test_unwrapped_models_train_too(wrap_model: bool) -> None:
     private = make_private(copy.deepcopy(model), data, "flash_clip", wrap_model=wrap_model)
     run(private)
     assert_same(parameters(private[0]._module), parameters(expected[0]))
-
-
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("name", MODELS)
-def test_clipped_sum_and_norms_equal_plain_autograd(name: str, passes: int) -> None:
-    torch.manual_seed(0)
-    build, data = MODELS[name]
-    model = build().double()
-    x, y = data(5).tensors
-    oracle = copy.deepcopy(model)
-    norms, total = [], {n: torch.zeros_like(p) for n, p in oracle.named_parameters()}
-    for i in range(5):
-        oracle.zero_grad()
-        criterion("sum")(oracle(x[i : i + 1]), y[i : i + 1]).backward()
-        gradients = {n: p.grad for n, p in oracle.named_parameters()}
-        norm = torch.stack([g.norm() for g in gradients.values()]).norm()
-        norms.append(norm)
-        for n, g in gradients.items():
-            total[n] += g * min(1.0, 0.3 / (norm.item() + 1e-6))
-    module, optimizer, _ = make_private(model, data(5), "flash_clip", noise_multiplier=0.0, flash_clip_passes=passes)
-    criterion("mean")(module(x), y).backward()
-    optimizer.clip_and_accumulate()
-    torch.testing.assert_close(module.per_sample_gradient_norms, torch.stack(norms), rtol=1e-10, atol=0)
-    assert_same({n: p.summed_grad for n, p in module._module.named_parameters()}, total)
 
 
 def test_noise_is_opacus_noise() -> None:
@@ -225,147 +199,7 @@ def test_lora_adapters(passes: int) -> None:
     assert all(torch.equal(results[1][n], p) for n, p in model.named_parameters() if not p.requires_grad)
 
 
-def test_no_weight_gradients_are_formed_by_autograd() -> None:
-    torch.manual_seed(0)
-    module, optimizer, _ = make_private(Transformer().double(), token_data(8), "flash_clip", flash_clip_passes=1)
-    ids, target = token_data(4).tensors
-    criterion("mean")(module(ids), target).backward()
-    assert all(p.requires_grad and p.grad is None for p in module.parameters())
-    optimizer.step()
-    assert all(p.grad is not None for p in module.parameters())
-    optimizer.zero_grad()
-    assert all(p.grad is None and p.summed_grad is None for p in module.parameters())
-
-
-def test_what_is_kept_is_the_smaller_and_goes_with_the_step() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 50), nn.Linear(50, 50, bias=False)).double()
-    module, optimizer, _ = make_private(model, vector_data(8), "flash_clip", flash_clip_passes=1)
-    module(torch.randn(4, 7, 6, dtype=torch.float64)).square().sum((1, 2)).mean().backward()
-    shapes = [
-        (category, name, tuple(t.shape)) for category, name, t in module.book.holdings() if category[:4] != "norm"
-    ]
-    assert sorted(shapes) == [
-        ("activation_hooks", "1", (4, 7, 50)),  # 7 (50 + 50) elements a sample against 50 x 50
-        ("backprop_copies", "1", (4, 7, 50)),
-        ("per_sample_gradients", "0", (4, 50)),
-        ("per_sample_gradients", "0", (4, 50, 6)),  # 50 x 6 against 7 (50 + 6)
-    ]
-    optimizer.step()
-    assert list(module.book.holdings()) == []
-
-
-def test_two_passes_keep_norms_only() -> None:
-    torch.manual_seed(0)
-    module, _, _ = make_private(Transformer().double(), token_data(8), "flash_clip", flash_clip_passes=2)
-    ids, target = token_data(4).tensors
-    criterion("mean")(module(ids), target).backward()
-    assert {category for category, _, _ in module.book.holdings()} == {"norm_samples"}
-
-
-def test_evaluation_is_untouched() -> None:
-    torch.manual_seed(0)
-    model = convnet().double()
-    x, _ = image_data(3).tensors
-    expected = model(x)
-    module, _, _ = make_private(model, image_data(8), "flash_clip")
-    assert torch.equal(module(x), expected)
-    with torch.no_grad():
-        assert torch.equal(module(x), expected)
-        assert not module(x).requires_grad
-    assert torch.equal(module.eval()(x), expected)
-
-
-@pytest.mark.parametrize("passes", [1, 2])
-def test_autocast_keeps_what_was_computed_with(passes: int) -> None:
-    """Parameters stay float32; linear layers run, and are booked, in bfloat16; norms are float32."""
-    torch.manual_seed(0)
-    model, data = Transformer(), token_data(12)
-    results = []
-    for mode in ("hooks", "flash_clip"):
-        options = {"flash_clip_passes": passes} if mode == "flash_clip" else {}
-        module, optimizer, _ = make_private(copy.deepcopy(model), data, mode, noise_multiplier=0.0, **options)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = criterion("mean")(module(data.tensors[0]), data.tensors[1])
-        loss.backward()
-        if mode == "flash_clip" and passes == 1:
-            holdings = list(module.book.holdings())
-            assert {t.dtype for category, _, t in holdings if category == "norm_samples"} == {torch.float32}
-            inputs = {name: t.dtype for category, name, t in holdings if category == "activation_hooks"}
-            assert inputs.pop("tokens") == torch.int64
-            assert inputs.keys() >= {"blocks.0.qkv", "blocks.1.up"}
-            assert set(inputs.values()) == {torch.bfloat16}
-        optimizer.step()
-        results.append({n: p.grad.clone() for n, p in module.named_parameters()})
-    for name, expected in results[0].items():
-        assert results[1][name].dtype == torch.float32
-        assert float((results[1][name] - expected).norm() / expected.norm()) < 0.02, name
-
-
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_sensitivity(dtype: torch.dtype, passes: int) -> None:
-    """Whatever its scale, a sample changes the clipped sum by at most max_grad_norm (to rounding)."""
-    slack = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(9, 20), nn.ReLU(), nn.LayerNorm(20), nn.Linear(20, 20), nn.Linear(20, 4)).to(dtype)
-    x = torch.randn(6, 9).to(dtype) * torch.tensor([[1e-8], [1e-3], [1.0], [1e3], [1e6], [1e8]]).to(dtype)
-    weights = torch.tensor([1e8, 1e5, 1.0, 1e3, 1e-4, 1e6]).to(dtype)
-
-    def clipped(at: list[int]) -> torch.Tensor:
-        private = copy.deepcopy(model)
-        module, optimizer, _ = make_private(
-            private, vector_data(8), "flash_clip", noise_multiplier=0.0, loss_reduction="sum", flash_clip_passes=passes
-        )
-        (module(x[at]).float().square().sum(1) * weights[at].float()).sum().backward()
-        optimizer.clip_and_accumulate()
-        return torch.cat([p.summed_grad.double().flatten() for p in private.parameters()])
-
-    together = clipped(list(range(6)))
-    for i in range(6):
-        alone = clipped([i]).norm()
-        assert alone <= 0.3 * (1 + slack)
-        # The sum is stored in the parameters' dtype, so what is left when a sample leaves is rounded to it.
-        rounding = torch.finfo(dtype).eps * 6 * 0.3
-        assert (together - clipped([j for j in range(6) if j != i])).norm() <= 0.3 * (1 + slack) + rounding
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_samplers_for_plain_ghost_clipping(name: str) -> None:
-    """Norms as Opacus' own; Opacus' ghost mode has no exact norms for four-dimensional inputs, ours has."""
-    torch.manual_seed(0)
-    build, data = MODELS[name]
-    model, samples = build().double(), data(8)
-    norms = []
-    for ours in (False, True):
-        restore = register_norm_samplers(workspace_mb=0.02) if ours else (lambda: None)
-        try:
-            module, _, loss, _ = make_private(copy.deepcopy(model), samples, "ghost", criterion=nn.CrossEntropyLoss())
-            x, y = samples.tensors
-            output = module(x)
-            output = output.mean(2) if output.dim() == 3 else output
-            loss(output, y.flatten() if y.dim() == 1 else y[:, 0]).backward()
-            norms.append({n: p._norm_sample.clone() for n, p in module.named_parameters()})
-        finally:
-            restore()
-    assert_same(norms[1], norms[0])
-
-
-def test_restoring_samplers_leaves_opacus_as_it_was() -> None:
-    from opacus.grad_sample import GradSampleHooksFastGradientClipping as Ghost
-
-    before = dict(Ghost.NORM_SAMPLERS)
-    restore = register_norm_samplers()
-    assert before != Ghost.NORM_SAMPLERS
-    restore()
-    assert before == Ghost.NORM_SAMPLERS
-
-
 def test_with_epsilon() -> None:
-    from torch.utils.data import DataLoader
-
-    from tests.integration.flash_clip_models import Engine
-
     torch.manual_seed(0)
     model = mlp().double()
     engine = Engine()
@@ -386,22 +220,6 @@ def test_with_epsilon() -> None:
     for _ in range(2):
         train(private, steps=100)
     assert 0 < engine.get_epsilon(1e-3) <= 8.0
-
-
-def test_modules_are_copied_pickled_and_unwrapped() -> None:
-    torch.manual_seed(0)
-    model, data = mlp().double(), vector_data(12)
-    private = make_private(model, data, "flash_clip")
-    train(private, steps=1)
-    module = private[0]
-    x, _ = data.tensors
-    assert torch.equal(copy.deepcopy(module)(x), module(x))
-    assert torch.equal(pickle.loads(pickle.dumps(module))(x), module(x))
-    bare = module.to_standard_module()
-    assert bare is model
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in bare.modules())
-    bare(x).sum().backward()
-    assert all(p.grad is not None for p in bare.parameters())
 
 
 @pytest.mark.parametrize("passes", [1, 2])

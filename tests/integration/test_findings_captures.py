@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations that Opacus has captured and nothing uses, planted in trainings on the CPU and found with their bytes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.integration.planted_findings import (
+    BATCH,
+    FLOAT,
+    Training,
+    drop_gradients,
+    kinds,
+    mlp,
+    of_kind,
+    profiled,
+)
+
+pytestmark = pytest.mark.usefixtures("no_remains")
+
+
+def test_forwards_without_backward(tmp_path: Path) -> None:
+    """Twelve batches evaluated in train mode with gradients on. Each forward leaves the first ReLU's output, which the
+    second Linear captured; the batch itself, which the first one captured, counts as inputs."""
+
+    def run(session: Any) -> None:
+        training = Training(mlp())
+        for _ in range(12):
+            training.model(torch.randn(BATCH, 8))
+
+    profile = profiled(tmp_path, run)
+    (found,) = of_kind(profile, "captures_without_backward")
+    looked_at = found["captures"]["2"]
+    assert 2 <= looked_at <= 12
+    assert found["captures"] == {"0": looked_at, "2": looked_at}
+    assert found["bytes"] == looked_at * BATCH * 16 * FLOAT
+    assert found["modules"] == {"1": found["bytes"]}  # who made them
+    assert found["module"] == ""
+    assert "torch.no_grad()" in found["remedy"]
+    assert "checkpoint_captures" not in kinds(profile)
+
+
+def test_one_stray_forward_makes_the_step_fail(tmp_path: Path) -> None:
+    def run(session: Any) -> None:
+        training = Training(mlp())
+        training.model(torch.randn(BATCH, 8))
+        training.step(torch.randn(BATCH, 8))
+
+    profile = profiled(tmp_path, run, ValueError)
+    (found,) = of_kind(profile, "captures_without_backward")
+    assert found["captures"] == {"0": 1, "2": 1}
+    assert found["bytes"] == BATCH * 16 * FLOAT
+    assert "the step failed" in found["evidence"]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.block, self.reentrant = nn.Linear(8, 8), mlp(), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, self.stem(x), use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
+def test_checkpointing_that_leaks_captures(tmp_path: Path) -> None:
+    def run(session: Any) -> None:
+        Training(Checkpointed(reentrant=False)).step(torch.randn(BATCH, 8))
+
+    profile = profiled(tmp_path, run, ValueError)
+    (found,) = of_kind(profile, "checkpoint_captures")
+    # The repetition stops once it has what the backward needs: the block's last module captures once, the first twice.
+    assert found["captures"] == {"block.0": 1}
+    assert found["bytes"] == BATCH * 8 * FLOAT  # its input
+    assert found["modules"] == {"stem": found["bytes"]}
+    assert found["module"] == "block.0"
+    assert "use_reentrant=True" in found["remedy"]
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_checkpointing_that_works(tmp_path: Path, steps: int) -> None:
+    def run(session: Any) -> None:
+        training = Training(Checkpointed(reentrant=True))
+        drop_gradients(training)
+        for _ in range(steps):
+            training.step(torch.randn(BATCH, 8))
+
+    profile = profiled(tmp_path, run)
+    assert not {"checkpoint_captures", "captures_without_backward"} & kinds(profile)
+
+
+def test_forwards_that_share_a_backward_are_none(tmp_path: Path) -> None:
+    """Four forwards, one backward through all of them, in each step."""
+
+    def run(session: Any) -> None:
+        training = Training(mlp())
+        for _ in range(3):
+            outputs = [training.model(torch.randn(BATCH, 8)) for _ in range(4)]
+            torch.stack(outputs).mean().backward()
+            training.optimizer.zero_grad()
+
+    assert not of_kind(profiled(tmp_path, run), "captures_without_backward")
+
+
+def test_an_earlier_session_leaves_nothing(tmp_path: Path) -> None:
+    def run(session: Any) -> None:
+        training = Training(mlp())
+        for _ in range(5):
+            training.model(torch.randn(BATCH, 8))
+
+    assert of_kind(profiled(tmp_path / "leaky", run), "captures_without_backward")
+
+    def clean(session: Any) -> None:
+        training = Training(mlp())
+        drop_gradients(training)
+        for _ in range(4):
+            training.step(torch.randn(32, 8))
+
+    assert profiled(tmp_path / "clean", clean)["findings"] == []

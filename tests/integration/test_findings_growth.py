@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that grows from step to step is found; a training without a defect has no findings."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integration.planted_findings import (
+    BATCH,
+    FLOAT,
+    Training,
+    drop_gradients,
+    kinds,
+    mlp,
+    of_kind,
+    profiled,
+)
+
+pytestmark = pytest.mark.usefixtures("no_remains")
+
+
+def train(steps: int, model: nn.Module, mode: str, keep: Any = lambda output, step: None) -> Any:
+    """Batches of varying size; Adam makes its states in the first step."""
+
+    def run(session: Any) -> None:
+        training = Training(model, mode, optimizer=torch.optim.Adam)
+        sizes = torch.randint(1, 2 * BATCH, (steps,), generator=torch.Generator().manual_seed(5)).tolist()
+        for step, size in enumerate(sizes):
+            training.step(torch.randn(size, 8))
+            keep(training.model, step)
+
+    return run
+
+
+def test_memory_that_grows(tmp_path: Path) -> None:
+    kept = []
+    profile = profiled(tmp_path, train(12, mlp(), "hooks", lambda model, step: kept.append(torch.zeros(200))))
+    (found,) = of_kind(profile, "growing_memory")
+    assert found["bytes"] == 8 * 200 * FLOAT  # of steps 2 to 9; the first and last two are left out
+    assert found["category"] == "unattributed"
+    assert "steps 2 to 9" in found["evidence"]
+    assert "end of step 11" in found["evidence"]
+
+
+def test_graphs_that_are_kept(tmp_path: Path) -> None:
+    losses = []
+
+    def keep(model: nn.Module, step: int) -> None:
+        with torch.enable_grad():
+            model.eval()
+            losses.append(model(torch.randn(BATCH, 8)).mean())
+            model.train()
+
+    profile = profiled(tmp_path, train(12, mlp(), "hooks", keep))
+    found = {one["category"]: one for one in of_kind(profile, "growing_memory")}
+    assert "loss.detach()" in found["activations"]["remedy"]
+    # The ReLU's output of each step, which its own backward and the second Linear's share.
+    assert found["activations"]["modules"]["1"] == 8 * BATCH * 16 * FLOAT
+    losses.clear()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
+def test_steady_training_has_no_findings_but_the_inherent(tmp_path: Path, mode: str) -> None:
+    """What every run of Opacus wastes may be found; nothing else is."""
+    profile = profiled(tmp_path, train(16, mlp(), mode))
+    assert kinds(profile) <= {"discarded_gradients", "noise_allocated_twice"}
+
+
+def test_a_clean_run_has_none(tmp_path: Path) -> None:
+    """Training in the mode hooks, with larger batches and without what autograd makes in vain."""
+
+    def run(session: Any) -> None:
+        training = Training(mlp())
+        drop_gradients(training)
+        for size in (32, 24, 40, 31, 8, 33, 40, 12, 20):
+            training.step(torch.randn(size, 8))
+            with torch.no_grad():
+                training.model(torch.randn(64, 8))
+
+    assert profiled(tmp_path, run)["findings"] == []

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What flash_clip keeps from backward to the step, and in which type; else its module is the model."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integration.flash_clip_models import (
+    Transformer,
+    convnet,
+    criterion,
+    image_data,
+    make_private,
+    mlp,
+    token_data,
+    train,
+    vector_data,
+)
+
+
+def test_no_weight_gradients_are_formed_by_autograd() -> None:
+    torch.manual_seed(0)
+    module, optimizer, _ = make_private(Transformer().double(), token_data(8), "flash_clip", flash_clip_passes=1)
+    ids, target = token_data(4).tensors
+    criterion("mean")(module(ids), target).backward()
+    assert all(p.requires_grad and p.grad is None for p in module.parameters())
+    optimizer.step()
+    assert all(p.grad is not None for p in module.parameters())
+    optimizer.zero_grad()
+    assert all(p.grad is None and p.summed_grad is None for p in module.parameters())
+
+
+def test_what_is_kept_is_the_smaller_and_goes_with_the_step() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 50), nn.Linear(50, 50, bias=False)).double()
+    module, optimizer, _ = make_private(model, vector_data(8), "flash_clip", flash_clip_passes=1)
+    module(torch.randn(4, 7, 6, dtype=torch.float64)).square().sum((1, 2)).mean().backward()
+    shapes = [
+        (category, name, tuple(t.shape)) for category, name, t in module.book.holdings() if category[:4] != "norm"
+    ]
+    assert sorted(shapes) == [
+        ("activation_hooks", "1", (4, 7, 50)),  # 7 (50 + 50) elements a sample against 50 x 50
+        ("backprop_copies", "1", (4, 7, 50)),
+        ("per_sample_gradients", "0", (4, 50)),
+        ("per_sample_gradients", "0", (4, 50, 6)),  # 50 x 6 against 7 (50 + 6)
+    ]
+    optimizer.step()
+    assert list(module.book.holdings()) == []
+
+
+def test_two_passes_keep_norms_only() -> None:
+    torch.manual_seed(0)
+    module, _, _ = make_private(Transformer().double(), token_data(8), "flash_clip", flash_clip_passes=2)
+    ids, target = token_data(4).tensors
+    criterion("mean")(module(ids), target).backward()
+    assert {category for category, _, _ in module.book.holdings()} == {"norm_samples"}
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_autocast_keeps_what_was_computed_with(passes: int) -> None:
+    """Parameters stay float32; linear layers run, and are booked, in bfloat16; norms are float32."""
+    torch.manual_seed(0)
+    model, data = Transformer(), token_data(12)
+    results = []
+    for mode in ("hooks", "flash_clip"):
+        options = {"flash_clip_passes": passes} if mode == "flash_clip" else {}
+        module, optimizer, _ = make_private(copy.deepcopy(model), data, mode, noise_multiplier=0.0, **options)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = criterion("mean")(module(data.tensors[0]), data.tensors[1])
+        loss.backward()
+        if mode == "flash_clip" and passes == 1:
+            holdings = list(module.book.holdings())
+            assert {t.dtype for category, _, t in holdings if category == "norm_samples"} == {torch.float32}
+            inputs = {name: t.dtype for category, name, t in holdings if category == "activation_hooks"}
+            assert inputs.pop("tokens") == torch.int64
+            assert inputs.keys() >= {"blocks.0.qkv", "blocks.1.up"}
+            assert set(inputs.values()) == {torch.bfloat16}
+        optimizer.step()
+        results.append({n: p.grad.clone() for n, p in module.named_parameters()})
+    for name, expected in results[0].items():
+        assert results[1][name].dtype == torch.float32
+        assert float((results[1][name] - expected).norm() / expected.norm()) < 0.02, name
+
+
+def test_evaluation_is_untouched() -> None:
+    torch.manual_seed(0)
+    model = convnet().double()
+    x, _ = image_data(3).tensors
+    expected = model(x)
+    module, _, _ = make_private(model, image_data(8), "flash_clip")
+    assert torch.equal(module(x), expected)
+    with torch.no_grad():
+        assert torch.equal(module(x), expected)
+        assert not module(x).requires_grad
+    assert torch.equal(module.eval()(x), expected)
+
+
+def test_modules_are_copied_pickled_and_unwrapped() -> None:
+    torch.manual_seed(0)
+    model, data = mlp().double(), vector_data(12)
+    private = make_private(model, data, "flash_clip")
+    train(private, steps=1)
+    module = private[0]
+    x, _ = data.tensors
+    assert torch.equal(copy.deepcopy(module)(x), module(x))
+    assert torch.equal(pickle.loads(pickle.dumps(module))(x), module(x))
+    bare = module.to_standard_module()
+    assert bare is model
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in bare.modules())
+    bare(x).sum().backward()
+    assert all(p.grad is not None for p in bare.parameters())
