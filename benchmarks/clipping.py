@@ -30,6 +30,8 @@ from clipping_bytes import counted_bytes
 from clipping_models import CONFIGS, QUICK, Config
 from clipping_worker import MODES
 
+from opacus_memprof.files import write_text
+
 SHARE = {"S16384_B1_fp32": 3.0, "S16384_B1_bf16": 1.2}  # of the time, for the longer configurations
 GIB = 1 << 30
 
@@ -104,12 +106,6 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write(path: Path, results: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(results, indent=1))
-    os.replace(partial, path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny models on the CPU")
@@ -140,7 +136,7 @@ def main() -> None:
             continue
         summary = summarize(lines)
         results["configs"][config.name] = {"modes": summary, "norm_step_bytes": moved, "rounds": lines}
-        write(arguments.output, results)
+        write_text(arguments.output, json.dumps(results, indent=1))
         print(table(config.name, summary, moved), flush=True)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from opacus_memprof.experiments.models import Logits
 from opacus_memprof.experiments.transformer import Transformer
 
 
@@ -67,18 +68,6 @@ def resnet(blocks: tuple[int, ...] = (3, 4, 6, 3), classes: int = 1000) -> nn.Mo
             layers.append(Bottleneck(inside, width, stride=2 if stage and i == 0 else 1))
             inside = 4 * width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, classes))
-
-
-class Logits(nn.Module):
-    """A transformers model that returns its logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
-        return logits
 
 
 def gpt2_lora(rank: int = 16, tokens: int = 1024, **sizes: int) -> nn.Module:

@@ -20,6 +20,8 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_memprof.experiments.models import Logits, replace_conv1d
+
 MODES = ("hooks", "functorch", "ew", "ghost", "no_op")
 
 
@@ -49,22 +51,9 @@ class MeanCrossEntropy(nn.Module):
         return {"none": losses, "mean": losses.mean(), "sum": losses.sum()}[self.reduction]
 
 
-class LanguageModel(nn.Module):
-    """A causal model of transformers: token ids (n, t) in, logits (n, t, vocabulary) out."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
-        return self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
-
-
 def gpt2() -> nn.Module:
     """Two blocks of GPT-2, all parameters trained."""
     from transformers import GPT2Config, GPT2LMHeadModel
-    from transformers.pytorch_utils import Conv1D
 
     config = GPT2Config(
         vocab_size=211,
@@ -80,14 +69,8 @@ def gpt2() -> nn.Module:
         eos_token_id=None,
     )
     model = GPT2LMHeadModel(config)
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, Conv1D):
-                linear = nn.Linear(*child.weight.shape)
-                linear.weight.data.copy_(child.weight.data.T)
-                linear.bias.data.copy_(child.bias.data)
-                setattr(module, name, linear)
-    return LanguageModel(model)
+    replace_conv1d(model)
+    return Logits(model)
 
 
 def llama_lora() -> nn.Module:
@@ -105,7 +88,7 @@ def llama_lora() -> nn.Module:
         max_position_embeddings=64,
     )
     adapters = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
-    return LanguageModel(get_peft_model(LlamaForCausalLM(config), adapters))
+    return Logits(get_peft_model(LlamaForCausalLM(config), adapters))
 
 
 class ResidualBlock(nn.Module):

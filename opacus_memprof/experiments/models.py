@@ -74,7 +74,7 @@ def build(configuration: Configuration, device: torch.device) -> nn.Module:
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model = _pretrained(configuration) if configuration.pretrained else _random(configuration, device)
-    _replace_conv1d(model)
+    replace_conv1d(model)
     model.config.pad_token_id = padding = _padding(model.config)
     if configuration.seq_length > (longest := getattr(model.config, "max_position_embeddings", None) or 2**31):
         raise MemprofError(
@@ -185,8 +185,9 @@ def _defaults(configuration: Configuration, device: torch.device) -> Iterator[No
         torch.set_default_dtype(before)
 
 
-def _replace_conv1d(model: nn.Module) -> None:
-    """transformers' Conv1D is a Linear with its weight transposed, which Opacus' modes do not know."""
+def replace_conv1d(model: nn.Module) -> None:
+    """Puts a Linear in the place of every Conv1D of transformers: the same with its weight transposed, which Opacus'
+    modes know."""
     from transformers.pytorch_utils import Conv1D
 
     for module in list(model.modules()):
