@@ -314,6 +314,7 @@ class Session:
             return _native.peaks(), observations.noted()
         finally:
             _native.stop_events()
+            _native.set_phase(_native.phase_id("idle"))  # a forward that failed never said that it was over
             if self._installed_here:
                 adaptors.remove(self.device)
 

@@ -46,6 +46,7 @@ class Forward:
         samples, tokens: of its input: the first dimension, and the positions of each sample.
         input_bytes, output_bytes: of all samples. `width` is the bytes of an element of the output.
         from_leaf: its input needs no gradient.
+        relaid: a convolution, which its library computes in another layout than its tensors have.
     """
 
     samples: int
@@ -54,6 +55,7 @@ class Forward:
     output_bytes: int
     width: int
     from_leaf: bool
+    relaid: bool = False
 
 
 @dataclass

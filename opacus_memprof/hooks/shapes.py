@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from opacus.grad_sample import (
     AbstractGradSampleHooks,
     GradSampleHooks,
@@ -188,4 +189,29 @@ class _Look:
             output_bytes=output.nbytes,
             width=output.element_size(),
             from_leaf=not any(tensor.requires_grad for tensor in taken),
+            relaid=isinstance(module, _ConvNd) and _relaid(module, output),
         )
+
+
+def _relaid(module: _ConvNd, output: Tensor) -> bool:
+    """Whether the library copies operands and results of this convolution into a layout of its own: cuDNN where it uses
+    tensor cores, which want channels innermost, and oneDNN, which wants them in blocks. Not where they are innermost
+    already. A kernel of one position is a matrix product, and cuDNN has kernels for single channels."""
+    point = max(module.kernel_size) == 1
+    if not output.is_contiguous() or output.dtype == torch.float64:
+        return False
+    if not output.is_cuda:
+        return bool(torch._C._get_mkldnn_enabled()) and not (point and max(module.stride) == 1)
+    if point or module.groups == module.in_channels > 1 or not torch.backends.cudnn.enabled:
+        return False
+    return output.dtype != torch.float32 or _tf32()
+
+
+def _tf32() -> bool:
+    precision = getattr(getattr(torch.backends.cudnn, "conv", None), "fp32_precision", "none")
+    if precision != "none":
+        return bool(precision == "tf32")
+    try:
+        return bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:  # what torch says where both of its settings are in use
+        return True

@@ -159,6 +159,20 @@ def test_trouble_in_explaining_does_not_hide_the_failure(tmp_path: Path, monkeyp
     assert json.loads((tmp_path / "profile.json").read_text())["status"] == "out_of_memory"
 
 
+def test_the_next_session_is_not_in_the_forward_that_failed(tmp_path: Path) -> None:
+    model = nn.Linear(64, 512)
+    with opacus_memprof.profile(tmp_path / "failed", device="cpu") as session:
+        session.attach(model)
+        inputs = torch.randn(32, 64)
+        _native.cpu_limit(_native.cpu_reported_bytes() + 10_000)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(inputs)
+    _native.cpu_limit(0)
+    with opacus_memprof.profile(tmp_path / "next", device="cpu") as session:
+        held = torch.zeros(1_000_000, dtype=torch.uint8)
+        assert session.breakdown()["cpu"]["unattributed"] == held.nbytes
+
+
 def test_a_plain_model(tmp_path: Path) -> None:
     """Without Opacus there is neither a mode nor a BatchMemoryManager to suggest."""
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))

@@ -18,6 +18,7 @@ SECOND = {  # behind a convolution of 16 channels
     "no padding, no bias": lambda: nn.Conv2d(16, 24, 5, bias=False),
     "stride": lambda: nn.Conv2d(16, 32, 3, stride=2, padding=1),
     "groups": lambda: nn.Conv2d(16, 32, 3, padding=1, groups=4),
+    "1x1": lambda: nn.Conv2d(16, 32, 1),
     "depthwise": lambda: nn.Conv2d(16, 16, 3, padding=1, groups=16),
 }
 

@@ -130,6 +130,64 @@ def test_what_steps_have_left_behind() -> None:
     assert build_report([failure(2 * G, two)], Workload())["left_behind"]["bytes"] == 0
 
 
+@pytest.mark.parametrize(
+    ("category", "steps", "size", "leaks"),
+    [
+        ("forward_undecided", (0, 1, 2), G, True),
+        ("forward_undecided", (1, 2), G, False),  # the first step let go of its own: it is a window that moves
+        ("forward_undecided", (0, 1, 2), G // 64, False),  # a little of what else is live
+        ("inputs", (0, 1, 2), G, False),  # batches may be loaded ahead
+        ("unattributed", (0, 1, 2), G, False),
+    ],
+)
+def test_what_the_first_two_steps_have_left_behind(
+    category: str, steps: tuple[int, ...], size: int, leaks: bool
+) -> None:
+    held = [holding("model_parameters", G, step=0, phase="idle")]
+    held += [holding(category, size, step=step, phase="forward") for step in steps]
+    failed = failure(2 * G, held) | {"step": 3, "logical_step": 3}
+    assert build_report([failed], Workload())["left_behind"]["bytes"] == leaks * len(steps) * size
+
+
+def test_convolutions_as_an_h200_measured_them() -> None:
+    """The planted convolutions, which ran out of memory under hooks, where the second one's input is unfolded.
+    flash_clip then peaked at 5 561 811 119 bytes, in the second one's backward, where cuDNN has a layout of its own."""
+    n, positions, image = 96, 192 * 192, 96 * 192 * 192 * 4
+    workload = Workload(mode="hooks", optimizer="SGD")
+    workload.modules |= {
+        "0": Module("Conv2d", 4 * 1792, 1728, 64, 64, 27, True, False, taps=9),
+        "1": Module("GroupNorm", 4 * 128, 64, 64, 0, 0, True, False),
+        "3": Module("Conv2d", 4 * 36928, 36864, 64, 64, 576, True, False, taps=9),
+        "7": Module("Linear", 4 * 102500, 102400, 100, 100, 1024, True, True),
+    }
+    workload.forwards |= {
+        "0": Forward(n, positions, 3 * image, 64 * image, 4, True, True),
+        "1": Forward(n, 64 * 192, 64 * image, 64 * image, 4, False),
+        "3": Forward(n, positions, 64 * image, 64 * image, 4, False, True),
+        "7": Forward(n, 1, 4 * n * 1024, 4 * n * 100, 4, False),
+    }
+    workload.batches.append((0, n))
+    workload.flash_clip_refusal = lambda: None
+    held = [
+        holding("activation_hooks", 64 * image, 0, "0", "forward"),
+        holding("activation_hooks", 64 * image, 0, "2", "forward"),
+        holding("backprop_copies", 64 * image, 0, "3"),
+        holding("backward_temporaries", 64 * image, 0, "3"),
+        holding("backward_temporaries", 64 * image, 0, "4"),
+        holding("temp_matrices", 924942336, 0, "3"),
+        holding("library_workspace", 68157440, 0, "7"),
+        holding("per_sample_gradients", 39360000, 0, "7"),
+        holding("inputs", 42467328, 0, "", "idle"),
+        holding("model_parameters", 565392, 0, "", "idle"),
+        holding("gradients", 557712, 0, "7"),
+    ]
+    failed = failure(9 * 64 * image, held) | {"step": 0, "logical_step": 0, "module": "3"}
+    wanted = [{"kind": "grad_sample_mode", "value": "flash_clip"}]
+    flash_clip = next(one for one in build_report([failed], workload)["suggestions"] if one["actions"] == wanted)
+    assert "in backward of 3" in flash_clip["computed"]
+    assert flash_clip["predicted_peak_bytes"] == pytest.approx(5_561_811_119, rel=1e-4)
+
+
 def test_nobody_counts() -> None:
     nothing = dict.fromkeys(failure(1, [])["upstream"])
     report = build_report([failure(G, [holding("teacher", 2 * G)], **nothing)], Workload())

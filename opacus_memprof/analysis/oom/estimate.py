@@ -2,6 +2,7 @@
 """The run's own step as step.Step: what hooks saw of it, completed where the run ended before the forward did."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from opacus_memprof.analysis.oom.failure import SCALED, Failure, totals
 from opacus_memprof.analysis.oom.history import History
@@ -88,9 +89,7 @@ def _scaled(forward: Forward, samples: int) -> Forward:
     def of(size: int) -> int:
         return size * samples // forward.samples
 
-    return Forward(
-        samples, forward.tokens, of(forward.input_bytes), of(forward.output_bytes), forward.width, forward.from_leaf
-    )
+    return replace(forward, samples=samples, input_bytes=of(forward.input_bytes), output_bytes=of(forward.output_bytes))
 
 
 def _layers(
@@ -146,4 +145,5 @@ def _guess(module: Module, before: Layer | None, samples: int) -> Forward:
     if module.kind == "Linear" and before is not None and (before.convolves or before.module.kind == "GroupNorm"):
         tokens = 1
     size = samples * tokens * width
-    return Forward(samples, tokens, size * columns, size * rows, width, before is None)
+    relaid = before is not None and before.forward.relaid and module.taps > 1
+    return Forward(samples, tokens, size * columns, size * rows, width, before is None, relaid)

@@ -48,10 +48,14 @@ class Layer:
         return output * (2 if mean else 1) + given + self.of(self.passing, n)
 
     def relayout(self, n: int) -> int:
-        """What a library's convolution takes besides its operands and result, forward and backward alike: cuDNN and
-        oneDNN compute in a layout of their own (channels innermost, or in blocks of channels), into which they copy one
-        and from which they copy the other: as much again as the layer's input and output, or the gradients of both."""
-        return self.of(self.forward.input_bytes + self.forward.output_bytes, n) if self.convolves else 0
+        """What a convolution's backward takes besides the gradients of its output and input, if its library computes in
+        a layout of its own: it copies the first into it, and the second from it, and the weight. On an H200 cuDNN's
+        workspace was that to within 1 KiB (benchmarks/convolution_workspace.py)."""
+        if not self.forward.relaid:
+            return 0
+        return (
+            self.of(self.forward.input_bytes + self.forward.output_bytes, n) + self.forward.width * self.module.weight
+        )
 
     def sampler(self, n: int) -> int:
         """The most that making per-sample gradients takes, they themselves included: s·n·w twice, for the sampler's

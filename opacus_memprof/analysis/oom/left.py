@@ -9,6 +9,9 @@ from opacus_memprof.analysis.oom.failure import SCALED, Failure, Holding, totals
 # What a step makes and the next one has freed, where nothing holds on to it.
 _MAY_STAY = SCALED | {"unattributed", "noise", "summed_gradients", "optimizer_temporaries"}
 _MIN_STEPS = 3
+# What a step makes of its batch: nothing has a reason to live through two more steps. Batches are loaded ahead.
+_OF_A_BATCH = SCALED - {"inputs"}
+_MIN_SHARE = 0.02  # of all live bytes, by each of two steps
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,8 @@ def _sizes(holdings: tuple[Holding, ...]) -> dict[str, int]:
 
 
 def left_behind(failure: Failure, captures: Mapping[str, int]) -> Left:
-    """Blocks of one category that at least three earlier steps have made, the last one not counted; or, of Opacus'
-    captures, all but the latest of each module.
+    """Blocks of one category that at least three earlier steps have made, the last one not counted, or two if these are
+    all there were and it is much of what a batch makes; or, of Opacus' captures, all but the latest of each module.
 
     Args:
         captures: by module, captures that await a backward, where several forwards in a row had begun with some.
@@ -67,9 +70,19 @@ def left_behind(failure: Failure, captures: Mapping[str, int]) -> Left:
         for one in failure.holdings
         if one.step < failure.step and one.category in _MAY_STAY and (one.step or one.phase not in ("idle", "setup"))
     ]
-    steps: dict[str, set[int]] = {}
-    for one in earlier:
-        if one.step < failure.step - 1:
-            steps.setdefault(one.category, set()).add(one.step)
-    stays = {category for category, born in steps.items() if len(born) >= _MIN_STEPS}
+    settled = totals((one for one in earlier if one.step < failure.step - 1), lambda one: (one.category, one.step))
+    born: dict[str, dict[int, int]] = {}
+    for (category, step), size in settled.items():
+        born.setdefault(category, {})[step] = size
+    stays = {
+        category
+        for category, sizes in born.items()
+        if len(sizes) >= _MIN_STEPS
+        or (category in _OF_A_BATCH and failure.step == _MIN_STEPS and _both_left_much(sizes, failure.live))
+    }
     return Left(tuple(one for one in earlier if one.category in stays))
+
+
+def _both_left_much(sizes: Mapping[int, int], live: int) -> bool:
+    """Of the first two steps."""
+    return all(sizes.get(step, 0) >= _MIN_SHARE * live for step in (0, 1))
