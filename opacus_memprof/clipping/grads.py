@@ -60,27 +60,24 @@ def sum_products(
         return torch.bmm(g[0], a[0]).mul_(factors.to(accumulation_dtype(g.dtype)))
     # Scaling costs a copy of the narrower operand; with groups, folding samples into tokens costs a copy of both.
     width = groups * (2 * (rows + columns) if groups > 1 else min(rows, columns)) * g.element_size()
-    fit = workspace.fit(width * tokens, samples)
-    length = tokens if fit else workspace.require(width, tokens, "one token of a clipped sum")
     total: torch.Tensor | None = None
-    for n in pieces(samples, max(1, fit)):
-        for t in pieces(tokens, length):
-            left, right = g[n, ..., t], a[n, :, t]
-            if factors is not None:
-                scale = factors[n].view(-1, 1, 1, 1)
-                if rows < columns:
-                    left = torch.mul(left, scale, out=torch.empty_like(left))
-                else:
-                    right = torch.mul(right, scale, out=torch.empty_like(right))
-            part = torch.bmm(
-                left.permute(1, 2, 0, 3).reshape(groups, rows, -1),
-                right.permute(1, 0, 2, 3).reshape(groups, -1, columns),
-            )
-            if total is None:
-                only = n.stop - n.start == samples and length == tokens
-                total = part if only else part.to(accumulation_dtype(part.dtype))
+    for n, t in workspace.tiles(samples, tokens, width, "one token of a clipped sum"):
+        left, right = g[n, ..., t], a[n, :, t]
+        if factors is not None:
+            scale = factors[n].view(-1, 1, 1, 1)
+            if rows < columns:
+                left = torch.mul(left, scale, out=torch.empty_like(left))
             else:
-                total += part
-            del left, right, part
+                right = torch.mul(right, scale, out=torch.empty_like(right))
+        part = torch.bmm(
+            left.permute(1, 2, 0, 3).reshape(groups, rows, -1),
+            right.permute(1, 0, 2, 3).reshape(groups, -1, columns),
+        )
+        if total is None:
+            only = (n.stop - n.start, t.stop - t.start) == (samples, tokens)
+            total = part if only else part.to(accumulation_dtype(part.dtype))
+        else:
+            total += part
+        del left, right, part
     assert total is not None  # there was at least one piece
     return total

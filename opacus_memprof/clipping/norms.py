@@ -27,12 +27,9 @@ def gradient_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspac
     """By forming the gradients ``g @ a``, some rows of some samples at a time."""
     count, rows, _ = g.shape
     row_bytes = a.shape[2] * a.element_size()
-    samples = max(1, workspace.fit(rows * row_bytes, count))
-    height = rows if samples > 1 else workspace.require(row_bytes, rows, "one row of a weight gradient")
     total = torch.zeros(count, dtype=accumulation_dtype(g.dtype), device=g.device)
-    for n in pieces(count, samples):
-        for r in pieces(rows, height):
-            total[n] += squared_norms(torch.bmm(g[n, r], a[n]))
+    for n, r in workspace.tiles(count, rows, row_bytes, "one row of a weight gradient"):
+        total[n] += squared_norms(torch.bmm(g[n, r], a[n]))
     return total
 
 

@@ -45,6 +45,15 @@ class Workspace:
             )
         return max(1, units)
 
+    def tiles(self, rows: int, columns: int, unit_bytes: int, what: str) -> Iterator[tuple[slice, slice]]:
+        """Cuts a grid of units into whole rows where one fits, else into parts of each. Raises as ``require``
+        does."""
+        fit = self.fit(columns * unit_bytes, rows)
+        width = max(1, columns) if fit else self.require(unit_bytes, columns, what)
+        for row in pieces(rows, max(1, fit)):
+            for column in pieces(columns, width):
+                yield row, column
+
 
 def pieces(count: int, size: int) -> Iterator[slice]:
     """Cuts ``range(count)`` into slices of ``size``; the last may be shorter."""

@@ -217,3 +217,15 @@ def test_no_tokens_by_tokens_matrix(tokens: int) -> None:
     run.check_kept(Workspace(size))
     peak, _ = peak_bytes(lambda: run.layer.keep(run.x, run.g, Workspace(size)))
     assert peak < size + 4096
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 3), (3, 0), (1, 1), (5, 7), (7, 5)])
+@pytest.mark.parametrize("fits", [1, 4, 7, 20, 1000])
+def test_tiles_cover_a_grid_once_and_fit(rows: int, columns: int, fits: int) -> None:
+    covered = torch.zeros(rows, columns)
+    for tile in Workspace(10 * fits + 9).tiles(rows, columns, 10, "a unit"):
+        covered[tile] += 1
+        assert covered[tile].numel() <= fits
+    assert torch.equal(covered, torch.ones(rows, columns))
+    with pytest.raises(MemprofError, match="but a unit needs"):
+        list(Workspace(9).tiles(5, 7, 10, "a unit"))

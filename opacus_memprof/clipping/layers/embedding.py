@@ -86,15 +86,12 @@ class EmbeddingLayer(Layer):
             return total
         g = g.reshape(len(x), tokens, width)
         token_bytes = 2 * width * dtype.itemsize
-        samples = workspace.fit(tokens * token_bytes, len(x))
-        length = tokens if samples else workspace.require(token_bytes, tokens, f"one token of {self.describe()}")
-        for n in pieces(len(x), max(1, samples)):
-            for t in pieces(tokens, length):
-                source = g[n, t].to(dtype)
-                if factors is not None:
-                    source = source * factors[n].view(-1, 1, 1)
-                total.index_add_(0, ids[n, t].flatten(), source.flatten(0, 1))
-                del source
+        for n, t in workspace.tiles(len(x), tokens, token_bytes, f"one token of {self.describe()}"):
+            source = g[n, t].to(dtype)
+            if factors is not None:
+                source = source * factors[n].view(-1, 1, 1)
+            total.index_add_(0, ids[n, t].flatten(), source.flatten(0, 1))
+            del source
         if self.module.padding_idx is not None:
             total[self.module.padding_idx] = 0
         return total

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from opacus_memprof.clipping.layers.base import Layer
-from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, pieces
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
 
 _COPIES = 3  # live at once: the normalised input, a cast of the input where dtypes differ, and statistics
 
@@ -41,13 +41,10 @@ class _LastDimensionsNorm(Layer):
         x, g = x.reshape(len(x), tokens, *shape), g.reshape(len(g), tokens, *shape)
         total = gradients["weight"] = torch.zeros(len(g), *shape, dtype=dtype, device=g.device)
         token_bytes = _COPIES * torch.Size(shape).numel() * g.element_size()
-        samples = workspace.fit(tokens * token_bytes, len(g))
-        length = tokens if samples else workspace.require(token_bytes, tokens, f"one token of {self.describe()}")
-        for n in pieces(len(g), max(1, samples)):
-            for t in pieces(tokens, max(1, length)):
-                product = self.normalize(x[n, t].to(g.dtype)).mul_(g[n, t])
-                total[n] += product.sum(1, dtype=dtype)
-                del product
+        for n, t in workspace.tiles(len(g), tokens, token_bytes, f"one token of {self.describe()}"):
+            product = self.normalize(x[n, t].to(g.dtype)).mul_(g[n, t])
+            total[n] += product.sum(1, dtype=dtype)
+            del product
         return gradients
 
 
@@ -83,12 +80,9 @@ class GroupNormLayer(Layer):
         x = x.reshape(g.shape)
         total = gradients["weight"] = torch.zeros(len(g), channels, dtype=dtype, device=g.device)
         group_bytes = _COPIES * (channels // groups) * g.shape[2] * g.element_size()
-        samples = workspace.fit(groups * group_bytes, len(g))
-        together = groups if samples else workspace.require(group_bytes, groups, f"one group of {self.describe()}")
-        for n in pieces(len(g), max(1, samples)):
-            for k in pieces(groups, together):
-                c = slice(k.start * channels // groups, k.stop * channels // groups)
-                product = torch.group_norm(x[n, c].to(g.dtype), k.stop - k.start, eps=self.module.eps).mul_(g[n, c])
-                total[n, c] = product.sum(2, dtype=dtype)
-                del product
+        for n, k in workspace.tiles(len(g), groups, group_bytes, f"one group of {self.describe()}"):
+            c = slice(k.start * channels // groups, k.stop * channels // groups)
+            product = torch.group_norm(x[n, c].to(g.dtype), k.stop - k.start, eps=self.module.eps).mul_(g[n, c])
+            total[n, c] = product.sum(2, dtype=dtype)
+            del product
         return gradients
