@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Under what conditions a profile is recorded: versions, the command, and what the allocator in place cannot tell."""
 
-import importlib.metadata
 import os
 import platform
 import sys
@@ -12,6 +11,7 @@ import torch
 import opacus_memprof
 from opacus_memprof import _native
 from opacus_memprof.launch import Launch
+from opacus_memprof.versions import installed
 
 
 def allocator_warnings(device: str) -> list[str]:
@@ -38,17 +38,10 @@ def describe_run(device: str, launch: Launch | None) -> dict[str, Any]:
             "opacus_memprof": opacus_memprof.__version__,
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "opacus": _version("opacus"),
+            "opacus": installed("opacus"),
             "python": platform.python_version(),
         },
         "device": device,
         "command": sys.argv,
         "launch": None if launch is None else launch.to_json(),
     }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

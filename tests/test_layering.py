@@ -17,7 +17,7 @@ PACKAGE = ROOT / "opacus_memprof"
 # left only. `analysis` reads files and counters, so that the session can write a profile when it closes.
 LAYERS = [
     {"_build_info", "errors"},
-    {"_native", "files", "launch", "units"},
+    {"_native", "files", "launch", "units", "versions"},
     {"directory", "observations"},
     {"clipping", "workload"},
     {"adaptors", "analysis", "hooks", "snapshots"},

@@ -7,7 +7,6 @@ command still answers where either is broken.
 
 import ctypes
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from opacus_memprof.units import format_bytes
+from opacus_memprof.versions import installed
 
 Level = Literal["ok", "note", "problem"]
 _COLOURS: dict[Level, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
@@ -119,7 +119,7 @@ def _devices(torch: Any) -> list[Check]:
 
 
 def _opacus() -> Check:
-    version = _version("opacus")
+    version = installed("opacus")
     if version is None:
         return Check("Opacus", "not installed", "problem", 'install it: `pip install "opacus>=1.5"`')
     if [int(part) for part in re.findall(r"\d+", version)[:2]] < [1, 5]:
@@ -129,7 +129,7 @@ def _opacus() -> Check:
 
 def _build() -> Check:
     """What the extension was built for. Whether it is there and fits is seen when it is loaded."""
-    version = _version("opacus-memprof") or "not installed, run from its source tree"
+    version = installed("opacus-memprof") or "not installed, run from its source tree"
     try:
         build = importlib.import_module("opacus_memprof._build_info")
     except ImportError:
@@ -180,7 +180,7 @@ def _rmm() -> list[Check]:
     if importlib.util.find_spec("rmm") is None:
         return []
     remedy = "if the program gives torch RMM's allocator, it must do so before the profile starts"
-    return [Check("RMM", _version("rmm") or "installed", "note", remedy)]
+    return [Check("RMM", installed("rmm") or "installed", "note", remedy)]
 
 
 def _directory() -> Check:
@@ -191,13 +191,6 @@ def _directory() -> Check:
             return Check("directory", f"{here} can be written")
     except OSError as error:
         return Check("directory", f"{here}: {error.strerror}", "note", "write the profile elsewhere: run with -o DIR")
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _sentence(error: object) -> str:

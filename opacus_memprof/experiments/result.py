@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result of one run, as JSON has it: docs/experiments.md describes its keys. Sizes in MB are of 2**20 bytes."""
 
-import importlib.metadata
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,11 +10,13 @@ from typing import Any
 import torch
 
 import opacus_memprof
+from opacus_memprof.analysis.device import thinned
 from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.process import PROGRESS
 from opacus_memprof.session import outcome
+from opacus_memprof.versions import installed
 
 FORMAT = 1
 MB = 2**20
@@ -152,14 +153,9 @@ def _snapshot(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _thin(timeline: Mapping[str, Any]) -> dict[str, Any]:
-    """Of every few rows the highest, so that the peak stays. Categories that never have a byte are left out."""
-    count = len(timeline["bytes"])
-    stride = max(1, -(-count // _TIMELINE_ROWS))
-    groups = [range(first, min(first + stride, count)) for first in range(0, count, stride)]
-    kept = [max(rows, key=timeline["bytes"].__getitem__) for rows in groups]
-    columns = {key: [values[row] for row in kept] for key, values in timeline.items() if key != "categories"}
-    categories = {name: [sizes[row] for row in kept] for name, sizes in timeline["categories"].items() if any(sizes)}
-    return {**columns, "categories": categories}
+    """With at most _TIMELINE_ROWS. Categories that never have a byte are left out."""
+    used = {name: sizes for name, sizes in timeline["categories"].items() if any(sizes)}
+    return thinned({**timeline, "categories": used}, max(1, -(-len(timeline["bytes"]) // _TIMELINE_ROWS)))
 
 
 def _sentence(error: BaseException, course: Course) -> str:
@@ -176,18 +172,11 @@ def _environment() -> dict[str, Any]:
         "device_bytes": torch.cuda.get_device_properties(0).total_memory if cuda else None,
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda if cuda else None,
-        **{name: _version(name) for name in ("opacus", "transformers", "peft")},
+        **{name: installed(name) for name in ("opacus", "transformers", "peft")},
         "opacus_memprof": opacus_memprof.__version__,
         "python": platform.python_version(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _allocator_peak() -> dict[str, int] | None:

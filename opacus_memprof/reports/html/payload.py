@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from opacus_memprof.analysis.device import thinned
 from opacus_memprof.analysis.profile import TIMELINE_POINTS, read_timelines
 from opacus_memprof.analysis.tax import dp_tax
 from opacus_memprof.directory import OOM_REPORTS
@@ -148,7 +149,8 @@ def _timelines(run: Run, room: int) -> dict[str, dict[str, Any]]:
     longest = max((len(json.dumps(timeline, separators=(",", ":"))) for timeline in coarse.values()), default=1)
     points = min(_MOST_ROWS, TIMELINE_POINTS * room // longest)
     if points < TIMELINE_POINTS:
-        return {name: _encoded(_thinned(timeline, points), events, points) for name, timeline in given.items()}
+        together = -(-TIMELINE_POINTS // max(points, 1))
+        return {name: _encoded(thinned(timeline, together), events, points) for name, timeline in given.items()}
     if run.directory is None or profile["status"] == "running" or min(points, events) <= TIMELINE_POINTS:
         return coarse
     try:
@@ -156,19 +158,6 @@ def _timelines(run: Run, room: int) -> dict[str, dict[str, Any]]:
     except MemprofError:  # profile.json alone was kept
         return coarse
     return {name: _encoded(fine[name], events, points) if name in fine else coarse[name] for name in coarse}
-
-
-def _thinned(timeline: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Of rows in a row the highest, so that about `rows` are left."""
-    sizes = timeline["bytes"]
-    together = -(-TIMELINE_POINTS // max(rows, 1))
-    kept = [
-        max(range(start, min(start + together, len(sizes))), key=sizes.__getitem__)
-        for start in range(0, len(sizes), together)
-    ]
-    categories = {name: [column[row] for row in kept] for name, column in timeline["categories"].items()}
-    columns = {name: [column[row] for row in kept] for name, column in timeline.items() if name != "categories"}
-    return {**columns, "categories": categories}
 
 
 def _encoded(timeline: Mapping[str, Any], events: int, points: int) -> dict[str, Any]:
