@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opacus_memprof.experiments.comparison import Method, difference, vanilla_of
+from opacus_memprof.reports.latex import escape
 from opacus_memprof.units import format_bytes
 
 MB = 2**20
@@ -96,9 +97,9 @@ def latex(compared: Sequence[Method]) -> str:
     vanilla = vanilla_of(compared)
     rows = []
     for method in compared:
-        cells = [_escaped(method.label), f"{method.total / MB:.2f}" if method.total else "--"]
+        cells = [escape(method.label), f"{method.total / MB:.2f}" if method.total else "--"]
         if not method.finished:
-            cells += [r"\multicolumn{3}{c}{" + _escaped(method.outcome) + "}"]
+            cells += [r"\multicolumn{3}{c}{" + escape(method.outcome) + "}"]
         else:
             time = method.milliseconds
             base = vanilla.milliseconds if vanilla else None
@@ -118,10 +119,6 @@ def latex(compared: Sequence[Method]) -> str:
             "",
         ]
     )
-
-
-def _escaped(value: str) -> str:
-    return "".join("\\" + letter if letter in "&%$#_{}" else letter for letter in value)
 
 
 def _title(category: str) -> str:

@@ -10,25 +10,17 @@ from rich.table import Table
 
 from opacus_memprof.analysis.job import list_ranks
 from opacus_memprof.reports.findings import print_findings
+from opacus_memprof.reports.head import print_head, print_warnings, status_of
 from opacus_memprof.units import format_bytes
 
 _MOST_ROWS = 16  # of ranks; beyond, the highest and the lowest are shown
 _LOWEST = 4
 _EVEN = 1.0005  # as printed, max / mean is 1.000
-_STYLE = {"finished": "green", "running": "cyan"}
 
 
 def print_ranks(summary: Mapping[str, Any], console: Console) -> None:
     """Prints the content of ranks.json."""
-    status = summary["status"]
-    console.print(
-        f"[bold]opacus-memprof[/]  {summary['world_size']} ranks, [{_STYLE.get(status, 'red')}]"
-        f"{status.replace('_', ' ')}[/]",
-        highlight=False,
-    )
-    versions = summary["versions"]
-    if known := [f"{name} {versions[name]}" for name in ("torch", "opacus", "cuda") if versions.get(name)]:
-        console.print(escape(", ".join(known)), style="dim", highlight=False)
+    print_head(f"{summary['world_size']} ranks, {status_of(summary)}", summary["versions"], console)
     imbalance = summary["imbalance"]
     if imbalance is None:
         console.print("No memory was allocated on a device that was profiled.")
@@ -42,10 +34,7 @@ def print_ranks(summary: Mapping[str, Any], console: Console) -> None:
         _print_reconciliation(summary["ranks"], console)
     found = [{**one, "evidence": f"{list_ranks(one['ranks'])}: {one['evidence']}"} for one in summary["findings"]]
     print_findings(found, console)
-    if summary["warnings"]:
-        console.print()
-    for warning in summary["warnings"]:
-        console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False)
+    print_warnings(summary["warnings"], console)
 
 
 def _print_table(columns: Mapping[str, list[str]], words: tuple[str, ...], console: Console) -> None:

@@ -10,11 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from opacus_memprof.reports.findings import print_findings
+from opacus_memprof.reports.head import print_head, print_warnings, status_of
 from opacus_memprof.reports.tables import bar, largest_first, share, shortened, table_of
 from opacus_memprof.units import format_bytes
 
 _TOP_MODULES = 10
-_STATUS_STYLE = {"finished": "green", "running": "cyan"}
 _MEANING = {
     "requested_bytes": "what the program asked for",
     "rounding": "blocks are larger than what was asked for",
@@ -43,22 +43,13 @@ def print_summary(profile: Mapping[str, Any], console: Console) -> None:
     for name, device in devices.items():
         _print_device(name, device, console)
     print_findings(profile.get("findings") or [], console)
-    warnings = profile.get("warnings") or []
-    if warnings:
-        console.print()
-    for warning in warnings:
-        console.print(f"[yellow]warning:[/] {escape(str(warning))}", highlight=False)
+    print_warnings(profile.get("warnings") or [], console)
 
 
 def _print_header(profile: Mapping[str, Any], console: Console) -> None:
-    status = str(profile.get("status", "unknown"))
-    line = f"[bold]opacus-memprof[/]  [{_STATUS_STYLE.get(status, 'red')}]{escape(status.replace('_', ' '))}[/]"
-    if profile.get("exit_code") is not None:
-        line += f", exit code {profile['exit_code']}"
-    console.print(line, highlight=False)
-    versions = profile.get("versions") or {}
-    if known := [f"{name} {versions[name]}" for name in ("torch", "opacus", "cuda") if versions.get(name)]:
-        console.print(escape(", ".join(known)), style="dim", highlight=False)
+    code = profile.get("exit_code")
+    ended = status_of(profile) if code is None else f"{status_of(profile)}, exit code {code}"
+    print_head(ended, profile.get("versions") or {}, console)
 
 
 def _print_device(name: str, device: Mapping[str, Any], console: Console) -> None:

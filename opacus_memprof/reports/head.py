@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How reports in a terminal begin and end: what ended how, with which versions, and warnings."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+_STYLE = {"finished": "green", "running": "cyan"}
+
+
+def status_of(profile: Mapping[str, Any]) -> str:
+    """The status of a profile or a job, as markup in its colour."""
+    status = str(profile.get("status", "unknown"))
+    return f"[{_STYLE.get(status, 'red')}]{escape(status.replace('_', ' '))}[/]"
+
+
+def print_head(said: str, versions: Mapping[str, Any], console: Console) -> None:
+    """`said` is markup."""
+    console.print(f"[bold]opacus-memprof[/]  {said}", highlight=False)
+    if known := [f"{name} {versions[name]}" for name in ("torch", "opacus", "cuda") if versions.get(name)]:
+        console.print(escape(", ".join(known)), style="dim", highlight=False)
+
+
+def print_warnings(warnings: Sequence[str], console: Console) -> None:
+    """Each on lines of its own, after an empty one."""
+    if warnings:
+        console.print()
+    for warning in warnings:
+        console.print(f"[yellow]warning:[/] {escape(str(warning))}", highlight=False)
