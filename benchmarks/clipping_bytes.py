@@ -37,7 +37,7 @@ def counted_bytes(config: Config) -> dict[str, int]:
             rows, columns = module.weight.shape
             bias = module.bias is not None and module.bias.requires_grad
             sizes = (config.batch, config.tokens, rows, columns, config.dtype.itemsize)
-            ours += choose(*sizes, bias=bias).norm_cost.bytes
+            ours += choose(*sizes).norm_cost.bytes
             ghost += ghost_norm_cost(*sizes, bias=bias).bytes
     return {"flash_clip": ours, "ghost": ghost}
 
@@ -102,7 +102,7 @@ def main() -> None:
         itemsize = getattr(torch, sizes.split()[4]).itemsize
         counts = {
             "ghost": ghost_norm_cost(batch, tokens, rows, columns, itemsize, bias=True).bytes,
-            "flash_clip": choose(batch, tokens, rows, columns, itemsize, bias=True).norm_cost.bytes,
+            "flash_clip": choose(batch, tokens, rows, columns, itemsize).norm_cost.bytes,
         }
         for how, count in counts.items():
             measured = measured_bytes(how, sizes.split())

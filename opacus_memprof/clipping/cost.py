@@ -58,16 +58,12 @@ class Choice:
         keep: what is kept until the clip factors are known.
         norm_cost: of the norm step by that way.
         kept_bytes: live from this layer's backward to the clipped sum.
-        ghost_cost: of the norm step as Opacus' ghost clipping does it, with whole T x T matrices.
-        ghost_temporary_bytes: the T x T matrices that are live at once there.
     """
 
     norm: Literal["gradient", "gram"]
     keep: Literal["gradient", "pair"]
     norm_cost: Cost
     kept_bytes: int
-    ghost_cost: Cost
-    ghost_temporary_bytes: int
 
 
 def gradient_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: int) -> Cost:
@@ -109,7 +105,6 @@ def choose(
     columns: int,
     itemsize: int,
     *,
-    bias: bool = False,
     pair_elements: int | None = None,
     keep: bool = True,
 ) -> Choice:
@@ -120,7 +115,6 @@ def choose(
         tokens: product of the dimensions between batch and features; output positions of a convolution.
         rows, columns: of the weight matrix (of one group's, for a grouped convolution).
         itemsize: bytes per element.
-        bias: whether the layer has a trainable bias (only Opacus' own cost depends on it).
         pair_elements: elements of ``a`` and ``g`` as they are held, where that is less than
             ``batch tokens (rows + columns)``: a convolution holds its input, not the unfolded one.
         keep: False when nothing is kept (two passes, or Opacus' ghost clipping): only the norm is chosen.
@@ -130,12 +124,10 @@ def choose(
     gradient_elements = batch * rows * columns
     gram = gram_norm_cost(batch, tokens, rows, columns, itemsize)
     gradient = gradient_norm_cost(batch, tokens, rows, columns, itemsize)
-    ghost = ghost_norm_cost(batch, tokens, rows, columns, itemsize, bias)
-    squares = 0 if tokens == 1 else batch * tokens * tokens * itemsize * (3 if bias else 2)
     if keep and gradient_elements <= pair_elements:
         kept = kept_norm_cost(batch, rows, columns, itemsize)
-        return Choice("gradient", "gradient", kept, gradient_elements * itemsize, ghost, squares)
+        return Choice("gradient", "gradient", kept, gradient_elements * itemsize)
     kept_bytes = pair_elements * itemsize if keep else 0
     if gram.weight <= gradient.weight:
-        return Choice("gram", "pair", gram, kept_bytes, ghost, squares)
-    return Choice("gradient", "pair", gradient, kept_bytes, ghost, squares)
+        return Choice("gram", "pair", gram, kept_bytes)
+    return Choice("gradient", "pair", gradient, kept_bytes)

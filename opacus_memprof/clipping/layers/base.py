@@ -45,8 +45,6 @@ class Layer:
     ``x`` is the layer's input, ``g`` the gradient of its output, both with the batch first; neither is changed.
     """
 
-    needs_input = True
-
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module

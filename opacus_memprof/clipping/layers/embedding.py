@@ -33,7 +33,7 @@ class EmbeddingLayer(Layer):
         moved = 4 * x.numel() * width * g.element_size() + x.numel() * _INDEX_BYTES
         cost = Cost(4 * x.numel() * width, moved)
         kept = g.numel() * g.element_size() + x.numel() * x.element_size() if keep else 0
-        return Choice("gram", "pair", cost, kept, cost, 0)
+        return Choice("gram", "pair", cost, kept)
 
     def weight_squared_norms(
         self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace

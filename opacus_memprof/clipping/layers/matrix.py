@@ -57,7 +57,6 @@ class MatrixLayer(Layer):
             size.rows,
             size.columns,
             g.element_size(),
-            bias=self.is_trainable("bias"),
             pair_elements=held,
             keep=keep,
         )
