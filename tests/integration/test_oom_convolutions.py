@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from tests.planted_models import images
@@ -28,6 +29,25 @@ def small(second: nn.Conv2d) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * second.out_channels, 10))
 
 
+class InvertedResidual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        wide = 4 * channels
+        self.branch = nn.Sequential(
+            *(nn.Conv2d(channels, wide, 1), nn.GroupNorm(4, wide), nn.SiLU()),
+            *(nn.Conv2d(wide, wide, 3, padding=1, groups=wide), nn.GroupNorm(4, wide), nn.SiLU()),
+            *(nn.Conv2d(wide, channels, 1), nn.GroupNorm(4, channels)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.branch(x)
+
+
+def residual() -> nn.Module:
+    blocks = [nn.Conv2d(3, 16, 3, stride=2, padding=1), InvertedResidual(16), InvertedResidual(16)]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10))
+
+
 def deep() -> nn.Module:
     """Few positions at its end, whose pairs are smaller than per-sample gradients: the peak is in clipping."""
     convolutions = [nn.Conv2d(3, 64, 3, stride=4, padding=1), nn.ReLU(), nn.Conv2d(64, 128, 3, stride=2, padding=1)]
@@ -35,10 +55,12 @@ def deep() -> nn.Module:
     return nn.Sequential(features, nn.Flatten(), nn.Linear(512, 10))
 
 
+SIZES = {"length": 32, "out": 10, "batch": 8}
 PLANS = [
-    Plan(name, lambda _, second=second: small(second()), images, {"length": 32, "out": 10, "batch": 8}, {})
-    for name, second in SECOND.items()
-] + [Plan("pairs", lambda _: deep(), images, {"length": 48, "out": 10, "batch": 24}, {})]
+    *(Plan(name, lambda _, second=second: small(second()), images, SIZES, {}) for name, second in SECOND.items()),
+    Plan("pairs", lambda _: deep(), images, {"length": 48, "out": 10, "batch": 24}, {}),
+    Plan("residual", lambda _: residual(), images, SIZES, {}),
+]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)

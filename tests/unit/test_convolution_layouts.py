@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which convolutions are computed in another layout than their tensors have, as benchmarks/convolution_workspace.py saw
+it on an H200. A stand-in is all that is asked of a tensor there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from opacus_memprof.hooks.shapes import _relaid
+
+CONVOLUTION = nn.Conv2d(16, 32, 3)
+
+
+def on_gpu(dtype: torch.dtype = torch.float32, *, contiguous: bool = True) -> Any:
+    return SimpleNamespace(dtype=dtype, is_cuda=True, is_contiguous=lambda: contiguous)
+
+
+@pytest.mark.parametrize(
+    ("module", "output", "relaid"),
+    [
+        (CONVOLUTION, on_gpu(), True),
+        (CONVOLUTION, on_gpu(torch.bfloat16), True),
+        (CONVOLUTION, on_gpu(torch.float64), False),
+        (CONVOLUTION, on_gpu(contiguous=False), False),
+        (nn.Conv2d(16, 32, 3, groups=4), on_gpu(), True),
+        (nn.Conv2d(16, 16, 3, groups=16), on_gpu(), False),
+        (nn.Conv2d(16, 32, 1, stride=2), on_gpu(), False),
+        (nn.Conv2d(1, 32, 3), on_gpu(), True),
+        (nn.Conv1d(16, 32, 9), on_gpu(), True),
+    ],
+)
+def test_cudnn(module: nn.Conv1d | nn.Conv2d, output: Any, relaid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    assert _relaid(module, output) == relaid
+
+
+def test_cudnn_without_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert not _relaid(CONVOLUTION, on_gpu())
+    assert _relaid(CONVOLUTION, on_gpu(torch.float16))
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="this torch has one setting for TF32")
+def test_cudnn_where_convolutions_have_a_setting_of_their_own() -> None:
+    before = torch.backends.cudnn.conv.fp32_precision
+    try:
+        for precision, relaid in (("ieee", False), ("tf32", True)):
+            torch.backends.cudnn.conv.fp32_precision = precision
+            assert _relaid(CONVOLUTION, on_gpu()) == relaid
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = before
+
+
+def test_onednn() -> None:
+    x = torch.randn(2, 16, 8, 8)
+    assert _relaid(CONVOLUTION, CONVOLUTION(x))
+    assert not _relaid(nn.Conv2d(16, 32, 1), nn.Conv2d(16, 32, 1)(x))
+    last = x.contiguous(memory_format=torch.channels_last)
+    assert not _relaid(CONVOLUTION, CONVOLUTION(last))
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not _relaid(CONVOLUTION, CONVOLUTION(x))
