@@ -162,6 +162,7 @@ class Training:
     module: Any
     optimizer: Any
     criterion: Any
+    loader: Any
     model: Model
     device: str
 
@@ -201,7 +202,7 @@ def prepare(
     module = model.build().to(device).train()
     inputs, targets = model.batch(6)
     trained = [p for p in module.parameters() if p.requires_grad]
-    module, optimizer, *criteria, _ = (engine or PrivacyEngine()).make_private(
+    module, optimizer, *criteria, loader = (engine or PrivacyEngine()).make_private(
         module=module,
         optimizer=torch.optim.AdamW(trained, lr=1e-3),
         criterion=MeanCrossEntropy(),
@@ -212,4 +213,4 @@ def prepare(
         grad_sample_mode=mode,
         **options,
     )
-    return Training(mode, module, optimizer, criteria[0] if criteria else MeanCrossEntropy(), model, device)
+    return Training(mode, module, optimizer, criteria[0] if criteria else MeanCrossEntropy(), loader, model, device)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step is given: the batches that a DataLoader yields, the model's arguments, and the targets of losses.
+"""What a step is given: the batches that a DataLoader yields, the data set that they come from if that is in the
+profiled memory, the model's arguments, and the targets of losses.
 
 Where a loop moves its labels is a line of the user's that nobody can wrap; what a loss compares with is known. torch's
 losses are wrapped below `torch.nn.functional`, in the built-in functions that those call: the public functions stay the
@@ -8,7 +9,7 @@ very objects that others have imported, inspect, pickle, script, and dispatch on
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -16,12 +17,12 @@ import torch
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor
 from torch.jit import _builtins
-from torch.utils.data import dataloader
+from torch.utils.data import ConcatDataset, Subset, dataloader
 
 from opacus_memprof import _native
 from opacus_memprof.hooks.attach import Attachment
 from opacus_memprof.hooks.tensors import tensors_in
-from opacus_memprof.hooks.vocabulary import FORWARD_UNDECIDED, INPUTS, UNATTRIBUTED
+from opacus_memprof.hooks.vocabulary import DATASET, FORWARD_UNDECIDED, INPUTS, UNATTRIBUTED
 
 _UNCLAIMED = (UNATTRIBUTED, FORWARD_UNDECIDED)
 
@@ -58,6 +59,25 @@ def tag_inputs(batch: Any) -> list[Tensor]:
     return leaves
 
 
+def _tag_dataset(dataset: Any) -> None:
+    """The tensors that a data set has as attributes, as TensorDataset and torchvision's have, get a category of their
+    own: unlike inputs, they do not grow with the batch."""
+    if kept := [tensor for tensor in _tensors_of(dataset) if not tensor.requires_grad]:
+        _native.retag_if(kept, _UNCLAIMED, DATASET)
+
+
+def _tensors_of(dataset: Any) -> Iterator[Tensor]:
+    if isinstance(dataset, Subset):
+        yield from _tensors_of(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            yield from _tensors_of(part)
+    else:
+        for value in tuple(getattr(dataset, "__dict__", {}).values()):
+            if isinstance(value, (Tensor, tuple)):  # a list may have an item for each sample
+                yield from tensors_in(value)
+
+
 def _tag_target(target: Any) -> None:
     """What a loss compares with becomes inputs, unless it was computed from parameters, or made in forward and held by
     autograd too."""
@@ -78,12 +98,22 @@ def _held_by_nobody_else(tensor: Tensor) -> bool:
 def follow_batches(attachment: Attachment) -> None:
     """On the classes: iterators and losses are objects of their own."""
     iterator: Any = dataloader._BaseDataLoaderIter
+    attachment.replace_attribute(iterator, "__init__", _drawing(iterator.__init__))
     attachment.replace_attribute(iterator, "__next__", _yielding(iterator.__next__))
     attachment.replace_attribute(DPLossFastGradientClipping, "__call__", _judging(DPLossFastGradientClipping.__call__))
     attachment.on_detach(_forget_rules)
     for module, names in _LOSSES.items():
         for name in names:
             attachment.replace_attribute(module, name, _comparing(attachment, vars(module)[name]))
+
+
+def _drawing(begin: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(begin)
+    def wrapper(self: Any, loader: Any) -> None:
+        _tag_dataset(loader.dataset)
+        begin(self, loader)
+
+    return wrapper
 
 
 def _yielding(next_batch: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -20,6 +20,7 @@ BACKPROP_COPIES: Final = _native.category_id("backprop_copies")
 COMMUNICATION: Final = _native.category_id("communication")
 INPUTS: Final = _native.category_id("inputs")
 FORWARD_UNDECIDED: Final = _native.category_id("forward_undecided")
+DATASET: Final = _native.category_id("dataset")  # not of the core's, but as the program's own are
 
 IDLE: Final = _native.phase_id("idle")
 SETUP: Final = _native.phase_id("setup")

@@ -115,3 +115,4 @@ def cpu() -> Iterator[None]:
     _native.cpu_install()
     yield
     _native.cpu_uninstall()
+    _native.set_phase(_native.phase_id("idle"))  # a forward pass that nothing follows leaves its own

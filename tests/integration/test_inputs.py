@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from opacus_memprof import hooks
 from tests.integration.opacus_training import attached, categories, cpu, prepare  # noqa: F401
@@ -27,11 +27,41 @@ def test_all_that_a_loader_yields_and_nothing_else(cpu: None) -> None:  # noqa: 
     attachment.detach()
     assert len(batches) == 4
     changed = {name: size - before[name] for name, size in after.items() if size != before[name]}
-    assert changed == {"inputs": 32 * 50 * FLOAT + 32 * 7 * INT}
+    size = 32 * 50 * FLOAT + 32 * 7 * INT
+    assert changed == {"inputs": size, "dataset": size, "unattributed": -size}
 
     kept = categories()["inputs"]
     batches = list(DataLoader(dataset, batch_size=8))  # nobody follows this one
     assert categories()["inputs"] == kept - after["inputs"] + before["inputs"]
+
+
+class Images(Dataset[Tensor]):
+    """As torchvision's are: tensors as attributes, and what is none of the data set's memory."""
+
+    def __init__(self) -> None:
+        self.data, self.targets = torch.randn(20, 3), [0] * 20
+        self.model = nn.Linear(3, 3)
+        self.learned = torch.randn(3, requires_grad=True)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.data[index]
+
+
+def test_the_data_set_that_a_loader_draws_from(cpu: None) -> None:  # noqa: F811
+    images, other = Images(), TensorDataset(torch.randn(12, 3, dtype=torch.float64))
+    parts = ConcatDataset([Subset(images, range(5)), other])
+    attachment = hooks.attach_model(nn.Linear(3, 3))
+    before = categories()
+    for _ in range(2):  # epochs
+        iterator = iter(DataLoader(parts, batch_size=5))
+    changed = {name: size - before[name] for name, size in categories().items() if size != before[name]}
+    size = 20 * 3 * FLOAT + 12 * 3 * 2 * FLOAT
+    assert changed == {"dataset": size, "unattributed": -size}
+    assert next(iterator).shape == (5, 3)
+    attachment.detach()
 
 
 def test_targets_of_the_criterion_that_opacus_wraps(cpu: None) -> None:  # noqa: F811

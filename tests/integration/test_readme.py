@@ -64,10 +64,12 @@ def test_the_blocks_show_the_whole_api() -> None:
 
 def test_the_output_speaks_todays_words() -> None:
     from opacus_memprof import _native
+    from opacus_memprof.hooks.vocabulary import DATASET
 
     output = re.search(r"<!-- output of make profile -->\n```text\n(.*?)```", README, re.DOTALL)
     assert output is not None
     rows = re.findall(r"^([a-z_]+) +[\d.]+ [KMG]?i?B +[\d.]+ %[^a-z\n]*$", output[1], re.MULTILINE)
     categories = {re.sub("^activation_hooks_.*", "activation_hooks", name) for name in _native.names()["categories"]}
     assert {"model_parameters", "per_sample_gradients"} <= set(rows) <= categories
+    assert _native.names()["categories"][DATASET] in rows
     assert "Σ categories = requested bytes: exact" in output[1]

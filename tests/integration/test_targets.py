@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.functional import cross_entropy  # as programs do: nobody can replace this one
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_memprof import _native, hooks
+from opacus_memprof import hooks
 from tests.integration.opacus_training import BATCH, CLASSES, LENGTH, attached, categories, cpu, prepare  # noqa: F401
 
 pytestmark = [
@@ -81,7 +81,6 @@ def model() -> nn.Module:
 def network(cpu: None) -> Iterator[nn.Module]:  # noqa: F811
     built = model()
     attachment = hooks.attach_model(built)
-    _native.set_phase(_native.phase_id("idle"))  # an earlier test may have ended in forward
     yield built
     attachment.detach()
 

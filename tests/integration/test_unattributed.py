@@ -44,6 +44,7 @@ def test_unattributed_at_the_peak(model: Model, mode: str, device: str, tmp_path
         engine = opacus_memprof.PrivacyEngine() if mode == "flash_clip" else PrivacyEngine()
         session.attach(engine)
         training = models.prepare(model, mode, device, engine)
+        iter(training.loader)
         for _ in range(3):
             training.step(32, filling=opacus_memprof.tag("per_sample_gradients"))
             assert all(counts["remainder"] == 0 for counts in session.snapshot("step")["devices"].values())
