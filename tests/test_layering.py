@@ -17,8 +17,8 @@ PACKAGE = ROOT / "opacus_memprof"
 # left only. `analysis` reads files and counters, so that the session can write a profile when it closes.
 LAYERS = [
     {"_build_info", "errors"},
-    {"_native", "files", "launch", "units", "versions"},
-    {"directory", "observations"},
+    {"_native", "files", "launch", "optional", "units", "versions"},
+    {"directory", "hub", "observations"},
     {"clipping", "workload"},
     {"adaptors", "analysis", "hooks", "snapshots"},
     {"attaching", "conditions", "reports", "stream"},

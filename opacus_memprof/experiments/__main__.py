@@ -10,8 +10,8 @@ from pathlib import Path
 
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.files import read_json, write_json
-from opacus_memprof.experiments.hub import use_the_cache_where_there_is_no_hub
 from opacus_memprof.experiments.process import CONFIGURATION, PROFILE, RESULT
+from opacus_memprof.hub import use_the_cache_where_there_is_no_hub
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_memprof.experiments.configuration import Configuration
-from opacus_memprof.experiments.hub import why
 from opacus_memprof.experiments.shapes import CLASSES
+from opacus_memprof.hub import why
 
 SNLI = "stanfordnlp/snli"
 

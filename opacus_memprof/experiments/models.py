@@ -2,7 +2,6 @@
 """The model of a configuration, from a built-in shape, the Hugging Face hub or a local path; with LoRA where asked."""
 
 import inspect
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +11,10 @@ from torch import nn
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
-from opacus_memprof.experiments.hub import why
 from opacus_memprof.experiments.shapes import BUILT_IN, CLASSES, shape_of
 from opacus_memprof.experiments.transformer import Transformer
+from opacus_memprof.hub import load_pretrained, with_adapters
+from opacus_memprof.optional import require
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -65,14 +65,11 @@ def build(configuration: Configuration, device: torch.device) -> nn.Module:
         if configuration.lora_rank is not None:
             head = ["head"] if configuration.task == "classification" else None
             names = ["qkv", "out", "up", "down"]
-            model = _with_adapters(model, configuration, target_modules=names, modules_to_save=head)
+            model = _adapted(model, configuration, target_modules=names, modules_to_save=head)
         return model.to(device).train()
-    try:
-        import transformers
-    except ImportError as error:
-        raise MemprofError(f"the model needs transformers ({error}): pip install transformers") from error
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers = require("transformers", "language models")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     model = _pretrained(configuration) if configuration.pretrained else _random(configuration, device)
     replace_conv1d(model)
     model.config.pad_token_id = padding = _padding(model.config)
@@ -85,7 +82,7 @@ def build(configuration: Configuration, device: torch.device) -> nn.Module:
         _untie(model)
     else:
         task = "CAUSAL_LM" if configuration.task == "language_model" else "SEQ_CLS"
-        model = _with_adapters(model, configuration, task_type=task)
+        model = _adapted(model, configuration, task_type=task)
     return Logits(model, padding if configuration.pretrained else None).to(device).train()
 
 
@@ -127,21 +124,17 @@ def _random(configuration: Configuration, device: torch.device) -> Any:
     else:
         config = transformers.LlamaConfig(**sizes, **common)
     with _defaults(configuration, device):
-        return _auto_class(configuration).from_config(config)
+        return getattr(transformers, _auto_class(configuration)).from_config(config)
 
 
 def _pretrained(configuration: Configuration) -> Any:
-    token = os.environ.get("HF_TOKEN") or None
-    extra = {"num_labels": CLASSES} if configuration.task == "classification" else {}
-    try:
-        return _auto_class(configuration).from_pretrained(
-            configuration.model, dtype=DTYPES[configuration.dtype], token=token, **extra
-        )
-    except Exception as error:  # the hub's client, its network and its file formats raise anything
-        raise MemprofError(
-            f'the model "{configuration.model}" cannot be loaded ({why(error)}): pass the path of a local copy '
-            f"(--model-name PATH), or use random weights in a built-in shape (--config {'|'.join(BUILT_IN)})"
-        ) from None
+    extra: dict[str, Any] = {"num_labels": CLASSES} if configuration.task == "classification" else {}
+    remedy = (
+        f"pass the path of a local copy (--model-name PATH), or use random weights in a built-in shape (--config "
+        f"{'|'.join(BUILT_IN)})"
+    )
+    dtype = DTYPES[configuration.dtype]
+    return load_pretrained(_auto_class(configuration), configuration.model, remedy, dtype=dtype, **extra)
 
 
 def _padding(config: Any) -> int:
@@ -152,25 +145,13 @@ def _padding(config: Any) -> int:
     return 0
 
 
-def _auto_class(configuration: Configuration) -> Any:
-    import transformers
-
-    if configuration.task == "classification":
-        return transformers.AutoModelForSequenceClassification
-    return transformers.AutoModelForCausalLM
+def _auto_class(configuration: Configuration) -> str:
+    return f"AutoModelFor{'SequenceClassification' if configuration.task == 'classification' else 'CausalLM'}"
 
 
-def _with_adapters(model: nn.Module, configuration: Configuration, **options: Any) -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise MemprofError(f"LoRA needs peft ({error}): pip install peft") from error
+def _adapted(model: nn.Module, configuration: Configuration, **options: Any) -> Any:
     rank = configuration.lora_rank or 0
-    adapters = peft.LoraConfig(r=rank, lora_alpha=2 * rank, **options)
-    try:
-        return peft.get_peft_model(model, adapters)
-    except ValueError as error:
-        raise MemprofError(f'"{configuration.model}" cannot be given LoRA adapters: {error}') from error
+    return with_adapters(model, rank, 2 * rank, **options)
 
 
 @contextmanager

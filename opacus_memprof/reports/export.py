@@ -11,11 +11,11 @@ from typing import Any
 from opacus_memprof.directory import EVENTS, META, PROFILE, SNAPSHOTS
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.files import write_text
+from opacus_memprof.optional import require
 from opacus_memprof.reports.csv import write_csv
 from opacus_memprof.reports.html.page import write_html
 from opacus_memprof.reports.latex import write_latex
 from opacus_memprof.reports.memory_viz import write_memory_viz
-from opacus_memprof.reports.optional import require
 from opacus_memprof.reports.parquet import write_parquet
 from opacus_memprof.reports.perfetto import write_perfetto
 from opacus_memprof.reports.picture import write_pictures

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from opacus_memprof.files import replacing
-from opacus_memprof.reports.optional import require
+from opacus_memprof.optional import require
 from opacus_memprof.reports.palette import CATEGORY_COLORS, THEMES, Theme, category_color, stack_order
 from opacus_memprof.reports.tables import shortened
 from opacus_memprof.units import format_bytes

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from opacus_memprof.analysis.events import ALLOC, FREE, KINDS, SEED, SNAPSHOT, STEP, Events, Rows, decoded
 from opacus_memprof.files import replacing
-from opacus_memprof.reports.optional import require
+from opacus_memprof.optional import require
 
 
 def write_parquet(profile: Mapping[str, Any], directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:

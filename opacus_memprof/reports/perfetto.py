@@ -11,7 +11,7 @@ import numpy as np
 from opacus_memprof.analysis.events import ALLOC, FREE, OOM, PHASE, ROW, STEP, Events, Rows
 from opacus_memprof.analysis.profile import read_timelines
 from opacus_memprof.files import replacing
-from opacus_memprof.reports.optional import require
+from opacus_memprof.optional import require
 from opacus_memprof.reports.palette import stack_order
 from opacus_memprof.units import format_bytes
 

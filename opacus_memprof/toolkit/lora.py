@@ -4,7 +4,6 @@
 Needs transformers and peft, which are loaded when they are used.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,6 +12,8 @@ import torch
 from torch import nn
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.hub import load_pretrained, with_adapters
+from opacus_memprof.optional import require
 
 TINY = "tiny"
 _PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -87,39 +88,23 @@ def create(chosen: Settings, precision: str = "fp32", token: str | None = None) 
         MemprofError: transformers or peft is missing, or the model cannot be loaded or adapted.
     """
     dtype = dtype_of(precision)
-    try:
-        import peft
-    except ImportError as error:
-        raise MemprofError(f"LoRA needs peft and transformers ({error}): pip install peft transformers") from error
     base = chosen.model if isinstance(chosen.model, nn.Module) else _load(str(chosen.model), dtype, token)
-    adapters = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=chosen.r,
-        lora_alpha=chosen.alpha,
+    model: nn.Module = with_adapters(
+        base,
+        chosen.r,
+        chosen.alpha,
         lora_dropout=chosen.dropout,
         target_modules=chosen.target_modules,
+        task_type="CAUSAL_LM",
     )
-    try:
-        model: nn.Module = peft.get_peft_model(base, adapters)
-    except ValueError as error:
-        raise MemprofError(f"the model cannot be given LoRA adapters: {error}") from error
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _load(model: str, dtype: torch.dtype, token: str | None) -> Any:
-    import transformers
-
     if model == TINY:
-        tiny: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TINY_CONFIG))
-        return tiny.to(dtype)
-    token = token or os.environ.get("HF_TOKEN") or None
-    try:
-        return transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype, token=token)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if token:
-            reason = reason.replace(token, "***")
-        raise MemprofError(f'the model "{model}" cannot be loaded ({reason}): use a local path, or "{TINY}"') from None
+        transformers = require("transformers", "language models")
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TINY_CONFIG)).to(dtype)
+    return load_pretrained("AutoModelForCausalLM", model, f'use a local path, or "{TINY}"', token=token, dtype=dtype)
 
 
 def vocabulary_of(model: nn.Module) -> int:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from opacus_memprof import hub
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments import data, hub, models, training
+from opacus_memprof.experiments import data, models, training
 from opacus_memprof.experiments.configuration import Configuration
 
 META, CPU = torch.device("meta"), torch.device("cpu")

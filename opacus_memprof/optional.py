@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages that only some reports need."""
+"""Packages that only some parts need."""
 
 import importlib
 from typing import Any
