@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <memory>
 #include <unordered_map>
 #include <utility>
@@ -43,6 +44,35 @@ class Shares {
 
  private:
   std::vector<std::unique_ptr<CategoryBytes>> by_id_;
+};
+
+// Of any number of blocks the `count` that come first in an order.
+template <typename Before>
+class First {
+ public:
+  First(std::size_t count, Before before) : count_(count), before_(before) {}
+
+  void add(const ReplayBlock& block) {
+    kept_.push_back(&block);
+    if (kept_.size() == 16 * count_) keep_first();
+  }
+
+  [[nodiscard]] const std::vector<const ReplayBlock*>& sorted() {
+    if (kept_.size() > count_) keep_first();
+    std::sort(kept_.begin(), kept_.end(), before_);
+    return kept_;
+  }
+
+ private:
+  void keep_first() {
+    std::nth_element(kept_.begin(), kept_.begin() + static_cast<std::ptrdiff_t>(count_),
+                     kept_.end(), before_);
+    kept_.resize(count_);
+  }
+
+  std::size_t count_;
+  Before before_;
+  std::vector<const ReplayBlock*> kept_;
 };
 
 // The second pass: a visitor of walk() that adds up what was live at the survey's instants.
@@ -149,7 +179,10 @@ class Accounting {
     Shares ops;
     Shares streams;
     Shares threads;
-    std::vector<const ReplayBlock*> blocks;
+    First newest(kNewestBlocks, [](const auto* a, const auto* b) { return a->birth > b->birth; });
+    First largest(kLargestBlocks, [](const auto* a, const auto* b) {
+      return a->size != b->size ? a->size > b->size : a->birth < b->birth;
+    });
     table.for_each([&](const ReplayBlock& block) {
       if (block.device() != device.id) return;
       const auto bytes = static_cast<std::int64_t>(block.size);
@@ -159,32 +192,28 @@ class Accounting {
       streams[block.stream][category] += bytes;
       threads[block.thread][category] += bytes;
       device.born_in[block.phase][category] += bytes;
-      blocks.push_back(&block);
+      newest.add(block);
+      largest.add(block);
     });
     device.modules = modules.listed();
     device.ops = ops.listed();
     device.streams = streams.listed();
     device.threads = threads.listed();
-    device.newest_blocks = first(blocks, kNewestBlocks,
-                                 [](const auto* a, const auto* b) { return a->birth > b->birth; });
-    device.largest_blocks = first(blocks, kLargestBlocks, [](const auto* a, const auto* b) {
-      return a->size != b->size ? a->size > b->size : a->birth < b->birth;
-    });
+    device.newest_blocks = listed(newest.sorted());
+    device.largest_blocks = listed(largest.sorted());
   }
 
-  template <typename Before>
-  [[nodiscard]] std::vector<ReplayResult::LiveBlock> first(std::vector<const ReplayBlock*>& blocks,
-                                                           std::size_t count, Before before) const {
-    const auto end = blocks.begin() + static_cast<std::ptrdiff_t>(std::min(count, blocks.size()));
-    std::partial_sort(blocks.begin(), end, blocks.end(), before);
+  [[nodiscard]] std::vector<ReplayResult::LiveBlock> listed(
+      const std::vector<const ReplayBlock*>& blocks) const {
     std::vector<ReplayResult::LiveBlock> result;
-    for (auto block = blocks.begin(); block != end; ++block) {
-      result.push_back({.bytes = (*block)->size,
-                        .category = settled(**block),
-                        .phase = static_cast<std::uint8_t>((*block)->phase),
-                        .module = (*block)->module,
-                        .op = (*block)->op,
-                        .step = (*block)->step});
+    result.reserve(blocks.size());
+    for (const ReplayBlock* block : blocks) {
+      result.push_back({.bytes = block->size,
+                        .category = settled(*block),
+                        .phase = static_cast<std::uint8_t>(block->phase),
+                        .module = block->module,
+                        .op = block->op,
+                        .step = block->step});
     }
     return result;
   }

@@ -2,8 +2,10 @@
 // The live blocks of a replay, by device and address.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -34,9 +36,12 @@ struct ReplayBlock {
 };
 static_assert(sizeof(ReplayBlock) == 32);
 
-// Open addressing with linear probing; an erased slot is closed by moving later ones back, so that
-// millions of births and deaths leave no tombstones. Not thread safe; pointers hold until the next
-// insert or erase.
+// The blocks lie one after the other as they are born, later ones in the places of the dead; an
+// index of 8 bytes a slot finds them by key. Not thread safe; a pointer holds until its block is
+// erased.
+//
+// The index has open addressing with linear probing; an erased slot is closed by moving later ones
+// back, so that millions of births and deaths leave no tombstones.
 class ReplayTable {
  public:
   ReplayTable() : slots_(std::size_t{1} << kFirstBits) {}
@@ -45,82 +50,112 @@ class ReplayTable {
     return std::uint64_t{event.device} << 48 | event.address;
   }
 
-  // Asks for the memory where the key would be, some events before it is needed: of a table with
-  // millions of blocks hardly any of it is in a cache.
-  void prefetch(std::uint64_t key) const { __builtin_prefetch(&slots_[home_of(key)], 1); }
+  // Where the index would have the key: worth a prefetch some events before it is needed, since of
+  // a table with millions of blocks hardly any of it is in a cache.
+  [[nodiscard]] const void* home(std::uint64_t key) const { return &slots_[home_of(tag_of(key))]; }
 
   // As new, but for its memory, which it keeps.
   void clear() {
-    size_ = 0;
-    for (ReplayBlock& slot : slots_) slot.key = kEmpty;
+    std::fill(slots_.begin(), slots_.end(), Slot{});
+    used_ = 0;
+    unused_.clear();
   }
 
   [[nodiscard]] ReplayBlock* find(std::uint64_t key) {
-    ReplayBlock& slot = slots_[slot_of(key)];
-    return slot.key == key ? &slot : nullptr;
+    const std::uint32_t tag = tag_of(key);
+    for (std::size_t i = home_of(tag); slots_[i].place != 0; i = next(i)) {
+      if (slots_[i].tag != tag) continue;
+      if (ReplayBlock& block = at(slots_[i].place); block.key == key) return &block;
+    }
+    return nullptr;
   }
 
   // The key must not be there yet.
   ReplayBlock* insert(const ReplayBlock& block) {
-    if ((size_ + 1) * 4 > slots_.size() * 3) grow();
-    ++size_;
-    ReplayBlock& slot = slots_[slot_of(block.key)];
-    slot = block;
-    return &slot;
+    if ((used_ - unused_.size() + 1) * 4 > slots_.size() * 3) grow();
+    const std::uint32_t place = take_place();
+    put({.tag = tag_of(block.key), .place = place});
+    return &(at(place) = block);
   }
 
   void erase(ReplayBlock* block) {
-    --size_;
-    auto hole = static_cast<std::size_t>(block - slots_.data());
-    for (std::size_t i = next(hole); slots_[i].key != kEmpty; i = next(i)) {
-      // A block may move into the hole unless its home lies between the hole and itself.
-      const std::size_t home = home_of(slots_[i].key);
+    std::size_t hole = home_of(tag_of(block->key));
+    while (&at(slots_[hole].place) != block) hole = next(hole);
+    unused_.push_back(slots_[hole].place);
+    block->key = kEmpty;
+    for (std::size_t i = next(hole); slots_[i].place != 0; i = next(i)) {
+      // A slot may move into the hole unless its home lies between the hole and itself.
+      const std::size_t home = home_of(slots_[i].tag);
       if (((i - home) & mask()) >= ((i - hole) & mask())) {
         slots_[hole] = slots_[i];
         hole = i;
       }
     }
-    slots_[hole].key = kEmpty;
+    slots_[hole] = {};
   }
 
+  // In the order of birth, but for places taken again.
   template <typename Visit>
   void for_each(Visit&& visit) const {
-    for (const ReplayBlock& slot : slots_) {
-      if (slot.key != kEmpty) visit(slot);
+    for (std::size_t place = 1; place <= used_; ++place) {
+      if (const ReplayBlock& block = at(place); block.key != kEmpty) visit(block);
     }
   }
 
  private:
+  struct Slot {
+    std::uint32_t tag = 0;
+    std::uint32_t place = 0;  // of the block, from 1 (the last: 128 GiB of blocks); 0: empty
+  };
+
   static constexpr std::uint64_t kEmpty = ~std::uint64_t{0};
   static constexpr int kFirstBits = 12;
+  static constexpr std::size_t kChunk = 4096;  // blocks; chunks are never moved
 
   [[nodiscard]] std::size_t mask() const { return slots_.size() - 1; }
   [[nodiscard]] std::size_t next(std::size_t slot) const { return (slot + 1) & mask(); }
 
   // Addresses are multiples of 64 or 512: the product's high bits depend on every bit of the key.
-  [[nodiscard]] std::size_t home_of(std::uint64_t key) const {
-    return static_cast<std::size_t>(key * 0x9E3779B97F4A7C15u >> (64 - bits_));
+  [[nodiscard]] static std::uint32_t tag_of(std::uint64_t key) {
+    return static_cast<std::uint32_t>(key * 0x9E3779B97F4A7C15u >> 32);
+  }
+  [[nodiscard]] std::size_t home_of(std::uint32_t tag) const { return tag >> (32 - bits_); }
+
+  [[nodiscard]] ReplayBlock& at(std::size_t place) const {
+    return chunks_[(place - 1) / kChunk][(place - 1) % kChunk];
   }
 
-  // Where the key is, or the empty slot where it would go.
-  [[nodiscard]] std::size_t slot_of(std::uint64_t key) const {
-    std::size_t slot = home_of(key);
-    while (slots_[slot].key != key && slots_[slot].key != kEmpty) slot = next(slot);
-    return slot;
+  std::uint32_t take_place() {
+    if (!unused_.empty()) {
+      const std::uint32_t place = unused_.back();
+      unused_.pop_back();
+      return place;
+    }
+    if (used_ == chunks_.size() * kChunk) {
+      chunks_.push_back(std::make_unique<ReplayBlock[]>(kChunk));
+    }
+    return static_cast<std::uint32_t>(++used_);
+  }
+
+  void put(Slot slot) {
+    std::size_t i = home_of(slot.tag);
+    while (slots_[i].place != 0) i = next(i);
+    slots_[i] = slot;
   }
 
   void grow() {
-    const std::vector<ReplayBlock> before =
-        std::exchange(slots_, std::vector<ReplayBlock>(slots_.size() * 2));
+    const std::vector<Slot> before = std::exchange(slots_, std::vector<Slot>(slots_.size() * 2));
     ++bits_;
-    for (const ReplayBlock& block : before) {
-      if (block.key != kEmpty) slots_[slot_of(block.key)] = block;
+    for (const Slot& slot : before) {
+      if (slot.place != 0) put(slot);
     }
   }
 
   int bits_ = kFirstBits;
-  std::size_t size_ = 0;
-  std::vector<ReplayBlock> slots_;
+  std::vector<Slot> slots_;
+  std::vector<std::unique_ptr<ReplayBlock[]>> chunks_;
+  std::size_t used_ = 0;               // places that hold or held a block
+  std::vector<std::uint32_t> unused_;  // those of them that hold none now
 };
 
 }  // namespace opacus_memprof

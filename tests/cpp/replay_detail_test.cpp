@@ -3,6 +3,11 @@
 // blocks at the peak, and the residue at the end of the last step.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <numeric>
+#include <random>
+#include <vector>
+
 #include "core/replay.h"
 #include "event_file_builder.h"
 
@@ -53,6 +58,24 @@ TEST(ReplayDetail, the_newest_blocks_are_those_born_last_that_live_at_the_peak) 
   EXPECT_EQ(device.newest_blocks[1].bytes, 15U);
   EXPECT_EQ(device.newest_blocks[2].bytes, 13U);
   EXPECT_EQ(device.newest_blocks[9].bytes, 6U);
+}
+
+TEST(ReplayDetail, of_thousands_of_blocks_those_that_a_sort_puts_first) {
+  std::mt19937_64 random(3);
+  EventFileBuilder file;
+  std::vector<std::uint64_t> sizes;
+  for (std::uint32_t i = 0; i < 5000; ++i) {
+    sizes.push_back(1 + random() % 1000);
+    file.add({.kind = alloc, .address = 512 * (i + 1), .size = sizes.back(), .step = i});
+  }
+  const auto device = replay(file.write()).devices.at(0);
+  std::vector<std::uint32_t> order(sizes.size());
+  std::iota(order.begin(), order.end(), 0U);
+  std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return sizes[a] > sizes[b]; });
+  ASSERT_EQ(device.largest_blocks.size(), 50U);
+  for (std::size_t i = 0; i < 50; ++i) EXPECT_EQ(device.largest_blocks[i].step, order[i]);
+  ASSERT_EQ(device.newest_blocks.size(), 10U);
+  for (std::size_t i = 0; i < 10; ++i) EXPECT_EQ(device.newest_blocks[i].step, 4999 - i);
 }
 
 // Ten steps; each keeps what `keep` says of the step.

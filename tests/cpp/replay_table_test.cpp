@@ -56,6 +56,36 @@ TEST(ReplayTable, agrees_with_a_map) {
   EXPECT_EQ(walked, model.size());
 }
 
+// So many that the index has some pairs with the same 32 bits of hash.
+TEST(ReplayTable, keys_with_the_same_hash_are_told_apart) {
+  std::mt19937_64 random(2);
+  ReplayTable table;
+  std::vector<ReplayBlock*> blocks;
+  for (std::uint64_t birth = 0; birth < 400'000; ++birth) {
+    const std::uint64_t key = (random() >> 17) * 512;
+    ASSERT_EQ(table.find(key), nullptr);
+    blocks.push_back(table.insert(block(key, birth)));
+  }
+  for (std::uint64_t birth = 0; birth < blocks.size(); birth += 2) table.erase(blocks[birth]);
+  for (std::uint64_t birth = 1; birth < blocks.size(); birth += 2) {
+    ASSERT_EQ(blocks[birth]->birth, birth);
+    ASSERT_EQ(table.find(blocks[birth]->key), blocks[birth]);
+  }
+}
+
+TEST(ReplayTable, cleared_it_is_as_new) {
+  ReplayTable table;
+  for (std::uint64_t key = 1; key <= 5000; ++key) table.insert(block(key * 512, key));
+  table.erase(table.find(512));
+  table.clear();
+  table.for_each([](const ReplayBlock&) { ADD_FAILURE() << "a block in an empty table"; });
+  EXPECT_EQ(table.find(1024), nullptr);
+  for (std::uint64_t key = 1; key <= 5000; ++key) table.insert(block(key * 512, key + 1));
+  std::uint64_t born = 2;
+  table.for_each([&](const ReplayBlock& one) { EXPECT_EQ(one.birth, born++); });
+  EXPECT_EQ(born, 5002U);
+}
+
 TEST(ReplayTable, the_highest_device_and_address_are_a_key) {
   Event event{};
   event.device = 255;
