@@ -28,6 +28,9 @@ from opacus_memprof.reports.html.oom import oom_page
 from opacus_memprof.reports.oom_text import note, print_oom
 
 
+_ROWS = 16384  # of the timeline: fine enough to see what a forward pass has saved at its end
+
+
 class Forensics:
     """Of one session, from `start` to `stop`.
 
@@ -94,7 +97,7 @@ class Forensics:
 
     def _build(self, failed: list[dict[str, Any]]) -> dict[str, Any]:
         try:
-            replayed = _native.replay(str(self._directory), 1)
+            replayed = _native.replay(str(self._directory), _ROWS)
         except RuntimeError:  # no event file that can be read: what the failure itself tells remains
             replayed = None
         piled_up = any(fact["kind"] == "captures" for fact in observations.noted())

@@ -4,14 +4,13 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from opacus_memprof.analysis.oom.failure import SCALED, Failure, totals
+from opacus_memprof.analysis.oom.failure import ACTIVATIONS, SCALED, Failure, totals
 from opacus_memprof.analysis.oom.history import History
 from opacus_memprof.analysis.oom.layers import Layer
 from opacus_memprof.analysis.oom.places import homes_of, repeated_units, spread, unit_of, with_residuals
 from opacus_memprof.analysis.oom.step import Step
 from opacus_memprof.workload import Forward, Module, Workload
 
-_ACTIVATIONS = ("activations", "activation_hooks")
 _RESIDENT = ("model_parameters", "buffers", "unattributed", "library_workspace", "communication")
 
 
@@ -24,23 +23,19 @@ def step_of(failure: Failure, workload: Workload, history: History, freed: int =
     samples = workload.batch_of(failure.step)
     if not workload.modules or not samples:
         return None
-    kept = totals((one for one in failure.holdings if one.category in _ACTIVATIONS), lambda one: one.module)
+    kept = totals((one for one in failure.holdings if one.category in ACTIVATIONS), lambda one: one.module)
     excess = freed / max(sum(kept.values()), 1)
     live = {module: int(size * (1 - min(excess, 1.0))) for module, size in kept.items()}
     blocks: dict[str, int] = {}
     for one in failure.holdings:
-        if one.category in _ACTIVATIONS:
+        if one.category in ACTIVATIONS:
             blocks[one.module] = max(blocks.get(one.module, 0), one.largest)
     known = {name: _scaled(forward, samples) for name, forward in workload.forwards.items()}
     began = failure.phase == "forward" and not history.steps
     layers = _layers(workload, known, live, blocks, samples, complete=not began)
     seen = {layer.name for layer in layers}
     tail = live.get("", 0) if "" not in seen else 0
-    total = (
-        max((sum(moment.categories.get(name, 0) for name in _ACTIVATIONS) for moment in history.moments), default=0)
-        - freed
-    )
-    missing = total - tail - sum(layer.activations for layer in layers)
+    missing = history.activations - freed - tail - sum(layer.activations for layer in layers)
     if missing > 0 and layers:
         layers = spread(layers, missing, failure.module if failure.phase == "backward" else "")
     if began and layers:

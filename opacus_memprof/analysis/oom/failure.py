@@ -7,6 +7,7 @@ from typing import Any
 
 from opacus_memprof.analysis.names import ACTIVATION_HOOKS, SPLIT, UNDECIDED
 
+ACTIVATIONS = ("activations", ACTIVATION_HOOKS)
 # What grows with the number of samples. The rest is as large as parameters are, or somebody else's affair.
 SCALED = frozenset(
     {

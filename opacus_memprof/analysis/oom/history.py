@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opacus_memprof.analysis.names import Names
-from opacus_memprof.analysis.oom.failure import SCALED
+from opacus_memprof.analysis.oom.failure import ACTIVATIONS, SCALED
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,13 @@ class History:
     Attributes:
         steps: the highest instant of each physical step that ended before the failure.
         moments: the highest of each phase, and of the step that failed so far.
+        activations: the most bytes of them at once, which is after the highest instant where an operation's temporaries
+            are larger than what it saves.
     """
 
     steps: tuple[Moment, ...] = ()
     moments: tuple[Moment, ...] = ()
+    activations: int = 0
 
 
 def read(replayed: Mapping[str, Any] | None, names: Names | None, failed_in: int) -> History:
@@ -50,7 +53,10 @@ def read(replayed: Mapping[str, Any] | None, names: Names | None, failed_in: int
 
     steps = [one for one in replayed["steps"] if one["step"] <= failed_in]
     phases = [one for one in replayed["phases"].values() if one["step"] <= failed_in]
+    moments = tuple(moment(one) for one in [*phases, *steps])
+    rows = [*moments, *(moment(one) for one in replayed["timeline"] if one["step"] <= failed_in)]
     return History(
         tuple(moment(one) for one in steps if one["complete"] and one["step"] < failed_in),
-        tuple(moment(one) for one in [*phases, *steps]),
+        moments,
+        max((sum(row.categories.get(name, 0) for name in ACTIVATIONS) for row in rows), default=0),
     )
