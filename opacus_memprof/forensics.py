@@ -27,7 +27,6 @@ from opacus_memprof.files import write_text
 from opacus_memprof.reports.html.oom import oom_page
 from opacus_memprof.reports.oom_text import note, print_oom
 
-
 _ROWS = 16384  # of the timeline: fine enough to see what a forward pass has saved at its end
 
 
