@@ -58,8 +58,10 @@ def sum_products(
         return torch.zeros(groups, rows, columns, dtype=g.dtype, device=g.device)
     if factors is not None and samples == 1:
         return torch.bmm(g[0], a[0]).mul_(factors.to(accumulation_dtype(g.dtype)))
-    # Scaling costs a copy of the narrower operand; with groups, folding samples into tokens costs a copy of both.
-    width = groups * (2 * (rows + columns) if groups > 1 else min(rows, columns)) * g.element_size()
+    # Scaling costs a copy of the narrower operand. Folding samples into tokens costs a copy of both with groups, or
+    # where a token's columns do not lie together, as those of an unfolded input.
+    folds = groups == 1 and a.stride(3) == 1
+    width = groups * (min(rows, columns) if folds else 2 * (rows + columns)) * g.element_size()
     total: torch.Tensor | None = None
     for n, t in workspace.tiles(samples, tokens, width, "one token of a clipped sum"):
         left, right = g[n, ..., t], a[n, :, t]

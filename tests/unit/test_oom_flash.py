@@ -36,6 +36,7 @@ LAYERS_AND_INPUTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = 
     "1x1, stride": (lambda: nn.Conv2d(16, 32, 1, stride=2), (16, 40, 40)),
     "one dimension": (lambda: nn.Conv1d(16, 24, 9, padding=4), (16, 400)),
     "convolution, pair": (lambda: nn.Conv2d(64, 128, 3, stride=2, padding=1), (64, 8, 8)),
+    "large, pair": (lambda: nn.Conv2d(32, 256, 3), (32, 12, 12)),
     "groups, pair": (lambda: nn.Conv2d(64, 128, 3, groups=2), (64, 5, 5)),
 }
 
@@ -74,6 +75,7 @@ def test_a_layer(name: str, ceiling: int, monkeypatch: pytest.MonkeyPatch) -> No
     parameters, peak = sum(p.nbytes for p in module.parameters()), window_peaks(sums)["sums"]
     if pair:
         assert said.sums(BATCH) + parameters == pytest.approx(peak, rel=0.02)
+        assert peak <= ceiling + 2 * parameters  # the sum, and the sum over some samples
     else:
         assert said.sums(BATCH) == 0
         assert peak <= parameters

@@ -76,10 +76,10 @@ class FlashClip:
             return min(n * scaled, CEILING)
         # Samples and tokens become one dimension, which neither g nor the unfolded input has next to each other.
         samples, unfolded, made = self._unfold(n, CEILING // 2)
-        limit = 2 * token * (rows + columns) if module.groups > 1 else scaled
-        folded = max(min(samples, CEILING // 2 // limit), 1)
+        folded = max(min(samples, CEILING // 2 // (2 * token * (rows + columns))), 1)
         copies = token * (rows + columns) if folded > 1 else 0
-        return unfolded + max(made, folded * (scaled + copies))
+        part = forward.width * module.weight if folded < n else 0  # of some samples, before it joins the others'
+        return unfolded + max(made, folded * (scaled + copies) + part)
 
     def _keeps_pair(self, n: int) -> bool:
         kind = self.layer.module.kind
