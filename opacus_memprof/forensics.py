@@ -101,6 +101,9 @@ class Forensics:
             replayed = None
         piled_up = any(fact["kind"] == "captures" for fact in observations.noted())
         captures = observations.captures() if piled_up else None
+        device = failed[-1]["device"]
+        if device != "cpu":
+            workload.current().processors = torch.cuda.get_device_properties(device).multi_processor_count
         return build_report(failed, workload.current(), captures, replayed, _native.names())
 
     def _write(self, report: dict[str, Any]) -> None:

@@ -71,6 +71,7 @@ class Workload:
             those that a step makes of all parameters at once where it works on lists of them (on a GPU).
         keeps_gradients: p.grad outlives zero_grad; None where that was not seen.
         batches: (physical step, samples) whenever the number of samples changed.
+        processors: multiprocessors of the GPU, 0 without one.
         flash_clip_refusal: why flash_clip cannot clip the model; None if it can.
     """
 
@@ -83,6 +84,7 @@ class Workload:
     temporaries: int = 0
     keeps_gradients: bool | None = None
     batches: "deque[tuple[int, int]]" = field(default_factory=lambda: deque(maxlen=_BATCHES))
+    processors: int = 0
     flash_clip_refusal: Callable[[], str | None] = lambda: "no model is followed"
 
     @property

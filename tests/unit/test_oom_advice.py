@@ -153,7 +153,7 @@ def test_convolutions_as_an_h200_measured_them() -> None:
     """The planted convolutions, which ran out of memory under hooks, where the second one's input is unfolded.
     flash_clip then peaked at 5 561 811 119 bytes, in the second one's backward, where cuDNN has a layout of its own."""
     n, positions, image = 96, 192 * 192, 96 * 192 * 192 * 4
-    workload = Workload(mode="hooks", optimizer="SGD")
+    workload = Workload(mode="hooks", optimizer="SGD", processors=132)
     workload.modules |= {
         "0": Module("Conv2d", 4 * 1792, 1728, 64, 64, 27, True, False, taps=9),
         "1": Module("GroupNorm", 4 * 128, 64, 64, 0, 0, True, False),
@@ -186,6 +186,32 @@ def test_convolutions_as_an_h200_measured_them() -> None:
     flash_clip = next(one for one in build_report([failed], workload)["suggestions"] if one["actions"] == wanted)
     assert "in backward of 3" in flash_clip["computed"]
     assert flash_clip["predicted_peak_bytes"] == pytest.approx(5_561_811_119, rel=1e-4)
+
+
+def test_norms_without_squares_as_an_h200_measured_them() -> None:
+    """Five Linears of 8192 tokens in ghost clipping. With norms in tiles they peaked at 1 467 897 004 bytes, where a
+    bias' sum over tokens takes 132 MiB."""
+    n, wide, small = 12, 12 * 8192 * 256 * 4, 12 * 8192 * 64 * 4
+    workload = Workload(mode="ghost", optimizer="SGD", processors=132)
+    workload.flash_clip_refusal = lambda: None
+    for name, rows in (("0", 256), ("2", 256), ("4", 256), ("6", 256), ("8", 64)):
+        workload.modules[name] = Module("Linear", 4 * 257 * rows, 256 * rows, rows, rows, 256, True, True)
+        workload.forwards[name] = Forward(n, 8192, wide, wide * rows // 256, 4, name == "0")
+    workload.batches.append((0, n))
+    held = [holding("activations", wide, 0, str(module), "forward") for module in range(8)]
+    held += [holding("activations", small, 0, module, "forward") for module in ("8", "")]
+    held += [
+        holding("inputs", wide + 8 * 8192 * n, 0, "", "idle"),
+        holding("library_workspace", 68157440, 0, "8"),
+        holding("model_parameters", 1118464, 0, "", "idle"),
+        holding("backward_temporaries", wide, 0, "8"),
+        holding("backward_temporaries", small, 0, "8"),
+        holding("backprop_copies", small, 0, "8"),
+    ]
+    failed = failure(8192 * 8192 * 4 * n, held) | {"step": 0, "logical_step": 0, "module": "8"}
+    wanted = [{"kind": "register_norm_samplers"}]
+    tiles = next(one for one in build_report([failed], workload)["suggestions"] if one["actions"] == wanted)
+    assert tiles["predicted_peak_bytes"] == pytest.approx(1_467_897_004, rel=1e-4)
 
 
 def test_nobody_counts() -> None:

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from opacus_memprof.analysis.oom.layers import Layer
+from opacus_memprof.analysis.oom.layers import Layer, reduction
 from opacus_memprof.workload import Forward, Module
 from tests.oracle import formulas
 from tests.oracle.layer import Layer as OracleLayer
@@ -78,3 +78,18 @@ def test_casts_of_clipping() -> None:
     half = formulas.Linear(batch=6, s=2, d=24, p=40)
     assert layer("Linear", half, 1, 40, 24).cast(6) == 4 * 6 * 24 * 40
     assert layer("Linear", LINEARS[0], 1, 40, 24).cast(6) == 0
+
+
+@pytest.mark.parametrize(
+    ("outputs", "rows", "measured"),
+    [
+        (256, 98304, 138412032),
+        (64, 98304, 12582912),
+        (12 * 256, 8192, 138412032),
+        (12 * 64, 8192, 50331648),
+        (2048, 48, 0),
+    ],
+)
+def test_what_sums_took_on_an_h200(outputs: int, rows: int, measured: int) -> None:
+    assert reduction(outputs, rows, 132) == measured
+    assert reduction(outputs, rows, 0) == 0

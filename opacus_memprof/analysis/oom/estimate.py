@@ -59,7 +59,7 @@ def step_of(failure: Failure, workload: Workload, history: History, freed: int =
         tail=tail,
         inputs=by_category.get("inputs", 0),
         keeps_gradients=keeps_gradients(workload),
-        gpu=failure.device != "cpu",
+        processors=workload.processors if failure.device != "cpu" else 0,
     )
 
 

@@ -5,11 +5,24 @@ s is the bytes of an element of the output's gradients, T the tokens of a sample
 weight, w all trained elements. Source: the samplers of Opacus 1.6 (opacus/grad_sample), read line by line.
 """
 
+import math
 from dataclasses import dataclass
 
 from opacus_memprof.workload import Forward, Module
 
 NORMS = ("LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d")
+
+
+def reduction(outputs: int, rows: int, processors: int) -> int:
+    """What torch's sum of `rows` rows takes on a GPU with so many multiprocessors: partial sums of all blocks of
+    threads, as ATen/native/cuda/Reduce.cuh launches them: four outputs a thread, 128 threads a block, 2048 a
+    multiprocessor, 16 to 256 values a thread."""
+    width = min(1 << max((outputs // 4).bit_length() - 1, 0), 32)
+    values, grid, most = math.ceil(rows * width / 128), math.ceil(outputs / (4 * width)), 16 * processors
+    if values < 256 or grid > most:
+        return 0
+    blocks = max(min(math.ceil(most / grid), math.ceil(values / 16)), math.ceil(values / 256))
+    return 4 * outputs * 4 * width * blocks
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,14 @@ class Layer:
         return (
             self.of(self.forward.input_bytes + self.forward.output_bytes, n) + self.forward.width * self.module.weight
         )
+
+    def sums(self, n: int, processors: int, *, by_sample: bool) -> int:
+        """What summing the gradients of a Linear's output over tokens takes on a GPU, for the bias; over samples too
+        where autograd does it."""
+        if self.module.kind != "Linear" or not self.module.bias:
+            return 0
+        rows, tokens = self.module.bias, self.forward.tokens
+        return reduction(n * rows, tokens, processors) if by_sample else reduction(rows, n * tokens, processors)
 
     def sampler(self, n: int) -> int:
         """The most that making per-sample gradients takes, they themselves included: s·n·w twice, for the sampler's

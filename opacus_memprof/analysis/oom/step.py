@@ -40,7 +40,7 @@ class Step:
         states: of the optimizer, once it has made them. `update`: temporaries of its step.
         tail: after the last layer, of the loss, from forward to backward. `inputs`: the batch.
         keeps_gradients: p.grad lives from one step to the next.
-        gpu: there, Gram products of flash_clip are formed in registers.
+        processors: multiprocessors of the GPU, 0 on the CPU.
         drops_gradients: p.grad is dropped as soon as autograd has made it.
         squares: ghost clipping makes matrices of tokens by tokens.
     """
@@ -57,9 +57,13 @@ class Step:
     tail: int
     inputs: int
     keeps_gradients: bool
-    gpu: bool = False
+    processors: int = 0
     drops_gradients: bool = False
     squares: bool = True
+
+    @property
+    def gpu(self) -> bool:
+        return self.processors > 0
 
     def changed(self, **changes: object) -> "Step":
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -104,13 +108,15 @@ class Step:
             if not self.drops_gradients:
                 made += layer.module.bytes
             parts = {"activations": alive, "gradients": max(made, self._gradients_before())}
-            yield self._node(layer, n, {**parts, "per_sample_gradients": samples})
+            parts = {**parts, "per_sample_gradients": samples}
+            yield self._node(layer, n, parts)
+            if private:
+                yield self._bias(layer, n, {**parts, "temp_matrices": layer.gradients(n)})
             yield Instant(
                 "backward",
                 layer.name,
                 {
                     **parts,
-                    "per_sample_gradients": samples,
                     "backward_temporaries": layer.flowing(n, self.mean and private),
                     "temp_matrices": layer.sampler(n) if private else 0,
                 },
@@ -127,9 +133,19 @@ class Step:
     def _node(self, layer: Layer, n: int, parts: Mapping[str, int]) -> Instant:
         """The layer's own backward: the gradients of its output and input, and a library's workspace."""
         workspace = 0 if layer.forward.from_leaf else layer.relayout(n)
+        if self.mode != "flash_clip":
+            workspace = max(workspace, layer.sums(n, self.processors, by_sample=False))
         flowing = layer.flowing(n, False)
         return Instant(
             "backward", layer.name, {**parts, "backward_temporaries": flowing, "library_workspace": workspace}
+        )
+
+    def _bias(self, layer: Layer, n: int, parts: Mapping[str, int]) -> Instant:
+        """Per-sample gradients of a bias."""
+        temporaries = layer.flowing(n, self.mean)
+        workspace = layer.sums(n, self.processors, by_sample=True)
+        return Instant(
+            "backward", layer.name, {**parts, "backward_temporaries": temporaries, "library_workspace": workspace}
         )
 
     def _two_passes(self, n: int) -> Iterator[Instant]:
@@ -140,9 +156,10 @@ class Step:
         for layer in reversed(self.layers):
             made += layer.module.bytes
             norms = layer.ghost(n) if self.mode == "ghost" else layer.sampler(n)
+            parts = {"activations": alive, "gradients": max(made, self._gradients_before())}
             if not self.squares:
                 norms = FlashClip(layer, fused=self.gpu).norms(n, keep=False)
-            parts = {"activations": alive, "gradients": max(made, self._gradients_before())}
+                yield self._bias(layer, n, parts)
             yield self._node(layer, n, parts)
             yield Instant(
                 "backward",
@@ -166,9 +183,10 @@ class Step:
         for layer, clip in reversed(layers):
             parts = {"activations": alive, "per_sample_gradients": kept + clip.made(n)}
             output = layer.of(layer.forward.output_bytes + layer.passing, n)
-            yield Instant(
-                "backward", layer.name, {**parts, "backward_temporaries": output, "temp_matrices": clip.norms(n)}
-            )
+            temporaries = {**parts, "backward_temporaries": output}
+            summing = layer.sums(n, self.processors, by_sample=True)
+            yield Instant("backward", layer.name, {**temporaries, "library_workspace": summing})
+            yield Instant("backward", layer.name, {**temporaries, "temp_matrices": clip.norms(n)})
             yield self._node(layer, n, parts)
             yield self._between(layer, n, parts)
             kept += clip.kept(n)
