@@ -53,12 +53,6 @@ class ScopedForward:
     ) -> None: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-class GradientHook:
-    """A parameter's post-accumulate-grad hook: the gradient's block becomes `gradients` of the module."""
-
-    def __init__(self, module: int) -> None: ...
-    def __call__(self, parameter: torch.Tensor) -> None: ...
-
 class CaptureActivations:
     """Opacus' forward hook in a wrapper: what it appends to `module.activations` is captured for `module_id`.
     `recomputed(module_id)` is called where that happens inside a backward pass. Copies are of the wrapped hook."""
@@ -126,6 +120,14 @@ def captures() -> dict[int, int]: ...  # module id -> captures outstanding
 def set_owner(parameter: torch.Tensor, module: int) -> None: ...
 def forget_owner(id: int) -> None: ...
 def owner_of(parameter: object) -> int: ...  # 0 if nobody has said
+def follow_gradient(parameter: torch.Tensor, module: int) -> None:
+    """Each time that autograd has accumulated into `parameter.grad`, its block becomes `gradients` of the module."""
+
+def unfollow_gradient(parameter: torch.Tensor) -> None: ...
+def gradient_hooks_lost() -> int:
+    """How many gradients are not followed any more because their tensor is gone, or because the first hook that Python
+    registered there has taken the place of ours."""
+
 def retag_attribute(parameters: Iterable[torch.Tensor], name: str, category: int) -> int:
     """As retag, for the tensor that each parameter has under this name, with the parameter's owner as its module.
     Parameters without are skipped."""

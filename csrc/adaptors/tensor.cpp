@@ -88,10 +88,8 @@ std::uint64_t retag_tensor(PyObject* tensor, std::uint8_t category, std::uint16_
   return retag_storage(storage_of(tensor), category, module, expected);
 }
 
-void retag_gradient(PyObject* tensor, std::uint8_t category, std::uint16_t module) {
-  if (!THPVariable_Check(tensor)) return;
-  retag_storage(storage_of(THPVariable_Unpack(tensor).grad()), category, module,
-                Recorder::kAnyCategory);
+void retag_tensor(const at::Tensor& tensor, std::uint8_t category, std::uint16_t module) {
+  retag_storage(storage_of(tensor), category, module, Recorder::kAnyCategory);
 }
 
 void capture_tensors(std::uint16_t module, std::span<PyObject* const> tensors) {

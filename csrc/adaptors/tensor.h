@@ -9,6 +9,10 @@
 #include <utility>
 #include <vector>
 
+namespace at {
+class Tensor;
+}
+
 namespace opacus_memprof {
 
 // Calls retag for the block under each tensor; a block from before the profiler is adopted first.
@@ -17,8 +21,8 @@ namespace opacus_memprof {
 std::uint64_t retag_tensor(PyObject* tensor, std::uint8_t category, std::uint16_t module,
                            std::uint64_t expected);
 
-// The same for the tensor's gradient, if it has one.
-void retag_gradient(PyObject* tensor, std::uint8_t category, std::uint16_t module);
+// The same for a tensor that Python need not know.
+void retag_tensor(const at::Tensor& tensor, std::uint8_t category, std::uint16_t module);
 
 // Opacus' captured activations, a stack for each module. Called with the GIL held.
 void capture_tensors(std::uint16_t module, std::span<PyObject* const> tensors);

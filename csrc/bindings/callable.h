@@ -73,7 +73,6 @@ PyObject* reduce_to_wrapped(PyObject* self, PyObject* protocol);
 bool add_type(PyObject* module, PyType_Spec& spec, PyTypeObject** made = nullptr);
 bool add_tagged(PyObject* module);
 bool add_scoped_forward(PyObject* module);
-bool add_gradient_hook(PyObject* module);
 bool add_capture_activations(PyObject* module);
 bool add_capture_backprops(PyObject* module);
 bool add_sampler(PyObject* module);

@@ -9,6 +9,7 @@
 #include <system_error>
 
 #include "adaptors/adaptor.h"
+#include "adaptors/gradient_hook.h"
 #include "adaptors/tensor.h"
 #include "bindings/callables.h"
 #include "bindings/convert.h"
@@ -186,6 +187,12 @@ void bind_owners(py::module_& m) {
   });
   m.def("forget_owner", &forget_owner);
   m.def("owner_of", [](const py::object& parameter) { return owner_of(parameter.ptr()); });
+  m.def("follow_gradient", [](const py::object& parameter, std::uint16_t module) {
+    follow_gradient(parameter.ptr(), module);
+  });
+  m.def("unfollow_gradient",
+        [](const py::object& parameter) { unfollow_gradient(parameter.ptr()); });
+  m.def("gradient_hooks_lost", &gradient_hooks_lost);
   m.def("retag_attribute",
         [](const py::iterable& parameters, const py::str& name, std::uint8_t category) {
           std::uint64_t bytes = 0;

@@ -58,15 +58,19 @@ def compiled(module: nn.Module) -> bool:
 class EnterModel:
     """The outermost module's forward pre-hook: a batch comes in."""
 
-    __slots__ = ("_first",)
+    __slots__ = ("_first", "_lost")
 
     def __init__(self) -> None:
         self._first = True
+        self._lost = _native.gradient_hooks_lost()
 
     def __call__(self, root: nn.Module, args: Any, kwargs: Any) -> None:
         if self._first:  # `model.to(device)` may have moved the parameters since they were attached
             self._first = False
             tag_residents(root)
+        if (lost := _native.gradient_hooks_lost()) != self._lost:
+            self._lost = lost
+            follow_gradients(root)
         observe.forward_begins()
         _native.set_phase(FORWARD)
         if batch := tag_inputs((args, kwargs)):
@@ -112,19 +116,13 @@ def tag_residents(root: nn.Module) -> None:
 
 def hook_parameters(attachment: Attachment, root: nn.Module) -> None:
     """Makes the parameters' owners known, and follows their gradients."""
+    follow_gradients(root)
+    attachment.on_detach(partial(_unfollow_gradients, weakref.ref(root)))
     keys: list[int] = []
     attachment.on_detach(partial(_forget_owners, keys))
-    attachment.on_detach(partial(_drop_empty_hooks, weakref.ref(root)))
     for name, parameter in owned_parameters(root):
-        module_id = _native.module_id(name)
-        _native.set_owner(parameter, module_id)
+        _native.set_owner(parameter, _native.module_id(name))
         keys.append(id(parameter))
-        # FSDP2 calls hooks of its shards by itself, and would wait for each gradient that goes to the CPU.
-        if parameter.requires_grad and not hasattr(parameter, "_local_tensor"):
-            handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _native.GradientHook(module_id)
-            )
-            attachment.on_detach(handle.remove)
 
 
 def _forget_owners(keys: list[int]) -> None:
@@ -132,12 +130,15 @@ def _forget_owners(keys: list[int]) -> None:
         _native.forget_owner(key)
 
 
-def _drop_empty_hooks(reference: "weakref.ref[nn.Module]") -> None:
-    """A removed hook leaves an empty dictionary where torch had None."""
+def follow_gradients(root: nn.Module) -> None:
+    for name, parameter in owned_parameters(root):
+        _native.follow_gradient(parameter, _native.module_id(name))
+
+
+def _unfollow_gradients(reference: "weakref.ref[nn.Module]") -> None:
     root = reference()
     for parameter in () if root is None else root.parameters():
-        if parameter._post_accumulate_grad_hooks == {}:
-            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        _native.unfollow_gradient(parameter)
 
 
 def hook_modules(attachment: Attachment, root: nn.Module) -> None:
@@ -194,5 +195,5 @@ def _reduce_to_nothing(hook: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-for _hook in (_native.GradientHook, EnterModel, LeaveModel):
+for _hook in (EnterModel, LeaveModel):
     copyreg.pickle(_hook, _reduce_to_nothing)

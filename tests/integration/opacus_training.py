@@ -104,7 +104,9 @@ def attached(training: Training) -> Iterator[None]:
 
 def categories() -> dict[str, int]:
     """Live CPU bytes by category."""
-    counts: dict[str, int] = _native.snapshot("test")["devices"]["cpu"]["categories"]
+    devices: dict[str, Any] = _native.snapshot("test")["devices"]
+    none_yet: dict[str, Any] = {"categories": dict.fromkeys(_native.BUILTIN_CATEGORIES, 0)}
+    counts: dict[str, int] = devices.get("cpu", none_yet)["categories"]
     return counts
 
 

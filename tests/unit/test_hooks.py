@@ -143,9 +143,14 @@ def test_compiled_module_keeps_its_inside() -> None:
         assert [isinstance(vars(module).get("forward"), _native.ScopedForward) for module in model[1].modules()] == [
             False
         ] * 4
-        assert all(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+        _native.cpu_install()
+        model(torch.ones(1, 2)).sum().backward()
+        gradients = {p.grad.data_ptr() for p in model.parameters() if p.grad is not None}
+        followed = {block["address"] for block in _native.live_blocks() if block["category"] == "gradients"}
+        assert len(gradients) == 4 and gradients <= followed
     finally:
         attachment.detach()
+        _native.cpu_uninstall()
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError])
