@@ -71,13 +71,16 @@ class CaptureBackprops:
 
 class Sampler:
     """`f(layer, activations, backprops) -> {parameter: result}` under `tag`. Results that were born as temp_matrices
-    become `category`; then `observe(layer, backprops, results)` is called, unless it is None."""
+    become `category`; then `observe(layer, backprops, results)` is called, unless it is None or has seen this layer
+    with backprops of this shape (last, and since `look_again`)."""
 
     __wrapped__: Callable[..., Any]
     def __init__(
         self, wrapped: Callable[..., Any], tag: Tag, category: int, observe: Callable[..., object] | None
     ) -> None: ...
     def __call__(self, layer: Any, activations: Any, backprops: Any) -> Any: ...
+
+def look_again() -> None: ...
 
 class ParameterFunction:
     """A function under `tag` that sets an attribute of a parameter, which becomes `category` of the parameter's module.
@@ -129,8 +132,10 @@ def gradient_hooks_lost() -> int:
     registered there has taken the place of ours."""
 
 def retag_attribute(parameters: Iterable[torch.Tensor], name: str, category: int) -> int:
-    """As retag, for the tensor that each parameter has under this name, with the parameter's owner as its module.
-    Parameters without are skipped."""
+    """As retag, for the tensor that each parameter has in its own __dict__ under this name, with the parameter's owner
+    as its module. Parameters without are skipped."""
+
+def retag_gradients(parameters: Iterable[torch.Tensor], category: int) -> int: ...  # the same for .grad
 
 # --- counters ---
 def snapshot(name: str) -> dict[str, Any]:

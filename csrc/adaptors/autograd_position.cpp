@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <climits>
 #include <mutex>
 #include <string>
 #include <typeinfo>
@@ -40,30 +39,31 @@ class SequenceRanges {
     boundaries_.push_back({.begin = sequence, .module = module});
   }
 
-  // `hint` is where the caller found its last number, and is moved. Backward runs through the
-  // numbers downwards, so the next range is the same or a near one below.
-  [[nodiscard]] std::uint16_t module_of(std::uint64_t sequence,
-                                        std::uint32_t& hint) const noexcept {
+  // `hint` is where the caller found its last number. Backward runs through the numbers downwards,
+  // so the next range is the same or a near one below.
+  [[nodiscard]] SequenceRange find(std::uint64_t sequence, std::uint32_t hint) const noexcept {
     constexpr int kNear = 4;
     if (hint < boundaries_.size()) {
       std::size_t at = hint;
       for (int steps = 0; steps < kNear && at > 0 && boundaries_[at].begin > sequence; ++steps)
         --at;
-      const bool below_next = at + 1 == boundaries_.size() || sequence < boundaries_[at + 1].begin;
-      if (boundaries_[at].begin <= sequence && below_next) {
-        hint = static_cast<std::uint32_t>(at);
-        return boundaries_[at].module;
-      }
+      if (const SequenceRange near = range(at); near.holds(sequence)) return near;
     }
     const auto after = std::upper_bound(
         boundaries_.begin(), boundaries_.end(), sequence,
         [](std::uint64_t value, const Boundary& boundary) { return value < boundary.begin; });
-    if (after == boundaries_.begin()) return 0;
-    hint = static_cast<std::uint32_t>(std::prev(after) - boundaries_.begin());
-    return std::prev(after)->module;
+    if (after == boundaries_.begin()) return {};
+    return range(static_cast<std::size_t>(std::prev(after) - boundaries_.begin()));
   }
 
  private:
+  [[nodiscard]] SequenceRange range(std::size_t at) const noexcept {
+    return {.begin = boundaries_[at].begin,
+            .end = at + 1 < boundaries_.size() ? boundaries_[at + 1].begin : UINT64_MAX,
+            .place = static_cast<std::uint32_t>(at),
+            .module = boundaries_[at].module};
+  }
+
   static constexpr std::size_t kKept = std::size_t{1} << 17U;
   std::vector<Boundary> boundaries_;
 };
@@ -72,6 +72,7 @@ class SequenceRanges {
 struct Forward {
   SpinLock lock;
   SequenceRanges ranges;
+  std::atomic<std::uint32_t> changes{1};  // 0 is none that anybody has seen
 };
 
 Forward& forward() {
@@ -81,34 +82,42 @@ Forward& forward() {
 
 // Of forwards inside backward (reentrant activation checkpointing recomputes on autograd's thread
 // and then runs a nested graph task there). Numbers are the thread's own, so these ranges are too.
-struct Recomputed {
-  SequenceRanges ranges;
-  int task = INT_MAX;  // the one that recomputed; its nested tasks have higher ids
-};
-
-Recomputed& recomputed() {
-  thread_local Recomputed instance;
+SequenceRanges& recomputed() {
+  thread_local SequenceRanges instance;
   return instance;
 }
 
-void begin_range(std::uint16_t module) {
+void begin_range(ThreadTags& tags, int task, std::uint16_t module) {
   const std::uint64_t sequence = at::sequence_number::peek();
-  const int task = torch::autograd::get_current_graph_task_id();
   if (task >= 0) {
-    recomputed().task = task;
-    recomputed().ranges.begin(sequence, module);
+    tags.recomputing_task = task;
+    recomputed().begin(sequence, module);
   } else {
     const std::lock_guard guard(forward().lock);
     forward().ranges.begin(sequence, module);
+    forward().changes.fetch_add(1, std::memory_order_relaxed);
   }
 }
 
-std::uint16_t module_of(int task, std::uint64_t sequence, std::uint32_t& hint) noexcept {
+// Whose forward made the node. Most nodes are of the same module as the one before.
+[[gnu::hot]] std::uint16_t module_of(ThreadTags& tags, int task, std::uint64_t sequence) noexcept {
   constexpr std::uint64_t kAccumulateGrad = UINT64_MAX;  // belongs to no forward
   if (sequence == kAccumulateGrad) return 0;
-  if (task > recomputed().task) return recomputed().ranges.module_of(sequence, hint);
-  const std::lock_guard guard(forward().lock);
-  return forward().ranges.module_of(sequence, hint);
+  SequenceRange& last = tags.last_node.range;
+  if (task > tags.recomputing_task) {
+    last = recomputed().find(sequence, last.place);
+    tags.last_node.range_changes = 0;
+    return last.module;
+  }
+  Forward& all = forward();
+  if (last.holds(sequence) &&
+      tags.last_node.range_changes == all.changes.load(std::memory_order_relaxed)) {
+    return last.module;
+  }
+  const std::lock_guard guard(all.lock);
+  last = all.ranges.find(sequence, last.place);
+  tags.last_node.range_changes = all.changes.load(std::memory_order_relaxed);
+  return last.module;
 }
 
 // Node types are few: each is named once, then found by its type's address. (A node's own name()
@@ -153,7 +162,7 @@ BackwardPosition backward_task() noexcept {
 
 bool in_backward() noexcept { return backward_task().task >= 0; }
 
-BackwardPosition backward_position() {
+[[gnu::hot]] BackwardPosition backward_position() {
   const BackwardPosition here = backward_task();
   const int task = here.task;
   if (task < 0) return here;
@@ -161,29 +170,31 @@ BackwardPosition backward_position() {
   if (node == nullptr) return here;
 
   // A node usually allocates more than once.
-  ThreadTags::LastNode& last = this_thread().last_node;
+  ThreadTags& tags = this_thread();
+  ThreadTags::LastNode& last = tags.last_node;
   const std::uint64_t sequence = node->sequence_nr();
   if (last.node != node.get() || last.sequence != sequence || last.position.task != task) {
     last.node = node.get();
     last.sequence = sequence;
     last.position = {
-        .task = task, .module = module_of(task, sequence, last.range), .op = op_names.of(*node)};
+        .task = task, .module = module_of(tags, task, sequence), .op = op_names.of(*node)};
   }
   return last.position;
 }
 
-ModuleScope::ModuleScope(std::uint16_t module) : tags_(this_thread()), depth_(tags_.depth()) {
-  if (tags_.phase() != Phase::forward && tags_.top().phase == kKeep8 && !in_backward()) {
+ModuleScope::ModuleScope(std::uint16_t module)
+    : tags_(this_thread()), depth_(tags_.depth()), task_(backward_task().task) {
+  if (tags_.phase() != Phase::forward && tags_.top().phase == kKeep8 && task_ < 0) {
     recorder().set_phase(Phase::forward);
   }
   tags_.push({.module = module});
-  begin_range(module);
+  begin_range(tags_, task_, module);
 }
 
 ModuleScope::~ModuleScope() {
   tags_.unwind(depth_);
   const std::uint16_t outer = tags_.top().module;
-  begin_range(outer == kKeep16 ? std::uint16_t{0} : outer);
+  begin_range(tags_, task_, outer == kKeep16 ? std::uint16_t{0} : outer);
 }
 
 }  // namespace opacus_memprof

@@ -24,14 +24,15 @@ bool in_backward() noexcept;
 // meanwhile.
 class ModuleScope {
  public:
-  explicit ModuleScope(std::uint16_t module);
+  [[gnu::hot]] explicit ModuleScope(std::uint16_t module);
   ModuleScope(const ModuleScope&) = delete;
   ModuleScope& operator=(const ModuleScope&) = delete;
-  ~ModuleScope();
+  [[gnu::hot]] ~ModuleScope();
 
  private:
   ThreadTags& tags_;
   std::size_t depth_;
+  int task_;  // the graph task that the forward runs in, if any
 };
 
 }  // namespace opacus_memprof

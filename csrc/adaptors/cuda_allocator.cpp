@@ -27,6 +27,7 @@ Device device_number(c10::DeviceIndex index) noexcept { return static_cast<Devic
 // never see a free.
 [[gnu::hot]] void free_block(void* pointer) {
   recorder().prefetch();
+  __builtin_prefetch(recorder().place(address_of(pointer)), 1);
   forget(pointer);
   upstream_deleter(pointer);
 }
@@ -58,6 +59,7 @@ auto or_report_oom(cca::CUDAAllocator* upstream, std::size_t size, Allocate allo
 
 [[gnu::hot]] void remember(c10::DataPtr& data, std::size_t size, const void* return_address) {
   if (!data || !data.compare_exchange_deleter(upstream_deleter, &free_block)) return;
+  __builtin_prefetch(recorder().place(address_of(data.get())), 1);
   const c10::DeviceIndex device = data.device().index();
   const std::uint8_t stream = recorder().detailed() ? current_stream_id(device) : std::uint8_t{0};
   report_alloc(data.get(), size, device_number(device), stream,

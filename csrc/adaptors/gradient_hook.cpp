@@ -30,7 +30,7 @@ class GradientHook final : public PostAccumulateGradHook {
     if (!resigned_) ++lost;
   }
 
-  void operator()(const at::Tensor& parameter) override {
+  [[gnu::hot]] void operator()(const at::Tensor& parameter) override {
     retag_tensor(parameter.grad(), static_cast<std::uint8_t>(Category::gradients), module_);
     if (others_ != nullptr) (*others_)(parameter);  // may drop the gradient
   }

@@ -5,7 +5,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <unordered_map>
+#include <utility>
 
 #include "adaptors/adaptor.h"
 #include "adaptors/reporting.h"
@@ -48,15 +48,34 @@ struct Captured {
   BlockId block;
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
 };
-using Capture = std::vector<Captured>;
 
-std::unordered_map<std::uint16_t, std::vector<Capture>>& captures() {
-  static auto* const instance = new std::unordered_map<std::uint16_t, std::vector<Capture>>;
+// One module's captures, the newest last. Keeps its room: a step captures as many as the last one.
+class Captures {
+ public:
+  void begin() { begins_.push_back(blocks_.size()); }
+  void add(Captured block) { blocks_.push_back(std::move(block)); }
+  void drop_newest() {
+    blocks_.erase(blocks_.begin() + static_cast<std::ptrdiff_t>(begins_.back()), blocks_.end());
+    begins_.pop_back();
+  }
+
+  [[nodiscard]] std::size_t size() const noexcept { return begins_.size(); }
+  std::span<Captured> newest() { return std::span(blocks_).subspan(begins_.back()); }
+  std::span<Captured> all() { return blocks_; }
+
+ private:
+  std::vector<Captured> blocks_;
+  std::vector<std::size_t> begins_;
+};
+
+// By module's id.
+std::vector<Captures>& captures() {
+  static auto* const instance = new std::vector<Captures>;
   return *instance;
 }
 
-std::uint64_t retag_storage(c10::StorageImpl* storage, std::uint8_t category, std::uint16_t module,
-                            std::uint64_t expected) {
+[[gnu::hot]] std::uint64_t retag_storage(c10::StorageImpl* storage, std::uint8_t category,
+                                         std::uint16_t module, std::uint64_t expected) {
   if (storage == nullptr) return 0;
   c10::DataPtr& data = storage->_mutable_data_ptr_no_checks();
   if (Adaptor* adaptor = adaptor_of(data.device().type()); adaptor != nullptr) {
@@ -75,62 +94,79 @@ std::int64_t holders(const c10::weak_intrusive_ptr<c10::StorageImpl>& reference)
   return static_cast<std::int64_t>(storage.use_count()) - 1 - (idle_wrapper ? 1 : 0);
 }
 
-void settle(const Capture& capture) {
-  for (const Captured& captured : capture) {
+[[gnu::hot]] void settle(Captures& of_module) {
+  for (const Captured& captured : of_module.all()) {
     recorder().settle(captured.block, holders(captured.storage));
   }
 }
 
 }  // namespace
 
-std::uint64_t retag_tensor(PyObject* tensor, std::uint8_t category, std::uint16_t module,
-                           std::uint64_t expected) {
+[[gnu::hot]] std::uint64_t retag_tensor(PyObject* tensor, std::uint8_t category,
+                                        std::uint16_t module, std::uint64_t expected) {
   return retag_storage(storage_of(tensor), category, module, expected);
 }
 
-void retag_tensor(const at::Tensor& tensor, std::uint8_t category, std::uint16_t module) {
+[[gnu::hot]] std::uint64_t retag_gradient(PyObject* parameter, std::uint8_t category,
+                                          std::uint16_t module) {
+  if (!THPVariable_Check(parameter)) return 0;
+  const at::Tensor& gradient = THPVariable_Unpack(parameter).grad();
+  if (!gradient.defined()) return 0;
+  if (c10::StorageImpl* storage = storage_of(gradient);
+      storage != nullptr && storage->data() != nullptr) {
+    return retag_storage(storage, category, module, Recorder::kAnyCategory);
+  }
+  PyObject* object = THPVariable_Wrap(gradient);  // a DTensor
+  const std::uint64_t bytes = retag_tensor(object, category, module, Recorder::kAnyCategory);
+  Py_XDECREF(object);
+  return bytes;
+}
+
+[[gnu::hot]] void retag_tensor(const at::Tensor& tensor, std::uint8_t category,
+                               std::uint16_t module) {
   retag_storage(storage_of(tensor), category, module, Recorder::kAnyCategory);
 }
 
-void capture_tensors(std::uint16_t module, std::span<PyObject* const> tensors) {
-  Capture capture;
-  capture.reserve(tensors.size());
+std::span<const std::int64_t> shape_of(PyObject* tensor) {
+  if (!THPVariable_Check(tensor)) return {};
+  return THPVariable_Unpack(tensor).sizes();
+}
+
+[[gnu::hot]] void capture_tensors(std::uint16_t module, std::span<PyObject* const> tensors) {
+  if (module >= captures().size()) captures().resize(module + std::size_t{1});
+  Captures& of_module = captures()[module];
+  of_module.begin();
   for (PyObject* tensor : tensors) {
     c10::StorageImpl* storage = storage_of(tensor);
     if (storage == nullptr) continue;
     const BlockId block =
         recorder().capture(address_of(storage->_mutable_data_ptr_no_checks().get()));
     if (block.serial == 0) continue;
-    capture.push_back({.block = block,
-                       .storage = c10::weak_intrusive_ptr<c10::StorageImpl>(
-                           c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage))});
+    of_module.add({.block = block,
+                   .storage = c10::weak_intrusive_ptr<c10::StorageImpl>(
+                       c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage))});
   }
-  captures()[module].push_back(std::move(capture));
 }
 
-void release_captures(std::uint16_t module) {
-  const auto found = captures().find(module);
-  if (found == captures().end() || found->second.empty()) return;
-  for (const Captured& captured : found->second.back()) recorder().release(captured.block);
-  found->second.pop_back();
+[[gnu::hot]] void release_captures(std::uint16_t module) {
+  if (module >= captures().size() || captures()[module].size() == 0) return;
+  for (const Captured& captured : captures()[module].newest()) recorder().release(captured.block);
+  captures()[module].drop_newest();
 }
 
-void settle_captures(std::uint16_t module) {
-  const auto found = captures().find(module);
-  if (found == captures().end()) return;
-  for (const Capture& capture : found->second) settle(capture);
+[[gnu::hot]] void settle_captures(std::uint16_t module) {
+  if (module < captures().size()) settle(captures()[module]);
 }
 
-void settle_all_captures() {
-  for (const auto& [module, stack] : captures()) {
-    for (const Capture& capture : stack) settle(capture);
-  }
+[[gnu::hot]] void settle_all_captures() {
+  for (Captures& of_module : captures()) settle(of_module);
 }
 
 std::vector<std::pair<std::uint16_t, std::size_t>> outstanding_captures() {
   std::vector<std::pair<std::uint16_t, std::size_t>> result;
-  for (const auto& [module, stack] : captures()) {
-    if (!stack.empty()) result.emplace_back(module, stack.size());
+  for (std::size_t module = 0; module < captures().size(); ++module) {
+    const std::size_t count = captures()[module].size();
+    if (count > 0) result.emplace_back(static_cast<std::uint16_t>(module), count);
   }
   return result;
 }

@@ -21,8 +21,14 @@ namespace opacus_memprof {
 std::uint64_t retag_tensor(PyObject* tensor, std::uint8_t category, std::uint16_t module,
                            std::uint64_t expected);
 
+// The same for a parameter's gradient, if it has one.
+std::uint64_t retag_gradient(PyObject* parameter, std::uint8_t category, std::uint16_t module);
+
 // The same for a tensor that Python need not know.
 void retag_tensor(const at::Tensor& tensor, std::uint8_t category, std::uint16_t module);
+
+// Empty where it is no tensor.
+std::span<const std::int64_t> shape_of(PyObject* tensor);
 
 // Opacus' captured activations, a stack for each module. Called with the GIL held.
 void capture_tensors(std::uint16_t module, std::span<PyObject* const> tensors);

@@ -11,6 +11,9 @@ namespace opacus_memprof {
 // Adds their types to the module. Returns false with a Python error set.
 bool add_callables(PyObject* module);
 
+// Samplers let every layer be observed once more.
+void look_again() noexcept;
+
 // A new Tagged; steals nothing. nullptr with a Python error set if `function` is not callable.
 PyObject* make_tagged(Tag tag, PyObject* tag_object, PyObject* function);
 

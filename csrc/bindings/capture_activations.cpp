@@ -2,7 +2,7 @@
 // CaptureActivations: Opacus' forward hook, and what it has appended to `module.activations`.
 #include "adaptors/autograd_position.h"
 #include "adaptors/tensor.h"
-#include "bindings/activations.h"
+#include "bindings/attributes.h"
 #include "bindings/callable.h"
 
 namespace opacus_memprof {
@@ -19,7 +19,7 @@ using Slots =
     Collected<CaptureActivations, &CaptureActivations::wrapped, &CaptureActivations::recomputed>;
 
 // The newest entry's tensors. False with a Python error set.
-bool note_capture(const CaptureActivations* hook, PyObject* activations) {
+[[gnu::hot]] bool note_capture(const CaptureActivations* hook, PyObject* activations) {
   PyObject* newest = PyList_GET_ITEM(activations, PyList_GET_SIZE(activations) - 1);
   PyObject* tensors = PySequence_Fast(newest, "Opacus captures lists of tensors");
   if (tensors == nullptr) return false;
@@ -39,7 +39,8 @@ bool note_capture(const CaptureActivations* hook, PyObject* activations) {
   return told != nullptr;
 }
 
-PyObject* call(PyObject* self, PyObject* const* args, std::size_t flags, PyObject* names) {
+[[gnu::hot]] PyObject* call(PyObject* self, PyObject* const* args, std::size_t flags,
+                            PyObject* names) {
   auto* hook = as<CaptureActivations>(self);
   if (PyVectorcall_NARGS(flags) == 0) return PyObject_Vectorcall(hook->wrapped, args, flags, names);
   PyObject* module = args[0];

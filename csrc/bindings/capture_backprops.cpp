@@ -4,7 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include "adaptors/tensor.h"
-#include "bindings/activations.h"
+#include "bindings/attributes.h"
 #include "bindings/callable.h"
 #include "core/tag_stack.h"
 
@@ -26,7 +26,8 @@ PyObject* call_under(Tag tag, PyObject* function, PyObject* const* args, std::si
   return PyObject_Vectorcall(function, args, flags, names);
 }
 
-PyObject* call(PyObject* self, PyObject* const* args, std::size_t flags, PyObject* names) {
+[[gnu::hot]] PyObject* call(PyObject* self, PyObject* const* args, std::size_t flags,
+                            PyObject* names) {
   auto* hook = as<CaptureBackprops>(self);
   const Py_ssize_t held = PyVectorcall_NARGS(flags) == 0 ? 0 : captures_on(args[0]);
   // Nothing was captured, or this is ghost clipping's second pass.

@@ -11,6 +11,7 @@
 #include "adaptors/adaptor.h"
 #include "adaptors/gradient_hook.h"
 #include "adaptors/tensor.h"
+#include "bindings/attributes.h"
 #include "bindings/callables.h"
 #include "bindings/convert.h"
 #include "bindings/cuda_bindings.h"
@@ -140,6 +141,7 @@ void bind_tags(py::module_& m) {
   m.def("end_step", [](bool logical) { recorder().end_step(logical); });
   m.def("step",
         [] { return py::make_tuple(recorder().physical_step(), recorder().logical_step()); });
+  m.def("look_again", &look_again);
   if (!add_callables(m.ptr())) throw py::error_already_set();
 }
 
@@ -193,16 +195,23 @@ void bind_owners(py::module_& m) {
   m.def("unfollow_gradient",
         [](const py::object& parameter) { unfollow_gradient(parameter.ptr()); });
   m.def("gradient_hooks_lost", &gradient_hooks_lost);
-  m.def("retag_attribute",
-        [](const py::iterable& parameters, const py::str& name, std::uint8_t category) {
-          std::uint64_t bytes = 0;
-          for (const py::handle parameter : parameters) {
-            const py::object held = py::getattr(parameter, name, py::none());
-            bytes += retag_tensor(held.ptr(), category, owner_of(parameter.ptr()),
-                                  Recorder::kAnyCategory);
-          }
-          return bytes;
-        });
+  m.def("retag_gradients", [](const py::iterable& parameters, std::uint8_t category) {
+    std::uint64_t bytes = 0;
+    for (const py::handle parameter : parameters) {
+      bytes += retag_gradient(parameter.ptr(), category, owner_of(parameter.ptr()));
+    }
+    return bytes;
+  });
+  m.def("retag_attribute", [](const py::iterable& parameters, const py::str& name,
+                              std::uint8_t category) {
+    std::uint64_t bytes = 0;
+    for (const py::handle parameter : parameters) {
+      PyObject* held = own_attribute(parameter.ptr(), name.ptr());
+      if (held == nullptr) continue;
+      bytes += retag_tensor(held, category, owner_of(parameter.ptr()), Recorder::kAnyCategory);
+    }
+    return bytes;
+  });
 }
 
 void bind_counters(py::module_& m) {

@@ -22,20 +22,20 @@ struct ParameterFunction {
 using Slots = Collected<ParameterFunction, &ParameterFunction::wrapped, &ParameterFunction::sets,
                         &ParameterFunction::via>;
 
-PyObject* run(const ParameterFunction* function, PyObject* const* args, std::size_t flags,
-              PyObject* names) {
+[[gnu::hot]] PyObject* run(const ParameterFunction* function, PyObject* const* args,
+                           std::size_t flags, PyObject* names) {
   const TagScope scope(function->tag);
   return PyObject_Vectorcall(function->wrapped, args, flags, names);
 }
 
 // nullptr without an error where there is no such attribute.
-PyObject* attribute(PyObject* object, PyObject* name) {
+[[gnu::hot]] PyObject* attribute(PyObject* object, PyObject* name) {
   PyObject* value = PyObject_GetAttr(object, name);
   if (value == nullptr && PyErr_ExceptionMatches(PyExc_AttributeError) != 0) PyErr_Clear();
   return value;
 }
 
-void retag_result(const ParameterFunction* function, PyObject* argument) {
+[[gnu::hot]] void retag_result(const ParameterFunction* function, PyObject* argument) {
   PyObject* parameter =
       function->via == Py_None ? Py_NewRef(argument) : attribute(argument, function->via);
   if (parameter == nullptr) return;
@@ -47,7 +47,8 @@ void retag_result(const ParameterFunction* function, PyObject* argument) {
   Py_DECREF(parameter);
 }
 
-PyObject* call(PyObject* self, PyObject* const* args, std::size_t flags, PyObject* names) {
+[[gnu::hot]] PyObject* call(PyObject* self, PyObject* const* args, std::size_t flags,
+                            PyObject* names) {
   auto* function = as<ParameterFunction>(self);
   PyObject* result = run(function, args, flags, names);
   if (result == nullptr || PyVectorcall_NARGS(flags) == 0) return result;

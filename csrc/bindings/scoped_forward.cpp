@@ -41,8 +41,8 @@ PyObject* module_of(const ScopedForward* scoped) {
   return nullptr;
 }
 
-PyObject* call_bound(PyObject* function, PyObject* module, PyObject* const* args, std::size_t flags,
-                     PyObject* names) {
+[[gnu::hot]] PyObject* call_bound(PyObject* function, PyObject* module, PyObject* const* args,
+                                  std::size_t flags, PyObject* names) {
   const auto positional = static_cast<std::size_t>(PyVectorcall_NARGS(flags));
   const std::size_t count =
       positional + (names == nullptr ? 0 : static_cast<std::size_t>(PyTuple_GET_SIZE(names)));
@@ -58,7 +58,8 @@ PyObject* call_bound(PyObject* function, PyObject* module, PyObject* const* args
   return PyObject_Vectorcall(function, all, positional + 1, names);
 }
 
-PyObject* call(PyObject* self, PyObject* const* args, std::size_t flags, PyObject* names) {
+[[gnu::hot]] PyObject* call(PyObject* self, PyObject* const* args, std::size_t flags,
+                            PyObject* names) {
   auto* scoped = as<ScopedForward>(self);
   const ModuleScope scope(scoped->module);
   if (scoped->bind == 0) return PyObject_Vectorcall(scoped->function, args, flags, names);

@@ -18,7 +18,8 @@ using Slots = Collected<Tagged, &Tagged::wrapped, &Tagged::tag_object>;
 
 PyTypeObject* tagged_type = nullptr;
 
-PyObject* call(PyObject* self, PyObject* const* args, std::size_t flags, PyObject* names) {
+[[gnu::hot]] PyObject* call(PyObject* self, PyObject* const* args, std::size_t flags,
+                            PyObject* names) {
   const TagScope scope(as<Tagged>(self)->tag);
   return PyObject_Vectorcall(as<Tagged>(self)->wrapped, args, flags, names);
 }

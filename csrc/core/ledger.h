@@ -59,6 +59,11 @@ class Ledger {
   [[gnu::hot]] Block& insert(std::uint64_t address);
   [[gnu::hot]] void erase(Block* block) noexcept;
 
+  // Where the block at this address is, or next to it, for who wants to prefetch it.
+  [[nodiscard]] const void* place(std::uint64_t address) const noexcept {
+    return &slots_[home(address)];
+  }
+
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
 
   template <typename Function>

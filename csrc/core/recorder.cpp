@@ -140,7 +140,7 @@ bool Recorder::erase(Block* block, std::uint8_t phase) noexcept {
   const bool closed = close_peak_locked(counters);
   counters.subtract(block->category(), block->size());
   write(EventKind::free, *block, phase, block->op, physical_.load(std::memory_order_relaxed));
-  if (block->captured) captures_.erase(block->address);
+  if (block->captured && !more_captures_.empty()) more_captures_.erase(block->address);
   ledger_.erase(block);
   return closed;
 }
@@ -253,12 +253,20 @@ Block* Recorder::find(BlockId id) noexcept {
   return block != nullptr && block->serial == id.serial ? block : nullptr;
 }
 
+std::uint32_t Recorder::captures_of(const Block& block) const noexcept {
+  if (!block.captured) return 0;
+  const auto more = more_captures_.find(block.address);
+  return more == more_captures_.end() ? 1 : 1 + more->second;
+}
+
 BlockId Recorder::capture(std::uint64_t address) {
   const std::lock_guard guard(lock_);
   Block* block = ledger_.find(address);
   // Born in forward, or recomputed in backward (activation checkpointing).
   if (block == nullptr || (block->base() != kUndecided && block->base() != kBackward)) return {};
-  if (captures_[block->address]++ == 0) {
+  if (block->captured) {
+    ++more_captures_[block->address];
+  } else {
     block->captured = 1;
     change_category(*block, kShared, block->base());
   }
@@ -268,8 +276,12 @@ BlockId Recorder::capture(std::uint64_t address) {
 void Recorder::release(BlockId id) noexcept {
   const std::lock_guard guard(lock_);
   Block* block = find(id);
-  if (block == nullptr || --captures_[id.address] > 0) return;
-  captures_.erase(id.address);
+  if (block == nullptr || !block->captured) return;
+  if (captures_of(*block) > 1) {
+    const auto more = more_captures_.find(id.address);
+    if (--more->second == 0) more_captures_.erase(more);
+    return;
+  }
   block->captured = 0;
   change_category(*block, block->base(), block->base());
 }
@@ -278,7 +290,7 @@ void Recorder::settle(BlockId id, std::int64_t holders) noexcept {
   const std::lock_guard guard(lock_);
   Block* block = find(id);
   if (block == nullptr || !block->captured) return;
-  const std::uint8_t category = holders > captures_[id.address] ? kShared : kOpacusOnly;
+  const std::uint8_t category = holders > captures_of(*block) ? kShared : kOpacusOnly;
   if (category != block->category()) change_category(*block, category, block->base());
 }
 

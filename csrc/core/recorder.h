@@ -41,6 +41,11 @@ class Recorder {
   // Called before upstream allocates, and first of all in a free: fetches in parallel what is
   // needed one after the other later.
   [[gnu::hot]] void prefetch() const noexcept;
+  // What to prefetch before a call for this address. (gcc 12 drops calls of functions that do
+  // nothing but prefetch.)
+  [[nodiscard]] const void* place(std::uint64_t address) const noexcept {
+    return ledger_.place(address);
+  }
   // Events are being written: worth asking for stream, module and op, which the counters do not
   // need.
   [[nodiscard]] bool detailed() const noexcept {
@@ -76,13 +81,14 @@ class Recorder {
   // Returns the block's bytes if its category (or module) changed, else 0. `module` may be kKeep16.
   // With `expected` (a bit per category) other categories are left alone.
   static constexpr std::uint64_t kAnyCategory = ~std::uint64_t{0};
-  std::uint64_t retag(std::uint64_t address, std::uint8_t category, std::uint16_t module,
-                      std::uint64_t expected = kAnyCategory) noexcept;
+  [[gnu::hot]] std::uint64_t retag(std::uint64_t address, std::uint8_t category,
+                                   std::uint16_t module,
+                                   std::uint64_t expected = kAnyCategory) noexcept;
   // Opacus holds the block as a captured activation. serial 0: not a block that can be one.
-  BlockId capture(std::uint64_t address);
-  void release(BlockId id) noexcept;
+  [[gnu::hot]] BlockId capture(std::uint64_t address);
+  [[gnu::hot]] void release(BlockId id) noexcept;
   // The captured block is held by Opacus alone (or by autograd as well).
-  void settle(BlockId id, std::int64_t holders) noexcept;
+  [[gnu::hot]] void settle(BlockId id, std::int64_t holders) noexcept;
 
   void set_phase(Phase phase) noexcept;  // of the calling thread
   void end_step(bool logical) noexcept;
@@ -139,13 +145,15 @@ class Recorder {
                           std::uint32_t step) noexcept;
   void write_mark(EventKind kind, std::uint8_t phase, std::uint16_t op,
                   std::uint64_t size) noexcept;
-  void change_category(Block& block, std::uint8_t category, std::uint8_t base) noexcept;
+  [[gnu::hot]] void change_category(Block& block, std::uint8_t category,
+                                    std::uint8_t base) noexcept;
   [[gnu::hot]] Block* insert(std::uint64_t address, std::uint64_t size, Device device,
                              std::uint8_t stream, Tag tag, std::uint8_t thread) noexcept;
   [[gnu::hot]] bool erase(Block* block, std::uint8_t phase) noexcept;
   void read_counters(State& state) const noexcept;
   static bool close_peak_locked(DeviceCounters& counters) noexcept;
   Block* find(BlockId id) noexcept;
+  [[nodiscard]] std::uint32_t captures_of(const Block& block) const noexcept;
 
   // What every allocation touches comes first, on one line.
   alignas(64) SpinLock lock_;
@@ -157,7 +165,8 @@ class Recorder {
   Ledger ledger_;
 
   std::array<DeviceCounters, kMaxDevices> counters_;
-  std::unordered_map<std::uint64_t, std::uint32_t> captures_;  // address → times Opacus holds it
+  // Address → how often Opacus holds it beyond the first time, which the block itself remembers.
+  std::unordered_map<std::uint64_t, std::uint32_t> more_captures_;
   std::uint64_t snapshots_ = 0;
   std::list<Failure> failures_;
   std::uint64_t failures_seen_ = 0;

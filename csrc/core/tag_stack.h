@@ -7,6 +7,7 @@
 
 #include <array>
 #include <atomic>
+#include <climits>
 #include <cstddef>
 #include <cstdint>
 
@@ -19,6 +20,18 @@ struct BackwardPosition {
   int task = -1;             // the running graph task; -1 is "not in backward"
   std::uint16_t module = 0;  // whose forward made the running node
   std::uint16_t op = 0;      // the node's type
+};
+
+// The nodes that one module's forward made in a row: autograd numbers what a thread makes.
+struct SequenceRange {
+  std::uint64_t begin = 0;
+  std::uint64_t end = 0;
+  std::uint32_t place = 0;  // among all ranges
+  std::uint16_t module = 0;
+
+  [[nodiscard]] bool holds(std::uint64_t sequence) const noexcept {
+    return begin <= sequence && sequence < end;
+  }
 };
 
 // One thread's tags. Not thread safe; reached through this_thread(). What every allocation reads is
@@ -59,10 +72,14 @@ class alignas(64) ThreadTags {
   struct LastNode {
     const void* node = nullptr;
     std::uint64_t sequence = 0;
-    std::uint32_t range = 0;  // a hint where to look for the next one's module
     BackwardPosition position;
+    SequenceRange range;
+    std::uint32_t range_changes = 0;  // how often ranges had changed when this one was found
   };
   LastNode last_node;
+
+  // The newest graph task in which this thread ran forwards; its nested tasks have higher ids.
+  int recomputing_task = INT_MAX;
 
  private:
   // Deeper nesting keeps counting but saves no tag: the deepest one stands until its level ends.

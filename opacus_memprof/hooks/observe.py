@@ -20,7 +20,6 @@ _looked_at = 0  # captures that were outstanding at the last look
 _recomputed: set[int] = set()  # modules whose forward ran inside a backward pass
 _seen: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers
 _reducers: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers
-_shapes: dict[int, tuple[int, ...]] = {}  # of the backprops that were looked at last, by the layer's identity
 
 
 def _reset() -> None:
@@ -29,7 +28,7 @@ def _reset() -> None:
     _beginnings.clear()
     _recomputed.clear()
     _seen.clear()
-    _shapes.clear()
+    _native.look_again()
     _reducers.clear()
 
 
@@ -85,9 +84,8 @@ def linear_norms_sampled(layer: nn.Linear, backprops: Tensor, samples: Mapping[A
     """Opacus' norm sampler of Linear makes matrices of tokens by tokens, (n, t, t), where backprops have 3 dimensions,
     and no norms where they have more."""
     shape = backprops.shape
-    if len(shape) == 2 or _shapes.get(id(layer)) == shape:
+    if len(shape) == 2:
         return
-    _shapes[id(layer)] = shape
     weight, bias = layer.weight.requires_grad, layer.bias is not None and layer.bias.requires_grad
     if len(shape) > 3:
         if not samples:

@@ -43,14 +43,17 @@ sampled_by_hand: "weakref.WeakSet[GradSampleHooksNoOp]" = weakref.WeakSet()
 class Method:
     """An attribute of an optimizer that stands in for its method of that name.
 
-    Holds the optimizer weakly: a cycle would keep its states alive after the program has dropped it.
+    Holds the optimizer weakly: a cycle would keep its states alive after the program has dropped it. Never asks for the
+    optimizer's __dict__: from then on the interpreter would look up each of its attributes the slow way.
     """
 
     __slots__ = ("__wrapped__", "_around", "_optimizer", "replaced")
 
     def __init__(self, optimizer: Optimizer, name: str, around: Callable[[Any, Run], Any]) -> None:
-        self.replaced = vars(optimizer).get(name)  # somebody else's attribute, with the optimizer bound
-        self.__wrapped__ = self.replaced or getattr(type(optimizer), name)
+        found, method = getattr(optimizer, name), getattr(type(optimizer), name)
+        own = getattr(found, "__func__", None) is method
+        self.replaced = None if own else found  # somebody else's attribute, with the optimizer bound
+        self.__wrapped__ = self.replaced or method
         self._optimizer = weakref.ref(optimizer)
         self._around = around
 
@@ -102,7 +105,7 @@ def _add_noise(optimizer: DPOptimizer, run: Run) -> Any:
     with _ADD_NOISE:  # the noise itself has its own tag, in _generate_noise
         result = run()
     _native.set_phase(before)
-    _native.retag_attribute(parameters, "grad", GRADIENTS)
+    _native.retag_gradients(parameters, GRADIENTS)
     return result
 
 
@@ -193,7 +196,7 @@ def stand_in_for_methods(attachment: Attachment, optimizer: Optimizer) -> None:
 
 def _restore_method(reference: "weakref.ref[Optimizer]", name: str) -> None:
     optimizer = reference()
-    method = vars(optimizer).get(name) if optimizer is not None else None
+    method = getattr(optimizer, name, None)
     if not isinstance(method, Method):
         return  # gone, or somebody has put theirs on top
     if method.replaced is None:

@@ -148,7 +148,9 @@ def test_retag_attribute_skips_parameters_without() -> None:
     with_grad.grad = torch.zeros(100)
     _native.set_owner(with_grad, _native.module_id("some.owner"))
     gradients = _native.category_id("gradients")
-    assert _native.retag_attribute([without, with_grad], "grad", gradients) == 400
+    assert _native.retag_gradients([without, with_grad], gradients) == 400
+    with_grad.summed_grad = torch.zeros(50)  # type: ignore[attr-defined]
+    assert _native.retag_attribute([without, with_grad], "summed_grad", gradients) == 200
     assert _native.retag_attribute([without, with_grad], "no_such", gradients) == 0
     _native.forget_owner(id(with_grad))
     assert _native.owner_of(with_grad) == 0

@@ -147,7 +147,8 @@ def test_compiled_module_keeps_its_inside() -> None:
         model(torch.ones(1, 2)).sum().backward()
         gradients = {p.grad.data_ptr() for p in model.parameters() if p.grad is not None}
         followed = {block["address"] for block in _native.live_blocks() if block["category"] == "gradients"}
-        assert len(gradients) == 4 and gradients <= followed
+        assert len(gradients) == 4
+        assert gradients <= followed
     finally:
         attachment.detach()
         _native.cpu_uninstall()
