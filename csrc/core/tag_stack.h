@@ -38,8 +38,27 @@ struct SequenceRange {
 // on its first cache line: between two allocations a training step runs enough code to evict the
 // rest.
 class alignas(64) ThreadTags {
+  Tag top_;
+  std::uint32_t phase_epoch_ = 0;
+  Phase phase_ = Phase::idle;
+  std::uint8_t thread_id_ = 0;
+  std::size_t depth_ = 0;
+
  public:
   ThreadTags();
+
+  // What the adaptor found last on this thread, so that a node is looked up once.
+  struct LastNode {
+    const void* node = nullptr;
+    std::uint64_t sequence = 0;
+    BackwardPosition position;
+    SequenceRange range;
+    std::uint32_t range_changes = 0;  // how often ranges had changed when this one was found
+  };
+  LastNode last_node;
+
+  // The newest graph task in which this thread ran forwards; its nested tasks have higher ids.
+  int recomputing_task = INT_MAX;
 
   void push(Tag tag) noexcept {
     if (depth_ < kDepth) saved_[depth_] = top_;
@@ -68,28 +87,9 @@ class alignas(64) ThreadTags {
 
   [[nodiscard]] std::uint8_t thread_id() const noexcept { return thread_id_; }
 
-  // What the adaptor found last on this thread, so that a node is looked up once.
-  struct LastNode {
-    const void* node = nullptr;
-    std::uint64_t sequence = 0;
-    BackwardPosition position;
-    SequenceRange range;
-    std::uint32_t range_changes = 0;  // how often ranges had changed when this one was found
-  };
-  LastNode last_node;
-
-  // The newest graph task in which this thread ran forwards; its nested tasks have higher ids.
-  int recomputing_task = INT_MAX;
-
  private:
   // Deeper nesting keeps counting but saves no tag: the deepest one stands until its level ends.
   static constexpr std::size_t kDepth = 256;
-
-  Tag top_;
-  std::uint32_t phase_epoch_ = 0;
-  Phase phase_ = Phase::idle;
-  std::uint8_t thread_id_ = 0;
-  std::size_t depth_ = 0;
   std::array<Tag, kDepth> saved_{};  // [i] is what was on top before the push from depth i
 };
 
