@@ -39,21 +39,23 @@ class SequenceRanges {
     boundaries_.push_back({.begin = sequence, .module = module});
   }
 
-  // `hint` is where the caller found its last number. Backward runs through the numbers downwards,
-  // so the next range is the same or a near one below.
-  [[nodiscard]] SequenceRange find(std::uint64_t sequence, std::uint32_t hint) const noexcept {
-    constexpr int kNear = 4;
-    if (hint < boundaries_.size()) {
-      std::size_t at = hint;
-      for (int steps = 0; steps < kNear && at > 0 && boundaries_[at].begin > sequence; ++steps)
-        --at;
-      if (const SequenceRange near = range(at); near.holds(sequence)) return near;
+  // `hint` is where the caller found its last number. Backward runs through the numbers downwards
+  // from the newest, so the search goes down in growing steps: the next range is near.
+  [[nodiscard]] SequenceRange find(std::uint64_t sequence, std::size_t hint) const noexcept {
+    if (boundaries_.empty() || sequence < boundaries_.front().begin) return {};
+    std::size_t low = std::min(hint, boundaries_.size() - 1);
+    if (const SequenceRange same = range(low); same.holds(sequence)) return same;
+    if (boundaries_[low].begin < sequence) low = boundaries_.size() - 1;  // another pass
+    std::size_t high = boundaries_.size();
+    for (std::size_t step = 1; boundaries_[low].begin > sequence; step *= 2) {
+      high = low;
+      low -= std::min(low, step);
     }
     const auto after = std::upper_bound(
-        boundaries_.begin(), boundaries_.end(), sequence,
+        boundaries_.begin() + static_cast<std::ptrdiff_t>(low),
+        boundaries_.begin() + static_cast<std::ptrdiff_t>(high), sequence,
         [](std::uint64_t value, const Boundary& boundary) { return value < boundary.begin; });
-    if (after == boundaries_.begin()) return {};
-    return range(static_cast<std::size_t>(std::prev(after) - boundaries_.begin()));
+    return range(static_cast<std::size_t>(after - boundaries_.begin()) - 1);
   }
 
  private:

@@ -14,8 +14,9 @@ inline PyObject* own_attribute(PyObject* object, PyObject* name) noexcept {
     PyErr_Clear();
     return nullptr;
   }
-  PyObject* value = PyDict_GetItem(attributes, name);
+  PyObject* value = PyDict_GetItemWithError(attributes, name);
   Py_DECREF(attributes);  // the object has it still
+  if (value == nullptr && PyErr_Occurred() != nullptr) PyErr_Clear();
   return value;
 }
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,9 +33,19 @@ def assert_bit_identical(tensors: list[torch.Tensor], others: list[torch.Tensor]
         assert torch.equal(tensor.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Some of CUDA's kernels add up in an order of their own: a third of gpt2's runs with ghost clipping differ from the
+    first, with the profiler and without."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", MODELS, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.usefixtures("deterministic")
 def test_profiled_run_is_bit_identical(model: Model, mode: str, device: str, tmp_path: Path) -> None:
     losses, parameters = train(model, mode, device, PrivacyEngine())
     with opacus_memprof.profile(tmp_path / "profile", device=device) as session:
