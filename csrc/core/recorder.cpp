@@ -3,7 +3,6 @@
 
 #include <pthread.h>
 
-#include <algorithm>
 #include <list>
 #include <mutex>
 #include <new>
@@ -23,7 +22,6 @@ constexpr auto kBackward = static_cast<std::uint8_t>(Category::backward_temporar
 constexpr auto kShared = static_cast<std::uint8_t>(Category::activation_hooks_shared);
 constexpr auto kOpacusOnly = static_cast<std::uint8_t>(Category::activation_hooks_opacus_only);
 
-constexpr std::uint64_t kLargest = (std::uint64_t{1} << 48U) - 1;  // that an event can say
 constexpr Tag kUnknown{.category = static_cast<std::uint8_t>(Category::unattributed),
                        .phase = static_cast<std::uint8_t>(Phase::idle),
                        .module = 0,
@@ -163,47 +161,6 @@ void Recorder::note_upstream_at_peak(Device device, std::int64_t requested, std:
   peak.upstream_requested = requested;
   peak.upstream_allocated = allocated;
   peak.upstream_reserved = reserved;
-}
-
-std::uint64_t Recorder::on_oom(std::uint64_t size, Device device, Tag tag) noexcept {
-  Block request;
-  request.set(std::min(size, kLargest), tag.category, tag.category);
-  request.device = device;
-  request.module = tag.module;
-  request.thread = this_thread().thread_id();
-  std::list<Failure> one;  // memory is asked for outside the lock, and given back there
-  try {
-    one.push_back({.requested = size,
-                   .unix_ns = unix_ns(),
-                   .device = device,
-                   .tag = tag,
-                   .holdings = holdings_of(live_blocks(), device)});
-  } catch (const std::bad_alloc&) {  // on the CPU it may be the host's memory that ran out
-  }
-  const std::lock_guard guard(lock_);
-  write(EventKind::oom, request, tag.phase, tag.op, physical_.load());
-  const std::uint64_t number = failures_seen_++;
-  if (!one.empty()) {
-    one.front().number = number;
-    one.front().step = physical_.load();
-    one.front().logical_step = logical_.load();
-    failures_.splice(failures_.end(), one);
-    if (failures_.size() > kMaxFailures) one.splice(one.begin(), failures_, failures_.begin());
-  }
-  return number;
-}
-
-void Recorder::note_upstream_at_failure(std::uint64_t number,
-                                        const UpstreamAtFailure& upstream) noexcept {
-  const std::lock_guard guard(lock_);
-  for (Failure& failure : failures_) {
-    if (failure.number == number) failure.upstream = upstream;
-  }
-}
-
-std::vector<Failure> Recorder::failures() {
-  const std::lock_guard guard(lock_);
-  return {failures_.begin(), failures_.end()};
 }
 
 bool Recorder::knows(std::uint64_t address) noexcept { return size_of(address) != 0; }

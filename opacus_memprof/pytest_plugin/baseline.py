@@ -76,8 +76,15 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def update(file: Path, measured: dict[str, Any]) -> None:
-    """Puts the entry in the place of the one with the same key, and leaves the others; also from several processes."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    """Puts the entry in the place of the one with the same key, and leaves the others; also from several processes.
+
+    Raises:
+        MemprofError: the file, or its directory, cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MemprofError(f"cannot write {file} ({error.strerror or error}): choose another place") from error
     with _locked(file.parent):
         others = [entry for entry in read(file) if entry["key"] != measured["key"]] if file.exists() else []
         entries = sorted([*others, measured], key=lambda entry: [entry["key"][part] for part in _KEY])
