@@ -20,6 +20,8 @@ from opacus_memprof.stream.json_lines import JsonLines
 
 MIB = 2**20
 
+pytestmark = pytest.mark.usefixtures("no_remains")
+
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
