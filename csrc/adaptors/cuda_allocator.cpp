@@ -61,7 +61,8 @@ auto or_report_oom(cca::CUDAAllocator* upstream, std::size_t size, Allocate allo
   if (!data || !data.compare_exchange_deleter(upstream_deleter, &free_block)) return;
   __builtin_prefetch(recorder().place(address_of(data.get())), 1);
   const c10::DeviceIndex device = data.device().index();
-  const std::uint8_t stream = recorder().detailed() ? current_stream_id(device) : std::uint8_t{0};
+  const std::uint8_t stream =
+      recorder().detailed() ? stream_id(current_stream(device)) : std::uint8_t{0};
   report_alloc(data.get(), size, device_number(device), stream,
                tag_of_allocation_from(return_address));
 }
@@ -106,7 +107,7 @@ c10::DeleterFnPtr CudaAllocator::raw_deleter() const { return &free_block; }
 void* CudaAllocator::raw_alloc(size_t size) {
   const c10::DeviceIndex device = c10::cuda::current_device();
   void* pointer = or_report_oom(upstream_, size, [&] { return upstream_->raw_alloc(size); });
-  report_alloc(pointer, size, device_number(device), current_stream_id(device),
+  report_alloc(pointer, size, device_number(device), stream_id(current_stream(device)),
                tag_of_allocation_from(__builtin_return_address(0)));
   return pointer;
 }

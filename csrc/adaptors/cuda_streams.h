@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Streams as events name them: by their ids in Names. The default stream of every device is 0.
+// Streams as events name them.
 #pragma once
 
 #include <c10/cuda/CUDAStream.h>
@@ -8,10 +8,11 @@
 
 namespace opacus_memprof {
 
-std::uint8_t stream_id(cudaStream_t stream);
+inline cudaStream_t current_stream(c10::DeviceIndex device) {
+  return c10::cuda::getCurrentCUDAStream(device).stream();
+}
 
-// Of the stream that is current on the device. Asks torch for its number of the stream, for the
-// stream itself it would change devices to and fro.
-std::uint8_t current_stream_id(c10::DeviceIndex device);
+// The id in Names; the default stream of every device is one.
+std::uint8_t stream_id(cudaStream_t stream);
 
 }  // namespace opacus_memprof
