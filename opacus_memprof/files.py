@@ -12,6 +12,15 @@ from opacus_memprof.errors import MemprofError
 
 
 @contextlib.contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """What the block cannot write for `target`, its directory included, is a MemprofError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise MemprofError(f"cannot write {target} ({error.strerror or error}): choose another place") from error
+
+
+@contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary file to write, which becomes `path` when the block ends without an exception.
 
@@ -19,7 +28,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
+    with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield temporary
@@ -27,8 +36,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise MemprofError(f"cannot write {target} ({error.strerror or error}): choose another place") from error
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.files import read_object, write_text
+from opacus_memprof.files import read_object, write_text, writing
 from opacus_memprof.units import format_bytes
 
 FORMAT = 1
@@ -81,10 +81,8 @@ def update(file: Path, measured: dict[str, Any]) -> None:
     Raises:
         MemprofError: the file, or its directory, cannot be written.
     """
-    try:
+    with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MemprofError(f"cannot write {file} ({error.strerror or error}): choose another place") from error
     with _locked(file.parent):
         others = [entry for entry in read(file) if entry["key"] != measured["key"]] if file.exists() else []
         entries = sorted([*others, measured], key=lambda entry: [entry["key"][part] for part in _KEY])
