@@ -97,7 +97,8 @@ void begin_range(ThreadTags& tags, int task, std::uint16_t module) {
   } else {
     const std::lock_guard guard(forward().lock);
     forward().ranges.begin(sequence, module);
-    forward().changes.fetch_add(1, std::memory_order_relaxed);
+    std::atomic<std::uint32_t>& changes = forward().changes;
+    changes.store(changes.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   }
 }
 
@@ -156,24 +157,25 @@ OpNames op_names;
 
 }  // namespace
 
-BackwardPosition backward_task() noexcept {
+int backward_task() noexcept {
   const int task = torch::autograd::get_current_graph_task_id();
   if (task >= 0) backward_state.note(task);
-  return {.task = task};
+  return task;
 }
 
-bool in_backward() noexcept { return backward_task().task >= 0; }
-
-[[gnu::hot]] BackwardPosition backward_position() {
-  const BackwardPosition here = backward_task();
-  const int task = here.task;
-  if (task < 0) return here;
+[[gnu::hot]] const BackwardPosition& backward_position() {
+  static constexpr BackwardPosition kOutside;
+  const int task = backward_task();
+  if (task < 0) return kOutside;
   const auto node = torch::autograd::get_current_node();
-  if (node == nullptr) return here;
-
-  // A node usually allocates more than once.
   ThreadTags& tags = this_thread();
   ThreadTags::LastNode& last = tags.last_node;
+  if (node == nullptr) {
+    last = {.position = {.task = task}, .range = last.range, .range_changes = last.range_changes};
+    return last.position;
+  }
+
+  // A node usually allocates more than once.
   const std::uint64_t sequence = node->sequence_nr();
   if (last.node != node.get() || last.sequence != sequence || last.position.task != task) {
     last.node = node.get();
@@ -185,7 +187,7 @@ bool in_backward() noexcept { return backward_task().task >= 0; }
 }
 
 ModuleScope::ModuleScope(std::uint16_t module)
-    : tags_(this_thread()), depth_(tags_.depth()), task_(backward_task().task) {
+    : tags_(this_thread()), depth_(tags_.depth()), task_(backward_task()) {
   if (tags_.phase() != Phase::forward && tags_.top().phase == kKeep8 && task_ < 0) {
     recorder().set_phase(Phase::forward);
   }

@@ -11,14 +11,12 @@
 
 namespace opacus_memprof {
 
-// Of the calling thread, now. Never takes the GIL.
-BackwardPosition backward_position();
+// Of the calling thread, now: valid until it is asked again. Never takes the GIL.
+const BackwardPosition& backward_position();
 
-// Only whether there is a pass: `task`, without module and op.
-BackwardPosition backward_task() noexcept;
-
-// The calling thread is inside a graph task (and says so to backward_state).
-bool in_backward() noexcept;
+// The graph task that the calling thread is inside (it says so to backward_state), or -1. Cheaper,
+// where module and op do not matter.
+int backward_task() noexcept;
 
 // The length of a module's forward: pushes its tag and gives it the sequence numbers made
 // meanwhile.

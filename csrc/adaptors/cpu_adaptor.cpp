@@ -100,7 +100,7 @@ class CpuAllocator final : public c10::Allocator {
       throw;
     }
     if (data && data.compare_exchange_deleter(upstream_deleter, &free_block)) {
-      report_alloc(data.get(), size, kCpu, 0, tag_of_allocation());
+      report_alloc(data.get(), size, kCpu, 0);
     }
     return data;
   }

@@ -129,8 +129,8 @@ class CudaAdaptor final : public Adaptor {
     });
     for (const std::uint64_t address : recorder().seeded(static_cast<Device>(1 + device))) {
       if (alive.contains(address)) continue;
-      const Recorder::Freed freed = recorder().on_free(address, this_thread().phase());
-      if (freed.closed_peak) note_peak(freed.device);
+      const int peak = recorder().on_free(address, this_thread().phase());
+      if (peak != Recorder::kNoPeak) note_peak(static_cast<Device>(peak));
     }
     return pending;
   }

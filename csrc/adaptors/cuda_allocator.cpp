@@ -19,8 +19,8 @@ c10::DeleterFnPtr upstream_deleter = nullptr;
 Device device_number(c10::DeviceIndex index) noexcept { return static_cast<Device>(1 + index); }
 
 [[gnu::hot]] void forget(const void* pointer) noexcept {
-  const Recorder::Freed freed = report_free(pointer);
-  if (freed.closed_peak) cuda_adaptor()->note_peak(freed.device);
+  const int peak = report_free(pointer);
+  if (peak != Recorder::kNoPeak) cuda_adaptor()->note_peak(static_cast<Device>(peak));
 }
 
 // Native allocate() hands out a deleter that calls the native allocator directly; with it we would
@@ -30,14 +30,6 @@ Device device_number(c10::DeviceIndex index) noexcept { return static_cast<Devic
   __builtin_prefetch(recorder().place(address_of(pointer)), 1);
   forget(pointer);
   upstream_deleter(pointer);
-}
-
-[[gnu::hot]] Tag tag_of_allocation_from(const void* return_address) {
-  Tag tag = tag_of_allocation();
-  if (is_library_workspace(return_address)) {
-    tag.category = static_cast<std::uint8_t>(Category::library_workspace);
-  }
-  return tag;
 }
 
 // What `allocate` returns; a request that cannot be met is an event, and stays torch's error.
@@ -61,10 +53,9 @@ auto or_report_oom(cca::CUDAAllocator* upstream, std::size_t size, Allocate allo
   if (!data || !data.compare_exchange_deleter(upstream_deleter, &free_block)) return;
   __builtin_prefetch(recorder().place(address_of(data.get())), 1);
   const c10::DeviceIndex device = data.device().index();
-  const std::uint8_t stream =
-      recorder().detailed() ? stream_id(current_stream(device)) : std::uint8_t{0};
+  const std::uint8_t stream = recorder().detailed() ? current_stream_id(device) : std::uint8_t{0};
   report_alloc(data.get(), size, device_number(device), stream,
-               tag_of_allocation_from(return_address));
+               is_library_workspace(return_address));
 }
 
 // Bytes asked for, for blocks that upstream made alive again by itself.
@@ -107,8 +98,8 @@ c10::DeleterFnPtr CudaAllocator::raw_deleter() const { return &free_block; }
 void* CudaAllocator::raw_alloc(size_t size) {
   const c10::DeviceIndex device = c10::cuda::current_device();
   void* pointer = or_report_oom(upstream_, size, [&] { return upstream_->raw_alloc(size); });
-  report_alloc(pointer, size, device_number(device), stream_id(current_stream(device)),
-               tag_of_allocation_from(__builtin_return_address(0)));
+  report_alloc(pointer, size, device_number(device), current_stream_id(device),
+               is_library_workspace(__builtin_return_address(0)));
   return pointer;
 }
 
@@ -117,7 +108,7 @@ void* CudaAllocator::raw_alloc_with_stream(size_t size, cudaStream_t stream) {
   void* pointer = or_report_oom(upstream_, size,
                                 [&] { return upstream_->raw_alloc_with_stream(size, stream); });
   report_alloc(pointer, size, device_number(device), stream_id(stream),
-               tag_of_allocation_from(__builtin_return_address(0)));
+               is_library_workspace(__builtin_return_address(0)));
   return pointer;
 }
 

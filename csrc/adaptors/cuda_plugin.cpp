@@ -36,14 +36,14 @@ OPACUS_MEMPROF_API void* opacus_memprof_malloc(ssize_t size, int device, cudaStr
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
   void* pointer = ready_native().raw_alloc_with_stream(static_cast<std::size_t>(size), stream);
   report_alloc(pointer, static_cast<std::size_t>(size), static_cast<Device>(1 + device),
-               stream_id(stream), tag_of_allocation());
+               stream_id(stream));
   return pointer;
 }
 
 OPACUS_MEMPROF_API void opacus_memprof_free(void* pointer, ssize_t /*size*/, int /*device*/,
                                             cudaStream_t /*stream*/) {
   using namespace opacus_memprof;
-  const Recorder::Freed freed = report_free(pointer);
-  if (freed.closed_peak) cuda_adaptor()->note_peak(freed.device);
+  const int peak = report_free(pointer);
+  if (peak != Recorder::kNoPeak) cuda_adaptor()->note_peak(static_cast<Device>(peak));
   native->raw_delete(pointer);
 }

@@ -8,11 +8,13 @@
 
 namespace opacus_memprof {
 
-inline cudaStream_t current_stream(c10::DeviceIndex device) {
-  return c10::cuda::getCurrentCUDAStream(device).stream();
-}
-
-// The id in Names; the default stream of every device is one.
+// The id in Names; the default stream of every device is one, 0.
 std::uint8_t stream_id(cudaStream_t stream);
+
+inline std::uint8_t current_stream_id(c10::DeviceIndex device) {
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device);
+  if (stream.id() == 0) return 0;  // torch's number of the default stream; the handle costs more
+  return stream_id(stream.stream());
+}
 
 }  // namespace opacus_memprof

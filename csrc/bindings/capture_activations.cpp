@@ -32,7 +32,7 @@ using Slots =
     done = false;
   }
   Py_DECREF(tensors);
-  if (!done || !in_backward()) return done;
+  if (!done || backward_task() < 0) return done;
   // Activation checkpointing runs the forward again.
   PyObject* told = PyObject_CallFunction(hook->recomputed, "i", static_cast<int>(hook->module));
   Py_XDECREF(told);

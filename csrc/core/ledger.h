@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "core/hot_memory.h"
@@ -53,11 +54,11 @@ class Ledger {
   Ledger();
 
   // nullptr where there is none. Pointers are valid until the next insert or erase.
-  [[nodiscard, gnu::hot]] Block* find(std::uint64_t address) noexcept;
-  // A new block, empty but for its address, which must be new. May throw std::bad_alloc when the
-  // table must grow.
-  [[gnu::hot]] Block& insert(std::uint64_t address);
-  [[gnu::hot]] void erase(Block* block) noexcept;
+  [[nodiscard]] Block* find(std::uint64_t address) noexcept;
+  // The block at this address (not 0), which is new and empty but for its address where there was
+  // none: one search for both. May throw std::bad_alloc when the table must grow.
+  std::pair<Block*, bool> try_emplace(std::uint64_t address);
+  void erase(Block* block) noexcept;
 
   // Where the block at this address is, or next to it, for who wants to prefetch it.
   [[nodiscard]] const void* place(std::uint64_t address) const noexcept {
@@ -81,12 +82,47 @@ class Ledger {
   [[nodiscard]] std::size_t next(std::size_t slot) const noexcept {
     return (slot + 1) & (slots_.size() - 1);
   }
-  [[gnu::hot]] Block& empty_slot(std::uint64_t address) noexcept;
-  void grow();
+  [[gnu::noinline]] void grow();
 
   std::vector<Block, HotAllocator<Block>> slots_;
   unsigned shift_;
   std::size_t size_ = 0;
 };
+
+inline Block* Ledger::find(std::uint64_t address) noexcept {
+  if (address == 0) return nullptr;
+  for (std::size_t slot = home(address);; slot = next(slot)) {
+    if (slots_[slot].address == address) return &slots_[slot];
+    if (slots_[slot].address == 0) return nullptr;
+  }
+}
+
+inline std::pair<Block*, bool> Ledger::try_emplace(std::uint64_t address) {
+  if (2 * (size_ + 1) > slots_.size()) grow();
+  std::size_t slot = home(address);
+  for (; slots_[slot].address != 0; slot = next(slot)) {
+    if (slots_[slot].address == address) return {&slots_[slot], false};
+  }
+  ++size_;
+  slots_[slot] = {};
+  slots_[slot].address = address;
+  return {&slots_[slot], true};
+}
+
+inline void Ledger::erase(Block* block) noexcept {
+  // Close the gap: move back every later block of the run whose home is not after the gap.
+  auto gap = static_cast<std::size_t>(block - slots_.data());
+  const std::size_t mask = slots_.size() - 1;
+  for (std::size_t slot = next(gap); slots_[slot].address != 0; slot = next(slot)) {
+    const std::size_t from_home = (slot - home(slots_[slot].address)) & mask;
+    const std::size_t from_gap = (slot - gap) & mask;
+    if (from_home >= from_gap) {
+      slots_[gap] = slots_[slot];
+      gap = slot;
+    }
+  }
+  slots_[gap].address = 0;
+  --size_;
+}
 
 }  // namespace opacus_memprof

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <new>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 
 #include "core/clock.h"
@@ -69,17 +70,8 @@ Recorder* const the_recorder = [] {
 
 }  // namespace detail
 
-void Recorder::prefetch() const noexcept {
-  __builtin_prefetch(&lock_, 1);
-  __builtin_prefetch(&ledger_, 1);
-  __builtin_prefetch(&counters_[1], 1);                                // the first GPU's
-  __builtin_prefetch(writing_to_.load(std::memory_order_relaxed), 1);  // may be null
-  __builtin_prefetch(&this_thread());
-  __builtin_prefetch(&backward_state);
-}
-
 void Recorder::on_alloc(std::uint64_t address, std::uint64_t size, Device device,
-                        std::uint8_t stream, Tag tag) noexcept {
+                        std::uint8_t stream, const Tag& tag) noexcept {
   if (address == 0) return;
   const std::uint8_t thread = this_thread().thread_id();
   const std::lock_guard guard(lock_);
@@ -99,15 +91,17 @@ void Recorder::seed(std::uint64_t address, std::uint64_t size, Device device,
 }
 
 Block* Recorder::insert(std::uint64_t address, std::uint64_t size, Device device,
-                        std::uint8_t stream, Tag tag, std::uint8_t thread) noexcept {
+                        std::uint8_t stream, const Tag& tag, std::uint8_t thread) noexcept {
   if (!enabled_) return nullptr;
-  if (Block* stale = ledger_.find(address); stale != nullptr) {
-    // A seeded block that was freed behind our back: upstream would not hand out a live address.
-    erase(stale, tag.phase);
-  }
   Block* block = nullptr;
+  bool added = false;
   try {
-    block = &ledger_.insert(address);
+    std::tie(block, added) = ledger_.try_emplace(address);
+    if (!added) [[unlikely]] {
+      // A seeded block that was freed behind our back: upstream would not hand out a live address.
+      erase(block, tag.phase);
+      block = ledger_.try_emplace(address).first;
+    }
   } catch (const std::bad_alloc&) {
     return nullptr;  // the host is out of memory; the block shows as a remainder, training goes on
   }
@@ -124,13 +118,12 @@ Block* Recorder::insert(std::uint64_t address, std::uint64_t size, Device device
   return block;
 }
 
-Recorder::Freed Recorder::on_free(std::uint64_t address, Phase phase) noexcept {
+int Recorder::on_free(std::uint64_t address, Phase phase) noexcept {
   const std::lock_guard guard(lock_);
   Block* block = enabled_ ? ledger_.find(address) : nullptr;
-  if (block == nullptr) return {};
-  const Device device = block->device;
-  const bool closed = erase(block, static_cast<std::uint8_t>(phase));
-  return {.known = true, .closed_peak = closed, .device = device};
+  if (block == nullptr) return kNoPeak;
+  const int device = block->device;
+  return erase(block, static_cast<std::uint8_t>(phase)) ? device : kNoPeak;
 }
 
 bool Recorder::erase(Block* block, std::uint8_t phase) noexcept {

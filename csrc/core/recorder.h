@@ -38,9 +38,11 @@ class Recorder {
   Recorder();
 
   // --- from allocators. `tag` comes from ThreadTags::resolve. ---
+  // (Small structs of narrow fields are not passed or returned by value here: they would be put
+  // together in memory and then read as one word, which waits for the stores.)
   // Called before upstream allocates, and first of all in a free: fetches in parallel what is
   // needed one after the other later.
-  [[gnu::hot]] void prefetch() const noexcept;
+  void prefetch() const noexcept;
   // What to prefetch before a call for this address. (gcc 12 drops calls of functions that do
   // nothing but prefetch.)
   [[nodiscard]] const void* place(std::uint64_t address) const noexcept {
@@ -51,16 +53,12 @@ class Recorder {
   [[nodiscard]] bool detailed() const noexcept {
     return writing_to_.load(std::memory_order_relaxed) != nullptr;
   }
-  [[gnu::hot]] void on_alloc(std::uint64_t address, std::uint64_t size, Device device,
-                             std::uint8_t stream, Tag tag) noexcept;
-  // Whether the peak may be asked of upstream now: this free ended a new maximum.
-  struct Freed {
-    bool known = false;
-    bool closed_peak = false;
-    Device device = 0;
-  };
-  // `phase` is what the freeing thread is doing.
-  [[gnu::hot]] Freed on_free(std::uint64_t address, Phase phase) noexcept;
+  [[gnu::hot, gnu::flatten]] void on_alloc(std::uint64_t address, std::uint64_t size, Device device,
+                                           std::uint8_t stream, const Tag& tag) noexcept;
+  // `phase` is what the freeing thread is doing. Returns the device whose new maximum this free
+  // ended, so that upstream may be asked for its numbers now, or kNoPeak.
+  static constexpr int kNoPeak = -1;
+  [[gnu::hot, gnu::flatten]] int on_free(std::uint64_t address, Phase phase) noexcept;
   // A block that was there before the profiler.
   void seed(std::uint64_t address, std::uint64_t size, Device device, std::uint8_t stream) noexcept;
   // Takes stock of the device's live blocks; returns the failure's number.
@@ -81,9 +79,9 @@ class Recorder {
   // Returns the block's bytes if its category (or module) changed, else 0. `module` may be kKeep16.
   // With `expected` (a bit per category) other categories are left alone.
   static constexpr std::uint64_t kAnyCategory = ~std::uint64_t{0};
-  [[gnu::hot]] std::uint64_t retag(std::uint64_t address, std::uint8_t category,
-                                   std::uint16_t module,
-                                   std::uint64_t expected = kAnyCategory) noexcept;
+  [[gnu::hot, gnu::flatten]] std::uint64_t retag(std::uint64_t address, std::uint8_t category,
+                                                 std::uint16_t module,
+                                                 std::uint64_t expected = kAnyCategory) noexcept;
   // Opacus holds the block as a captured activation. serial 0: not a block that can be one.
   [[gnu::hot]] BlockId capture(std::uint64_t address);
   [[gnu::hot]] void release(BlockId id) noexcept;
@@ -148,7 +146,7 @@ class Recorder {
   [[gnu::hot]] void change_category(Block& block, std::uint8_t category,
                                     std::uint8_t base) noexcept;
   [[gnu::hot]] Block* insert(std::uint64_t address, std::uint64_t size, Device device,
-                             std::uint8_t stream, Tag tag, std::uint8_t thread) noexcept;
+                             std::uint8_t stream, const Tag& tag, std::uint8_t thread) noexcept;
   [[gnu::hot]] bool erase(Block* block, std::uint8_t phase) noexcept;
   void read_counters(State& state) const noexcept;
   static bool close_peak_locked(DeviceCounters& counters) noexcept;
@@ -179,5 +177,14 @@ extern Recorder* const the_recorder;
 
 // The process' recorder; never destroyed, since blocks may outlive static destruction.
 inline Recorder& recorder() { return *detail::the_recorder; }
+
+inline void Recorder::prefetch() const noexcept {
+  __builtin_prefetch(&lock_, 1);
+  __builtin_prefetch(&ledger_, 1);
+  __builtin_prefetch(&counters_[1], 1);                                // the first GPU's
+  __builtin_prefetch(writing_to_.load(std::memory_order_relaxed), 1);  // may be null
+  __builtin_prefetch(&this_thread());
+  __builtin_prefetch(&backward_state);
+}
 
 }  // namespace opacus_memprof

@@ -39,28 +39,9 @@ ThreadTags::ThreadTags() {
   thread_id_ = static_cast<std::uint8_t>(names().intern(Names::Kind::thread, name.data()));
 }
 
-Phase ThreadTags::phase() const noexcept {
-  if (phase_ == Phase::forward && phase_epoch_ != backward_state.epoch()) return Phase::idle;
-  return phase_;
-}
-
 void ThreadTags::set_phase(Phase phase) noexcept {
   phase_ = phase;
   phase_epoch_ = backward_state.epoch();
-}
-
-Tag ThreadTags::resolve(const BackwardPosition& backward) const noexcept {
-  Tag tag = top_;
-  const bool in_backward = backward.task >= 0;
-  if (tag.phase == kKeep8) {
-    tag.phase = static_cast<std::uint8_t>(in_backward ? backward_state.phase() : phase());
-  }
-  if (tag.module == kKeep16) tag.module = backward.module;
-  if (tag.op == kKeep16) tag.op = backward.op;
-  if (tag.category == kKeep8) {
-    tag.category = static_cast<std::uint8_t>(default_category(static_cast<Phase>(tag.phase)));
-  }
-  return tag;
 }
 
 }  // namespace opacus_memprof

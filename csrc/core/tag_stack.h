@@ -68,6 +68,8 @@ class alignas(64) ThreadTags {
   void pop() noexcept {
     if (depth_ > 0) unwind(depth_ - 1);
   }
+  // What is on top goes on under this tag.
+  void change(Tag tag) noexcept { top_ = merge(top_, tag); }
   [[nodiscard]] std::size_t depth() const noexcept { return depth_; }
   // Pops down to `depth`, also what an exception left behind.
   void unwind(std::size_t depth) noexcept {
@@ -78,12 +80,12 @@ class alignas(64) ThreadTags {
   [[nodiscard]] Tag top() const noexcept { return top_; }
 
   // The phase, unless a backward pass has run since it was entered: then forward is over.
-  [[nodiscard, gnu::hot]] Phase phase() const noexcept;
+  [[nodiscard]] Phase phase() const noexcept;
   void set_phase(Phase phase) noexcept;
 
   // The whole tag of an allocation made now: pushed tags first, then what autograd knows, then the
   // phase's default category.
-  [[nodiscard, gnu::hot]] Tag resolve(const BackwardPosition& backward) const noexcept;
+  [[nodiscard]] Tag resolve(const BackwardPosition& backward) const noexcept;
 
   [[nodiscard]] std::uint8_t thread_id() const noexcept { return thread_id_; }
 
@@ -94,7 +96,7 @@ class alignas(64) ThreadTags {
 };
 
 namespace detail {
-extern thread_local ThreadTags* tags_of_this_thread
+extern constinit thread_local ThreadTags* tags_of_this_thread
 #if defined(__GLIBC__)
     __attribute__((tls_model("initial-exec")))
 #endif
@@ -146,5 +148,24 @@ class alignas(64) Backward {
 };
 
 inline Backward backward_state;
+
+inline Phase ThreadTags::phase() const noexcept {
+  if (phase_ == Phase::forward && phase_epoch_ != backward_state.epoch()) return Phase::idle;
+  return phase_;
+}
+
+inline Tag ThreadTags::resolve(const BackwardPosition& backward) const noexcept {
+  Tag tag = top_;
+  const bool in_backward = backward.task >= 0;
+  if (tag.phase == kKeep8) {
+    tag.phase = static_cast<std::uint8_t>(in_backward ? backward_state.phase() : phase());
+  }
+  if (tag.module == kKeep16) tag.module = backward.module;
+  if (tag.op == kKeep16) tag.op = backward.op;
+  if (tag.category == kKeep8) {
+    tag.category = static_cast<std::uint8_t>(default_category(static_cast<Phase>(tag.phase)));
+  }
+  return tag;
+}
 
 }  // namespace opacus_memprof

@@ -11,7 +11,9 @@ namespace opacus_memprof {
 namespace {
 
 void insert(Ledger& ledger, std::uint64_t address, std::uint64_t size) {
-  ledger.insert(address).set(size, 1, 2);
+  const auto [block, added] = ledger.try_emplace(address);
+  ASSERT_TRUE(added);
+  block->set(size, 1, 2);
 }
 
 TEST(Ledger, FindsWhatWasInserted) {

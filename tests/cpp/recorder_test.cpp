@@ -74,8 +74,9 @@ TEST(Recorder, CountsByCategory) {
   recorder.on_alloc(0x2000, 30, kGpu, 0, tag_of(Category::gradients));
   EXPECT_EQ(live(recorder, Category::noise), 100);
   EXPECT_EQ(total(recorder), 130);
-  EXPECT_TRUE(recorder.on_free(0x1000, Phase::idle).known);
-  EXPECT_FALSE(recorder.on_free(0x1000, Phase::idle).known);
+  recorder.on_free(0x1000, Phase::idle);
+  EXPECT_FALSE(recorder.knows(0x1000));
+  recorder.on_free(0x1000, Phase::idle);  // once more: nobody's
   EXPECT_EQ(live(recorder, Category::noise), 0);
   EXPECT_EQ(total(recorder), 30);
 }
@@ -99,9 +100,9 @@ TEST(Recorder, ThePeakIsTheMomentBeforeTheFirstFreeAfterTheMaximum) {
   recorder.on_alloc(0x1000, 100, kGpu, 0, tag_of(Category::noise));
   recorder.on_alloc(0x2000, 50, kGpu, 0, tag_of(Category::temp_matrices));
   recorder.retag(0x2000, id(Category::per_sample_gradients), kKeep16);
-  EXPECT_TRUE(recorder.on_free(0x1000, Phase::idle).closed_peak);
+  EXPECT_EQ(recorder.on_free(0x1000, Phase::idle), kGpu);
   recorder.note_upstream_at_peak(kGpu, 150, 1024, 4096);
-  EXPECT_FALSE(recorder.on_free(0x2000, Phase::idle).closed_peak);
+  EXPECT_EQ(recorder.on_free(0x2000, Phase::idle), Recorder::kNoPeak);
   recorder.on_alloc(0x3000, 150, kGpu, 0, tag_of(Category::gradients));  // as high, not higher
   const Peak peak = peak_of(recorder);
   EXPECT_EQ(peak.requested, 150);
