@@ -62,11 +62,12 @@ class CaptureActivations:
     def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> Any: ...
 
 class CaptureBackprops:
-    """Opacus' full backward hook in a wrapper: settles the module's captures, runs the hook under `tag`, and releases
-    the newest capture if the hook has used it. Copies are of the wrapped hook."""
+    """Opacus' full backward hook in a wrapper: settles the module's captures, runs the hook under `before` until its
+    sampler has returned and under `after` from then on, and releases the newest capture if the hook has used it. Copies
+    are of the wrapped hook."""
 
     __wrapped__: Callable[..., Any]
-    def __init__(self, wrapped: Callable[..., Any], module_id: int, tag: Tag) -> None: ...
+    def __init__(self, wrapped: Callable[..., Any], module_id: int, before: Tag, after: Tag) -> None: ...
     def __call__(self, module: torch.nn.Module, grad_input: Any, grad_output: Any) -> Any: ...
 
 class Sampler:

@@ -69,6 +69,9 @@ int to_callable(PyObject* object, void* callable);
 // package is missing.
 PyObject* reduce_to_wrapped(PyObject* self, PyObject* protocol);
 
+// The sampler that a capture_backprops_hook on this thread has called, if one has, returns.
+void sampled() noexcept;
+
 // Each makes one type and adds it to the module; false with a Python error set.
 bool add_type(PyObject* module, PyType_Spec& spec, PyTypeObject** made = nullptr);
 bool add_tagged(PyObject* module);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // CaptureBackprops: Opacus' full backward hook. The module's own backward has run: autograd has let
-// go of what it saved.
+// go of what it saved. What the hook allocates is under one tag until its sampler has returned, and
+// under another one from then on.
 #include <pybind11/pybind11.h>
 
 #include "adaptors/tensor.h"
@@ -15,15 +16,33 @@ namespace {
 struct CaptureBackprops {
   PyObject_HEAD vectorcallfunc vectorcall;
   PyObject* wrapped;
-  Tag tag;
+  Tag before;
+  Tag after;
   std::uint16_t module;
 };
 using Slots = Collected<CaptureBackprops, &CaptureBackprops::wrapped>;
 
-PyObject* call_under(Tag tag, PyObject* function, PyObject* const* args, std::size_t flags,
-                     PyObject* names) {
-  const TagScope scope(tag);
-  return PyObject_Vectorcall(function, args, flags, names);
+thread_local const CaptureBackprops* running = nullptr;
+
+// The length of a hook's call.
+class Running {
+ public:
+  explicit Running(const CaptureBackprops* hook) : scope_(hook->before), outer_(running) {
+    running = hook;
+  }
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+  ~Running() { running = outer_; }
+
+ private:
+  TagScope scope_;
+  const CaptureBackprops* outer_;
+};
+
+[[gnu::hot]] PyObject* run(const CaptureBackprops* hook, PyObject* const* args, std::size_t flags,
+                           PyObject* names) {
+  const Running here(hook);
+  return PyObject_Vectorcall(hook->wrapped, args, flags, names);
 }
 
 [[gnu::hot]] PyObject* call(PyObject* self, PyObject* const* args, std::size_t flags,
@@ -33,7 +52,7 @@ PyObject* call_under(Tag tag, PyObject* function, PyObject* const* args, std::si
   // Nothing was captured, or this is ghost clipping's second pass.
   if (held == 0) return PyObject_Vectorcall(hook->wrapped, args, flags, names);
   settle_captures(hook->module);
-  PyObject* result = call_under(hook->tag, hook->wrapped, args, flags, names);
+  PyObject* result = run(hook, args, flags, names);
   const pybind11::error_scope kept;  // what the hook has raised, if it has
   if (captures_on(args[0]) < held) release_captures(hook->module);
   return result;
@@ -42,8 +61,10 @@ PyObject* call_under(Tag tag, PyObject* function, PyObject* const* args, std::si
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject* /*kwargs*/) {
   PyObject* wrapped = nullptr;
   std::uint16_t module = 0;
-  Tag tag;
-  if (!PyArg_ParseTuple(args, "O&O&O&", to_callable, &wrapped, to_module, &module, to_tag, &tag)) {
+  Tag before;
+  Tag after;
+  if (!PyArg_ParseTuple(args, "O&O&O&O&", to_callable, &wrapped, to_module, &module, to_tag,
+                        &before, to_tag, &after)) {
     return nullptr;
   }
   PyObject* self = type->tp_alloc(type, 0);
@@ -51,7 +72,8 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject* /*kwargs*/) {
   auto* hook = as<CaptureBackprops>(self);
   hook->vectorcall = call;
   hook->wrapped = Py_NewRef(wrapped);
-  hook->tag = tag;
+  hook->before = before;
+  hook->after = after;
   hook->module = module;
   return self;
 }
@@ -83,6 +105,10 @@ PyType_Spec spec = {"opacus_memprof._C.CaptureBackprops", sizeof(CaptureBackprop
                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, slots};
 
 }  // namespace
+
+void sampled() noexcept {
+  if (running != nullptr) this_thread().change(running->after);
+}
 
 bool add_capture_backprops(PyObject* module) { return add_type(module, spec); }
 

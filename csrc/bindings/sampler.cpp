@@ -47,7 +47,6 @@ PyTypeObject* sampler_type = nullptr;
   return true;
 }
 
-// False with a Python error set.
 // What each layer's backprops were like when they were last looked at, by the layer's address.
 std::unordered_map<const PyObject*, std::vector<std::int64_t>>& looked_at() {
   static auto* const instance = new std::unordered_map<const PyObject*, std::vector<std::int64_t>>;
@@ -75,6 +74,7 @@ bool let_observe(const Sampler* sampler, PyObject* layer, PyObject* backprops, P
   auto* sampler = as<Sampler>(self);
   PyObject* samples = run(sampler, args, flags, names);
   if (samples == nullptr) return nullptr;
+  sampled();
   const bool look = sampler->observe != Py_None && PyVectorcall_NARGS(flags) == 3;
   if (!retag_results(sampler, samples) ||
       (look && !let_observe(sampler, args[0], args[2], samples))) {

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from opacus.grad_sample import functorch, grad_sample_module, grad_sample_module_fast_gradient_clipping
+from opacus.grad_sample import functorch, grad_sample_module_fast_gradient_clipping
 from opacus.optimizers import ddp_perlayeroptimizer, optimizer
 from torch.nn.utils._expanded_weights import expanded_weights_utils
 
@@ -29,8 +29,6 @@ from opacus_memprof.hooks.vocabulary import (
 def wrap_functions(attachment: Attachment) -> None:
     """Replaces each function wherever it was imported."""
     replace = functools.partial(_replace, attachment, _importers())
-    # Allocates the zeros that the samples are copied into and that become p.grad_sample.
-    replace(grad_sample_module.create_or_accumulate_grad_sample, _tagged(PER_SAMPLE_GRADIENTS))
     replace(grad_sample_module_fast_gradient_clipping.create_norm_sample, _tagged(NORM_SAMPLES))
     replace(
         functorch.ft_compute_per_sample_gradient,

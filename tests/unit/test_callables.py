@@ -31,7 +31,7 @@ def cpu() -> Iterator[None]:
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "CaptureActivations": lambda f: _native.CaptureActivations(f, 0, print),
-    "CaptureBackprops": lambda f: _native.CaptureBackprops(f, 0, TAG),
+    "CaptureBackprops": lambda f: _native.CaptureBackprops(f, 0, TAG, TAG),
     "Sampler": lambda f: _native.Sampler(f, TAG, SAMPLES, None),
     "ParameterFunction": lambda f: _native.ParameterFunction(f, TAG, "grad_sample", SAMPLES, None),
     "Tagged": lambda f: TAG(f),
