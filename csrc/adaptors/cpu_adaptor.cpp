@@ -143,8 +143,8 @@ class CpuAdaptor final : public Adaptor {
   }
 
   bool adopt(c10::DataPtr& data, std::size_t bytes) override {
-    if (upstream == nullptr || !data || data.get() != data.get_context() ||
-        recorder().knows(address_of(data.get())) ||
+    if (upstream == nullptr || data.get_deleter() != upstream_deleter || !data ||
+        data.get() != data.get_context() || recorder().knows(address_of(data.get())) ||
         !data.compare_exchange_deleter(upstream_deleter, &free_adopted)) {
       return false;
     }

@@ -76,6 +76,7 @@ class CudaAdaptor final : public Adaptor {
 
   bool adopt(c10::DataPtr& data, std::size_t bytes) override {
     if (allocator_ == nullptr || !data) return false;
+    if (data.get_deleter() == allocator_->raw_deleter()) return false;  // nearly always
     const bool adopted = data.compare_exchange_deleter(allocator_->upstream()->raw_deleter(),
                                                        allocator_->raw_deleter());
     if (adopted) {
