@@ -92,7 +92,16 @@ SequenceRanges& recomputed() {
 void begin_range(ThreadTags& tags, int task, std::uint16_t module) {
   const std::uint64_t sequence = at::sequence_number::peek();
   if (task >= 0) {
-    tags.recomputing_task = task;
+    ThreadTags::Recomputation& outer = tags.recomputation;
+    const std::uint32_t changes = forward().changes.load(std::memory_order_relaxed);
+    const bool known = task >= outer.task && changes == outer.changes;  // the same, or nested in it
+    if (!known) {
+      const auto node = torch::autograd::get_current_node();
+      outer = {.task = task,
+               .node = node == nullptr ? 0 : node->sequence_nr(),
+               .begin = sequence,
+               .changes = changes};
+    }
     recomputed().begin(sequence, module);
   } else {
     const std::lock_guard guard(forward().lock);
@@ -102,12 +111,22 @@ void begin_range(ThreadTags& tags, int task, std::uint16_t module) {
   }
 }
 
+// Whether the node was made by a recomputation: a graph task nested in the recomputing node's runs
+// it, until another node of that task runs. A later pass has a higher task as well; should the end
+// of the recomputation have gone unseen, the pass begins with a forward or with older nodes.
+bool recomputed_here(ThreadTags& tags, int task, std::uint64_t sequence) noexcept {
+  ThreadTags::Recomputation& outer = tags.recomputation;
+  if (task == outer.task && sequence != outer.node) outer = {};
+  return task > outer.task && sequence >= outer.begin && sequence < at::sequence_number::peek() &&
+         outer.changes == forward().changes.load(std::memory_order_relaxed);
+}
+
 // Whose forward made the node. Most nodes are of the same module as the one before.
 [[gnu::hot]] std::uint16_t module_of(ThreadTags& tags, int task, std::uint64_t sequence) noexcept {
   constexpr std::uint64_t kAccumulateGrad = UINT64_MAX;  // belongs to no forward
   if (sequence == kAccumulateGrad) return 0;
   SequenceRange& last = tags.last_node.range;
-  if (task > tags.recomputing_task) {
+  if (recomputed_here(tags, task, sequence)) {
     last = recomputed().find(sequence, last.place);
     tags.last_node.range_changes = 0;
     return last.module;

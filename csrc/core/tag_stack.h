@@ -57,8 +57,14 @@ class alignas(64) ThreadTags {
   };
   LastNode last_node;
 
-  // The newest graph task in which this thread ran forwards; its nested tasks have higher ids.
-  int recomputing_task = INT_MAX;
+  // A node of a backward pass runs a forward on this thread, for activation checkpointing.
+  struct Recomputation {
+    int task = INT_MAX;         // the node's graph task; those nested in it have higher ids
+    std::uint64_t node = 0;     // its sequence number
+    std::uint64_t begin = 0;    // the first sequence number that the thread gave in it
+    std::uint32_t changes = 0;  // how often ranges outside backward had changed by then
+  };
+  Recomputation recomputation;
 
   void push(Tag tag) noexcept {
     if (depth_ < kDepth) saved_[depth_] = top_;

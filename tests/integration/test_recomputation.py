@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules of what is allocated in backward, pass after pass, where activation checkpointing runs forwards inside of it.
+
+The oracle: no two layers' weights have as many bytes, so a weight's gradient tells by its size whose it is."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import opacus_memprof
+from opacus_memprof.analysis.events import ALLOC, Events
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+STEPS, BATCH = 4, 3
+WIDTHS = {"stem": (8, 24), "block.outer": (24, 40), "block.inner": (40, 56), "head": (56, 72), "other": (56, 88)}
+
+
+class Block(nn.Module):
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        self.outer, self.inner = nn.Linear(*WIDTHS["block.outer"]), nn.Linear(*WIDTHS["block.inner"])
+        self.nested = nested
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.outer(x).relu()
+        if self.nested:
+            return torch.as_tensor(checkpoint(self.inner, x, use_reentrant=True)).relu()  # type: ignore[no-untyped-call]
+        return torch.as_tensor(self.inner(x)).relu()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.stem, self.block = nn.Linear(*WIDTHS["stem"]), Block(way == "nested")
+        self.head, self.other = nn.Linear(*WIDTHS["head"]), nn.Linear(*WIDTHS["other"])
+        self.reentrant: bool | None = way != "not reentrant"
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.stem(x).relu()
+        if self.reentrant is not None:
+            x = checkpoint(self.block, x, use_reentrant=self.reentrant)  # type: ignore[no-untyped-call]
+            return self.head(x), self.other(x)
+        x = self.block(x)
+        return self.head(x), self.other(x)
+
+
+def gradients(directory: Path) -> dict[int, Counter[tuple[str, int]]]:
+    """How often each module allocated so many bytes in AddmmBackward0, by step."""
+    events, pieces = Events(directory), []
+    events.each(lambda rows: pieces.append(rows.copy()))
+    names: Any = events.names
+    found: dict[int, Counter[tuple[str, int]]] = {}
+    for row in np.concatenate(pieces):
+        if row["kind"] == ALLOC and names.op(row["op"]) == "AddmmBackward0":
+            found.setdefault(int(row["step"]), Counter())[names.module(row["module"]), int(row["bytes"])] += 1
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant", "nested"])
+def test_modules_in_backward(way: str, passes: int, device: str, tmp_path: Path) -> None:
+    model = Checkpointed(way).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with opacus_memprof.profile(tmp_path, device=device) as session:
+        session.attach(model, optimizer)
+        for step in range(STEPS):
+            if step == STEPS - 1:
+                model.reentrant = None  # what comes after checkpointing, too
+                model.block.nested = False
+            one, two = model(torch.randn(BATCH, WIDTHS["stem"][0], device=device))
+            losses = [one.sum(), two.sum()] if passes == 2 else [one.sum() + two.sum()]
+            for loss in losses:  # two: the second begins without a forward before it
+                loss.backward(retain_graph=loss is not losses[-1])
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = gradients(tmp_path)
+    for step in range(STEPS):
+        for size in (4 * before * after for before, after in WIDTHS.values()):
+            of_size = {module: count for (module, n), count in found[step].items() if n == size}
+            (layer,) = (name for name, (before, after) in WIDTHS.items() if 4 * before * after == size)
+            times = 1 if layer in ("head", "other") else passes
+            assert of_size == {layer: times}, f"step {step}: {size} bytes"
