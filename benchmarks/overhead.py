@@ -2,11 +2,11 @@
 """What profiling costs: an allocation and its free, and a training step in every mode, with the profiler on and off.
 
 One process; the variants are swapped between steps. Each round runs every variant in shuffled order (three steps to
-settle, for the interpreter forgets its specialised code when something is replaced; then the shorter of two), the
-garbage collector is off, the ratio is taken within the round and the median over rounds is quoted: unpaired runs on
-shared machines differ by more than what is measured.
+settle, for the interpreter forgets its specialised code when something is replaced; then the shortest of six, for what
+else a shared machine does only lengthens a step), the garbage collector is off, the ratio is taken within the round and
+the median over rounds is quoted with its standard error: unpaired runs differ by more than what is measured.
 
-    python benchmarks/overhead.py --rounds 200 --output docs/results/overhead_h200.json
+    python benchmarks/overhead.py --rounds 60 --output docs/results/overhead_h200.json
 
 Writes the JSON file after each mode, and beside it the same as a Markdown table.
 """
@@ -48,6 +48,7 @@ SIZES = {
     "large": ({"vocabulary": 16384, "width": 1024, "layers": 8, "heads": 16}, 8, 256),  # over 100 M parameters
 }
 SETTLING = 3  # steps
+TIMED = 6  # steps, of which the shortest counts
 MODES = ("vanilla", "hooks", "functorch", "ew", "ghost")
 
 
@@ -130,7 +131,8 @@ def training(mode: str, device: str, name: str) -> tuple[Any, Any, Callable[[], 
 def paired(
     step: Callable[[], None], variants: dict[str, variants_of.Variant], rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds a step, by variant; and the median over rounds of its ratio to the native one of that round."""
+    """Milliseconds a step, by variant; and the median over rounds of its ratio to the native one of that round, with
+    that median's standard error."""
 
     def timed() -> float:
         if torch.cuda.is_available():
@@ -147,16 +149,23 @@ def paired(
             with variants[name]():
                 for _ in range(SETTLING):
                     timed()
-                times[name].append(min(timed(), timed()))
+                times[name].append(min(timed() for _ in range(TIMED)))
         gc.collect()
+    ratios = {name: [a / b for a, b in zip(found, times["native"], strict=True)] for name, found in times.items()}
     return {
         name: {
             "rounds": rounds,
             "median_ms": 1e3 * statistics.median(found),
-            "median_ratio": statistics.median(a / b for a, b in zip(found, times["native"], strict=True)),
+            "median_ratio": statistics.median(ratios[name]),
+            "standard_error": error_of_median(ratios[name]),
         }
         for name, found in times.items()
     }
+
+
+def error_of_median(sample: list[float]) -> float:
+    """The standard error of the sample's median, by bootstrap (Efron, 1979)."""
+    return statistics.pstdev(statistics.median(random.choices(sample, k=len(sample))) for _ in range(200))
 
 
 def measure_steps(mode: str, rounds: int, device: str, name: str) -> dict[str, Any]:
@@ -200,7 +209,10 @@ def as_markdown(results: dict[str, Any]) -> str:
     ]
     for entry in results["steps"]:
         figures = entry["variants"]
-        changes = (f"{100 * (figures[name]['median_ratio'] - 1):+.1f} %" for name in columns)
+        changes = (
+            f"{100 * (figures[name]['median_ratio'] - 1):+.1f} ± {100 * figures[name]['standard_error']:.1f} %"
+            for name in columns
+        )
         label = f"{entry['size']}, {entry['parameters'] / 1e6:.3g} M parameters, {entry['mode']}"
         lines.append(f"| {label} | {figures['native']['median_ms']:.1f} ms | {' | '.join(changes)} |")
     if results["pair"]:
@@ -212,7 +224,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "large"])
     parser.add_argument(
