@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same step again is attributed the same way: nothing that one step leaves behind in the profiler changes what the
+next one is told."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from opacus import PrivacyEngine
+
+import opacus_memprof
+from opacus_memprof.analysis.events import ALLOC, RETAG, Events
+from tests import models
+from tests.models import MODELS, MODES, Model
+
+STEPS = 4
+FIRST = 2  # the steps before fill caches, and make the optimizer's states
+
+
+def attributed(directory: Path) -> list[Counter[tuple[Any, ...]]]:
+    """How often each step allocated, or gave another category to, so many bytes under each combination of names."""
+    events, pieces = Events(directory), []
+    events.each(lambda rows: pieces.append(rows.copy()))
+    rows, names = np.concatenate(pieces), events.names
+    found: list[Counter[tuple[Any, ...]]] = [Counter() for _ in range(STEPS)]
+    for row in rows[np.isin(rows["kind"], (ALLOC, RETAG)) & (rows["step"] < STEPS)]:
+        before = names.category(row["before"]) if row["kind"] == RETAG else None
+        said = (
+            names.phase(row["phase"]),
+            names.module(row["module"]),
+            names.op(row["op"]),
+            names.category(row["category"]),
+        )
+        found[row["step"]][(*said, before, int(row["bytes"]))] += 1
+    return found
+
+
+@pytest.mark.parametrize("mode", [*MODES, "flash_clip"])
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_a_step_is_attributed_as_the_one_before(model: Model, mode: str, tmp_path: Path) -> None:
+    if mode == "flash_clip" and model.name == "lstm":
+        pytest.skip("flash_clip refuses recurrent layers")
+    with opacus_memprof.profile(tmp_path, device="cpu") as session:
+        engine = opacus_memprof.PrivacyEngine() if mode == "flash_clip" else PrivacyEngine()
+        session.attach(engine)
+        training = models.prepare(model, mode, "cpu", engine)
+        for _ in range(STEPS):
+            training.step(filling=opacus_memprof.tag("per_sample_gradients"))
+    steps = attributed(tmp_path)
+    for step in range(FIRST, STEPS - 1):
+        assert steps[step] == steps[step + 1], {
+            "gone": steps[step] - steps[step + 1],
+            "new": steps[step + 1] - steps[step],
+        }
