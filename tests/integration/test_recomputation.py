@@ -4,17 +4,17 @@
 The oracle: no two layers' weights have as many bytes, so a weight's gradient tells by its size whose it is."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import opacus_memprof
-from opacus_memprof.analysis.events import ALLOC, Events
+from opacus_memprof.analysis.events import ALLOC
+from tests.event_rows import rows_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 STEPS, BATCH = 4, 3
@@ -42,21 +42,17 @@ class Checkpointed(nn.Module):
         self.reentrant: bool | None = way != "not reentrant"
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.stem(x).relu()
-        if self.reentrant is not None:
-            x = checkpoint(self.block, x, use_reentrant=self.reentrant)  # type: ignore[no-untyped-call]
-            return self.head(x), self.other(x)
-        x = self.block(x)
+        plain = self.reentrant is None
+        block = self.block if plain else partial(checkpoint, self.block, use_reentrant=self.reentrant)
+        x = block(self.stem(x).relu())
         return self.head(x), self.other(x)
 
 
 def gradients(directory: Path) -> dict[int, Counter[tuple[str, int]]]:
     """How often each module allocated so many bytes in AddmmBackward0, by step."""
-    events, pieces = Events(directory), []
-    events.each(lambda rows: pieces.append(rows.copy()))
-    names: Any = events.names
+    rows, names = rows_of(directory)
     found: dict[int, Counter[tuple[str, int]]] = {}
-    for row in np.concatenate(pieces):
+    for row in rows:
         if row["kind"] == ALLOC and names.op(row["op"]) == "AddmmBackward0":
             found.setdefault(int(row["step"]), Counter())[names.module(row["module"]), int(row["bytes"])] += 1
     return found
@@ -83,8 +79,8 @@ def test_modules_in_backward(way: str, passes: int, device: str, tmp_path: Path)
 
     found = gradients(tmp_path)
     for step in range(STEPS):
-        for size in (4 * before * after for before, after in WIDTHS.values()):
+        for layer, (before, after) in WIDTHS.items():
+            size = 4 * before * after
             of_size = {module: count for (module, n), count in found[step].items() if n == size}
-            (layer,) = (name for name, (before, after) in WIDTHS.items() if 4 * before * after == size)
             times = 1 if layer in ("head", "other") else passes
             assert of_size == {layer: times}, f"step {step}: {size} bytes"

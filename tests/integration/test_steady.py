@@ -11,8 +11,9 @@ import pytest
 from opacus import PrivacyEngine
 
 import opacus_memprof
-from opacus_memprof.analysis.events import ALLOC, RETAG, Events
+from opacus_memprof.analysis.events import ALLOC, RETAG
 from tests import models
+from tests.event_rows import rows_of
 from tests.models import MODELS, MODES, Model
 
 STEPS = 4
@@ -21,9 +22,7 @@ FIRST = 2  # the steps before fill caches, and make the optimizer's states
 
 def attributed(directory: Path) -> list[Counter[tuple[Any, ...]]]:
     """How often each step allocated, or gave another category to, so many bytes under each combination of names."""
-    events, pieces = Events(directory), []
-    events.each(lambda rows: pieces.append(rows.copy()))
-    rows, names = np.concatenate(pieces), events.names
+    rows, names = rows_of(directory)
     found: list[Counter[tuple[Any, ...]]] = [Counter() for _ in range(STEPS)]
     for row in rows[np.isin(rows["kind"], (ALLOC, RETAG)) & (rows["step"] < STEPS)]:
         before = names.category(row["before"]) if row["kind"] == RETAG else None

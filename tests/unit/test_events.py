@@ -11,6 +11,7 @@ from test_analysis_format import the_reader
 from opacus_memprof.analysis.events import KINDS, Events
 from opacus_memprof.analysis.profile import build_profile
 from opacus_memprof.errors import MemprofError
+from tests.event_rows import rows_of
 
 
 def a_run() -> EventFile:
@@ -32,12 +33,6 @@ def a_run() -> EventFile:
     return file.add("free", 0x2000, 40, "gradients", step=1)
 
 
-def rows_of(directory: Path) -> tuple[np.ndarray, Events]:
-    events, pieces = Events(directory), []
-    events.each(pieces.append)
-    return np.concatenate(pieces), events
-
-
 def live_by_category(rows: np.ndarray, device: int) -> np.ndarray:
     """After every row of a device, by category id: the sum that the rows are documented to give."""
     here = rows[(rows["device"] == device) & (rows["block"] >= 0)]
@@ -52,9 +47,9 @@ def live_by_category(rows: np.ndarray, device: int) -> np.ndarray:
 
 
 def test_categories_are_settled_from_birth_on(tmp_path: Path) -> None:
-    rows, events = rows_of(a_run().write(tmp_path))
+    rows, names = rows_of(a_run().write(tmp_path))
     said = [
-        (KINDS[row["kind"]], events.names.category(row["before"]), events.names.category(row["category"]), row["block"])
+        (KINDS[row["kind"]], names.category(row["before"]), names.category(row["category"]), row["block"])
         for row in rows
         if row["block"] >= 0
     ]
@@ -73,8 +68,8 @@ def test_categories_are_settled_from_birth_on(tmp_path: Path) -> None:
 
 
 def test_a_row_has_what_its_record_has(tmp_path: Path) -> None:
-    rows, events = rows_of(a_run().write(tmp_path))
-    raw, names = the_reader()["read_events"](tmp_path)
+    rows, names = rows_of(a_run().write(tmp_path))
+    raw, raw_names = the_reader()["read_events"](tmp_path)
     for field, of in (("kind", "kind"), ("address", "address"), ("step", "step")):
         assert rows[field].tolist() == raw[of].tolist(), field
     for field, of in (("tag", "category"), ("phase", "phase"), ("device", "device"), ("thread", "thread")):
@@ -86,17 +81,17 @@ def test_a_row_has_what_its_record_has(tmp_path: Path) -> None:
     retags = raw["kind"] == KINDS.index("retag")
     assert rows["op"][~retags].tolist() == raw["op"][~retags].tolist()
     assert rows["bytes"][retags].tolist() == [100, 40]  # the block's, which a retag's record need not have
-    assert [events.names.op(id) for id in rows["op"][rows["kind"] == KINDS.index("snapshot")]] == ["now"]
-    assert names["modules"][rows["module"][2]] == "fc"
+    assert [names.op(id) for id in rows["op"][rows["kind"] == KINDS.index("snapshot")]] == ["now"]
+    assert raw_names["modules"][rows["module"][2]] == "fc"
 
 
 def test_the_rows_add_up_to_the_profile_at_every_instant(tmp_path: Path) -> None:
-    rows, events = rows_of(a_run().write(tmp_path))
+    rows, names = rows_of(a_run().write(tmp_path))
     device = build_profile(tmp_path, status="finished", exit_code=0)["devices"]["cuda:0"]
     live = live_by_category(rows, device=1)
     assert int(live.sum(axis=1).max()) == device["peak"]["requested_bytes"] == 170
     at_peak = live[np.argmax(live.sum(axis=1)) + 1]  # with the retag that follows at once
-    named = {events.names.public_category(id): int(size) for id, size in enumerate(at_peak) if size}
+    named = {names.public_category(id): int(size) for id, size in enumerate(at_peak) if size}
     assert named == {name: size for name, size in device["peak"]["categories"].items() if size}
     assert named == {"model_parameters": 100, "activations": 30, "gradients": 40}
 
