@@ -130,8 +130,7 @@ class CudaAdaptor final : public Adaptor {
     });
     for (const std::uint64_t address : recorder().seeded(static_cast<Device>(1 + device))) {
       if (alive.contains(address)) continue;
-      const int peak = recorder().on_free(address, this_thread().phase());
-      if (peak != Recorder::kNoPeak) note_peak(static_cast<Device>(peak));
+      note_peak_ended_by_free(recorder().on_free(address, this_thread().phase()));
     }
     return pending;
   }

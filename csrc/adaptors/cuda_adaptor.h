@@ -14,6 +14,12 @@ namespace opacus_memprof {
 // The delegating allocator, for torch.cuda.memory.change_current_allocator. Never destroyed.
 c10::cuda::CUDACachingAllocator::CUDAAllocator* cuda_allocator();
 
+// `ended` is what Recorder::on_free has returned: a free that ended a peak has upstream asked for
+// its numbers at that peak.
+inline void note_peak_ended_by_free(int ended) noexcept {
+  if (ended != Recorder::kNoPeak) cuda_adaptor()->note_peak(static_cast<Device>(ended));
+}
+
 // Whoever is the current allocator.
 std::string cuda_current_name();
 

@@ -3,7 +3,7 @@
 
 #include <c10/cuda/CUDAFunctions.h>
 
-#include "adaptors/adaptor.h"
+#include "adaptors/cuda_adaptor.h"
 #include "adaptors/cuda_call_site.h"
 #include "adaptors/cuda_failure.h"
 #include "adaptors/cuda_streams.h"
@@ -19,8 +19,7 @@ c10::DeleterFnPtr upstream_deleter = nullptr;
 Device device_number(c10::DeviceIndex index) noexcept { return static_cast<Device>(1 + index); }
 
 [[gnu::hot]] void forget(const void* pointer) noexcept {
-  const int peak = report_free(pointer);
-  if (peak != Recorder::kNoPeak) cuda_adaptor()->note_peak(static_cast<Device>(peak));
+  note_peak_ended_by_free(report_free(pointer));
 }
 
 // Native allocate() hands out a deleter that calls the native allocator directly; with it we would

@@ -43,7 +43,6 @@ OPACUS_MEMPROF_API void* opacus_memprof_malloc(ssize_t size, int device, cudaStr
 OPACUS_MEMPROF_API void opacus_memprof_free(void* pointer, ssize_t /*size*/, int /*device*/,
                                             cudaStream_t /*stream*/) {
   using namespace opacus_memprof;
-  const int peak = report_free(pointer);
-  if (peak != Recorder::kNoPeak) cuda_adaptor()->note_peak(static_cast<Device>(peak));
+  note_peak_ended_by_free(report_free(pointer));
   native->raw_delete(pointer);
 }

@@ -10,13 +10,19 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/tag.h"
+#include "core/tag_stack.h"
 
 namespace opacus_memprof {
 
 template <typename T>
 T* as(PyObject* self) noexcept {
   return reinterpret_cast<T*>(self);
+}
+
+[[gnu::hot]] inline PyObject* call_under(const Tag& tag, PyObject* function, PyObject* const* args,
+                                         std::size_t flags, PyObject* names) {
+  const TagScope scope(tag);
+  return PyObject_Vectorcall(function, args, flags, names);
 }
 
 // The slots of a type whose instances hold these references, and so take part in garbage

@@ -5,7 +5,6 @@
 #include "bindings/callable.h"
 #include "bindings/owners.h"
 #include "core/recorder.h"
-#include "core/tag_stack.h"
 
 namespace opacus_memprof {
 
@@ -21,12 +20,6 @@ struct ParameterFunction {
 };
 using Slots = Collected<ParameterFunction, &ParameterFunction::wrapped, &ParameterFunction::sets,
                         &ParameterFunction::via>;
-
-[[gnu::hot]] PyObject* run(const ParameterFunction* function, PyObject* const* args,
-                           std::size_t flags, PyObject* names) {
-  const TagScope scope(function->tag);
-  return PyObject_Vectorcall(function->wrapped, args, flags, names);
-}
 
 // nullptr without an error where there is no such attribute.
 [[gnu::hot]] PyObject* attribute(PyObject* object, PyObject* name) {
@@ -50,7 +43,7 @@ using Slots = Collected<ParameterFunction, &ParameterFunction::wrapped, &Paramet
 [[gnu::hot]] PyObject* call(PyObject* self, PyObject* const* args, std::size_t flags,
                             PyObject* names) {
   auto* function = as<ParameterFunction>(self);
-  PyObject* result = run(function, args, flags, names);
+  PyObject* result = call_under(function->tag, function->wrapped, args, flags, names);
   if (result == nullptr || PyVectorcall_NARGS(flags) == 0) return result;
   retag_result(function, args[0]);
   if (PyErr_Occurred() != nullptr) Py_CLEAR(result);

@@ -8,7 +8,6 @@
 
 #include "adaptors/tensor.h"
 #include "bindings/callable.h"
-#include "core/tag_stack.h"
 #include "core/vocabulary.h"
 
 namespace opacus_memprof {
@@ -26,12 +25,6 @@ struct Sampler {
 using Slots = Collected<Sampler, &Sampler::wrapped, &Sampler::observe, &Sampler::tag_object>;
 
 PyTypeObject* sampler_type = nullptr;
-
-[[gnu::hot]] PyObject* run(const Sampler* sampler, PyObject* const* args, std::size_t flags,
-                           PyObject* names) {
-  const TagScope scope(sampler->tag);
-  return PyObject_Vectorcall(sampler->wrapped, args, flags, names);
-}
 
 // A result that is a view of the output's gradient keeps the gradient's category. False with a
 // Python error set.
@@ -72,7 +65,7 @@ bool let_observe(const Sampler* sampler, PyObject* layer, PyObject* backprops, P
 [[gnu::hot]] PyObject* call(PyObject* self, PyObject* const* args, std::size_t flags,
                             PyObject* names) {
   auto* sampler = as<Sampler>(self);
-  PyObject* samples = run(sampler, args, flags, names);
+  PyObject* samples = call_under(sampler->tag, sampler->wrapped, args, flags, names);
   if (samples == nullptr) return nullptr;
   sampled();
   const bool look = sampler->observe != Py_None && PyVectorcall_NARGS(flags) == 3;

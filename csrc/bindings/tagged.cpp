@@ -2,7 +2,6 @@
 // Tagged: runs a callable under a tag.
 #include "bindings/callable.h"
 #include "bindings/callables.h"
-#include "core/tag_stack.h"
 
 namespace opacus_memprof {
 
@@ -20,8 +19,7 @@ PyTypeObject* tagged_type = nullptr;
 
 [[gnu::hot]] PyObject* call(PyObject* self, PyObject* const* args, std::size_t flags,
                             PyObject* names) {
-  const TagScope scope(as<Tagged>(self)->tag);
-  return PyObject_Vectorcall(as<Tagged>(self)->wrapped, args, flags, names);
+  return call_under(as<Tagged>(self)->tag, as<Tagged>(self)->wrapped, args, flags, names);
 }
 
 PyObject* make(PyTypeObject* /*type*/, PyObject* args, PyObject* /*kwargs*/) {

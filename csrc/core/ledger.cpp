@@ -15,11 +15,9 @@ void Ledger::grow() {
   decltype(slots_) old(slots_.size() * 2);
   std::swap(old, slots_);
   --shift_;
+  size_ = 0;
   for (const Block& block : old) {
-    if (block.address == 0) continue;
-    std::size_t slot = home(block.address);
-    while (slots_[slot].address != 0) slot = next(slot);
-    slots_[slot] = block;
+    if (block.address != 0) *try_emplace(block.address).first = block;
   }
 }
 

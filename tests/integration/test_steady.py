@@ -16,6 +16,7 @@ from tests import models
 from tests.event_rows import rows_of
 from tests.models import MODELS, MODES, Model
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 STEPS = 4
 FIRST = 2  # the steps before fill caches, and make the optimizer's states
 
@@ -38,13 +39,14 @@ def attributed(directory: Path) -> list[Counter[tuple[Any, ...]]]:
 
 @pytest.mark.parametrize("mode", [*MODES, "flash_clip"])
 @pytest.mark.parametrize("model", MODELS, ids=str)
-def test_a_step_is_attributed_as_the_one_before(model: Model, mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_is_attributed_as_the_one_before(device: str, model: Model, mode: str, tmp_path: Path) -> None:
     if mode == "flash_clip" and model.name == "lstm":
         pytest.skip("flash_clip refuses recurrent layers")
-    with opacus_memprof.profile(tmp_path, device="cpu") as session:
+    with opacus_memprof.profile(tmp_path, device=device) as session:
         engine = opacus_memprof.PrivacyEngine() if mode == "flash_clip" else PrivacyEngine()
         session.attach(engine)
-        training = models.prepare(model, mode, "cpu", engine)
+        training = models.prepare(model, mode, device, engine)
         for _ in range(STEPS):
             training.step(filling=opacus_memprof.tag("per_sample_gradients"))
     steps = attributed(tmp_path)
