@@ -23,7 +23,7 @@ class Module:
         bytes: of these parameters. `weight` and `bias` are their elements, all but the bias being weight.
         rows, columns: of the weight, flattened from its second dimension on; 0 without such a weight.
         groups, taps: of a convolution, its groups and the positions of its kernel.
-        grad_sampler, norm_sampler: Opacus has one of its own for this class; without, functorch serves.
+        norm_sampler: Opacus has one of its own for this class, by which ghost clipping finds norms.
     """
 
     kind: str
@@ -32,7 +32,6 @@ class Module:
     bias: int
     rows: int
     columns: int
-    grad_sampler: bool
     norm_sampler: bool
     groups: int = 1
     taps: int = 1

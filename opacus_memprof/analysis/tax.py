@@ -22,7 +22,8 @@ def dp_tax(private: Mapping[str, Any], vanilla: Mapping[str, Any]) -> dict[str, 
         the part of the private run's activation_hooks that Opacus alone holds.
 
     Raises:
-        MemprofError: a profile is of another format or has no device, or the two are of different devices.
+        MemprofError: a profile is of another format or has no device, the two are of different devices, or the second
+            one clips or noises gradients as well.
     """
     for which, profile in (("private", private), ("vanilla", vanilla)):
         refuse_incomparable(which, profile)
@@ -31,6 +32,11 @@ def dp_tax(private: Mapping[str, Any], vanilla: Mapping[str, Any]) -> dict[str, 
         raise MemprofError(
             f"the private run was on {listed(here)} and the vanilla one on {listed(there)}: "
             "profile both on the same devices"
+        )
+    if any(phase in device.get("phases", ()) for device in there.values() for phase in ("clip", "noise")):
+        raise MemprofError(
+            "the vanilla run is private as well, for it clips or noises gradients: profile the same model and batch "
+            "without Opacus, or compare two private runs with `opacus-memprof diff`"
         )
     return {"devices": {name: _difference(here[name]["peak"], there[name]["peak"]) for name in here}}
 

@@ -82,7 +82,6 @@ def _module(module: nn.Module, trained: dict[str, nn.Parameter]) -> workload.Mod
         bias=bias,
         rows=shape[0] if shape else 0,
         columns=shape[1:].numel() if shape else 0,
-        grad_sampler=type(module) in GradSampleHooks.GRAD_SAMPLERS,
         norm_sampler=type(module) in GradSampleHooksFastGradientClipping.NORM_SAMPLERS,
         groups=module.groups if isinstance(module, _ConvNd) else 1,
         taps=math.prod(module.kernel_size) if isinstance(module, _ConvNd) else 1,

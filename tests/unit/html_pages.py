@@ -53,7 +53,7 @@ def _live_peak(directory: Path) -> dict[str, Any]:
 
 
 def half_of(profile: dict[str, Any]) -> dict[str, Any]:
-    """The profile of a run that held half as much of everything."""
+    """The profile of a run without privacy that held half as much of everything."""
     devices = {}
     for name, device in profile["devices"].items():
         peak = device["peak"]
@@ -63,5 +63,6 @@ def half_of(profile: dict[str, Any]) -> dict[str, Any]:
             for key, size in held.items():
                 categories[key] = categories.get(key, 0) + size
         halves = {"modules": modules, "categories": categories, "requested_bytes": sum(categories.values())}
-        devices[name] = {**device, "peak": {**peak, **halves}}
+        phases = {phase: found for phase, found in device["phases"].items() if phase not in ("clip", "noise")}
+        devices[name] = {**device, "phases": phases, "peak": {**peak, **halves}}
     return {**profile, "devices": devices}

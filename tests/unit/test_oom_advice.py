@@ -63,7 +63,7 @@ def linear(n: int) -> Workload:
     """One Linear of 1024 inputs and 4096 outputs, trained by Opacus on batches of n."""
     elements = 1024 * 4096
     workload = Workload(mode="hooks", optimizer="SGD")
-    workload.modules["head"] = Module("Linear", 4 * elements, elements, 0, 4096, 1024, True, True)
+    workload.modules["head"] = Module("Linear", 4 * elements, elements, 0, 4096, 1024, True)
     workload.forwards["head"] = Forward(n, 1, 4 * n * 1024, 4 * n * 4096, 4, True)
     workload.batches.append((0, n))
     return workload
@@ -155,10 +155,10 @@ def test_convolutions_as_an_h200_measured_them() -> None:
     n, positions, image = 96, 192 * 192, 96 * 192 * 192 * 4
     workload = Workload(mode="hooks", optimizer="SGD", processors=132)
     workload.modules |= {
-        "0": Module("Conv2d", 4 * 1792, 1728, 64, 64, 27, True, False, taps=9),
-        "1": Module("GroupNorm", 4 * 128, 64, 64, 0, 0, True, False),
-        "3": Module("Conv2d", 4 * 36928, 36864, 64, 64, 576, True, False, taps=9),
-        "7": Module("Linear", 4 * 102500, 102400, 100, 100, 1024, True, True),
+        "0": Module("Conv2d", 4 * 1792, 1728, 64, 64, 27, False, taps=9),
+        "1": Module("GroupNorm", 4 * 128, 64, 64, 0, 0, False),
+        "3": Module("Conv2d", 4 * 36928, 36864, 64, 64, 576, False, taps=9),
+        "7": Module("Linear", 4 * 102500, 102400, 100, 100, 1024, True),
     }
     workload.forwards |= {
         "0": Forward(n, positions, 3 * image, 64 * image, 4, True, True),
@@ -195,7 +195,7 @@ def test_norms_without_squares_as_an_h200_measured_them() -> None:
     workload = Workload(mode="ghost", optimizer="SGD", processors=132)
     workload.flash_clip_refusal = lambda: None
     for name, rows in (("0", 256), ("2", 256), ("4", 256), ("6", 256), ("8", 64)):
-        workload.modules[name] = Module("Linear", 4 * 257 * rows, 256 * rows, rows, rows, 256, True, True)
+        workload.modules[name] = Module("Linear", 4 * 257 * rows, 256 * rows, rows, rows, 256, True)
         workload.forwards[name] = Forward(n, 8192, wide, wide * rows // 256, 4, name == "0")
     workload.batches.append((0, n))
     held = [holding("activations", wide, 0, str(module), "forward") for module in range(8)]

@@ -17,9 +17,7 @@ from tests.oracle.layer import peak
 def layer(kind: str, oracle: OracleLayer, tokens: int, rows: int = 0, columns: int = 0) -> Layer:
     """The layer as hooks see it. The oracle's last of two parameters is the bias."""
     weight, *bias = [parameter.numel for parameter in oracle.parameters]
-    module = Module(
-        kind, 4 * (weight + sum(bias)), weight, sum(bias), rows, columns, True, kind in ("Linear", "Embedding")
-    )
+    module = Module(kind, 4 * (weight + sum(bias)), weight, sum(bias), rows, columns, kind in ("Linear", "Embedding"))
     return Layer("layer", module, Forward(oracle.batch, tokens, oracle.captured, oracle.backprop, oracle.s, False), 0)
 
 

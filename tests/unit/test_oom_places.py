@@ -14,7 +14,7 @@ BLOCKS = ["blocks.0.norm", "blocks.0.mlp.0", "blocks.0.mlp.2", "blocks.1.norm", 
 
 
 def layers(names: list[str], size: int = 400) -> list[Layer]:
-    module = Module("Linear", 40, 10, 0, 2, 5, True, True)
+    module = Module("Linear", 40, 10, 0, 2, 5, True)
     return [Layer(name, module, Forward(4, 1, size, size, 4, False), 0) for name in names]
 
 

@@ -88,6 +88,14 @@ def test_other_devices_and_formats_are_refused(tmp_path: Path) -> None:
         dp_tax({**private, "devices": {}}, vanilla)
 
 
+def test_two_private_runs_are_refused(tmp_path: Path) -> None:
+    noised = private_file()
+    noised.add("alloc", 0x4000, KIB, "noise", phase="noise", module="fc")
+    private, second = profile_in(tmp_path / "a", private_file()), profile_in(tmp_path / "b", noised)
+    with pytest.raises(MemprofError, match="the vanilla run is private as well"):
+        dp_tax(private, second)
+
+
 def test_the_command(tmp_path: Path) -> None:
     for name, file in (("private", private_file()), ("vanilla", vanilla_file()), ("cpu", private_file(device=0))):
         (tmp_path / name).mkdir()
