@@ -181,8 +181,11 @@ inline Recorder& recorder() { return *detail::the_recorder; }
 inline void Recorder::prefetch() const noexcept {
   __builtin_prefetch(&lock_, 1);
   __builtin_prefetch(&ledger_, 1);
-  __builtin_prefetch(&counters_[1], 1);                                // the first GPU's
-  __builtin_prefetch(writing_to_.load(std::memory_order_relaxed), 1);  // may be null
+  __builtin_prefetch(&counters_[1], 1);  // the first GPU's
+  // Not where there is none: the walk of the page table for address 0 costs more than it may save.
+  if (const EventFile* file = writing_to_.load(std::memory_order_relaxed)) {
+    __builtin_prefetch(file, 1);
+  }
   __builtin_prefetch(&this_thread());
   __builtin_prefetch(&backward_state);
 }
