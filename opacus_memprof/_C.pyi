@@ -31,10 +31,11 @@ class Tag:
     ) -> None: ...
     def __enter__(self) -> Tag: ...
     def __exit__(self, *exc: object) -> None: ...
-    def __call__(self, function: Callable[..., Any]) -> Tagged: ...
+    def __call__(self, function: Callable[..., Any], module_of: str | None = None) -> Tagged: ...
 
 class Tagged:
-    """A callable that runs the wrapped one under a tag. Picklable, deep-copyable, binds like a function
+    """A callable that runs the wrapped one under a tag, of the module that has the block under the argument that is
+    passed as `module_of`, if one is named. Picklable, deep-copyable, binds like a function
     (also on a class), and forwards __name__, __doc__ and attribute look-ups to the wrapped callable."""
 
     __wrapped__: Callable[..., Any]
@@ -55,10 +56,11 @@ class ScopedForward:
 
 class CaptureActivations:
     """Opacus' forward hook in a wrapper: what it appends to `module.activations` is captured for `module_id`.
-    `recomputed(module_id)` is called where that happens inside a backward pass. Copies are of the wrapped hook."""
+    `again(module_id, in_backward, refused)` is called where that happens inside a backward pass, and where the hook
+    refuses it with NotImplementedError. Copies are of the wrapped hook."""
 
     __wrapped__: Callable[..., Any]
-    def __init__(self, wrapped: Callable[..., Any], module_id: int, recomputed: Callable[[int], object]) -> None: ...
+    def __init__(self, wrapped: Callable[..., Any], module_id: int, again: Callable[[int, bool, bool], object]) -> None: ...
     def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> Any: ...
 
 class CaptureBackprops:
@@ -114,9 +116,10 @@ def capture(module: int, tensors: Iterable[torch.Tensor]) -> None:
 def release(module: int) -> None:
     """Opacus dropped the module's newest capture: blocks nobody else captured return to their category."""
 
-def settle(module: int | None = None) -> None:
+def settle(module: int | None = None, outputs: Iterable[torch.Tensor] = ()) -> None:
     """For each captured block (of one module, or all): who else holds its storage? Chooses between
-    activation_hooks_shared and activation_hooks_opacus_only by the storage's use count."""
+    activation_hooks_shared and activation_hooks_opacus_only by the storage's use count. `outputs` are what a forward of
+    all is about to return: those that only the program will hold count for nobody."""
 
 def captures() -> dict[int, int]: ...  # module id -> captures outstanding
 

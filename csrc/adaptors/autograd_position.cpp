@@ -2,6 +2,7 @@
 #include "adaptors/autograd_position.h"
 
 #include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
 #include <c10/util/Type.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -9,9 +10,11 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <deque>
 #include <mutex>
 #include <string>
 #include <typeinfo>
+#include <unordered_map>
 #include <vector>
 
 #include "core/names.h"
@@ -70,76 +73,89 @@ class SequenceRanges {
   std::vector<Boundary> boundaries_;
 };
 
-// Of forwards outside backward; written by the training thread, read by autograd's.
-struct Forward {
-  SpinLock lock;
-  SequenceRanges ranges;
-  std::atomic<std::uint32_t> changes{1};  // 0 is none that anybody has seen
+// The ranges of every thread that runs forwards: each numbers its own nodes, and a node knows the
+// thread that made it. (Reentrant activation checkpointing recomputes on autograd's thread.)
+class ForwardThreads {
+ public:
+  // Of the calling thread, from `sequence` on.
+  void begin(std::uint64_t sequence, std::uint16_t module) {
+    thread_local Mine mine(*this);
+    const std::lock_guard guard(lock_);
+    mine.ranges->begin(sequence, module);
+    changed();
+  }
+
+  // Goes up with each range that begins or is forgotten; 0 is none that anybody has seen.
+  [[nodiscard]] std::uint32_t changes() const noexcept {
+    return changes_.load(std::memory_order_relaxed);
+  }
+
+  [[nodiscard]] SequenceRange find(std::uint64_t thread, std::uint64_t sequence,
+                                   std::size_t hint) noexcept {
+    const std::lock_guard guard(lock_);
+    const auto found = threads_.find(thread);
+    return found == threads_.end() ? SequenceRange{} : found->second.find(sequence, hint);
+  }
+
+ private:
+  // A thread's own ranges, which outlive it: its graph may.
+  struct Mine {
+    explicit Mine(ForwardThreads& of)
+        : all(of), thread(at::RecordFunction::currentThreadId()), ranges(of.enter(thread)) {}
+    Mine(const Mine&) = delete;
+    Mine& operator=(const Mine&) = delete;
+    ~Mine() { all.leave(thread); }
+
+    ForwardThreads& all;
+    std::uint64_t thread;
+    SequenceRanges* ranges;
+  };
+
+  SequenceRanges* enter(std::uint64_t thread) {
+    const std::lock_guard guard(lock_);
+    return &threads_[thread];  // stays where it is
+  }
+
+  void leave(std::uint64_t thread) {
+    const std::lock_guard guard(lock_);
+    ended_.push_back(thread);
+    if (ended_.size() <= kKept) return;
+    threads_.erase(ended_.front());
+    ended_.pop_front();
+    changed();
+  }
+
+  void changed() noexcept {  // under the lock
+    changes_.store(changes() + 1, std::memory_order_relaxed);
+  }
+
+  static constexpr std::size_t kKept = 64;  // threads that have ended
+  SpinLock lock_;
+  std::unordered_map<std::uint64_t, SequenceRanges> threads_;
+  std::deque<std::uint64_t> ended_;
+  std::atomic<std::uint32_t> changes_{1};
 };
 
-Forward& forward() {
-  static auto* const instance = new Forward;
+ForwardThreads& forward_threads() {
+  static auto* const instance = new ForwardThreads;
   return *instance;
 }
 
-// Of forwards inside backward (reentrant activation checkpointing recomputes on autograd's thread
-// and then runs a nested graph task there). Numbers are the thread's own, so these ranges are too.
-SequenceRanges& recomputed() {
-  thread_local SequenceRanges instance;
-  return instance;
-}
-
-void begin_range(ThreadTags& tags, int task, std::uint16_t module) {
-  const std::uint64_t sequence = at::sequence_number::peek();
-  if (task >= 0) {
-    ThreadTags::Recomputation& outer = tags.recomputation;
-    const std::uint32_t changes = forward().changes.load(std::memory_order_relaxed);
-    const bool known = task >= outer.task && changes == outer.changes;  // the same, or nested in it
-    if (!known) {
-      const auto node = torch::autograd::get_current_node();
-      outer = {.task = task,
-               .node = node == nullptr ? 0 : node->sequence_nr(),
-               .begin = sequence,
-               .changes = changes};
-    }
-    recomputed().begin(sequence, module);
-  } else {
-    const std::lock_guard guard(forward().lock);
-    forward().ranges.begin(sequence, module);
-    std::atomic<std::uint32_t>& changes = forward().changes;
-    changes.store(changes.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-  }
-}
-
-// Whether the node was made by a recomputation: a graph task nested in the recomputing node's runs
-// it, until another node of that task runs. A later pass has a higher task as well; should the end
-// of the recomputation have gone unseen, the pass begins with a forward or with older nodes.
-bool recomputed_here(ThreadTags& tags, int task, std::uint64_t sequence) noexcept {
-  ThreadTags::Recomputation& outer = tags.recomputation;
-  if (task == outer.task && sequence != outer.node) outer = {};
-  return task > outer.task && sequence >= outer.begin && sequence < at::sequence_number::peek() &&
-         outer.changes == forward().changes.load(std::memory_order_relaxed);
-}
-
 // Whose forward made the node. Most nodes are of the same module as the one before.
-[[gnu::hot]] std::uint16_t module_of(ThreadTags& tags, int task, std::uint64_t sequence) noexcept {
+[[gnu::hot]] std::uint16_t module_of(ThreadTags::LastNode& last, const torch::autograd::Node& node,
+                                     std::uint64_t sequence) noexcept {
   constexpr std::uint64_t kAccumulateGrad = UINT64_MAX;  // belongs to no forward
   if (sequence == kAccumulateGrad) return 0;
-  SequenceRange& last = tags.last_node.range;
-  if (recomputed_here(tags, task, sequence)) {
-    last = recomputed().find(sequence, last.place);
-    tags.last_node.range_changes = 0;
-    return last.module;
+  ForwardThreads& threads = forward_threads();
+  const std::uint64_t thread = node.thread_id();
+  const std::uint32_t changes = threads.changes();
+  if (!last.range.holds(sequence) || last.forward_thread != thread ||
+      last.range_changes != changes) {
+    last.range = threads.find(thread, sequence, last.range.place);
+    last.forward_thread = thread;
+    last.range_changes = changes;
   }
-  Forward& all = forward();
-  if (last.holds(sequence) &&
-      tags.last_node.range_changes == all.changes.load(std::memory_order_relaxed)) {
-    return last.module;
-  }
-  const std::lock_guard guard(all.lock);
-  last = all.ranges.find(sequence, last.place);
-  tags.last_node.range_changes = all.changes.load(std::memory_order_relaxed);
-  return last.module;
+  return last.range.module;
 }
 
 // Node types are few: each is named once, then found by its type's address. (A node's own name()
@@ -187,10 +203,10 @@ int backward_task() noexcept {
   const int task = backward_task();
   if (task < 0) return kOutside;
   const auto node = torch::autograd::get_current_node();
-  ThreadTags& tags = this_thread();
-  ThreadTags::LastNode& last = tags.last_node;
+  ThreadTags::LastNode& last = this_thread().last_node;
   if (node == nullptr) {
-    last = {.position = {.task = task}, .range = last.range, .range_changes = last.range_changes};
+    last.node = nullptr;
+    last.position = {.task = task};
     return last.position;
   }
 
@@ -200,24 +216,26 @@ int backward_task() noexcept {
     last.node = node.get();
     last.sequence = sequence;
     last.position = {
-        .task = task, .module = module_of(tags, task, sequence), .op = op_names.of(*node)};
+        .task = task, .module = module_of(last, *node, sequence), .op = op_names.of(*node)};
   }
   return last.position;
 }
 
 ModuleScope::ModuleScope(std::uint16_t module)
-    : tags_(this_thread()), depth_(tags_.depth()), task_(backward_task()) {
-  if (tags_.phase() != Phase::forward && tags_.top().phase == kKeep8 && task_ < 0) {
+    : tags_(this_thread()), depth_(tags_.depth()), recomputes_(backward_task() >= 0) {
+  if (tags_.phase() != Phase::forward && tags_.top().phase == kKeep8 && !recomputes_) {
     recorder().set_phase(Phase::forward);
   }
+  tags_.begin_forward();
   tags_.push({.module = module});
-  begin_range(tags_, task_, module);
+  forward_threads().begin(at::sequence_number::peek(), module);
 }
 
 ModuleScope::~ModuleScope() {
   tags_.unwind(depth_);
+  tags_.end_forward(recomputes_);
   const std::uint16_t outer = tags_.top().module;
-  begin_range(tags_, task_, outer == kKeep16 ? std::uint16_t{0} : outer);
+  forward_threads().begin(at::sequence_number::peek(), outer == kKeep16 ? std::uint16_t{0} : outer);
 }
 
 }  // namespace opacus_memprof

@@ -30,7 +30,7 @@ class ModuleScope {
  private:
   ThreadTags& tags_;
   std::size_t depth_;
-  int task_;  // the graph task that the forward runs in, if any
+  bool recomputes_;
 };
 
 }  // namespace opacus_memprof

@@ -5,7 +5,9 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "adaptors/adaptor.h"
 #include "adaptors/reporting.h"
@@ -84,19 +86,24 @@ std::vector<Captures>& captures() {
   return recorder().retag(address_of(data.get()), category, module, expected);
 }
 
-// Who holds the storage, besides the Python object that torch keeps with it once somebody looked:
-// nobody holds that one.
-std::int64_t holders(const c10::weak_intrusive_ptr<c10::StorageImpl>& reference) {
+// Storages, one for each tensor that nobody but the program holds.
+using OfProgram = std::vector<const c10::StorageImpl*>;
+
+// Who holds the storage, besides the program, and the Python object that torch keeps with it once
+// somebody looked: nobody holds that one.
+std::int64_t holders(const c10::weak_intrusive_ptr<c10::StorageImpl>& reference,
+                     const OfProgram& of_program) {
   const auto storage = reference.lock();
   if (!storage) return 0;
   const PyObject* wrapper = storage->pyobj_slot()->load_pyobj();
   const bool idle_wrapper = wrapper != nullptr && Py_REFCNT(wrapper) == 1;
-  return static_cast<std::int64_t>(storage.use_count()) - 1 - (idle_wrapper ? 1 : 0);
+  return static_cast<std::int64_t>(storage.use_count()) - 1 - (idle_wrapper ? 1 : 0) -
+         std::ranges::count(of_program, storage.get());
 }
 
-[[gnu::hot]] void settle(Captures& of_module) {
+[[gnu::hot]] void settle(Captures& of_module, const OfProgram& of_program = {}) {
   for (const Captured& captured : of_module.all()) {
-    recorder().settle(captured.block, holders(captured.storage));
+    recorder().settle(captured.block, holders(captured.storage, of_program));
   }
 }
 
@@ -125,6 +132,12 @@ std::int64_t holders(const c10::weak_intrusive_ptr<c10::StorageImpl>& reference)
 [[gnu::hot]] void retag_tensor(const at::Tensor& tensor, std::uint8_t category,
                                std::uint16_t module) {
   retag_storage(storage_of(tensor), category, module, Recorder::kAnyCategory);
+}
+
+std::uint16_t module_of_tensor(PyObject* tensor) {
+  c10::StorageImpl* storage = storage_of(tensor);
+  if (storage == nullptr) return 0;
+  return recorder().module_of(address_of(storage->_mutable_data_ptr_no_checks().get()));
 }
 
 std::span<const std::int64_t> shape_of(PyObject* tensor) {
@@ -158,8 +171,15 @@ std::span<const std::int64_t> shape_of(PyObject* tensor) {
   if (module < captures().size()) settle(captures()[module]);
 }
 
-[[gnu::hot]] void settle_all_captures() {
-  for (Captures& of_module : captures()) settle(of_module);
+[[gnu::hot]] void settle_all_captures(std::span<PyObject* const> outputs) {
+  OfProgram of_program;
+  for (PyObject* output : outputs) {
+    if (!THPVariable_Check(output)) continue;
+    const at::Tensor& tensor = THPVariable_Unpack(output);
+    // Had autograd saved the tensor, it would hold the very same one.
+    if (tensor.use_count() == 1) of_program.push_back(storage_of(tensor));
+  }
+  for (Captures& of_module : captures()) settle(of_module, of_program);
 }
 
 std::vector<std::pair<std::uint16_t, std::size_t>> outstanding_captures() {

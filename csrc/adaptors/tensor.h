@@ -27,6 +27,9 @@ std::uint64_t retag_gradient(PyObject* parameter, std::uint8_t category, std::ui
 // The same for a tensor that Python need not know.
 void retag_tensor(const at::Tensor& tensor, std::uint8_t category, std::uint16_t module);
 
+// Whose the block under a tensor is; 0 where nobody's, and where there is none.
+std::uint16_t module_of_tensor(PyObject* tensor);
+
 // Empty where it is no tensor.
 std::span<const std::int64_t> shape_of(PyObject* tensor);
 
@@ -34,7 +37,8 @@ std::span<const std::int64_t> shape_of(PyObject* tensor);
 void capture_tensors(std::uint16_t module, std::span<PyObject* const> tensors);
 void release_captures(std::uint16_t module);
 void settle_captures(std::uint16_t module);
-void settle_all_captures();
+// `outputs` are about to be returned to the program: what they alone hold, autograd does not.
+void settle_all_captures(std::span<PyObject* const> outputs);
 std::vector<std::pair<std::uint16_t, std::size_t>> outstanding_captures();
 
 }  // namespace opacus_memprof

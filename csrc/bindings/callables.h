@@ -14,7 +14,8 @@ bool add_callables(PyObject* module);
 // Samplers let every layer be observed once more.
 void look_again() noexcept;
 
-// A new Tagged; steals nothing. nullptr with a Python error set if `function` is not callable.
-PyObject* make_tagged(Tag tag, PyObject* tag_object, PyObject* function);
+// A new Tagged; steals nothing. nullptr with a Python error set if `function` is not callable, or
+// `module_of` neither a name nor None.
+PyObject* make_tagged(Tag tag, PyObject* tag_object, PyObject* function, PyObject* module_of);
 
 }  // namespace opacus_memprof

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // CaptureActivations: Opacus' forward hook, and what it has appended to `module.activations`.
+#include <pybind11/pybind11.h>
+
 #include "adaptors/autograd_position.h"
 #include "adaptors/tensor.h"
 #include "bindings/attributes.h"
@@ -12,11 +14,21 @@ namespace {
 struct CaptureActivations {
   PyObject_HEAD vectorcallfunc vectorcall;
   PyObject* wrapped;
-  PyObject* recomputed;
+  PyObject* again;
   std::uint16_t module;
 };
 using Slots =
-    Collected<CaptureActivations, &CaptureActivations::wrapped, &CaptureActivations::recomputed>;
+    Collected<CaptureActivations, &CaptureActivations::wrapped, &CaptureActivations::again>;
+
+// A module's forward runs again before a backward has used its captures. False with a Python error
+// set.
+bool tell(const CaptureActivations* hook, bool refused) {
+  PyObject* told =
+      PyObject_CallFunction(hook->again, "iOO", static_cast<int>(hook->module),
+                            backward_task() < 0 ? Py_False : Py_True, refused ? Py_True : Py_False);
+  Py_XDECREF(told);
+  return told != nullptr;
+}
 
 // The newest entry's tensors. False with a Python error set.
 [[gnu::hot]] bool note_capture(const CaptureActivations* hook, PyObject* activations) {
@@ -32,11 +44,15 @@ using Slots =
     done = false;
   }
   Py_DECREF(tensors);
-  if (!done || backward_task() < 0) return done;
-  // Activation checkpointing runs the forward again.
-  PyObject* told = PyObject_CallFunction(hook->recomputed, "i", static_cast<int>(hook->module));
-  Py_XDECREF(told);
-  return told != nullptr;
+  // Activation checkpointing runs the forward again in backward.
+  return done && (backward_task() < 0 || tell(hook, false));
+}
+
+// Ghost clipping refuses a second capture, with an error that speaks of tied parameters.
+void note_refusal(const CaptureActivations* hook) {
+  if (PyErr_ExceptionMatches(PyExc_NotImplementedError) == 0) return;
+  const pybind11::error_scope raised;
+  tell(hook, true);
 }
 
 [[gnu::hot]] PyObject* call(PyObject* self, PyObject* const* args, std::size_t flags,
@@ -46,7 +62,10 @@ using Slots =
   PyObject* module = args[0];
   const Py_ssize_t held = captures_on(module);
   PyObject* result = PyObject_Vectorcall(hook->wrapped, args, flags, names);
-  if (result == nullptr) return nullptr;
+  if (result == nullptr) {
+    note_refusal(hook);
+    return nullptr;
+  }
   PyObject* activations = activations_of(module);
   if (activations != nullptr && PyList_GET_SIZE(activations) > held &&
       !note_capture(hook, activations)) {
@@ -58,9 +77,9 @@ using Slots =
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject* /*kwargs*/) {
   PyObject* wrapped = nullptr;
   std::uint16_t module = 0;
-  PyObject* recomputed = nullptr;
+  PyObject* again = nullptr;
   if (!PyArg_ParseTuple(args, "O&O&O&", to_callable, &wrapped, to_module, &module, to_callable,
-                        &recomputed)) {
+                        &again)) {
     return nullptr;
   }
   PyObject* self = type->tp_alloc(type, 0);
@@ -68,7 +87,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject* /*kwargs*/) {
   auto* hook = as<CaptureActivations>(self);
   hook->vectorcall = call;
   hook->wrapped = Py_NewRef(wrapped);
-  hook->recomputed = Py_NewRef(recomputed);
+  hook->again = Py_NewRef(again);
   hook->module = module;
   return self;
 }

@@ -124,12 +124,15 @@ void bind_tags(py::module_& m) {
              return self;
            })
       .def("__exit__", [](const Tag&, const py::args&) { this_thread().pop(); })
-      .def("__call__",
-           [](const py::object& self, const py::object& function) {
-             PyObject* tagged = make_tagged(self.cast<const Tag&>(), self.ptr(), function.ptr());
-             if (tagged == nullptr) throw py::error_already_set();
-             return py::reinterpret_steal<py::object>(tagged);
-           })
+      .def(
+          "__call__",
+          [](const py::object& self, const py::object& function, const py::object& module_of) {
+            PyObject* tagged =
+                make_tagged(self.cast<const Tag&>(), self.ptr(), function.ptr(), module_of.ptr());
+            if (tagged == nullptr) throw py::error_already_set();
+            return py::reinterpret_steal<py::object>(tagged);
+          },
+          py::arg("function"), py::arg("module_of") = py::none())
       .def(py::pickle(&tag_to_pickle, &tag_from_pickle));
   m.attr("KEEP") = py::none();
   m.def("set_phase", [](int phase) {
@@ -168,14 +171,15 @@ void bind_blocks(py::module_& m) {
   m.def("release", &release_captures);
   m.def(
       "settle",
-      [](std::optional<std::uint16_t> module) {
+      [](std::optional<std::uint16_t> module, const py::object& outputs) {
+        std::vector<py::object> owned;
         if (module) {
           settle_captures(*module);
         } else {
-          settle_all_captures();
+          settle_all_captures(tensors_of(outputs, owned));
         }
       },
-      py::arg("module") = py::none());
+      py::arg("module") = py::none(), py::arg("outputs") = py::tuple());
   m.def("captures", [] {
     py::dict result;
     for (const auto& [module, count] : outstanding_captures()) result[py::int_(module)] = count;

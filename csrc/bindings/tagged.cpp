@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tagged: runs a callable under a tag.
+#include "adaptors/tensor.h"
 #include "bindings/callable.h"
 #include "bindings/callables.h"
 
@@ -11,22 +12,43 @@ struct Tagged {
   PyObject_HEAD vectorcallfunc vectorcall;
   PyObject* wrapped;
   PyObject* tag_object;
+  PyObject* module_of;  // the name of an argument whose block says the module; or None
   Tag tag;
 };
-using Slots = Collected<Tagged, &Tagged::wrapped, &Tagged::tag_object>;
+using Slots = Collected<Tagged, &Tagged::wrapped, &Tagged::tag_object, &Tagged::module_of>;
 
 PyTypeObject* tagged_type = nullptr;
 
+// The argument that was passed by the name; nullptr if it was not.
+PyObject* argument(PyObject* const* args, std::size_t flags, PyObject* names, PyObject* name) {
+  const Py_ssize_t count = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (PyUnicode_Compare(PyTuple_GET_ITEM(names, i), name) == 0) {
+      return args[PyVectorcall_NARGS(flags) + i];
+    }
+  }
+  return nullptr;
+}
+
 [[gnu::hot]] PyObject* call(PyObject* self, PyObject* const* args, std::size_t flags,
                             PyObject* names) {
-  return call_under(as<Tagged>(self)->tag, as<Tagged>(self)->wrapped, args, flags, names);
+  const auto* tagged = as<Tagged>(self);
+  if (tagged->module_of == Py_None) {
+    return call_under(tagged->tag, tagged->wrapped, args, flags, names);
+  }
+  Tag tag = tagged->tag;
+  if (PyObject* tensor = argument(args, flags, names, tagged->module_of); tensor != nullptr) {
+    tag.module = module_of_tensor(tensor);
+  }
+  return call_under(tag, tagged->wrapped, args, flags, names);
 }
 
 PyObject* make(PyTypeObject* /*type*/, PyObject* args, PyObject* /*kwargs*/) {
   PyObject* tag = nullptr;
   PyObject* function = nullptr;
-  if (!PyArg_ParseTuple(args, "OO", &tag, &function)) return nullptr;
-  return PyObject_CallOneArg(tag, function);  // Tag.__call__ knows its own tag
+  PyObject* module_of = Py_None;
+  if (!PyArg_ParseTuple(args, "OO|O", &tag, &function, &module_of)) return nullptr;
+  return PyObject_CallFunctionObjArgs(tag, function, module_of, nullptr);  // it knows its own tag
 }
 
 PyObject* getattro(PyObject* self, PyObject* name) {
@@ -43,8 +65,8 @@ PyObject* descr_get(PyObject* self, PyObject* instance, PyObject* /*owner*/) {
 }
 
 PyObject* reduce(PyObject* self, PyObject* /*unused*/) {
-  return Py_BuildValue("O(OO)", tagged_type, as<Tagged>(self)->tag_object,
-                       as<Tagged>(self)->wrapped);
+  return Py_BuildValue("O(OOO)", tagged_type, as<Tagged>(self)->tag_object,
+                       as<Tagged>(self)->wrapped, as<Tagged>(self)->module_of);
 }
 
 PyObject* repr(PyObject* self) {
@@ -92,9 +114,13 @@ PyType_Spec spec = {"opacus_memprof._C.Tagged", sizeof(Tagged), 0,
 
 }  // namespace
 
-PyObject* make_tagged(Tag tag, PyObject* tag_object, PyObject* function) {
+PyObject* make_tagged(Tag tag, PyObject* tag_object, PyObject* function, PyObject* module_of) {
   if (PyCallable_Check(function) == 0) {
     PyErr_Format(PyExc_TypeError, "a tag wraps a callable, not '%s'", Py_TYPE(function)->tp_name);
+    return nullptr;
+  }
+  if (module_of != Py_None && PyUnicode_Check(module_of) == 0) {
+    PyErr_SetString(PyExc_TypeError, "module_of is the name of an argument");
     return nullptr;
   }
   PyObject* self = tagged_type->tp_alloc(tagged_type, 0);
@@ -103,6 +129,7 @@ PyObject* make_tagged(Tag tag, PyObject* tag_object, PyObject* function) {
   tagged->vectorcall = call;
   tagged->wrapped = Py_NewRef(function);
   tagged->tag_object = Py_NewRef(tag_object);
+  tagged->module_of = Py_NewRef(module_of);
   tagged->tag = tag;
   return self;
 }

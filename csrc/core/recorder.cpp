@@ -164,6 +164,12 @@ std::uint64_t Recorder::size_of(std::uint64_t address) noexcept {
   return block == nullptr ? 0 : block->size();
 }
 
+std::uint16_t Recorder::module_of(std::uint64_t address) noexcept {
+  const std::lock_guard guard(lock_);
+  const Block* block = ledger_.find(address);
+  return block == nullptr ? std::uint16_t{0} : block->module;
+}
+
 std::vector<std::uint64_t> Recorder::seeded(Device device) {
   std::vector<std::uint64_t> addresses;
   for (const Block& block : live_blocks()) {

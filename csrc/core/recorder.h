@@ -70,7 +70,8 @@ class Recorder {
   // The peak that no free has ended yet; true if upstream should be asked.
   bool close_peak(Device device) noexcept;
   [[nodiscard]] bool knows(std::uint64_t address) noexcept;
-  [[nodiscard]] std::uint64_t size_of(std::uint64_t address) noexcept;  // 0 if unknown
+  [[nodiscard]] std::uint64_t size_of(std::uint64_t address) noexcept;    // 0 if unknown
+  [[nodiscard]] std::uint16_t module_of(std::uint64_t address) noexcept;  // likewise
   [[nodiscard]] std::vector<std::uint64_t> seeded(Device device);
   // The block's own free will be reported from now on.
   void adopt(std::uint64_t address) noexcept;

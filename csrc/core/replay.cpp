@@ -187,7 +187,7 @@ class Accounting {
       if (block.device() != device.id) return;
       const auto bytes = static_cast<std::int64_t>(block.size);
       const std::uint8_t category = settled(block);
-      modules[block.module][category] += bytes;
+      modules[fates_.module(block)][category] += bytes;
       ops[block.op][category] += bytes;
       streams[block.stream][category] += bytes;
       threads[block.thread][category] += bytes;
@@ -211,7 +211,7 @@ class Accounting {
       result.push_back({.bytes = block->size,
                         .category = settled(*block),
                         .phase = static_cast<std::uint8_t>(block->phase),
-                        .module = block->module,
+                        .module = fates_.module(*block),
                         .op = block->op,
                         .step = block->step});
     }
@@ -234,10 +234,10 @@ class Accounting {
       }
       const std::uint8_t category = settled(block);
       auto& [residue, steps] =
-          found[std::uint64_t{block.module} << 32U | std::uint64_t{category} << 24U |
+          found[std::uint64_t{fates_.module(block)} << 32U | std::uint64_t{category} << 24U |
                 std::uint64_t{block.phase} << 16U | block.op];
       if (residue.blocks++ == 0) {
-        residue.module = block.module;
+        residue.module = fates_.module(block);
         residue.category = category;
         residue.phase = block.phase;
         residue.op = block.op;

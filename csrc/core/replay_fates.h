@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What became of each block: the part of its category that only its death can tell. replay.h has
-// the rules.
+// What became of each block: what of its category and its module only its later life can tell.
+// replay.h has the rules.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,14 @@ namespace opacus_memprof {
 
 class Fates {
  public:
-  void born() { fates_.push_back(kAsTagged); }
+  void born(const ReplayBlock& block) {
+    fates_.push_back(kAsTagged);
+    modules_.push_back(block.module);
+  }
 
   void retagged(const ReplayBlock& block, std::uint8_t before) {
     const auto category = static_cast<std::uint8_t>(block.category);
+    if (modules_[block.birth] == 0) modules_[block.birth] = block.module;
     if (!block.retagged && provisional(before) && !provisional(category) && !held(category)) {
       fates_[block.birth] = category;
     }
@@ -71,6 +75,11 @@ class Fates {
     return static_cast<std::uint8_t>(category);
   }
 
+  // The module that the block counts under.
+  [[nodiscard]] std::uint16_t module(const ReplayBlock& block) const {
+    return block.module != 0 ? block.module : modules_[block.birth];
+  }
+
  private:
   // A fate is the category that a block born as a temporary was first retagged to, or one of these.
   static constexpr std::uint8_t kAsTagged = 0xFF;
@@ -113,7 +122,8 @@ class Fates {
            (by_end || block.birth < live_after_optimizer_);
   }
 
-  std::vector<std::uint8_t> fates_;  // by birth
+  std::vector<std::uint8_t> fates_;     // by birth
+  std::vector<std::uint16_t> modules_;  // by birth; the first that is one
   // The births before the latest such event: a block with a smaller number lived through it, if it
   // still lives.
   std::uint64_t live_after_backward_ = 0;

@@ -29,7 +29,7 @@ Survey::DeviceState& Survey::state(std::uint8_t device) {
 }
 
 void Survey::born(const ReplayBlock& block) {
-  fates_.born();
+  fates_.born(block);
   state(block.device()).bytes += static_cast<std::int64_t>(block.size);
 }
 

@@ -7,7 +7,6 @@
 
 #include <array>
 #include <atomic>
-#include <climits>
 #include <cstddef>
 #include <cstdint>
 
@@ -42,6 +41,7 @@ class alignas(64) ThreadTags {
   std::uint32_t phase_epoch_ = 0;
   Phase phase_ = Phase::idle;
   std::uint8_t thread_id_ = 0;
+  std::uint16_t open_forwards_ = 0;
   std::size_t depth_ = 0;
 
  public:
@@ -53,18 +53,10 @@ class alignas(64) ThreadTags {
     std::uint64_t sequence = 0;
     BackwardPosition position;
     SequenceRange range;
-    std::uint32_t range_changes = 0;  // how often ranges had changed when this one was found
+    std::uint64_t forward_thread = 0;  // whose range it is
+    std::uint32_t range_changes = 0;   // how often ranges had changed when this one was found
   };
   LastNode last_node;
-
-  // A node of a backward pass runs a forward on this thread, for activation checkpointing.
-  struct Recomputation {
-    int task = INT_MAX;         // the node's graph task; those nested in it have higher ids
-    std::uint64_t node = 0;     // its sequence number
-    std::uint64_t begin = 0;    // the first sequence number that the thread gave in it
-    std::uint32_t changes = 0;  // how often ranges outside backward had changed by then
-  };
-  Recomputation recomputation;
 
   void push(Tag tag) noexcept {
     if (depth_ < kDepth) saved_[depth_] = top_;
@@ -85,9 +77,13 @@ class alignas(64) ThreadTags {
   }
   [[nodiscard]] Tag top() const noexcept { return top_; }
 
-  // The phase, unless a backward pass has run since it was entered: then forward is over.
+  // The phase, unless a backward pass has run since it was entered: then forward is over, but not
+  // where a module's forward still runs, which may use gradients, as another thread may.
   [[nodiscard]] Phase phase() const noexcept;
   void set_phase(Phase phase) noexcept;
+  void begin_forward() noexcept { ++open_forwards_; }
+  // `recomputed`: it ran inside a backward pass, for activation checkpointing.
+  void end_forward(bool recomputed) noexcept;
 
   // The whole tag of an allocation made now: pushed tags first, then what autograd knows, then the
   // phase's default category.
@@ -156,8 +152,13 @@ class alignas(64) Backward {
 inline Backward backward_state;
 
 inline Phase ThreadTags::phase() const noexcept {
-  if (phase_ == Phase::forward && phase_epoch_ != backward_state.epoch()) return Phase::idle;
-  return phase_;
+  const bool over = phase_epoch_ != backward_state.epoch() && open_forwards_ == 0;
+  return phase_ == Phase::forward && over ? Phase::idle : phase_;
+}
+
+inline void ThreadTags::end_forward(bool recomputed) noexcept {
+  --open_forwards_;
+  if (!recomputed) phase_epoch_ = backward_state.epoch();  // the loss is still to come
 }
 
 inline Tag ThreadTags::resolve(const BackwardPosition& backward) const noexcept {
