@@ -60,7 +60,9 @@ class CaptureActivations:
     refuses it with NotImplementedError. Copies are of the wrapped hook."""
 
     __wrapped__: Callable[..., Any]
-    def __init__(self, wrapped: Callable[..., Any], module_id: int, again: Callable[[int, bool, bool], object]) -> None: ...
+    def __init__(
+        self, wrapped: Callable[..., Any], module_id: int, again: Callable[[int, bool, bool], object]
+    ) -> None: ...
     def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> Any: ...
 
 class CaptureBackprops:

@@ -36,6 +36,12 @@ def note(kind: str, module: int, bytes: int, **more: Any) -> None:
         _facts[kind, module] = {"kind": kind, "module": module, "bytes": bytes, **more}
 
 
+def forget(kind: str) -> None:
+    """What seemed a fact was none."""
+    for key in [key for key in _facts if key[0] == kind]:
+        del _facts[key]
+
+
 def noted() -> list[dict[str, Any]]:
     """The session's facts, each {"kind", "module": id, "bytes", ...}, by kind and module. Captures that a backward
     has released after all are none."""

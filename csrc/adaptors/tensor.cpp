@@ -18,7 +18,7 @@ namespace opacus_memprof {
 namespace {
 
 // nullptr where there is no memory (meta, fake and wrapper tensors) or no tensor.
-c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+c10::StorageImpl* storage_of(const at::TensorBase& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return nullptr;
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
@@ -89,15 +89,24 @@ std::vector<Captures>& captures() {
 // Storages, one for each tensor that nobody but the program holds.
 using OfProgram = std::vector<const c10::StorageImpl*>;
 
-// Who holds the storage, besides the program, and the Python object that torch keeps with it once
-// somebody looked: nobody holds that one.
+// torch keeps a Python object with what somebody has once looked at: nobody holds that one.
+template <typename T>
+std::int64_t idle_wrappers(const T& impl) {
+  const PyObject* wrapper = impl.pyobj_slot()->load_pyobj();
+  return wrapper != nullptr && Py_REFCNT(wrapper) == 1 ? 1 : 0;
+}
+
+bool held_once(const at::TensorBase& tensor) {
+  const auto holders = static_cast<std::int64_t>(tensor.use_count());
+  return holders - idle_wrappers(*tensor.unsafeGetTensorImpl()) <= 1;
+}
+
+// Who holds the storage, besides the program.
 std::int64_t holders(const c10::weak_intrusive_ptr<c10::StorageImpl>& reference,
                      const OfProgram& of_program) {
   const auto storage = reference.lock();
   if (!storage) return 0;
-  const PyObject* wrapper = storage->pyobj_slot()->load_pyobj();
-  const bool idle_wrapper = wrapper != nullptr && Py_REFCNT(wrapper) == 1;
-  return static_cast<std::int64_t>(storage.use_count()) - 1 - (idle_wrapper ? 1 : 0) -
+  return static_cast<std::int64_t>(storage.use_count()) - 1 - idle_wrappers(*storage) -
          std::ranges::count(of_program, storage.get());
 }
 
@@ -176,8 +185,13 @@ std::span<const std::int64_t> shape_of(PyObject* tensor) {
   for (PyObject* output : outputs) {
     if (!THPVariable_Check(output)) continue;
     const at::Tensor& tensor = THPVariable_Unpack(output);
-    // Had autograd saved the tensor, it would hold the very same one.
-    if (tensor.use_count() == 1) of_program.push_back(storage_of(tensor));
+    // Had autograd saved the tensor, it would hold the very same one. A view, as everything is that
+    // leaves a module with a backward hook, keeps what it is of.
+    if (!held_once(tensor)) continue;
+    of_program.push_back(storage_of(tensor));
+    if (tensor.is_view() && held_once(tensor._base())) {
+      of_program.push_back(storage_of(tensor._base()));
+    }
   }
   for (Captures& of_module : captures()) settle(of_module, of_program);
 }

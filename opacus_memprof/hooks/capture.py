@@ -23,7 +23,9 @@ def wrap_opacus_hooks(attachment: Attachment, module: nn.Module, name: str, opac
     module_id = _native.module_id(name)
     forward, backward = module._forward_hooks, module._backward_hooks
     for key in opacus_hooks & forward.keys():
-        attachment.replace_hook(forward, key, _native.CaptureActivations(forward[key], module_id, observe.recomputed))
+        attachment.replace_hook(
+            forward, key, _native.CaptureActivations(forward[key], module_id, observe.captured_again)
+        )
     before = _native.Tag(category=BACKPROP_COPIES, module=module_id, op=_native.op_id("capture_backprops_hook"))
     for key in opacus_hooks & backward.keys():
         attachment.replace_hook(backward, key, _native.CaptureBackprops(backward[key], module_id, before, _SAMPLED))

@@ -34,7 +34,8 @@ def wrap_functions(attachment: Attachment) -> None:
         functorch.ft_compute_per_sample_gradient,
         lambda f: sampler(f, PER_SAMPLE_GRADIENTS, functorch_sampled),
     )
-    replace(optimizer._generate_noise, _tagged(NOISE))
+    # It draws for one parameter at a time, whose clipped sum is the reference.
+    replace(optimizer._generate_noise, lambda f: _tag(f, NOISE)(f, module_of="reference"))
     # Clipping of one parameter, in backward.
     replace(
         ddp_perlayeroptimizer._clip_and_accumulate_parameter,

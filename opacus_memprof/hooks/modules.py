@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 
@@ -22,6 +23,7 @@ from opacus_memprof.hooks.vocabulary import (
     BUFFERS,
     FORWARD,
     GRADIENTS,
+    IDLE,
     MODEL_PARAMETERS,
     PER_SAMPLE_GRADIENTS,
 )
@@ -58,33 +60,56 @@ def compiled(module: nn.Module) -> bool:
 class EnterModel:
     """The outermost module's forward pre-hook: a batch comes in."""
 
-    __slots__ = ("_first", "_lost")
+    __slots__ = ("_lost", "_sample", "before")
 
     def __init__(self) -> None:
-        self._first = True
+        self.before = IDLE  # the phase that it interrupts
         self._lost = _native.gradient_hooks_lost()
+        self._sample: tuple[weakref.ref[nn.Module], str] | None = None  # where a parameter is
 
     def __call__(self, root: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._first:  # `model.to(device)` may have moved the parameters since they were attached
-            self._first = False
+        if self._moved(root):
             tag_residents(root)
         if (lost := _native.gradient_hooks_lost()) != self._lost:
             self._lost = lost
             follow_gradients(root)
         observe.forward_begins()
-        _native.set_phase(FORWARD)
+        self.before = _native.set_phase(FORWARD)
         if batch := tag_inputs((args, kwargs)):
             shapes.batch_comes(batch)
+
+    def _moved(self, root: nn.Module) -> bool:
+        """Whether the parameters lie elsewhere than when they were last seen, as after `model.to(...)`: one speaks for
+        all. It must be asked for anew, for torch does not swap parameters that somebody holds, if only weakly."""
+        if self._sample is None:
+            for module in root.modules():
+                for key, parameter in module._parameters.items():
+                    if parameter is not None:
+                        self._sample = weakref.ref(module), key
+                        return True
+            return False
+        reference, key = self._sample
+        holder = reference()
+        parameter = None if holder is None else holder._parameters.get(key)
+        if parameter is None:
+            self._sample = None
+            return self._moved(root)
+        return bool(_native.retag(parameter, MODEL_PARAMETERS, _native.owner_of(parameter)))
 
 
 class LeaveModel:
     """The outermost module's forward hook. Autograd has saved what it will: who holds each captured activation?"""
 
-    __slots__ = ()
+    __slots__ = ("_enter",)
+
+    def __init__(self, enter: EnterModel) -> None:
+        self._enter = enter
 
     def __call__(self, root: nn.Module, args: Any, output: Any) -> None:
-        _native.settle()
+        _native.settle(outputs=tensors_in(output))
         shapes.forward_ends()
+        if output is None or not torch.is_grad_enabled():  # it raised, or no backward will end the phase
+            _native.set_phase(self._enter.before)
 
 
 def owned_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -155,10 +180,12 @@ def hook_modules(attachment: Attachment, root: nn.Module) -> None:
             scoped.append((name, module))
             _scope_forward(attachment, module, _native.module_id(name))
     shapes.watch(attachment, scoped)
-    enter = root.register_forward_pre_hook(EnterModel(), prepend=True, with_kwargs=True)
-    leave = root.register_forward_hook(LeaveModel())
-    attachment.on_detach(enter.remove)
-    attachment.on_detach(leave.remove)
+    enter = EnterModel()
+    for handle in (
+        root.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+        root.register_forward_hook(LeaveModel(enter), always_call=True),
+    ):
+        attachment.on_detach(handle.remove)
 
 
 def _scope_forward(attachment: Attachment, module: nn.Module, module_id: int) -> None:

@@ -17,14 +17,16 @@ _BEGINNINGS = 3  # forwards in a row that must begin with captures outstanding; 
 
 _beginnings: "deque[dict[int, int]]" = deque(maxlen=_BEGINNINGS)
 _looked_at = 0  # captures that were outstanding at the last look
+_most = 0  # that were outstanding when a forward began, since there were none
+_usual = 0  # the same, where a backward then released them all
 _recomputed: set[int] = set()  # modules whose forward ran inside a backward pass
 _seen: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers
 _reducers: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers
 
 
 def _reset() -> None:
-    global _looked_at
-    _looked_at = 0
+    global _looked_at, _most, _usual
+    _looked_at = _most = _usual = 0
     _beginnings.clear()
     _recomputed.clear()
     _seen.clear()
@@ -36,29 +38,39 @@ observations.on_clear(_reset)
 
 
 def forward_begins() -> None:
-    """Captures that outlive the beginnings of several forwards await no backward. Looks at their bytes each time that
-    their number has doubled."""
-    global _looked_at
-    _beginnings.append(observations.captures())
-    if len(_beginnings) < _BEGINNINGS or not all(_beginnings):
+    """Captures that outlive the beginnings of several forwards await no backward, unless as many have met one before.
+    Looks at their bytes each time that their number has doubled."""
+    global _looked_at, _most, _usual
+    outstanding = observations.captures()
+    _beginnings.append(outstanding)
+    if not outstanding:
+        _looked_at, _most, _usual = 0, 0, max(_usual, _most)
+        observations.forget("captures")
         return
-    left = {module: min(then.get(module, 0) for then in _beginnings) for module in _beginnings[-1]}
+    _most = max(_most, sum(outstanding.values()))
+    if len(_beginnings) < _BEGINNINGS or not all(_beginnings) or _most <= _usual:
+        return
+    left = {module: min(then.get(module, 0) for then in _beginnings) for module in outstanding}
     if sum(left.values()) >= 2 * _looked_at:
         _look_at_captures(failed=False)
 
 
-def recomputed(module: int) -> None:
-    """Opacus has captured inside a backward pass: it was activation checkpointing that ran the forward again."""
-    _recomputed.add(module)
+def captured_again(module: int, in_backward: bool, refused: bool) -> None:
+    """A module's forward has run again: inside a backward pass, then it was activation checkpointing; or Opacus has
+    refused to capture, because an earlier capture is still there."""
+    if in_backward:
+        _recomputed.add(module)
+    if refused and observations.captures():
+        _look_at_captures(failed=True, refused=True)
 
 
 def step_failed() -> None:
-    """The optimizer found no per-sample gradients, or they do not fit: are there captures that kept them away?"""
+    """Opacus found no per-sample gradients, or they do not fit: are there captures that kept them away?"""
     if observations.captures():
         _look_at_captures(failed=True)
 
 
-def _look_at_captures(*, failed: bool) -> None:
+def _look_at_captures(*, failed: bool, refused: bool = False) -> None:
     global _looked_at
     outstanding = observations.captures()
     _looked_at = sum(outstanding.values())
@@ -68,8 +80,8 @@ def _look_at_captures(*, failed: bool) -> None:
             module = _native.module_id(block["module"])
             sizes[module] = sizes.get(module, 0) + block["bytes"]
     for module, size in sizes.items():
-        more = {"captures": outstanding.get(module, 0), "recomputed": module in _recomputed, "failed": failed}
-        observations.note("captures", module, size, **more)
+        more = {"captures": outstanding.get(module, 0), "recomputed": module in _recomputed}
+        observations.note("captures", module, size, **more, failed=failed, refused=refused)
 
 
 def functorch_sampled(layer: nn.Module, backprops: Tensor, samples: Mapping[Any, Tensor]) -> None:

@@ -75,8 +75,10 @@ def _pre_step(optimizer: DPOptimizer, run: Run) -> Any:
             _native.retag(samples, PER_SAMPLE_GRADIENTS, _native.owner_of(parameter))
     try:
         proceed = run()
-    except Exception:
-        observe.step_failed()
+    except BaseException as error:
+        _native.set_phase(IDLE)
+        if isinstance(error, Exception):
+            observe.step_failed()
         raise
     if not proceed:  # a part of a logical batch: it is clipped and summed, and there is no update
         _native.set_phase(IDLE)
@@ -102,8 +104,12 @@ def _add_noise(optimizer: DPOptimizer, run: Run) -> Any:
     parameters = _parameters(optimizer)
     observe.noise_comes(optimizer, parameters)
     before = _native.set_phase(ADD_NOISE)
-    with _ADD_NOISE:  # the noise itself has its own tag, in _generate_noise
-        result = run()
+    try:
+        with _ADD_NOISE:  # the noise itself has its own tag, in _generate_noise
+            result = run()
+    except BaseException:
+        _native.set_phase(IDLE)
+        raise
     _native.set_phase(before)
     _native.retag_gradients(parameters, GRADIENTS)
     return result
@@ -117,9 +123,11 @@ def _reduce_gradients(optimizer: DPOptimizer, run: Run) -> Any:
 
 def _zero_grad(optimizer: Optimizer, run: Run) -> Any:
     before = _native.set_phase(ZERO_GRAD)
-    result = shapes.gradients_zeroed(optimizer, run)
-    _native.set_phase(before)
-    return result
+    try:
+        return shapes.gradients_zeroed(optimizer, run)
+    finally:
+        # A step that is still on has failed: nothing tells when the original optimizer raises.
+        _native.set_phase(IDLE if before in _OF_A_STEP else before)
 
 
 def _tag(category: int, op: str) -> _native.Tag:
@@ -130,6 +138,8 @@ _CLIP = _tag(CLIPPING_TEMPORARIES, "clip_and_accumulate")
 _ACCUMULATE = _tag(SUMMED_GRADIENTS, "accumulate")
 _ADD_NOISE = _tag(GRADIENTS, "add_noise")
 _REDUCE = _tag(COMMUNICATION, "reduce_gradients")
+
+_OF_A_STEP = (CLIP, ADD_NOISE, OPTIMIZER_STEP)
 
 _METHODS: dict[str, Callable[[Any, Run], Any]] = {
     "pre_step": _pre_step,
@@ -160,8 +170,19 @@ def _tag_summed_gradients(optimizer: DPOptimizer) -> None:
 def tag_states(optimizer: Optimizer) -> None:
     """Momentum and the like, to their parameters' modules."""
     for parameter, state in optimizer.state.items():
-        owner = _native.owner_of(parameter) if isinstance(parameter, Tensor) else 0
-        _native.retag(tensors_in(state), OPTIMIZER_STATES, owner)
+        _tag_state(parameter, state)
+
+
+def _replaced(optimizer: Optimizer) -> bool:
+    """Whether the states are others than those that were tagged, as in optimizers that compute new ones in each update.
+    The first parameter's speak for all."""
+    parameter, state = next(iter(optimizer.state.items()), (None, None))
+    return isinstance(parameter, Tensor) and bool(_tag_state(parameter, state))
+
+
+def _tag_state(parameter: Any, state: Any) -> int:
+    owner = _native.owner_of(parameter) if isinstance(parameter, Tensor) else 0
+    return _native.retag(tensors_in(state), OPTIMIZER_STATES, owner)
 
 
 class _Step:
@@ -175,7 +196,7 @@ class _Step:
         _native.set_phase(OPTIMIZER_STEP)
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if len(optimizer.state) != self._known:
+        if len(optimizer.state) != self._known or _replaced(optimizer):
             self.loaded(optimizer)
         _native.set_phase(IDLE)
         _native.end_step(True)

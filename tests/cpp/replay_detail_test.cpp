@@ -44,6 +44,29 @@ TEST(ReplayDetail, the_peak_is_split_by_op_stream_and_thread_of_birth) {
   EXPECT_EQ(at(device.threads[2].categories, Category::gradients), 100);
 }
 
+TEST(ReplayDetail, a_block_of_nobodys_code_belongs_to_its_later_owner) {
+  EventFileBuilder file;
+  file.add({.kind = alloc, .address = 64, .size = 7});
+  file.add({.kind = alloc, .address = 128, .size = 20, .module = 2});
+  file.add({.kind = alloc, .address = 192, .size = 300});
+  file.add({.kind = free, .address = 192, .size = 300});  // the peak is before it
+  file.add({.kind = retag, .address = 64, .category = Category::gradients, .module = 4});
+  file.add({.kind = retag,
+            .address = 64,
+            .category = Category::gradients,
+            .module = 5,
+            .op = static_cast<std::uint16_t>(Category::gradients)});
+  file.add({.kind = retag, .address = 128, .category = Category::gradients, .module = 5});
+  const auto device = replay(file.write()).devices.at(0);
+  ASSERT_EQ(device.modules.size(), 3U);
+  EXPECT_EQ(device.modules[0].id, 0);
+  EXPECT_EQ(at(device.modules[0].categories, Category::unattributed), 300);
+  EXPECT_EQ(device.modules[1].id, 2);
+  EXPECT_EQ(at(device.modules[1].categories, Category::unattributed), 20);
+  EXPECT_EQ(device.modules[2].id, 4);
+  EXPECT_EQ(at(device.modules[2].categories, Category::unattributed), 7);
+}
+
 TEST(ReplayDetail, the_newest_blocks_are_those_born_last_that_live_at_the_peak) {
   EventFileBuilder file;
   for (std::uint64_t i = 1; i <= 15; ++i) {

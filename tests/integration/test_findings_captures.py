@@ -57,6 +57,48 @@ def test_one_stray_forward_makes_the_step_fail(tmp_path: Path) -> None:
     assert "the step failed" in found["evidence"]
 
 
+def test_one_stray_forward_under_ghost_clipping(tmp_path: Path) -> None:
+    """Opacus refuses the next forward, and speaks of tied parameters."""
+
+    def run(session: Any) -> None:
+        training = Training(mlp(), "ghost")
+        training.model(torch.randn(BATCH, 8))
+        training.step(torch.randn(BATCH, 8))
+
+    profile = profiled(tmp_path, run, NotImplementedError)
+    (found,) = of_kind(profile, "captures_without_backward")
+    assert found["captures"] == {"0": 1, "2": 1}
+    assert found["bytes"] == BATCH * 16 * FLOAT
+    assert "tied" in found["evidence"]
+
+
+@pytest.mark.parametrize("before", [1, 3])
+def test_a_program_that_ends_among_the_forwards_of_a_batch(before: int, tmp_path: Path) -> None:
+    """Six forwards share each backward; after the first step this is known to be no defect."""
+
+    def run(session: Any) -> None:
+        training = Training(mlp())
+        for step in range(before + 1):
+            losses = [training.model(torch.randn(BATCH, 8)).square().mean() for _ in range(6)]
+            if step == before:
+                raise KeyError
+            torch.stack(losses).sum().backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+
+    assert "captures_without_backward" not in kinds(profiled(tmp_path, run, KeyError))
+
+
+def test_more_forwards_than_ever_met_a_backward(tmp_path: Path) -> None:
+    def run(session: Any) -> None:
+        training = Training(mlp())
+        training.step(torch.randn(BATCH, 8))
+        for _ in range(12):
+            training.model(torch.randn(BATCH, 8))
+
+    assert "captures_without_backward" in kinds(profiled(tmp_path, run))
+
+
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -78,6 +120,14 @@ def test_checkpointing_that_leaks_captures(tmp_path: Path) -> None:
     assert found["bytes"] == BATCH * 8 * FLOAT  # its input
     assert found["modules"] == {"stem": found["bytes"]}
     assert found["module"] == "block.0"
+    assert "use_reentrant=True" in found["remedy"]
+
+
+def test_checkpointing_under_ghost_clipping(tmp_path: Path) -> None:
+    def run(session: Any) -> None:
+        Training(Checkpointed(reentrant=False), "ghost").step(torch.randn(BATCH, 8))
+
+    (found,) = of_kind(profiled(tmp_path, run, NotImplementedError), "checkpoint_captures")
     assert "use_reentrant=True" in found["remedy"]
 
 

@@ -74,8 +74,10 @@ class Model:
         return tag
 
     def module(self, life: Life, event: int) -> str:
-        """A retag gives the block's module from then on, as its alloc event did."""
-        return str(self.events[life.tagged_at(event)]["module"])
+        """A retag gives the block's module from then on, as its alloc event did; where that is none, the first module
+        that the block ever has counts."""
+        named = {since: str(self.events[since]["module"]) for since in life.tags}
+        return named[life.tagged_at(event)] or next((name for name in named.values() if name), "")
 
     def bytes(self, event: int) -> int:
         return sum(life.size for life in self.lives if life.lives(event))

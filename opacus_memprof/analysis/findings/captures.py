@@ -28,11 +28,12 @@ def without_backward(run: Run) -> Iterator[dict[str, Any]]:
     count = sum(fact["captures"] for fact in captured.values())
     checkpointing = any(fact["recomputed"] for fact in captured.values())
     failed = any(fact["failed"] for fact in captured.values())
-    consequence = (
-        "the step failed, because grad_sample stays None until every capture has met its backward"
-        if failed
-        else "the next optimizer step will fail, because grad_sample stays None"
-    )
+    if any(fact["refused"] for fact in captured.values()):
+        consequence = "ghost clipping refuses to capture once more, in words that speak of tied parameters"
+    elif failed:
+        consequence = "the step failed, because grad_sample stays None until every capture has met its backward"
+    else:
+        consequence = "the next optimizer step will fail, because grad_sample stays None"
     places = f"{len(captured)} module{'s' if len(captured) > 1 else ''}"
     yield finding(
         "checkpoint_captures" if checkpointing else "captures_without_backward",
