@@ -107,7 +107,8 @@ class LeaveModel:
 
     def __call__(self, root: nn.Module, args: Any, output: Any) -> None:
         _native.settle(outputs=tensors_in(output))
-        shapes.forward_ends()
+        if output is not None:  # else torch may be going over the hooks right now, and none may be removed
+            shapes.forward_ends()
         if output is None or not torch.is_grad_enabled():  # it raised, or no backward will end the phase
             _native.set_phase(self._enter.before)
 
