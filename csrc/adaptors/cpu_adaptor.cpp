@@ -21,6 +21,9 @@ constexpr Device kCpu = 0;
 // during each upstream call and passes on to whoever listened before (torch.profiler). The
 // reporter's own total will not do: it keeps blocks whose free had no listener, such as those that
 // torch.profiler saw the birth of.
+//
+// In a forked child none stands there: c10's reporter takes a mutex for a listener, which another
+// thread may have held at the fork, and then nobody is left to release it.
 class Listener final : public c10::MemoryReportingInfoBase {
  public:
   void reportMemoryUsage(void* pointer, std::int64_t size, std::size_t allocated,
@@ -74,6 +77,10 @@ void refuse_beyond_limit(std::size_t size) {
 }
 
 void free_block(void* pointer) {
+  if (!recorder().records()) {
+    upstream_deleter(pointer);
+    return;
+  }
   report_free(pointer);
   const Listening listening;
   upstream_deleter(pointer);
@@ -89,6 +96,7 @@ void free_adopted(void* pointer) {
 class CpuAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t size) override {
+    if (!recorder().records()) return upstream->allocate(size);
     c10::DataPtr data;
     try {
       refuse_beyond_limit(size);

@@ -48,6 +48,8 @@ class Recorder {
   [[nodiscard]] const void* place(std::uint64_t address) const noexcept {
     return ledger_.place(address);
   }
+  // false in a forked child: its blocks are its own affair.
+  [[nodiscard]] bool records() const noexcept { return enabled_; }
   // Events are being written: worth asking for stream, module and op, which the counters do not
   // need.
   [[nodiscard]] bool detailed() const noexcept {
@@ -156,7 +158,7 @@ class Recorder {
 
   // What every allocation touches comes first, on one line.
   alignas(64) SpinLock lock_;
-  bool enabled_ = true;  // false in a forked child: its blocks are its own affair
+  bool enabled_ = true;  // changes in a child alone, while that has one thread
   std::atomic<const EventFile*> writing_to_{nullptr};  // events_, for who does not hold the lock
   std::atomic<std::uint32_t> physical_{0};
   std::uint32_t next_serial_ = 1;
