@@ -28,10 +28,6 @@ constexpr Tag kUnknown{.category = static_cast<std::uint8_t>(Category::unattribu
                        .module = 0,
                        .op = 0};
 
-std::uint8_t phase_of_this_thread() noexcept {
-  return static_cast<std::uint8_t>(this_thread().phase());
-}
-
 }  // namespace
 
 // A forked child (a DataLoader worker) shares the parent's file and inherits its locks: nobody may
@@ -185,6 +181,7 @@ void Recorder::adopt(std::uint64_t address) noexcept {
 
 std::uint64_t Recorder::retag(std::uint64_t address, std::uint8_t category, std::uint16_t module,
                               std::uint64_t expected) noexcept {
+  const ThreadTags& thread = this_thread();
   const std::lock_guard guard(lock_);
   Block* block = ledger_.find(address);
   if (block == nullptr || (expected >> block->base() & 1U) == 0) return 0;
@@ -192,15 +189,16 @@ std::uint64_t Recorder::retag(std::uint64_t address, std::uint8_t category, std:
   if (block->base() == category && !new_module) return 0;
   if (module != kKeep16) block->module = module;
   // A captured block keeps its category; the event then says only the module.
-  change_category(*block, block->captured ? block->category() : category, category);
+  change_category(*block, block->captured ? block->category() : category, category, thread);
   return block->size();
 }
 
-void Recorder::change_category(Block& block, std::uint8_t category, std::uint8_t base) noexcept {
+void Recorder::change_category(Block& block, std::uint8_t category, std::uint8_t base,
+                               const ThreadTags& thread) noexcept {
   const std::uint8_t before = block.category();
   counters_[block.device].move(before, category, block.size());
   block.set(block.size(), category, base);
-  write(EventKind::retag, block, phase_of_this_thread(), before,
+  write(EventKind::retag, block, static_cast<std::uint8_t>(thread.phase()), before,
         physical_.load(std::memory_order_relaxed));
 }
 
@@ -216,6 +214,7 @@ std::uint32_t Recorder::captures_of(const Block& block) const noexcept {
 }
 
 BlockId Recorder::capture(std::uint64_t address) {
+  const ThreadTags& thread = this_thread();
   const std::lock_guard guard(lock_);
   Block* block = ledger_.find(address);
   // Born in forward, or recomputed in backward (activation checkpointing).
@@ -224,12 +223,13 @@ BlockId Recorder::capture(std::uint64_t address) {
     ++more_captures_[block->address];
   } else {
     block->captured = 1;
-    change_category(*block, kShared, block->base());
+    change_category(*block, kShared, block->base(), thread);
   }
   return {.address = block->address, .serial = block->serial};
 }
 
 void Recorder::release(BlockId id) noexcept {
+  const ThreadTags& thread = this_thread();
   const std::lock_guard guard(lock_);
   Block* block = find(id);
   if (block == nullptr || !block->captured) return;
@@ -239,15 +239,16 @@ void Recorder::release(BlockId id) noexcept {
     return;
   }
   block->captured = 0;
-  change_category(*block, block->base(), block->base());
+  change_category(*block, block->base(), block->base(), thread);
 }
 
 void Recorder::settle(BlockId id, std::int64_t holders) noexcept {
+  const ThreadTags& thread = this_thread();
   const std::lock_guard guard(lock_);
   Block* block = find(id);
   if (block == nullptr || !block->captured) return;
   const std::uint8_t category = holders > captures_of(*block) ? kShared : kOpacusOnly;
-  if (category != block->category()) change_category(*block, category, block->base());
+  if (category != block->category()) change_category(*block, category, block->base(), thread);
 }
 
 void Recorder::set_phase(Phase phase) noexcept {
@@ -256,15 +257,16 @@ void Recorder::set_phase(Phase phase) noexcept {
   tags.set_phase(phase);
   if (!changed) return;
   const std::lock_guard guard(lock_);
-  write_mark(EventKind::phase, static_cast<std::uint8_t>(phase), 0, 0);
+  write_mark(EventKind::phase, tags, static_cast<std::uint8_t>(phase), 0, 0);
 }
 
 void Recorder::end_step(bool logical) noexcept {
   if (logical) logical_.fetch_add(1);
   physical_.fetch_add(1);
-  const std::uint8_t phase = phase_of_this_thread();
+  const ThreadTags& thread = this_thread();
   const std::lock_guard guard(lock_);
-  write_mark(EventKind::step, phase, 0, logical_.load());
+  write_mark(EventKind::step, thread, static_cast<std::uint8_t>(thread.phase()), 0,
+             logical_.load());
 }
 
 // Memory for the devices is reserved: nothing is allocated under the lock.
@@ -293,12 +295,14 @@ Recorder::State Recorder::state() {
 
 Recorder::Snapshot Recorder::snapshot(const std::string& name) {
   const std::uint16_t op = names().intern(Names::Kind::op, name);
+  const ThreadTags& thread = this_thread();
   Snapshot result;
   result.devices.reserve(kMaxDevices);
   const std::lock_guard guard(lock_);
   result.index = snapshots_++;
   read_counters(result);
-  write_mark(EventKind::snapshot, phase_of_this_thread(), op, result.index);
+  write_mark(EventKind::snapshot, thread, static_cast<std::uint8_t>(thread.phase()), op,
+             result.index);
   return result;
 }
 
@@ -314,7 +318,7 @@ std::vector<Recorder::DevicePeak> Recorder::peaks() {
 }
 
 void Recorder::reset_peaks() noexcept {
-  const std::uint8_t phase = phase_of_this_thread();
+  const auto phase = static_cast<std::uint8_t>(this_thread().phase());
   const std::uint32_t step = physical_step();
   const std::lock_guard guard(lock_);
   for (DeviceCounters& counters : counters_) counters.reset_peak(phase, step);
@@ -381,11 +385,11 @@ void Recorder::write(EventKind kind, const Block& block, std::uint8_t phase, std
        std::uint64_t{block.module} | std::uint64_t{op} << 16U | std::uint64_t{step} << 32U});
 }
 
-void Recorder::write_mark(EventKind kind, std::uint8_t phase, std::uint16_t op,
-                          std::uint64_t size) noexcept {
+void Recorder::write_mark(EventKind kind, const ThreadTags& thread, std::uint8_t phase,
+                          std::uint16_t op, std::uint64_t size) noexcept {
   Block mark;
   mark.set(size, 0, 0);
-  mark.thread = this_thread().thread_id();
+  mark.thread = thread.thread_id();
   write(kind, mark, phase, op, physical_.load(std::memory_order_relaxed));
 }
 

@@ -144,10 +144,12 @@ class Recorder {
   friend struct ForkHandlers;
   [[gnu::hot]] void write(EventKind kind, const Block& block, std::uint8_t phase, std::uint16_t op,
                           std::uint32_t step) noexcept;
-  void write_mark(EventKind kind, std::uint8_t phase, std::uint16_t op,
+  // These are told of the calling thread, rather than ask this_thread() under the lock: its first
+  // call makes the thread's tags, and takes the lock of the names for that (ForkHandlers' order).
+  void write_mark(EventKind kind, const ThreadTags& thread, std::uint8_t phase, std::uint16_t op,
                   std::uint64_t size) noexcept;
-  [[gnu::hot]] void change_category(Block& block, std::uint8_t category,
-                                    std::uint8_t base) noexcept;
+  [[gnu::hot]] void change_category(Block& block, std::uint8_t category, std::uint8_t base,
+                                    const ThreadTags& thread) noexcept;
   [[gnu::hot]] Block* insert(std::uint64_t address, std::uint64_t size, Device device,
                              std::uint8_t stream, const Tag& tag, std::uint8_t thread) noexcept;
   [[gnu::hot]] bool erase(Block* block, std::uint8_t phase) noexcept;

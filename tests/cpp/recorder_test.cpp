@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <csignal>
 #include <filesystem>
 #include <mutex>
 #include <random>
@@ -178,6 +179,34 @@ TEST(Recorder, AForkedChildDoesNotRecord) {
   int status = 0;
   ::waitpid(child, &status, 0);
   EXPECT_EQ(WEXITSTATUS(status), 0);
+  recorder().on_free(0x1000, Phase::idle);
+}
+
+// A thread's first call makes its tags, which takes a name; a fork takes the locks too.
+TEST(Recorder, ForksAndNewThreadsDoNotWaitForEachOther) {
+  recorder().on_alloc(0x1000, 100, kGpu, 0, tag_of(Category::noise));
+  const auto forks_beside = [](auto call) {
+    ::alarm(30);  // ends a process that waits for ever
+    ::signal(SIGCHLD, SIG_IGN);
+    std::atomic<bool> done{false};
+    std::thread others([&] {
+      while (!done) std::thread(call).join();
+    });
+    for (int i = 0; i < 1000; ++i) {
+      if (::fork() == 0) ::_exit(0);
+    }
+    done = true;
+    others.join();
+    ::_exit(0);
+  };
+  const auto retag = [] {
+    static std::uint8_t category = id(Category::noise);
+    category = category == id(Category::noise) ? id(Category::gradients) : id(Category::noise);
+    recorder().retag(0x1000, category, kKeep16);
+  };
+  const auto snapshot = [] { recorder().snapshot("look"); };
+  EXPECT_EXIT(forks_beside(retag), testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(forks_beside(snapshot), testing::ExitedWithCode(0), "");
   recorder().on_free(0x1000, Phase::idle);
 }
 
