@@ -4,6 +4,7 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <c10/util/Type.h>
+#include <pthread.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -97,6 +98,10 @@ class ForwardThreads {
     return found == threads_.end() ? SequenceRange{} : found->second.find(sequence, hint);
   }
 
+  // For pthread_atfork: nobody is inside while the process forks.
+  void lock() noexcept { lock_.lock(); }
+  void unlock() noexcept { lock_.unlock(); }
+
  private:
   // A thread's own ranges, which outlive it: its graph may.
   struct Mine {
@@ -137,7 +142,12 @@ class ForwardThreads {
 };
 
 ForwardThreads& forward_threads() {
-  static auto* const instance = new ForwardThreads;
+  static auto* const instance = [] {
+    const auto release = [] { forward_threads().unlock(); };
+    // Its lock is a leaf: it may be taken before the recorder's and that of the names, or after.
+    pthread_atfork([] { forward_threads().lock(); }, release, release);
+    return new ForwardThreads;
+  }();
   return *instance;
 }
 
