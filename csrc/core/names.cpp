@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/names.h"
 
+#include <algorithm>
 #include <mutex>
 #include <stdexcept>
 
@@ -9,8 +10,55 @@
 namespace opacus_memprof {
 
 namespace {
+
 constexpr std::string_view kOther = "(other)";
+constexpr std::string_view kReplacement = "\xEF\xBF\xBD";  // U+FFFD
+
+// Of the character of UTF-8 that starts with `first`; 0 if none does.
+std::size_t length_of(unsigned char first) noexcept {
+  if (first < 0x80) return 1;
+  if (first < 0xC2 || first > 0xF4) return 0;
+  if (first < 0xE0) return 2;
+  return first < 0xF0 ? 3 : 4;
 }
+
+// Whether `byte` may be number `at` of that character. Number 1 decides: none is written longer
+// than it need be, is half of a UTF-16 pair, or lies beyond U+10FFFF.
+bool continues(unsigned char first, std::size_t at, unsigned char byte) noexcept {
+  unsigned char low = 0x80;
+  unsigned char high = 0xBF;
+  if (at == 1) {
+    if (first == 0xE0) low = 0xA0;
+    if (first == 0xED) high = 0x9F;
+    if (first == 0xF0) low = 0x90;
+    if (first == 0xF4) high = 0x8F;
+  }
+  return low <= byte && byte <= high;
+}
+
+// Names come from anywhere, while meta.json and Python take UTF-8 alone. Linux cuts a thread's name
+// at 15 bytes, be it inside a character: such a rest is left out.
+std::string as_utf8(std::string_view text) {
+  std::string result;
+  while (!text.empty()) {
+    const auto first = static_cast<unsigned char>(text[0]);
+    const std::size_t length = length_of(first);
+    std::size_t fits = 1;
+    while (fits < std::min(length, text.size()) &&
+           continues(first, fits, static_cast<unsigned char>(text[fits]))) {
+      ++fits;
+    }
+    if (fits == length) {
+      result += text.substr(0, length);
+    } else if (length == 0 || fits < text.size()) {
+      result += kReplacement;
+    }
+    text.remove_prefix(fits);
+  }
+  return result;
+}
+
+}  // namespace
 
 Names::Names() {
   of(Kind::category).limit = kMaxCategories;
@@ -23,7 +71,7 @@ Names::Names() {
 }
 
 std::uint16_t Names::intern(Kind kind, std::string_view name) {
-  std::string key(name);  // allocated before the lock is taken
+  std::string key = as_utf8(name);  // allocated before the lock is taken
   const std::lock_guard guard(lock_);
   List& list = of(kind);
   if (const auto found = list.ids.find(key); found != list.ids.end()) {
@@ -50,6 +98,11 @@ std::uint16_t Names::intern_or_throw(Kind kind, std::string_view name) {
 std::vector<std::string> Names::list(Kind kind) const {
   const std::lock_guard guard(lock_);
   return of(kind).names;
+}
+
+std::size_t Names::size(Kind kind) const noexcept {
+  const std::lock_guard guard(lock_);
+  return of(kind).names.size();
 }
 
 std::uint64_t Names::version() const noexcept {

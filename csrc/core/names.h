@@ -20,14 +20,16 @@ class Names {
 
   Names();
 
-  // The id of `name`, added if new. A list that is full answers with its last id, which then is
-  // named "(other)": figures stay whole, only their names merge.
+  // The id of `name`, added if new; what is not UTF-8 in it is replaced. A list that is full
+  // answers with its last id, which then is named "(other)": figures stay whole, only their names
+  // merge.
   std::uint16_t intern(Kind kind, std::string_view name);
 
   // As intern, but throws std::out_of_range with one sentence where `intern` would merge names.
   std::uint16_t intern_or_throw(Kind kind, std::string_view name);
 
   [[nodiscard]] std::vector<std::string> list(Kind kind) const;
+  [[nodiscard]] std::size_t size(Kind kind) const noexcept;  // ids are below
   // Counts every addition, so that meta.json is rewritten only when it must be.
   [[nodiscard]] std::uint64_t version() const noexcept;
 

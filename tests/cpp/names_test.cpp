@@ -5,6 +5,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "core/vocabulary.h"
 
@@ -58,6 +59,31 @@ TEST(Names, AnAdditionChangesTheVersion) {
   const auto after = names.version();
   names.intern(Kind::op, "AddmmBackward0");
   EXPECT_EQ(names.version(), after);
+}
+
+TEST(Names, WhatIsNotUtf8IsReplaced) {
+  Names names;
+  const auto kept = [&](std::string_view name) {
+    const auto id = names.intern(Kind::thread, name);
+    return names.list(Kind::thread)[id];
+  };
+  const std::string whole = "a\xC3\xBC\xE2\x82\xAC\xF0\x9F\x98\x80z";  // one to four bytes
+  EXPECT_EQ(kept(whole), whole);
+  EXPECT_EQ(kept("a\xFFz"), "a\xEF\xBF\xBDz");
+  EXPECT_EQ(kept("a\x80"), "a\xEF\xBF\xBD");
+  EXPECT_EQ(kept("a\xE2\x82z"), "a\xEF\xBF\xBDz");
+  // Longer than it need be, half of a pair, beyond the last one: one mark a byte.
+  EXPECT_EQ(kept("\xC0\xAF").size(), 6U);
+  EXPECT_EQ(kept("\xED\xA0\x80").size(), 9U);
+  EXPECT_EQ(kept("\xF4\x90\x80\x80").size(), 12U);
+}
+
+TEST(Names, ACharacterThatWasCutOffAtTheEndIsLeftOut) {
+  Names names;
+  const auto id = names.intern(Kind::thread, "worker");
+  for (const auto* cut : {"worker\xC3", "worker\xE2\x82", "worker\xF0\x9F\x98"}) {
+    EXPECT_EQ(names.intern(Kind::thread, cut), id);
+  }
 }
 
 }  // namespace

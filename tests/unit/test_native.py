@@ -4,6 +4,7 @@
 import ast
 import importlib.util
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import opacus_memprof
+from opacus_memprof import _native
 
 PACKAGE = Path(opacus_memprof.__file__).parent
 
@@ -55,8 +57,6 @@ def stub_names() -> set[str]:
 
 
 def test_everything_that_the_stub_declares_is_let_through() -> None:
-    from opacus_memprof import _native
-
     assert set(_native.__all__) == stub_names()
     assert all(hasattr(_native, name) for name in stub_names())
 
@@ -109,3 +109,18 @@ def test_the_extension_is_of_this_version() -> None:
     from opacus_memprof import _build_info
 
     assert opacus_memprof.__version__ == _build_info.VERSION
+
+
+def test_a_thread_whose_name_was_cut_inside_a_character_costs_no_names(tmp_path: Path) -> None:
+    def work() -> None:
+        with open(f"/proc/self/task/{threading.get_native_id()}/comm", "wb") as name:
+            name.write("Datenlader-Käufer".encode()[:13])  # "ä" is bytes 12 and 13
+        torch.empty(10)
+        session.snapshot("in the thread")
+
+    with opacus_memprof.profile(tmp_path, device="cpu") as session:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert session.peak()["cpu"]["requested_bytes"] > 0
+    assert "Datenlader-K" in _native.names()["threads"]
