@@ -66,21 +66,24 @@ class Forensics:
             torch.OutOfMemoryError.__init__ = self._before  # type: ignore[method-assign]
 
     def explain(self, error: BaseException | None = None) -> None:
-        """Writes the reports of what has failed since the last call, and attaches the note to `error`. Harmless where
-        nothing has. Never raises: the program's own error is what matters."""
+        """Writes the reports of what has failed since the last call, and attaches the note to `error` if memory having
+        run out led to it. Harmless where nothing has failed. Never raises: the program's own error is what matters."""
         if self._running or os.getpid() != self._pid:
             return
         self._running = True
         try:
             failed = _native.failures()
-            if error is None:  # what reached no handler on a GPU was torch's own trial, as cuDNN's of its workspaces
+            explained = error if is_out_of_memory(error) else None
+            if (
+                explained is None
+            ):  # what reached no handler on a GPU was torch's own trial, as cuDNN's of its workspaces
                 failed = [one for one in failed if one["device"] == "cpu"]
             if failed and failed[-1]["number"] >= self._explained:
                 self._explained = failed[-1]["number"] + 1
                 self.report = self._build(failed)
                 self._write(self.report)
-                if error is not None:
-                    _attach(error, note(self.report, str(self._directory / OOM_REPORTS[0])))
+                if explained is not None:
+                    _attach(explained, note(self.report, str(self._directory / OOM_REPORTS[0])))
         except Exception as trouble:
             warnings.warn(f"the failure could not be explained ({trouble!r})", RuntimeWarning, stacklevel=2)
         finally:
@@ -112,6 +115,20 @@ class Forensics:
         contents = (text.getvalue(), json.dumps(report, indent=1) + "\n", oom_page(report))
         for name, content in zip(OOM_REPORTS, contents, strict=True):
             write_text(self._directory / name, content)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether this exception, or one that led to it, says that memory ran out."""
+    chain, seen = [error], set[int]()
+    while chain:
+        link = chain.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        if isinstance(link, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: " in str(link):
+            return True
+        chain += [link.__cause__, link.__context__]
+    return False
 
 
 def _attach(error: BaseException, text: str) -> None:

@@ -17,7 +17,7 @@ from opacus_memprof.analysis import ranks
 from opacus_memprof.analysis.profile import build_profile, write_profile
 from opacus_memprof.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, SNAPSHOTS, ProfileDirectory, claim
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.forensics import Forensics
+from opacus_memprof.forensics import Forensics, is_out_of_memory
 from opacus_memprof.stream import Stream, Target, sinks_of
 
 if TYPE_CHECKING:
@@ -360,7 +360,7 @@ def outcome(error: BaseException | None) -> tuple[str, int]:
         code = 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
     if code == 0:
         return "finished", 0
-    return "out_of_memory" if _is_out_of_memory(error) else "failed", code
+    return "out_of_memory" if is_out_of_memory(error) else "failed", code
 
 
 def one_line(error: BaseException | None) -> str | None:
@@ -369,17 +369,3 @@ def one_line(error: BaseException | None) -> str | None:
         return None
     message = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether this exception, or one that led to it, says that memory ran out."""
-    chain, seen = [error], set[int]()
-    while chain:
-        link = chain.pop()
-        if link is None or id(link) in seen:
-            continue
-        seen.add(id(link))
-        if isinstance(link, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: " in str(link):
-            return True
-        chain += [link.__cause__, link.__context__]
-    return False

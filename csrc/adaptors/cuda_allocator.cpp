@@ -31,13 +31,14 @@ Device device_number(c10::DeviceIndex index) noexcept { return static_cast<Devic
   upstream_deleter(pointer);
 }
 
-// What `allocate` returns; a request that cannot be met is an event, and stays torch's error.
+// What `allocate` returns; a request that cannot be met is an event, and stays torch's error. Other
+// errors are of earlier work, a kernel's above all, which the allocation merely came upon.
 template <typename Allocate>
 auto or_report_oom(cca::CUDAAllocator* upstream, std::size_t size, Allocate allocate)
     -> decltype(allocate()) {
   try {
     return allocate();
-  } catch (...) {
+  } catch (const c10::OutOfMemoryError&) {
     c10::DeviceIndex device = 0;  // the failed call made its device current
     if (c10::cuda::GetDevice(&device) == cudaSuccess) {
       const std::uint64_t number =

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import warnings
@@ -139,6 +140,18 @@ def test_another_exception_gets_no_note_and_a_run_that_fits_no_report(tmp_path: 
         raise ValueError("mine")
     assert not hasattr(caught.value, "__notes__")
     assert not list(tmp_path.glob("oom_report.*"))
+
+
+def test_what_the_program_handled_is_no_note_on_a_later_error(tmp_path: Path) -> None:
+    def program() -> None:
+        with contextlib.suppress(RuntimeError):
+            torch.empty(2**60, dtype=torch.uint8)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError) as caught, opacus_memprof.profile(tmp_path, device="cpu"):
+        program()
+    assert not hasattr(caught.value, "__notes__")
+    assert report_of(tmp_path)["request"]["bytes"] == 2**60
 
 
 def test_torchs_class_is_as_it_was_afterwards(tmp_path: Path) -> None:
