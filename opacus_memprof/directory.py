@@ -18,6 +18,7 @@ from opacus_memprof.launch import Launch
 DEFAULT_DIRECTORY = "memprof_profile"
 EVENT_BYTES = 32  # a record of the event file
 DEFAULT_MAX_EVENTS = 2**25  # 1 GiB
+MOST_EVENTS = 2**40  # 32 TiB: a process can map that many
 
 EVENTS = "events.bin"
 META = "meta.json"

@@ -15,7 +15,14 @@ import torch
 from opacus_memprof import _native, adaptors, conditions, observations, snapshots
 from opacus_memprof.analysis import ranks
 from opacus_memprof.analysis.profile import build_profile, write_profile
-from opacus_memprof.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, SNAPSHOTS, ProfileDirectory, claim
+from opacus_memprof.directory import (
+    DEFAULT_DIRECTORY,
+    DEFAULT_MAX_EVENTS,
+    MOST_EVENTS,
+    SNAPSHOTS,
+    ProfileDirectory,
+    claim,
+)
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.forensics import Forensics, is_out_of_memory
 from opacus_memprof.stream import Stream, Target, sinks_of
@@ -77,8 +84,8 @@ def profile(
         stream_interval: seconds between two readings.
 
     Raises:
-        MemprofError: on entering, when another session is running, the device is unknown or absent, or the
-            directory cannot be written, is in use or holds other files, or the stream cannot be started.
+        MemprofError: on entering, when another session is running, the device is unknown or absent, max_events is out
+            of range, the directory cannot be written, is in use or holds other files, or the stream cannot be started.
     """
     return Session(directory, device=device, max_events=max_events, stream=stream, stream_interval=stream_interval)
 
@@ -126,6 +133,8 @@ class Session:
                 f"a profile is being recorded into {_current.directory} already: one session at a time "
                 "(opacus_memprof.session.current() is the running one)"
             )
+        if not 1 <= self._max_events <= MOST_EVENTS:
+            raise MemprofError(f"max_events must be between 1 and {MOST_EVENTS}, not {self._max_events}")
         self.device = adaptors.resolve_device(self.device)
         claimed = self._target if isinstance(self._target, ProfileDirectory) else claim(self._target)
         self._installed_here = not adaptors.installed(self.device)

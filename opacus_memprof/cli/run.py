@@ -9,7 +9,7 @@ import typer
 from opacus_memprof.cli.program import Program
 from opacus_memprof.cli.recording import Recording
 from opacus_memprof.cli.training_options import DeviceName
-from opacus_memprof.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, claim
+from opacus_memprof.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, MOST_EVENTS, claim
 
 
 def run(
@@ -23,7 +23,7 @@ def run(
     ),
     device: DeviceName = "auto",
     max_events: Annotated[
-        int, typer.Option(min=1, metavar="N", help="The event file's bound; an event takes 32 bytes.")
+        int, typer.Option(min=1, max=MOST_EVENTS, metavar="N", help="The event file's bound; an event takes 32 bytes.")
     ] = DEFAULT_MAX_EVENTS,
 ) -> None:
     """Run a training script as python would, and write down where its memory goes.

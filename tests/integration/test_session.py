@@ -322,6 +322,9 @@ def test_a_start_that_is_refused_changes_nothing(tmp_path: Path) -> None:
         opacus_memprof.profile("/proc/memprof", device="cpu").start()
     with pytest.raises(opacus_memprof.MemprofError, match='no device "tpu"'):
         opacus_memprof.profile(tmp_path / "out", device="tpu").start()
+    for max_events in (0, 2**59, 2**64):
+        with pytest.raises(opacus_memprof.MemprofError, match=f"max_events must be .*, not {max_events}"):
+            opacus_memprof.profile(tmp_path / "out", device="cpu", max_events=max_events).start()
     assert not _native.cpu_installed()
     assert opacus_memprof.session.current() is None
     assert not (tmp_path / "out").exists()
