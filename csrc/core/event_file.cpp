@@ -29,6 +29,9 @@ constexpr int kPausesPerHousekeeping = 50;
 constexpr int MADV_POPULATE_WRITE = 23;  // Linux 5.14; an older kernel refuses it and faults later
 #endif
 
+constexpr std::uint64_t kMostEvents =
+    (std::uint64_t{PTRDIFF_MAX} - kHeaderBytes) / sizeof(Event);  // beyond, bytes_for would wrap
+
 std::uint64_t bytes_for(std::uint64_t events) { return kHeaderBytes + events * sizeof(Event); }
 
 }  // namespace
@@ -39,33 +42,36 @@ EventFile::EventFile(const std::string& path, std::uint64_t capacity,
       capacity_(std::max<std::uint64_t>(capacity, 1)),
       mapped_bytes_(bytes_for(capacity_)),
       housekeeping_(std::move(housekeeping)) {
+  const auto failed = [this](int error) {
+    return std::system_error(error, std::generic_category(), path_);
+  };
+  if (capacity_ > kMostEvents) throw failed(EFBIG);
   descriptor_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-  if (descriptor_ < 0) throw std::system_error(errno, std::generic_category(), path);
-  // The whole bound is mapped at once, far beyond the file's end: addresses cost nothing.
-  void* memory = ::mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
-  const bool mapped = memory != MAP_FAILED;
-  const int map_error = errno;
-  if (mapped) {
+  if (descriptor_ < 0) throw failed(errno);
+  try {
+    // The whole bound is mapped at once, far beyond the file's end: addresses cost nothing.
+    void* memory =
+        ::mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+    if (memory == MAP_FAILED) throw failed(errno);
     header_ = static_cast<FileHeader*>(memory);
     records_ = next_ = reinterpret_cast<Event*>(static_cast<char*>(memory) + kHeaderBytes);
-  }
-  if (!mapped || !reserve(std::min(kChunkEvents, capacity_))) {
-    const int error = mapped ? errno_ : map_error;
-    if (mapped) ::munmap(memory, mapped_bytes_);
+    if (!reserve(std::min(kChunkEvents, capacity_))) throw failed(errno_);
+    std::memcpy(header_->magic, kMagic, sizeof(kMagic));
+    header_->version = kFormatVersion;
+    header_->record_bytes = sizeof(Event);
+    header_->capacity = capacity_;
+    header_->pid = static_cast<std::uint64_t>(::getpid());
+    header_->start_ticks = start_ticks_ = ticks();
+    header_->start_unix_ns = unix_ns();
+    refresh_header();
+    populate(reserved_);
+    thread_ = std::thread([this] { run(); });
+  } catch (...) {
+    if (header_ != nullptr) ::munmap(header_, mapped_bytes_);
     ::close(descriptor_);
     ::unlink(path.c_str());
-    throw std::system_error(error, std::generic_category(), path);
+    throw;
   }
-  std::memcpy(header_->magic, kMagic, sizeof(kMagic));
-  header_->version = kFormatVersion;
-  header_->record_bytes = sizeof(Event);
-  header_->capacity = capacity_;
-  header_->pid = static_cast<std::uint64_t>(::getpid());
-  header_->start_ticks = start_ticks_ = ticks();
-  header_->start_unix_ns = unix_ns();
-  refresh_header();
-  populate(reserved_);
-  thread_ = std::thread([this] { run(); });
 }
 
 EventFile::~EventFile() {
@@ -106,7 +112,10 @@ bool EventFile::make_room() noexcept {
 bool EventFile::reserve(std::uint64_t events) noexcept {
   const std::uint64_t want = std::min(events, capacity_);
   if (want <= reserved_ || errno_ != 0) return false;
-  const int error = ::posix_fallocate(descriptor_, 0, static_cast<off_t>(bytes_for(want)));
+  // What is reserved already is left out: tmpfs walks over it page by page.
+  const std::uint64_t begin = reserved_ == 0 ? 0 : bytes_for(reserved_);
+  const int error = ::posix_fallocate(descriptor_, static_cast<off_t>(begin),
+                                      static_cast<off_t>(bytes_for(want) - begin));
   if (error != 0) {
     errno_ = error;
     return false;

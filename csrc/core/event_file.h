@@ -23,7 +23,8 @@ class alignas(64) EventFile {
  public:
   // Creates (or empties) `path` for at most `capacity` events and reserves the first chunk.
   // `housekeeping` runs about once a second on the file's own thread.
-  // Throws std::system_error where the file cannot be made or has no room for the first chunk.
+  // Throws std::system_error where the file cannot be made, is beyond what can be mapped or has no
+  // room for the first chunk.
   EventFile(const std::string& path, std::uint64_t capacity, std::function<void()> housekeeping);
   EventFile(const EventFile&) = delete;
   EventFile& operator=(const EventFile&) = delete;

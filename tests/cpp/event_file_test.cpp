@@ -123,6 +123,30 @@ TEST_F(EventFileTest, AFolderThatIsNotThereIsSaid) {
   EXPECT_THROW(EventFile(folder_ + "/missing/events.bin", 10, {}), std::system_error);
 }
 
+TEST_F(EventFileTest, MoreThanCanBeMappedIsSaidAndLeavesNoFile) {
+  for (const std::uint64_t capacity : {std::uint64_t{1} << 45U, std::uint64_t{1} << 59U}) {
+    EXPECT_THROW(EventFile(path(), capacity, {}), std::system_error);
+    EXPECT_FALSE(std::filesystem::exists(path()));
+  }
+}
+
+TEST_F(EventFileTest, AThreadThatCannotBeStartedIsSaidAndLeavesNothing) {
+  const auto descriptors = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
+  };
+  const auto before = descriptors();
+  pthread_attr_t usual;
+  pthread_attr_t huge;
+  ASSERT_EQ(pthread_getattr_default_np(&usual), 0);
+  ASSERT_EQ(pthread_getattr_default_np(&huge), 0);
+  ASSERT_EQ(pthread_attr_setstacksize(&huge, std::size_t{1} << 47U), 0);
+  ASSERT_EQ(pthread_setattr_default_np(&huge), 0);
+  EXPECT_THROW(EventFile(path(), 10, {}), std::system_error);
+  ASSERT_EQ(pthread_setattr_default_np(&usual), 0);
+  EXPECT_EQ(descriptors(), before);
+  EXPECT_FALSE(std::filesystem::exists(path()));
+}
+
 TEST_F(EventFileTest, ADeviceWithoutRoomIsSaidAndLeavesNoFile) {
   // A file that may not grow: the reservation is refused as on a full disk.
   const pid_t child = ::fork();
