@@ -9,7 +9,6 @@ import torch
 HAS_CUDA: bool  # built with the CUDA adaptor
 BUILTIN_CATEGORIES: list[str]  # by id; a program's own have the ids after these
 BUILTIN_PHASES: list[str]
-KEEP: None  # a tag's field that inherits from the enclosing tag
 
 # --- names: a name's id is its index in the list of its kind; asking again gives the same id ---
 def category_id(name: str) -> int: ...  # built-in names are known; others are added (at most 64 in all)

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include "bindings/callable.h"
+#include "core/names.h"
 
 namespace py = pybind11;
 
@@ -11,10 +12,11 @@ namespace opacus_memprof {
 
 namespace {
 
-// An id below `limit`; -1 with a Python error set.
-long to_id(PyObject* object, long limit, const char* what) {
+// The id of a name; -1 with a Python error set.
+long to_id(PyObject* object, Names::Kind kind, const char* what) {
   const long id = PyLong_AsLong(object);
   if (id == -1 && PyErr_Occurred() != nullptr) return -1;
+  const auto limit = static_cast<long>(names().size(kind));
   if (id >= 0 && id < limit) return id;
   PyErr_Format(PyExc_ValueError, "a %s id is below %ld; take it from %s_id()", what, limit, what);
   return -1;
@@ -36,23 +38,27 @@ PyObject* raise_current_exception() noexcept {
 }
 
 int to_tag(PyObject* object, void* tag) {
+  const Tag* given = nullptr;  // as pybind11 gives None
   try {
-    *static_cast<Tag*>(tag) = py::handle(object).cast<const Tag&>();
-    return 1;
+    given = py::handle(object).cast<const Tag*>();
   } catch (const py::cast_error&) {
+  }
+  if (given == nullptr) {
     PyErr_Format(PyExc_TypeError, "a Tag is expected, not '%s'", Py_TYPE(object)->tp_name);
     return 0;
   }
+  *static_cast<Tag*>(tag) = *given;
+  return 1;
 }
 
 int to_module(PyObject* object, void* module) {
-  const long id = to_id(object, kKeep16, "module");
+  const long id = to_id(object, Names::Kind::module, "module");
   if (id >= 0) *static_cast<std::uint16_t*>(module) = static_cast<std::uint16_t>(id);
   return static_cast<int>(id >= 0);
 }
 
 int to_category(PyObject* object, void* category) {
-  const long id = to_id(object, kMaxCategories, "category");
+  const long id = to_id(object, Names::Kind::category, "category");
   if (id >= 0) *static_cast<std::uint8_t*>(category) = static_cast<std::uint8_t>(id);
   return static_cast<int>(id >= 0);
 }

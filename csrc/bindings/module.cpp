@@ -48,10 +48,18 @@ Id checked(std::optional<int> value, std::size_t limit, Id keep, const char* wha
 
 Tag make_tag(std::optional<int> category, std::optional<int> phase, std::optional<int> module,
              std::optional<int> op) {
-  return {.category = checked(category, kMaxCategories, kKeep8, "category"),
+  return {.category = checked(category, names().size(Kind::category), kKeep8, "category"),
           .phase = checked(phase, kPhases, kKeep8, "phase"),
-          .module = checked(module, kKeep16, kKeep16, "module"),
-          .op = checked(op, kKeep16, kKeep16, "op")};
+          .module = checked(module, names().size(Kind::module), kKeep16, "module"),
+          .op = checked(op, names().size(Kind::op), kKeep16, "op")};
+}
+
+std::uint8_t category(int id) {
+  return checked(id, names().size(Kind::category), kKeep8, "category");
+}
+
+std::uint16_t module_or_keep(std::optional<int> id) {
+  return checked(id, names().size(Kind::module), kKeep16, "module");
 }
 
 // Ids are the process' own, so a pickled tag carries names.
@@ -78,12 +86,12 @@ Tag tag_from_pickle(const py::tuple& state) {
   return tag;
 }
 
-std::uint64_t retag(const py::object& tensors, std::uint8_t category,
-                    std::optional<std::uint16_t> module, std::uint64_t expected) {
+std::uint64_t retag(const py::object& tensors, std::uint8_t category, std::uint16_t module,
+                    std::uint64_t expected) {
   std::vector<py::object> owned;
   std::uint64_t bytes = 0;
   for (PyObject* tensor : tensors_of(tensors, owned)) {
-    bytes += retag_tensor(tensor, category, module.value_or(kKeep16), expected);
+    bytes += retag_tensor(tensor, category, module, expected);
   }
   return bytes;
 }
@@ -134,7 +142,6 @@ void bind_tags(py::module_& m) {
           },
           py::arg("function"), py::arg("module_of") = py::none())
       .def(py::pickle(&tag_to_pickle, &tag_from_pickle));
-  m.attr("KEEP") = py::none();
   m.def("set_phase", [](int phase) {
     const Phase before = this_thread().phase();
     recorder().set_phase(static_cast<Phase>(checked<std::uint8_t>(phase, kPhases, 0, "phase")));
@@ -151,22 +158,22 @@ void bind_tags(py::module_& m) {
 void bind_blocks(py::module_& m) {
   m.def(
       "retag",
-      [](const py::object& tensors, std::uint8_t category, std::optional<std::uint16_t> module) {
-        return retag(tensors, category, module, Recorder::kAnyCategory);
+      [](const py::object& tensors, int id, std::optional<int> module) {
+        return retag(tensors, category(id), module_or_keep(module), Recorder::kAnyCategory);
       },
       py::arg("tensors"), py::arg("category"), py::arg("module") = py::none());
   m.def(
       "retag_if",
-      [](const py::object& tensors, const std::vector<std::uint8_t>& expected,
-         std::uint8_t category, std::optional<std::uint16_t> module) {
+      [](const py::object& tensors, const std::vector<int>& expected, int id,
+         std::optional<int> module) {
         std::uint64_t set = 0;
-        for (const std::uint8_t id : expected) set |= std::uint64_t{1} << (id % kMaxCategories);
-        return retag(tensors, category, module, set);
+        for (const int one : expected) set |= std::uint64_t{1} << category(one);
+        return retag(tensors, category(id), module_or_keep(module), set);
       },
       py::arg("tensors"), py::arg("expected"), py::arg("category"), py::arg("module") = py::none());
-  m.def("capture", [](std::uint16_t module, const py::object& tensors) {
+  m.def("capture", [](int module, const py::object& tensors) {
     std::vector<py::object> owned;
-    capture_tensors(module, tensors_of(tensors, owned));
+    capture_tensors(module_or_keep(module), tensors_of(tensors, owned));
   });
   m.def("release", &release_captures);
   m.def(
@@ -188,31 +195,32 @@ void bind_blocks(py::module_& m) {
 }
 
 void bind_owners(py::module_& m) {
-  m.def("set_owner", [](const py::object& parameter, std::uint16_t module) {
-    set_owner(parameter.ptr(), module);
+  m.def("set_owner", [](const py::object& parameter, int module) {
+    set_owner(parameter.ptr(), module_or_keep(module));
   });
   m.def("forget_owner", &forget_owner);
   m.def("owner_of", [](const py::object& parameter) { return owner_of(parameter.ptr()); });
-  m.def("follow_gradient", [](const py::object& parameter, std::uint16_t module) {
-    follow_gradient(parameter.ptr(), module);
+  m.def("follow_gradient", [](const py::object& parameter, int module) {
+    follow_gradient(parameter.ptr(), module_or_keep(module));
   });
   m.def("unfollow_gradient",
         [](const py::object& parameter) { unfollow_gradient(parameter.ptr()); });
   m.def("gradient_hooks_lost", &gradient_hooks_lost);
-  m.def("retag_gradients", [](const py::iterable& parameters, std::uint8_t category) {
+  m.def("retag_gradients", [](const py::iterable& parameters, int id) {
+    const std::uint8_t of = category(id);
     std::uint64_t bytes = 0;
     for (const py::handle parameter : parameters) {
-      bytes += retag_gradient(parameter.ptr(), category, owner_of(parameter.ptr()));
+      bytes += retag_gradient(parameter.ptr(), of, owner_of(parameter.ptr()));
     }
     return bytes;
   });
-  m.def("retag_attribute", [](const py::iterable& parameters, const py::str& name,
-                              std::uint8_t category) {
+  m.def("retag_attribute", [](const py::iterable& parameters, const py::str& name, int id) {
+    const std::uint8_t of = category(id);
     std::uint64_t bytes = 0;
     for (const py::handle parameter : parameters) {
       PyObject* held = own_attribute(parameter.ptr(), name.ptr());
       if (held == nullptr) continue;
-      bytes += retag_tensor(held, category, owner_of(parameter.ptr()), Recorder::kAnyCategory);
+      bytes += retag_tensor(held, of, owner_of(parameter.ptr()), Recorder::kAnyCategory);
     }
     return bytes;
   });

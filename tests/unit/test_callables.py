@@ -74,6 +74,51 @@ def test_an_argument_that_is_no_callable_is_refused(name: str) -> None:
         MAKERS[name](7)
 
 
+@pytest.mark.parametrize("wrong", [None, 7])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda wrong: _native.CaptureBackprops(print, 0, wrong, TAG),
+        lambda wrong: _native.CaptureBackprops(print, 0, TAG, wrong),
+        lambda wrong: _native.ParameterFunction(print, wrong, "grad_sample", SAMPLES, None),
+        lambda wrong: _native.Sampler(print, wrong, SAMPLES, None),
+    ],
+)
+def test_an_argument_that_is_no_tag_is_refused(make: Callable[[Any], Any], wrong: Any) -> None:
+    with pytest.raises(TypeError, match=f"a Tag is expected, not '{type(wrong).__name__}'"):
+        make(wrong)
+
+
+TENSOR = torch.zeros(3)
+
+
+@pytest.mark.parametrize("number", [-1, 200, 60000])  # none is an id that a name has
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda number: _native.CaptureActivations(print, number, print),
+        lambda number: _native.CaptureBackprops(print, number, TAG, TAG),
+        lambda number: _native.ParameterFunction(print, TAG, "grad_sample", number, None),
+        lambda number: _native.Sampler(print, TAG, number, None),
+        lambda number: _native.Tag(category=number),
+        lambda number: _native.Tag(module=number),
+        lambda number: _native.Tag(op=number),
+        lambda number: _native.capture(number, [TENSOR]),
+        lambda number: _native.follow_gradient(nn.Parameter(TENSOR), number),
+        lambda number: _native.retag(TENSOR, number),
+        lambda number: _native.retag(TENSOR, SAMPLES, number),
+        lambda number: _native.retag_attribute([TENSOR], "grad", number),
+        lambda number: _native.retag_gradients([TENSOR], number),
+        lambda number: _native.retag_if(TENSOR, [number], SAMPLES),
+        lambda number: _native.retag_if(TENSOR, [SAMPLES], number),
+        lambda number: _native.set_owner(TENSOR, number),
+    ],
+)
+def test_an_id_of_no_name_is_refused(call: Callable[[int], Any], number: int) -> None:
+    with pytest.raises(ValueError, match=r"\bid\b"):
+        call(number)
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_cycle_through_it_is_collected(name: str) -> None:
     class Function:
