@@ -2,6 +2,7 @@
 // The part of a profile directory that is written while training runs: events.bin and meta.json.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -33,7 +34,7 @@ class ProfileDirectory {
   std::string directory_;
   std::string info_;
   std::mutex mutex_;  // one writer of meta.json at a time
-  std::uint64_t written_version_ = 0;
+  std::atomic<std::uint64_t> written_version_{0};
 };
 
 // The one that is being written, if any.
