@@ -139,11 +139,11 @@ class CpuAdaptor final : public Adaptor {
           "the CPU allocator is not the one that was wrapped first; start a new process to profile "
           "with the new one");
     }
-    c10::SetAllocator(c10::DeviceType::CPU, &allocator_, kPriority);
+    make_current(&allocator_);
   }
 
   void uninstall() override {
-    if (installed()) c10::SetAllocator(c10::DeviceType::CPU, upstream, kPriority);
+    if (installed()) make_current(upstream);
   }
 
   [[nodiscard]] bool installed() const override {
@@ -166,7 +166,13 @@ class CpuAdaptor final : public Adaptor {
   void note_peak(Device /*device*/) noexcept override {}
 
  private:
-  static constexpr std::uint8_t kPriority = 100;  // above torch's own registrations
+  // At the lowest priority that c10 accepts, since it ignores whoever comes later with a lower one:
+  // that is the one of the allocator now, which c10 does not tell.
+  static void make_current(c10::Allocator* allocator) {
+    for (int priority = 0; c10::GetAllocator(c10::DeviceType::CPU) != allocator; ++priority) {
+      c10::SetAllocator(c10::DeviceType::CPU, allocator, static_cast<std::uint8_t>(priority));
+    }
+  }
 
   CpuAllocator allocator_;
 };

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU's allocator in torch's place, and out of it again."""
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from opacus_memprof import _native
+
+C10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+CPU = ctypes.c_int8(0)
+
+
+def current() -> int:
+    get = C10._ZN3c1012GetAllocatorERKNS_10DeviceTypeE
+    get.restype = ctypes.c_void_p
+    return int(get(ctypes.byref(CPU)))
+
+
+def replace(allocator: int) -> None:
+    """As a library does that brings an allocator of its own: at c10's default priority."""
+    C10._ZN3c1012SetAllocatorENS_10DeviceTypeEPNS_9AllocatorEh(CPU, ctypes.c_void_p(allocator), ctypes.c_uint8(0))
+
+
+def test_another_allocator_may_come_later() -> None:
+    torchs = current()
+    make = C10._ZN3c1028GetDefaultMobileCPUAllocatorEv
+    make.restype = ctypes.c_void_p
+    others = int(make())
+    _native.cpu_install()
+    ours = current()
+    assert ours != torchs
+    try:
+        replace(others)
+        assert current() == others
+        replace(ours)
+        _native.cpu_uninstall()
+        assert current() == torchs
+        replace(others)
+        assert current() == others
+    finally:
+        replace(torchs)
