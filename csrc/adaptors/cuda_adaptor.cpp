@@ -4,6 +4,7 @@
 
 #include <shared_mutex>
 #include <stdexcept>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "adaptors/cuda_allocator.h"
@@ -121,13 +122,14 @@ class CudaAdaptor final : public Adaptor {
   std::int64_t refresh(c10::DeviceIndex device) {
     std::int64_t pending = 0;
     std::unordered_set<std::uint64_t> alive;
-    for_each_block([&](std::uint64_t address, const auto& block, c10::DeviceIndex owner) {
-      if (owner != device) return;
-      if (block.allocated) alive.insert(address);
-      if (block.active && !block.allocated) {
-        pending += static_cast<std::int64_t>(block.requested_size);
-      }
-    });
+    for_each_block(*allocator_->upstream(),
+                   [&](std::uint64_t address, const auto& block, c10::DeviceIndex owner) {
+                     if (owner != device) return;
+                     if (block.allocated) alive.insert(address);
+                     if (block.active && !block.allocated) {
+                       pending += static_cast<std::int64_t>(block.requested_size);
+                     }
+                   });
     for (const std::uint64_t address : recorder().seeded(static_cast<Device>(1 + device))) {
       if (alive.contains(address)) continue;
       note_peak_ended_by_free(recorder().on_free(address, this_thread().phase()));
@@ -136,34 +138,34 @@ class CudaAdaptor final : public Adaptor {
   }
 
  private:
-  template <typename Function>
-  void for_each_block(Function function) {
-    for (const auto& segment : allocator_->upstream()->snapshot({0, 0}, false).segments) {
-      std::uint64_t address = segment.address;
-      for (const auto& block : segment.blocks) {
-        function(address, block, segment.device);
-        address += block.size;
-      }
-    }
-  }
-
-  // Tensors from before have the native deleter: their frees go past us (refresh notices). What was
-  // seeded at an earlier install may be gone since, and its address somebody else's.
+  // Tensors from before have the native deleter: their frees go past us (refresh notices). What the
+  // ledger holds of an earlier install may be gone since, and its address somebody else's.
   void seed() {
     if (!allocator_->upstream()->initialized()) return;
-    for (const Block& block : recorder().live_blocks()) {
-      if (block.seeded && block.device != 0) recorder().on_free(block.address, Phase::idle);
-    }
+    struct Found {
+      std::uint64_t bytes;
+      c10::DeviceIndex device;
+    };
+    std::unordered_map<std::uint64_t, Found> alive;
     try {
-      for_each_block([](std::uint64_t address, const auto& block, c10::DeviceIndex device) {
-        if (block.allocated) {
-          recorder().seed(address, block.requested_size, static_cast<Device>(1 + device), 0);
-        }
-      });
-      name_seeded_workspaces();
+      for_each_block(*allocator_->upstream(),
+                     [&](std::uint64_t address, const auto& block, c10::DeviceIndex device) {
+                       if (block.allocated) alive.insert({address, {block.requested_size, device}});
+                     });
     } catch (const c10::Error&) {
       // An upstream without snapshots: blocks from before stay unknown and show as a remainder.
+      return;
     }
+    for (const Block& block : recorder().live_blocks()) {
+      if (block.device == 0) continue;
+      const auto found = alive.find(block.address);
+      const bool same = found != alive.end() && found->second.bytes == block.size();
+      if (block.seeded || !same) recorder().on_free(block.address, Phase::idle);
+    }
+    for (const auto& [address, found] : alive) {
+      recorder().seed(address, found.bytes, static_cast<Device>(1 + found.device), 0);
+    }
+    name_seeded_workspaces();
   }
 
   CudaAllocator* allocator_ = nullptr;

@@ -3,6 +3,8 @@
 
 #include <c10/cuda/CUDAFunctions.h>
 
+#include <unordered_map>
+
 #include "adaptors/cuda_adaptor.h"
 #include "adaptors/cuda_call_site.h"
 #include "adaptors/cuda_failure.h"
@@ -58,20 +60,6 @@ auto or_report_oom(cca::CUDAAllocator* upstream, std::size_t size, Allocate allo
                is_library_workspace(return_address));
 }
 
-// Bytes asked for, for blocks that upstream made alive again by itself.
-std::size_t requested_size(cca::CUDAAllocator* upstream, const void* pointer) {
-  const auto wanted = reinterpret_cast<std::size_t>(pointer);
-  for (const auto& segment : upstream->snapshot({0, 0}, false).segments) {
-    std::size_t address = segment.address;
-    if (wanted < address || wanted >= address + segment.total_size) continue;
-    for (const auto& block : segment.blocks) {
-      if (address == wanted) return block.requested_size;
-      address += block.size;
-    }
-  }
-  return 0;
-}
-
 }  // namespace
 
 CudaAllocator::CudaAllocator(cca::CUDAAllocator* upstream) : upstream_(upstream) {
@@ -79,6 +67,8 @@ CudaAllocator::CudaAllocator(cca::CUDAAllocator* upstream) : upstream_(upstream)
 }
 
 c10::DataPtr CudaAllocator::allocate(size_t size) {
+  if (retired()) [[unlikely]]
+    return upstream_->allocate(size);
   recorder().prefetch();
   c10::DataPtr data = or_report_oom(upstream_, size, [&] { return upstream_->allocate(size); });
   remember(data, size, __builtin_return_address(0));
@@ -141,8 +131,14 @@ cca::CheckpointDelta CudaAllocator::setCheckpointPoolState(
     c10::DeviceIndex device, std::shared_ptr<cca::AllocatorState> state) {
   cca::CheckpointDelta delta = upstream_->setCheckpointPoolState(device, std::move(state));
   for (void* pointer : delta.ptrs_freed) forget(pointer);
+  if (delta.dataptrs_allocd.empty()) return delta;
+  // Upstream made these blocks alive again by itself: it alone knows the bytes that were asked for.
+  std::unordered_map<std::uint64_t, std::size_t> requested;
+  for_each_block(*upstream_, [&](std::uint64_t address, const auto& block, c10::DeviceIndex) {
+    if (block.allocated) requested[address] = block.requested_size;
+  });
   for (c10::DataPtr& data : delta.dataptrs_allocd) {
-    remember(data, requested_size(upstream_, data.get()), __builtin_return_address(0));
+    remember(data, requested[address_of(data.get())], __builtin_return_address(0));
   }
   return delta;
 }

@@ -9,6 +9,7 @@
 
 #include <c10/cuda/CUDACachingAllocator.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <unordered_set>
@@ -178,5 +179,17 @@ class CudaAllocator final : public cca::CUDAAllocator {
  private:
   cca::CUDAAllocator* upstream_;
 };
+
+// Calls function(address, block, device) for every block of the allocator's, free ones too.
+template <typename Function>
+void for_each_block(cca::CUDAAllocator& allocator, Function function) {
+  for (const auto& segment : allocator.snapshot({0, 0}, false).segments) {
+    std::uint64_t address = segment.address;
+    for (const auto& block : segment.blocks) {
+      function(address, block, segment.device);
+      address += block.size;
+    }
+  }
+}
 
 }  // namespace opacus_memprof
