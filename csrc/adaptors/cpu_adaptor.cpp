@@ -96,7 +96,9 @@ void free_adopted(void* pointer) {
 class CpuAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t size) override {
-    if (!recorder().records()) return upstream->allocate(size);
+    // Uninstalled, but a storage asks the allocator that it was made by when it is resized.
+    const bool retired = c10::GetAllocator(c10::DeviceType::CPU) == upstream;
+    if (retired || !recorder().records()) return upstream->allocate(size);
     c10::DataPtr data;
     try {
       refuse_beyond_limit(size);

@@ -78,7 +78,7 @@ c10::DataPtr CudaAllocator::allocate(size_t size) {
 #ifdef OPACUS_MEMPROF_HAS_allocateWithAddress
 c10::DataPtr CudaAllocator::allocateWithAddress(size_t size, void* address) {
   c10::DataPtr data = upstream_->allocateWithAddress(size, address);
-  remember(data, size, __builtin_return_address(0));
+  if (!retired()) remember(data, size, __builtin_return_address(0));
   return data;
 }
 #endif

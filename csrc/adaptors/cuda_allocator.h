@@ -9,6 +9,7 @@
 
 #include <c10/cuda/CUDACachingAllocator.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -177,6 +178,12 @@ class CudaAllocator final : public cca::CUDAAllocator {
 #endif
 
  private:
+  // torch has its own allocator back, but storages keep the one they were made by, and ask it when
+  // they are resized: what they get then must not be ours, since nobody undoes our deleter.
+  [[nodiscard]] bool retired() const noexcept {
+    return cca::allocator.load(std::memory_order_relaxed) == upstream_;
+  }
+
   cca::CUDAAllocator* upstream_;
 };
 

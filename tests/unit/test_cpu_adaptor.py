@@ -41,3 +41,19 @@ def test_another_allocator_may_come_later() -> None:
         assert current() == others
     finally:
         replace(torchs)
+
+
+def test_a_storage_that_kept_our_allocator_gets_torchs_blocks_once_it_is_out() -> None:
+    """FSDP1 resizes the storage of its flat parameter at every step."""
+    _native.cpu_install()
+    flat = torch.empty(1000)
+    flat.untyped_storage().resize_(0)
+    _native.cpu_uninstall()
+    flat.untyped_storage().resize_(4000)
+    addresses = {block["address"] for block in _native.live_blocks()}
+    assert flat.data_ptr() not in addresses
+    _native.cpu_install()
+    flat.untyped_storage().resize_(0)
+    flat.untyped_storage().resize_(4000)
+    assert flat.data_ptr() in {block["address"] for block in _native.live_blocks()}
+    _native.cpu_uninstall()
