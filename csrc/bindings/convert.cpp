@@ -22,45 +22,38 @@ py::dict categories_to_python(const CategoryBytes& bytes) {
   return result;
 }
 
-}  // namespace
-
-std::string device_name(Device device) {
-  return device == 0 ? "cpu" : "cuda:" + std::to_string(device - 1);
-}
-
-py::dict to_python(const Recorder::State& state) {
+void add_state(py::dict& result, const Recorder::State& state) {
   py::dict devices;
   for (const auto& device : state.devices) {
     py::dict entry;
     entry["requested_bytes"] = device.requested;
-    entry["peak_bytes"] = device.highest;
-    entry["phase"] = kPhaseNames[device.phase];
     entry["categories"] = categories_to_python(device.categories);
     devices[py::str(device_name(device.device))] = entry;
   }
-  py::dict result;
   result["unix_ns"] = state.unix_ns;
   result["step"] = state.step;
   result["logical_step"] = state.logical_step;
   result["devices"] = devices;
+}
+
+}  // namespace
+
+py::dict to_python(const Recorder::State& state) {
+  py::dict result;
+  add_state(result, state);
+  for (const auto& device : state.devices) {
+    const py::object entry = result["devices"][py::str(device_name(device.device))];
+    entry["peak_bytes"] = device.highest;
+    entry["phase"] = kPhaseNames[device.phase];
+  }
   return result;
 }
 
 py::dict to_python(const Recorder::Snapshot& snapshot, const std::string& name) {
-  py::dict devices;
-  for (const auto& state : snapshot.devices) {
-    py::dict entry;
-    entry["requested_bytes"] = state.requested;
-    entry["categories"] = categories_to_python(state.categories);
-    devices[py::str(device_name(state.device))] = entry;
-  }
   py::dict result;
   result["index"] = snapshot.index;
   result["name"] = name;
-  result["unix_ns"] = snapshot.unix_ns;
-  result["step"] = snapshot.step;
-  result["logical_step"] = snapshot.logical_step;
-  result["devices"] = devices;
+  add_state(result, snapshot);
   return result;
 }
 
@@ -154,18 +147,6 @@ py::list to_python(const std::vector<Failure>& failures) {
     entry["upstream"] = upstream;
     result.append(entry);
   }
-  return result;
-}
-
-py::dict names_to_python() {
-  const Names& all = names();
-  py::dict result;
-  result["categories"] = all.list(Names::Kind::category);
-  result["phases"] = std::vector<std::string>(kPhaseNames.begin(), kPhaseNames.end());
-  result["modules"] = all.list(Names::Kind::module);
-  result["ops"] = all.list(Names::Kind::op);
-  result["threads"] = all.list(Names::Kind::thread);
-  result["streams"] = all.list(Names::Kind::stream);
   return result;
 }
 

@@ -11,13 +11,11 @@
 
 namespace opacus_memprof {
 
-std::string device_name(Device device);
 pybind11::dict to_python(const Recorder::State& state);
 pybind11::dict to_python(const Recorder::Snapshot& snapshot, const std::string& name);
 pybind11::dict to_python(const std::vector<Recorder::DevicePeak>& peaks);
 pybind11::list to_python(const std::vector<Block>& blocks);
 pybind11::list to_python(const std::vector<Failure>& failures);
-pybind11::dict names_to_python();
 
 // The argument as a list: one tensor, or any iterable of them.
 std::vector<PyObject*> tensors_of(const pybind11::object& tensors,

@@ -119,7 +119,7 @@ void bind_names(py::module_& m) {
   m.def("module_id", [](const std::string& name) { return names().intern(Kind::module, name); });
   m.def("op_id", [](const std::string& name) { return names().intern(Kind::op, name); });
   m.def("phase_id", &phase_id);
-  m.def("names", &names_to_python);
+  m.def("names", &all_names);
 }
 
 void bind_tags(py::module_& m) {

@@ -20,21 +20,6 @@ namespace {
 
 using nlohmann::json;
 
-json names_object() {
-  const Names& all = names();
-  json devices = json::array({"cpu"});
-  for (std::size_t device = 1; device < kMaxDevices; ++device) {
-    devices.push_back("cuda:" + std::to_string(device - 1));
-  }
-  return {{"categories", all.list(Names::Kind::category)},
-          {"phases", kPhaseNames},
-          {"modules", all.list(Names::Kind::module)},
-          {"ops", all.list(Names::Kind::op)},
-          {"threads", all.list(Names::Kind::thread)},
-          {"streams", all.list(Names::Kind::stream)},
-          {"devices", devices}};
-}
-
 [[noreturn]] void throw_errno(const std::string& what) {
   throw std::system_error(errno, std::generic_category(), what);
 }
@@ -53,7 +38,20 @@ void replace_file(const std::string& path, const std::string& content) {
 
 }  // namespace
 
-std::string names_as_json() { return names_object().dump(); }
+std::map<std::string, std::vector<std::string>> all_names() {
+  const Names& all = names();
+  std::vector<std::string> devices;
+  for (std::size_t id = 0; id < kMaxDevices; ++id) {
+    devices.push_back(device_name(static_cast<Device>(id)));
+  }
+  return {{"categories", all.list(Names::Kind::category)},
+          {"phases", {kPhaseNames.begin(), kPhaseNames.end()}},
+          {"modules", all.list(Names::Kind::module)},
+          {"ops", all.list(Names::Kind::op)},
+          {"threads", all.list(Names::Kind::thread)},
+          {"streams", all.list(Names::Kind::stream)},
+          {"devices", devices}};
+}
 
 ProfileDirectory::ProfileDirectory(std::string directory, std::uint64_t max_events,
                                    const std::string& info_json)
@@ -83,7 +81,7 @@ void ProfileDirectory::write_meta() {
   meta["pid"] = ::getpid();
   meta["clock"] = {{"unix_ns", unix_ns()},
                    {"unit", "ticks; events.bin's header converts them to nanoseconds"}};
-  meta["names"] = names_object();
+  meta["names"] = all_names();
   replace_file(directory_ + "/meta.json", meta.dump(1));
   written_version_ = version;
 }

@@ -4,16 +4,18 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "core/recorder.h"
 
 namespace opacus_memprof {
 
-// The JSON of all interned names: {"categories": [...], "phases": [...], ...}.
-std::string names_as_json();
+// All names by kind, each at its id: {"categories": [...], "phases": [...], ...}.
+std::map<std::string, std::vector<std::string>> all_names();
 
 class ProfileDirectory {
  public:

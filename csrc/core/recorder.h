@@ -27,6 +27,10 @@ namespace opacus_memprof {
 using Device = std::uint8_t;  // 0 is the CPU, 1 + i is cuda:i
 inline constexpr std::size_t kMaxDevices = 65;
 
+inline std::string device_name(Device device) {
+  return device == 0 ? "cpu" : "cuda:" + std::to_string(device - 1);
+}
+
 // A block as a capture remembers it.
 struct BlockId {
   std::uint64_t address = 0;
