@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from opacus_memprof.hooks import (
     capture,
+    compiling,
     distributed,
     functions,
     ghost,
@@ -38,6 +39,7 @@ def _patch_opacus(attachment: Attachment) -> None:
     functions.wrap_functions(attachment)
     ghost.wrap_two_passes(attachment)
     inputs.follow_batches(attachment)
+    compiling.follow_compile(attachment)
 
 
 def _patch_flash_clip(attachment: Attachment) -> None:

@@ -14,7 +14,7 @@ from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 
 from opacus_memprof import _native
-from opacus_memprof.hooks import observe, shapes
+from opacus_memprof.hooks import compiling, observe, shapes
 from opacus_memprof.hooks.attach import Attachment
 from opacus_memprof.hooks.distributed import DDP_WRAPPERS
 from opacus_memprof.hooks.inputs import tag_inputs
@@ -52,11 +52,6 @@ def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def compiled(module: nn.Module) -> bool:
-    """torch.compile traces what is inside: hooks there would break its graphs."""
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
-
-
 class EnterModel:
     """The outermost module's forward pre-hook: a batch comes in."""
 
@@ -68,6 +63,8 @@ class EnterModel:
         self._sample: tuple[weakref.ref[nn.Module], str] | None = None  # where a parameter is
 
     def __call__(self, root: nn.Module, args: Any, kwargs: Any) -> None:
+        if compiling.hooks_idle():
+            return
         if self._moved(root):
             tag_residents(root)
         if (lost := _native.gradient_hooks_lost()) != self._lost:
@@ -106,6 +103,8 @@ class LeaveModel:
         self._enter = enter
 
     def __call__(self, root: nn.Module, args: Any, output: Any) -> None:
+        if compiling.hooks_idle():
+            return
         _native.settle(outputs=tensors_in(output))
         if output is not None:  # else torch may be going over the hooks right now, and none may be removed
             shapes.forward_ends()
@@ -175,18 +174,18 @@ def hook_modules(attachment: Attachment, root: nn.Module) -> None:
     skipped: set[nn.Module] = set()
     scoped: list[tuple[str, nn.Module]] = []
     for name, module in named_modules(root):
-        if module in skipped or compiled(module) or isinstance(module, nn.DataParallel):
+        if module in skipped or compiling.compiled(module) or isinstance(module, nn.DataParallel):
             skipped.update(module.children())
         else:
             scoped.append((name, module))
             _scope_forward(attachment, module, _native.module_id(name))
     shapes.watch(attachment, scoped)
     enter = EnterModel()
-    for handle in (
-        root.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-        root.register_forward_hook(LeaveModel(enter), always_call=True),
-    ):
-        attachment.on_detach(handle.remove)
+    leave = LeaveModel(enter)
+    compiling.follow(attachment, root, (enter, leave))
+    if not compiling.is_result(root):
+        attachment.on_detach(root.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove)
+        attachment.on_detach(root.register_forward_hook(leave, always_call=True).remove)
 
 
 def _scope_forward(attachment: Attachment, module: nn.Module, module_id: int) -> None:
@@ -201,20 +200,12 @@ def _scope_forward(attachment: Attachment, module: nn.Module, module_id: int) ->
             return  # a container without one, or torch.jit's
         scoped = _native.ScopedForward(method, reference, module_id, True)
     module.__dict__["forward"] = scoped
-    mine = weakref.ref(scoped)
-    del scoped, before, module
+    attachment.on_detach(partial(_unscope, reference))
 
-    def restore() -> None:
-        alive, ours = reference(), mine()
-        current: object = None if alive is None else alive.__dict__.get("forward")
-        if alive is None or ours is None or current is not ours:
-            return  # gone, or somebody patched on top, and their patch needs ours
-        if ours.bound_by_class:
-            del alive.__dict__["forward"]
-        else:
-            alive.__dict__["forward"] = ours.__wrapped__
 
-    attachment.on_detach(restore)
+def _unscope(reference: "weakref.ref[nn.Module]") -> None:
+    if (module := reference()) is not None:
+        compiling.unscope(module)
 
 
 # Pickled and deep-copied models carry these hooks along. There they become a function of the standard library that

@@ -145,6 +145,11 @@ def watch(attachment: Attachment, named: Sequence[tuple[str, nn.Module]]) -> Non
     attachment.on_detach(_watched.clear)
 
 
+def unwatch(gone: set[nn.Module]) -> None:
+    """Forward passes of these modules are looked at no more: they are compiled."""
+    _watched[:] = [(name, reference) for name, reference in _watched if reference() not in gone]
+
+
 def batch_comes(batch: Sequence[Tensor]) -> None:
     """A forward pass of the outermost model begins."""
     global _largest
@@ -176,6 +181,8 @@ class _Look:
         self._name = name
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         taken = [tensor for tensor in inputs if isinstance(tensor, Tensor) and tensor.dim()]
         if not taken or not isinstance(output, Tensor) or not output.numel():
             return

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.compile of attached models. What it traces must be the program's own code, or its graphs would break: scoped
+forwards are taken out of it, and what a model's hooks do is done around the compiled call."""
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from opacus_memprof import _native
+from opacus_memprof.hooks import shapes
+from opacus_memprof.hooks.attach import Attachment
+from opacus_memprof.hooks.vocabulary import FORWARD
+
+Hooks = tuple[Callable[[nn.Module, Any, Any], None], Callable[[nn.Module, Any, Any], None]]  # the model's own two
+
+_followed: "weakref.WeakKeyDictionary[nn.Module, tuple[Attachment, Hooks]]" = weakref.WeakKeyDictionary()
+_results: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]]" = weakref.WeakKeyDictionary()
+# Compiling may run a backward pass, after which nobody would say that this forward goes on.
+_FORWARD = _native.Tag(phase=FORWARD)
+_INSIDE_HOOKS = ("forward", "_call_impl")  # a module's methods, which its hooks stand around, or nn.Module.compile's
+_running = 0  # compiled calls of followed models that have not returned
+
+
+def compiled(module: nn.Module) -> bool:
+    """torch.compile traces what is inside: hooks there would break its graphs."""
+    return (
+        is_result(module)
+        or module._compiled_call_impl is not None
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+        or bool(_results.get(module))
+    )
+
+
+def is_result(module: nn.Module) -> bool:
+    """Whether it is what torch.compile returns for a module."""
+    return "_orig_mod" in module._modules
+
+
+def hooks_idle() -> bool:
+    """A model's hooks are being traced, or run inside of a compiled call around which their work is done."""
+    return torch.compiler.is_compiling() or _running > 0
+
+
+def follow(attachment: Attachment, root: nn.Module, hooks: Hooks) -> None:
+    """Calls `hooks` around the compiled calls of `root`, those there are and those to come."""
+    _followed[root] = attachment, hooks
+    attachment.on_detach(functools.partial(_forget, weakref.ref(root)))
+    if root._compiled_call_impl is not None:
+        _stand_in(attachment, root, "_compiled_call_impl", root)
+    for result in (root,) if is_result(root) else _results.get(root, ()):
+        _stand_in(attachment, result, "forward", root)
+
+
+def _forget(reference: "weakref.ref[nn.Module]") -> None:
+    if (root := reference()) is not None:
+        _followed.pop(root, None)
+
+
+def follow_compile(attachment: Attachment) -> None:
+    """On torch, where nn.Module.compile looks it up too; whoever has imported `compile` by its name gets more graphs,
+    and the same results."""
+    attachment.replace_attribute(torch, "compile", _compiling(torch.compile))
+    attachment.replace_attribute(nn.Module, "compile", _compiling_in_place(nn.Module.compile))
+
+
+def _compiling(compile: Any) -> Any:
+    @functools.wraps(compile)
+    def wrapper(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        while isinstance(model, _native.ScopedForward):  # somebody's `torch.compile(model.forward)`
+            model = model.__wrapped__
+        seen = _modules_seen_by(model)
+        for module in seen:
+            _take_out(module)
+        result = compile(model, *args, **kwargs)
+        root = next((inside for module in seen for inside in module.modules() if inside in _followed), None)
+        if isinstance(model, nn.Module) and isinstance(result, nn.Module) and result is not model:
+            _results.setdefault(model, weakref.WeakSet()).add(result)
+            if root is not None:
+                _results.setdefault(root, weakref.WeakSet()).add(result)
+                _stand_in(_followed[root][0], result, "forward", root)
+        elif root is not None and getattr(model, "__name__", "") not in _INSIDE_HOOKS:
+            result = _calling_hooks(result, weakref.ref(root), contextlib.nullcontext())  # it may train
+        return result
+
+    return wrapper
+
+
+def _compiling_in_place(compile: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(compile)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        compile(self, *args, **kwargs)
+        if self in _followed:
+            _stand_in(_followed[self][0], self, "_compiled_call_impl", self)
+
+    return wrapper
+
+
+def _modules_seen_by(target: Any) -> list[nn.Module]:
+    """A module, its method, or a function or method that has modules in its closure, globals or object: what it gets
+    as an argument shows only when it runs."""
+    owner = getattr(target, "__self__", None)
+    seen = [target, owner, *getattr(owner, "__dict__", {}).values()]
+    with contextlib.suppress(TypeError, ValueError):  # no function; one in whose closure something is still missing
+        outside = inspect.getclosurevars(target)
+        seen += [*outside.nonlocals.values(), *outside.globals.values()]
+    return [thing for thing in seen if isinstance(thing, nn.Module)]
+
+
+def _take_out(module: nn.Module) -> None:
+    inside = set(module.modules())
+    for each in inside:
+        while isinstance(each.__dict__.get("forward"), _native.ScopedForward):  # of each model that it is a part of
+            unscope(each)
+    shapes.unwatch(inside)
+
+
+def unscope(module: nn.Module) -> None:
+    """Takes the scoped forward out, unless somebody has patched on top: their patch needs ours."""
+    scoped = module.__dict__.get("forward")
+    if not isinstance(scoped, _native.ScopedForward):
+        return
+    if scoped.bound_by_class:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = scoped.__wrapped__
+
+
+def _stand_in(attachment: Attachment, holder: nn.Module, name: str, root: nn.Module) -> None:
+    """Stands in for `holder`'s attribute, a compiled call of `root`."""
+    around = _calling_hooks(holder.__dict__[name], weakref.ref(root), _FORWARD)
+    holder.__dict__[name] = around
+    attachment.on_detach(functools.partial(_restore, weakref.ref(holder), name, weakref.ref(around)))
+
+
+def _restore(reference: "weakref.ref[nn.Module]", name: str, mine: "weakref.ref[Any]") -> None:
+    holder, around = reference(), mine()
+    current: Any = None if holder is None else holder.__dict__.get(name)
+    if holder is not None and around is not None and current is around:
+        holder.__dict__[name] = around.__wrapped__
+
+
+def _calling_hooks(
+    call: Callable[..., Any], reference: "weakref.ref[nn.Module]", tag: AbstractContextManager[Any]
+) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        global _running
+        root = reference()
+        if root is None or root not in _followed or hooks_idle():
+            return call(*args, **kwargs)
+        enter, leave = _followed[root][1]
+        enter(root, args, kwargs)
+        _running += 1
+        try:
+            with tag:
+                output = call(*args, **kwargs)
+        except BaseException:
+            output = None
+            raise
+        finally:
+            _running -= 1
+            leave(root, args, output)
+        return output
+
+    return wrapper
