@@ -35,7 +35,6 @@ _attached: "weakref.WeakKeyDictionary[Any, Attachment]" = weakref.WeakKeyDiction
 
 
 def _patch_opacus(attachment: Attachment) -> None:
-    samplers.wrap_samplers(attachment)
     functions.wrap_functions(attachment)
     ghost.wrap_two_passes(attachment)
     inputs.follow_batches(attachment)
@@ -49,6 +48,7 @@ def _patch_flash_clip(attachment: Attachment) -> None:
 
 
 _opacus = Shared(_patch_opacus)
+_samplers = Shared(samplers.wrap_samplers, repeat=True)  # a program may register its own at any time
 _flash_clip = Shared(_patch_flash_clip)
 _distributed = Shared(distributed.wrap_distributed)
 
@@ -77,6 +77,7 @@ def attach_model(model: nn.Module | AbstractGradSampleHooks) -> Attachment:
             optimizer.sampled_by_hand.add(model)
             attachment.on_detach(optimizer.sampled_by_hand.clear)
         _opacus.use(attachment)
+        _samplers.use(attachment)
         _distributed.use(attachment)
         if hasattr(model, "book"):
             _flash_clip.use(attachment)

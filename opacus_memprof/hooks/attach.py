@@ -76,16 +76,18 @@ class Attachment:
 
 
 class Shared:
-    """Patches of Opacus itself: made for the first attachment that needs them, undone after the last."""
+    """Patches of Opacus itself: made for the first attachment that needs them, undone after the last. With `repeat`
+    for each of them: what there is to patch may have grown."""
 
-    def __init__(self, patch: Callable[[Attachment], None]) -> None:
+    def __init__(self, patch: Callable[[Attachment], None], *, repeat: bool = False) -> None:
         self._patch = patch
+        self._repeat = repeat
         self._users = 0
         self._attachment = Attachment()
 
     def use(self, attachment: Attachment) -> None:
         """Keeps the patches in place until `attachment` is detached."""
-        if self._users == 0:
+        if self._users == 0 or self._repeat:
             self._patch(self._attachment)
         self._users += 1
         attachment.on_detach(self._leave)

@@ -30,12 +30,14 @@ def sampler(
 
 
 def wrap_samplers(attachment: Attachment) -> None:
-    """Wraps every registered sampler. Keys stay, since Opacus asks which types have one."""
+    """Wraps every registered sampler that is not wrapped yet. Keys stay, since Opacus asks which types have one."""
     registries = (
         (GradSampleHooks.GRAD_SAMPLERS, PER_SAMPLE_GRADIENTS),
         (GradSampleHooksFastGradientClipping.NORM_SAMPLERS, NORM_SAMPLES),
     )
     for registry, category in registries:
         for module_type, function in registry.items():
+            if isinstance(function, _native.Sampler):
+                continue
             observe = linear_norms_sampled if function is compute_linear_norm_sample else None
             attachment.replace_item(registry, module_type, sampler(function, category, observe))

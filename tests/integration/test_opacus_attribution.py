@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from opacus.grad_sample import GradSampleHooks, register_grad_sampler
 from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
 
 from opacus_memprof import _native
 from tests.integration.opacus_training import (
@@ -216,3 +219,41 @@ def test_physical_and_logical_steps(cpu: None) -> None:  # noqa: F811
                 waiting = FLOAT * sum(NUMEL.values()) if number % 2 else 0
                 assert categories()["summed_gradients"] == waiting
         assert number == 8
+
+
+class Scale(nn.Module):
+    """A layer that Opacus does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def scaled() -> nn.Module:
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), Scale(), nn.Flatten(), nn.Linear(LENGTH * WIDTH, CLASSES))
+
+
+def test_sampler_that_is_registered_while_something_is_attached(cpu: None) -> None:  # noqa: F811
+    try:
+        with attached(prepare("hooks")):
+
+            @register_grad_sampler(Scale)
+            def sample(layer: Scale, activations: list[torch.Tensor], backprops: torch.Tensor) -> dict[Any, Any]:
+                return {layer.weight: (activations[0] * backprops).sum(1)}
+
+            training = prepare("hooks", scaled)
+            with attached(training):
+                for _ in range(2):
+                    steps = halves(training)
+                    assert [next(steps), next(steps)] == ["forward", "backward"]
+                    samples = training.model._module[1].weight.grad_sample
+                    assert samples.shape == (BATCH, WIDTH)
+                    (found,) = (b for b in _native.live_blocks() if b["address"] == samples.data_ptr())
+                    assert (found["category"], found["module"]) == ("per_sample_gradients", "1")
+                    list(steps)
+        assert GradSampleHooks.GRAD_SAMPLERS[Scale] is sample
+    finally:
+        GradSampleHooks.GRAD_SAMPLERS.pop(Scale, None)
