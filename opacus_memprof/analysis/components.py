@@ -33,6 +33,10 @@ RULES: dict[str, str] = {
 }
 
 
+# What hooks put before the names of a second model: its class may read like a component.
+_MODEL = re.compile(r"^[^.]*#\d+(\.|$)")
+
+
 class Components:
     """Which component a module belongs to.
 
@@ -55,6 +59,7 @@ class Components:
 
     def __call__(self, module: str) -> str:
         """The component of a module's fully qualified name; "other" where no rule knows it."""
+        module = _MODEL.sub("", module)
         return next((component for expression, component in self._rules if expression.search(module)), OTHER)
 
     def roll_up(self, peak: Mapping[str, Any]) -> dict[str, Any]:

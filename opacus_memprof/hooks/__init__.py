@@ -64,6 +64,7 @@ def attach_model(model: nn.Module | AbstractGradSampleHooks) -> Attachment:
             _attached.pop(module).detach()
     attachment = Attachment()
     with attachment.undone_on_error():
+        modules.keep_names_apart(attachment, root)
         modules.tag_residents(root)
         modules.hook_parameters(attachment, root)
         shapes.model_attached(model, list(modules.named_modules(root)))

@@ -32,7 +32,7 @@ def follow_book(attachment: Attachment) -> None:
 def _taking(take: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(take)
     def wrapper(self: Book, layer: Any, x: Any, g: Any) -> None:
-        module = _native.module_id(layer.name)
+        module = _native.owner_of(next(iter(layer.trainable())))
         with _tag(module):
             take(self, layer, x, g)
         for category, tensor in self.taken(layer):

@@ -31,13 +31,35 @@ from opacus_memprof.hooks.vocabulary import (
 # What stands around the user's model, and the attribute that it holds it in.
 _WRAPPERS = ((AbstractGradSampleModule, "_module"), *DDP_WRAPPERS)
 
+_prefixes: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()  # of the attached models
+
+
+def keep_names_apart(attachment: Attachment, root: nn.Module) -> None:
+    """Where another attached model has a name of this one for another module, this one's are `Class#2.name`."""
+    taken = dict(pair for other in list(_prefixes) for pair in named_modules(other))
+    own = list(named_modules(root))
+    kind = type([module for name, module in own if not name][-1]).__name__  # inside of what stands around it
+    prefix, number = "", 1
+    while any(name and taken.get(prefix + name, module) is not module for name, module in own):
+        number += 1
+        prefix = f"{kind}#{number}."
+    _prefixes[root] = prefix
+    attachment.on_detach(partial(_forget_prefix, weakref.ref(root)))
+
+
+def _forget_prefix(reference: "weakref.ref[nn.Module]") -> None:
+    if (root := reference()) is not None:
+        _prefixes.pop(root, None)
+
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The user's modules under their fully qualified names; "" is the model itself.
+    """The user's modules under their fully qualified names; "" is the model itself, `Class#2` a later one of those
+    whose names are kept apart.
 
     Opacus' wrapper is no module of the user's and left out. Its attribute `_module`, and that of DDP, is no part of a
     name: DDP and the model inside have the same.
     """
+    prefix = _prefixes.get(root, "")
     unwrapped: dict[str, str] = {}  # the path of what a wrapper holds → the wrapper's name
     for path, module in root.named_modules():
         name = path
@@ -49,7 +71,7 @@ def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             if isinstance(module, kind):
                 unwrapped[f"{path}.{attribute}".lstrip(".")] = name
         if not isinstance(module, AbstractGradSampleModule):
-            yield name, module
+            yield (f"{prefix}{name}" if name else prefix[:-1]), module
 
 
 class EnterModel:

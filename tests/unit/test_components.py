@@ -196,3 +196,11 @@ def test_the_user_s_rules_come_first(tmp_path: Path) -> None:
 def test_a_rule_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(MemprofError, match=r"the rule '\(' for the component 'mine' is no regular expression"):
         build_profile(a_file().write(tmp_path), status="finished", exit_code=0, components={"(": "mine"})
+
+
+def test_a_second_model_s_prefix_changes_no_component() -> None:
+    component = Components({r"^encoder": "mine"})
+    for prefix in ("", "MLP#2.", "AttentionNet#12."):
+        names = [f"{prefix}{name}" for name in ("blocks.0.attn.qkv", "encoder.0", "fc", "0")]
+        assert [component(name) for name in names] == ["attention", "mine", "head", "other"]
+    assert component("MLP#2") == "other"

@@ -118,6 +118,35 @@ def test_names_are_the_users() -> None:
     assert [name for name, _ in named_modules(around)] == ["", "0", "0.inner", "0.inner.0", "0._module"]
 
 
+def owner(parameter: torch.Tensor) -> str:
+    return str(_native.names()["modules"][_native.owner_of(parameter)])
+
+
+def test_models_whose_names_collide_are_kept_apart() -> None:
+    gc.collect()
+    first, second, third = (nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))) for _ in range(3))
+    other = nn.Sequential(nn.ModuleDict({"inner": nn.Linear(2, 2)}))[0]
+    models = (first, second, third, other)
+    attachments = [hooks.attach_model(model) for model in models]
+    plain = ["", "0", "1", "1.0"]
+    assert [name for name, _ in named_modules(first)] == plain
+    for model, kind in ((second, "Sequential#2"), (third, "Sequential#3")):
+        assert [name for name, _ in named_modules(model)] == [kind, f"{kind}.0", f"{kind}.1", f"{kind}.1.0"]
+        assert [owner(p) for p in model.parameters()] == [f"{kind}.0"] * 2 + [f"{kind}.1.0"] * 2
+    assert [name for name, _ in named_modules(other)] == ["", "inner"]
+
+    for model, kind in ((first, ""), (second, "Sequential#2.")):  # as make_private wraps them
+        wrapper = GradSampleModule(model)
+        attachments.append(hooks.attach_model(wrapper))
+        assert [owner(p) for p in model.parameters()] == [f"{kind}0"] * 2 + [f"{kind}1.0"] * 2
+
+    for attachment in attachments:
+        attachment.detach()
+    again = hooks.attach_model(third)
+    assert [owner(p) for p in third.parameters()] == ["0", "0", "1.0", "1.0"]
+    again.detach()
+
+
 def test_tensors_in_nested_arguments() -> None:
     a, b, c, d = (torch.zeros(1) for _ in range(4))
     nested = ((a, [b, None, 3]), {"k": UserDict({"t": c}), "s": "text"}, d)
