@@ -244,6 +244,7 @@ ModuleScope::ModuleScope(std::uint16_t module)
 ModuleScope::~ModuleScope() {
   tags_.unwind(depth_);
   tags_.end_forward(recomputes_);
+  if (failed_ && tags_.outside_forwards() && !recomputes_) recorder().set_phase(Phase::idle);
   const std::uint16_t outer = tags_.top().module;
   forward_threads().begin(at::sequence_number::peek(), outer == kKeep16 ? std::uint16_t{0} : outer);
 }

@@ -27,10 +27,14 @@ class ModuleScope {
   ModuleScope& operator=(const ModuleScope&) = delete;
   [[gnu::hot]] ~ModuleScope();
 
+  // The forward has raised: the outermost one's end is that of the phase, for no backward follows.
+  void fail() noexcept { failed_ = true; }
+
  private:
   ThreadTags& tags_;
   std::size_t depth_;
   bool recomputes_;
+  bool failed_ = false;
 };
 
 }  // namespace opacus_memprof

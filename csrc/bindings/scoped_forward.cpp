@@ -61,12 +61,15 @@ PyObject* module_of(const ScopedForward* scoped) {
 [[gnu::hot]] PyObject* call(PyObject* self, PyObject* const* args, std::size_t flags,
                             PyObject* names) {
   auto* scoped = as<ScopedForward>(self);
-  const ModuleScope scope(scoped->module);
-  if (scoped->bind == 0) return PyObject_Vectorcall(scoped->function, args, flags, names);
-  PyObject* module = module_of(scoped);
-  if (module == nullptr) return nullptr;
-  PyObject* result = call_bound(scoped->function, module, args, flags, names);
-  Py_DECREF(module);
+  ModuleScope scope(scoped->module);
+  PyObject* result = nullptr;
+  if (scoped->bind == 0) {
+    result = PyObject_Vectorcall(scoped->function, args, flags, names);
+  } else if (PyObject* module = module_of(scoped); module != nullptr) {
+    result = call_bound(scoped->function, module, args, flags, names);
+    Py_DECREF(module);
+  }
+  if (result == nullptr) scope.fail();
   return result;
 }
 

@@ -84,6 +84,7 @@ class alignas(64) ThreadTags {
   void begin_forward() noexcept { ++open_forwards_; }
   // `recomputed`: it ran inside a backward pass, for activation checkpointing.
   void end_forward(bool recomputed) noexcept;
+  [[nodiscard]] bool outside_forwards() const noexcept { return open_forwards_ == 0; }
 
   // The whole tag of an allocation made now: pushed tags first, then what autograd knows, then the
   // phase's default category.

@@ -16,7 +16,7 @@ from torch import nn
 from opacus_memprof import _native
 from opacus_memprof.hooks import shapes
 from opacus_memprof.hooks.attach import Attachment
-from opacus_memprof.hooks.vocabulary import FORWARD
+from opacus_memprof.hooks.vocabulary import FORWARD, IDLE
 
 Hooks = tuple[Callable[[nn.Module, Any, Any], None], Callable[[nn.Module, Any, Any], None]]  # the model's own two
 
@@ -162,11 +162,11 @@ def _calling_hooks(
             with tag:
                 output = call(*args, **kwargs)
         except BaseException:
-            output = None
+            _native.set_phase(IDLE)
             raise
         finally:
             _running -= 1
-            leave(root, args, output)
+        leave(root, args, output)
         return output
 
     return wrapper

@@ -128,9 +128,8 @@ class LeaveModel:
         if compiling.hooks_idle():
             return
         _native.settle(outputs=tensors_in(output))
-        if output is not None:  # else torch may be going over the hooks right now, and none may be removed
-            shapes.forward_ends()
-        if output is None or not torch.is_grad_enabled():  # it raised, or no backward will end the phase
+        shapes.forward_ends()
+        if not torch.is_grad_enabled():  # no backward will end the phase
             _native.set_phase(self._enter.before)
 
 
@@ -207,7 +206,7 @@ def hook_modules(attachment: Attachment, root: nn.Module) -> None:
     compiling.follow(attachment, root, (enter, leave))
     if not compiling.is_result(root):
         attachment.on_detach(root.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove)
-        attachment.on_detach(root.register_forward_hook(leave, always_call=True).remove)
+        attachment.on_detach(root.register_forward_hook(leave).remove)
 
 
 def _scope_forward(attachment: Attachment, module: nn.Module, module_id: int) -> None:
