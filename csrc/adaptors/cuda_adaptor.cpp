@@ -120,6 +120,7 @@ class CudaAdaptor final : public Adaptor {
   }
 
   std::int64_t refresh(c10::DeviceIndex device) {
+    if (allocator_ == nullptr) return 0;  // a program that uses a GPU, and profiles the CPU alone
     std::int64_t pending = 0;
     std::unordered_set<std::uint64_t> alive;
     for_each_block(*allocator_->upstream(),

@@ -144,12 +144,19 @@ def test_one_graph_whose_forward_is_seen(
         graphs.append(graph)
         return graph.forward
 
+    options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": True}
+    compile(prepare("vanilla", network).model, **options)(tokens())
+    expected = len(graphs)  # torch 2.11 compiles none of its own classes in place
+    assert expected == 1 or (compile, network) == (in_place, layers)
+    graphs.clear()
+    torch._dynamo.reset()
     monkeypatch.setattr(observe, "forward_begins", lambda: begun.append(True))
     training = prepare("vanilla", network)
     with attached(training):
-        compiled = compile(training.model, backend=backend, fullgraph=True, dynamic=True)
+        compiled = compile(training.model, **options)
         for calls in range(1, 4):
-            assert (tag_of(compiled(tokens())), len(graphs), len(begun)) == (("forward_undecided", "forward"), 1, calls)
+            assert tag_of(compiled(tokens())) == ("forward_undecided", "forward")
+            assert (len(graphs), len(begun)) == (expected, calls)
 
 
 @pytest.mark.parametrize("network", [Model, layers])

@@ -3,6 +3,7 @@
 
 import ast
 import importlib.util
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -124,3 +125,10 @@ def test_a_thread_whose_name_was_cut_inside_a_character_costs_no_names(tmp_path:
         thread.join()
         assert session.peak()["cpu"]["requested_bytes"] > 0
     assert "Datenlader-K" in _native.names()["threads"]
+
+
+@pytest.mark.skipif(not _native.HAS_CUDA, reason="built without CUDA")
+def test_gpus_that_were_never_profiled_have_nothing_to_refresh() -> None:
+    """As in a program that uses a GPU, and profiles the CPU alone."""
+    code = "from opacus_memprof import _native; assert _native.cuda_refresh(0) == 0"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
