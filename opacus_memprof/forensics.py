@@ -74,9 +74,8 @@ class Forensics:
         try:
             failed = _native.failures()
             explained = error if is_out_of_memory(error) else None
-            if (
-                explained is None
-            ):  # what reached no handler on a GPU was torch's own trial, as cuDNN's of its workspaces
+            if explained is None:
+                # What reached no handler on a GPU was torch's own trial, as cuDNN's of its workspaces.
                 failed = [one for one in failed if one["device"] == "cpu"]
             if failed and failed[-1]["number"] >= self._explained:
                 self._explained = failed[-1]["number"] + 1

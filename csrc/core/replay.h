@@ -15,9 +15,8 @@
 //   become unattributed: whatever they are, they are not temporaries. Outlived is seen
 //   at the next step event, at the next event of a thread that enters another phase, or at the end
 //   of a file that ended in good order; what was live when an allocation failed keeps its name.
-// - a block that no module's code made belongs from birth on to the module that it is first
-// retagged
-//   to: the owner of the parameter whose state, sum or gradient it is.
+// - a block that no module's code made belongs from birth on to the module that it is first given:
+//   the owner of the parameter whose state, sum or gradient it is.
 #pragma once
 
 #include <array>

@@ -39,6 +39,18 @@ class Attachment:
             self.detach()
             raise
 
+    def keep_entry(self, entries: "weakref.WeakKeyDictionary[Any, Any]", key: Any, value: Any) -> None:
+        """The entry is there until detach, or until the key is gone."""
+        entries[key] = value
+        reference = weakref.ref(key)
+        del key, value
+
+        def forget() -> None:
+            if (alive := reference()) is not None:
+                entries.pop(alive, None)
+
+        self.on_detach(forget)
+
     def replace_attribute(self, owner: type | ModuleType, name: str, value: Any) -> None:
         """Of a class or a module: these outlive every attachment."""
         before = owner.__dict__[name]

@@ -50,17 +50,11 @@ def hooks_idle() -> bool:
 
 def follow(attachment: Attachment, root: nn.Module, hooks: Hooks) -> None:
     """Calls `hooks` around the compiled calls of `root`, those there are and those to come."""
-    _followed[root] = attachment, hooks
-    attachment.on_detach(functools.partial(_forget, weakref.ref(root)))
+    attachment.keep_entry(_followed, root, (attachment, hooks))
     if root._compiled_call_impl is not None:
         _stand_in(attachment, root, "_compiled_call_impl", root)
     for result in (root,) if is_result(root) else _results.get(root, ()):
         _stand_in(attachment, result, "forward", root)
-
-
-def _forget(reference: "weakref.ref[nn.Module]") -> None:
-    if (root := reference()) is not None:
-        _followed.pop(root, None)
 
 
 def follow_compile(attachment: Attachment) -> None:

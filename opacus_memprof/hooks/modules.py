@@ -43,13 +43,7 @@ def keep_names_apart(attachment: Attachment, root: nn.Module) -> None:
     while any(name and taken.get(prefix + name, module) is not module for name, module in own):
         number += 1
         prefix = f"{kind}#{number}."
-    _prefixes[root] = prefix
-    attachment.on_detach(partial(_forget_prefix, weakref.ref(root)))
-
-
-def _forget_prefix(reference: "weakref.ref[nn.Module]") -> None:
-    if (root := reference()) is not None:
-        _prefixes.pop(root, None)
+    attachment.keep_entry(_prefixes, root, prefix)
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

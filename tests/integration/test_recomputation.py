@@ -3,7 +3,6 @@
 
 The oracle: no two layers' weights have as many bytes, so a weight's gradient tells by its size whose it is."""
 
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import opacus_memprof
-from opacus_memprof.analysis.events import ALLOC
-from tests.event_rows import rows_of
+from tests.event_rows import made_by_op
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 STEPS, BATCH = 4, 3
@@ -48,16 +46,6 @@ class Checkpointed(nn.Module):
         return self.head(x), self.other(x)
 
 
-def gradients(directory: Path) -> dict[int, Counter[tuple[str, int]]]:
-    """How often each module allocated so many bytes in AddmmBackward0, by step."""
-    rows, names = rows_of(directory)
-    found: dict[int, Counter[tuple[str, int]]] = {}
-    for row in rows:
-        if row["kind"] == ALLOC and names.op(row["op"]) == "AddmmBackward0":
-            found.setdefault(int(row["step"]), Counter())[names.module(row["module"]), int(row["bytes"])] += 1
-    return found
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "nested"])
@@ -77,7 +65,7 @@ def test_modules_in_backward(way: str, passes: int, device: str, tmp_path: Path)
             optimizer.step()
             optimizer.zero_grad()
 
-    found = gradients(tmp_path)
+    found = made_by_op(tmp_path, "AddmmBackward0")
     for step in range(STEPS):
         for layer, (before, after) in WIDTHS.items():
             size = 4 * before * after
