@@ -81,6 +81,9 @@ def test_kinds_of_memory() -> None:
     split = {"shared_with_autograd": 0, "opacus_only": 0}
     own = memory_types({"categories": {"teacher": 5, "library_workspace": 7}, "activation_hooks": split})
     assert own["other"] == 12
+    gathered = {"model_parameters": 1, "unsharded_parameters": 20, "gradients": 3, "unsharded_gradients": 40}
+    of_fsdp = memory_types({"categories": gathered, "activation_hooks": split})
+    assert (of_fsdp["parameters"], of_fsdp["gradients"], of_fsdp["other"]) == (21, 43, 0)
 
 
 def test_every_category_has_a_kind() -> None:

@@ -8,9 +8,9 @@ OTHER = "other"
 
 # What an optimizer, a model and autograd need is theirs; `privacy` is what is there for Opacus alone.
 MEMORY_TYPES = {
-    "parameters": ("model_parameters", "buffers"),
+    "parameters": ("model_parameters", "buffers", "unsharded_parameters"),
     "optimizer": ("optimizer_states",),
-    "gradients": ("gradients",),
+    "gradients": ("gradients", "unsharded_gradients"),
     "activations": ("activations", "activation_hooks_shared", "forward_undecided", "inputs"),
     "privacy": (
         "activation_hooks_opacus_only",
