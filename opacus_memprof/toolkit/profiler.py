@@ -48,6 +48,7 @@ class GPUMemoryProfiler:
         self._device = readings.primary_device()
         self._history: list[dict[str, Any]] = []
         self._source = ""
+        self._described: set[str] = set()
         self._json_file: Path | None = None
         self._log: RunLog | None = RunLog(self.log_dir, "MemoryProfiler", to_file=enable_file_logging)
         self.log_file = self._log.path
@@ -68,6 +69,7 @@ class GPUMemoryProfiler:
             entry["devices"] = sizes
         self.records.setdefault(str(event), []).append(entry)
         self._history.append(taken)
+        self._say_devices(log, taken)
         self._say_source(log, taken)
         line = (
             f"event: {event} | allocated: {main['allocated']:8.1f}MB | reserved: {main['reserved']:8.1f}MB | "
@@ -168,12 +170,17 @@ class GPUMemoryProfiler:
             log.info(f"log file: {self.log_file}")
         log.info(f"CUDA available: {count > 0}")
         log.info(f"GPUs: {count}")
-        for reading in take()["devices"]:
-            if reading["device"] == "cpu":
-                log.info(f"CPU ({reading['total_mb'] / 1024:.1f}GB)")
-            elif reading["total_mb"] is not None:
-                name = torch.cuda.get_device_name(reading["device"])
-                log.info(f"{anomalies.label(reading['device'])}: {name} ({reading['total_mb'] / 1024:.1f}GB)")
+        self._say_devices(log, take())
+
+    def _say_devices(self, log: RunLog, taken: Mapping[str, Any]) -> None:
+        """Each device once, as soon as it is known: a GPU is not before the program has initialised CUDA."""
+        for reading in taken["devices"]:
+            device = reading["device"]
+            if device in self._described or reading["total_mb"] is None:
+                continue
+            self._described.add(device)
+            name = "" if device == "cpu" else f": {torch.cuda.get_device_name(device)}"
+            log.info(f"{anomalies.label(device)}{name} ({reading['total_mb'] / 1024:.1f}GB)")
 
     def _say_source(self, log: RunLog, taken: Mapping[str, Any]) -> None:
         """At the first record, and whenever an allocator was installed or taken out in between."""

@@ -192,6 +192,7 @@ def test_several_devices_stand_beside_the_shape(tmp_path: Path, monkeypatch: pyt
 
     profiler = GPUMemoryProfiler(tmp_path)
     monkeypatch.setattr(readings, "read", two)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     profiler._device = "cuda:1"
     profiler.record("event")
     [record] = json.loads(Path(profiler.save_to_json()).read_text())["event"]
@@ -205,3 +206,21 @@ def test_several_devices_stand_beside_the_shape(tmp_path: Path, monkeypatch: pyt
     }
     assert profiler.log_file is not None
     assert "GPU 1: 3.0MB / 40.0MB (7.5%)" in profiler.log_file.read_text()
+
+
+def test_a_gpu_is_named_as_soon_as_cuda_is_initialised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gpu(total: int | None) -> None:
+        found = readings.Reading("cuda:0", readings.MEMORY_STATS, 0, 0, 0, 0, total)
+        monkeypatch.setattr(readings, "read", lambda name=None: {"cuda:0": found})
+
+    gpu(None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the name of {device}")
+    profiler = GPUMemoryProfiler(tmp_path)
+    profiler.record("before")
+    gpu(40 * 2**30)
+    for event in ("first", "second"):
+        profiler.record(event)
+    assert profiler.log_file is not None
+    log = profiler.log_file.read_text()
+    assert log.count("GPU 0: the name of cuda:0 (40.0GB)\n") == 1
+    assert log.index("event: before") < log.index("GPU 0: the name") < log.index("event: first")
