@@ -55,7 +55,7 @@ def with_adapters(model: Any, rank: int, alpha: int, **options: Any) -> Any:
     peft = require("peft", "LoRA adapters")
     try:
         return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=alpha, **options))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise MemprofError(f"the model cannot be given LoRA adapters: {error}") from error
 
 

@@ -4,12 +4,14 @@
 Needs transformers and peft, which are loaded when they are used.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.hub import load_pretrained, with_adapters
@@ -17,6 +19,7 @@ from opacus_memprof.optional import require
 
 TINY = "tiny"
 _PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_MODES = ("hooks", "functorch", "ew", "ghost", "flash_clip")
 # A Llama of 115 thousand parameters and random weights, for where no model is at hand.
 _TINY_CONFIG: dict[str, Any] = {
     "vocab_size": 256,
@@ -39,7 +42,7 @@ class Settings:
         batch_size, sequence_length, steps: of synthetic batches, where there is no data loader.
         learning_rate: AdamW's.
         noise_multiplier: trains privately with Opacus; None trains plainly.
-        max_grad_norm, grad_sample_mode: Opacus'.
+        max_grad_norm, grad_sample_mode: Opacus', or "flash_clip".
     """
 
     model: Any = TINY
@@ -60,6 +63,15 @@ class Settings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise MemprofError(f"{name} is {value!r} in the configuration: give a whole number from 1 on")
+        for name in ("dropout", "learning_rate", "noise_multiplier", "max_grad_norm"):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+            if not number and (name, value) != ("noise_multiplier", None):
+                raise MemprofError(f"{name} is {value!r} in the configuration: give a number from 0 on")
+        if self.grad_sample_mode not in _MODES:
+            raise MemprofError(
+                f"grad_sample_mode is {self.grad_sample_mode!r} in the configuration: use {', '.join(_MODES)}"
+            )
 
 
 def settings(config: object) -> Settings:
@@ -119,20 +131,26 @@ def synthetic_batches(chosen: Settings, vocabulary: int) -> Any:
     shape = (chosen.steps * chosen.batch_size, chosen.sequence_length)
     tokens = torch.randint(vocabulary, shape, generator=generator)
     samples = [{"input_ids": row, "labels": row} for row in tokens]
-    return torch.utils.data.DataLoader(samples, batch_size=chosen.batch_size)  # type: ignore[arg-type]
+    return DataLoader(samples, batch_size=chosen.batch_size)  # type: ignore[arg-type]
 
 
 @dataclass
 class Training:
-    """What trains: the model as it is called, its optimizer and its batches."""
+    """What trains: the model as it is called, its optimizer and its batches; with ghost clipping also the criterion, in
+    the place of the model's own loss."""
 
     model: nn.Module
     optimizer: Any
     batches: Iterable[Any]
+    criterion: Any = None
 
 
 def prepare(model: nn.Module, batches: Iterable[Any], chosen: Settings) -> Training:
-    """AdamW on the adapters; made private where a noise multiplier is set."""
+    """AdamW on the adapters; made private where a noise multiplier is set.
+
+    Raises:
+        MemprofError: private training is given no data loader of torch, or flash_clip cannot clip the model.
+    """
     model.train()
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=chosen.learning_rate)
@@ -140,7 +158,16 @@ def prepare(model: nn.Module, batches: Iterable[Any], chosen: Settings) -> Train
         return Training(model, optimizer, batches)
     from opacus import PrivacyEngine
 
-    private, private_optimizer, loader = PrivacyEngine().make_private(
+    from opacus_memprof.clipping import FlashClipEngineMixin
+
+    class Engine(FlashClipEngineMixin, PrivacyEngine):  # type: ignore[misc]
+        """Not that of the package, which needs the extension."""
+
+    if not isinstance(batches, DataLoader):
+        raise MemprofError(
+            f"private training needs a DataLoader of torch, and got a {type(batches).__name__}: pass one"
+        )
+    private, private_optimizer, *criterion, loader = Engine().make_private(
         module=model,
         optimizer=optimizer,
         data_loader=batches,
@@ -149,7 +176,7 @@ def prepare(model: nn.Module, batches: Iterable[Any], chosen: Settings) -> Train
         poisson_sampling=False,
         grad_sample_mode=chosen.grad_sample_mode,
     )
-    return Training(private, private_optimizer, loader)
+    return Training(private, private_optimizer, loader, *criterion)  # ghost clipping returns one, other modes do not
 
 
 def train(training: Training, precision: str, after_step: Callable[[], object] = lambda: None) -> list[float]:
@@ -160,12 +187,21 @@ def train(training: Training, precision: str, after_step: Callable[[], object] =
     for batch in _on_device(training.batches, device):
         training.optimizer.zero_grad()
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            loss = training.model(**batch).loss
+            loss = _loss(training, batch)
         loss.backward()
         training.optimizer.step()
-        losses.append(float(loss.detach()))
+        losses.append(float(loss.item()))
         after_step()
     return losses
+
+
+def _loss(training: Training, batch: dict[str, torch.Tensor]) -> Any:
+    tokens = batch.pop("input_ids")  # ew takes them by position alone
+    if training.criterion is None:
+        return training.model(tokens, **batch).loss
+    targets = batch.pop("labels")[:, 1:]  # of the next token
+    logits = training.model(tokens, **batch).logits[:, :-1].float()
+    return training.criterion(logits.flatten(0, 1), targets.flatten(), shape=logits.shape)
 
 
 def _on_device(batches: Iterable[Any], device: torch.device) -> Iterator[dict[str, torch.Tensor]]:

@@ -208,6 +208,8 @@ def debug_memory_with_different_configs(
     if not isinstance(variations, Mapping) or not variations:
         raise MemprofError('there are no configurations to compare: pass {"small": {"r": 8}, "large": {"r": 32}}')
     for name, variation in variations.items():
+        if not isinstance(variation, Mapping):
+            raise MemprofError(f'the variation "{name}" cannot be a {type(variation).__name__}: pass a dict')
         if unknown := [key for key in variation if key not in base]:
             raise MemprofError(
                 f'the variation "{name}" sets {", ".join(map(str, unknown))}, which nothing uses: use {", ".join(base)}'

@@ -152,6 +152,22 @@ def test_private_lora_training_has_per_sample_gradients(precision: str, itemsize
     assert results["memory_issues"] == []
 
 
+def clipped(mode: str) -> tuple[list[float], torch.Tensor]:
+    """The losses of two private steps without noise, and the adapters that they leave."""
+    torch.manual_seed(0)
+    chosen = lora.Settings(noise_multiplier=0.0, max_grad_norm=0.1, grad_sample_mode=mode, steps=2, batch_size=3)
+    model = lora.create(chosen)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    losses = lora.train(lora.prepare(model, lora.synthetic_batches(chosen, 256), chosen), "fp32")
+    return losses, torch.cat([parameter.detach().flatten() for parameter in trained])
+
+
+@pytest.mark.parametrize("mode", ["functorch", "ew", "ghost", "flash_clip"])
+def test_every_mode_clips_alike(mode: str) -> None:
+    for ours, hooks in zip(clipped(mode), clipped("hooks"), strict=True):
+        torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(hooks), rtol=1e-4, atol=1e-5)
+
+
 def tiny() -> Any:
     """The tiny model without adapters."""
     model: Any = lora.create(lora.Settings())
@@ -205,6 +221,12 @@ def test_a_model_that_is_given_is_compared_without_the_adapters_of_before(tmp_pa
     [
         ({"r": 0}, "r is 0"),
         ({"batch_size": True}, "batch_size is True"),
+        ({"target_modules": 3}, "cannot be given LoRA adapters"),
+        ({"learning_rate": "1e-3"}, "learning_rate is '1e-3'"),
+        ({"dropout": float("nan")}, "dropout is nan"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier is -1.0"),
+        ({"max_grad_norm": None}, "max_grad_norm is None"),
+        ({"grad_sample_mode": "fast"}, "grad_sample_mode is 'fast' in the configuration: use hooks, functorch"),
         (3, "cannot be a int"),
         ({"model": "no/such/path/at/all"}, "cannot be loaded"),
         ({"model": nn.Linear(2, 2)}, "cannot be given LoRA adapters"),
@@ -225,8 +247,12 @@ def test_other_input_that_cannot_be_used(tmp_path: Path) -> None:
         opacus_memprof.debug_lora_training({}, [{"text": torch.zeros(1)}], log_dir=tmp_path)
     with pytest.raises(MemprofError, match="a batch cannot be a str"):
         opacus_memprof.debug_lora_training({}, ["text"], log_dir=tmp_path)
+    with pytest.raises(MemprofError, match="needs a DataLoader of torch, and got a list"):
+        opacus_memprof.debug_lora_training({"noise_multiplier": 1.0}, [torch.zeros(1, 2)], log_dir=tmp_path)
     with pytest.raises(MemprofError, match="no configurations"):
         opacus_memprof.debug_memory_with_different_configs({}, {})
+    with pytest.raises(MemprofError, match='the variation "x" cannot be a int'):
+        opacus_memprof.debug_memory_with_different_configs({}, {"x": 3})  # type: ignore[dict-item]
     with pytest.raises(MemprofError, match="rank, which nothing uses"):
         opacus_memprof.debug_memory_with_different_configs({}, {"x": {"rank": 3}})
 
