@@ -8,7 +8,7 @@ of a forward in a few milliseconds, and then waits for the device.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from opacus_memprof.reports.figures import stacked_areas
+from opacus_memprof.reports.figures import event_axis, stacked_areas
 from opacus_memprof.reports.palette import Theme
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def timeline_panel(axes: "Axes", result: Mapping[str, Any], title: str, theme: T
     stacked_areas(axes, events[first:], {name: column[first:] for name, column in rows["categories"].items()})
     start, end = events[0] if first == 0 else 0, events[-1]
     axes.set_xlim(start, end if end > start else start + 1)
+    event_axis(axes.xaxis)
     marker = "X" if result["status"] == "out_of_memory" else "v"
     axes.plot(events[peak], rows["bytes"][peak], marker=marker, color=theme.accent, markersize=6, clip_on=False)
     axes.set_ylim(0, rows["bytes"][peak] * 1.22)  # room for the phases' names

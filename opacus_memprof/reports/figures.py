@@ -97,6 +97,14 @@ def byte_axis(axis: "Axis", largest: float, ticks: int = 6) -> None:
     axis.set_major_formatter(FuncFormatter(lambda size, _: f"{size / scale:g} {unit}" if size else "0"))
 
 
+def event_axis(axis: "Axis") -> None:
+    """Counts of events as `250k` and `1.6M`: in full they may cover one another, and an exponent is easily missed."""
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_formatter(EngFormatter(sep=""))
+
+
 def stacked_areas(axes: "Axes", x: Sequence[float], columns: Mapping[str, Sequence[int]]) -> None:
     """Bytes by category over x, as steps: row i holds from x[i] until x[i + 1]. Categories without bytes are left out.
 

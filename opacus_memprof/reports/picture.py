@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opacus_memprof.reports.figures import byte_axis, drawn, legend, stacked_areas, stacked_bars
+from opacus_memprof.reports.figures import byte_axis, drawn, event_axis, legend, stacked_areas, stacked_bars
 from opacus_memprof.reports.palette import PHASE_COLORS, THEMES, Theme
 from opacus_memprof.reports.tables import largest_first
 from opacus_memprof.units import format_bytes
@@ -162,6 +162,7 @@ def _draw_phases(axes: "Axes", timeline: Mapping[str, Any]) -> None:
         if runs:
             axes.broken_barh(runs, (0, 1), color=color, linewidth=0, label=phase.replace("_", " "))
     axes.set_ylim(0, 1)
+    event_axis(axes.xaxis)
     axes.set_yticks([0.5], ["phase"])
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)

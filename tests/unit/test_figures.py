@@ -62,6 +62,24 @@ def test_an_axis_counts_in_round_binary_units(tmp_path: Path, largest: int, labe
         ] == labels
 
 
+@pytest.mark.parametrize(
+    ("last", "labels"),
+    [
+        (2, ["0", "1", "2"]),
+        (16_000, ["0", "2k", "4k", "6k", "8k", "10k", "12k", "14k", "16k"]),
+        (1_600_000, ["0", "200k", "400k", "600k", "800k", "1M", "1.2M", "1.4M", "1.6M"]),
+    ],
+)
+def test_an_axis_of_events_has_no_exponent(tmp_path: Path, last: int, labels: list[str]) -> None:
+    with figures.drawn(tmp_path / "a.png") as figure:
+        axes = figure.subplots()
+        axes.set_xlim(0, last)
+        figures.event_axis(axes.xaxis)
+        figure.canvas.draw()
+        assert [tick.get_text() for tick in axes.get_xticklabels() if 0 <= tick.get_position()[0] <= last] == labels
+        assert axes.xaxis.get_offset_text().get_text() == ""
+
+
 def test_a_user_s_own_style_does_not_reach_a_picture_and_is_kept(tmp_path: Path) -> None:
     import matplotlib
 
