@@ -64,6 +64,9 @@ def _breakdown(method: Method, vanilla: Method | None) -> list[str]:
         mark = ""
         if change := more.get(category):
             mark = "  <- DP-SGD only" if category in _PRIVACY else f"  <- {change / MB:+.2f} MB against vanilla"
+        if mark and category == "activation_hooks":  # most of them are activations of vanilla under another name
+            shared = (method.result["peak"] or {}).get("activation_hooks", {}).get("shared_with_autograd", 0)
+            mark = f"  <- captured for DP-SGD; autograd holds {shared / MB:.2f} MB of it anyway" if shared else mark
         lines.append(f"  {_title(category):<44}{size / MB:>16.2f} MB{mark}")
     if more:
         lines.append(f"  {'All, against vanilla':<44}{sum(more.values()) / MB:>+16.2f} MB")

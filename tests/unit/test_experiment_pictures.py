@@ -93,6 +93,14 @@ def test_the_summary() -> None:
     assert "Device: a GPU" in found
 
 
+def test_captures_that_autograd_holds_as_well_are_told_from_those_of_opacus_alone() -> None:
+    hooks = result("hooks", {"activation_hooks": 10, "model_parameters": 10})
+    hooks["peak"]["activation_hooks"] = {"shared_with_autograd": 7 * MIB, "opacus_only": 3 * MIB}
+    lines = summary.text(comparison.methods([("v", VANILLA), ("h", hooks)])).splitlines()
+    (line,) = (" ".join(line.split()) for line in lines if "Activation Hooks" in line)
+    assert line == "Activation Hooks 10.00 MB <- captured for DP-SGD; autograd holds 7.00 MB of it anyway"
+
+
 def test_the_latex_table() -> None:
     assert summary.latex(FOUR).splitlines()[4:8] == [
         r"Vanilla (No DP-SGD) & 42.00 & +0.0 & 10.00 & 1.00 \\",
