@@ -9,6 +9,7 @@ import typer
 from opacus_memprof.cli import side_by_side
 from opacus_memprof.cli.option_groups import with_groups
 from opacus_memprof.cli.training_options import FineTuningOptions
+from opacus_memprof.experiments.configuration import Configuration
 
 DEFAULT_MODEL = "meta-llama/Llama-3.2-3B-Instruct"
 
@@ -61,6 +62,7 @@ def single_gpu(
     from opacus_memprof.experiments.sweep.results import run_directory
 
     cells = comparison(base) if run_all else [Cell(base)]
+    print(_described(base, sizes=not run_all))
     results = side_by_side.run_side_by_side(
         "single-gpu",
         cells,
@@ -78,3 +80,18 @@ def single_gpu(
         from opacus_memprof.reports.text import print_summary
 
         print_summary(load_profile(run_directory(results_dir, cells[0].name) / PROFILE), Console())
+
+
+def _described(chosen: Configuration, *, sizes: bool) -> str:
+    """What is trained; without `sizes`, what all of several configurations share."""
+    weights = "" if chosen.pretrained else " (random weights)"
+    lines = [f"model {chosen.model}{weights}, mode {chosen.mode}, {chosen.dtype}, device {chosen.device}"]
+    if sizes:
+        trained = "all parameters" if chosen.lora_rank is None else f"LoRA adapters of rank {chosen.lora_rank}"
+        lines.append(
+            f"sequence length {chosen.seq_length}, batch {chosen.batch_size}, physical batch "
+            f"{chosen.physical_batch_size}, training {trained}"
+        )
+    private = "" if chosen.mode == "vanilla" else f", sigma {chosen.sigma:g}, max_grad_norm {chosen.max_grad_norm:g}"
+    lines.append(f"learning rate {chosen.learning_rate:g}{private}, {chosen.num_steps} steps")
+    return "\n".join(lines)

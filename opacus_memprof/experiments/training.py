@@ -61,7 +61,8 @@ class _Run:
         course.begin("loading the model")
         model = models.build(chosen, self._device)
         self._session.attach(model)
-        course.parameters = models.count_parameters(model)
+        course.parameters = counted = models.count_parameters(model)
+        course.detail(f"{counted['total']:,} parameters, of which {counted['trainable']:,} are trained")
         self._snapshot("model_loaded")
 
         course.begin("preparing the data")

@@ -145,12 +145,18 @@ def test_what_is_refused_leaves_nothing(
     assert not (tmp_path / "results").exists()
 
 
-def test_single_runs_are_compared(tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_runs_are_compared(
+    tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("opacus_memprof.analysis.profile.load_profile", lambda directory: {})  # there is none
     results = tmp_path / "results"
     one = ["single-gpu", "--config", "tiny", "--device", "cpu", "--results_dir", str(results), "--seq_length", "16"]
     assert called([*one, "--batch_size", "8"], child(), monkeypatch) == 0
     assert called([*one, "--batch_size", "8", "--use_lora", "--lora_rank", "4"], child(), monkeypatch) == 0
+    said = capsys.readouterr().out
+    assert "model tiny (random weights), mode hooks, bf16, device cpu\n" in said
+    assert "sequence length 16, batch 8, physical batch 1, training LoRA adapters of rank 4\n" in said
+    assert "learning rate 1e-05, sigma 1, max_grad_norm 1, 5 steps\n" in said
     names = ["seq16_batch8_physical1_full", "seq16_batch8_physical1_lora4"]
     assert [row["name"] for row in summary(results)] == trained(tmp_path) == names
     files = {"memory_profile_results.json", "memory_usage_timeline.png", "peak_memory_comparison.png"}
@@ -222,6 +228,7 @@ def test_memory_that_runs_out_is_a_result(tmp_path: Path, monkeypatch: pytest.Mo
         assert peak["categories"]["model_parameters"] == 4 * parameters
         log = (results / "runs" / result["name"] / "log.txt").read_text()
         assert f">   model loaded: {format_bytes(4 * parameters)} live\n" in log
+        assert f">   {parameters:,} parameters, of which {parameters:,} are trained\n" in log
     failed = runs_out["out_of_memory"][0]
     assert failed["phase"] == "forward"
     assert failed["requested_bytes"] % (64 * 16384 * 4) == 0  # samples · tokens · bytes
