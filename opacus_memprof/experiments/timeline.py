@@ -37,9 +37,10 @@ def timeline_panel(axes: "Axes", result: Mapping[str, Any], title: str, theme: T
     origin = max(set_up.values(), default=0)
     events = [event - origin for event in rows["event"]]
     peak = max(range(len(events)), key=rows["bytes"].__getitem__)
-    first = 0 if events[peak] < 0 else max((index for index, event in enumerate(events) if event <= 0), default=0)
+    in_set_up = events[peak] < 0
+    first = 0 if in_set_up else max((index for index, event in enumerate(events) if event <= 0), default=0)
     stacked_areas(axes, events[first:], {name: column[first:] for name, column in rows["categories"].items()})
-    start, end = events[0] if first == 0 else 0, events[-1]
+    start, end = events[0] if in_set_up else 0, events[-1]
     axes.set_xlim(start, end if end > start else start + 1)
     event_axis(axes.xaxis)
     marker = "X" if result["status"] == "out_of_memory" else "v"

@@ -178,6 +178,18 @@ def test_the_timeline_shows_set_up_where_the_peak_is_there(figures: list[Any], t
     assert {text.get_text().strip() for text in panel.texts} >= {"model loaded", "data prepared", "optimizer set up"}
 
 
+def test_the_timeline_hides_set_up_that_is_a_single_row(figures: list[Any], tmp_path: Path) -> None:
+    """As of a long run, whose rows are far apart."""
+    long = result("hooks", {"model_parameters": 8})
+    for column in (*long["timeline"]["categories"].values(), *(long["timeline"][key] for key in ("event", "bytes"))):
+        del column[1:3]
+    del long["timeline"]["phase"][1:3]
+    pictures.timeline(comparison.methods([("h", long)]), tmp_path / "a.png", "light")
+    (panel,) = figures[0].axes
+    assert panel.get_xlim() == (0, 20)
+    assert [text.get_text() for text in panel.texts] == ["backward"]
+
+
 def test_points_are_where_time_and_memory_are(figures: list[Any], tmp_path: Path) -> None:
     pictures.tradeoff(FOUR, tmp_path / "a.png", "light")
     (axes,) = figures[0].axes
