@@ -62,8 +62,11 @@ def _breakdown(method: Method, vanilla: Method | None) -> list[str]:
     more = {} if vanilla is None or vanilla is method or not method.finished else difference(method, vanilla)
     for category, size in sorted(method.bytes.items(), key=lambda item: -item[1]):
         mark = ""
-        if change := more.get(category):
-            mark = "  <- DP-SGD only" if category in _PRIVACY else f"  <- {change / MB:+.2f} MB against vanilla"
+        change = more.get(category, 0)
+        if change and category in _PRIVACY:
+            mark = "  <- DP-SGD only"
+        elif round(change / MB, 2):
+            mark = f"  <- {change / MB:+.2f} MB against vanilla"
         if mark and category == "activation_hooks":  # most of them are activations of vanilla under another name
             shared = (method.result["peak"] or {}).get("activation_hooks", {}).get("shared_with_autograd", 0)
             mark = f"  <- captured for DP-SGD; autograd holds {shared / MB:.2f} MB of it anyway" if shared else mark

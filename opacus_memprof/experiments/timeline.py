@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 X_LABEL = "allocations, frees and retags since training began"
 
+_LINE = 0.12  # inches that a name takes beside its mark
+
 _PHASE_NAMES = {
     "forward": ("forward", "fwd"),
     "backward": ("backward", "bwd"),
@@ -66,10 +68,13 @@ def _draw_marks(axes: "Axes", rows: Mapping[str, Any], set_up: Mapping[str, int]
     start, end = axes.get_xlim()
     inches = 0.75 * axes.get_window_extent().width / axes.figure.dpi
     look: dict[str, Any] = {"color": theme_color, "fontsize": 7, "transform": axes.get_xaxis_transform()}
+    before = start
     for name, event in set_up.items():
         if start < 0 < event - start:
             axes.axvline(event, color=theme_color, linewidth=0.8, linestyle="--")
-            axes.text(event, 0.5, f"{name} ", rotation=90, ha="right", va="center", **look)
+            if (event - before) * inches / (end - start) >= _LINE:
+                axes.text(event, 0.5, f"{name} ", rotation=90, ha="right", va="center", **look)
+                before = event
     letters = inches / 0.055 / (end - start)  # of room for each event
     phases = [phase for phase in _phases(rows, origin) if phase[1] >= start]
     if sum((until - begin) * letters < 1 for _, begin, until in phases) > len(phases) / 2:

@@ -93,6 +93,13 @@ def test_the_summary() -> None:
     assert "Device: a GPU" in found
 
 
+def test_a_change_that_rounds_to_nothing_is_not_told() -> None:
+    slightly = result("ghost", {"model_parameters": 10, "activations": 20})
+    slightly["peak"]["categories"]["model_parameters"] += 100
+    text = summary.text(comparison.methods([("v", VANILLA), ("g", slightly)]))
+    assert "+0.00 MB against vanilla" not in text
+
+
 def test_captures_that_autograd_holds_as_well_are_told_from_those_of_opacus_alone() -> None:
     hooks = result("hooks", {"activation_hooks": 10, "model_parameters": 10})
     hooks["peak"]["activation_hooks"] = {"shared_with_autograd": 7 * MIB, "opacus_only": 3 * MIB}
@@ -176,6 +183,16 @@ def test_the_timeline_shows_set_up_where_the_peak_is_there(figures: list[Any], t
     (panel,) = figures[0].axes
     assert panel.get_xlim() == (-20, 20)
     assert {text.get_text().strip() for text in panel.texts} >= {"model loaded", "data prepared", "optimizer set up"}
+
+
+def test_stages_of_set_up_have_names_where_there_is_room(figures: list[Any], tmp_path: Path) -> None:
+    early = result("hooks", {"model_parameters": 8})
+    early["timeline"]["bytes"][1] = 9 * MIB
+    early["timeline"]["event"][-1] = 4000
+    pictures.timeline(comparison.methods([("h", early)]), tmp_path / "a.png", "light")
+    (panel,) = figures[0].axes
+    assert panel.get_xlim() == (-20, 3980)
+    assert {text.get_text().strip() for text in panel.texts} == {"backward"}
 
 
 def test_the_timeline_hides_set_up_that_is_a_single_row(figures: list[Any], tmp_path: Path) -> None:
