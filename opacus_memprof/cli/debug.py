@@ -10,6 +10,8 @@ import typer
 
 from opacus_memprof.cli.training_options import Token, hide_token
 from opacus_memprof.experiments.configuration import Dtype
+from opacus_memprof.files import write_text, writing
+from opacus_memprof.hub import use_the_cache_where_there_is_no_hub
 
 Level = Literal["model_only", "full", "custom", "comparison"]
 
@@ -43,9 +45,11 @@ def debug(
 ) -> None:
     """Debug the memory of LoRA training, on random tokens."""
     hide_token(sys.argv)
+    with writing(log_dir):  # before the training, whose results could not be written
+        log_dir.mkdir(parents=True, exist_ok=True)
+    if model != "tiny":
+        use_the_cache_where_there_is_no_hub()
     import json  # and torch, which other commands must not load
-
-    from opacus_memprof.files import write_text
 
     labels = {"pkg": pkg, "version": version, "knowledge_type": knowledge_type}
     results = _LEVELS[level](model, precision, labels, log_dir, token)

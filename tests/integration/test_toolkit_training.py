@@ -4,6 +4,9 @@
 import gc
 import json
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -296,6 +299,30 @@ def test_the_command_line(
         for file in files:
             assert b"hf_secret" not in Path(folder, file).read_bytes(), file
     assert "hf_secret" not in ran.output
+
+
+def test_results_that_cannot_be_written_cost_no_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("theirs")
+    ran = CliRunner().invoke(app, ["debug", "--log-dir", str(tmp_path / "file" / "logs")])
+    assert isinstance(ran.exception, MemprofError)
+    assert str(ran.exception) == f"cannot write {tmp_path}/file/logs (Not a directory): choose another place"
+    assert ran.output == ""
+
+
+def test_a_model_that_no_hub_can_give_is_refused_at_once(tmp_path: Path) -> None:
+    program = "import sys; sys.argv = ['opacus-memprof', 'debug', '--model', 'no/such', '--log-dir', sys.argv[1]]\n"
+    program += "from opacus_memprof.cli import main; main()"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = f"http://127.0.0.1:{server.getsockname()[1]}"
+    kept = (name for name in os.environ if name != "HF_HUB_OFFLINE" and not name.lower().endswith("_proxy"))
+    environment = {name: os.environ[name] for name in kept}
+    environment |= {"HF_ENDPOINT": closed, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HOME": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "logs")], env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 2
+    assert ran.stderr.startswith('opacus-memprof: the model "no/such" cannot be loaded')
+    assert ran.stderr.count("\n") == 1  # no words of retries
 
 
 def test_the_token_leaves_the_command_line() -> None:
