@@ -128,7 +128,9 @@ def _random(configuration: Configuration, device: torch.device) -> Any:
 
 
 def _pretrained(configuration: Configuration) -> Any:
-    extra: dict[str, Any] = {"num_labels": CLASSES} if configuration.task == "classification" else {}
+    extra: dict[str, Any] = {}
+    if configuration.task == "classification":  # a head of other classes that the model may have is replaced
+        extra = {"num_labels": CLASSES, "ignore_mismatched_sizes": True}
     remedy = (
         f"pass the path of a local copy (--model-name PATH), or use random weights in a built-in shape (--config "
         f"{'|'.join(BUILT_IN)})"

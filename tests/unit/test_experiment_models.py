@@ -107,6 +107,20 @@ def test_a_local_path_loads_and_computes_the_same(saved_gpt2: Path) -> None:
         models.build(Configuration(model=str(saved_gpt2), pretrained=True, seq_length=17), CPU)
 
 
+def test_a_classifier_of_other_classes_gets_a_head_of_its_own(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    sizes = {"vocab_size": 10, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    original = LlamaForSequenceClassification(LlamaConfig(**sizes, num_attention_heads=2, num_labels=2))
+    original.save_pretrained(tmp_path)
+    chosen = Configuration(model=str(tmp_path), pretrained=True, task="classification", seq_length=8)
+    built = models.build(chosen, CPU)
+    assert built(torch.ones(2, 8, dtype=torch.long)).shape == (2, 3)
+    weights = dict(built.named_parameters())
+    for name, weight in original.model.named_parameters():
+        assert torch.equal(weights[f"model.model.{name}"], weight), name
+
+
 @pytest.mark.parametrize(
     ("config", "padding"),
     [
