@@ -195,6 +195,13 @@ def train(training: Training, precision: str, after_step: Callable[[], object] =
     return losses
 
 
+def finish(training: Training) -> None:
+    """Takes Opacus out of a private model: left there, its hooks keep the samples' gradients of every further pass."""
+    restore = getattr(training.model, "to_standard_module", None)
+    if restore is not None:
+        restore()
+
+
 def _loss(training: Training, batch: dict[str, torch.Tensor]) -> Any:
     tokens = batch.pop("input_ids")  # ew takes them by position alone
     if training.criterion is None:

@@ -169,6 +169,7 @@ def debug_lora_training(
             profiler.session.attach(training.model, training.optimizer)
         losses = profiler.profile_stage("training", lora.train, training, precision, lambda: profiler.note("step"))
         trained = analyze_model(model, "training")
+        lora.finish(training)
     issues = [*creation["findings"], *trained["findings"], *profiler.memory_issues()]
     devices = (profiler.profile or {}).get("devices", {})
     return model, {

@@ -171,6 +171,21 @@ def test_every_mode_clips_alike(mode: str) -> None:
         torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(hooks), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["hooks", "ew", "ghost", "flash_clip"])
+def test_a_model_that_was_trained_privately_is_an_ordinary_one_again(mode: str, tmp_path: Path) -> None:
+    config = {"noise_multiplier": 1.0, "grad_sample_mode": mode, "steps": 1, "batch_size": 2, "sequence_length": 8}
+    model, _ = opacus_memprof.debug_lora_training(config, log_dir=tmp_path)
+    same = lora.create(lora.Settings())
+    same.load_state_dict(model.state_dict())
+    tokens = torch.randint(256, (2, 8))
+    for one in (model, same):
+        one.zero_grad()
+        one(tokens, labels=tokens).loss.backward()
+    for trained, plain in zip(model.parameters(), same.parameters(), strict=True):
+        assert not hasattr(trained, "grad_sample")
+        torch.testing.assert_close(trained.grad, plain.grad)
+
+
 def tiny() -> Any:
     """The tiny model without adapters."""
     model: Any = lora.create(lora.Settings())
