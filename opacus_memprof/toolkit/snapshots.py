@@ -191,6 +191,8 @@ def _in_mb(reading: readings.Reading) -> dict[str, Any]:
 
 def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     used = before["utilization_percent"], after["utilization_percent"]
+    if used[0] is None and used[1] is not None:  # CUDA was not initialised: this process used nothing of the device
+        used = 0.0, used[1]
     categories = {
         category: after["categories_mb"].get(category, 0.0) - before["categories_mb"].get(category, 0.0)
         for category in {**before["categories_mb"], **after["categories_mb"]}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from opacus_memprof.toolkit import readings
+from opacus_memprof.toolkit import readings, snapshots
 
 STATS = {
     "cuda:0": (100, 200, 150, 250),
@@ -67,3 +67,13 @@ def test_a_cpu_that_is_recorded_stands_beside_the_gpus(monkeypatch: pytest.Monke
     monkeypatch.setattr(readings, "_recorded", lambda device: device == "cpu")
     assert list(readings.read()) == ["cuda:0", "cuda:1", "cpu"]
     assert readings.primary_device() == "cpu"
+
+
+def test_before_cuda_is_initialised_nothing_of_a_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    before = snapshots.take("before")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    changes = snapshots.compare(before, snapshots.take("after"))["gpu_changes"]
+    assert [change["utilization_change"] for change in changes] == [10.0, pytest.approx(0.1)]  # of 1000 bytes
+    unknown = snapshots.compare(before, before)["gpu_changes"]
+    assert [change["utilization_change"] for change in unknown] == [None, None]
