@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`opacus-memprof report`: a profile that is there already, as a summary and as files."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,7 @@ class ReportCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         completed = []
-        for argument, following in zip(args, [*args[1:], ""], strict=True):
+        for argument, following in pairwise([*args, ""]):
             suffixes = _SUFFIXES.get(argument.replace("_", "-"))
             alone = suffixes is not None and not following.endswith(suffixes)
             completed.append(f"{argument}={_BY_DEFAULT}" if alone else argument)

@@ -62,3 +62,14 @@ def test_a_script_s_arguments_are_its_own() -> None:
     theirs = ["--my_rate", "1_000", "--other-rate=2", "--max_events", "7"]
     values = parsed("run", "--max_events", "5", "my_script.py", *theirs)
     assert (values["script"], values["arguments"], values["max_events"]) == ("my_script.py", theirs, 5)
+
+
+NEEDY = [name for name, command in COMMANDS.commands.items() if any(option.required for option in command.params)]
+
+
+@pytest.mark.parametrize("command", NEEDY)
+def test_a_command_without_what_it_needs_says_so(command: str) -> None:
+    assert "report" in NEEDY
+    ended = CliRunner().invoke(cli.app, [command])
+    assert ended.exit_code == 2, ended.exception
+    assert "Missing" in ended.output
