@@ -20,6 +20,21 @@ LABELS = {
     "flash_clip": "Flash Clipping (DP-SGD)",
 }
 
+# Of a result, what tables and pictures read.
+_READ = (
+    "status",
+    "error",
+    "config",
+    "environment",
+    "data",
+    "avg_time_ms",
+    "peak",
+    "out_of_memory",
+    "snapshots",
+    "timeline",
+    "progress",
+)
+
 
 @dataclass(frozen=True)
 class Method:
@@ -127,6 +142,8 @@ def read_results(directory: Path) -> list[tuple[str, dict[str, Any]]]:
             raise MemprofError(
                 f"{path} has format {content.get('format')!r}, and this release reads 1: run the experiment again"
             )
+        if lacking := [key for key in _READ if key not in content]:
+            raise MemprofError(f"{path} is damaged, for it lacks {lacking[0]}: remove it, or run the experiment again")
         found.append((path.stem, content))
     if not found:
         raise MemprofError(f"there is no result in {directory}: run `opacus-memprof experiments` first")

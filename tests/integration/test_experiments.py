@@ -283,6 +283,7 @@ def test_directories_without_results_are_refused(
         ("[]", "holds no JSON object"),
         ('{"experiment": "hooks"}', "is not an experiment's result"),
         ('{"experiment": "hooks", "breakdown": {}, "format": 2}', "has format 2, and this release reads 1"),
+        ('{"experiment": "hooks", "breakdown": {}, "format": 1}', "is damaged, for it lacks status"),
     ):
         if content is not None:
             (tmp_path / "result.json").write_text(content)
