@@ -88,7 +88,9 @@ def summary(directory: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_a_killed_sweep_goes_on(tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_sweep_goes_on(
+    tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     results = tmp_path / "results"
     arguments = [*FOUR, "--results_dir", str(results), "--token", "hf_secret"]
     program = (
@@ -116,7 +118,11 @@ def test_a_killed_sweep_goes_on(tmp_path: Path, child: Child, monkeypatch: pytes
     assert drawn <= {path.name for path in results.iterdir()}
     assert not [path for path in results.rglob("*") if path.is_file() and b"hf_secret" in path.read_bytes()]
 
+    capsys.readouterr()
     assert called([*arguments, "--resume", "--detailed"], child(), monkeypatch) == 0  # only what can be drawn from it
+    said = capsys.readouterr().out
+    assert "4 of 4 configurations have a result already" in said
+    assert "0/0" not in said
     assert len(trained(tmp_path)) == 5
     assert (results / "operation_level_breakdown.png").exists()
 

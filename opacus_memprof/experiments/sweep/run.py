@@ -84,12 +84,13 @@ def run_missing(directory: ResultsDirectory, launcher: Launcher, console: Consol
     cells, refused = directory.missing(), False
     if kept := len(directory.names) - len(cells):
         console.print(f"{kept} of {len(directory.names)} configurations have a result already", highlight=False)
-    with board(console, len(cells), launcher.workers) as ended, closing(launcher.run(cells)) as results:
-        for cell, result in results:
-            if refused := result["refused"] and not directory.any_done():
-                break
-            ended(cell.name, result)
-            write_tables(directory.results(), directory.path, detailed=detailed)
+    if cells:  # a bar of nothing would wait for its first result
+        with board(console, len(cells), launcher.workers) as ended, closing(launcher.run(cells)) as results:
+            for cell, result in results:
+                if refused := result["refused"] and not directory.any_done():
+                    break
+                ended(cell.name, result)
+                write_tables(directory.results(), directory.path, detailed=detailed)
     if refused:
         raise MemprofError(result["error"])
     write_tables(directory.results(), directory.path, detailed=detailed)
