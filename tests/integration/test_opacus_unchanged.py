@@ -51,14 +51,15 @@ def test_allocations_are_the_same(mode: str) -> None:
         gc.collect()
         with no_collection(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             training.run()
-        events = recorded.profiler.kineto_results.events()  # in an order that clock ticks leave open
-        sizes = Counter(event.nbytes() for event in events if event.name() == "[memory]")
+        # In an order that clock ticks leave open. Frees are not told reliably: see `window_peaks`.
+        sizes = (event.nbytes() for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]")
+        allocated = Counter(size for size in sizes if size > 0)
 
         def epoch() -> None:
             with record_function(f"{WINDOW}epoch"):
                 training.run()
 
-        return sizes, window_peaks(epoch)
+        return allocated, window_peaks(epoch)
 
     plain = allocations(prepare(mode))
 
@@ -67,7 +68,7 @@ def test_allocations_are_the_same(mode: str) -> None:
         profiled = allocations(training)
 
     assert profiled == plain
-    assert plain[0].total() > 500
+    assert plain[0].total() > 250
     assert plain[1]["epoch"] > 0
 
 

@@ -115,7 +115,14 @@ def start() -> Iterator[Start]:
 
     def begin(*arguments: str | Path, last: int = 2) -> "subprocess.Popen[str]":
         command = [sys.executable, *map(str, arguments)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+        # Ignored by what a shell starts with `&`, and then by all its children.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
         processes.append(process)
         line = "\n"
         while line and not line.startswith(f"step {last} "):

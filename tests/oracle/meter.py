@@ -21,7 +21,13 @@ def window_peaks(run: Callable[[], Any]) -> dict[str, int]:
     with no_collection(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         run()
     events = sorted(_events(recorded.profiler.kineto_results.experimental_event_tree()), key=lambda e: e.start_time_ns)
-    blocks = [(e.start_time_ns, e.typed[1].alloc_size) for e in events if e.typed[0] == _EventType.Allocation]
+    memory = [(e.start_time_ns, e.typed[1]) for e in events if e.typed[0] == _EventType.Allocation]
+    # A block from before is freed with the size of what an earlier run had at its address, or unseen.
+    born: dict[int, int] = {}
+    for time, block in memory:
+        if block.alloc_size > 0:
+            born.setdefault(block.ptr, time)
+    blocks = [(time, block.alloc_size) for time, block in memory if born.get(block.ptr, time + 1) <= time]
     peaks: dict[str, int] = {}
     for window in (e for e in events if e.name.startswith(WINDOW)):
         name = window.name.removeprefix(WINDOW)
