@@ -192,7 +192,7 @@ TEST(Recorder, ForksAndNewThreadsDoNotWaitForEachOther) {
     std::thread others([&] {
       while (!done) std::thread(call).join();
     });
-    for (int i = 0; i < 1000; ++i) {
+    for (int i = 0; i < 400; ++i) {
       if (::fork() == 0) ::_exit(0);
     }
     done = true;
