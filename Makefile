@@ -26,10 +26,9 @@ MAKEFLAGS += --no-print-directory
 profile: $(VENV)/.opacus-memprof-built
 	$(BIN)/opacus-memprof run -o memprof_profile --device auto examples/train_transformer.py
 
-# pytest comes last: its summary closes the output.
+# The core is compiled while torch is installed. pytest comes last: its summary closes the output.
 test:
-	$(MAKE) lint
-	$(MAKE) cpp-test
+	$(MAKE) -j2 --output-sync=line lint cpp-test
 	$(MAKE) python-test
 
 lint: $(VENV)/.opacus-memprof-built
@@ -53,7 +52,7 @@ JSON_INCLUDE = $(shell $(BIN)/python -c 'import nlohmann_json; print(nlohmann_js
 cpp-test: $(SANITIZERS)
 
 .PHONY: $(SANITIZERS) cpp-test-none
-$(SANITIZERS) cpp-test-none: cpp-test-%: $(VENV)/.opacus-memprof-requirements
+$(SANITIZERS) cpp-test-none: cpp-test-%: $(VENV)/.opacus-memprof-core
 	PATH="$(abspath $(BIN)):$$PATH" cmake -S tests/cpp -B build/cpp-$* -DSANITIZE=$* -DNLOHMANN_JSON_INCLUDE=$(JSON_INCLUDE) --log-level=WARNING
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cpp-$* --parallel $(JOBS)
 	$(FIXED_ADDRESSES) build/cpp-$*/core_tests --gtest_brief=1
@@ -73,13 +72,18 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || $(PYTHON) -m virtualenv -q $(VENV) || { rm -rf $(VENV); \
 	    echo "$(PYTHON) cannot make a virtual environment: install python3-venv (Debian) or virtualenv" >&2; exit 1; }
 
+# What the core needs, which knows nothing of torch.
+$(VENV)/.opacus-memprof-core: pyproject.toml | $(BIN)/python
+	$(PIP) install 'nlohmann-json>=3.11'
+	command -v cmake >/dev/null || $(PIP) install cmake
+	touch $@
+
 # What the build itself needs, so that it can run in the environment and compile only what has changed.
-$(VENV)/.opacus-memprof-requirements: pyproject.toml $(wildcard build_backend/*.py) | $(BIN)/python
+$(VENV)/.opacus-memprof-requirements: $(VENV)/.opacus-memprof-core $(wildcard build_backend/*.py)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install torch
-	$(PIP) install 'setuptools>=64' wheel ninja 'nlohmann-json>=3.11'
+	$(PIP) install 'setuptools>=64' wheel ninja
 	$(PIP) install wheel $$(PYTHONPATH=build_backend $(BIN)/python -c \
 	    'import opacus_memprof_build as backend; print(*backend.get_requires_for_build_editable())')
-	command -v cmake >/dev/null || $(PIP) install cmake
 	touch $@
 
 # _build_info.py is written by every build: newer than the stamp, the extension is another environment's.
