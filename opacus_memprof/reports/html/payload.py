@@ -145,28 +145,29 @@ def _timelines(run: Run, room: int) -> dict[str, dict[str, Any]]:
     profile = run.profile
     events = profile["events"]["recorded"]
     given = {name: device["timeline"] for name, device in profile["devices"].items()}
-    coarse = {name: _encoded(timeline, events, TIMELINE_POINTS) for name, timeline in given.items()}
+    a_row = max(-(-events // TIMELINE_POINTS), 1)
+    coarse = {name: _encoded(timeline, a_row) for name, timeline in given.items()}
     longest = max((len(json.dumps(timeline, separators=(",", ":"))) for timeline in coarse.values()), default=1)
     points = min(_MOST_ROWS, TIMELINE_POINTS * room // longest)
     if points < TIMELINE_POINTS:
         together = -(-TIMELINE_POINTS // max(points, 1))
-        return {name: _encoded(thinned(timeline, together), events, points) for name, timeline in given.items()}
+        return {name: _encoded(thinned(timeline, together), together * a_row) for name, timeline in given.items()}
     if run.directory is None or profile["status"] == "running" or min(points, events) <= TIMELINE_POINTS:
         return coarse
     try:
         fine = read_timelines(run.directory, points)
     except MemprofError:  # profile.json alone was kept
         return coarse
-    return {name: _encoded(fine[name], events, points) if name in fine else coarse[name] for name in coarse}
+    return {name: _encoded(fine[name], -(-events // points)) if name in fine else coarse[name] for name in coarse}
 
 
-def _encoded(timeline: Mapping[str, Any], events: int, points: int) -> dict[str, Any]:
-    """Differences from row to row, most of which are 0. A row's bytes are the sum of its categories. `events_a_row` is
+def _encoded(timeline: Mapping[str, Any], events_a_row: int) -> dict[str, Any]:
+    """Differences from row to row, most of which are 0. A row's bytes are the sum of its categories. `events_a_row`:
     of how many events in a row each shows the highest."""
     phases = list(dict.fromkeys(timeline["phase"]))
     return {
         **{key: _differences(timeline[key]) for key in ("event", "time_ns", "step", "logical_step")},
-        "events_a_row": max(-(-events // points), 1),
+        "events_a_row": events_a_row,
         "phases": phases,
         "phase": _differences([phases.index(phase) for phase in timeline["phase"]]),
         "categories": [[name, _differences(sizes)] for name, sizes in timeline["categories"].items()],
