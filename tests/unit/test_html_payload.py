@@ -86,6 +86,10 @@ def test_the_largest_profiles_stay_within_the_bound(trained: tuple[Path, dict[st
     for shown in embedded(page)["runs"][7]["profile"]["devices"].values():
         columns = [list(accumulate(differences)) for _, differences in shown["timeline"]["categories"]]
         assert max(map(sum, zip(*columns, strict=True))) == live.max()
+        a_row = shown["timeline"]["events_a_row"]
+        assert a_row > -(-len(live) // 2000)  # coarser than the profile's own
+        events = accumulate(shown["timeline"]["event"])
+        assert all(row * a_row <= event < (row + 1) * a_row for row, event in enumerate(events))
         assert len(shown["steps"]) + shown["steps_left_out"] == 600
         assert 599 in [step["step"] for step in shown["steps"]]
         kept = shown["peak"]["modules"]
@@ -115,6 +119,15 @@ def test_only_the_pages_own_scripts_and_styles_may_run(trained: tuple[Path, dict
         text = page.partition(tag)[2].partition(f"</{tag[1:].split()[0].rstrip('>')}>")[0]
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{rule} 'sha256-{digest}'" in policy[1]
+
+
+def test_the_page_explains_every_category_of_the_readme() -> None:
+    root = Path(__file__).parents[2]
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    rows = readme.partition("\n| category | what |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    names = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    script = (root / "opacus_memprof/reports/html/meanings.js").read_text(encoding="utf-8")
+    assert {"dataset", "noise"} <= names <= set(re.findall(r'^  \["(\w+)", ', script, re.MULTILINE))
 
 
 def test_several_runs_share_a_page(trained: tuple[Path, dict[str, Any], np.ndarray]) -> None:

@@ -20,8 +20,11 @@ const MEANINGS = new Map([
   ["optimizer_temporaries", "made and freed within the optimizer's step"],
   ["forward_undecided", "made in forward; whether kept for backward is not known"],
   ["communication", "buckets and reductions of distributed training"],
+  ["unsharded_parameters", "parameters that FSDP2 has gathered, for as long as a layer computes"],
+  ["unsharded_gradients", "their gradients, until FSDP2 has scattered them"],
   ["library_workspace", "workspaces of cuBLAS and cuDNN"],
   ["inputs", "the batch"],
+  ["dataset", "tensors of the data set that a DataLoader draws from"],
   ["pending_free", "freed by the program, while a side stream still uses it"],
   ["unattributed", "the rest"],
 ]);
