@@ -162,7 +162,7 @@ def test_the_command(tmp_path: Path, diff: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", '{"format": 2}', '{"format": 1}', '{"format": 1, "devices": {"cpu": 3}}']
+    "content", ["{", "[]", '{"format": 2}', '{"format": 1}', '{"format": 1, "devices": {"cuda:0": 3}}']
 )
 def test_a_foreign_or_truncated_file_is_one_sentence(tmp_path: Path, content: str) -> None:
     profile_in(tmp_path / "old", old_file())
@@ -171,6 +171,7 @@ def test_a_foreign_or_truncated_file_is_one_sentence(tmp_path: Path, content: st
     for arguments in (
         ["diff", str(tmp_path / "old"), str(tmp_path / "bad")],
         ["report", str(tmp_path / "bad"), "--csv"],
+        ["tax", str(tmp_path / "old"), str(tmp_path / "bad")],
     ):
         result = CliRunner().invoke(app, arguments)
         assert isinstance(result.exception, MemprofError)
