@@ -28,10 +28,12 @@ OOM_REPORTS = ("oom_report.txt", "oom_report.json", "oom_report.html")
 LOCK = ".lock"
 RANKS = "ranks.json"  # the summary of a job's ranks, above their directories
 RANK_DIRECTORY = re.compile(r"rank_(\d+)")
+REPORT = "memprof"  # what `opacus-memprof report` calls its files
 
 # Some network and cluster file systems have no locks: there, nobody stops two profilers of one directory.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
+_REPORTS = re.compile(rf"{REPORT}[.-].*")
 _MAGIC = b"OMEMPROF"  # kMagic of csrc/core/event.h
 _FIRST_BYTES = 5 * 1024 * 1024  # the event file's first chunk (4 MiB), its header and the small files
 
@@ -131,7 +133,7 @@ def _refuse_foreign_files(path: Path) -> None:
     if not path.is_dir():
         return
     try:
-        if all(entry.name == LOCK for entry in path.iterdir()):
+        if _is_empty(path):
             return
         with open(path / EVENTS, "rb") as events:
             if events.read(len(_MAGIC)) == _MAGIC:
@@ -143,10 +145,15 @@ def _refuse_foreign_files(path: Path) -> None:
 
 def _refuse_all_but_ranks(path: Path) -> None:
     """A job's directory is ours when it is empty or holds a rank's profile."""
-    if not path.is_dir() or rank_directories(path) or all(entry.name == LOCK for entry in path.iterdir()):
+    if not path.is_dir() or rank_directories(path) or _is_empty(path):
         return
     what = "the profile of one process" if (path / EVENTS).exists() else "files that are not a profile of several ranks"
     raise MemprofError(f"{path} holds {what}, which stays as it is: choose another directory")
+
+
+def _is_empty(path: Path) -> bool:
+    """But for a lock, and for the reports of a profile that was there."""
+    return all(entry.name == LOCK or _REPORTS.fullmatch(entry.name) for entry in path.iterdir())
 
 
 def lock(directory: Path) -> int:

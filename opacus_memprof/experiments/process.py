@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a configuration in a fresh process, so that no run sees another's memory. Needs no torch in this one."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -65,8 +66,7 @@ def run(
         return read_json(path / RESULT)
     from opacus_memprof.experiments.result import without_result  # loads torch
 
-    recorded = path / PROFILE / "rank_0" if configuration.nproc > 1 else path / PROFILE
-    result = without_result(configuration, recorded, code, last)
+    result = without_result(configuration, path / PROFILE, code, last)
     write_json(path / RESULT, result)
     return result
 
@@ -105,7 +105,8 @@ def _clear_profile(path: Path) -> None:
         claimed.clear()
         claimed.release()
         if ranks:
-            one.rmdir()
+            with contextlib.suppress(OSError):  # its reports stay
+                one.rmdir()
     (path / RANKS).unlink(missing_ok=True)
 
 

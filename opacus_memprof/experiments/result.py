@@ -85,7 +85,8 @@ def result_of(
 
 
 def without_result(configuration: Configuration, profile_directory: Path, exit_code: int, last: str) -> dict[str, Any]:
-    """Of a process that ended without a result, from the events that it has written until then.
+    """Of a process that ended without a result, from the events that it has written until then; of several the first
+    one's.
 
     Args:
         exit_code: as subprocess has it: the negative number of the signal that killed it.
@@ -93,7 +94,7 @@ def without_result(configuration: Configuration, profile_directory: Path, exit_c
     """
     how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
     try:
-        profile = load_profile(profile_directory)
+        profile = load_profile(profile_directory / "rank_0" if configuration.nproc > 1 else profile_directory)
     except MemprofError:
         profile = None
     result = result_of(configuration, Course(stage=last), profile, profile_directory, None)

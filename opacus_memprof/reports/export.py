@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opacus_memprof.directory import EVENTS, META, PROFILE, SNAPSHOTS
+from opacus_memprof.directory import EVENTS, META, OOM_REPORTS, PROFILE, RANKS, REPORT, SNAPSHOTS
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.files import write_text
 from opacus_memprof.optional import require
@@ -21,8 +21,7 @@ from opacus_memprof.reports.perfetto import write_perfetto
 from opacus_memprof.reports.picture import write_pictures
 
 Profile = Mapping[str, Any]
-_THE_PROFILE_S_OWN = {EVENTS, META, PROFILE, SNAPSHOTS}
-_STEM = "memprof"
+_THE_PROFILE_S_OWN = {EVENTS, META, PROFILE, SNAPSHOTS, RANKS, *OOM_REPORTS}
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def export(source: Source, wanted: Mapping[str, str | os.PathLike[str] | None]) 
         MemprofError: before anything is written, for an unknown format, another suffix than the format's, one of the
             profile's own files, or a package that is missing; and where a file cannot be written.
     """
-    paths = {name: _path(name, path, source.directory) for name, path in wanted.items()}
+    paths = {name: target(name, path, source.directory) for name, path in wanted.items()}
     for name in wanted:
         if needs := FORMATS[name].needs:
             require(*needs)
@@ -98,15 +97,16 @@ def export(source: Source, wanted: Mapping[str, str | os.PathLike[str] | None]) 
     return written
 
 
-def _path(name: str, path: str | os.PathLike[str] | None, home: Path) -> Path:
+def target(name: str, path: str | os.PathLike[str] | None, home: Path) -> Path:
+    """Where the profile in `home` goes in the format `name`; `path` as in `export`, as which it raises."""
     format = FORMATS.get(name)
     if format is None:
         raise MemprofError(f"{name!r} is no format of a report: choose one of {', '.join(FORMATS)}")
-    target = home / f"{_STEM}{format.suffixes[0]}" if path is None else Path(path)
-    if target.suffix not in format.suffixes:
-        raise MemprofError(f"{target} is no name for {name}: end it with {' or '.join(format.suffixes)}")
-    if target.name in _THE_PROFILE_S_OWN and target.resolve().parent == home.resolve():
-        raise MemprofError(f"{target} is a file of the profile itself: choose another name")
-    if target.is_dir():
-        raise MemprofError(f"{target} is a directory: name a file in it")
-    return target
+    file = home / f"{REPORT}{format.suffixes[0]}" if path is None else Path(path)
+    if file.suffix not in format.suffixes:
+        raise MemprofError(f"{file} is no name for {name}: end it with {' or '.join(format.suffixes)}")
+    if file.name in _THE_PROFILE_S_OWN and file.resolve().parent == home.resolve():
+        raise MemprofError(f"{file} is a file of the profile itself: choose another name")
+    if file.is_dir():
+        raise MemprofError(f"{file} is a directory: name a file in it")
+    return file

@@ -3,13 +3,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from opacus_memprof.directory import claim
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments import process
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.ranks import together
+from tests.unit.event_files import EventFile
 
 
 @pytest.mark.slow
@@ -39,6 +42,27 @@ def test_of_the_ranks_results_the_one_that_says_most_stays(tmp_path: Path) -> No
         "ranks": None,  # no rank has left a profile
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json"]
+
+
+def test_of_ranks_that_were_killed_the_events_of_the_first_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def killed(command: list[str], path: Path, *rest: Any) -> tuple[int, str]:
+        claimed = claim(path / "profile")
+        claimed.clear()
+        EventFile(closed=False).add("alloc", 1, 300, "activations").write(claimed.path)
+        claimed.release()
+        return -9, "training"
+
+    monkeypatch.setattr(process, "_run_child", killed)
+    for _ in range(2):
+        result = process.run(Configuration(mode="vanilla", nproc=2), tmp_path)
+        assert (result["status"], result["profile"], result["peak"]["requested_bytes"]) == ("killed", "profile", 300)
+        for folder in ("profile", "profile/rank_0"):
+            (tmp_path / folder / "memprof.html").write_text("a report, which is in nobody's way")
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "flash_clip"])

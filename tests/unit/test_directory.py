@@ -51,6 +51,16 @@ def test_an_earlier_profile_stays_until_it_is_cleared(tmp_path: Path) -> None:
     claimed.release()
 
 
+def test_the_reports_of_a_profile_that_has_gone_stay_and_are_in_nobody_s_way(tmp_path: Path) -> None:
+    reports = {"memprof.html": b"<", "memprof-cuda0-dark.png": b"P"}
+    write(tmp_path, PROFILE | reports)
+    for _ in range(2):
+        claimed = ProfileDirectory(tmp_path)
+        claimed.clear()
+        claimed.release()
+    assert content(tmp_path) == reports
+
+
 @pytest.mark.parametrize("files", [{"train.py": b""}, {"profile.json": b"{}"}, {"events.bin": b"other"}])
 def test_other_files_are_left_alone(tmp_path: Path, files: dict[str, bytes]) -> None:
     write(tmp_path, files)

@@ -74,6 +74,7 @@ def test_the_command_line_knows_the_suffixes() -> None:
     [
         (["--png=a.gif"], "a.gif is no name for png: end it with .png"),
         (["--json=profile/profile.json"], "is a file of the profile itself"),
+        (["--html=profile/oom_report.html"], "is a file of the profile itself"),
         (["--csv=taken.csv"], "is a directory"),
         (["--html=file/a.html"], "cannot write file/a.html"),
         (["--vanilla=profile"], "--vanilla is for the page"),
