@@ -10,7 +10,7 @@ from opacus_memprof.launch import Launch
 
 # A rank whose peak is this much above the median decides alone what batch fits.
 STRAGGLER = 1.05
-# The status of a job is the worst of its ranks', the first of these.
+# The status of a job is the worst of its ranks', the first of these. A rank that has left nothing was killed.
 _WORST_FIRST = ("out_of_memory", "failed", "killed", "running", "finished")
 
 
@@ -62,11 +62,12 @@ class Job:
         missing = [rank for rank in range(world_size) if rank not in present]
         measured = [row for row in self.rows if row["peak"] and row["steps"]] or [r for r in self.rows if r["peak"]]
         stray = _stray_bytes(self.rows)
+        statuses = [*(row["status"] for row in self.rows), *["killed"] * bool(missing)]
         return {
             "format": FORMAT,
             "launch": None if self._launch is None else self._launch.to_json(),
             "world_size": world_size,
-            "status": min((row["status"] for row in self.rows), key=_WORST_FIRST.index) if not missing else "killed",
+            "status": min(statuses, key=_WORST_FIRST.index),
             "versions": dict(next(iter(self._versions))),
             "ranks": self.rows,
             "missing": missing,

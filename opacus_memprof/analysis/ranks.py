@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from opacus_memprof.analysis.job import Job
-from opacus_memprof.analysis.profile import is_being_written, load_profile, read_meta
+from opacus_memprof.analysis.profile import is_being_written, read_meta
+from opacus_memprof.analysis.whole import load_whole_profile
 from opacus_memprof.directory import LOCK, META, PROFILE, RANKS, ProfileDirectory, lock, rank_directories
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.files import read_object, write_text
@@ -37,7 +38,7 @@ def load_ranks(directory: str | os.PathLike[str]) -> dict[str, Any]:
             job.leave_out(rank)
             continue
         try:
-            job.add(rank, folder.name, load_profile(folder), _modules(folder))
+            job.add(rank, folder.name, load_whole_profile(folder), _modules(folder))
         except MemprofError as error:
             job.cannot_read(rank, str(error))
     if not job.rows:

@@ -73,7 +73,7 @@ def report(
         raise MemprofError("--vanilla is for the page: add --html")
     console = Console()
     if ranks := rank_directories(directory):
-        if wanted.keys() - {"html"}:
+        if wanted.keys() - {"html"} or vanilla:
             raise MemprofError(
                 f"{directory} holds the {len(ranks)} ranks of a job, and there is a page of them alone: use --html, or "
                 f"give one, as {directory / 'rank_0'}"
@@ -81,9 +81,10 @@ def report(
         summary = load_ranks(directory)
         print_ranks(summary, console)
         if wanted:
+            from opacus_memprof.reports.export import target
             from opacus_memprof.reports.html.ranks import write_ranks_html
 
-            path = Path(wanted["html"] or directory / "memprof.html")
+            path = target("html", wanted["html"], directory)
             write_ranks_html(summary, directory, path)
             console.print(f"\nwrote {path}", highlight=False, markup=False, soft_wrap=True)
         return

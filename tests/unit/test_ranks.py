@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from opacus_memprof.analysis import ranks
 from opacus_memprof.analysis.job import list_ranks
+from opacus_memprof.cli import app
 from opacus_memprof.directory import ProfileDirectory, claim, rank_directories
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.launch import Launch
@@ -50,10 +52,15 @@ def write(
                     "step": 1,
                     "phase": "backward",
                     "categories": {**categories, "noise": 0},
+                    "modules": {},
+                    "components": {},
                     "remainder_bytes": 0,
                 },
+                "phases": {},
                 "steps": [{"step": 0, "complete": True}, {"step": 1, "complete": True}],
                 "snapshots": [{"outside_pytorch": 7}, {"outside_pytorch": 9}, {"outside_pytorch": None}],
+                "out_of_memory": [],
+                "timeline": {},
             }
         },
         "findings": [],
@@ -130,16 +137,19 @@ def test_a_killed_rank_counts_as_far_as_it_got(tmp_path: Path) -> None:
     assert found["warnings"] == ["rank 1 was killed after 1 step: its figures are those until then"]
 
 
-def test_ranks_that_are_missing_or_cannot_be_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("foreign", ["[]", '{"format": 1}'])
+def test_ranks_that_are_missing_or_cannot_be_read(tmp_path: Path, foreign: str) -> None:
     four(tmp_path)
     shutil.rmtree(tmp_path / "rank_3")
-    (tmp_path / "rank_1/profile.json").write_text("[]")
+    (tmp_path / "rank_1/profile.json").write_text(foreign)
     found = ranks.load_ranks(tmp_path)
     assert [row["rank"] for row in found["ranks"]] == [0, 2]
     assert found["missing"] == [3]
     assert "rank 3 of 4 has left no profile here" in found["warnings"]
     assert any(warning.startswith("rank 1 is left out: ") for warning in found["warnings"])
-    assert found["status"] != "finished"
+    assert found["status"] == "killed"
+    change(tmp_path, 2, status="out_of_memory")
+    assert ranks.load_ranks(tmp_path)["status"] == "out_of_memory"  # why the others are gone
 
 
 def test_ranks_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
@@ -189,6 +199,26 @@ def test_memory_on_another_ranks_gpu(tmp_path: Path) -> None:
     change(tmp_path, 1, devices={"cuda:0": stray, **profile["devices"]})
     (found,) = ranks.load_ranks(tmp_path)["findings"]
     assert (found["kind"], found["bytes"], found["ranks"]) == ("stray_gpu_memory", 64, [1])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--csv"], "there is a page of them alone: use --html, or give one, as "),
+        (["--html", "--vanilla", "elsewhere"], "there is a page of them alone"),
+        (["--html=summary.txt"], "summary.txt is no name for html: end it with .html"),
+    ],
+)
+def test_what_a_job_s_report_cannot_do_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
+) -> None:
+    four(tmp_path / "job")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["report", "job", *options])
+    assert isinstance(result.exception, MemprofError)
+    assert said in str(result.exception)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["job"]
+    assert sorted(os.listdir("job")) == ["rank_0", "rank_1", "rank_2", "rank_3"]
 
 
 def test_no_ranks_at_all(tmp_path: Path) -> None:
