@@ -32,6 +32,7 @@ def test_the_summary_has_a_line_for_each() -> None:
     assert float(one["peak_memory_mb"]) == 1024 + 16 * 2 + 300 / 2**20
     assert float(one["model_parameters_mb"]) == 1024
     assert float(one["activations_mb"]) == 32
+    assert one["failed_allocation_mb"] == ""
     assert two["status"] == "out_of_memory"
     assert float(two["failed_allocation_mb"]) == 3072
     assert (two["failed_allocation_phase"], two["failed_allocation_module"]) == ("backward", "mlp")

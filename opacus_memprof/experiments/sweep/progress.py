@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from opacus_memprof.experiments.sweep.reading import failed_allocation
 from opacus_memprof.units import format_bytes
 
 _STYLE = {"finished": "green", "out_of_memory": "magenta"}
@@ -69,8 +70,7 @@ def line(name: str, result: Mapping[str, Any]) -> str:
         said += f", peak {format_bytes(peak['requested_bytes'])} in {escape(peak['phase'])}"
     if result["avg_time_ms"] is not None:
         said += f", {result['avg_time_ms']:.0f} ms a step"
-    if result["out_of_memory"]:
-        failed = result["out_of_memory"][0]
+    if failed := failed_allocation(result):
         said += f", {format_bytes(failed['requested_bytes'])} more for {escape(failed['category'])} did not fit"
     elif result["error"]:
         said += f": {escape(result['error'])}"

@@ -32,7 +32,8 @@ def failure(result: Result) -> str | None:
     if result["status"] == "finished":
         return None
     if result["status"] == "out_of_memory":
-        asked = f", asked {format_bytes(failed['requested_bytes'])} more" if (failed := first_failure(result)) else ""
+        failed = failed_allocation(result)
+        asked = f", asked {format_bytes(failed['requested_bytes'])} more" if failed else ""
         return f"out of memory{asked}"
     return str(result["status"])
 
@@ -43,6 +44,8 @@ def outcome(result: Result) -> str:
     return words.get(result["status"], f" ({result['status']})")
 
 
-def first_failure(result: Result) -> Mapping[str, Any] | None:
-    """The first allocation that found no memory, as profile.json has it."""
-    return next(iter(result["out_of_memory"]), None)
+def failed_allocation(result: Result) -> Mapping[str, Any] | None:
+    """What a run that is out of memory ended with, as profile.json has it: libraries handle those before. None of a run
+    that ended otherwise."""
+    failures = result["out_of_memory"] if result["status"] == "out_of_memory" else ()
+    return failures[-1] if failures else None

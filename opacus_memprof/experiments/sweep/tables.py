@@ -9,6 +9,7 @@ from typing import Any
 
 from opacus_memprof.experiments.files import write_json
 from opacus_memprof.experiments.sweep.memory_types import memory_types
+from opacus_memprof.experiments.sweep.reading import failed_allocation
 from opacus_memprof.experiments.sweep.results import FORMAT
 from opacus_memprof.files import write_text
 
@@ -45,7 +46,7 @@ def without_detail(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary_csv(results: Results) -> str:
-    """One line for each result. Of an allocation that failed, what was asked for and where."""
+    """One line for each result. Of the allocation that ended one, what was asked for and where."""
     rows = [_summary(name, result) for name, result in results.items()]
     columns = list(dict.fromkeys(column for row in rows for column in row))
     text = io.StringIO(newline="")
@@ -57,7 +58,7 @@ def summary_csv(results: Results) -> str:
 
 def _summary(name: str, result: Mapping[str, Any]) -> dict[str, Any]:
     config, peak, progress = result["config"], result["peak"] or {}, result["progress"]
-    failed: Mapping[str, Any] = next(iter(result["out_of_memory"]), {})
+    failed = failed_allocation(result) or {}
     return {
         "name": name,
         **{key: config[key] for key in ("model", "mode", "dtype", "seq_length", "batch_size")},
