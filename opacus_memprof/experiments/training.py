@@ -15,7 +15,7 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments import data, models, ranks, steps
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.result import Course, result_of
-from opacus_memprof.session import Session, outcome
+from opacus_memprof.session import Session, one_line, outcome
 from opacus_memprof.units import format_bytes
 
 
@@ -36,7 +36,7 @@ def train(configuration: Configuration, profile_directory: Path) -> dict[str, An
             error = failure
             if not isinstance(failure, MemprofError):
                 traceback.print_exc()
-        profile = session.close(*outcome(error))
+        profile = session.close(*outcome(error), one_line(error))
     except MemprofError as failure:  # the session could not begin, or not be written
         error = error or failure
     return result_of(configuration, course, profile, profile_directory, error)

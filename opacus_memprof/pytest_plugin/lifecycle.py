@@ -22,7 +22,7 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.pytest_plugin import isolation, marks, recording, summary
 from opacus_memprof.pytest_plugin.fixture import Memprof
 from opacus_memprof.pytest_plugin.recording import Recording
-from opacus_memprof.session import current, outcome
+from opacus_memprof.session import current, one_line, outcome
 
 
 class TestRecording(Recording):
@@ -158,7 +158,7 @@ class Lifecycle:
             status, code = outcome(running.error)
             if said:
                 status, code = "failed", 1
-            running.end(status, code)
+            running.end(status, code, one_line(running.error))
         return said
 
 

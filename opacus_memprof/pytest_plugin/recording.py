@@ -108,12 +108,13 @@ class Recording(Session):
         """The live blocks that were not there when the test began."""
         return _without(self._own_events().older)
 
-    def end(self, status: str, exit_code: int) -> None:
-        """Closes the session. Blocks that are still alive mean nothing to the next test until it attaches them."""
+    def end(self, status: str, exit_code: int, error: str | None = None) -> None:
+        """Closes the session, as `close`. Blocks that are still alive mean nothing to the next test until it attaches
+        them."""
         self._engines.detach()
         try:
             if self._keep:
-                self.close(status, exit_code)
+                self.close(status, exit_code, error)
             else:
                 self.discard()
         finally:

@@ -76,9 +76,11 @@ class TrainingProfiler:
     ) -> None:
         try:
             if self.session is not None and self._own_session:
-                from opacus_memprof.session import outcome
+                from opacus_memprof.session import one_line, outcome
 
-                self.profile = self.session.close(*outcome(error))
+                if error is not None:
+                    self.session.explain(error)
+                self.profile = self.session.close(*outcome(error), one_line(error))
             self.generate_training_report()
         except MemprofError as failure:  # the training is done, and its result must not be lost over this
             say(str(failure), logging.WARNING)

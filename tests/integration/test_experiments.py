@@ -178,6 +178,7 @@ def test_running_out_of_memory_is_a_result(tmp_path: Path) -> None:
     assert not result["refused"]
     assert result["progress"] == {"stage": "loading the model", "steps_completed": 0, "steps": 3}
     assert result["avg_time_ms"] is None
+    assert read(tmp_path / "profile/profile.json")["error"].startswith("RuntimeError: ")
     (failed,) = result["out_of_memory"]
     assert failed["requested_bytes"] == 4 * WIDTH * rows  # the embedding of positions
     assert failed["live_bytes"] == sum(failed["categories"].values()) >= 4 * VOCABULARY * WIDTH

@@ -92,7 +92,7 @@ def test_a_stage_that_fails_is_noted_and_its_exception_passes(tmp_path: Path) ->
     assert [(stage["name"], stage["failed"]) for stage in profiler.stages] == [("loading", True)]
     assert "loading: 0.00s, failed" in (tmp_path / "training_report.txt").read_text()
     assert profiler.profile is not None
-    assert profiler.profile["status"] == "failed"
+    assert (profiler.profile["status"], profiler.profile["error"]) == ("failed", "ValueError: no data")
 
 
 def test_without_a_place_for_a_session_it_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

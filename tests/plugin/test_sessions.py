@@ -127,6 +127,7 @@ def test_xfails(memprof):
     assert len(statuses) == 11
     by_status = sorted(profile["status"] for profile in statuses.values())
     assert by_status == ["failed"] * 2 + ["finished"] * 8 + ["out_of_memory"]
+    assert statuses["fails"]["error"] == "ValueError"
 
 
 def test_an_interrupted_run_leaves_nothing_running(run: Run, pytester: pytest.Pytester) -> None:
