@@ -85,7 +85,7 @@ class Stream:
                 sink.open()
                 self._sinks.append(sink)
         except MemprofError:
-            self._close()
+            self._close(*self._sinks)
             raise
         self._write()
         self._ending = threading.Event()
@@ -97,7 +97,7 @@ class Stream:
         self._ending.set()
         self._thread.join()
         self._write()
-        self._close()
+        self._close(*self._sinks)
 
     def _watch(self) -> None:
         while not self._ending.wait(self._interval):
@@ -111,11 +111,14 @@ class Stream:
             except (OSError, MemprofError) as error:  # a full disk: not the program's to die of
                 self._sinks.remove(sink)
                 self._warn(f"the stream to {sink} ended at step {reading['step']} ({error})")
+                self._close(sink)
 
-    def _close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
-        self._sinks.clear()
+    def _close(self, *sinks: Sink) -> None:
+        for sink in sinks:
+            try:
+                sink.close()
+            except (OSError, MemprofError) as error:
+                self._warn(f"the stream to {sink} could not be closed ({error})")
 
 
 def _sink(target: Any) -> Sink:

@@ -180,24 +180,40 @@ def test_the_profile_is_as_without_a_stream(tmp_path: Path) -> None:
 
 
 class FullDisk:
+    def __init__(self, fails: str) -> None:
+        self.fails, self.calls = fails, list[str]()
+
     def __str__(self) -> str:
         return "a full disk"
 
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.fails:
+            raise OSError("no space left")
+
     def open(self) -> None:
-        pass
+        self._call("open")
 
     def write(self, reading: dict[str, Any]) -> None:
-        raise OSError("no space left")
+        self._call("write")
 
     def close(self) -> None:
-        pass
+        self._call("close")
 
 
-def test_a_stream_that_fails_ends_alone(tmp_path: Path) -> None:
-    file = tmp_path / "memory.jsonl"
-    with opacus_memprof.profile(tmp_path / "p", device="cpu", stream=[FullDisk(), file]) as session:
+@pytest.mark.parametrize(
+    ("fails", "said", "calls"),
+    [
+        ("write", "ended at step 0", ["open", "write", "close"]),
+        ("close", "could not be closed", ["open", "write", "write", "close"]),
+    ],
+)
+def test_a_stream_that_fails_ends_alone(tmp_path: Path, fails: str, said: str, calls: list[str]) -> None:
+    file, disk = tmp_path / "memory.jsonl", FullDisk(fails)
+    with opacus_memprof.profile(tmp_path / "p", device="cpu", stream=[disk, file]) as session:
         pass
-    assert session.result["warnings"] == ["the stream to a full disk ended at step 0 (no space left)"]
+    assert session.result["warnings"] == [f"the stream to a full disk {said} (no space left)"]
+    assert disk.calls == calls
     assert len(lines(file)) == 2
 
 
