@@ -13,7 +13,7 @@ from opacus_memprof.errors import MemprofError
 
 OTHER = "other"
 
-# The first rule whose expression is found in the name decides. "segment" below is a part between dots.
+# The first rule whose expression is found in the name decides.
 RULES: dict[str, str] = {
     r"(^|\.)lora_": "lora",
     r"norm[^.]*$": "norm",  # layernorm, LayerNorm, input_layernorm, q_norm, norm1, normalization

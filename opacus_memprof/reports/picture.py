@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from opacus_memprof.analysis.device import thinned
 from opacus_memprof.reports.figures import byte_axis, drawn, event_axis, legend, stacked_areas, stacked_bars
 from opacus_memprof.reports.palette import PHASE_COLORS, THEMES, Theme
 from opacus_memprof.reports.tables import largest_first
@@ -90,15 +91,11 @@ def _summed(groups: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str, i
 
 
 def _thinned(timeline: Mapping[str, Any]) -> dict[str, Any]:
-    """The timeline with as many rows as can be seen: of each run of rows the highest, so that the peak stays."""
-    size = timeline["bytes"]
-    runs = range(min(len(size), _COLUMNS))
-    edges = [run * len(size) // len(runs) for run in runs] + [len(size)]
-    rows = [max(range(*run), key=size.__getitem__) for run in pairwise(edges)]
-    rows += rows[-1:]  # where the last one ends
-    columns = {key: [timeline[key][row] for row in rows] for key in ("event", "step", "phase")}
+    """The timeline with as many rows as can be seen, and one more where the last of them ends."""
+    rows = thinned(timeline, max(-(-len(timeline["bytes"]) // _COLUMNS), 1))
+    columns = {key: [*rows[key], *rows[key][-1:]] for key in ("event", "step", "phase")}
     columns["event"][-1:] = [event + 1 for event in columns["event"][-1:]]
-    categories = {category: [column[row] for row in rows] for category, column in timeline["categories"].items()}
+    categories = {category: [*column, *column[-1:]] for category, column in rows["categories"].items()}
     return {**columns, "categories": categories}
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from opacus_memprof.reports.tables import largest_changes, signed_bytes
+from opacus_memprof.reports.tables import largest_changes, signed_bytes, table_of
 from opacus_memprof.units import format_bytes
 
 _TOP_MODULES = 9
@@ -35,9 +34,7 @@ def _print_table(title: str, sizes: Mapping[str, int], console: Console, top: in
     rows = largest_changes(sizes)
     if not rows:
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column(title, overflow="ellipsis", no_wrap=True)
-    table.add_column("difference", justify="right", no_wrap=True)
+    table = table_of(title, ("difference",), ())
     for name, size in rows[:top]:
         table.add_row(escape(name) or "(no module)", signed_bytes(size))
     if rest := rows[len(rows) if top is None else top :]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from opacus_memprof.analysis.oom.flash import FlashClip
 from opacus_memprof.analysis.oom.layers import Layer
 
-_SAMPLES = ("hooks", "functorch", "ew")  # the modes that keep per-sample gradients
+SAMPLES = ("hooks", "functorch", "ew")  # the modes that keep per-sample gradients
 
 
 @dataclass(frozen=True)
@@ -203,12 +203,12 @@ class Step:
         """Clipped sums, noise, and the optimizer's own step. Noise is the largest parameter's twice, zeros and noise,
         and one more while the one before lives."""
         trained = self.trained
-        held = sum(layer.gradients(n) for layer in self.layers) if self.mode in _SAMPLES else 0
+        held = sum(layer.gradients(n) for layer in self.layers) if self.mode in SAMPLES else 0
         made = 0 if self.mode == "flash_clip" else trained
         if self.mode:
             parts = {**base, "per_sample_gradients": held, "summed_gradients": trained}
             gradients = 0 if self.drops_gradients else made
-            casts = max((layer.cast(n) for layer in self.layers), default=0) if self.mode in _SAMPLES else 0
+            casts = max((layer.cast(n) for layer in self.layers), default=0) if self.mode in SAMPLES else 0
             yield Instant("clip", "", {**parts, "gradients": gradients, "clipping_temporaries": casts})
             noise = 2 * self.largest
             last = trained if self.drops_gradients else made

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from opacus_memprof.analysis.findings.run import largest
 from opacus_memprof.analysis.oom.advice.base import DEFECT, LINE, Suggestion, suggestion
 from opacus_memprof.analysis.oom.predict import Case
+from opacus_memprof.analysis.oom.step import SAMPLES
 from opacus_memprof.units import format_bytes
-
-_SAMPLES = ("hooks", "functorch", "ew")
 
 
 def let_go(case: Case) -> Iterator[Suggestion]:
@@ -50,7 +49,7 @@ def let_go(case: Case) -> Iterator[Suggestion]:
 
 def discarded_gradients(case: Case) -> Iterator[Suggestion]:
     """Autograd's p.grad, which clipping of per-sample gradients never reads."""
-    if case.workload.mode not in _SAMPLES or not case.workload.trained_bytes:
+    if case.workload.mode not in SAMPLES or not case.workload.trained_bytes:
         return
     instant = case.peak(gradients="dropped")
     yield suggestion(

@@ -14,10 +14,8 @@ from opacus_memprof.analysis.oom.advice.base import (
 from opacus_memprof.analysis.oom.advice.batch import batch_action, batch_code, largest_that_fits
 from opacus_memprof.analysis.oom.flash import FlashClip
 from opacus_memprof.analysis.oom.predict import Case
-from opacus_memprof.analysis.oom.step import Step
+from opacus_memprof.analysis.oom.step import SAMPLES, Step
 from opacus_memprof.units import format_bytes
-
-_SAMPLES = ("hooks", "functorch", "ew")
 
 
 def norms_without_squares(case: Case) -> Iterator[Suggestion]:
@@ -48,10 +46,10 @@ def another_mode(case: Case) -> Iterator[Suggestion]:
     """flash_clip, ghost or hooks instead of what there is, alone, or with a smaller physical batch where alone it does
     not fit."""
     step = case.step
-    if step is None or step.mode not in (*_SAMPLES, "ghost", "fast"):
+    if step is None or step.mode not in (*SAMPLES, "ghost", "fast"):
         return
     for mode, change in (("flash_clip", MODE), ("ghost", OTHER_MODE), ("hooks", OTHER_MODE)):
-        if mode == step.mode or (mode == "hooks" and step.mode in _SAMPLES):
+        if mode == step.mode or (mode == "hooks" and step.mode in SAMPLES):
             continue
         if mode == "flash_clip" and case.workload.flash_clip_refusal() is not None:
             continue
