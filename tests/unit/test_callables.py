@@ -92,31 +92,39 @@ def test_an_argument_that_is_no_tag_is_refused(make: Callable[[Any], Any], wrong
 TENSOR = torch.zeros(3)
 
 
-@pytest.mark.parametrize("number", [-1, 200, 60000])  # none is an id that a name has
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda number: _native.CaptureActivations(print, number, print),
-        lambda number: _native.CaptureBackprops(print, number, TAG, TAG),
-        lambda number: _native.ParameterFunction(print, TAG, "grad_sample", number, None),
-        lambda number: _native.Sampler(print, TAG, number, None),
-        lambda number: _native.Tag(category=number),
-        lambda number: _native.Tag(module=number),
-        lambda number: _native.Tag(op=number),
-        lambda number: _native.capture(number, [TENSOR]),
-        lambda number: _native.follow_gradient(nn.Parameter(TENSOR), number),
-        lambda number: _native.retag(TENSOR, number),
-        lambda number: _native.retag(TENSOR, SAMPLES, number),
-        lambda number: _native.retag_attribute([TENSOR], "grad", number),
-        lambda number: _native.retag_gradients([TENSOR], number),
-        lambda number: _native.retag_if(TENSOR, [number], SAMPLES),
-        lambda number: _native.retag_if(TENSOR, [SAMPLES], number),
-        lambda number: _native.set_owner(TENSOR, number),
-    ],
-)
+CALLS_WITH_A_NAME: list[Callable[[int], Any]] = [  # of a module or an operation
+    lambda number: _native.CaptureActivations(print, number, print),
+    lambda number: _native.CaptureBackprops(print, number, TAG, TAG),
+    lambda number: _native.Tag(module=number),
+    lambda number: _native.Tag(op=number),
+    lambda number: _native.capture(number, [TENSOR]),
+    lambda number: _native.follow_gradient(nn.Parameter(TENSOR), number),
+    lambda number: _native.retag(TENSOR, SAMPLES, number),
+    lambda number: _native.set_owner(TENSOR, number),
+]
+CALLS_WITH_A_CATEGORY: list[Callable[[int], Any]] = [
+    lambda number: _native.ParameterFunction(print, TAG, "grad_sample", number, None),
+    lambda number: _native.Sampler(print, TAG, number, None),
+    lambda number: _native.Tag(category=number),
+    lambda number: _native.retag(TENSOR, number),
+    lambda number: _native.retag_attribute([TENSOR], "grad", number),
+    lambda number: _native.retag_gradients([TENSOR], number),
+    lambda number: _native.retag_if(TENSOR, [number], SAMPLES),
+    lambda number: _native.retag_if(TENSOR, [SAMPLES], number),
+]
+
+
+@pytest.mark.parametrize("number", [-1, 60000])  # more names than a process of tests gives
+@pytest.mark.parametrize("call", CALLS_WITH_A_NAME + CALLS_WITH_A_CATEGORY)
 def test_an_id_of_no_name_is_refused(call: Callable[[int], Any], number: int) -> None:
     with pytest.raises(ValueError, match=r"\bid\b"):
         call(number)
+
+
+@pytest.mark.parametrize("call", CALLS_WITH_A_CATEGORY)
+def test_a_byte_that_no_category_has_is_refused(call: Callable[[int], Any]) -> None:
+    with pytest.raises(ValueError, match=r"\bid\b"):
+        call(200)
 
 
 @pytest.mark.parametrize("name", MAKERS)
