@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -15,6 +16,20 @@
 #include "core/vocabulary.h"
 
 namespace opacus_memprof::testing {
+
+// A folder of this process, which goes with it: the tests of two builds may run at once.
+inline const std::filesystem::path& scratch() {
+  struct Folder {
+    Folder() {
+      std::string pattern = (std::filesystem::temp_directory_path() / "memprof_XXXXXX").string();
+      path = ::mkdtemp(pattern.data());
+    }
+    ~Folder() { std::filesystem::remove_all(path); }
+    std::filesystem::path path;
+  };
+  static const Folder folder;
+  return folder.path;
+}
 
 // One line an event; fields that are not named stay 0.
 struct EventSpec {
@@ -65,14 +80,9 @@ class EventFileBuilder {
     return *this;
   }
 
-  // The file's path; it is overwritten by the next write of the running test.
+  // The file's path; it is overwritten by the next write of this process.
   [[nodiscard]] std::string write() const {
-    const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
-    std::string name = std::string(test->test_suite_name()) + "." + test->name() + ".bin";
-    for (char& letter : name) {
-      if (letter == '/') letter = '_';
-    }
-    const std::string path = (std::filesystem::temp_directory_path() / name).string();
+    const std::string path = (scratch() / "written.bin").string();
     std::ofstream file(path, std::ios::binary | std::ios::trunc);
     std::vector<char> page(kHeaderBytes);
     std::memcpy(page.data(), &header, sizeof(header));

@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <filesystem>
 #include <functional>
 #include <memory>
 #include <random>
@@ -17,6 +16,7 @@ namespace opacus_memprof {
 namespace {
 
 using testing::EventFileBuilder;
+using testing::scratch;
 using enum EventKind;
 
 TEST(Follower, reads_on_where_it_ended) {
@@ -82,10 +82,8 @@ TEST(Follower, remembers_the_newest_steps) {
 
 // The recorder's own counters are the oracle, at any moment of a random run that goes on.
 TEST(Follower, agrees_with_the_recorder_that_writes) {
-  const auto folder = std::filesystem::temp_directory_path() / "follower_test";
-  std::filesystem::create_directories(folder);
   Recorder recorder;
-  const std::string path = (folder / "events.bin").string();
+  const std::string path = (scratch() / "events.bin").string();
   recorder.start_events(std::make_unique<EventFile>(path, 1 << 16, std::function<void()>{}));
   Follower follower(path);
   std::mt19937 random(7);

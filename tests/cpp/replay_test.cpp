@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <fstream>
 #include <numeric>
 #include <stdexcept>
@@ -35,7 +34,7 @@ std::string error_of(const std::string& path) {
 }
 
 std::string file_with(const std::string& content) {
-  const auto path = std::filesystem::temp_directory_path() / "replay_test_content.bin";
+  const auto path = testing::scratch() / "content.bin";
   std::ofstream(path, std::ios::binary | std::ios::trunc) << content;
   return path.string();
 }
