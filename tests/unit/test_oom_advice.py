@@ -85,6 +85,7 @@ def test_the_physical_batch_that_fits() -> None:
     assert 2 * best * sample + 3 * sample == pytest.approx(report["batch"]["predicted_peak_bytes"], rel=0.01)
     chosen = next(one for one in report["suggestions"] if one["actions"][0]["kind"] == "max_physical_batch_size")
     assert chosen["actions"] == [{"kind": "max_physical_batch_size", "value": best}]
+    assert f"at most {best} samples in the place of {n}" in chosen["title"]  # which may be a part of the logical batch
     assert chosen["saved_bytes"] == report["needed"]["bytes"] - chosen["predicted_peak_bytes"]
 
 

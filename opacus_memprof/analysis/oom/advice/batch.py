@@ -23,7 +23,7 @@ def physical_batch(case: Case) -> Iterator[Suggestion]:
         case,
         instant,
         VARYING if varies else BATCH if 2 * n >= case.samples else SMALL_BATCH,
-        f"a physical batch of at most {n} samples, and the same logical batch of {case.samples}",
+        f"a physical batch of at most {n} samples in the place of {case.samples}, and the same logical batch",
         batch_code(n),
         f"In this run a sample takes {format_bytes(slope)} at the peak, and the rest does not grow with the batch.",
         batch_action(n),
