@@ -31,6 +31,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     pytest.skip("needs a GPU that torch can use")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_there_is_no_garbage() -> Iterator[None]:
+    """Collections pass over what there is before a file's tests: looking through it was most of the tests' time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _no_captures_left() -> Iterator[None]:
     """A planted leak of captured activations is no later test's."""
