@@ -69,7 +69,7 @@ def _place(moment: Mapping[str, Any], names: Names, start: int, *fields: str) ->
 
 
 def _peak(name: str, replayed: Mapping[str, Any], names: Names, start: int) -> tuple[dict[str, Any], list[str]]:
-    moment = replayed["peak"]
+    moment, modules = replayed["peak"], replayed["modules"]
     categories = names.all_categories(moment["categories"])
     remainder = moment["bytes"] - sum(categories.values())
     peak = {
@@ -84,7 +84,8 @@ def _peak(name: str, replayed: Mapping[str, Any], names: Names, start: int) -> t
         "categories": categories,
         "remainder_bytes": remainder,
         ACTIVATION_HOOKS: names.hooks_split(moment["categories"]),
-        "modules": {names.module(id): names.categories(by_id) for id, by_id in replayed["modules"].items()},
+        "shared_captures": {names.module(id): held for id, by_id in modules.items() if (held := _shared(names, by_id))},
+        "modules": {names.module(id): names.categories(by_id) for id, by_id in modules.items()},
         "born_in": {
             names.phase(id): names.categories(by_id) for id, by_id in enumerate(replayed["born_in"]) if any(by_id)
         },
@@ -97,6 +98,10 @@ def _peak(name: str, replayed: Mapping[str, Any], names: Names, start: int) -> t
     if remainder:
         return peak, [f"{name}: the categories at the peak miss {remainder} of {moment['bytes']} bytes"]
     return peak, []
+
+
+def _shared(names: Names, by_id: Sequence[int]) -> int:
+    return names.hooks_split(by_id)["shared_with_autograd"]
 
 
 def _block(block: Mapping[str, Any], names: Names) -> dict[str, Any]:
@@ -163,6 +168,7 @@ def _counters_peak(live: Mapping[str, Any]) -> dict[str, Any]:
         "categories": categories,
         "remainder_bytes": live["requested_bytes"] - sum(categories.values()),
         ACTIVATION_HOOKS: {share: live["categories"].get(category, 0) for category, share in SPLIT.items()},
+        "shared_captures": {"": live["categories"].get("activation_hooks_shared", 0)},
         "modules": {},
         "born_in": {},
         "ops": {},

@@ -91,7 +91,7 @@ def refuse_incomparable(which: str, profile: Mapping[str, Any]) -> None:
 
 def peak_difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """`total`, `categories` and `modules` of diff_profiles, from two peaks of a profile.json."""
-    old, new = _modules(before), _modules(after)
+    old, new = modules_of(before), modules_of(after)
     modules = {module: _minus(new.get(module, {}), old.get(module, {})) for module in {**new, **old}}
     return {
         "total": after["requested_bytes"] - before["requested_bytes"],
@@ -140,7 +140,7 @@ def _diff_phase(before: Mapping[str, Any] | None, after: Mapping[str, Any] | Non
     }
 
 
-def _modules(peak: Mapping[str, Any]) -> Mapping[str, Mapping[str, int]]:
+def modules_of(peak: Mapping[str, Any]) -> Mapping[str, Mapping[str, int]]:
     """A peak that only the live counters saw has no modules."""
     return peak["modules"] or {"": peak["categories"]}
 

@@ -77,6 +77,15 @@ class Names:
         return {share: by_id[self._categories.index(name)] for name, share in SPLIT.items()}
 
 
+def as_without_dp(sizes: Mapping[str, int], shared: int) -> dict[str, int]:
+    """Bytes by public category, with the `shared` bytes of captures that autograd holds as well as what they are
+    without Opacus: activations."""
+    if not shared:
+        return dict(sizes)
+    activations = sizes.get("activations", 0) + shared
+    return {**sizes, ACTIVATION_HOOKS: sizes.get(ACTIVATION_HOOKS, 0) - shared, "activations": activations}
+
+
 def public(live: Mapping[str, int]) -> dict[str, int]:
     """The live counters' categories, with the two of captured activations as one."""
     categories: dict[str, int] = {}

@@ -4,7 +4,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from opacus_memprof.analysis.diff import listed, peak_difference, refuse_incomparable
+from opacus_memprof.analysis.diff import listed, modules_of, peak_difference, refuse_incomparable
+from opacus_memprof.analysis.names import as_without_dp
 from opacus_memprof.errors import MemprofError
 
 
@@ -18,8 +19,9 @@ def dp_tax(private: Mapping[str, Any], vanilla: Mapping[str, Any]) -> dict[str, 
     Returns:
         {"devices": {name: {"total", "private_bytes", "vanilla_bytes", "categories": {category: bytes}, "modules":
         {module: {category: bytes}}, "opacus_only"}}}: signed bytes. Σ `categories` = Σ `modules` = `total` =
-        `private_bytes` less `vanilla_bytes`. Categories and modules without a difference are left out. `opacus_only` is
-        the part of the private run's activation_hooks that Opacus alone holds.
+        `private_bytes` less `vanilla_bytes`. Categories and modules without a difference are left out. Captures that
+        autograd holds as well count as the activations that they are without Opacus; `opacus_only` is what Opacus alone
+        holds of them, the private run's share of activation_hooks.
 
     Raises:
         MemprofError: a profile is of another format or has no device, the two are of different devices, or the second
@@ -42,8 +44,16 @@ def dp_tax(private: Mapping[str, Any], vanilla: Mapping[str, Any]) -> dict[str, 
 
 
 def _difference(private: Mapping[str, Any], vanilla: Mapping[str, Any]) -> dict[str, Any]:
+    shared = private.get("shared_captures", {})  # not in older profiles
+    named = {
+        **private,
+        "categories": as_without_dp(private["categories"], sum(shared.values())),
+        "modules": {
+            module: as_without_dp(sizes, shared.get(module, 0)) for module, sizes in modules_of(private).items()
+        },
+    }
     return {
-        **peak_difference(vanilla, private),
+        **peak_difference(vanilla, named),
         "private_bytes": private["requested_bytes"],
         "vanilla_bytes": vanilla["requested_bytes"],
         "opacus_only": private["activation_hooks"]["opacus_only"],

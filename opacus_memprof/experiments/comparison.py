@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opacus_memprof.analysis.names import as_without_dp
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import MODES
 from opacus_memprof.experiments.files import read_json
@@ -87,6 +88,11 @@ class Method:
         return {category: size for category, size in sizes.items() if size}
 
     @property
+    def shared_captures(self) -> int:
+        """Of its activation_hooks at the peak, what autograd holds as well."""
+        return int(((self.result["peak"] or {}).get("activation_hooks") or {}).get("shared_with_autograd", 0))
+
+    @property
     def refused_bytes(self) -> int:
         """What was not to be had when memory ran out."""
         failed = self.result["out_of_memory"]
@@ -119,8 +125,9 @@ def vanilla_of(compared: Sequence[Method]) -> Method | None:
 
 
 def difference(method: Method, vanilla: Method) -> dict[str, int]:
-    """What it holds more, by category, each at its own peak. Categories without a difference are left out."""
-    ours, theirs = method.bytes, vanilla.bytes
+    """What it holds more, by category, each at its own peak, as analysis.tax has it: captures that autograd holds as
+    well are vanilla's activations. Categories without a difference are left out."""
+    ours, theirs = as_without_dp(method.bytes, method.shared_captures), vanilla.bytes
     changes = {category: ours.get(category, 0) - theirs.get(category, 0) for category in {**ours, **theirs}}
     return {category: change for category, change in changes.items() if change}
 

@@ -63,13 +63,12 @@ def _breakdown(method: Method, vanilla: Method | None) -> list[str]:
     for category, size in sorted(method.bytes.items(), key=lambda item: -item[1]):
         mark = ""
         change = more.get(category, 0)
-        if change and category in _PRIVACY:
+        if more and category == "activation_hooks" and method.shared_captures:
+            mark = f"  <- captured for DP-SGD; autograd holds {method.shared_captures / MB:.2f} MB of it anyway"
+        elif change and category in _PRIVACY:
             mark = "  <- DP-SGD only"
         elif round(change / MB, 2):
             mark = f"  <- {change / MB:+.2f} MB against vanilla"
-        if mark and category == "activation_hooks":  # most of them are activations of vanilla under another name
-            shared = (method.result["peak"] or {}).get("activation_hooks", {}).get("shared_with_autograd", 0)
-            mark = f"  <- captured for DP-SGD; autograd holds {shared / MB:.2f} MB of it anyway" if shared else mark
         lines.append(f"  {_title(category):<44}{size / MB:>16.2f} MB{mark}")
     if more:
         lines.append(f"  {'All, against vanilla':<44}{sum(more.values()) / MB:>+16.2f} MB")

@@ -64,6 +64,16 @@ def test_the_difference_by_category_and_module(tmp_path: Path) -> None:
     }
 
 
+def test_captures_that_autograd_holds_anyway_are_no_cost(tmp_path: Path) -> None:
+    private = private_file().add("alloc", 0x4000, 30 * KIB, "activation_hooks_shared", device=1, module="act")
+    profiles = profile_in(tmp_path / "private", private), profile_in(tmp_path / "vanilla", vanilla_file())
+    assert profiles[0]["devices"]["cuda:0"]["peak"]["categories"]["activation_hooks"] == 36 * KIB
+    tax = dp_tax(*profiles)["devices"]["cuda:0"]
+    assert tax["categories"] == {"activation_hooks": 6 * KIB, "per_sample_gradients": 80 * KIB}
+    assert tax["modules"] == {"fc": {"per_sample_gradients": 80 * KIB}, "act": {"activation_hooks": 6 * KIB}}
+    assert tax["total"] == tax["private_bytes"] - tax["vanilla_bytes"] == 86 * KIB
+
+
 def test_in_print(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=100, color_system=None)
     print_tax(the_tax(tmp_path), console)
