@@ -33,6 +33,7 @@ class TestRecording(Recording):
     def __init__(self, item: pytest.Item, directory: Path, *, keep: bool) -> None:
         super().__init__(directory, keep=keep)
         self.error: BaseException | None = None
+        self.failed_for = ""
         self.fixture = Memprof(self, item)
 
 
@@ -95,6 +96,7 @@ class Lifecycle:
             except MemprofError as error:
                 said = str(error)
             if said:
+                running.failed_for = said
                 pytest.fail(said, pytrace=False)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -156,9 +158,10 @@ class Lifecycle:
                 said = marks.check_leaks(item, left)
         finally:
             status, code = outcome(running.error)
-            if said:
-                status, code = "failed", 1
-            running.end(status, code, one_line(running.error))
+            error = one_line(running.error)
+            if problem := running.failed_for or said:
+                status, code, error = "failed", 1, problem.partition("\n")[0]
+            running.end(status, code, error)
         return said
 
 

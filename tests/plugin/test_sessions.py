@@ -130,6 +130,24 @@ def test_xfails(memprof):
     assert statuses["fails"]["error"] == "ValueError"
 
 
+def test_a_test_over_a_limit_has_failed(run: Run, pytester: pytest.Pytester) -> None:
+    source = """
+kept = []
+
+@pytest.mark.limit_gpu_memory("1 MiB")
+def test_takes():
+    block(2)
+
+@pytest.mark.limit_gpu_leaks("1 MiB")
+def test_keeps():
+    kept.append(block(3))
+"""
+    run(source, "--memprof-report=out").assert_outcomes(passed=1, failed=1, errors=1)
+    said = [json.loads(path.read_text()) for path in sorted((pytester.path / "out").glob("*/profile.json"))]
+    assert [(profile["status"], profile["exit_code"]) for profile in said] == [("failed", 1)] * 2
+    assert [profile["error"][:25] for profile in said] == ["limit_gpu_leaks: 3.00 MiB", "limit_gpu_memory: 2.00 Mi"]
+
+
 def test_an_interrupted_run_leaves_nothing_running(run: Run, pytester: pytest.Pytester) -> None:
     with pytest.raises(KeyboardInterrupt):
         run("def test_it(memprof):\n    raise KeyboardInterrupt", "--memprof-report=out")
