@@ -38,8 +38,7 @@ def experiment(
 
     print(told(result))
     print(f"result: {output}")
-    explained = output.parent / result["profile"] / OOM_REPORTS[0]
-    if explained.exists():
+    for explained in sorted((output.parent / result["profile"]).rglob(OOM_REPORTS[0])):  # or each rank's
         print(f"why memory ran out, and what would fit: {explained}")
     if result["status"] not in ("finished", "out_of_memory"):
         raise typer.Exit(1)

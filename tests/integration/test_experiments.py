@@ -184,6 +184,20 @@ def test_running_out_of_memory_is_a_result(tmp_path: Path) -> None:
     assert failed["live_bytes"] == sum(failed["categories"].values()) >= 4 * VOCABULARY * WIDTH
 
 
+@pytest.mark.parametrize("rank", ["", "rank_1"])
+def test_the_command_says_where_memory_is_explained(
+    rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "result.run/profile" / rank / "oom_report.txt"
+    report.parent.mkdir(parents=True)
+    report.write_text("")
+    result = {"status": "out_of_memory", "profile": "result.run/profile"}
+    monkeypatch.setattr(process, "run_to", lambda *arguments, **options: result)
+    monkeypatch.setattr("opacus_memprof.experiments.summary.told", str)
+    assert run_command(["experiment", "--experiment=ghost", f"--output={tmp_path / 'result.json'}"], monkeypatch) == 0
+    assert f"what would fit: {report}\n" in capsys.readouterr().out
+
+
 def test_a_killed_process_leaves_what_its_events_tell(tmp_path: Path) -> None:
     children: list[Any] = []
 
