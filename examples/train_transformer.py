@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a small GPT-like transformer with Opacus on made-up tokens. An ordinary script: it knows of no profiler.
 
-Run it as it is, or under the profiler: `opacus-memprof run examples/train_transformer.py --mode ghost`.
+Run it as it is, or under the profiler: `opacus-memprof run examples/train_transformer.py --mode ghost`; with
+`--mode vanilla` it trains without privacy, to compare.
 """
 
 import argparse
@@ -72,7 +73,9 @@ class Transformer(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mode", default="hooks", choices=["hooks", "ghost"], help="Opacus' grad_sample_mode")
+    parser.add_argument(
+        "--mode", default="hooks", choices=["hooks", "ghost", "vanilla"], help="Opacus' grad_sample_mode"
+    )
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
@@ -88,20 +91,19 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     criterion = nn.CrossEntropyLoss()
 
-    made = PrivacyEngine().make_private(
-        module=model,
-        optimizer=optimizer,
-        criterion=criterion,
-        data_loader=loader,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        poisson_sampling=False,
-        grad_sample_mode=args.mode,
-    )
-    if args.mode == "ghost":
-        model, optimizer, criterion, loader = made
-    else:
-        model, optimizer, loader = made
+    if args.mode != "vanilla":
+        made = PrivacyEngine().make_private(
+            module=model,
+            optimizer=optimizer,
+            criterion=criterion,
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            poisson_sampling=False,
+            grad_sample_mode=args.mode,
+        )
+        model, optimizer, *criteria, loader = made  # ghost clipping returns a criterion as well
+        criterion = criteria[0] if criteria else criterion
 
     for step, (tokens,) in enumerate(loader):
         tokens = tokens.to(device)

@@ -82,6 +82,9 @@ class Recording:
             self._refused = MemprofError(str(error))
             raise self._refused from None
         self._session = session
+        from opacus_memprof.cli.plain import PlainTraining
+
+        PlainTraining(session)
 
     def _watch_opacus(self) -> None:
         if self._session is None:
@@ -153,13 +156,13 @@ class Recording:
             elif self._refused is not None:
                 _note(str(self._refused))
             return
-        from opacus_memprof import _native
+        from opacus_memprof import workload
         from opacus_memprof.session import one_line, outcome
 
-        if len(_native.names()["modules"]) == 1:  # none but ""
+        if not workload.current().modules:
             self._session.warnings.append(
-                "no PrivacyEngine.make_private was seen: nothing is attributed to Opacus or to modules "
-                "(a plain model can be passed to opacus_memprof.session.current().attach)"
+                "no PrivacyEngine.make_private was seen, and no training of a model without it: nothing is attributed "
+                "to Opacus or to modules (a model can be passed to opacus_memprof.session.current().attach)"
             )
         status, exit_code = outcome(self._error)
         if self._signal is not None:

@@ -59,7 +59,7 @@ def tag_inputs(batch: Any) -> list[Tensor]:
     return leaves
 
 
-def _tag_dataset(dataset: Any) -> None:
+def tag_dataset(dataset: Any) -> None:
     """The tensors that a data set has as attributes, as TensorDataset and torchvision's have, get a category of their
     own: unlike inputs, they do not grow with the batch."""
     if kept := [tensor for tensor in _tensors_of(dataset) if not tensor.requires_grad]:
@@ -110,7 +110,7 @@ def follow_batches(attachment: Attachment) -> None:
 def _drawing(begin: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(begin)
     def wrapper(self: Any, loader: Any) -> None:
-        _tag_dataset(loader.dataset)
+        tag_dataset(loader.dataset)
         begin(self, loader)
 
     return wrapper

@@ -219,10 +219,42 @@ def test_a_module_sees_what_python_shows_it(tmp_path: Path) -> None:
 
 
 def test_a_script_without_opacus(tmp_path: Path) -> None:
-    completed = python(*RUN, "-o", tmp_path / "out", SCRIPTS / "plain.py")
+    script = str(SCRIPTS / "plain.py")
+    completed = python(*RUN, "-o", tmp_path / "out", script)
+    assert completed.returncode == 0, completed.stderr
+    assert len(losses(completed.stdout)) == 3
+    assert completed.stdout.startswith(plain(script).stdout)
+    profile = profile_of(tmp_path / "out")
+    assert_reconciled(profile, tmp_path / "out")
+    assert not profile["warnings"]
+    model, critic = (64 * 32 + 32 + 32 * 8 + 8) * 4, (8 * 16 + 16 + 16 + 1) * 4
+    end = profile["devices"]["cpu"]["snapshots"][-1]["categories"]
+    assert end["model_parameters"] == model + critic
+    assert end["optimizer_states"] == model + 2 * critic + 4 * 4  # momentum, and Adam's with a count for each parameter
+    assert 0 <= end["unattributed"] - 2 * model < 64  # the copy and its gradients, for nobody trains it
+    modules = profile["devices"]["cpu"]["peak"]["modules"]
+    assert modules["0"]["model_parameters"] == (64 * 32 + 32) * 4
+    assert modules["Sequential#2.2"]["model_parameters"] == (16 + 1) * 4
+
+
+def test_what_privacy_costs_a_script(tmp_path: Path) -> None:
+    """Of the same training with Opacus and without: what both have alike is not in the difference."""
+    for name in ("hooks", "vanilla"):
+        completed = python(*RUN, "-o", tmp_path / name, TRAIN, "--mode", name)
+        assert completed.returncode == 0, completed.stderr
+    completed = python("-m", "opacus_memprof", "tax", tmp_path / "hooks", tmp_path / "vanilla")
+    assert completed.returncode == 0, completed.stderr
+    assert "per_sample_gradients" in completed.stdout
+    for category in ("model_parameters", "optimizer_states", "unattributed", "activation_hooks "):
+        assert category not in completed.stdout
+
+
+def test_a_script_that_trains_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "nothing.py"
+    script.write_text("import torch\nprint(torch.nn.Linear(4, 4)(torch.ones(2, 4)).shape)\n")
+    completed = python(*RUN, "-o", tmp_path / "out", script)
     assert completed.returncode == 0, completed.stderr
     assert "no PrivacyEngine" in completed.stdout
-    assert_reconciled(profile_of(tmp_path / "out"), tmp_path / "out")
 
 
 def test_a_script_without_torch(tmp_path: Path) -> None:

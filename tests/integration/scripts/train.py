@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few steps of DP-SGD on a small network, and then the end that --end names. It knows of no profiler."""
+"""A few steps of DP-SGD on a small network (--mode vanilla: of plain Adam), and then the end that --end names. It knows
+of no profiler."""
 
 import argparse
 import os
@@ -30,17 +31,19 @@ def main() -> None:
         multiprocessing_context=args.context,
     )
     criterion = nn.CrossEntropyLoss()
-    model, optimizer, *criteria, loader = PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.Adam(model.parameters(), lr=1e-2),
-        criterion=criterion,
-        data_loader=loader,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        poisson_sampling=False,
-        grad_sample_mode=args.mode,
-    )
-    criterion = criteria[0] if criteria else criterion
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    if args.mode != "vanilla":
+        model, optimizer, *criteria, loader = PrivacyEngine().make_private(
+            module=model,
+            optimizer=optimizer,
+            criterion=criterion,
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            poisson_sampling=False,
+            grad_sample_mode=args.mode,
+        )
+        criterion = criteria[0] if criteria else criterion
     for step, (features, labels) in enumerate(loader):
         optimizer.zero_grad()
         loss = criterion(model(features), labels)
