@@ -9,6 +9,7 @@ from opacus_memprof.analysis.names import ACTIVATION_HOOKS, SPLIT, UNDECIDED, Na
 _TOP_OPS = 30
 # What a snapshot in snapshots.jsonl says beyond the event file: what the allocator itself counted then.
 _RECONCILED = ("allocated_bytes", "reserved_bytes", "rounding", "cached", "outside_pytorch", "remainder")
+_BEFORE_ANY_BLOCK: Mapping[str, Any] = {"requested_bytes": 0, "categories": {}, **dict.fromkeys(_RECONCILED)}
 
 
 def build_device(
@@ -26,7 +27,7 @@ def build_device(
         replayed: one of _native.replay's devices.
         header: the event file's.
         live: the live counters' peak of this device, if known.
-        snapshots: those of snapshots.jsonl that have this device, by number.
+        snapshots: those of snapshots.jsonl, by number.
     """
     start = header["start_unix_ns"]
     peak, warnings = _peak(name, replayed, names, start)
@@ -55,6 +56,24 @@ def build_device(
         ],
         "timeline": timeline(replayed["timeline"], names),
         "end_bytes": replayed["end_bytes"],
+    }, warnings
+
+
+def device_of_counters(
+    name: str, live: Mapping[str, Any], snapshots: Mapping[int, Mapping[str, Any]]
+) -> tuple[dict[str, Any], list[str]]:
+    """The entry of a device that had its first block after the event file was full, and warnings; as build_device."""
+    peak, warnings = _with_counters(name, {"requested_bytes": 0}, live, dropped=True)
+    columns = ("event", "time_ns", "step", "logical_step", "bytes", "phase")
+    return {
+        "peak": peak,
+        "phases": {},
+        "steps": [],
+        "steps_left_out": 0,
+        "snapshots": _with_lines(name, [], snapshots),
+        "out_of_memory": [],
+        "timeline": {**{column: [] for column in columns}, "categories": {}},
+        "end_bytes": 0,  # as of every device, of the part that the file has
     }, warnings
 
 
@@ -195,8 +214,7 @@ def _snapshots(
     start: int,
     taken: Mapping[int, Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Snapshots as the events have them, with what the allocator counted; those that a full event file has dropped
-    are the live counters'."""
+    """Snapshots as the events have them, with what the allocator counted; the others as `_with_lines` has them."""
     snapshots = []
     for moment in moments:
         snapshot = {
@@ -205,28 +223,34 @@ def _snapshots(
             "requested_bytes": moment["bytes"],
             **_place(moment, names, start, "step", "phase"),
         }
-        if moment["number"] in taken:
-            then = taken[moment["number"]]["devices"][name]
+        then = taken.get(moment["number"], {"devices": {}})["devices"].get(name)
+        if then is not None:
             snapshot |= {key: then[key] for key in _RECONCILED if key in then}
             if pending := then["categories"].get("pending_free", 0):  # freed as far as events go
                 snapshot["requested_bytes"] += pending
                 snapshot["categories"]["pending_free"] = pending
         snapshots.append(snapshot)
-    in_events = {snapshot["index"] for snapshot in snapshots}
+    return _with_lines(name, snapshots, taken)
+
+
+def _with_lines(
+    name: str, snapshots: Sequence[dict[str, Any]], taken: Mapping[int, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """`snapshots`, and by their numbers those that only snapshots.jsonl has of this device: of what a full event file
+    has dropped the live counters' figures, and before the device's first block nothing."""
+    every = {snapshot["index"]: snapshot for snapshot in snapshots}
     for index, line in taken.items():
-        if index not in in_events:
-            then = line["devices"][name]
-            snapshots.append(
-                {
-                    **{key: line[key] for key in ("index", "name", "unix_ns", "step", "logical_step")},
-                    "requested_bytes": then["requested_bytes"],
-                    "event": None,
-                    "phase": None,
-                    "categories": {key: size for key, size in public(then["categories"]).items() if size},
-                    **{key: then[key] for key in _RECONCILED if key in then},
-                }
-            )
-    return snapshots
+        if index not in every:
+            then = line["devices"].get(name, _BEFORE_ANY_BLOCK)
+            every[index] = {
+                **{key: line[key] for key in ("index", "name", "unix_ns", "step", "logical_step")},
+                "requested_bytes": then["requested_bytes"],
+                "event": None,
+                "phase": None,
+                "categories": {key: size for key, size in public(then["categories"]).items() if size},
+                **{key: then[key] for key in _RECONCILED if key in then},
+            }
+    return [every[index] for index in sorted(every)]
 
 
 def thinned(timeline: Mapping[str, Any], together: int) -> dict[str, Any]:

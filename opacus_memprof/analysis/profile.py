@@ -10,7 +10,7 @@ from typing import Any
 
 from opacus_memprof import _native
 from opacus_memprof.analysis.components import Components
-from opacus_memprof.analysis.device import build_device, timeline
+from opacus_memprof.analysis.device import build_device, device_of_counters, timeline
 from opacus_memprof.analysis.findings import Run, find
 from opacus_memprof.analysis.names import Names
 from opacus_memprof.directory import EVENTS, LOCK, META, PROFILE, SNAPSHOTS
@@ -63,10 +63,14 @@ def build_profile(
     by_name = {names.device(device["id"]): device for device in replayed["devices"]}
     for name, device in by_name.items():
         live = None if peaks is None else peaks.get(name)
-        taken = {index: entry for index, entry in snapshots.items() if name in entry["devices"]}
-        devices[name], more = build_device(name, device, header, names, live, taken)
-        devices[name]["peak"] |= component_of.roll_up(devices[name]["peak"])
+        devices[name], more = build_device(name, device, header, names, live, snapshots)
         said += more
+    for name, live in (peaks or {}).items() if header["dropped"] else ():
+        if name not in devices and live["requested_bytes"]:
+            devices[name], more = device_of_counters(name, live, snapshots)
+            said += more
+    for entry in devices.values():
+        entry["peak"] |= component_of.roll_up(entry["peak"])
     return {
         "format": FORMAT,
         "versions": meta.get("versions", {}),

@@ -102,13 +102,15 @@ def _thinned(timeline: Mapping[str, Any]) -> dict[str, Any]:
 def _draw_timeline(axes: "Axes", device: Mapping[str, Any], timeline: Mapping[str, Any], theme: Theme) -> None:
     peak, events = device["peak"], timeline["event"]
     stacked_areas(axes, events, timeline["categories"])
+    if not events:  # a device that came after the event file was full
+        axes.set_xlim(0, 1)
     axes.tick_params(labelbottom=False)
     highest = peak["requested_bytes"]
     axes.set_ylim(0, max(highest, 1) * 1.12)
     byte_axis(axes.yaxis, highest)
     if peak["event"] is None:
         axes.axhline(highest, color=theme.text, linestyle="--")
-        _mark(axes, events[0], highest, f"peak, after these events: {_when(highest, peak)}", theme.text)
+        _mark(axes, next(iter(events), 0), highest, f"peak, after these events: {_when(highest, peak)}", theme.text)
     else:
         _mark(axes, peak["event"], highest, f"peak: {_when(highest, peak)}", theme.text)
     for failure in device["out_of_memory"][-1:]:

@@ -171,6 +171,25 @@ def test_a_snapshot_after_the_file_was_full_is_the_counters(tmp_path: Path) -> N
     assert snapshot == {**place, **counts, "categories": held, "event": None, "phase": None}
 
 
+def test_snapshots_before_a_device_s_first_block_have_no_bytes(tmp_path: Path) -> None:
+    places = [{"name": name, "unix_ns": 70 + at, "step": 0, "logical_step": 0} for at, name in enumerate("ab")]
+    cpu = {"requested_bytes": 5, "categories": {"noise": 5}}
+    lines = [{"index": 0, **places[0], "devices": {}}, {"index": 1, **places[1], "devices": {"cpu": cpu}}]
+    (tmp_path / "snapshots.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = EventFile().add("snapshot", size=0, op="a").add("alloc", 0x1000, 5, "noise", device=0)
+    file.add("snapshot", size=1, op="b").add("alloc", 0x2000, 8, "noise").add("snapshot", size=2, op="c")
+    devices = built(file, tmp_path)["devices"]
+    told = {
+        name: [(one["index"], one["name"], one["requested_bytes"], one["event"]) for one in device["snapshots"]]
+        for name, device in devices.items()
+    }
+    assert told == {
+        "cpu": [(0, "a", 0, None), (1, "b", 5, 2), (2, "c", 5, 4)],
+        "cuda:0": [(0, "a", 0, None), (1, "b", 0, None), (2, "c", 8, 4)],
+    }
+    assert all(one["remainder"] is None for one in devices["cuda:0"]["snapshots"][:2])  # nobody has counted
+
+
 def test_an_allocation_that_failed(tmp_path: Path) -> None:
     file = a_step().add("oom", size=1 << 40, category="gradients", phase="backward", step=1, module="fc", op="mm")
     (failure,) = built(file, tmp_path)["devices"]["cuda:0"]["out_of_memory"]
@@ -216,6 +235,25 @@ def test_a_peak_after_the_file_was_full_is_the_counters(tmp_path: Path) -> None:
     assert peak["rounding"] == 1144
     assert any("40 more were dropped" in warning for warning in profile["warnings"])
     assert any("5000" in warning and "1750" in warning for warning in profile["warnings"])
+
+
+def test_a_device_that_comes_after_the_file_was_full_has_the_counters_peak(tmp_path: Path) -> None:
+    file = EventFile(dropped=40).add("alloc", 0x1000, 10, "noise", device=0)
+    place = {"index": 3, "name": "end", "unix_ns": 77, "step": 8, "logical_step": 2}
+    counts = {"requested_bytes": 30, "categories": {"noise": 30, "inputs": 0}}
+    (tmp_path / "snapshots.jsonl").write_text(json.dumps({**place, "devices": {"cuda:0": counts}}) + "\n")
+    peaks = live_peak(5000, 6144, 8192, noise=4000, inputs=1000)
+    profile = built(file, tmp_path, peaks=peaks | {"cuda:1": live_peak(0)["cuda:0"]})
+    assert list(profile["devices"]) == ["cpu", "cuda:0"]  # the third had no block
+    device = profile["devices"]["cuda:0"]
+    assert device.keys() == profile["devices"]["cpu"].keys()
+    assert device["timeline"].keys() == profile["devices"]["cpu"]["timeline"].keys()
+    peak = device["peak"]
+    assert peak.keys() == profile["devices"]["cpu"]["peak"].keys()
+    assert (peak["source"], peak["requested_bytes"], peak["rounding"]) == ("counters", 5000, 1144)
+    assert {name: size for name, size in peak["categories"].items() if size} == {"noise": 4000, "inputs": 1000}
+    assert [(one["index"], one["requested_bytes"]) for one in device["snapshots"]] == [(3, 30)]
+    assert any(sentence.startswith("cuda:0: the peak of 5000 bytes came after") for sentence in profile["warnings"])
 
 
 def test_a_peak_before_the_file_was_full_stays(tmp_path: Path) -> None:

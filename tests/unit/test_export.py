@@ -168,7 +168,7 @@ def test_pictures_of_every_device_in_both_themes(directory: Path, tmp_path: Path
 
 
 def test_a_peak_after_the_event_file_was_full(tmp_path: Path) -> None:
-    """It has neither an event nor modules."""
+    """It has neither an event nor modules; the second device has no event at all."""
     file = EventFile(dropped=10).add("alloc", 64, 1000, "gradients", module="fc", phase="forward")
     live = {
         "requested_bytes": 5000,
@@ -177,15 +177,16 @@ def test_a_peak_after_the_event_file_was_full(tmp_path: Path) -> None:
         "phase": "clip",
         "unix_ns": 1_700_000_000_000_000_500,
     }
-    peaks = {"cuda:0": {**live, "categories": {"gradients": 1000, "noise": 4000}}}
+    peaks = {name: {**live, "categories": {"gradients": 1000, "noise": 4000}} for name in ("cuda:0", "cuda:1")}
     write_profile(build_profile(file.write(tmp_path), status="failed", exit_code=1, peaks=peaks), tmp_path)
     result = report(tmp_path, *_SUFFIXES)
     assert result.exit_code == 0, result.exception
     with open(tmp_path / "memprof.csv", newline="") as csv_file:
         rows = [row for row in csv.DictReader(csv_file) if row["table"] == "peak"]
-    assert [(row["phase"], row["category"], row["bytes"]) for row in rows] == [
-        ("clip", "gradients", "1000"),
-        ("clip", "noise", "4000"),
+    assert [(row["device"], row["phase"], row["category"], row["bytes"]) for row in rows] == [
+        (device, "clip", category, size)
+        for device in ("cuda:0", "cuda:1")
+        for category, size in (("gradients", "1000"), ("noise", "4000"))
     ]
 
 
