@@ -30,6 +30,8 @@ RANKS = "ranks.json"  # the summary of a job's ranks, above their directories
 RANK_DIRECTORY = re.compile(r"rank_(\d+)")
 REPORT = "memprof"  # what `opacus-memprof report` calls its files
 
+_FILES = (EVENTS, META, f"{META}.tmp", SNAPSHOTS, PROFILE, *OOM_REPORTS)
+
 # Some network and cluster file systems have no locks: there, nobody stops two profilers of one directory.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
@@ -111,7 +113,7 @@ class ProfileDirectory:
                         directory.rmdir()
 
     def _files(self) -> list[Path]:
-        files = [self.path / name for name in (EVENTS, META, f"{META}.tmp", SNAPSHOTS, PROFILE, *OOM_REPORTS)]
+        files = [self.path / name for name in _FILES]
         return [file for file in files if file.is_file()]
 
     def release(self) -> None:
@@ -140,7 +142,22 @@ def _refuse_foreign_files(path: Path) -> None:
                 return
     except OSError:
         pass
-    raise MemprofError(f"{path} holds files that are not a profile, which stay as they are: choose another directory")
+    raise _foreign_files(path)
+
+
+def _foreign_files(path: Path) -> MemprofError:
+    return MemprofError(f"{path} holds files that are not a profile, which stay as they are: choose another directory")
+
+
+def refuse_what_stays(path: Path) -> None:
+    """For who clears `path` for another process: with the profile gone, that one takes what stays for foreign files.
+
+    Raises:
+        MemprofError: there is more than a profile, its reports and its ranks' directories.
+    """
+    ours = {*_FILES, LOCK, RANKS, *(rank.name for rank in rank_directories(path).values())}
+    if path.is_dir() and not all(entry.name in ours or _REPORTS.fullmatch(entry.name) for entry in path.iterdir()):
+        raise _foreign_files(path)
 
 
 def _refuse_all_but_ranks(path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from opacus_memprof.directory import RANKS, ProfileDirectory, rank_directories
+from opacus_memprof.directory import RANKS, ProfileDirectory, rank_directories, refuse_what_stays
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.files import read_json, write_json
@@ -98,15 +98,21 @@ def run_to(
 
 
 def _clear_profile(path: Path) -> None:
-    """Removes an earlier profile, which must not be taken for this run's. Raises MemprofError for other files."""
-    ranks = rank_directories(path)
-    for one in ranks.values() or [path]:
-        claimed = ProfileDirectory(one)
-        claimed.clear()
-        claimed.release()
-        if ranks:
-            with contextlib.suppress(OSError):  # its reports stay
-                one.rmdir()
+    """Removes an earlier profile, which must not be taken for this run's. Raises MemprofError for other files, before
+    anything is removed."""
+    ranks = list(rank_directories(path).values())
+    for one in (path, *ranks):
+        refuse_what_stays(one)
+    with contextlib.ExitStack() as releases:
+        earlier = []
+        for one in ranks or [path]:
+            earlier.append(ProfileDirectory(one))
+            releases.callback(earlier[-1].release)
+        for claimed in earlier:
+            claimed.clear()
+    for one in ranks:
+        with contextlib.suppress(OSError):  # its reports stay
+            one.rmdir()
     (path / RANKS).unlink(missing_ok=True)
 
 

@@ -18,6 +18,7 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments import process, training
 from opacus_memprof.experiments import suite as suites
 from opacus_memprof.experiments.configuration import MODES, Configuration
+from tests.unit.event_files import EventFile
 
 VOCABULARY, WIDTH, LAYERS, TOKENS, BATCH = 256, 64, 2, 16, 4
 TINY = Configuration(seq_length=TOKENS, batch_size=BATCH, num_steps=2, warmup_steps=1, device="cpu")
@@ -260,6 +261,31 @@ def test_other_files_where_the_profile_goes_stay(tmp_path: Path) -> None:
         process.run_to(tmp_path / "result.json", TINY)
     assert theirs.read_text() == "keep me"
     assert not (tmp_path / "result.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("profiles", "theirs"),
+    [
+        ([""], "notes.txt"),
+        (["rank_0", "rank_1"], "rank_1/notes.txt"),
+        (["rank_0", "rank_1"], "notes.txt"),
+    ],
+)
+def test_beside_other_files_a_profile_stays_as_well(tmp_path: Path, profiles: list[str], theirs: str) -> None:
+    """Without its events the process that trains would not know it for a profile, and refuse."""
+    there = tmp_path / "profile"
+    for name in profiles:
+        (there / name).mkdir(parents=True)
+        EventFile().add("alloc", 1, 300, "activations").write(there / name)
+    (there / theirs).write_text("mine")
+    (tmp_path / "result.json").write_text("{}")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    with pytest.raises(MemprofError, match="holds files that are not a profile"):
+        process.run(TINY, tmp_path)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    (there / theirs).rename(there / "memprof.html")  # a report of it may stay
+    process._clear_profile(there)
+    assert [file.name for file in there.iterdir()] == ["memprof.html"]
 
 
 @pytest.mark.parametrize(
