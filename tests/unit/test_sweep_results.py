@@ -117,6 +117,22 @@ def test_a_broken_manifest_is_refused(tmp_path: Path, manifest: str) -> None:
     assert (tmp_path / "manifest.json").read_text() == manifest
 
 
+@pytest.mark.parametrize(
+    ("part", "key"),
+    [((), "status"), ((), "peak"), (("peak",), "categories"), (("config",), "model"), (("progress",), "stage")],
+)
+def test_a_damaged_result_is_refused_in_a_sentence(tmp_path: Path, part: tuple[str, ...], key: str) -> None:
+    result = finished(CELLS[0].configuration)
+    del (result[part[0]] if part else result)[key]
+    with sweep(tmp_path) as directory:
+        put(directory, CELLS[0], result)
+        file = directory.run_directory(CELLS[0].name) / "result.json"
+    with sweep(tmp_path, resume=True) as directory, pytest.raises(MemprofError) as refused:
+        directory.missing()
+    lacking = ".".join([*part, key])
+    assert str(refused.value) == f"{file} is damaged, for it lacks {lacking}: remove it, or run the experiment again"
+
+
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(MemprofError, match="choose another --results-dir"), sweep(tmp_path / "file"):
