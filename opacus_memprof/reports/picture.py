@@ -106,7 +106,7 @@ def _draw_timeline(axes: "Axes", device: Mapping[str, Any], timeline: Mapping[st
         axes.set_xlim(0, 1)
     axes.tick_params(labelbottom=False)
     highest = peak["requested_bytes"]
-    axes.set_ylim(0, max(highest, 1) * 1.12)
+    axes.set_ylim(0, max(highest, 1) * (1.2 if device["out_of_memory"] else 1.12))
     byte_axis(axes.yaxis, highest)
     if peak["event"] is None:
         axes.axhline(highest, color=theme.text, linestyle="--")
@@ -115,7 +115,7 @@ def _draw_timeline(axes: "Axes", device: Mapping[str, Any], timeline: Mapping[st
         _mark(axes, peak["event"], highest, f"peak: {_when(highest, peak)}", theme.text)
     for failure in device["out_of_memory"][-1:]:
         text = f"out of memory: {_when(failure['requested_bytes'], failure)}"
-        _mark(axes, failure["event"], failure["live_bytes"], text, theme.accent)
+        _mark(axes, failure["event"], failure["live_bytes"], text, theme.accent, line=1)  # it is near the peak, mostly
     steps = timeline["step"]
     begins = [(events[row], steps[row]) for row in range(1, len(steps)) if steps[row] != steps[row - 1]]
     for event, step in begins if len(begins) <= _MOST_STEPS else []:
@@ -134,15 +134,15 @@ def _when(size: int, moment: Mapping[str, Any]) -> str:
     return f"{format_bytes(size)} in {moment['phase']} of step {moment['step']}"
 
 
-def _mark(axes: "Axes", event: int, size: int, text: str, color: str) -> None:
-    """A point, and what it is, on the side where there is room."""
+def _mark(axes: "Axes", event: int, size: int, text: str, color: str, line: int = 0) -> None:
+    """A point, and what it is, on the side where there is room, so many lines above."""
     low, high = axes.get_xlim()
     right = event > (low + high) / 2
     axes.plot([event], [size], marker="v", color=color, markersize=7, clip_on=False)
     axes.annotate(
         text,
         (event, size),
-        (-8 if right else 8, 4),
+        (-8 if right else 8, 4 + 16 * line),
         textcoords="offset points",
         ha="right" if right else "left",
         color=color,

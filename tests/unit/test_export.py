@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from event_files import EventFile
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from random_profile import Oracle, write_random_profile
 from typer.testing import CliRunner
@@ -18,9 +19,10 @@ from opacus_memprof.analysis.profile import build_profile, load_profile, write_p
 from opacus_memprof.cli import app
 from opacus_memprof.cli.report import _SUFFIXES
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.reports import latex
+from opacus_memprof.reports import latex, picture
 from opacus_memprof.reports.csv import write_csv
 from opacus_memprof.reports.export import FORMATS
+from opacus_memprof.reports.palette import THEMES
 from opacus_memprof.reports.picture import write_pictures
 
 OWN = {"events.bin", "meta.json", "profile.json"}
@@ -165,6 +167,22 @@ def test_pictures_of_every_device_in_both_themes(directory: Path, tmp_path: Path
     assert [file.name for file in files] == ["a-cuda0.png", "a-cuda0-dark.png", "a-cuda1.png", "a-cuda1-dark.png"]
     light, dark = (imread(file)[..., :3].mean() for file in files[:2])
     assert light > 0.7 > 0.4 > dark
+
+
+def test_where_memory_runs_out_at_the_peak_both_can_be_read(tmp_path: Path) -> None:
+    file = EventFile()
+    for number in range(9):
+        file.add("alloc", 64 + 1024 * number, 1000, "gradients")
+    file.add("oom", size=2**40, category="noise", phase="clip")
+    device = build_profile(file.write(tmp_path), status="failed", exit_code=1)["devices"]["cuda:0"]
+    figure = Figure(figsize=(13, 4))
+    axes = figure.subplots()
+    picture._draw_timeline(axes, device, picture._thinned(device["timeline"]), THEMES["light"])
+    figure.draw_without_rendering()
+    texts = [text for text in axes.texts if text.get_text().startswith(("peak: ", "out of memory: "))]
+    (peak, failure), within = [text.get_window_extent() for text in texts], axes.get_window_extent()
+    assert not peak.overlaps(failure)
+    assert failure.y1 <= within.y1  # above are the title and the legend
 
 
 def test_a_peak_after_the_event_file_was_full(tmp_path: Path) -> None:
