@@ -10,9 +10,28 @@ from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.directory import PROFILE
 from opacus_memprof.errors import MemprofError
 
-_PROFILE = {"devices": dict, "findings": list, "warnings": list, "started_unix_ns": int}
-_DEVICE = {"peak": dict, "phases": dict, "steps": list, "snapshots": list, "out_of_memory": list, "timeline": dict}
-_PEAK = {"requested_bytes": int, "categories": dict, "modules": dict, "components": dict}
+_PROFILE = {
+    "devices": dict,
+    "events": dict,
+    "findings": list,
+    "warnings": list,
+    "status": str,
+    "pid": int,
+    "started_unix_ns": int,
+    "ended_unix_ns": int,
+}
+_DEVICE = {
+    "peak": dict,
+    "phases": dict,
+    "steps": list,
+    "steps_left_out": int,
+    "snapshots": list,
+    "out_of_memory": list,
+    "timeline": dict,
+    "end_bytes": int,
+}
+_PHASE = {"peak_bytes": int, "categories": dict}
+_PEAK = {"requested_bytes": int, "step": int, "phase": str, "categories": dict, "modules": dict, "components": dict}
 
 
 def load_whole_profile(directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -21,9 +40,12 @@ def load_whole_profile(directory: str | os.PathLike[str]) -> dict[str, Any]:
     profile = load_profile(directory)
     path = Path(directory) / PROFILE
     _check(profile, path, "", _PROFILE)
+    _check(profile["events"], path, "events.", {"recorded": int})
     for name, device in profile["devices"].items():
         _check(device, path, f"devices.{name}.", _DEVICE)
         _check(device["peak"], path, f"devices.{name}.peak.", _PEAK)
+        for phase, moment in device["phases"].items():
+            _check(moment, path, f"devices.{name}.phases.{phase}.", _PHASE)
     return profile
 
 

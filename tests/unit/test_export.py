@@ -169,6 +169,36 @@ def test_pictures_of_every_device_in_both_themes(directory: Path, tmp_path: Path
     assert light > 0.7 > 0.4 > dark
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("status",),
+        ("pid",),
+        ("ended_unix_ns",),
+        ("events",),
+        ("events", "recorded"),
+        ("devices", "cuda:0", "end_bytes"),
+        ("devices", "cuda:0", "steps_left_out"),
+        ("devices", "cuda:0", "peak", "step"),
+        ("devices", "cuda:0", "phases", "forward", "peak_bytes"),
+        ("devices", "cuda:0", "phases", "forward", "categories"),
+    ],
+)
+def test_a_profile_that_lacks_what_the_format_has_is_refused_in_a_sentence(
+    directory: Path, keys: tuple[str, ...]
+) -> None:
+    profile = load_profile(directory)
+    part = profile
+    for key in keys[:-1]:
+        part = part[key]
+    del part[keys[-1]]
+    write_profile(profile, directory)
+    for command in (["report", directory, "--html", "--perfetto"], ["diff", directory, directory]):
+        error = CliRunner().invoke(app, [*map(str, command)]).exception
+        assert isinstance(error, MemprofError)
+        assert f"is not the profiler's, for it lacks {'.'.join(keys)}: profile again" in str(error)
+
+
 def test_where_memory_runs_out_at_the_peak_both_can_be_read(tmp_path: Path) -> None:
     file = EventFile()
     for number in range(9):

@@ -61,8 +61,11 @@ def write(
                 "snapshots": [{"outside_pytorch": 7}, {"outside_pytorch": 9}, {"outside_pytorch": None}],
                 "out_of_memory": [],
                 "timeline": {},
+                "steps_left_out": 0,
+                "end_bytes": 0,
             }
         },
+        "pid": 1,
         "findings": [],
         "warnings": [],
     }
