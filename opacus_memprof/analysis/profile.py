@@ -170,8 +170,12 @@ def _file_warnings(replayed: Mapping[str, Any], meta: Mapping[str, Any]) -> list
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """meta.json, or {} where there is none. Raises MemprofError where it cannot be read."""
-    return read_object(path) if path.exists() else {}
+    """meta.json, or {} where there is none. Raises MemprofError where it cannot be read, or its names are none."""
+    meta = read_object(path) if path.exists() else {}
+    names = meta.get("names", {})
+    if not isinstance(names, dict) or not all(isinstance(listed, list) for listed in names.values()):
+        raise MemprofError(f"{path} is damaged, for its names are no lists: remove it, or profile again")
+    return meta
 
 
 def _read_snapshots(path: Path) -> dict[int, dict[str, Any]]:
@@ -179,11 +183,13 @@ def _read_snapshots(path: Path) -> dict[int, dict[str, Any]]:
     if not path.exists():
         return {}
     snapshots = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entry = json.loads(line)
-            snapshots[entry["index"]] = {**entry, "devices": dict(entry["devices"])}
-        except (ValueError, KeyError, TypeError):
+            whole = {key: entry[key] for key in ("name", "unix_ns", "step", "logical_step", "devices")}
+            if all(device.keys() >= {"requested_bytes", "categories"} for device in entry["devices"].values()):
+                snapshots[int(entry["index"])] = {"index": int(entry["index"]), **whole}
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
     return snapshots
 

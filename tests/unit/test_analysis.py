@@ -147,9 +147,9 @@ def test_snapshots_carry_what_the_allocator_counted(tmp_path: Path) -> None:
     counts = {"requested_bytes": 1064, "categories": {"pending_free": 64, "model_parameters": 1000}}
     counted = {"allocated_bytes": 1536, "reserved_bytes": 4096, "rounding": 472, "cached": 2560}
     devices = {"cuda:0": {**counts, **counted, "outside_pytorch": None, "remainder": 0}}
-    (tmp_path / "snapshots.jsonl").write_text(
-        json.dumps({"index": 4, "devices": devices}) + '\n{"index": 5, "dev'  # killed while it wrote
-    )
+    line = {"index": 4, "name": "after step", "unix_ns": 77, "step": 1, "logical_step": 1, "devices": devices}
+    torn = b'\n{"index": 5}\n{"index": 6, "dev\xff'  # damaged, and killed while it wrote
+    (tmp_path / "snapshots.jsonl").write_bytes(json.dumps(line).encode() + torn)
     (snapshot,) = built(file, tmp_path)["devices"]["cuda:0"]["snapshots"]
     assert (snapshot["index"], snapshot["name"], snapshot["step"]) == (4, "after step", 1)
     # The side stream still holds 64 bytes that the program has freed.
@@ -164,7 +164,7 @@ def test_a_snapshot_after_the_file_was_full_is_the_counters(tmp_path: Path) -> N
     counts = {"requested_bytes": 30, "remainder": 0, "rounding": 2}
     categories = {"noise": 0, "activation_hooks_shared": 10, "activation_hooks_opacus_only": 15, "forward_undecided": 5}
     place = {"index": 9, "name": "late", "unix_ns": 77, "step": 8, "logical_step": 2}
-    devices = {"cuda:0": {**counts, "categories": categories}, "cpu": {}}
+    devices = {"cuda:0": {**counts, "categories": categories}}
     (tmp_path / "snapshots.jsonl").write_text(json.dumps({**place, "devices": devices}) + "\n")
     (snapshot,) = built(a_step(), tmp_path)["devices"]["cuda:0"]["snapshots"]
     held = {"activation_hooks": 25, "forward_undecided": 5}
@@ -319,6 +319,8 @@ def test_names_are_numbers_without_meta(tmp_path: Path) -> None:
         ("events.bin", EventFile().content()[:8] + b"\x09" + EventFile().content()[9:], "format version 9"),
         ("meta.json", b"{half", "cannot be read"),
         ("meta.json", b"[]", "holds no JSON object"),
+        ("meta.json", b'{"names": null}', "its names are no lists"),
+        ("meta.json", b'{"names": {"modules": null}}', "its names are no lists"),
         ("profile.json", b"{half", "cannot be read"),
         ("profile.json", b'{"format": 2}', "has format 2"),
     ],
