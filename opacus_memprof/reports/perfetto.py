@@ -84,7 +84,9 @@ class _Trace:
         return packet
 
     def _event(self, kind: str, track: int, time_ns: int, name: str = "", said: Mapping[str, Any] | None = None) -> Any:
-        packet = self._packet(time_ns)
+        packet = self._packet(
+            max(time_ns, 0)
+        )  # before the start is what was taken after the system's clock was set back
         event = packet.track_event
         event.type = getattr(event, f"TYPE_{kind}")
         event.track_uuid = track

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Perfetto trace, parsed back with Perfetto's own classes and compared with numpy over events.bin."""
 
+import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -140,3 +141,17 @@ def test_every_packet_is_on_a_described_track(parsed: Parsed) -> None:
             assert packet.trusted_packet_sequence_id
     units = {track.counter.unit for track in parsed.tracks.values() if track.HasField("counter")}
     assert units == {proto.CounterDescriptor.UNIT_SIZE_BYTES}
+
+
+def test_a_snapshot_before_the_start_by_a_clock_that_was_set_back_is_at_the_start(tmp_path: Path) -> None:
+    file = event_files.EventFile(dropped=1).add("alloc", 64, 100, "gradients")
+    line = {"index": 3, "name": "late", "unix_ns": event_files.START - 5 * 10**9, "step": 1, "logical_step": 1}
+    devices = {"cuda:0": {"requested_bytes": 70, "categories": {"noise": 70}}}
+    (tmp_path / "snapshots.jsonl").write_text(json.dumps({**line, "devices": devices}) + "\n")
+    said = [
+        packet
+        for packets in Parsed(file.write(tmp_path)).by_track.values()
+        for packet in packets
+        if packet.track_event.name == "cuda:0: snapshot late"
+    ]
+    assert [packet.timestamp for packet in said] == [0]
