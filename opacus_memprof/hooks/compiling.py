@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.jit import _recursive
 
 from opacus_memprof import _native
 from opacus_memprof.hooks import shapes
 from opacus_memprof.hooks.attach import Attachment
 from opacus_memprof.hooks.vocabulary import FORWARD, IDLE
+from opacus_memprof.scripting import out_of_sight
 
 Hooks = tuple[Callable[[nn.Module, Any, Any], None], Callable[[nn.Module, Any, Any], None]]  # the model's own two
 
@@ -62,6 +64,8 @@ def follow_compile(attachment: Attachment) -> None:
     and the same results."""
     attachment.replace_attribute(torch, "compile", _compiling(torch.compile))
     attachment.replace_attribute(nn.Module, "compile", _compiling_in_place(nn.Module.compile))
+    scripted = out_of_sight(_recursive.create_script_module)
+    attachment.replace_attribute(_recursive, "create_script_module", scripted)
 
 
 def _compiling(compile: Any) -> Any:

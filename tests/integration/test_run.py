@@ -237,6 +237,21 @@ def test_a_script_without_opacus(tmp_path: Path) -> None:
     assert modules["Sequential#2.2"]["model_parameters"] == (16 + 1) * 4
 
 
+def test_unusual_training_without_opacus(tmp_path: Path) -> None:
+    script = str(SCRIPTS / "plain_unusual.py")
+    completed = python(*RUN, "-o", tmp_path / "out", script)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.startswith(plain(script).stdout)
+    assert ".grad attribute" not in completed.stderr
+    profile = profile_of(tmp_path / "out")
+    assert not profile["warnings"]
+    kept = 2 * (64 * 32 + 32 + 32 * 8 + 8) * 4  # what the script still has: two models that Adam trains
+    end = profile["devices"]["cpu"]["snapshots"][-1]["categories"]
+    assert end["model_parameters"] == kept
+    assert end["optimizer_states"] == 2 * kept + 2 * 4 * 4
+    assert end.get("unattributed", 0) < 64
+
+
 def test_what_privacy_costs_a_script(tmp_path: Path) -> None:
     """Of the same training with Opacus and without: what both have alike is not in the difference."""
     for name in ("hooks", "vanilla"):
