@@ -12,6 +12,7 @@ import copyreg
 import functools
 import gc
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ class PlainTraining:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._lock = threading.RLock()
         self._compiled: list[tuple[weakref.ref[Any], bool]] = []  # by torch.compile; whether as one graph
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._attached: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()  # by this
@@ -58,7 +60,8 @@ class PlainTraining:
 
         @functools.wraps(compile)
         def compiling(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-            note(model, kwargs.get("fullgraph", False))
+            if not torch.compiler.is_compiling():
+                note(model, kwargs.get("fullgraph", False))
             return compile(model, *args, **kwargs)
 
         torch.compile = compiling
@@ -133,6 +136,10 @@ class PlainTraining:
         return False
 
     def _follow(self, model: nn.Module) -> None:
+        with self._lock:  # several threads may begin at once
+            self._follow_alone(model)
+
+    def _follow_alone(self, model: nn.Module) -> None:
         if (waiting := self._waiting.pop(model, None)) is not None:
             waiting.remove()
         if self._others_attach() or any("autograd_grad_sample_hooks" in vars(module) for module in model.modules()):
@@ -167,7 +174,7 @@ class _FirstForward:
     def __init__(self, comes: Callable[[nn.Module, Any, Any], None]) -> None:
         self._comes = comes
 
-    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any = None) -> None:  # none if it was removed meanwhile
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not torch._C._get_tracing_state():
             self._comes(model, args, kwargs)
 

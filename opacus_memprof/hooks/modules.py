@@ -78,7 +78,7 @@ class EnterModel:
         self._lost = _native.gradient_hooks_lost()
         self._sample: tuple[weakref.ref[nn.Module], str] | None = None  # where a parameter is
 
-    def __call__(self, root: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, root: nn.Module, args: Any, kwargs: Any = None) -> None:  # none if it was removed meanwhile
         if compiling.hooks_idle():
             return
         if self._moved(root):

@@ -57,6 +57,20 @@ def shapes_from_the_first_batch() -> None:
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def probed_before_its_first_pass() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shapes: list[torch.Size] = []
+
+    def probe(module: nn.Module, args: tuple[Tensor]) -> None:
+        if not shapes:
+            shapes.append(args[0].shape)
+            print(module(args[0]).sum().item())
+
+    model.register_forward_pre_hook(probe, prepend=True)
+    train(model, optimizer)
+
+
 def in_parts() -> object:
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
@@ -86,5 +100,6 @@ an_optimizer_for_each_epoch()
 scripted_and_traced()
 parameters_computed_from_others()
 shapes_from_the_first_batch()
+probed_before_its_first_pass()
 kept = in_parts(), compiled_after_the_optimizer_is_made()
 called_by_a_compiled_function()
