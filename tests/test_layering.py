@@ -18,7 +18,7 @@ PACKAGE = ROOT / "opacus_memprof"
 LAYERS = [
     {"_build_info", "errors"},
     {"_native", "files", "launch", "optional", "units", "versions"},
-    {"directory", "hub", "observations", "scripting"},
+    {"directory", "hub", "observations", "tracing"},
     {"clipping", "workload"},
     {"adaptors", "analysis", "hooks", "snapshots"},
     {"attaching", "conditions", "reports", "stream"},

@@ -7,11 +7,9 @@ pass with gradients is the latest moment: a `make_private` comes before it, and 
 there is no such pass to be seen, the optimizer's first step is.
 """
 
-import contextlib
 import copyreg
 import functools
 import gc
-import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -26,8 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
-from opacus_memprof import workload
-from opacus_memprof.scripting import out_of_sight
+from opacus_memprof import tracing, workload
 from opacus_memprof.session import Session
 
 T = TypeVar("T")
@@ -67,7 +64,7 @@ class PlainTraining:
         torch.compile = compiling
         register_optimizer_step_pre_hook(first_step)
         Optimizer.__init__ = wrapper  # type: ignore[method-assign, assignment]
-        _recursive.create_script_module = out_of_sight(_recursive.create_script_module)
+        _recursive.create_script_module = tracing.out_of_sight(_recursive.create_script_module)
 
     def _made(self, optimizer: Optimizer) -> None:
         if self._others_attach():
@@ -131,7 +128,9 @@ class PlainTraining:
             compiled = reference()
             if compiled is None:
                 continue
-            if (whole and not isinstance(compiled, nn.Module)) or not mine.isdisjoint(_modules_of(compiled)):
+            if whole and not isinstance(compiled, nn.Module):
+                return True
+            if any(not mine.isdisjoint(module.modules()) for module in tracing.modules_seen_by(compiled)):
                 return True
         return False
 
@@ -179,36 +178,15 @@ class _FirstForward:
             self._comes(model, args, kwargs)
 
 
-# A copy of the model, or a file with it, has a function of the standard library in its place that does nothing.
-def _reduce_to_nothing(hook: _FirstForward) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-copyreg.pickle(_FirstForward, _reduce_to_nothing)
+copyreg.pickle(_FirstForward, tracing.reduce_to_nothing)
 
 
 def _traceable(model: nn.Module) -> Iterator[nn.Module]:
     """The modules that would be seen from outside: not those in what torch.compile has made, where no hooks go."""
-    forward = vars(model).get("forward")
-    if (
-        "_orig_mod" not in model._modules
-        and model._compiled_call_impl is None
-        and not hasattr(forward, "_torchdynamo_orig_callable")
-    ):
+    if not tracing.compiled(model):
         yield model
         for child in model.children():
             yield from _traceable(child)
-
-
-def _modules_of(compiled: Any) -> Iterator[nn.Module]:
-    """Those that a function's or an object's code has at hand."""
-    seen = [compiled, *getattr(compiled, "__dict__", {}).values()]
-    with contextlib.suppress(TypeError, ValueError):  # no function; one in whose closure something is still missing
-        outside = inspect.getclosurevars(compiled)
-        seen += [*outside.nonlocals.values(), *outside.globals.values()]
-    for thing in seen:
-        if isinstance(thing, nn.Module):
-            yield from thing.modules()
 
 
 def _alive(kind: type[T]) -> list[T]:

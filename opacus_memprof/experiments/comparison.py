@@ -10,7 +10,7 @@ from typing import Any
 from opacus_memprof.analysis.names import as_without_dp
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import MODES
-from opacus_memprof.experiments.files import read_json
+from opacus_memprof.experiments.files import read_json, refuse_damaged
 
 LABELS = {
     "vanilla": "Vanilla (No DP-SGD)",
@@ -20,21 +20,6 @@ LABELS = {
     "ghost": "Ghost Clipping (DP-SGD)",
     "flash_clip": "Flash Clipping (DP-SGD)",
 }
-
-# Of a result, what tables and pictures read.
-_READ = (
-    "status",
-    "error",
-    "config",
-    "environment",
-    "data",
-    "avg_time_ms",
-    "peak",
-    "out_of_memory",
-    "snapshots",
-    "timeline",
-    "progress",
-)
 
 
 @dataclass(frozen=True)
@@ -149,8 +134,7 @@ def read_results(directory: Path) -> list[tuple[str, dict[str, Any]]]:
             raise MemprofError(
                 f"{path} has format {content.get('format')!r}, and this release reads 1: run the experiment again"
             )
-        if lacking := [key for key in _READ if key not in content]:
-            raise MemprofError(f"{path} is damaged, for it lacks {lacking[0]}: remove it, or run the experiment again")
+        refuse_damaged(path, content)
         found.append((path.stem, content))
     if not found:
         raise MemprofError(f"there is no result in {directory}: run `opacus-memprof experiments` first")

@@ -4,7 +4,6 @@ forwards are taken out of it, and what a model's hooks do is done around the com
 
 import contextlib
 import functools
-import inspect
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,11 +13,10 @@ import torch
 from torch import nn
 from torch.jit import _recursive
 
-from opacus_memprof import _native
+from opacus_memprof import _native, tracing
 from opacus_memprof.hooks import shapes
 from opacus_memprof.hooks.attach import Attachment
 from opacus_memprof.hooks.vocabulary import FORWARD, IDLE
-from opacus_memprof.scripting import out_of_sight
 
 Hooks = tuple[Callable[[nn.Module, Any, Any], None], Callable[[nn.Module, Any, Any], None]]  # the model's own two
 
@@ -32,17 +30,7 @@ _running = 0  # compiled calls of followed models that have not returned
 
 def compiled(module: nn.Module) -> bool:
     """torch.compile traces what is inside: hooks there would break its graphs."""
-    return (
-        is_result(module)
-        or module._compiled_call_impl is not None
-        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
-        or bool(_results.get(module))
-    )
-
-
-def is_result(module: nn.Module) -> bool:
-    """Whether it is what torch.compile returns for a module."""
-    return "_orig_mod" in module._modules
+    return tracing.compiled(module) or bool(_results.get(module))
 
 
 def hooks_idle() -> bool:
@@ -55,7 +43,7 @@ def follow(attachment: Attachment, root: nn.Module, hooks: Hooks) -> None:
     attachment.keep_entry(_followed, root, (attachment, hooks))
     if root._compiled_call_impl is not None:
         _stand_in(attachment, root, "_compiled_call_impl", root)
-    for result in (root,) if is_result(root) else _results.get(root, ()):
+    for result in (root,) if tracing.is_result(root) else _results.get(root, ()):
         _stand_in(attachment, result, "forward", root)
 
 
@@ -64,7 +52,7 @@ def follow_compile(attachment: Attachment) -> None:
     and the same results."""
     attachment.replace_attribute(torch, "compile", _compiling(torch.compile))
     attachment.replace_attribute(nn.Module, "compile", _compiling_in_place(nn.Module.compile))
-    scripted = out_of_sight(_recursive.create_script_module)
+    scripted = tracing.out_of_sight(_recursive.create_script_module)
     attachment.replace_attribute(_recursive, "create_script_module", scripted)
 
 
@@ -73,7 +61,7 @@ def _compiling(compile: Any) -> Any:
     def wrapper(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         while isinstance(model, _native.ScopedForward):  # somebody's `torch.compile(model.forward)`
             model = model.__wrapped__
-        seen = _modules_seen_by(model)
+        seen = tracing.modules_seen_by(model)
         for module in seen:
             _take_out(module)
         result = compile(model, *args, **kwargs)
@@ -100,34 +88,11 @@ def _compiling_in_place(compile: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
-def _modules_seen_by(target: Any) -> list[nn.Module]:
-    """A module, its method, or a function or method that has modules in its closure, globals or object: what it gets
-    as an argument shows only when it runs."""
-    owner = getattr(target, "__self__", None)
-    seen = [target, owner, *getattr(owner, "__dict__", {}).values()]
-    with contextlib.suppress(TypeError, ValueError):  # no function; one in whose closure something is still missing
-        outside = inspect.getclosurevars(target)
-        seen += [*outside.nonlocals.values(), *outside.globals.values()]
-    return [thing for thing in seen if isinstance(thing, nn.Module)]
-
-
 def _take_out(module: nn.Module) -> None:
     inside = set(module.modules())
     for each in inside:
-        while isinstance(each.__dict__.get("forward"), _native.ScopedForward):  # of each model that it is a part of
-            unscope(each)
+        tracing.unscope_whole(each)
     shapes.unwatch(inside)
-
-
-def unscope(module: nn.Module) -> None:
-    """Takes the scoped forward out, unless somebody has patched on top: their patch needs ours."""
-    scoped = module.__dict__.get("forward")
-    if not isinstance(scoped, _native.ScopedForward):
-        return
-    if scoped.bound_by_class:
-        del module.__dict__["forward"]
-    else:
-        module.__dict__["forward"] = scoped.__wrapped__
 
 
 def _stand_in(attachment: Attachment, holder: nn.Module, name: str, root: nn.Module) -> None:

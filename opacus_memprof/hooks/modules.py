@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model's modules, parameters and buffers: what they are called, and the hooks that say where its forward is."""
 
-import contextlib
 import copyreg
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 
-from opacus_memprof import _native
+from opacus_memprof import _native, tracing
 from opacus_memprof.hooks import compiling, observe, shapes
 from opacus_memprof.hooks.attach import Attachment
 from opacus_memprof.hooks.distributed import DDP_WRAPPERS
@@ -198,7 +197,7 @@ def hook_modules(attachment: Attachment, root: nn.Module) -> None:
     enter = EnterModel()
     leave = LeaveModel(enter)
     compiling.follow(attachment, root, (enter, leave))
-    if not compiling.is_result(root):
+    if not tracing.is_result(root):
         attachment.on_detach(root.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove)
         attachment.on_detach(root.register_forward_hook(leave).remove)
 
@@ -220,14 +219,8 @@ def _scope_forward(attachment: Attachment, module: nn.Module, module_id: int) ->
 
 def _unscope(reference: "weakref.ref[nn.Module]") -> None:
     if (module := reference()) is not None:
-        compiling.unscope(module)
-
-
-# Pickled and deep-copied models carry these hooks along. There they become a function of the standard library that
-# does nothing: a copy is not profiled, and loads where this package is missing.
-def _reduce_to_nothing(hook: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    return getattr, (contextlib.nullcontext(), "__exit__")
+        tracing.unscope(module)
 
 
 for _hook in (EnterModel, LeaveModel):
-    copyreg.pickle(_hook, _reduce_to_nothing)
+    copyreg.pickle(_hook, tracing.reduce_to_nothing)

@@ -84,9 +84,8 @@ class _Trace:
         return packet
 
     def _event(self, kind: str, track: int, time_ns: int, name: str = "", said: Mapping[str, Any] | None = None) -> Any:
-        packet = self._packet(
-            max(time_ns, 0)
-        )  # before the start is what was taken after the system's clock was set back
+        # Before the start is what was taken after the system's clock was set back.
+        packet = self._packet(max(time_ns, 0))
         event = packet.track_event
         event.type = getattr(event, f"TYPE_{kind}")
         event.track_uuid = track

@@ -8,14 +8,13 @@ runs/NAME/      of each: configuration.json, result.json, log.txt, profile/
 import contextlib
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from opacus_memprof.directory import LOCK, lock
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments.files import read_json, write_json
+from opacus_memprof.experiments.files import read_json, refuse_damaged, write_json
 from opacus_memprof.experiments.process import RESULT
 from opacus_memprof.experiments.sweep.grid import VARIED, Cell
 
@@ -24,28 +23,6 @@ MANIFEST = "manifest.json"
 RUNS = "runs"
 
 _DONE = ("finished", "out_of_memory")
-# What tables and pictures read of a result, and within its parts where it has them.
-_READ: Mapping[str, type | tuple[type, ...]] = {
-    "status": str,
-    "error": (str, NoneType),
-    "config": dict,
-    "progress": dict,
-    "environment": dict,
-    "data": (dict, NoneType),
-    "avg_time_ms": (int, float, NoneType),
-    "peak_memory_mb": (int, float, NoneType),
-    "peak": (dict, NoneType),
-    "phases": dict,
-    "snapshots": list,
-    "timeline": dict,
-    "out_of_memory": list,
-}
-_READ_WITHIN = {
-    "config": ("model", "mode", "dtype", "seq_length", "batch_size", "max_physical_batch_size", "lora_rank"),
-    "progress": ("stage", "steps_completed"),
-    "environment": ("device_name",),
-    "peak": ("requested_bytes", "categories", "components", "activation_hooks", "born_in"),
-}
 
 
 def run_directory(path: Path, name: str) -> Path:
@@ -134,15 +111,7 @@ class ResultsDirectory:
         if not path.exists():
             return None
         result = read_json(path)
-        lacking = [key for key, kind in _READ.items() if key not in result or not isinstance(result[key], kind)]
-        lacking = lacking or [
-            f"{part}.{key}"
-            for part, keys in _READ_WITHIN.items()
-            for key in keys
-            if result[part] is not None and key not in result[part]
-        ]
-        if lacking:
-            raise MemprofError(f"{path} is damaged, for it lacks {lacking[0]}: remove it, or run the experiment again")
+        refuse_damaged(path, result)
         return result
 
     def _status(self, name: str) -> str | None:
