@@ -95,7 +95,7 @@ Block* Recorder::insert(std::uint64_t address, std::uint64_t size, Device device
     std::tie(block, added) = ledger_.try_emplace(address);
     if (!added) [[unlikely]] {
       // A seeded block that was freed behind our back: upstream would not hand out a live address.
-      erase(block, tag.phase);
+      erase(block, tag.phase, thread);
       block = ledger_.try_emplace(address).first;
     }
   } catch (const std::bad_alloc&) {
@@ -115,17 +115,19 @@ Block* Recorder::insert(std::uint64_t address, std::uint64_t size, Device device
 }
 
 int Recorder::on_free(std::uint64_t address, Phase phase) noexcept {
+  const std::uint8_t thread = this_thread().thread_id();
   const std::lock_guard guard(lock_);
   Block* block = enabled_ ? ledger_.find(address) : nullptr;
   if (block == nullptr) return kNoPeak;
   const int device = block->device;
-  return erase(block, static_cast<std::uint8_t>(phase)) ? device : kNoPeak;
+  return erase(block, static_cast<std::uint8_t>(phase), thread) ? device : kNoPeak;
 }
 
-bool Recorder::erase(Block* block, std::uint8_t phase) noexcept {
+bool Recorder::erase(Block* block, std::uint8_t phase, std::uint8_t thread) noexcept {
   DeviceCounters& counters = counters_[block->device];
   const bool closed = close_peak_locked(counters);
   counters.subtract(block->category(), block->size());
+  block->thread = thread;
   write(EventKind::free, *block, phase, block->op, physical_.load(std::memory_order_relaxed));
   if (block->captured && !more_captures_.empty()) more_captures_.erase(block->address);
   ledger_.erase(block);

@@ -156,7 +156,7 @@ class Recorder {
                                     const ThreadTags& thread) noexcept;
   [[gnu::hot]] Block* insert(std::uint64_t address, std::uint64_t size, Device device,
                              std::uint8_t stream, const Tag& tag, std::uint8_t thread) noexcept;
-  [[gnu::hot]] bool erase(Block* block, std::uint8_t phase) noexcept;
+  [[gnu::hot]] bool erase(Block* block, std::uint8_t phase, std::uint8_t thread) noexcept;
   void read_counters(State& state) const noexcept;
   static bool close_peak_locked(DeviceCounters& counters) noexcept;
   Block* find(BlockId id) noexcept;

@@ -14,7 +14,8 @@
 //   per-sample gradient, a clipped sum. The first two, never retagged and outliving their phase,
 //   become unattributed: whatever they are, they are not temporaries. Outlived is seen
 //   at the next step event, at the next event of a thread that enters another phase, or at the end
-//   of a file that ended in good order; what was live when an allocation failed keeps its name.
+//   of a file that ended in good order; what was live when an allocation failed keeps its name, and
+//   so does what autograd's own thread drops late: a thread that enters no phase, not in backward.
 // - a block that no module's code made belongs from birth on to the module that it is first given:
 //   the owner of the parameter whose state, sum or gradient it is.
 #pragma once

@@ -3,6 +3,7 @@
 // replay.h has the rules.
 #pragma once
 
+#include <bitset>
 #include <cstdint>
 #include <vector>
 
@@ -30,7 +31,7 @@ class Fates {
   void died(const ReplayBlock& block, const Event& free) {
     if (fates_[block.birth] != kAsTagged) return;
     if (outlived(block, false)) {
-      fates_[block.birth] = kOutlived;
+      if (!dropped_by_autograd(block, free)) fates_[block.birth] = kOutlived;
     } else if (static_cast<Phase>(free.phase) == Phase::forward && free.step == block.step &&
                !block.captured && block.birth >= live_at_oom_) {
       fates_[block.birth] = kDiedInForward;
@@ -42,6 +43,7 @@ class Fates {
     const auto kind = static_cast<EventKind>(event.kind);
     const bool step = kind == EventKind::step;
     const bool entered = kind == EventKind::phase;
+    if (entered) enters_phases_.set(event.thread);
     if (step || (entered && phase != Phase::backward && phase != Phase::second_backward)) {
       live_after_backward_ = fates_.size();
     }
@@ -122,6 +124,15 @@ class Fates {
            (by_end || block.birth < live_after_optimizer_);
   }
 
+  // A thread of autograd's engine holds on to a backward's results for a moment after the thread
+  // that waits for them goes on (GraphTask::mark_as_completed_and_run_post_processing, in torch's
+  // graph_task.h). With create_graph their graph goes with them: on a busy host in another phase.
+  [[nodiscard]] bool dropped_by_autograd(const ReplayBlock& block, const Event& death) const {
+    return static_cast<Category>(block.category) == Category::backward_temporaries &&
+           static_cast<EventKind>(death.kind) == EventKind::free &&
+           static_cast<Phase>(death.phase) == Phase::idle && !enters_phases_[death.thread];
+  }
+
   std::vector<std::uint8_t> fates_;     // by birth
   std::vector<std::uint16_t> modules_;  // by birth; the first that is one
   // The births before the latest such event: a block with a smaller number lived through it, if it
@@ -129,6 +140,7 @@ class Fates {
   std::uint64_t live_after_backward_ = 0;
   std::uint64_t live_after_optimizer_ = 0;
   std::uint64_t live_at_oom_ = 0;
+  std::bitset<256> enters_phases_;  // by thread
 };
 
 }  // namespace opacus_memprof

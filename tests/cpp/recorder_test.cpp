@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <csignal>
-#include <filesystem>
 #include <mutex>
 #include <random>
 #include <string>
@@ -16,6 +15,8 @@
 #include <vector>
 
 #include "core/event_reader.h"
+#include "core/names.h"
+#include "event_file_builder.h"
 
 namespace opacus_memprof {
 namespace {
@@ -182,6 +183,30 @@ TEST(Recorder, AForkedChildDoesNotRecord) {
   recorder().on_free(0x1000, Phase::idle);
 }
 
+TEST(Recorder, AFreeIsOfTheThreadThatFrees) {
+  const std::string path = (testing::scratch() / "threads.bin").string();
+  Recorder recorder;
+  recorder.start_events(std::make_unique<EventFile>(path, 100, std::function<void()>{}));
+  recorder.on_alloc(0x1000, 100, kGpu, 0, tag_of(Category::noise));
+  std::thread other([&] {
+    ::pthread_setname_np(::pthread_self(), "frees");
+    recorder.on_free(0x1000, Phase::idle);
+  });
+  other.join();
+  recorder.stop_events().reset();
+
+  std::vector<std::string> threads;
+  EventReader reader(path);
+  for (auto events = reader.next(); !events.empty(); events = reader.next()) {
+    for (const Event& event : events) {
+      threads.push_back(names().list(Names::Kind::thread).at(event.thread));
+    }
+  }
+  ASSERT_EQ(threads.size(), 2U);
+  EXPECT_NE(threads[0], "frees");
+  EXPECT_EQ(threads[1], "frees");
+}
+
 // A thread's first call makes its tags, which takes a name; a fork takes the locks too.
 TEST(Recorder, ForksAndNewThreadsDoNotWaitForEachOther) {
   recorder().on_alloc(0x1000, 100, kGpu, 0, tag_of(Category::noise));
@@ -205,8 +230,8 @@ TEST(Recorder, ForksAndNewThreadsDoNotWaitForEachOther) {
     recorder().retag(0x1000, category, kKeep16);
   };
   const auto snapshot = [] { recorder().snapshot("look"); };
-  EXPECT_EXIT(forks_beside(retag), testing::ExitedWithCode(0), "");
-  EXPECT_EXIT(forks_beside(snapshot), testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(forks_beside(retag), ::testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(forks_beside(snapshot), ::testing::ExitedWithCode(0), "");
   recorder().on_free(0x1000, Phase::idle);
 }
 
@@ -234,11 +259,9 @@ class ReusingAllocator {
 // Threads that allocate, free, retag, capture and look at once, over an event file; the sums hold
 // at every look, and the file tells the same story.
 TEST(Recorder, StaysConsistentUnderThreadsThatReuseAddresses) {
-  std::string pattern = (std::filesystem::temp_directory_path() / "memprof_XXXXXX").string();
-  const std::string folder = ::mkdtemp(pattern.data());
+  const std::string path = (testing::scratch() / "reuse.bin").string();
   Recorder recorder;
-  recorder.start_events(
-      std::make_unique<EventFile>(folder + "/events.bin", 1'000'000, std::function<void()>{}));
+  recorder.start_events(std::make_unique<EventFile>(path, 1'000'000, std::function<void()>{}));
   ReusingAllocator allocator;
   std::atomic<bool> stop{false};
   std::atomic<std::int64_t> left{0};
@@ -288,7 +311,7 @@ TEST(Recorder, StaysConsistentUnderThreadsThatReuseAddresses) {
   EXPECT_EQ(total(recorder), left);
   recorder.stop_events().reset();
 
-  EventReader reader(folder + "/events.bin");
+  EventReader reader(path);
   std::unordered_map<std::uint64_t, std::uint64_t> alive;
   std::uint64_t last_time = 0;
   for (auto events = reader.next(); !events.empty(); events = reader.next()) {
@@ -306,7 +329,6 @@ TEST(Recorder, StaysConsistentUnderThreadsThatReuseAddresses) {
   std::int64_t sum = 0;
   for (const auto& [address, size] : alive) sum += static_cast<std::int64_t>(size);
   EXPECT_EQ(sum, left);
-  std::filesystem::remove_all(folder);
 }
 
 }  // namespace

@@ -38,6 +38,12 @@ EventSpec freed(Phase phase, std::uint32_t step = 1) {
   return {.kind = free, .address = kAddress, .phase = phase, .step = step};
 }
 
+constexpr std::uint8_t kAutograd = 1;
+
+EventSpec freed_by_autograd(Phase phase, std::uint32_t step = 1) {
+  return {.kind = free, .address = kAddress, .phase = phase, .step = step, .thread = kAutograd};
+}
+
 EventSpec retagged(Category before, Category after) {
   return {.kind = retag,
           .address = kAddress,
@@ -50,7 +56,9 @@ const EventSpec kBackward = born(Category::backward_temporaries, Phase::backward
 const EventSpec kOptimizer = born(Category::optimizer_temporaries, Phase::optimizer_step);
 const EventSpec kOom = {.kind = oom, .size = 1, .phase = Phase::forward, .step = 1};
 
-EventSpec enter(Phase to) { return {.kind = phase, .phase = to, .step = 1}; }
+EventSpec enter(Phase to, std::uint8_t thread = 0) {
+  return {.kind = phase, .phase = to, .step = 1, .thread = thread};
+}
 EventSpec next_step(std::uint32_t number) { return {.kind = step, .size = number, .step = number}; }
 
 // Something else, so that the file does not end with the block under test.
@@ -98,6 +106,21 @@ const std::vector<Life> kLives = {
      {kBackward, enter(Phase::clip), freed(Phase::clip)},
      Category::unattributed},
     {"outlived_its_backward_and_the_step", {kBackward, next_step(2)}, Category::unattributed},
+    {"dropped_by_autograd_after_another_phase_began",
+     {kBackward, enter(Phase::clip), freed_by_autograd(Phase::idle)},
+     Category::backward_temporaries},
+    {"dropped_by_autograd_after_the_step",
+     {kBackward, enter(Phase::clip), next_step(2), freed_by_autograd(Phase::idle, 2)},
+     Category::backward_temporaries},
+    {"kept_until_the_next_backward",
+     {kBackward, enter(Phase::clip), freed_by_autograd(Phase::backward)},
+     Category::unattributed},
+    {"freed_between_the_phases_of_a_thread",
+     {kBackward, enter(Phase::clip, kAutograd), freed_by_autograd(Phase::idle)},
+     Category::unattributed},
+    {"an_optimizer_s_freed_by_another_thread",
+     {kOptimizer, enter(Phase::zero_grad), freed_by_autograd(Phase::idle)},
+     Category::unattributed},
     {"born_in_backward_after_another_phase",
      {enter(Phase::clip), kBackward, freed(Phase::backward)},
      Category::backward_temporaries},

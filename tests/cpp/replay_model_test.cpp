@@ -192,6 +192,14 @@ class Model {
                                   : phase == Phase::optimizer_step;
         return is(i, EventKind::step) || (is(i, EventKind::phase) && !own);
       });
+      // Autograd's own threads enter no phase; what they free outside of backward is the
+      // backward's.
+      bool dropped = backward && dead && is(life.death, EventKind::free) &&
+                     static_cast<Phase>(events_[life.death].phase) == Phase::idle;
+      for (std::size_t i = 0; dropped && i < life.death; ++i) {
+        dropped = !is(i, EventKind::phase) || events_[i].thread != events_[life.death].thread;
+      }
+      if (dropped) return static_cast<std::uint8_t>(tagged);
       const bool in_order = file_.header.closed != 0 && file_.header.dropped == 0;
       if (outlived || (!dead && in_order)) {
         return static_cast<std::uint8_t>(Category::unattributed);
@@ -234,7 +242,10 @@ EventFileBuilder random_file(unsigned seed) {
   std::uint32_t step = 0;
   while (file.events.size() < kEvents) {
     const auto phase = static_cast<Phase>(below(kPhases));
-    EventSpec spec{.phase = phase, .step = step, .module = static_cast<std::uint16_t>(below(4))};
+    EventSpec spec{.phase = phase,
+                   .step = step,
+                   .module = static_cast<std::uint16_t>(below(4)),
+                   .thread = static_cast<std::uint8_t>(below(3))};
     const unsigned choice = below(20);
     if (choice < 9) {
       spec.kind = EventKind::alloc;
@@ -271,6 +282,7 @@ EventFileBuilder random_file(unsigned seed) {
                                              EventKind::oom};
       spec.kind = kMarks[choice == 17 ? 0 : below(below(4) == 0 ? 4 : 3)];
       if (spec.kind == EventKind::step) spec.step = ++step;
+      if (spec.kind == EventKind::phase) spec.thread = static_cast<std::uint8_t>(below(2));
       spec.device = spec.kind == EventKind::oom ? static_cast<std::uint8_t>(below(2)) : 0;
     }
     file.add(spec);
