@@ -128,6 +128,7 @@ def start() -> Iterator[Start]:
         line = "\n"
         while line and not line.startswith(f"step {last} "):
             line = process.stdout.readline()
+        assert line, process.stderr.read()
         return process
 
     yield begin
@@ -150,7 +151,7 @@ def test_a_script_that_a_signal_ends(tmp_path: Path, start: Start, number: signa
         each.send_signal(number)
         each.wait(timeout=60)
     # The parent sees a death by the signal, as it does without the profiler.
-    assert process.returncode == reference.returncode == -number
+    assert process.returncode == reference.returncode == -number, (rest_of(reference), rest_of(process))
     profile = profile_of(tmp_path / "out")
     assert (profile["status"], profile["exit_code"]) == ("killed", 128 + number)
     assert_reconciled(profile, tmp_path / "out")
