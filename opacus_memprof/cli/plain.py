@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training without privacy, in a script that knows of no profiler: its models are attached like private ones, so that
-the two can be compared.
+"""Training without a PrivacyEngine, in a script that knows of no profiler: without privacy, so that it can be compared
+with one that has it, or with Opacus' modules and optimizers made by hand.
 
 What every training makes is an optimizer. The outermost modules with its parameters are models, and their first forward
 pass with gradients is the latest moment: a `make_private` comes before it, and then nothing is left to do here. Where
@@ -102,12 +102,12 @@ class PlainTraining:
             return  # a functional call puts others in the place of the parameters; later, then
         if self._is_traced(model):
             return
-        self._follow(model)
+        root = self._follow(model)
         from opacus_memprof.hooks.modules import EnterModel
 
-        for hook in list(model._forward_pre_hooks.values()):  # torch has read these before it called us
+        for hook in list(root._forward_pre_hooks.values()):  # torch has read these before it called us
             if isinstance(hook, EnterModel):
-                hook(model, args, kwargs)
+                hook(root, args, kwargs)
 
     def _steps(self, optimizer: Optimizer) -> None:
         """The first sign of a model of which no forward pass is seen: others call its parts, or it is compiled."""
@@ -134,35 +134,39 @@ class PlainTraining:
                 return True
         return False
 
-    def _follow(self, model: nn.Module) -> None:
+    def _follow(self, model: nn.Module) -> nn.Module:
+        """Returns the module that is followed: the model, or the GradSampleModule around it."""
         with self._lock:  # several threads may begin at once
-            self._follow_alone(model)
+            return self._follow_alone(model)
 
-    def _follow_alone(self, model: nn.Module) -> None:
+    def _follow_alone(self, model: nn.Module) -> nn.Module:
         if (waiting := self._waiting.pop(model, None)) is not None:
             waiting.remove()
-        if self._others_attach() or any("autograd_grad_sample_hooks" in vars(module) for module in model.modules()):
-            return
+        if self._others_attach():
+            return model
         mine = _ids(model.parameters())
         optimizers = [one for one in self._optimizers if not mine.isdisjoint(_ids(_parameters(one)))]
         new = [one for one in optimizers if one not in self._attached]
         if model in self._attached:  # attaching it again would take away hooks that torch is about to call
             self._session.attach(*new)
             self._attached.update(new)
-            return
+            return model
         import opacus  # noqa: F401  # before what attaches, for at this import the session begins to watch for engines
 
+        private = _made_private(model)
+        root = private if isinstance(private, nn.Module) else model
         from opacus_memprof.hooks.inputs import tag_dataset
 
-        for inside in model.modules():  # what was a model of its own is now a part of this one
+        for inside in root.modules():  # what was a model of its own is now a part of this one
             self._attached.discard(inside)
             if (waiting := self._waiting.pop(inside, None)) is not None:
                 waiting.remove()
-        self._session.attach(model, *optimizers)
-        self._attached.update((model, *optimizers))
+        self._session.attach(model if private is None else private, *map(_private_optimizer, optimizers))
+        self._attached.update((root, *optimizers))
         self._known = workload.current().modules
         for drawing in _alive(_BaseDataLoaderIter):  # from now on they are seen as they begin
             tag_dataset(drawing._dataset)
+        return root
 
 
 class _FirstForward:
@@ -191,6 +195,23 @@ def _traceable(model: nn.Module) -> Iterator[nn.Module]:
 
 def _alive(kind: type[T]) -> list[T]:
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]  # never asks a proxy what it is
+
+
+def _made_private(model: nn.Module) -> Any:
+    """The GradSampleModule that the model is or is in, or the GradSampleHooks on it; None if it is a plain one."""
+    from opacus.grad_sample import AbstractGradSampleHooks
+
+    for hooks in _alive(AbstractGradSampleHooks):
+        if model is hooks or any(model is inside for inside in hooks._module.modules()):
+            return hooks
+    return None
+
+
+def _private_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The DPOptimizer around it, if there is one."""
+    from opacus.optimizers import DPOptimizer
+
+    return next((private for private in _alive(DPOptimizer) if private.original_optimizer is optimizer), optimizer)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -253,6 +253,25 @@ def test_unusual_training_without_opacus(tmp_path: Path) -> None:
     assert end.get("unattributed", 0) < 64
 
 
+@pytest.mark.parametrize(
+    ("mode", "order"), [("hooks", "before"), ("hooks", "after"), ("unwrapped", "before"), ("ghost", "after")]
+)
+def test_a_script_that_is_private_without_an_engine(tmp_path: Path, mode: str, order: str) -> None:
+    script = str(SCRIPTS / "private_by_hand.py")
+    completed = python(*RUN, "-o", tmp_path / "out", script, mode, order)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.startswith(plain(script, mode, order).stdout)
+    profile = profile_of(tmp_path / "out")
+    assert_reconciled(profile, tmp_path / "out")
+    assert not profile["warnings"]
+    categories = profile["devices"]["cpu"]["phases"]["noise"]["categories"]
+    batch, parameters = 16, 64 * 32 + 32 + 32 * 8 + 8
+    assert categories["optimizer_states"] == 2 * parameters * 4 + 4 * 4
+    assert categories.get("per_sample_gradients", 0) == (0 if mode == "ghost" else batch * parameters * 4)
+    assert categories.get("norm_samples", 0) == (batch * 4 * 4 if mode == "ghost" else 0)
+    assert "unattributed" not in categories
+
+
 def test_what_privacy_costs_a_script(tmp_path: Path) -> None:
     """Of the same training with Opacus and without: what both have alike is not in the difference."""
     for name in ("hooks", "vanilla"):
