@@ -148,7 +148,7 @@ class PlainTraining:
         optimizers = [one for one in self._optimizers if not mine.isdisjoint(_ids(_parameters(one)))]
         new = [one for one in optimizers if one not in self._attached]
         if model in self._attached:  # attaching it again would take away hooks that torch is about to call
-            self._session.attach(*new)
+            self._session.attach(*map(_private_optimizer, new))
             self._attached.update(new)
             return model
         import opacus  # noqa: F401  # before what attaches, for at this import the session begins to watch for engines

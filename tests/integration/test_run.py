@@ -264,12 +264,14 @@ def test_a_script_that_is_private_without_an_engine(tmp_path: Path, mode: str, o
     profile = profile_of(tmp_path / "out")
     assert_reconciled(profile, tmp_path / "out")
     assert not profile["warnings"]
-    categories = profile["devices"]["cpu"]["phases"]["noise"]["categories"]
     batch, parameters = 16, 64 * 32 + 32 + 32 * 8 + 8
-    assert categories["optimizer_states"] == 2 * parameters * 4 + 4 * 4
-    assert categories.get("per_sample_gradients", 0) == (0 if mode == "ghost" else batch * parameters * 4)
-    assert categories.get("norm_samples", 0) == (batch * 4 * 4 if mode == "ghost" else 0)
-    assert "unattributed" not in categories
+    device = profile["devices"]["cpu"]
+    for categories in (device["phases"]["noise"]["categories"], device["steps"][-1]["categories"]):
+        assert categories["optimizer_states"] == 2 * parameters * 4 + 4 * 4
+        assert categories["summed_gradients"] == parameters * 4
+        assert categories.get("per_sample_gradients", 0) == (0 if mode == "ghost" else batch * parameters * 4)
+        assert categories.get("norm_samples", 0) == (batch * 4 * 4 if mode == "ghost" else 0)
+        assert "unattributed" not in categories
 
 
 def test_what_privacy_costs_a_script(tmp_path: Path) -> None:
