@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 
 #include "adaptors/adaptor.h"
@@ -51,14 +52,33 @@ const std::shared_ptr<Listener>& listener() {
 
 class Listening {
  public:
-  Listening() : guard_(c10::DebugInfoKind::PROFILER_STATE, prepare()) {}
+  Listening() {
+    if (c10::ThreadLocalDebugInfo::current() == nullptr) {
+      Listener::listening_outside = nullptr;
+      c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(alone());
+    } else {
+      Listener::listening_outside = Listener::outside();
+      beside_others_.emplace(c10::DebugInfoKind::PROFILER_STATE, listener());
+    }
+  }
+  Listening(const Listening&) = delete;
+  Listening& operator=(const Listening&) = delete;
+  ~Listening() {
+    if (!beside_others_) c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(nullptr);
+  }
 
  private:
-  static std::shared_ptr<c10::DebugInfoBase> prepare() {
-    Listener::listening_outside = Listener::outside();
-    return listener();
+  // Our listener and nothing else, made once: a guard makes it anew each time, which takes longer
+  // than the allocation. Called where there is nothing else.
+  static const std::shared_ptr<c10::ThreadLocalDebugInfo>& alone() {
+    static const auto* const instance = [] {
+      const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, listener());
+      return new std::shared_ptr<c10::ThreadLocalDebugInfo>(c10::ThreadLocalDebugInfo::current());
+    }();
+    return *instance;
   }
-  c10::DebugInfoGuard guard_;
+
+  std::optional<c10::DebugInfoGuard> beside_others_;
 };
 
 // The upstream of every wrapped block; set once, since blocks outlive uninstall().
