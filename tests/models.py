@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from opacus import PrivacyEngine
 from opacus.layers import DPLSTM
+from peft import LoraConfig, get_peft_model  # not in a test: peft makes tensors as it is imported, and keeps them
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.data import DataLoader, TensorDataset
@@ -75,7 +76,6 @@ def gpt2() -> nn.Module:
 
 def llama_lora() -> nn.Module:
     """Two blocks of Llama, frozen, with LoRA adapters on the attention's projections."""
-    from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
