@@ -225,7 +225,8 @@ def test_detaching_leaves_what_was_there(cpu: None) -> None:  # noqa: F811
     del training.model.head._compiled_call_impl
     for parameter in training.model.parameters():  # torch's own marks
         vars(parameter).pop("_dynamo_static_input_type", None)
-    vars(training.model).pop("_is_torch_compile", None)
+    for mark in ("_is_torch_compile", "_compile_kwargs"):  # the latter is Lightning's, once it is imported
+        vars(training.model).pop(mark, None)
     assert state_of(training) == before
     assert while_attached(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2)).shape == (1, 2)
 
