@@ -16,19 +16,22 @@ import opacus_memprof
 from tests import models
 
 
-def put_last(name: str) -> None:
-    """The thread of that name, and the calling one, share a processor, which the former gets last."""
-    processor = {min(os.sched_getaffinity(0))}
-    for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text().strip() == name:
-            os.sched_setaffinity(int(task.name), processor)
-            os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
-    os.sched_setaffinity(0, processor)
+def thread_named(name: str) -> int:
+    tasks = Path("/proc/self/task").iterdir()
+    return next(int(task.name) for task in tasks if (task / "comm").read_text().strip() == name)
+
+
+def backward() -> None:
+    torch.ones(2, device="cuda", requires_grad=True).sum().backward()
 
 
 def main() -> None:
-    torch.ones(2, device="cuda", requires_grad=True).sum().backward()  # begins the thread
-    put_last("pt_autograd_0")
+    backward()  # begins the thread
+    autograd, mine, processors = thread_named("pt_autograd_0"), 0, os.sched_getaffinity(0)
+    for thread in (autograd, mine):
+        os.sched_setaffinity(thread, {min(processors)})
+    os.sched_setscheduler(autograd, os.SCHED_IDLE, os.sched_param(0))
+
     model = next(model for model in models.MODELS if model.name == "llama-lora")
     with opacus_memprof.profile(sys.argv[1], device="cuda") as session:
         engine = PrivacyEngine()
@@ -36,6 +39,11 @@ def main() -> None:
         training = models.prepare(model, "no_op", "cuda", engine)
         for _ in range(5):
             training.step(32, filling=opacus_memprof.tag("per_sample_gradients"))
+
+    # Python must not end while the thread waits for it: with the next backward it is done with what came before.
+    for thread in (autograd, mine):
+        os.sched_setaffinity(thread, processors)
+    backward()
 
 
 if __name__ == "__main__":
