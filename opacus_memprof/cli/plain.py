@@ -148,20 +148,20 @@ class PlainTraining:
         optimizers = [one for one in self._optimizers if not mine.isdisjoint(_ids(_parameters(one)))]
         new = [one for one in optimizers if one not in self._attached]
         if model in self._attached:  # attaching it again would take away hooks that torch is about to call
-            self._session.attach(*map(_private_optimizer, new))
+            self._session.attach(*_as_made_private(new))
             self._attached.update(new)
             return model
         import opacus  # noqa: F401  # before what attaches, for at this import the session begins to watch for engines
 
-        private = _made_private(model)
-        root = private if isinstance(private, nn.Module) else model
         from opacus_memprof.hooks.inputs import tag_dataset
 
+        private = _made_private(model)
+        root = private if isinstance(private, nn.Module) else model
         for inside in root.modules():  # what was a model of its own is now a part of this one
             self._attached.discard(inside)
             if (waiting := self._waiting.pop(inside, None)) is not None:
                 waiting.remove()
-        self._session.attach(model if private is None else private, *map(_private_optimizer, optimizers))
+        self._session.attach(model if private is None else private, *_as_made_private(optimizers))
         self._attached.update((root, *optimizers))
         self._known = workload.current().modules
         for drawing in _alive(_BaseDataLoaderIter):  # from now on they are seen as they begin
@@ -207,11 +207,12 @@ def _made_private(model: nn.Module) -> Any:
     return None
 
 
-def _private_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The DPOptimizer around it, if there is one."""
+def _as_made_private(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Each, or the DPOptimizer around it, if there is one."""
     from opacus.optimizers import DPOptimizer
 
-    return next((private for private in _alive(DPOptimizer) if private.original_optimizer is optimizer), optimizer)
+    around = {private.original_optimizer: private for private in _alive(DPOptimizer)}
+    return [around.get(optimizer, optimizer) for optimizer in optimizers]
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:

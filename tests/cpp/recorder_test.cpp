@@ -28,6 +28,15 @@ Tag tag_of(Category category, std::uint16_t module = 0) {
   return {.category = id(category), .phase = 0, .module = module, .op = 0};
 }
 
+std::vector<Event> events_in(const std::string& path) {
+  std::vector<Event> result;
+  EventReader reader(path);
+  for (auto events = reader.next(); !events.empty(); events = reader.next()) {
+    result.insert(result.end(), events.begin(), events.end());
+  }
+  return result;
+}
+
 std::int64_t live(Recorder& recorder, Category category) {
   for (const auto& state : recorder.snapshot("look").devices) {
     if (state.device == kGpu) return state.categories[id(category)];
@@ -195,16 +204,11 @@ TEST(Recorder, AFreeIsOfTheThreadThatFrees) {
   other.join();
   recorder.stop_events().reset();
 
-  std::vector<std::string> threads;
-  EventReader reader(path);
-  for (auto events = reader.next(); !events.empty(); events = reader.next()) {
-    for (const Event& event : events) {
-      threads.push_back(names().list(Names::Kind::thread).at(event.thread));
-    }
-  }
-  ASSERT_EQ(threads.size(), 2U);
-  EXPECT_NE(threads[0], "frees");
-  EXPECT_EQ(threads[1], "frees");
+  const auto threads = names().list(Names::Kind::thread);
+  const std::vector<Event> events = events_in(path);
+  ASSERT_EQ(events.size(), 2U);
+  EXPECT_NE(threads.at(events[0].thread), "frees");
+  EXPECT_EQ(threads.at(events[1].thread), "frees");
 }
 
 // A thread's first call makes its tags, which takes a name; a fork takes the locks too.
@@ -311,19 +315,16 @@ TEST(Recorder, StaysConsistentUnderThreadsThatReuseAddresses) {
   EXPECT_EQ(total(recorder), left);
   recorder.stop_events().reset();
 
-  EventReader reader(path);
   std::unordered_map<std::uint64_t, std::uint64_t> alive;
   std::uint64_t last_time = 0;
-  for (auto events = reader.next(); !events.empty(); events = reader.next()) {
-    for (const Event& event : events) {
-      EXPECT_GE(event.time, last_time);
-      last_time = event.time;
-      const auto kind = static_cast<EventKind>(event.kind);
-      if (kind == EventKind::alloc) {
-        EXPECT_TRUE(alive.emplace(event.address, event.size).second);
-      } else if (kind == EventKind::free) {
-        EXPECT_EQ(alive.erase(event.address), 1U);
-      }
+  for (const Event& event : events_in(path)) {
+    EXPECT_GE(event.time, last_time);
+    last_time = event.time;
+    const auto kind = static_cast<EventKind>(event.kind);
+    if (kind == EventKind::alloc) {
+      EXPECT_TRUE(alive.emplace(event.address, event.size).second);
+    } else if (kind == EventKind::free) {
+      EXPECT_EQ(alive.erase(event.address), 1U);
     }
   }
   std::int64_t sum = 0;

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opacus_memprof.analysis.events import FREE, PHASE, Events, Rows
+from opacus_memprof.analysis.events import FREE, PHASE
+from tests.event_rows import rows_of
 
 
 @pytest.mark.cuda
@@ -18,12 +19,9 @@ def test_what_autograd_drops_late_stays_its_temporaries(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "tests.gpu.slow_autograd", str(directory)]
     subprocess.run(program, check=True, cwd=Path(__file__).parents[2])
 
-    events, parts = Events(directory), list[Rows]()
-    events.each(parts.append)
-    rows = np.concatenate(parts)
+    rows, names = rows_of(directory)
     # Of the thread's frees some come after the program has entered a later phase: else nothing is tested here.
-    names = [events.names.thread(id) for id in rows["thread"]]
-    autograd = np.array([name == "pt_autograd_0" for name in names])
+    autograd = np.array([names.thread(id) == "pt_autograd_0" for id in rows["thread"]])
     phase_marks = np.cumsum(rows["kind"] == PHASE)
     born_at = {block: marks for block, marks in zip(rows["block"][::-1], phase_marks[::-1], strict=True) if block >= 0}
     late = [
