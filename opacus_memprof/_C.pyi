@@ -1,7 +1,7 @@
 """Typed face of the compiled extension. Only opacus_memprof._native imports it."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,27 +100,39 @@ def end_step(logical: bool) -> None: ...  # physical step += 1; logical += 1 if 
 def step() -> tuple[int, int]: ...  # (physical, logical)
 
 # --- blocks: found by the address of a tensor's storage ---
-def retag(tensors: torch.Tensor | Iterable[torch.Tensor], category: int, module: int | None = None) -> int:
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested sequences and mappings. Whatever takes tensors below looks for them in this way."""
+
+def retag(tensors: Any, category: int, module: int | None = None) -> int:
     """Gives the live blocks under the tensors another category (and module); returns the bytes that changed.
     Tensors whose block is unknown are skipped. A block that was there before the profiler is adopted: its
     free will be seen."""
 
-def retag_if(
-    tensors: torch.Tensor | Iterable[torch.Tensor], expected: Sequence[int], category: int, module: int | None = None
-) -> int:
+def retag_if(tensors: Any, expected: Sequence[int], category: int, module: int | None = None) -> int:
     """As retag, for the blocks whose category is one of `expected`."""
 
-def capture(module: int, tensors: Iterable[torch.Tensor]) -> None:
+def tag_inputs(batch: Any) -> tuple[int, int]:
+    """The tensors that nobody has computed from parameters become inputs, where their blocks have no other category.
+    Returns the first dimension of the first one that has dimensions (0 where none has), and the elements of all."""
+
+def tag_target(target: object) -> None:
+    """What a loss compares with becomes inputs, unless it was computed from parameters, or made in forward and held by
+    autograd too. Whatever is no plain tensor is passed over."""
+
+def capture(module: int, tensors: Any) -> None:
     """Opacus captured these for `module`. Blocks born in forward, or recomputed in backward, become
     activation_hooks_*; captures nest."""
 
 def release(module: int) -> None:
     """Opacus dropped the module's newest capture: blocks nobody else captured return to their category."""
 
-def settle(module: int | None = None, outputs: Iterable[torch.Tensor] = ()) -> None:
-    """For each captured block (of one module, or all): who else holds its storage? Chooses between
-    activation_hooks_shared and activation_hooks_opacus_only by the storage's use count. `outputs` are what a forward of
-    all is about to return: those that only the program will hold count for nobody."""
+def settle(module: int) -> None:
+    """For each captured block of the module: who else holds its storage? Chooses between activation_hooks_shared and
+    activation_hooks_opacus_only by the storage's use count."""
+
+def settle_all(outputs: Any) -> None:
+    """As settle, for all modules. `outputs` are what a forward of all is about to return: those that only the program
+    will hold count for nobody."""
 
 def captures() -> dict[int, int]: ...  # module id -> captures outstanding
 
@@ -136,11 +148,14 @@ def gradient_hooks_lost() -> int:
     """How many gradients are not followed any more because their tensor is gone, or because the first hook that Python
     registered there has taken the place of ours."""
 
-def retag_attribute(parameters: Iterable[torch.Tensor], name: str, category: int) -> int:
+def retag_first_state(states: dict[Any, Any], category: int) -> int:
+    """As retag, for what an optimizer's `state` has for its first parameter, with the parameter's owner."""
+
+def retag_attribute(parameters: Any, name: str, category: int) -> int:
     """As retag, for the tensor that each parameter has in its own __dict__ under this name, with the parameter's owner
     as its module. Parameters without are skipped."""
 
-def retag_gradients(parameters: Iterable[torch.Tensor], category: int) -> int: ...  # the same for .grad
+def retag_gradients(parameters: Any, category: int) -> int: ...  # the same for .grad
 
 # --- counters ---
 def snapshot(name: str) -> dict[str, Any]:

@@ -70,6 +70,8 @@ class Captures {
   std::vector<std::size_t> begins_;
 };
 
+std::size_t outstanding = 0;  // captures, of all modules
+
 // By module's id.
 std::vector<Captures>& captures() {
   static auto* const instance = new std::vector<Captures>;
@@ -84,6 +86,12 @@ std::vector<Captures>& captures() {
     adaptor->adopt(data, storage->nbytes());
   }
   return recorder().retag(address_of(data.get()), category, module, expected);
+}
+
+// gcc drops calls of functions that do nothing but prefetch, so this one must be inlined.
+[[gnu::always_inline]] inline void prefetch_block(const c10::StorageImpl* storage) noexcept {
+  if (storage == nullptr) return;
+  __builtin_prefetch(recorder().place(address_of(storage->data())), 1);
 }
 
 // Storages, one for each tensor that nobody but the program holds.
@@ -123,6 +131,15 @@ std::int64_t holders(const c10::weak_intrusive_ptr<c10::StorageImpl>& reference,
   return retag_storage(storage_of(tensor), category, module, expected);
 }
 
+[[gnu::hot]] void prefetch_block_of(PyObject* tensor) noexcept {
+  if (THPVariable_Check(tensor)) prefetch_block(storage_of(THPVariable_Unpack(tensor)));
+}
+
+[[gnu::hot]] void prefetch_block_of_gradient(PyObject* parameter) noexcept {
+  if (!THPVariable_Check(parameter)) return;
+  prefetch_block(storage_of(THPVariable_Unpack(parameter).grad()));
+}
+
 [[gnu::hot]] std::uint64_t retag_gradient(PyObject* parameter, std::uint8_t category,
                                           std::uint16_t module) {
   if (!THPVariable_Check(parameter)) return 0;
@@ -149,6 +166,14 @@ std::uint16_t module_of_tensor(PyObject* tensor) {
   return recorder().module_of(address_of(storage->_mutable_data_ptr_no_checks().get()));
 }
 
+bool held_by_program_alone(const at::Tensor& tensor) {
+  const c10::StorageImpl* impl = storage_of(tensor);
+  if (impl == nullptr) return false;
+  const c10::Storage& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
+  const auto holders = static_cast<std::int64_t>(storage.use_count()) - idle_wrappers(*impl);
+  return holders == (tensor.is_view() ? 2 : 1);
+}
+
 std::span<const std::int64_t> shape_of(PyObject* tensor) {
   if (!THPVariable_Check(tensor)) return {};
   return THPVariable_Unpack(tensor).sizes();
@@ -158,6 +183,7 @@ std::span<const std::int64_t> shape_of(PyObject* tensor) {
   if (module >= captures().size()) captures().resize(module + std::size_t{1});
   Captures& of_module = captures()[module];
   of_module.begin();
+  ++outstanding;
   for (PyObject* tensor : tensors) {
     c10::StorageImpl* storage = storage_of(tensor);
     if (storage == nullptr) continue;
@@ -174,6 +200,7 @@ std::span<const std::int64_t> shape_of(PyObject* tensor) {
   if (module >= captures().size() || captures()[module].size() == 0) return;
   for (const Captured& captured : captures()[module].newest()) recorder().release(captured.block);
   captures()[module].drop_newest();
+  --outstanding;
 }
 
 [[gnu::hot]] void settle_captures(std::uint16_t module) {
@@ -193,11 +220,13 @@ std::span<const std::int64_t> shape_of(PyObject* tensor) {
       of_program.push_back(storage_of(tensor._base()));
     }
   }
+  if (outstanding == 0) return;
   for (Captures& of_module : captures()) settle(of_module, of_program);
 }
 
 std::vector<std::pair<std::uint16_t, std::size_t>> outstanding_captures() {
   std::vector<std::pair<std::uint16_t, std::size_t>> result;
+  if (outstanding == 0) return result;
   for (std::size_t module = 0; module < captures().size(); ++module) {
     const std::size_t count = captures()[module].size();
     if (count > 0) result.emplace_back(static_cast<std::uint16_t>(module), count);

@@ -21,14 +21,23 @@ namespace opacus_memprof {
 std::uint64_t retag_tensor(PyObject* tensor, std::uint8_t category, std::uint16_t module,
                            std::uint64_t expected);
 
-// The same for a parameter's gradient, if it has one.
+// What retag_tensor will read: called for each of many, it fetches in parallel what would else be
+// waited for one after the other.
+void prefetch_block_of(PyObject* tensor) noexcept;
+
+// As these, for a parameter's gradient, if it has one.
+void prefetch_block_of_gradient(PyObject* parameter) noexcept;
 std::uint64_t retag_gradient(PyObject* parameter, std::uint8_t category, std::uint16_t module);
 
-// The same for a tensor that Python need not know.
+// As retag_tensor, of a tensor that Python need not know.
 void retag_tensor(const at::Tensor& tensor, std::uint8_t category, std::uint16_t module);
 
 // Whose the block under a tensor is; 0 where nobody's, and where there is none.
 std::uint16_t module_of_tensor(PyObject* tensor);
+
+// Its memory is this tensor's and, of a view, its base's: a detached activation's is also the
+// activation's.
+bool held_by_program_alone(const at::Tensor& tensor);
 
 // Empty where it is no tensor.
 std::span<const std::int64_t> shape_of(PyObject* tensor);

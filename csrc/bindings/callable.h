@@ -86,5 +86,6 @@ bool add_capture_activations(PyObject* module);
 bool add_capture_backprops(PyObject* module);
 bool add_sampler(PyObject* module);
 bool add_parameter_function(PyObject* module);
+bool add_step_functions(PyObject* module);
 
 }  // namespace opacus_memprof

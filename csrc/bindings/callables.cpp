@@ -91,7 +91,8 @@ bool add_type(PyObject* module, PyType_Spec& spec, PyTypeObject** made) {
 
 bool add_callables(PyObject* module) {
   return add_tagged(module) && add_scoped_forward(module) && add_capture_activations(module) &&
-         add_capture_backprops(module) && add_sampler(module) && add_parameter_function(module);
+         add_capture_backprops(module) && add_sampler(module) && add_parameter_function(module) &&
+         add_step_functions(module);
 }
 
 }  // namespace opacus_memprof

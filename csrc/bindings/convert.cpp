@@ -150,14 +150,4 @@ py::list to_python(const std::vector<Failure>& failures) {
   return result;
 }
 
-std::vector<PyObject*> tensors_of(const py::object& tensors, std::vector<py::object>& owned) {
-  if (THPVariable_Check(tensors.ptr())) return {tensors.ptr()};
-  std::vector<PyObject*> result;
-  for (const py::handle item : tensors) {
-    owned.push_back(py::reinterpret_borrow<py::object>(item));
-    result.push_back(item.ptr());
-  }
-  return result;
-}
-
 }  // namespace opacus_memprof

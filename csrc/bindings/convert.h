@@ -17,8 +17,4 @@ pybind11::dict to_python(const std::vector<Recorder::DevicePeak>& peaks);
 pybind11::list to_python(const std::vector<Block>& blocks);
 pybind11::list to_python(const std::vector<Failure>& failures);
 
-// The argument as a list: one tensor, or any iterable of them.
-std::vector<PyObject*> tensors_of(const pybind11::object& tensors,
-                                  std::vector<pybind11::object>& owned);
-
 }  // namespace opacus_memprof

@@ -11,12 +11,12 @@
 #include "adaptors/adaptor.h"
 #include "adaptors/gradient_hook.h"
 #include "adaptors/tensor.h"
-#include "bindings/attributes.h"
 #include "bindings/callables.h"
 #include "bindings/convert.h"
 #include "bindings/cuda_bindings.h"
 #include "bindings/owners.h"
 #include "bindings/replay_bindings.h"
+#include "bindings/tensors_in.h"
 #include "core/names.h"
 #include "core/profile_directory.h"
 #include "core/recorder.h"
@@ -86,16 +86,6 @@ Tag tag_from_pickle(const py::tuple& state) {
   return tag;
 }
 
-std::uint64_t retag(const py::object& tensors, std::uint8_t category, std::uint16_t module,
-                    std::uint64_t expected) {
-  std::vector<py::object> owned;
-  std::uint64_t bytes = 0;
-  for (PyObject* tensor : tensors_of(tensors, owned)) {
-    bytes += retag_tensor(tensor, category, module, expected);
-  }
-  return bytes;
-}
-
 // Closes the peaks that no free has ended, and asks the allocators what they count there.
 py::dict closed_peaks() {
   for (const auto& [device, peak] : recorder().peaks()) {
@@ -142,13 +132,6 @@ void bind_tags(py::module_& m) {
           },
           py::arg("function"), py::arg("module_of") = py::none())
       .def(py::pickle(&tag_to_pickle, &tag_from_pickle));
-  m.def("set_phase", [](int phase) {
-    const Phase before = this_thread().phase();
-    recorder().set_phase(static_cast<Phase>(checked<std::uint8_t>(phase, kPhases, 0, "phase")));
-    return static_cast<int>(before);
-  });
-  m.def("set_second_backward", [](bool on) { backward_state.set_second(on); });
-  m.def("end_step", [](bool logical) { recorder().end_step(logical); });
   m.def("step",
         [] { return py::make_tuple(recorder().physical_step(), recorder().logical_step()); });
   m.def("look_again", &look_again);
@@ -157,39 +140,26 @@ void bind_tags(py::module_& m) {
 
 void bind_blocks(py::module_& m) {
   m.def(
-      "retag",
-      [](const py::object& tensors, int id, std::optional<int> module) {
-        return retag(tensors, category(id), module_or_keep(module), Recorder::kAnyCategory);
-      },
-      py::arg("tensors"), py::arg("category"), py::arg("module") = py::none());
-  m.def(
       "retag_if",
       [](const py::object& tensors, const std::vector<int>& expected, int id,
          std::optional<int> module) {
         std::uint64_t set = 0;
         for (const int one : expected) set |= std::uint64_t{1} << category(one);
-        return retag(tensors, category(id), module_or_keep(module), set);
+        std::uint64_t bytes = 0;
+        for (PyObject* tensor : TensorsIn(tensors)) {
+          bytes += retag_tensor(tensor, category(id), module_or_keep(module), set);
+        }
+        return bytes;
       },
       py::arg("tensors"), py::arg("expected"), py::arg("category"), py::arg("module") = py::none());
   m.def("capture", [](int module, const py::object& tensors) {
-    std::vector<py::object> owned;
-    capture_tensors(module_or_keep(module), tensors_of(tensors, owned));
+    capture_tensors(module_or_keep(module), TensorsIn(tensors).all());
   });
   m.def("release", &release_captures);
-  m.def(
-      "settle",
-      [](std::optional<std::uint16_t> module, const py::object& outputs) {
-        std::vector<py::object> owned;
-        if (module) {
-          settle_captures(*module);
-        } else {
-          settle_all_captures(tensors_of(outputs, owned));
-        }
-      },
-      py::arg("module") = py::none(), py::arg("outputs") = py::tuple());
-  m.def("captures", [] {
-    py::dict result;
-    for (const auto& [module, count] : outstanding_captures()) result[py::int_(module)] = count;
+  m.def("settle", &settle_captures);
+  m.def("tensors_in", [](const py::object& value) {
+    py::list result;
+    for (PyObject* tensor : TensorsIn(value)) result.append(py::handle(tensor));
     return result;
   });
 }
@@ -199,31 +169,11 @@ void bind_owners(py::module_& m) {
     set_owner(parameter.ptr(), module_or_keep(module));
   });
   m.def("forget_owner", &forget_owner);
-  m.def("owner_of", [](const py::object& parameter) { return owner_of(parameter.ptr()); });
   m.def("follow_gradient", [](const py::object& parameter, int module) {
     follow_gradient(parameter.ptr(), module_or_keep(module));
   });
   m.def("unfollow_gradient",
         [](const py::object& parameter) { unfollow_gradient(parameter.ptr()); });
-  m.def("gradient_hooks_lost", &gradient_hooks_lost);
-  m.def("retag_gradients", [](const py::iterable& parameters, int id) {
-    const std::uint8_t of = category(id);
-    std::uint64_t bytes = 0;
-    for (const py::handle parameter : parameters) {
-      bytes += retag_gradient(parameter.ptr(), of, owner_of(parameter.ptr()));
-    }
-    return bytes;
-  });
-  m.def("retag_attribute", [](const py::iterable& parameters, const py::str& name, int id) {
-    const std::uint8_t of = category(id);
-    std::uint64_t bytes = 0;
-    for (const py::handle parameter : parameters) {
-      PyObject* held = own_attribute(parameter.ptr(), name.ptr());
-      if (held == nullptr) continue;
-      bytes += retag_tensor(held, of, owner_of(parameter.ptr()), Recorder::kAnyCategory);
-    }
-    return bytes;
-  });
 }
 
 void bind_counters(py::module_& m) {

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.jit import _recursive
 
 from opacus_memprof import _native, tracing
@@ -35,7 +36,7 @@ def compiled(module: nn.Module) -> bool:
 
 def hooks_idle() -> bool:
     """A model's hooks are being traced, or run inside of a compiled call around which their work is done."""
-    return torch.compiler.is_compiling() or _running > 0
+    return is_compiling() or _running > 0
 
 
 def follow(attachment: Attachment, root: nn.Module, hooks: Hooks) -> None:

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opacus_memprof import _native
 from opacus_memprof.hooks.attach import Attachment
-from opacus_memprof.hooks.tensors import tensors_in
 from opacus_memprof.hooks.vocabulary import COMMUNICATION, GRADIENTS, INPUTS, MODEL_PARAMETERS
 
 # What stands around the user's model, and the attribute that it holds it in.
@@ -44,7 +43,7 @@ def _pre_forward(pre_forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(pre_forward)
     def wrapper(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         moved = tagged(self, *inputs, **kwargs)
-        _native.retag_if(list(tensors_in(moved)), (COMMUNICATION,), INPUTS)
+        _native.retag_if((moved,), (COMMUNICATION,), INPUTS)
         return moved
 
     return wrapper

@@ -52,14 +52,13 @@ def _both_passes(backward: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def _clipping(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """The clip phase lasts until the second pass: the loss that it starts from is rescaled in between."""
-    tag = _native.Tag(category=CLIPPING_TEMPORARIES, op=_native.op_id(function.__name__))
+    tagged = _native.Tag(category=CLIPPING_TEMPORARIES, op=_native.op_id(function.__name__))(function)
 
     @functools.wraps(function)
     def wrapper(self: Any) -> Any:
         if _running:
             _native.set_phase(CLIP)
-        with tag:
-            return function(self)
+        return tagged(self)
 
     return wrapper
 

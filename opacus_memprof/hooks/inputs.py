@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.jit import _builtins
 from torch.utils.data import ConcatDataset, Subset, dataloader
 
 from opacus_memprof import _native
 from opacus_memprof.hooks.attach import Attachment
-from opacus_memprof.hooks.tensors import tensors_in
-from opacus_memprof.hooks.vocabulary import DATASET, FORWARD_UNDECIDED, INPUTS, UNATTRIBUTED
+from opacus_memprof.hooks.vocabulary import DATASET, FORWARD_UNDECIDED, UNATTRIBUTED
 
 _UNCLAIMED = (UNATTRIBUTED, FORWARD_UNDECIDED)
 
@@ -50,15 +50,6 @@ _LOSSES: dict[ModuleType, tuple[str, ...]] = {
 }
 
 
-def tag_inputs(batch: Any) -> list[Tensor]:
-    """The tensors in nested sequences and mappings that nobody has computed from parameters become inputs, where their
-    blocks have no other category. Returns them."""
-    leaves = [tensor for tensor in tensors_in(batch) if tensor.grad_fn is None and not tensor.requires_grad]
-    if leaves:
-        _native.retag_if(leaves, _UNCLAIMED, INPUTS)
-    return leaves
-
-
 def tag_dataset(dataset: Any) -> None:
     """The tensors that a data set has as attributes, as TensorDataset and torchvision's have, get a category of their
     own: unlike inputs, they do not grow with the batch."""
@@ -75,24 +66,7 @@ def _tensors_of(dataset: Any) -> Iterator[Tensor]:
     else:
         for value in tuple(getattr(dataset, "__dict__", {}).values()):
             if isinstance(value, (Tensor, tuple)):  # a list may have an item for each sample
-                yield from tensors_in(value)
-
-
-def _tag_target(target: Any) -> None:
-    """What a loss compares with becomes inputs, unless it was computed from parameters, or made in forward and held by
-    autograd too."""
-    if type(target) is Tensor and not target.requires_grad:
-        unclaimed = _UNCLAIMED if _held_by_nobody_else(target) else _UNCLAIMED[:1]
-        _native.retag_if(target, unclaimed, INPUTS)
-
-
-def _held_by_nobody_else(tensor: Tensor) -> bool:
-    """Its memory is this tensor's and, of a view, the base's: a detached activation's is also the activation's."""
-    try:
-        storage = tensor.untyped_storage()
-    except NotImplementedError:  # inside of a function transform
-        return False
-    return torch._C._storage_Use_Count(storage._cdata) == (2 if tensor._base is None else 3)  # with `storage`
+                yield from _native.tensors_in(value)
 
 
 def follow_batches(attachment: Attachment) -> None:
@@ -120,7 +94,7 @@ def _yielding(next_batch: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(next_batch)
     def wrapper(self: Any) -> Any:
         batch = next_batch(self)
-        tag_inputs(batch)
+        _native.tag_inputs((batch,))
         return batch
 
     return wrapper
@@ -129,8 +103,8 @@ def _yielding(next_batch: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _judging(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for target in tensors_in((args[1:], kwargs)):
-            _tag_target(target)
+        for target in _native.tensors_in((args[1:], kwargs)):
+            _native.tag_target(target)
         return call(self, *args, **kwargs)
 
     return wrapper
@@ -139,8 +113,8 @@ def _judging(call: Callable[..., Any]) -> Callable[..., Any]:
 def _comparing(attachment: Attachment, loss: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(loss)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            _tag_target(args[1] if len(args) > 1 else kwargs.get("target"))
+        if not is_compiling():
+            _native.tag_target(args[1] if len(args) > 1 else kwargs.get("target"))
         return loss(*args, **kwargs)
 
     scriptable = _builtins._get_builtin_table()  # type: ignore[no-untyped-call]  # by identity

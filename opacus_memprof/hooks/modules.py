@@ -16,8 +16,6 @@ from opacus_memprof import _native, tracing
 from opacus_memprof.hooks import compiling, observe, shapes
 from opacus_memprof.hooks.attach import Attachment
 from opacus_memprof.hooks.distributed import DDP_WRAPPERS
-from opacus_memprof.hooks.inputs import tag_inputs
-from opacus_memprof.hooks.tensors import tensors_in
 from opacus_memprof.hooks.vocabulary import (
     BUFFERS,
     FORWARD,
@@ -87,8 +85,9 @@ class EnterModel:
             follow_gradients(root)
         observe.forward_begins()
         self.before = _native.set_phase(FORWARD)
-        if batch := tag_inputs((args, kwargs)):
-            shapes.batch_comes(batch)
+        samples, elements = _native.tag_inputs((args, kwargs))
+        if samples:
+            shapes.batch_comes(samples, elements)
 
     def _moved(self, root: nn.Module) -> bool:
         """Whether the parameters lie elsewhere than when they were last seen, as after `model.to(...)`: one speaks for
@@ -106,7 +105,7 @@ class EnterModel:
         if parameter is None:
             self._sample = None
             return self._moved(root)
-        return bool(_native.retag(parameter, MODEL_PARAMETERS, _native.owner_of(parameter)))
+        return bool(_native.retag(parameter, MODEL_PARAMETERS))
 
 
 class LeaveModel:
@@ -120,7 +119,7 @@ class LeaveModel:
     def __call__(self, root: nn.Module, args: Any, output: Any) -> None:
         if compiling.hooks_idle():
             return
-        _native.settle(outputs=tensors_in(output))
+        _native.settle_all((output,))
         shapes.forward_ends()
         if not torch.is_grad_enabled():  # no backward will end the phase
             _native.set_phase(self._enter.before)
@@ -147,7 +146,7 @@ def tag_residents(root: nn.Module) -> None:
         _native.retag(parameter, MODEL_PARAMETERS, module_id)
         if parameter.grad is not None:
             _native.retag(parameter.grad, GRADIENTS, module_id)
-        _native.retag(tensors_in(getattr(parameter, "grad_sample", None)), PER_SAMPLE_GRADIENTS, module_id)
+        _native.retag((getattr(parameter, "grad_sample", None),), PER_SAMPLE_GRADIENTS, module_id)
     for name, module in named_modules(root):
         buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
         _native.retag(buffers, BUFFERS, _native.module_id(name))

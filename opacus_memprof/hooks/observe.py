@@ -41,14 +41,16 @@ def forward_begins() -> None:
     """Captures that outlive the beginnings of several forwards await no backward, unless as many have met one before.
     Looks at their bytes each time that their number has doubled."""
     global _looked_at, _most, _usual
-    outstanding = observations.captures()
-    _beginnings.append(outstanding)
+    outstanding = _native.captures() and observations.captures()
     if not outstanding:
-        _looked_at, _most, _usual = 0, 0, max(_usual, _most)
-        observations.forget("captures")
+        if _beginnings or _looked_at:
+            _looked_at, _most, _usual = 0, 0, max(_usual, _most)
+            _beginnings.clear()
+            observations.forget("captures")
         return
+    _beginnings.append(outstanding)
     _most = max(_most, sum(outstanding.values()))
-    if len(_beginnings) < _BEGINNINGS or not all(_beginnings) or _most <= _usual:
+    if len(_beginnings) < _BEGINNINGS or _most <= _usual:
         return
     left = {module: min(then.get(module, 0) for then in _beginnings) for module in outstanding}
     if sum(left.values()) >= 2 * _looked_at:
@@ -121,7 +123,7 @@ def gradients_reduced(optimizer: Any) -> None:
         observations.note("gradients_reduced", 0, 0)
 
 
-def noise_comes(optimizer: Any, parameters: list[Any]) -> None:
+def noise_comes(optimizer: Any) -> None:
     """`add_noise` draws noise as large as each parameter, and puts a new tensor in the place of each `p.grad`. What
     autograd has accumulated there served ghost clipping's second pass, and nobody in the modes that clip per-sample
     gradients. One look at each optimizer."""
@@ -129,6 +131,7 @@ def noise_comes(optimizer: Any, parameters: list[Any]) -> None:
         return
     _seen.add(optimizer)
     sizes: dict[int, int] = {}
+    parameters: list[Any] = _native.tensors_in(optimizer.param_groups)
     for parameter in parameters:
         if not parameter.requires_grad:
             continue

@@ -13,13 +13,11 @@ from typing import Any
 
 from opacus.grad_sample import GradSampleHooksNoOp
 from opacus.optimizers import DPOptimizer
-from torch import Tensor
 from torch.optim import Optimizer
 
 from opacus_memprof import _native
 from opacus_memprof.hooks import observe, shapes
 from opacus_memprof.hooks.attach import Attachment
-from opacus_memprof.hooks.tensors import tensors_in
 from opacus_memprof.hooks.vocabulary import (
     ADD_NOISE,
     CLIP,
@@ -47,15 +45,16 @@ class Method:
     optimizer's __dict__: from then on the interpreter would look up each of its attributes the slow way.
     """
 
-    __slots__ = ("__wrapped__", "_around", "_optimizer", "replaced")
+    __slots__ = ("__wrapped__", "_around", "_optimizer", "_tagged", "replaced")
 
-    def __init__(self, optimizer: Optimizer, name: str, around: Callable[[Any, Run], Any]) -> None:
+    def __init__(self, optimizer: Optimizer, name: str) -> None:
+        tag, self._around = _METHODS[name]
         found, method = getattr(optimizer, name), getattr(type(optimizer), name)
         own = getattr(found, "__func__", None) is method
         self.replaced = None if own else found  # somebody else's attribute, with the optimizer bound
         self.__wrapped__ = self.replaced or method
+        self._tagged = self.__wrapped__ if tag is None else tag(self.__wrapped__)
         self._optimizer = weakref.ref(optimizer)
-        self._around = around
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__wrapped__, name)
@@ -64,15 +63,15 @@ class Method:
         optimizer = self._optimizer()
         if self.replaced is None:
             args = (optimizer, *args)
-        return self._around(optimizer, lambda: self.__wrapped__(*args, **kwargs))
+        return self._around(optimizer, lambda: self._tagged(*args, **kwargs))
 
 
 def _pre_step(optimizer: DPOptimizer, run: Run) -> Any:
     _native.set_phase(CLIP)
     if sampled_by_hand:
-        for parameter in _parameters(optimizer):
-            samples = tensors_in(getattr(parameter, "grad_sample", None))
-            _native.retag(samples, PER_SAMPLE_GRADIENTS, _native.owner_of(parameter))
+        for parameter in _native.tensors_in(optimizer.param_groups):
+            samples = getattr(parameter, "grad_sample", None)
+            _native.retag((samples,), PER_SAMPLE_GRADIENTS, _native.owner_of(parameter))
     try:
         proceed = run()
     except BaseException as error:
@@ -86,39 +85,28 @@ def _pre_step(optimizer: DPOptimizer, run: Run) -> Any:
     return proceed
 
 
-def _clip_and_accumulate(optimizer: DPOptimizer, run: Run) -> Any:
-    with _CLIP:
-        result = run()
-    _tag_summed_gradients(optimizer)
-    return result
-
-
 def _accumulate(optimizer: DPOptimizer, run: Run) -> Any:
-    with _ACCUMULATE:
-        result = run()
+    result = run()
     _tag_summed_gradients(optimizer)
     return result
 
 
 def _add_noise(optimizer: DPOptimizer, run: Run) -> Any:
-    parameters = _parameters(optimizer)
-    observe.noise_comes(optimizer, parameters)
+    observe.noise_comes(optimizer)
     before = _native.set_phase(ADD_NOISE)
     try:
-        with _ADD_NOISE:  # the noise itself has its own tag, in _generate_noise
-            result = run()
+        result = run()
     except BaseException:
         _native.set_phase(IDLE)
         raise
     _native.set_phase(before)
-    _native.retag_gradients(parameters, GRADIENTS)
+    _native.retag_gradients(optimizer.param_groups, GRADIENTS)
     return result
 
 
 def _reduce_gradients(optimizer: DPOptimizer, run: Run) -> Any:
     observe.gradients_reduced(optimizer)
-    with _REDUCE:
-        return run()
+    return run()
 
 
 def _zero_grad(optimizer: Optimizer, run: Run) -> Any:
@@ -134,34 +122,25 @@ def _tag(category: int, op: str) -> _native.Tag:
     return _native.Tag(category=category, op=_native.op_id(op))
 
 
-_CLIP = _tag(CLIPPING_TEMPORARIES, "clip_and_accumulate")
-_ACCUMULATE = _tag(SUMMED_GRADIENTS, "accumulate")
-_ADD_NOISE = _tag(GRADIENTS, "add_noise")
-_REDUCE = _tag(COMMUNICATION, "reduce_gradients")
-
 _OF_A_STEP = (CLIP, ADD_NOISE, OPTIMIZER_STEP)
 
-_METHODS: dict[str, Callable[[Any, Run], Any]] = {
-    "pre_step": _pre_step,
-    "clip_and_accumulate": _clip_and_accumulate,
-    "accumulate": _accumulate,
-    "add_noise": _add_noise,
-    "reduce_gradients": _reduce_gradients,
-    "zero_grad": _zero_grad,
+# What each method runs under, and what runs it.
+_METHODS: dict[str, tuple[_native.Tag | None, Callable[[Any, Run], Any]]] = {
+    "pre_step": (None, _pre_step),
+    "clip_and_accumulate": (_tag(CLIPPING_TEMPORARIES, "clip_and_accumulate"), _accumulate),
+    "accumulate": (_tag(SUMMED_GRADIENTS, "accumulate"), _accumulate),
+    "add_noise": (_tag(GRADIENTS, "add_noise"), _add_noise),  # the noise itself has its own, in _generate_noise
+    "reduce_gradients": (_tag(COMMUNICATION, "reduce_gradients"), _reduce_gradients),
+    "zero_grad": (None, _zero_grad),
 }
 
 
-def _parameters(optimizer: Optimizer) -> list[Any]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _tag_summed_gradients(optimizer: DPOptimizer) -> None:
-    parameters = _parameters(optimizer)
     states = getattr(optimizer, "grad_state", None)  # where FSDPOptimizerFastGradientClipping keeps them
     if states is None:
-        _native.retag_attribute(parameters, "summed_grad", SUMMED_GRADIENTS)
+        _native.retag_attribute(optimizer.param_groups, "summed_grad", SUMMED_GRADIENTS)
         return
-    for parameter in parameters:
+    for parameter in _native.tensors_in(optimizer.param_groups):
         if parameter.requires_grad:
             owner = _native.owner_of(parameter)
             _native.retag(states[parameter]["summed_grad"], SUMMED_GRADIENTS, owner)
@@ -170,19 +149,13 @@ def _tag_summed_gradients(optimizer: DPOptimizer) -> None:
 def tag_states(optimizer: Optimizer) -> None:
     """Momentum and the like, to their parameters' modules."""
     for parameter, state in optimizer.state.items():
-        _tag_state(parameter, state)
+        _native.retag((state,), OPTIMIZER_STATES, _native.owner_of(parameter))
 
 
-def _replaced(optimizer: Optimizer) -> bool:
+def _replaced(states: Any) -> bool:
     """Whether the states are others than those that were tagged, as in optimizers that compute new ones in each update.
-    The first parameter's speak for all."""
-    parameter, state = next(iter(optimizer.state.items()), (None, None))
-    return isinstance(parameter, Tensor) and bool(_tag_state(parameter, state))
-
-
-def _tag_state(parameter: Any, state: Any) -> int:
-    owner = _native.owner_of(parameter) if isinstance(parameter, Tensor) else 0
-    return _native.retag(tensors_in(state), OPTIMIZER_STATES, owner)
+    The first parameter's speak for all. Somebody's own kind of mapping may hold anything."""
+    return not isinstance(states, dict) or bool(_native.retag_first_state(states, OPTIMIZER_STATES))
 
 
 class _Step:
@@ -196,7 +169,7 @@ class _Step:
         _native.set_phase(OPTIMIZER_STEP)
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if len(optimizer.state) != self._known or _replaced(optimizer):
+        if len(optimizer.state) != self._known or _replaced(optimizer.state):
             self.loaded(optimizer)
         _native.set_phase(IDLE)
         _native.end_step(True)
@@ -211,7 +184,7 @@ def stand_in_for_methods(attachment: Attachment, optimizer: Optimizer) -> None:
     names = _METHODS if isinstance(optimizer, DPOptimizer) else ("zero_grad",)
     for name in names:
         if hasattr(type(optimizer), name):
-            setattr(optimizer, name, Method(optimizer, name, _METHODS[name]))
+            setattr(optimizer, name, Method(optimizer, name))
             attachment.on_detach(partial(_restore_method, weakref.ref(optimizer), name))
 
 

@@ -18,6 +18,7 @@ from opacus.grad_sample import (
 )
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -150,19 +151,16 @@ def unwatch(gone: set[nn.Module]) -> None:
     _watched[:] = [(name, reference) for name, reference in _watched if reference() not in gone]
 
 
-def batch_comes(batch: Sequence[Tensor]) -> None:
+def batch_comes(samples: int, elements: int) -> None:
     """A forward pass of the outermost model begins."""
     global _largest
-    first = next((tensor for tensor in batch if tensor.dim()), None)
-    if first is None:
-        return
-    batches, samples = workload.current().batches, first.shape[0]
+    batches = workload.current().batches
     if not batches or batches[-1][1] != samples:
         batches.append((_native.step()[0], samples))
-    size = sum(tensor.numel() for tensor in batch)
-    forward_ends()  # the one before may have failed
-    if size > _largest:
-        _largest = size
+    if _looking:  # the forward before has failed
+        forward_ends()
+    if elements > _largest:
+        _largest = elements
         alive = [(name, reference()) for name, reference in _watched]
         _looking[:] = [module.register_forward_hook(_Look(name)) for name, module in alive if module is not None]
 
@@ -181,7 +179,7 @@ class _Look:
         self._name = name
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
         taken = [tensor for tensor in inputs if isinstance(tensor, Tensor) and tensor.dim()]
         if not taken or not isinstance(output, Tensor) or not output.numel():

@@ -276,7 +276,10 @@ class Core(RuleBasedStateMachine):
 
     @rule(module=st.none() | ANY_MODULE)
     def settle(self, module: str | None) -> None:
-        _native.settle(None if module is None else _native.module_id(module))
+        if module is None:
+            _native.settle_all(())
+        else:
+            _native.settle(_native.module_id(module))
         stacks = self.captures.values() if module is None else [self.captures[module]]
         for storage, _, counted in (held for stack in stacks for record in stack for held in record):
             if counted in self.blocks and counted.captures:

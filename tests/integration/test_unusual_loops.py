@@ -230,7 +230,7 @@ def test_what_the_program_alone_holds_besides_opacus_is_not_autograd_s(session: 
     _, (hidden,) = training.model(torch.randn(BATCH, WIDTHS[0]))
     assert said_of([hidden]) == {("activation_hooks_opacus_only", "first")}
     scaled = hidden.square()  # autograd saves it
-    _native.settle(outputs=[hidden, scaled])
+    _native.settle_all([hidden, scaled])
     assert said_of([hidden]) == {("activation_hooks_shared", "first")}
 
 

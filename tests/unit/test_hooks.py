@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import types
 import weakref
-from collections import OrderedDict, UserDict
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from torch import nn
 from opacus_memprof import _native, hooks
 from opacus_memprof.hooks.attach import Attachment, Shared
 from opacus_memprof.hooks.modules import named_modules
-from opacus_memprof.hooks.tensors import tensors_in
 
 
 class TestAttachment:
@@ -145,12 +144,6 @@ def test_models_whose_names_collide_are_kept_apart() -> None:
     again = hooks.attach_model(third)
     assert [owner(p) for p in third.parameters()] == ["0", "0", "1.0", "1.0"]
     again.detach()
-
-
-def test_tensors_in_nested_arguments() -> None:
-    a, b, c, d = (torch.zeros(1) for _ in range(4))
-    nested = ((a, [b, None, 3]), {"k": UserDict({"t": c}), "s": "text"}, d)
-    assert [id(t) for t in tensors_in(nested)] == [id(a), id(b), id(c), id(d)]
 
 
 def test_tied_parameter_belongs_to_its_first_module() -> None:

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tensors in what programs pass around.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <vector>
+
+namespace opacus_memprof {
+
+class TensorsIn {
+ public:
+  // Of a tensor, or of sequences and mappings that nest some; None has none. Of another iterable,
+  // of its items. Throws py::error_already_set where it is none of these. `value` must stay alive.
+  explicit TensorsIn(pybind11::handle value);
+
+  [[nodiscard]] const std::vector<PyObject*>& all() const noexcept { return tensors_; }
+  [[nodiscard]] auto begin() const noexcept { return tensors_.begin(); }
+  [[nodiscard]] auto end() const noexcept { return tensors_.end(); }
+
+ private:
+  bool nested(PyObject* value);  // false where it is nothing that nests tensors
+  void items(PyObject* sequence);
+
+  std::vector<PyObject*> tensors_;
+  std::vector<pybind11::object> made_;  // what holds tensors and was made to find them
+};
+
+}  // namespace opacus_memprof
