@@ -50,6 +50,7 @@ SIZES = {
 SETTLING = 3  # steps
 TIMED = 6  # steps, of which the shortest counts
 MODES = ("vanilla", "hooks", "functorch", "ew", "ghost")
+VARIANTS = ("counters", "events", "full", "history", "profiler")
 
 
 def compile_pair_loop(folder: Path) -> Callable[[int, int], float]:
@@ -168,8 +169,9 @@ def error_of_median(sample: list[float]) -> float:
     return statistics.pstdev(statistics.median(random.choices(sample, k=len(sample))) for _ in range(200))
 
 
-def measure_steps(mode: str, rounds: int, device: str, name: str) -> dict[str, Any]:
-    """One model and mode: off, counters only, counters and events, everything, and two others' tools."""
+def measure_steps(mode: str, rounds: int, device: str, name: str, wanted: list[str]) -> dict[str, Any]:
+    """One model and mode: off, and what is wanted of counters only, counters and events, everything, and two others'
+    tools."""
     model, optimizer, step = training(mode, device, name)
     variants: dict[str, variants_of.Variant] = {
         "native": variants_of.native,
@@ -185,11 +187,11 @@ def measure_steps(mode: str, rounds: int, device: str, name: str) -> dict[str, A
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         step()
         allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
-    found = paired(step, variants, rounds)
-    # Ending a torch.profiler takes far longer than a step: fewer rounds, of its own.
-    found["profiler"] = paired(
-        step, {"native": variants_of.native, "profiler": variants_of.profiler}, max(rounds // 20, 3)
-    )["profiler"]
+    found = paired(step, {name: variants[name] for name in variants if name in ("native", *wanted)}, rounds)
+    if "profiler" in wanted:  # ending one takes far longer than a step: fewer rounds, of its own
+        found["profiler"] = paired(
+            step, {"native": variants_of.native, "profiler": variants_of.profiler}, max(rounds // 20, 3)
+        )["profiler"]
     return {
         "mode": mode,
         "size": name,
@@ -226,6 +228,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=list(VARIANTS),
+        help="beside native; fewer leave time for more rounds, where others use the machine too",
+    )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "large"])
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: what the hooks cost, without one"
@@ -246,7 +255,7 @@ def main() -> None:
     }
     for size in arguments.sizes:
         for mode in arguments.modes:
-            results["steps"].append(measure_steps(mode, arguments.rounds, arguments.device, size))
+            results["steps"].append(measure_steps(mode, arguments.rounds, arguments.device, size, arguments.variants))
             arguments.output.write_text(json.dumps(results, indent=1) + "\n")
             arguments.output.with_suffix(".md").write_text(as_markdown(results))
             print(f"{size} {mode}: done", flush=True)
