@@ -10,8 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from opacus_memprof import _native, adaptors, conditions, observations, snapshots
 from opacus_memprof.analysis import ranks
 from opacus_memprof.analysis.profile import build_profile, write_profile
@@ -49,10 +47,11 @@ def tag(name: str) -> _native.Tag:
     return _native.Tag(category=_category_id(name))
 
 
-def retag(tensors: torch.Tensor | Iterable[torch.Tensor], name: str) -> int:
+def retag(tensors: Any, name: str) -> int:
     """Gives what is allocated already, under these tensors, the category `name`; returns the bytes that this changed.
 
-    What another tensor shares with them changes as well. Raises MemprofError as `tag` does.
+    `tensors` is one, an iterable of them, or sequences and mappings that nest some. What another tensor shares with
+    them changes as well. Raises MemprofError as `tag` does.
     """
     return _native.retag(tensors, _category_id(name))
 
