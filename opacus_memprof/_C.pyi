@@ -113,7 +113,7 @@ def retag_if(tensors: Any, expected: Sequence[int], category: int, module: int |
 
 def tag_inputs(batch: Any) -> tuple[int, int]:
     """The tensors that nobody has computed from parameters become inputs, where their blocks have no other category.
-    Returns the first dimension of the first one that has dimensions (0 where none has), and the elements of all."""
+    Returns the first dimension of the first one that has dimensions (-1 where none has), and the elements of all."""
 
 def tag_target(target: object) -> None:
     """What a loss compares with becomes inputs, unless it was computed from parameters, or made in forward and held by

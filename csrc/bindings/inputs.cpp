@@ -26,16 +26,16 @@ void become_inputs(PyObject* tensor, std::uint64_t expected) {
 }  // namespace
 
 std::pair<std::int64_t, std::int64_t> tag_inputs(PyObject* batch) {
-  std::int64_t samples = 0;
+  std::int64_t samples = -1;
   std::int64_t elements = 0;
   const TensorsIn found(batch);
-  for (PyObject* object : found.all()) {
+  for (PyObject* object : found) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
     if (tensor.requires_grad()) continue;
     become_inputs(object, kUnclaimed);
     // Sizes may be symbols, and nested tensors have none.
     if (tensor.is_nested()) continue;
-    if (samples == 0 && tensor.dim() > 0) samples = tensor.sym_size(0).maybe_as_int().value_or(0);
+    if (samples < 0 && tensor.dim() > 0) samples = tensor.sym_size(0).maybe_as_int().value_or(-1);
     elements += tensor.sym_numel().maybe_as_int().value_or(0);
   }
   return {samples, elements};

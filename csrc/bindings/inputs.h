@@ -10,7 +10,7 @@
 namespace opacus_memprof {
 
 // The tensors of a batch that nobody has computed from parameters. Returns the first dimension of
-// the first one that has dimensions, 0 where none has, and the elements of all.
+// the first one that has dimensions, -1 where none has, and the elements of all.
 std::pair<std::int64_t, std::int64_t> tag_inputs(PyObject* batch);
 
 // What a loss compares with, unless it was computed from parameters, or made in forward and held by

@@ -43,18 +43,17 @@ py::object or_raise(PyObject* made) {
 
 TensorsIn::TensorsIn(py::handle value) {
   if (nested(value.ptr()) || value.is_none()) return;
-  made_.push_back(or_raise(PySequence_List(value.ptr())));
-  items(made_.back().ptr());
+  items(or_raise(PySequence_List(value.ptr())).ptr());
 }
 
 bool TensorsIn::nested(PyObject* value) {
   if (THPVariable_Check(value)) {
     tensors_.push_back(value);
+    kept_.push_back(py::reinterpret_borrow<py::object>(value));
   } else if (PyTuple_Check(value) || PyList_Check(value)) {
     items(value);
   } else if (!is_plain(value) && is_mapping(value)) {
-    made_.push_back(or_raise(PyMapping_Values(value)));
-    items(made_.back().ptr());
+    items(or_raise(PyMapping_Values(value)).ptr());
   } else {
     return false;
   }
@@ -64,7 +63,8 @@ bool TensorsIn::nested(PyObject* value) {
 void TensorsIn::items(PyObject* sequence) {
   const OneDeeper here;
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence); ++i) {
-    nested(PySequence_Fast_GET_ITEM(sequence, i));
+    const auto item = py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(sequence, i));
+    nested(item.ptr());
   }
 }
 

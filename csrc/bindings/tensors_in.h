@@ -11,7 +11,7 @@ namespace opacus_memprof {
 class TensorsIn {
  public:
   // Of a tensor, or of sequences and mappings that nest some; None has none. Of another iterable,
-  // of its items. Throws py::error_already_set where it is none of these. `value` must stay alive.
+  // of its items. Throws py::error_already_set where it is none of these.
   explicit TensorsIn(pybind11::handle value);
 
   [[nodiscard]] const std::vector<PyObject*>& all() const noexcept { return tensors_; }
@@ -23,7 +23,7 @@ class TensorsIn {
   void items(PyObject* sequence);
 
   std::vector<PyObject*> tensors_;
-  std::vector<pybind11::object> made_;  // what holds tensors and was made to find them
+  std::vector<pybind11::object> kept_;  // alive, for the search may run the program's own code
 };
 
 }  // namespace opacus_memprof

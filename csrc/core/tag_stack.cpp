@@ -11,7 +11,7 @@ namespace opacus_memprof {
 
 namespace detail {
 
-thread_local ThreadTags* tags_of_this_thread = nullptr;
+constinit thread_local ThreadTags* tags_of_this_thread = nullptr;
 
 ThreadTags& make_tags_of_this_thread() {
   // The pointer above is what the hot path reads; this owner ends the object with its thread. What

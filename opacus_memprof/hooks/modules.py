@@ -86,7 +86,7 @@ class EnterModel:
         observe.forward_begins()
         self.before = _native.set_phase(FORWARD)
         samples, elements = _native.tag_inputs((args, kwargs))
-        if samples:
+        if samples >= 0:
             shapes.batch_comes(samples, elements)
 
     def _moved(self, root: nn.Module) -> bool:

@@ -13,7 +13,7 @@ import torch
 from opacus.grad_sample import GradSampleModule
 from torch import nn
 
-from opacus_memprof import _native, hooks
+from opacus_memprof import _native, hooks, workload
 from opacus_memprof.hooks.attach import Attachment, Shared
 from opacus_memprof.hooks.modules import named_modules
 
@@ -194,3 +194,40 @@ def test_raising_forward_leaves_no_tag_behind(error: type[Exception]) -> None:
     finally:
         _native.cpu_uninstall()
         attachment.detach()
+
+
+def test_batches_are_noted_where_their_samples_change() -> None:
+    """Empty ones too, as Poisson sampling draws them."""
+    model = nn.Linear(3, 2)
+    attachment = hooks.attach_model(model)
+    workload.current().batches.clear()
+    for samples in (4, 4, 0, 6, 6):
+        model(torch.zeros(samples, 3))
+    model(torch.zeros(3))  # a sample alone: its first dimension is all there is to go by
+    attachment.detach()
+    assert [samples for _, samples in workload.current().batches] == [4, 0, 6, 3]
+
+
+def test_states_that_an_optimizer_computes_anew_are_its_states() -> None:
+    class Averaging(torch.optim.Optimizer):
+        def __init__(self, parameters: list[nn.Parameter]) -> None:
+            super().__init__(parameters, {})
+
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                state["average"] = 0.9 * state.get("average", 0) + parameter.detach()
+
+    parameters = [nn.Parameter(torch.zeros(100)) for _ in range(2)]
+    _native.cpu_install()
+    optimizer = Averaging(parameters)
+    attachment = hooks.attach_optimizer(optimizer)
+    try:
+        for _ in range(3):
+            optimizer.step()
+            categories = {block["address"]: block["category"] for block in _native.live_blocks()}
+            averages = [optimizer.state[parameter]["average"] for parameter in parameters]
+            assert [categories[average.data_ptr()] for average in averages] == ["optimizer_states"] * 2
+    finally:
+        attachment.detach()
+        _native.cpu_uninstall()
