@@ -74,18 +74,18 @@ def test_a_mapping_that_fails_is_heard() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "expected"),
+    ("make", "expected"),  # made in the test: what is profiled must not outlive it
     [
-        ((torch.zeros(3, 4), {"mask": torch.zeros(3)}), (3, 15)),
-        ([torch.tensor(1.0), torch.zeros(5, 2)], (5, 11)),
-        ([torch.zeros(0, 4), torch.zeros(3)], (0, 3)),  # as Poisson sampling may draw it
-        ([torch.tensor(1.0)], (-1, 1)),
-        ([torch.zeros(3, 4).requires_grad_(), torch.zeros(2)], (2, 2)),
-        (["text", None], (-1, 0)),
+        (lambda: (torch.zeros(3, 4), {"mask": torch.zeros(3)}), (3, 15)),
+        (lambda: [torch.tensor(1.0), torch.zeros(5, 2)], (5, 11)),
+        (lambda: [torch.zeros(0, 4), torch.zeros(3)], (0, 3)),  # as Poisson sampling may draw it
+        (lambda: [torch.tensor(1.0)], (-1, 1)),
+        (lambda: [torch.zeros(3, 4).requires_grad_(), torch.zeros(2)], (2, 2)),
+        (lambda: ["text", None], (-1, 0)),
     ],
 )
-def test_a_batch_is_its_samples_and_elements(batch: Any, expected: tuple[int, int]) -> None:
-    assert _native.tag_inputs(batch) == expected
+def test_a_batch_is_its_samples_and_elements(make: Callable[[], Any], expected: tuple[int, int]) -> None:
+    assert _native.tag_inputs(make()) == expected
 
 
 def test_inputs_are_what_nobody_has_computed_or_claimed() -> None:
