@@ -9,11 +9,18 @@
 #include <utility>
 #include <vector>
 
+#include "core/vocabulary.h"
+
 namespace at {
 class Tensor;
 }
 
 namespace opacus_memprof {
+
+// A set of categories, for `expected`.
+constexpr std::uint64_t set_of(Category category) {
+  return std::uint64_t{1} << static_cast<unsigned>(category);
+}
 
 // Calls retag for the block under each tensor; a block from before the profiler is adopted first.
 // Objects that are no tensors, and tensors without memory of their own, are skipped.

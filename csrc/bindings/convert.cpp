@@ -2,7 +2,6 @@
 #include "bindings/convert.h"
 
 #include <pybind11/stl.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include "core/names.h"
 

@@ -6,15 +6,10 @@
 #include "adaptors/tensor.h"
 #include "bindings/tensors_in.h"
 #include "core/tag.h"
-#include "core/vocabulary.h"
 
 namespace opacus_memprof {
 
 namespace {
-
-constexpr std::uint64_t set_of(Category category) {
-  return std::uint64_t{1} << static_cast<unsigned>(category);
-}
 
 constexpr std::uint64_t kUnclaimed =
     set_of(Category::unattributed) | set_of(Category::forward_undecided);

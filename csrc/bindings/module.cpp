@@ -145,11 +145,7 @@ void bind_blocks(py::module_& m) {
          std::optional<int> module) {
         std::uint64_t set = 0;
         for (const int one : expected) set |= std::uint64_t{1} << category(one);
-        std::uint64_t bytes = 0;
-        for (PyObject* tensor : TensorsIn(tensors)) {
-          bytes += retag_tensor(tensor, category(id), module_or_keep(module), set);
-        }
-        return bytes;
+        return retag_tensors(tensors, category(id), module_or_keep(module), set);
       },
       py::arg("tensors"), py::arg("expected"), py::arg("category"), py::arg("module") = py::none());
   m.def("capture", [](int module, const py::object& tensors) {

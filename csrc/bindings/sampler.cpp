@@ -29,8 +29,7 @@ PyTypeObject* sampler_type = nullptr;
 // A result that is a view of the output's gradient keeps the gradient's category. False with a
 // Python error set.
 [[gnu::hot]] bool retag_results(const Sampler* sampler, PyObject* samples) {
-  constexpr std::uint64_t kBornInside = std::uint64_t{1}
-                                        << static_cast<unsigned>(Category::temp_matrices);
+  constexpr std::uint64_t kBornInside = set_of(Category::temp_matrices);
   PyObject* values = PyMapping_Values(samples);
   if (values == nullptr) return false;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values); ++i) {

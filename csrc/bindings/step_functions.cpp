@@ -93,20 +93,12 @@ PyObject* settle_all(PyObject* outputs) {
   Py_RETURN_NONE;
 }
 
-std::uint64_t retag_all(PyObject* tensors, std::uint8_t category, std::uint16_t module) {
-  std::uint64_t bytes = 0;
-  for (PyObject* tensor : TensorsIn(tensors)) {
-    bytes += retag_tensor(tensor, category, module, Recorder::kAnyCategory);
-  }
-  return bytes;
-}
-
 PyObject* retag(PyObject* arguments) {
   PyObject* tensors = nullptr;
   std::uint8_t category = 0;
   std::uint16_t module = kKeep16;
   parse(arguments, "OO&|O&", &tensors, to_category, &category, to_module_or_keep, &module);
-  return number(retag_all(tensors, category, module));
+  return number(retag_tensors(tensors, category, module, Recorder::kAnyCategory));
 }
 
 PyObject* retag_first_state(PyObject* arguments) {
@@ -118,7 +110,7 @@ PyObject* retag_first_state(PyObject* arguments) {
   PyObject* state = nullptr;
   if (PyDict_Next(states, &position, &parameter, &state) == 0) return number(0);
   const auto nested = pybind11::make_tuple(pybind11::handle(state));
-  return number(retag_all(nested.ptr(), category, owner_of(parameter)));
+  return number(retag_tensors(nested, category, owner_of(parameter), Recorder::kAnyCategory));
 }
 
 PyObject* retag_gradients(PyObject* arguments) {

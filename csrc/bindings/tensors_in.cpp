@@ -3,6 +3,8 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "adaptors/tensor.h"
+
 namespace py = pybind11;
 
 namespace opacus_memprof {
@@ -66,6 +68,15 @@ void TensorsIn::items(PyObject* sequence) {
     const auto item = py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(sequence, i));
     nested(item.ptr());
   }
+}
+
+std::uint64_t retag_tensors(py::handle tensors, std::uint8_t category, std::uint16_t module,
+                            std::uint64_t expected) {
+  std::uint64_t bytes = 0;
+  for (PyObject* tensor : TensorsIn(tensors)) {
+    bytes += retag_tensor(tensor, category, module, expected);
+  }
+  return bytes;
 }
 
 }  // namespace opacus_memprof

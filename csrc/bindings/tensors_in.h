@@ -4,6 +4,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
 #include <vector>
 
 namespace opacus_memprof {
@@ -25,5 +26,9 @@ class TensorsIn {
   std::vector<PyObject*> tensors_;
   std::vector<pybind11::object> kept_;  // alive, for the search may run the program's own code
 };
+
+// retag_tensor for each of them; returns the bytes that changed.
+std::uint64_t retag_tensors(pybind11::handle tensors, std::uint8_t category, std::uint16_t module,
+                            std::uint64_t expected);
 
 }  // namespace opacus_memprof

@@ -41,7 +41,7 @@ def forward_begins() -> None:
     """Captures that outlive the beginnings of several forwards await no backward, unless as many have met one before.
     Looks at their bytes each time that their number has doubled."""
     global _looked_at, _most, _usual
-    outstanding = _native.captures() and observations.captures()
+    outstanding = observations.captures()
     if not outstanding:
         if _beginnings or _looked_at:
             _looked_at, _most, _usual = 0, 0, max(_usual, _most)

@@ -111,6 +111,7 @@ CALLS_WITH_A_CATEGORY: list[Callable[[int], Any]] = [
     lambda number: _native.retag_gradients([TENSOR], number),
     lambda number: _native.retag_if(TENSOR, [number], SAMPLES),
     lambda number: _native.retag_if(TENSOR, [SAMPLES], number),
+    lambda number: _native.retag_if([], [SAMPLES], number),
 ]
 
 
