@@ -152,12 +152,34 @@ def extension(cuda: Cuda | None) -> Extension:
     )
 
 
+def build_virtual_gpu(package: Path, cuda: Cuda) -> None:
+    """The libraries of the virtual GPU, into the package. Needs nm and the headers of cuDNN and NCCL as well."""
+    spec = importlib.util.spec_from_file_location("virtual_gpu_build", "csrc/virtual_gpu/build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    wheels = [path for folder in package_folders("nvidia") for path in sorted(folder.glob("*"))]
+    module.build(
+        package / "virtual_gpu" / "lib",
+        Path(BUILD, "virtual_gpu").resolve(),
+        Path(torch.__file__).parent / "lib",
+        [*cuda.include, *(path / "include" for path in wheels)],
+        [path / "lib" for path in wheels],
+        jobs=int(os.environ["MAX_JOBS"]),
+    )
+
+
 class BuildExtension(cpp_extension.BuildExtension):
-    """Also writes _build_info.py beside the extension, which _native.py checks before it loads it."""
+    """Also builds the virtual GPU's libraries, and writes _build_info.py beside the extension, which _native.py checks
+    before it loads it."""
 
     def run(self) -> None:
         self.build_temp = f"{BUILD}/objects"  # an editable install would compile everything anew in a temporary folder
         super().run()
+        package = Path(self.get_ext_fullpath("opacus_memprof._C")).parent
+        if CUDA is not None:
+            build_virtual_gpu(package, CUDA)
         compiler = subprocess.run([cpp_extension.get_cxx_compiler(), "--version"], capture_output=True, text=True)
         info = {
             "VERSION": self.distribution.get_version(),
@@ -169,7 +191,7 @@ class BuildExtension(cpp_extension.BuildExtension):
         }
         lines = ["# Written by setup.py: what the extension beside this file was built for.\n"]
         lines += [f"{name} = {value!r}\n" for name, value in info.items()]
-        Path(self.get_ext_fullpath("opacus_memprof._C")).with_name("_build_info.py").write_text("".join(lines))
+        (package / "_build_info.py").write_text("".join(lines))
 
 
 os.environ.setdefault("MAX_JOBS", "2")

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// What opacus_memprof/virtual_gpu calls: starts the machine and asks what was answered by a default.
+#include <cstddef>
+#include <cstdint>
+
+#include "virtual_gpu/defaults.h"
+#include "virtual_gpu/limits.h"
+#include "virtual_gpu/machine.h"
+
+extern "C" {
+
+// Devices of one kind, `count` of them. Until this is called the program sees no GPU at all.
+void memprof_virtual_gpu_start(const virtual_gpu::DeviceProperties* device, int count,
+                               int driver_version) {
+  auto& machine = virtual_gpu::machine();
+  if (!machine.devices.empty()) {
+    return;
+  }
+  machine.driver_version = driver_version;
+  for (int index = 0; index < count; ++index) {
+    machine.memory.add_device(device->total_memory, device->context_memory);
+    machine.devices.push_back(*device);
+  }
+}
+
+// The name and number of calls of the symbol at `index`, from 0; nullptr past the last one.
+const char* memprof_virtual_gpu_default(std::size_t index, std::uint64_t* calls) {
+  const auto& answer = virtual_gpu::default_answers[index];
+  *calls = answer.calls.load(std::memory_order_relaxed);
+  return answer.name;
+}
+
+std::size_t memprof_virtual_gpu_small_bytes() { return virtual_gpu::kSmall; }
+}

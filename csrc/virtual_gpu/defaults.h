@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// Symbols that no file of this folder defines: each is answered with 0 (success), and counted by name.
+//
+// tools that build this library write defaults.inc, a list of DEFAULT(name): what the installed torch imports
+// from CUDA's libraries, and what those export.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace virtual_gpu {
+
+struct DefaultAnswer {
+  const char* name;
+  std::atomic<std::uint64_t> calls;
+};
+
+// Ends with an entry whose name is nullptr.
+extern DefaultAnswer default_answers[];
+
+// Notes that something was asked for which is not here at all; prints one sentence for each name.
+void unknown_symbol(const char* name);
+
+}  // namespace virtual_gpu

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "virtual_gpu/machine.h"
+
+#include <cstring>
+
+#include "virtual_gpu/limits.h"
+
+namespace virtual_gpu {
+
+Machine& machine() {
+  static auto* const only = new Machine;
+  return *only;
+}
+
+int& current_device() {
+  thread_local int device = 0;
+  return device;
+}
+
+namespace {
+
+bool on_device(const void* address) {
+  const auto range = machine().memory.find(address);
+  return range && range->kind != Kind::pinned;
+}
+
+}  // namespace
+
+void copy(void* to, const void* from, std::size_t size) {
+  if (size <= kSmall) {
+    std::memmove(to, from, size);
+  } else if (!on_device(to)) {
+    if (on_device(from)) {
+      std::memset(to, 0, size);
+    } else {
+      std::memmove(to, from, size);
+    }
+  }
+}
+
+void fill(void* to, int value, std::size_t size) {
+  if (size <= kSmall || !on_device(to)) {
+    std::memset(to, value, size);
+  }
+}
+
+}  // namespace virtual_gpu

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPU that computes nothing and keeps books of everything: CUDA trainings run, and are profiled, without a GPU.
+
+The libraries of csrc/virtual_gpu take the place of CUDA's in this process, and in this process alone: they are loaded
+before torch is, for everybody, so that torch's libraries find their symbols there first. No environment variable is
+involved, so that no other program can get a virtual GPU by accident.
+"""
+
+from opacus_memprof.virtual_gpu.process import active, default_answers, start
+
+__all__ = ["active", "default_answers", "start"]
