@@ -97,11 +97,13 @@ def build(out: Path, temporary: Path, torch_lib: Path, include: list[Path], libr
 
 
 def _link(objects: list[Path], target: Path, soname: str) -> None:
+    made = target.with_suffix(".new")  # a process that has the old one loaded keeps it
     subprocess.run(
-        ["g++", "-shared", f"-Wl,-soname,{soname}", f"-Wl,--version-script={HERE / 'exports.map'}", "-Wl,-z,defs" if soname == "libcuda.so.1" else "-Wl,--as-needed",
-         *map(str, objects), "-o", str(target), "-ldl", "-lpthread"],
+        ["g++", "-shared", f"-Wl,-soname,{soname}", f"-Wl,--version-script={HERE / 'exports.map'}",
+         *map(str, objects), "-o", str(made), "-ldl", "-lpthread"],
         check=True,
     )  # fmt: skip
+    made.replace(target)
 
 
 if __name__ == "__main__":
