@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import opacus_memprof
-from opacus_memprof import _native
+from opacus_memprof import _native, virtual_gpu
 from opacus_memprof.launch import Launch
 from opacus_memprof.versions import installed
 
@@ -33,6 +33,7 @@ def allocator_warnings(device: str) -> list[str]:
 
 def describe_run(device: str, launch: Launch | None) -> dict[str, Any]:
     """What meta.json says of the run beyond what the recorder knows. Never initialises CUDA."""
+    gpus = virtual_gpu.describe_gpus()
     return {
         "versions": {
             "opacus_memprof": opacus_memprof.__version__,
@@ -44,4 +45,5 @@ def describe_run(device: str, launch: Launch | None) -> dict[str, Any]:
         "device": device,
         "command": sys.argv,
         "launch": None if launch is None else launch.to_json(),
+        **({} if gpus is None else {"virtual": gpus}),
     }

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from opacus_memprof import _native, observations, workload
+from opacus_memprof import _native, observations, virtual_gpu, workload
 from opacus_memprof.analysis.oom import build_report
 from opacus_memprof.directory import OOM_REPORTS
 from opacus_memprof.files import write_text
@@ -106,7 +106,9 @@ class Forensics:
         device = failed[-1]["device"]
         if device != "cpu":
             workload.current().processors = torch.cuda.get_device_properties(device).multi_processor_count
-        return build_report(failed, workload.current(), captures, replayed, _native.names())
+        report = build_report(failed, workload.current(), captures, replayed, _native.names())
+        gpus = virtual_gpu.describe_run()
+        return report if gpus is None else {**report, "virtual": gpus}
 
     def _write(self, report: dict[str, Any]) -> None:
         text = io.StringIO()

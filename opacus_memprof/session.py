@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from opacus_memprof import _native, adaptors, conditions, observations, snapshots
+from opacus_memprof import _native, adaptors, conditions, observations, snapshots, virtual_gpu
 from opacus_memprof.analysis import ranks
 from opacus_memprof.analysis.profile import build_profile, write_profile
 from opacus_memprof.directory import (
@@ -182,8 +182,9 @@ class Session:
                 exit_code=exit_code,
                 error=error,
                 peaks=peaks,
-                warnings=self.warnings,
+                warnings=[*self.warnings, *virtual_gpu.describe_limits()],
                 facts=facts,
+                virtual=virtual_gpu.describe_run(),
             )
             write_profile(result, self.directory)
             self.result = result
@@ -328,7 +329,14 @@ class Session:
 
     def _so_far(self) -> dict[str, Any]:
         _native.write_meta()
-        return build_profile(self.directory, status="running", exit_code=None, peaks=_native.peaks())
+        return build_profile(
+            self.directory,
+            status="running",
+            exit_code=None,
+            peaks=_native.peaks(),
+            warnings=virtual_gpu.describe_limits(),
+            virtual=virtual_gpu.describe_run(),
+        )
 
     def _finish_job(self) -> None:
         """What the other ranks have left must not cost this one's result."""

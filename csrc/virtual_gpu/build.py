@@ -7,6 +7,7 @@ imports or that they export a function that answers 0 and counts its calls. setu
     python csrc/virtual_gpu/build.py OUT
 """
 
+import json
 import re
 import subprocess
 import sys
@@ -49,7 +50,7 @@ def _compile(source: Path, target: Path, include: Iterable[Path], generated: Pat
 
 
 def build(out: Path, temporary: Path, torch_lib: Path, include: list[Path], libraries: list[Path], jobs: int = 2) -> None:
-    """Writes the two libraries into `out`.
+    """Writes the two libraries into `out`, and beside them what they were built for, which is compared at their start.
 
     Args:
         temporary: where objects and the generated list go.
@@ -94,6 +95,16 @@ def build(out: Path, temporary: Path, torch_lib: Path, include: list[Path], libr
         nvml_object = nvml.result()
     _link(objects, out / "libcuda.so.1", "libcuda.so.1")
     _link([nvml_object], out / "libnvidia-ml.so.1", "libnvidia-ml.so.1")
+    (out / "built_for.json").write_text(json.dumps(_built_for(torch_lib.parent, header)) + "\n")
+
+
+def _built_for(torch: Path, cuda_header: Path) -> dict[str, str]:
+    """The versions of torch and of CUDA's headers."""
+    version = re.search(r"^__version__ = '([^']+)'", (torch / "version.py").read_text(), re.MULTILINE)
+    cuda = re.search(r"#define\s+CUDA_VERSION\s+(\d+)", cuda_header.read_text(errors="replace"))
+    assert version is not None
+    assert cuda is not None
+    return {"torch": version[1], "cuda": f"{int(cuda[1]) // 1000}.{int(cuda[1]) % 1000 // 10}"}
 
 
 def _link(objects: list[Path], target: Path, soname: str) -> None:

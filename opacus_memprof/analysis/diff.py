@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from opacus_memprof.analysis.profile import FORMAT
+from opacus_memprof.analysis.virtual import compare_virtual
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.units import format_bytes, parse_size
 
@@ -59,6 +60,7 @@ def diff_profiles(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[s
         for which, profile in (("first", before), ("second", after))
         if profile.get("status", "finished") != "finished"
     ]
+    notes += compare_virtual(("first", "second"), before, after)
     old, new = before["devices"], after["devices"]
     pairs = [(name, name, name) for name in new if name in old]
     if not pairs and len(old) == len(new) == 1:

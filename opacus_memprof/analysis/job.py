@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from opacus_memprof.analysis.profile import FORMAT
+from opacus_memprof.analysis.virtual import virtual_gpu_of
 from opacus_memprof.launch import Launch
 
 # A rank whose peak is this much above the median decides alone what batch fits.
@@ -30,6 +31,8 @@ class Job:
         self._said: dict[str, list[int]] = {}  # a rank's own warning → who says it
         self._findings: dict[tuple[str, str], dict[str, Any]] = {}
         self._versions: dict[tuple[tuple[str, Any], ...], list[int]] = {}
+        self._virtual: dict[str | None, list[int]] = {}  # the virtual GPU, None for a real one
+        self._virtual_mark: Mapping[str, Any] | None = None
         self._model: tuple[int, frozenset[str]] | None = None
         self._other_models: dict[frozenset[str], list[int]] = {}
 
@@ -37,6 +40,8 @@ class Job:
         """A rank's profile, and the names of all modules that it has attached."""
         self.rows.append(_row(rank, directory, profile))
         self._versions.setdefault(tuple(sorted(profile.get("versions", {}).items())), []).append(rank)
+        self._virtual.setdefault(virtual_gpu_of(profile), []).append(rank)
+        self._virtual_mark = self._virtual_mark or profile.get("virtual")
         for warning in profile.get("warnings", ()):
             self._said.setdefault(warning, []).append(rank)
         for finding in profile.get("findings", ()):
@@ -69,6 +74,7 @@ class Job:
             "world_size": world_size,
             "status": min(statuses, key=_WORST_FIRST.index),
             "versions": dict(next(iter(self._versions))),
+            **({} if self._virtual_mark is None else {"virtual": dict(self._virtual_mark)}),
             "ranks": self.rows,
             "missing": missing,
             "imbalance": _imbalance(measured),
@@ -102,6 +108,9 @@ class Job:
             said.append(f"what lies here of {list_ranks(gone)} is of an earlier job, and is left out")
         if len(self._versions) > 1:
             said.append(_differing_versions(self._versions))
+        if len(self._virtual) > 1:
+            places = [f"{list_ranks(ranks)} on a {name or 'real device'}" for name, ranks in self._virtual.items()]
+            said.append(f"the ranks ran on different devices: {'; '.join(places)}")
         for modules, ranks in self._other_models.items():
             assert self._model is not None
             first, reference = self._model

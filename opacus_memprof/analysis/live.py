@@ -38,13 +38,17 @@ class Live:
         that the newest steps left) and "bytes_per_step", the slope of the line through them (least squares), None
         for fewer than four.
 
+        Of a run on virtual GPUs also "virtual", as in meta.json.
+
         Categories are the live ones: what a forward has made is `forward_undecided`.
         """
         running = is_being_written(self.directory)  # first: what is read then is all, where this says it has ended
         state = self._follower.advance()
-        names = Names(read_meta(self.directory / META), state)
+        meta = read_meta(self.directory / META)
+        names = Names(meta, state)
         return {
             "directory": str(self.directory),
+            **({"virtual": meta["virtual"]} if "virtual" in meta else {}),
             "pid": state["pid"],
             "status": "ended" if state["closed"] else "running" if running else "killed",
             "unix_ns": time.time_ns(),

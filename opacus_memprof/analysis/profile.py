@@ -31,6 +31,7 @@ def build_profile(
     warnings: Iterable[str] = (),
     facts: Sequence[Mapping[str, Any]] = (),
     components: Mapping[str, str] | None = None,
+    virtual: Mapping[str, Any] | None = None,
     timeline_points: int = TIMELINE_POINTS,
 ) -> dict[str, Any]:
     """The content of profile.json, from events.bin, meta.json and snapshots.jsonl.
@@ -45,6 +46,8 @@ def build_profile(
         warnings: sentences on what this profile cannot know.
         facts: what hooks noticed (observations.noted()), for the findings.
         components: the user's own rules, regular expression → component; see analysis.components.
+        virtual: of a run on virtual GPUs, what they were and could not know (virtual_gpu.describe_run()); without it
+            what meta.json has, which was written at the start.
         timeline_points: rows of a device's timeline, at most.
 
     Raises:
@@ -57,6 +60,8 @@ def build_profile(
     header = replayed["header"]
     names = Names(meta, replayed)
     snapshots = _read_snapshots(path / SNAPSHOTS)
+    if virtual is None:
+        virtual = meta.get("virtual")
     said = [*warnings, *_file_warnings(replayed, meta)]
     component_of = Components(components)
     devices = {}
@@ -74,6 +79,7 @@ def build_profile(
     return {
         "format": FORMAT,
         "versions": meta.get("versions", {}),
+        **({} if virtual is None else {"virtual": dict(virtual)}),
         "status": status,
         "exit_code": exit_code,
         "error": error,

@@ -6,6 +6,7 @@ from typing import Any
 
 from opacus_memprof.analysis.diff import listed, modules_of, peak_difference, refuse_incomparable
 from opacus_memprof.analysis.names import as_without_dp
+from opacus_memprof.analysis.virtual import compare_virtual
 from opacus_memprof.errors import MemprofError
 
 
@@ -18,10 +19,10 @@ def dp_tax(private: Mapping[str, Any], vanilla: Mapping[str, Any]) -> dict[str, 
 
     Returns:
         {"devices": {name: {"total", "private_bytes", "vanilla_bytes", "categories": {category: bytes}, "modules":
-        {module: {category: bytes}}, "opacus_only"}}}: signed bytes. Σ `categories` = Σ `modules` = `total` =
-        `private_bytes` less `vanilla_bytes`. Categories and modules without a difference are left out. Captures that
-        autograd holds as well count as the activations that they are without Opacus; `opacus_only` is what Opacus alone
-        holds of them, the private run's share of activation_hooks.
+        {module: {category: bytes}}, "opacus_only"}}, "notes": [sentences]}: signed bytes. Σ `categories` = Σ `modules`
+        = `total` = `private_bytes` less `vanilla_bytes`. Categories and modules without a difference are left out.
+        Captures that autograd holds as well count as the activations that they are without Opacus; `opacus_only` is
+        what Opacus alone holds of them, the private run's share of activation_hooks.
 
     Raises:
         MemprofError: a profile is of another format or has no device, the two are of different devices, or the second
@@ -40,7 +41,10 @@ def dp_tax(private: Mapping[str, Any], vanilla: Mapping[str, Any]) -> dict[str, 
             "the vanilla run is private as well, for it clips or noises gradients: profile the same model and batch "
             "without Opacus, or compare two private runs with `opacus-memprof diff`"
         )
-    return {"devices": {name: _difference(here[name]["peak"], there[name]["peak"]) for name in here}}
+    return {
+        "devices": {name: _difference(here[name]["peak"], there[name]["peak"]) for name in here},
+        "notes": compare_virtual(("private", "vanilla"), private, vanilla),
+    }
 
 
 def _difference(private: Mapping[str, Any], vanilla: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rich.console import Console
 
 from opacus_memprof.cli.blocked import ActInPlace, die_of
-from opacus_memprof.cli.imports import AfterImport
 from opacus_memprof.cli.program import Program, print_exception
 from opacus_memprof.directory import ProfileDirectory
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.imports import AfterImport
 from opacus_memprof.reports.text import print_summary
 
 if TYPE_CHECKING:

@@ -18,14 +18,18 @@ def write_csv(profile: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     `step` (at the peak of each). The sum of a table's rows with one name, or of the peak's three tables, is the
     requested bytes at that instant.
 
+    The rows of a run on a virtual GPU end with its kind, as column `virtual_gpu`.
+
     Raises:
         MemprofError: `path` cannot be written.
     """
+    virtual = profile.get("virtual")
+    mark = {} if virtual is None else {"virtual_gpu": virtual["gpu"]}
     with replacing(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(COLUMNS)
+        writer.writerow((*COLUMNS, *mark))
         for name, device in profile["devices"].items():
-            writer.writerows((name, *row) for row in _rows(device))
+            writer.writerows((name, *row, *mark.values()) for row in _rows(device))
 
 
 def _rows(device: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:

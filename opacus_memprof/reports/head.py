@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from opacus_memprof.analysis.virtual import virtual_mark
+
 _STYLE = {"finished": "green", "running": "cyan"}
 
 
@@ -16,11 +18,19 @@ def status_of(profile: Mapping[str, Any]) -> str:
     return f"[{_STYLE.get(status, 'red')}]{escape(status.replace('_', ' '))}[/]"
 
 
-def print_head(said: str, versions: Mapping[str, Any], console: Console) -> None:
-    """`said` is markup."""
+def print_head(said: str, profile: Mapping[str, Any], console: Console) -> None:
+    """The first lines of a report. `said` is markup; `profile` is the content of profile.json or ranks.json."""
     console.print(f"[bold]opacus-memprof[/]  {said}", highlight=False)
+    print_virtual_mark(profile, console)
+    versions = profile.get("versions") or {}
     if known := [f"{name} {versions[name]}" for name in ("torch", "opacus", "cuda") if versions.get(name)]:
         console.print(escape(", ".join(known)), style="dim", highlight=False)
+
+
+def print_virtual_mark(profile: Mapping[str, Any], console: Console) -> None:
+    """Prints on which virtual GPU it was, where it was on one."""
+    if mark := virtual_mark(profile):
+        console.print(f"[bold magenta]virtual[/] {escape(mark)}", highlight=False)
 
 
 def print_warnings(warnings: Sequence[str], console: Console) -> None:

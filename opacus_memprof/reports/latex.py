@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from opacus_memprof.analysis.virtual import virtual_gpu_of
 from opacus_memprof.files import write_text
 from opacus_memprof.reports.tables import largest_first
 from opacus_memprof.units import format_bytes
@@ -53,7 +54,9 @@ def write_latex(profile: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
     Raises:
         MemprofError: `path` cannot be written.
     """
-    tables = [text for name, device in profile["devices"].items() for text in _tables(name, device)]
+    virtual = virtual_gpu_of(profile)
+    names = {name: name if virtual is None else f"{name}, a {virtual}" for name in profile["devices"]}
+    tables = [text for name, device in profile["devices"].items() for text in _tables(names[name], device)]
     head = "% \\usepackage{booktabs} goes into the preamble.\n"
     write_text(path, "\n".join([head, *tables]))
 

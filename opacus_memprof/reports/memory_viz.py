@@ -71,6 +71,8 @@ def write_memory_viz(
         "allocator_settings": {},
         "external_annotations": [],
     }
+    if "virtual" in profile:  # the viewer passes over what it does not know
+        snapshot["virtual_gpu"] = profile["virtual"]
     with replacing(path) as temporary, open(temporary, "wb") as file:
         pickle.dump(snapshot, file, protocol=_PROTOCOL)
 

@@ -9,6 +9,8 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from opacus_memprof.analysis.virtual import virtual_mark
+from opacus_memprof.reports.head import print_virtual_mark
 from opacus_memprof.units import format_bytes
 
 _TOP = 8
@@ -18,6 +20,7 @@ _TOP_SUGGESTIONS = 4
 def print_oom(report: Mapping[str, Any], console: Console) -> None:
     """Prints what analysis.oom.build_report returned."""
     console.print(f"[bold red]out of memory[/] {escape(headline(report))}", highlight=False)
+    print_virtual_mark(report, console)
     console.print(f"  {escape(_what_would_have_fitted(report))}", style="dim", highlight=False)
     _print_holders(report, console)
     _print_left(report["left_behind"], console)
@@ -41,6 +44,8 @@ def note(report: Mapping[str, Any], path: str) -> str:
     """The lines that an exception carries."""
     held = list(report["holders"]["categories"].items())[:3]
     lines = [f"opacus-memprof: {headline(report)}"]
+    if mark := virtual_mark(report):
+        lines.append(mark)
     if held:
         lines.append("held by " + ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in held))
     if report["suggestions"]:

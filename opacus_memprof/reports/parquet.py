@@ -30,6 +30,8 @@ def write_parquet(profile: Mapping[str, Any], directory: str | os.PathLike[str],
     pa = require("pyarrow", "Parquet tables")
     parquet = require("pyarrow.parquet", "Parquet tables")
     said = {key: profile.get(key) for key in ("format", "versions", "status", "started_unix_ns")}
+    if "virtual" in profile:
+        said["virtual"] = profile["virtual"]
     events = Events(directory)
     live = np.zeros(256, np.int64)
     with replacing(path) as temporary:

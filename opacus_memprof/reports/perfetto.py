@@ -10,6 +10,7 @@ import numpy as np
 
 from opacus_memprof.analysis.events import ALLOC, FREE, OOM, PHASE, ROW, STEP, Events, Rows
 from opacus_memprof.analysis.profile import read_timelines
+from opacus_memprof.analysis.virtual import virtual_gpu_of
 from opacus_memprof.files import replacing
 from opacus_memprof.optional import require
 from opacus_memprof.reports.palette import stack_order
@@ -71,7 +72,9 @@ class _Trace:
         packet.sequence_flags = self._proto.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
         packet.track_descriptor.uuid = _PROCESS
         packet.track_descriptor.process.pid = self._profile["pid"]
-        packet.track_descriptor.process.process_name = " ".join(self._profile.get("command") or []) or "training"
+        name = " ".join(self._profile.get("command") or []) or "training"
+        virtual = virtual_gpu_of(self._profile)
+        packet.track_descriptor.process.process_name = name if virtual is None else f"{name}, on a {virtual}"
         return packet
 
     def _track(self, name: str, parent: int = _PROCESS) -> Any:

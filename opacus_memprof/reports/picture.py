@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opacus_memprof.analysis.device import thinned
+from opacus_memprof.analysis.virtual import virtual_gpu_of
 from opacus_memprof.reports.figures import byte_axis, drawn, event_axis, legend, stacked_areas, stacked_bars
 from opacus_memprof.reports.palette import PHASE_COLORS, THEMES, Theme
 from opacus_memprof.reports.tables import largest_first
@@ -46,20 +47,22 @@ def write_pictures(profile: Mapping[str, Any], path: str | os.PathLike[str]) -> 
     paths = picture_paths(profile, path)
     for (name, theme), file in paths.items():
         if name:
-            _draw_device(name, profile["devices"][name], theme, file)
+            virtual = virtual_gpu_of(profile)
+            title = name if virtual is None else f"{name}, a {virtual}"
+            _draw_device(title, profile["devices"][name], theme, file)
         else:
             with drawn(file, theme, (8, 2)) as figure:
                 figure.text(0.5, 0.5, "No memory was allocated on a device that was profiled.", ha="center")
     return list(paths.values())
 
 
-def _draw_device(name: str, device: Mapping[str, Any], theme: str, file: Path) -> None:
+def _draw_device(title: str, device: Mapping[str, Any], theme: str, file: Path) -> None:
     peak = device["peak"]
     modules, components = (_summed(peak[key]) for key in ("modules", "components"))
     with drawn(file, theme, _SIZE) as figure:
         grid = figure.add_gridspec(4, 2, height_ratios=(20, 1.5, 8 + len(modules), 8 + len(components)))
         timeline = figure.add_subplot(grid[0, :])
-        timeline.set_title(f"Requested memory of {name}, event by event")
+        timeline.set_title(f"Requested memory of {title}, event by event")
         rows = _thinned(device["timeline"])
         _draw_timeline(timeline, device, rows, THEMES[theme])
         _draw_phases(figure.add_subplot(grid[1, :], sharex=timeline), rows)

@@ -20,7 +20,7 @@ _EVEN = 1.0005  # as printed, max / mean is 1.000
 
 def print_ranks(summary: Mapping[str, Any], console: Console) -> None:
     """Prints the content of ranks.json."""
-    print_head(f"{summary['world_size']} ranks, {status_of(summary)}", summary["versions"], console)
+    print_head(f"{summary['world_size']} ranks, {status_of(summary)}", summary, console)
     imbalance = summary["imbalance"]
     if imbalance is None:
         console.print("No memory was allocated on a device that was profiled.")

@@ -27,6 +27,8 @@ def print_tax(tax: Mapping[str, Any], console: Console) -> None:
         if device["opacus_only"]:
             held = format_bytes(device["opacus_only"])
             console.print(f"\n{held} of captured activations are held by Opacus alone", highlight=False)
+    for note in tax["notes"]:
+        console.print(f"\n[yellow]note:[/] {escape(note)}", highlight=False)
 
 
 def _print_table(title: str, sizes: Mapping[str, int], console: Console, top: int | None = None) -> None:

@@ -49,7 +49,7 @@ def print_summary(profile: Mapping[str, Any], console: Console) -> None:
 def _print_header(profile: Mapping[str, Any], console: Console) -> None:
     code = profile.get("exit_code")
     ended = status_of(profile) if code is None else f"{status_of(profile)}, exit code {code}"
-    print_head(ended, profile.get("versions") or {}, console)
+    print_head(ended, profile, console)
 
 
 def _print_device(name: str, device: Mapping[str, Any], console: Console) -> None:

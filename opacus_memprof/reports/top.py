@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
+from opacus_memprof.analysis.virtual import virtual_mark
 from opacus_memprof.reports.tables import bar, largest_first, share, shortened, table_of
 from opacus_memprof.units import format_bytes
 
@@ -26,6 +27,8 @@ def live_view(live: Mapping[str, Any]) -> RenderableType:
             f"[dim]{live['events']} events[/]"
         )
     ]
+    if mark := virtual_mark(live):
+        parts.append(Text.assemble(("virtual ", "bold magenta"), mark))
     if live["dropped"]:
         parts.append(Text(f"the event file is full: {live['dropped']} events later than these are missing", "yellow"))
     if live["out_of_memory"]:

@@ -6,6 +6,7 @@ before torch is, for everybody, so that torch's libraries find their symbols the
 involved, so that no other program can get a virtual GPU by accident.
 """
 
+from opacus_memprof.virtual_gpu.mark import describe_gpus, describe_limits, describe_run
 from opacus_memprof.virtual_gpu.process import active, default_answers, start
 
-__all__ = ["active", "default_answers", "start"]
+__all__ = ["active", "default_answers", "describe_gpus", "describe_limits", "describe_run", "start"]

@@ -5,6 +5,11 @@ function brand(theme) {
   return element("div", { class: "brand" }, element("span", {}, "opacus-memprof"), theme);
 }
 
+/** On which virtual GPU the run was; nothing of a real one. */
+function virtualMark(sentence) {
+  return sentence ? element("p", { class: "virtual" }, element("strong", {}, "virtual "), sentence) : null;
+}
+
 function footer() {
   const units = "All sizes are requested bytes in binary units (1 MiB = 1,048,576 bytes)";
   const exact = "hover over one for its exact number";

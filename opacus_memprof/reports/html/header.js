@@ -14,6 +14,7 @@ function header({ profile, run, deviceName }, choices) {
     { class: "page" },
     brand(choices.theme),
     element("div", { class: "title" }, title, chip, runChoice(run, choices), deviceChoice(run, deviceName, choices)),
+    virtualMark(profile.virtual_mark),
     profile.error ? element("p", { class: "error" }, profile.error) : null,
     facts(profile),
   );

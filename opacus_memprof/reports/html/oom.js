@@ -100,6 +100,7 @@ function layerName({ module, kind, samples, tokens }) {
 const cards = [changeCard(), heldCard(), neededCard(), roomCard(), layersCard()];
 const title = element("div", { class: "title" }, element("h1", {}, "Out of memory"));
 const sentence = element("p", { class: "error" }, REPORT.headline);
-const head = element("header", { class: "page" }, brand(themeSwitch(() => {})), title, sentence);
+const mark = virtualMark(REPORT.virtual_mark);
+const head = element("header", { class: "page" }, brand(themeSwitch(() => {})), title, mark, sentence);
 document.body.replaceChildren(head, element("main", {}, cards), footer());
 printLight(() => {});

@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from opacus_memprof.analysis.virtual import virtual_mark
 from opacus_memprof.reports.html.shell import joined
 from opacus_memprof.reports.oom_text import headline
 
@@ -13,5 +14,5 @@ _SCRIPTS = ["base.js", "data.js", "theme.js", "table.js", "frame.js", "suggestio
 def oom_page(report: Mapping[str, Any]) -> str:
     """The page, from what analysis.oom.build_report returned."""
     categories = {*report["holders"]["categories"], *report["needed"]["parts"]}
-    content = {"headline": headline(report), "failure": report}
+    content = {"headline": headline(report), "failure": report, "virtual_mark": virtual_mark(report)}
     return joined("out of memory", _SCRIPTS, content, categories, elsewhere="oom_report.txt")

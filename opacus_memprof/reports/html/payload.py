@@ -13,6 +13,7 @@ from typing import Any
 from opacus_memprof.analysis.device import thinned
 from opacus_memprof.analysis.profile import TIMELINE_POINTS, read_timelines
 from opacus_memprof.analysis.tax import dp_tax
+from opacus_memprof.analysis.virtual import virtual_mark
 from opacus_memprof.directory import OOM_REPORTS
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.files import read_object
@@ -69,6 +70,7 @@ def _run(run: Run, share: float) -> dict[str, Any]:
         "name": run.name,
         "profile": {
             **{key: profile.get(key) for key in _OF_A_PROFILE},
+            "virtual_mark": virtual_mark(profile),
             "duration_ns": profile["ended_unix_ns"] - start,
             "findings": [
                 {key: finding[key] for key in _OF_A_FINDING if key in finding} for finding in profile["findings"]

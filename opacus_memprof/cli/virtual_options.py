@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of commands that run a program on virtual GPUs."""
+
+import os
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from opacus_memprof import virtual_gpu
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.units import parse_size
+
+
+@dataclass(frozen=True)
+class VirtualGpuOptions:
+    """What kind of GPU to play, how large, and how many."""
+
+    virtual_gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="Run without a GPU, on books of one that compute nothing: h200, a100-40 … (`doctor` lists them).",
+            show_default=False,
+        ),
+    ] = None
+    virtual_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Its memory, as 24GiB, in place of the kind's own.", show_default=False),
+    ] = None
+    virtual_gpus: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="How many there are; one for each process of a launcher, else 1.", show_default=False
+        ),
+    ] = None
+
+    def start(self) -> bool:
+        """Gives this process the virtual GPUs; False where none were asked for.
+
+        Raises:
+            MemprofError: options that do not go together or that make no sense, or a virtual GPU cannot work here.
+        """
+        if self.virtual_gpu is None:
+            for option, value in (("--virtual-memory", self.virtual_memory), ("--virtual-gpus", self.virtual_gpus)):
+                if value is not None:
+                    raise MemprofError(f"{option} is for a virtual GPU: add --virtual-gpu KIND")
+            return False
+        memory = None if self.virtual_memory is None else parse_size(self.virtual_memory)
+        count = _processes_here() if self.virtual_gpus is None else self.virtual_gpus
+        virtual_gpu.start(self.virtual_gpu, memory=memory, count=count)
+        return True
+
+
+def _processes_here() -> int:
+    """How many processes a launcher (torchrun, accelerate) has started on this machine, of which each takes a GPU."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not text.isdecimal():
+        raise MemprofError(f"LOCAL_WORLD_SIZE is {text!r} and should be a number: correct it, or give --virtual-gpus")
+    return max(int(text), 1)
