@@ -76,7 +76,12 @@ def _command(item: pytest.Item) -> list[str]:
             command += ["-p", plugin]
     for warning in config.getoption("pythonwarnings") or []:
         command += ["-W", warning]
-    for option in ("--memprof-report", "--memprof-baseline-dir"):
+    for option in (
+        "--memprof-report",
+        "--memprof-baseline-dir",
+        "--memprof-virtual-gpu",
+        "--memprof-virtual-memory",
+    ):
         if config.getoption(option) is not None:
             command += [option, config.getoption(option)]
     for option in ("--memprof", "--memprof-update-baselines"):

@@ -4,6 +4,7 @@ collected test asks for them."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +36,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--memprof-update-baselines", action="store_true", help="write what is measured as the new baselines"
     )
     group.addoption("--memprof-isolated", action="store_true", help="run every profiled test in a process of its own")
+    kind = "run on a virtual GPU of this kind, such as h200: memory is exact, values are not computed"
+    group.addoption("--memprof-virtual-gpu", metavar="KIND", help=kind)
+    parser.addini("memprof_virtual_gpu", f"{kind} (as --memprof-virtual-gpu)", default="")
+    memory = 'memory of the virtual GPU in place of its kind\'s, such as "24 GiB"'
+    group.addoption("--memprof-virtual-memory", metavar="SIZE", help=memory)
+    parser.addini("memprof_virtual_memory", f"{memory} (as --memprof-virtual-memory)", default="")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Starts the virtual GPU: torch must not have been imported, and conftests import it."""
+    _start_virtual_gpu(early_config)
+
+
+def _start_virtual_gpu(config: pytest.Config) -> None:
+    if config.known_args_namespace.memprof_virtual_gpu or config.getini("memprof_virtual_gpu"):
+        from opacus_memprof.pytest_plugin import on_virtual_gpu
+
+        on_virtual_gpu.start(config)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    _start_virtual_gpu(config)  # where a conftest or a worker of pytest-xdist has loaded this plugin late
     for marker in _MARKERS:
         config.addinivalue_line("markers", marker)
     folder = config.getoption("--memprof-baseline-dir")
@@ -47,6 +68,14 @@ def pytest_configure(config: pytest.Config) -> None:
         from opacus_memprof.pytest_plugin.summary import Summary
 
         config.pluginmanager.register(Summary(config), "memprof_summary")
+
+
+def pytest_report_header() -> str | None:
+    if "opacus_memprof.virtual_gpu" not in sys.modules:
+        return None
+    from opacus_memprof.pytest_plugin import on_virtual_gpu
+
+    return on_virtual_gpu.header()
 
 
 @pytest.hookimpl(wrapper=True)
