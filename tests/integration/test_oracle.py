@@ -51,13 +51,20 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     }[request.param]
     install()
     if request.param == "cuda":
-        warm_up()
+        without_workspaces()
     yield request.param
+    if request.param == "cuda" and hasattr(torch._C, "_cuda_resetCublasWorkspaceSize"):
+        torch._C._cuda_resetCublasWorkspaceSize()
+        torch._C._cuda_resetCublasLtWorkspaceSize()
     uninstall()
 
 
-def warm_up() -> None:
-    """cuBLAS takes a workspace at the first product of each thread: here, in forward and in backward."""
+def without_workspaces() -> None:
+    """Keeps cuBLAS' workspaces out of the windows. From torch 2.12 on one lives as long as its product, so that none may
+    be asked for; before, each thread takes one at its first product: here, in forward and in backward."""
+    if hasattr(torch._C, "_cuda_setCublasWorkspaceSize"):
+        torch._C._cuda_setCublasWorkspaceSize(0)
+        torch._C._cuda_setCublasLtWorkspaceSize(0)
     x = torch.ones(8, 8, device="cuda", requires_grad=True)
     (x @ x).sum().backward()
 
