@@ -13,6 +13,11 @@ extern "C" {
 
 std::size_t cudnnGetVersion() { return CUDNN_VERSION; }
 
+cudnnStatus_t cudnnGetProperty(libraryPropertyType type, int* value) {
+  *value = type == MAJOR_VERSION ? CUDNN_MAJOR : type == MINOR_VERSION ? CUDNN_MINOR : CUDNN_PATCHLEVEL;
+  return CUDNN_STATUS_SUCCESS;
+}
+
 const char* cudnnGetErrorString(cudnnStatus_t status) {
   return status == CUDNN_STATUS_SUCCESS ? "success" : "an error of the virtual GPU";
 }

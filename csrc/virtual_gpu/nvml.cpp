@@ -11,6 +11,7 @@
 namespace {
 
 constexpr int kSuccess = 0;
+constexpr int kNotSupported = 3;
 constexpr int kNotFound = 6;
 
 struct Memory {
@@ -87,6 +88,19 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void* /*device*/, unsigned* count, v
 int nvmlDeviceGetComputeRunningProcesses(void* device, unsigned* count, void* infos) {
   return nvmlDeviceGetComputeRunningProcesses_v3(device, count, infos);
 }
+
+int nvmlSystemGetCudaDriverVersion_v2(int* version) {
+  return cudaDriverGetVersion(version) == cudaSuccess ? kSuccess : kNotSupported;
+}
+
+// Nothing is at the other end of a link, and the GPU belongs to no fabric.
+int nvmlDeviceGetNvLinkRemoteDeviceType(void* /*device*/, unsigned /*link*/, int* /*type*/) {
+  return kNotSupported;
+}
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void* /*device*/, unsigned /*link*/, void* /*info*/) {
+  return kNotSupported;
+}
+int nvmlDeviceGetGpuFabricInfoV(void* /*device*/, void* /*info*/) { return kNotSupported; }
 
 const char* nvmlErrorString(int /*result*/) { return "an error of the virtual GPU"; }
 }
