@@ -100,6 +100,7 @@ def test_an_address_that_is_handed_out_again_at_once() -> None:
     assert_reconciled()
 
 
+@pytest.mark.true_numbers
 def test_record_stream_keeps_memory_until_the_side_stream_is_done() -> None:
     side = torch.cuda.Stream()
     source = torch.full((1 << 22,), 7.0, device="cuda")
@@ -121,6 +122,7 @@ def test_record_stream_keeps_memory_until_the_side_stream_is_done() -> None:
     del overwriting
 
 
+@pytest.mark.true_numbers
 def test_cuda_graph_capture_and_replay() -> None:
     static = torch.zeros(1 << 16, device="cuda")
     weight = torch.randn(256, 256, device="cuda")
@@ -235,7 +237,6 @@ def test_cublas_workspaces_have_their_category() -> None:
         assert not [b for b in _native.live_blocks() if b["category"] == "library_workspace" and b in workspaces]
 
 
-@pytest.mark.skipif(torch.__version__ >= "2.12", reason="workspaces of this torch live for one operation")
 def test_what_was_seeded_once_is_not_believed_at_the_next_attach() -> None:
     """Freed while nobody looked, and its address in use again, for other sizes."""
     _native.cuda_uninstall()
@@ -253,6 +254,7 @@ def test_what_was_seeded_once_is_not_believed_at_the_next_attach() -> None:
     assert sum(block["bytes"] for block in _native.live_blocks() if block["device"] == "cuda:0") == requested
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.12", reason="workspaces of this torch live for one operation")
 def test_workspaces_from_before_a_late_attach_have_their_category() -> None:
     _native.cuda_uninstall()
     threading.Thread(target=some_work).start()

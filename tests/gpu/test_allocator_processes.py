@@ -8,6 +8,9 @@ import textwrap
 
 import pytest
 
+from opacus_memprof import virtual_gpu
+from tests.on_virtual_gpu import interpreter
+
 PRELUDE = """
 import torch, opacus_memprof
 from opacus_memprof import _native
@@ -17,7 +20,7 @@ from tests.gpu.ledger import assert_reconciled, live_bytes
 
 def run(code: str, **environment: str) -> str:
     finished = subprocess.run(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
+        [*interpreter(), "-c", PRELUDE + textwrap.dedent(code)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
         capture_output=True,
         text=True,
@@ -85,6 +88,7 @@ def test_compiled_cuda_graph_trees(mode: str) -> None:
     """)
 
 
+@pytest.mark.skipif(virtual_gpu.active() is not None, reason="no process sees another one's virtual GPU")
 def test_ipc_between_two_processes() -> None:
     run("""
         import torch.multiprocessing as multiprocessing

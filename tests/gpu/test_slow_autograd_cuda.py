@@ -3,7 +3,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,13 @@ import pytest
 
 from opacus_memprof.analysis.events import FREE, PHASE
 from tests.event_rows import rows_of
+from tests.on_virtual_gpu import interpreter
 
 
 @pytest.mark.cuda
 def test_what_autograd_drops_late_stays_its_temporaries(tmp_path: Path) -> None:
     directory = tmp_path / "profile"
-    program = [sys.executable, "-m", "tests.gpu.slow_autograd", str(directory)]
+    program = [*interpreter(), "-m", "tests.gpu.slow_autograd", str(directory)]
     subprocess.run(program, check=True, cwd=Path(__file__).parents[2])
 
     rows, names = rows_of(directory)

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python with a virtual GPU, for tests that start processes: `python -m tests.on_virtual_gpu KIND -m MODULE|-c CODE ...`.
+
+A virtual GPU is its process' own: no child inherits it.
+"""
+
+import runpy
+import sys
+
+from opacus_memprof import virtual_gpu
+
+
+def interpreter() -> list[str]:
+    """The command of a Python that sees the GPUs that this process sees."""
+    running = virtual_gpu.active()
+    return [sys.executable, *(["-m", "tests.on_virtual_gpu", running.kind] if running else [])]
+
+
+def main() -> None:
+    _, kind, option, code, *arguments = sys.argv
+    virtual_gpu.start(kind)
+    sys.argv = [option, *arguments]
+    if option == "-m":
+        runpy.run_module(code, run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+
+
+if __name__ == "__main__":
+    main()
