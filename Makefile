@@ -81,7 +81,7 @@ $(VENV)/.opacus-memprof-core: pyproject.toml | $(BIN)/python
 # What the build itself needs, so that it can run in the environment and compile only what has changed.
 $(VENV)/.opacus-memprof-requirements: $(VENV)/.opacus-memprof-core $(wildcard build_backend/*.py)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install torch
-	$(PIP) install 'setuptools>=64' wheel ninja
+	$(PIP) install 'setuptools>=64' wheel ninja 'pybind11>=2.12'
 	$(PIP) install wheel $$(PYTHONPATH=build_backend $(BIN)/python -c \
 	    'import opacus_memprof_build as backend; print(*backend.get_requires_for_build_editable())')
 	touch $@

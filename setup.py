@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds opacus_memprof._C against the torch that is importable here; the metadata is in pyproject.toml.
+"""Builds opacus_memprof._core, which reads profiles and knows no torch, and opacus_memprof._C, which records them,
+against the torch that is importable here. The metadata is in pyproject.toml.
 
-Environment: OPACUS_MEMPROF_CUDA=auto|0|1 (1 fails where CUDA cannot be built), CUDA_HOME,
-NLOHMANN_JSON_INCLUDE (a folder that holds nlohmann/json.hpp), MAX_JOBS (compilers at once, 2 by default).
+Environment: OPACUS_MEMPROF_READER=1 (_core alone, which needs no torch), OPACUS_MEMPROF_CUDA=auto|0|1 (1 fails where
+CUDA cannot be built), CUDA_HOME, NLOHMANN_JSON_INCLUDE (a folder that holds nlohmann/json.hpp), MAX_JOBS (compilers at
+once, 2 by default).
 """
 
 import importlib.util
@@ -12,17 +14,24 @@ import re
 import subprocess
 import sysconfig
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pybind11
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
-try:
-    import torch
-    from torch.utils import cpp_extension
-except ImportError as error:
-    raise SystemExit(
-        f"opacus-memprof is built against the torch it will run with, and there is none: {error}"
-    ) from None
+READER = os.environ.get("OPACUS_MEMPROF_READER", "0")
+if READER not in ("0", "1"):
+    raise SystemExit(f"OPACUS_MEMPROF_READER is {READER!r}; it can be 0 or 1")
+if READER == "0":
+    try:
+        import torch
+        from torch.utils import cpp_extension
+    except ImportError as error:
+        raise SystemExit(
+            f"opacus-memprof is built against the torch it will run with, and there is none ({error}): install torch "
+            "first, or set OPACUS_MEMPROF_READER=1 for the part that reads profiles, which needs none"
+        ) from None
 
 # Virtuals of c10::cuda::CUDACachingAllocator::CUDAAllocator that come and go with torch's minors. Those that the
 # installed header declares are compiled in, as OPACUS_MEMPROF_HAS_<name>.
@@ -127,11 +136,29 @@ def torch_has(torch_include: Path) -> list[tuple[str, str]]:
     return [(f"OPACUS_MEMPROF_HAS_{name}", "1") for name in declared]
 
 
+# What reads event files. Nothing of it is in _C, which has the rest of csrc/core.
+CORE_BINDINGS = ["core_module", "follower_bindings", "replay_bindings"]
+CORE_SOURCES = ["event_reader", "event_rows", "follower", "replay", "replay_survey"]
+CORE = [f"csrc/bindings/{name}.cpp" for name in CORE_BINDINGS] + [f"csrc/core/{name}.cpp" for name in CORE_SOURCES]
+
+
+def core_extension() -> Extension:
+    return Extension(
+        "opacus_memprof._core",
+        CORE,
+        extra_compile_args=[*FLAGS, f"-isystem{pybind11.get_include()}"],
+        include_dirs=[str(Path("csrc").resolve())],
+        language="c++",
+    )
+
+
 def sources(with_cuda: bool) -> list[str]:
-    """Files named cuda_* need CUDA's headers; cuda_stub.cpp stands in for them where there are none."""
+    """Of _C. Files named cuda_* need CUDA's headers; cuda_stub.cpp stands in for them where there are none."""
     found = sorted(path for part in ("core", "adaptors", "bindings") for path in Path("csrc", part).glob("*.cpp"))
     return [
-        str(path) for path in found if not path.name.startswith("cuda_") or (path.name == "cuda_stub.cpp") != with_cuda
+        str(path)
+        for path in found
+        if str(path) not in CORE and (not path.name.startswith("cuda_") or (path.name == "cuda_stub.cpp") != with_cuda)
     ]
 
 
@@ -170,47 +197,68 @@ def build_virtual_gpu(package: Path, cuda: Cuda) -> None:
     )
 
 
+def write_build_info(package: Path, version: str, info: dict[str, Any]) -> None:
+    """_build_info.py beside the extensions: what they were built for, which _native.py checks before it loads _C."""
+    compiler = subprocess.run([os.environ.get("CXX", "c++"), "--version"], capture_output=True, text=True)
+    info = {
+        "VERSION": version,
+        **info,
+        "PYTHON": platform.python_version(),
+        "COMPILER": compiler.stdout.partition("\n")[0],
+    }
+    lines = ["# Written by setup.py: what the extensions beside this file were built for.\n"]
+    lines += [f"{name} = {value!r}\n" for name, value in info.items()]
+    (package / "_build_info.py").write_text("".join(lines))
+
+
+def package_of(command: Any) -> Path:
+    """The folder that a build_ext command puts the extensions into."""
+    return Path(command.get_ext_fullpath("opacus_memprof._core")).parent
+
+
+class BuildReader(build_ext):
+    """Builds _core alone."""
+
+    def run(self) -> None:
+        super().run()
+        nothing = {"TORCH_VERSION": None, "TORCH_CUDA": None, "HAS_CUDA": False}
+        write_build_info(package_of(self), self.distribution.get_version(), nothing)
+
+
+REQUIRES = ["numpy", "rich", "typer>=0.19"]  # typer: choices from Literal
+REQUIRES_TO_RECORD = ["opacus>=1.5", "matplotlib", "perfetto"]
+
+os.environ.setdefault("MAX_JOBS", "2")
+if READER == "1":
+    setup(
+        ext_modules=[core_extension()],
+        cmdclass={"build_ext": BuildReader},
+        install_requires=REQUIRES,
+        options={"build": {"build_base": "build/reader"}},
+    )
+    raise SystemExit
+
+
 class BuildExtension(cpp_extension.BuildExtension):
-    """Also builds the virtual GPU's libraries, and writes _build_info.py beside the extension, which _native.py checks
-    before it loads it."""
+    """Also builds the virtual GPU's libraries."""
 
     def run(self) -> None:
         self.build_temp = f"{BUILD}/objects"  # an editable install would compile everything anew in a temporary folder
         super().run()
-        package = Path(self.get_ext_fullpath("opacus_memprof._C")).parent
         if CUDA is not None:
-            build_virtual_gpu(package, CUDA)
-        compiler = subprocess.run([cpp_extension.get_cxx_compiler(), "--version"], capture_output=True, text=True)
-        info = {
-            "VERSION": self.distribution.get_version(),
-            "TORCH_VERSION": str(torch.__version__),
-            "TORCH_CUDA": torch.version.cuda,
-            "HAS_CUDA": CUDA is not None,
-            "PYTHON": platform.python_version(),
-            "COMPILER": compiler.stdout.partition("\n")[0],
-        }
-        lines = ["# Written by setup.py: what the extension beside this file was built for.\n"]
-        lines += [f"{name} = {value!r}\n" for name, value in info.items()]
-        (package / "_build_info.py").write_text("".join(lines))
+            build_virtual_gpu(package_of(self), CUDA)
+        info = {"TORCH_VERSION": str(torch.__version__), "TORCH_CUDA": torch.version.cuda, "HAS_CUDA": CUDA is not None}
+        write_build_info(package_of(self), self.distribution.get_version(), info)
 
 
-os.environ.setdefault("MAX_JOBS", "2")
 CUDA = choose_cuda()
 TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
 # Objects of another torch, or of a build without CUDA, must not be taken for this one's.
 BUILD = f"build/torch-{torch.__version__}-{'cuda' if CUDA else 'cpu'}"
 
 setup(
-    ext_modules=[extension(CUDA)],
+    ext_modules=[core_extension(), extension(CUDA)],
     cmdclass={"build_ext": BuildExtension},
-    install_requires=[
-        f"torch=={TORCH_MINOR}.*",
-        "opacus>=1.5",
-        "matplotlib",
-        "numpy",
-        "perfetto",
-        "rich",
-        "typer>=0.19",  # choices from Literal
-    ],
+    install_requires=[f"torch=={TORCH_MINOR}.*", *REQUIRES, *REQUIRES_TO_RECORD],
     options={"build": {"build_base": BUILD}},
 )

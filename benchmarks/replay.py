@@ -99,12 +99,12 @@ def resident_mib() -> float:
 
 def measure(directory: Path) -> dict[str, float]:
     """In this process: the replay alone, then all that happens up to profile.json."""
-    from opacus_memprof import _native
+    from opacus_memprof import core
     from opacus_memprof.analysis.profile import build_profile, write_profile
 
     before = resident_mib()
     start = time.perf_counter()
-    result = _native.replay(str(directory))
+    result = core.replay(str(directory))
     replayed = time.perf_counter()
     if any(result["contradictions"].values()):
         raise SystemExit(f"the benchmark's own file is wrong: {result['contradictions']}")

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 
 HAS_CUDA: bool  # built with the CUDA adaptor
-BUILTIN_CATEGORIES: list[str]  # by id; a program's own have the ids after these
-BUILTIN_PHASES: list[str]
 
 # --- names: a name's id is its index in the list of its kind; asking again gives the same id ---
 def category_id(name: str) -> int: ...  # built-in names are known; others are added (at most 64 in all)
@@ -190,15 +188,6 @@ def start_events(directory: str, max_events: int, info_json: str) -> None:
 def stop_events() -> None: ...  # trims the file and writes the last meta.json
 def write_meta() -> None: ...  # now; it is also refreshed in the background when names change
 def events_status() -> dict[str, Any]: ...  # {"recording": bool, "written": int, "dropped": int, "error": str}
-def replay(directory: str, timeline_points: int = 2000) -> dict[str, Any]: ...  # see csrc/core/replay.h
-def for_event_rows(directory: str, take: Callable[[bytes], object]) -> None:
-    """Calls `take` with all rows of the event file, in pieces of whole rows; see csrc/core/event_rows.h."""
-
-class Follower:
-    """Reads on in directory/events.bin while it is written. Raises RuntimeError where there is no readable one."""
-
-    def __init__(self, directory: str) -> None: ...
-    def advance(self) -> dict[str, Any]: ...  # what is live now; see csrc/core/follower.h
 
 # --- adaptors ---
 def cpu_install() -> None: ...

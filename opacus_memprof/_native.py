@@ -8,9 +8,8 @@ Raises ImportError, with one sentence and the command that mends it, when the ex
 another torch, or cannot be loaded.
 """
 
+import importlib.util
 from pathlib import Path
-
-import torch  # before the extension, whose undefined symbols torch's libraries resolve
 
 
 def mending_command() -> str:
@@ -30,6 +29,16 @@ try:
 except ImportError:
     raise _failure("opacus-memprof's extension has not been built") from None
 
+if _build_info.TORCH_VERSION is None:
+    raise ImportError(
+        "this opacus-memprof reads profiles and cannot record any, for it was built without torch: install torch, then "
+        f"opacus-memprof again with OPACUS_MEMPROF_READER unset (`{mending_command()}`)"
+    )
+if importlib.util.find_spec("torch") is None:
+    raise ImportError("opacus-memprof records what torch allocates, and torch is not installed: `pip install torch`")
+
+import torch  # noqa: E402  (before the extension, whose undefined symbols torch's libraries resolve)
+
 if torch.__version__ != _build_info.TORCH_VERSION:
     raise _failure(
         f"opacus-memprof was built for torch {_build_info.TORCH_VERSION}, but torch {torch.__version__} is installed"
@@ -37,12 +46,9 @@ if torch.__version__ != _build_info.TORCH_VERSION:
 
 try:
     from opacus_memprof._C import (
-        BUILTIN_CATEGORIES,
-        BUILTIN_PHASES,
         HAS_CUDA,
         CaptureActivations,
         CaptureBackprops,
-        Follower,
         ParameterFunction,
         Sampler,
         ScopedForward,
@@ -67,7 +73,6 @@ try:
         events_status,
         failures,
         follow_gradient,
-        for_event_rows,
         forget_owner,
         gradient_hooks_lost,
         live_blocks,
@@ -79,7 +84,6 @@ try:
         peaks,
         phase_id,
         release,
-        replay,
         reset_peaks,
         retag,
         retag_attribute,
@@ -105,12 +109,9 @@ except ImportError as error:
     raise _failure(f"opacus-memprof's extension cannot be loaded ({error})") from error
 
 __all__ = [
-    "BUILTIN_CATEGORIES",
-    "BUILTIN_PHASES",
     "HAS_CUDA",
     "CaptureActivations",
     "CaptureBackprops",
-    "Follower",
     "ParameterFunction",
     "Sampler",
     "ScopedForward",
@@ -135,7 +136,6 @@ __all__ = [
     "events_status",
     "failures",
     "follow_gradient",
-    "for_event_rows",
     "forget_owner",
     "gradient_hooks_lost",
     "live_blocks",
@@ -147,7 +147,6 @@ __all__ = [
     "peaks",
     "phase_id",
     "release",
-    "replay",
     "reset_peaks",
     "retag",
     "retag_attribute",

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from opacus_memprof import _native, observations, virtual_gpu, workload
+from opacus_memprof import _native, core, observations, virtual_gpu, workload
 from opacus_memprof.analysis.oom import build_report
 from opacus_memprof.directory import OOM_REPORTS
 from opacus_memprof.files import write_text
@@ -98,7 +98,7 @@ class Forensics:
 
     def _build(self, failed: list[dict[str, Any]]) -> dict[str, Any]:
         try:
-            replayed = _native.replay(str(self._directory), _ROWS)
+            replayed = core.replay(str(self._directory), _ROWS)
         except RuntimeError:  # no event file that can be read: what the failure itself tells remains
             replayed = None
         piled_up = any(fact["kind"] == "captures" for fact in observations.noted())

@@ -15,7 +15,6 @@
 #include "bindings/convert.h"
 #include "bindings/cuda_bindings.h"
 #include "bindings/owners.h"
-#include "bindings/replay_bindings.h"
 #include "bindings/tensors_in.h"
 #include "core/names.h"
 #include "core/profile_directory.h"
@@ -239,8 +238,6 @@ PYBIND11_MODULE(_C, m) {
   bind_owners(m);
   bind_counters(m);
   bind_events(m);
-  bind_replay(m);
-  bind_follower(m);
   bind_cpu(m);
   bind_cuda(m);
 }

@@ -24,7 +24,7 @@ def build_device(
 
     Args:
         name: as in "cuda:0".
-        replayed: one of _native.replay's devices.
+        replayed: one of core.replay's devices.
         header: the event file's.
         live: the live counters' peak of this device, if known.
         snapshots: those of snapshots.jsonl, by number.

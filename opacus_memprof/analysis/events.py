@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from opacus_memprof import _native
+from opacus_memprof import core
 from opacus_memprof.analysis.names import Names
 from opacus_memprof.analysis.profile import read_meta
 from opacus_memprof.directory import META
@@ -41,7 +41,7 @@ class Events:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._path = Path(directory)
-        builtin = {"category_names": _native.BUILTIN_CATEGORIES, "phase_names": _native.BUILTIN_PHASES}
+        builtin = {"category_names": core.BUILTIN_CATEGORIES, "phase_names": core.BUILTIN_PHASES}
         self.names = Names(read_meta(self._path / META), builtin)
 
     def each(self, take: Callable[[Rows], object]) -> None:
@@ -55,7 +55,7 @@ class Events:
             take(np.frombuffer(rows, ROW))
 
         try:
-            _native.for_event_rows(str(self._path), take_bytes)
+            core.for_event_rows(str(self._path), take_bytes)
         except RuntimeError as error:
             raise MemprofError(f"there are no readable events in {self._path}: {error}") from error
 

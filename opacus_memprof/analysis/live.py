@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from opacus_memprof import _native
+from opacus_memprof import core
 from opacus_memprof.analysis.names import Names
 from opacus_memprof.analysis.profile import is_being_written, read_meta
 from opacus_memprof.directory import EVENTS, META
@@ -27,7 +27,7 @@ class Live:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         try:
-            self._follower = _native.Follower(str(directory))
+            self._follower = core.Follower(str(directory))
         except RuntimeError as error:
             raise MemprofError(f"there is no readable profile in {directory}: {error}") from error
 

@@ -17,7 +17,7 @@ class Names:
 
     Args:
         meta: meta.json, or {} where there is none.
-        replayed: what _native.replay returned.
+        replayed: what core.replay returned.
     """
 
     def __init__(self, meta: Mapping[str, Any], replayed: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opacus_memprof import _native
+from opacus_memprof import core
 from opacus_memprof.analysis.components import Components
 from opacus_memprof.analysis.device import build_device, device_of_counters, timeline
 from opacus_memprof.analysis.findings import Run, find
@@ -150,7 +150,7 @@ def write_profile(profile: Mapping[str, Any], directory: str | os.PathLike[str])
 
 def _replay(directory: Path, points: int) -> dict[str, Any]:
     try:
-        return _native.replay(str(directory), timeline_points=points)
+        return core.replay(str(directory), timeline_points=points)
     except RuntimeError as error:
         raise MemprofError(f"there is no readable profile in {directory}: {error}") from error
 

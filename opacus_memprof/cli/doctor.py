@@ -24,6 +24,7 @@ from opacus_memprof.units import format_bytes
 from opacus_memprof.versions import installed
 
 Level = Literal["ok", "note", "problem"]
+_TO_RECORD = "profiles can be read here; to record some, install torch, then opacus-memprof anew"
 _COLOURS: dict[Level, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
@@ -54,7 +55,8 @@ def doctor() -> None:
     if problems:
         console.print(f"\nopacus-memprof cannot profile here: {problems} problem{'s' * (problems > 1)}, see above.")
         raise typer.Exit(1)
-    console.print("\nopacus-memprof can profile here.")
+    ability = "read profiles here, and record none" if _reads_only() else "profile here"
+    console.print(f"\nopacus-memprof can {ability}.")
 
 
 def examine() -> list[Check]:
@@ -63,6 +65,8 @@ def examine() -> list[Check]:
     try:
         torch = importlib.import_module("torch")
     except Exception as error:  # a broken installation raises anything
+        if _reads_only():
+            return [python, Check("torch", _sentence(error), "note", _TO_RECORD), _build(), _directory()]
         lacking = Check("torch", _sentence(error), "problem", "install torch first: `pip install torch`")
         return [python, lacking, _opacus(), _build(), *_rmm(), _directory()]
     found = f"{torch.__version__}, built for " + (
@@ -80,6 +84,14 @@ def examine() -> list[Check]:
         *_rmm(),
         _directory(),
     ]
+
+
+def _reads_only() -> bool:
+    """Whether this installation was built without torch, to read profiles alone (OPACUS_MEMPROF_READER=1)."""
+    try:
+        return importlib.import_module("opacus_memprof._build_info").TORCH_VERSION is None
+    except ImportError:
+        return False
 
 
 def _driver(torch: Any) -> Check:
@@ -134,6 +146,9 @@ def _build() -> Check:
         build = importlib.import_module("opacus_memprof._build_info")
     except ImportError:
         return Check("opacus-memprof", f"{version}; its extension has not been built")
+    if build.TORCH_VERSION is None:
+        found = f"{version}; built without torch, to read profiles; Python {build.PYTHON} ({build.COMPILER})"
+        return Check("opacus-memprof", found)
     part = f"CUDA {build.TORCH_CUDA}" if build.HAS_CUDA else "the CPU only"
     found = f"{version}; built for torch {build.TORCH_VERSION}, {part}, Python {build.PYTHON} ({build.COMPILER})"
     return Check("opacus-memprof", found)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from opacus_memprof import _native
+from opacus_memprof import core
 from opacus_memprof.errors import MemprofError
 
 try:
@@ -36,7 +36,7 @@ class _Metrics(Collector):
             for category, size in device["categories"].items():
                 live.add_metric([name, category], size)
             peak.add_metric([name], device["peak_bytes"])
-            for each in _native.BUILTIN_PHASES:
+            for each in core.BUILTIN_PHASES:
                 phase.add_metric([name, each], each == device["phase"])
         yield from (live, peak, phase)
         yield GaugeMetricFamily("opacus_memprof_steps", "Calls of optimizer.step that ended.", reading["step"])

@@ -16,7 +16,7 @@ from opacus import PrivacyEngine
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_memprof import _native, hooks
+from opacus_memprof import _native, core, hooks
 
 BATCH, LENGTH, VOCABULARY, WIDTH, CLASSES = 8, 5, 11, 6, 3
 MODES = ("vanilla", "hooks", "functorch", "ew", "ghost")
@@ -105,7 +105,7 @@ def attached(training: Training) -> Iterator[None]:
 def categories() -> dict[str, int]:
     """Live CPU bytes by category."""
     devices: dict[str, Any] = _native.snapshot("test")["devices"]
-    none_yet: dict[str, Any] = {"categories": dict.fromkeys(_native.BUILTIN_CATEGORIES, 0)}
+    none_yet: dict[str, Any] = {"categories": dict.fromkeys(core.BUILTIN_CATEGORIES, 0)}
     counts: dict[str, int] = devices.get("cpu", none_yet)["categories"]
     return counts
 

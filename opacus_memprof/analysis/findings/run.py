@@ -19,7 +19,7 @@ class Run:
 
     Attributes:
         devices: as in profile.json.
-        replayed: _native.replay's devices, by the same names.
+        replayed: core.replay's devices, by the same names.
         facts: what hooks noticed (observations.noted), with ids of modules.
         names: what ids stand for.
     """

@@ -44,7 +44,7 @@ class History:
 
 
 def read(replayed: Mapping[str, Any] | None, names: Names | None, failed_in: int) -> History:
-    """History before the step `failed_in` ended, from one of _native.replay's devices; empty without."""
+    """History before the step `failed_in` ended, from one of core.replay's devices; empty without."""
     if replayed is None or names is None:
         return History()
 

@@ -37,7 +37,7 @@ def build_report(
         failed: _native.failures(), at least one.
         workload: what is being trained.
         captures: of Opacus, by module id, where several forwards in a row began with some that await a backward.
-        replayed: _native.replay() of the run's events so far, where there are any; `names`: _native.names().
+        replayed: core.replay() of the run's events so far, where there are any; `names`: _native.names().
     """
     failure = failures.read(failed[-1])
     known = None if replayed is None else Names({"names": names or {}}, replayed)
