@@ -89,6 +89,8 @@ def __getattr__(name: str) -> Any:
     if name == "session":
         return importlib.import_module("opacus_memprof.session")
     if name in _HOME:
+        if _HOME[name] in ("adaptors", "engine", "session"):  # which import torch: first, why one cannot record here
+            importlib.import_module("opacus_memprof._native")
         return getattr(importlib.import_module(f"opacus_memprof.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -70,6 +70,19 @@ def installation(tree: Path, python: Path) -> str:
     return run(python, "-m", "pip", "install", "--no-cache-dir", "-v", archive, cwd=tree.parent)
 
 
+def test_the_part_that_reads_profiles_is_built_without_torch(tree: Path, tmp_path: Path) -> None:
+    """OPACUS_MEMPROF_READER=1, in an environment of its own that has no torch and gets none."""
+    venv.create(tmp_path / "environment", symlinks=True, with_pip=True)
+    python = tmp_path / "environment" / "bin" / "python"
+    run(python, "-m", "pip", "install", "-q", tree, cwd=tmp_path, OPACUS_MEMPROF_READER="1")
+    assert "torch" not in run(python, "-m", "pip", "list", cwd=tmp_path)
+    reported = run(python, "-m", "opacus_memprof", "report", ROOT / "tests" / "data" / "format_1_hooks", cwd=tmp_path)
+    assert "per_sample_gradients" in reported
+    assert "read profiles here" in run(python, "-m", "opacus_memprof", "doctor", cwd=tmp_path)
+    script = "import opacus_memprof\ntry:\n opacus_memprof.install('cpu')\nexcept ImportError as error:\n print(error)"
+    assert "install torch, then opacus-memprof again" in run(python, "-c", script, cwd=tmp_path)
+
+
 def test_no_second_torch_is_downloaded(installation: str) -> None:
     assert f"Requirement already satisfied: torch=={MINOR}.*" in installation
     assert "Collecting torch" not in installation

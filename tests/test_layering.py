@@ -17,7 +17,7 @@ PACKAGE = ROOT / "opacus_memprof"
 # left only. `analysis` reads files and counters, so that the session can write a profile when it closes.
 LAYERS = [
     {"_build_info", "errors"},
-    {"_native", "files", "imports", "launch", "optional", "units", "versions"},
+    {"_native", "core", "files", "imports", "launch", "optional", "units", "versions"},
     {"directory", "hub", "observations", "tracing", "virtual_gpu"},
     {"clipping", "workload"},
     {"adaptors", "analysis", "hooks", "snapshots"},
@@ -29,6 +29,9 @@ LAYERS = [
     {"cli", "pytest_plugin"},
     {"__init__", "__main__"},  # __init__ loads what it names on demand; its __version__ is for everybody
 ]
+
+# The module that imports each extension, and explains why one cannot be loaded.
+EXTENSIONS = {"_C": "_native", "_core": "core"}
 
 CORE_MAY_INCLUDE = re.compile(
     r"<[a-z_]+>|"  # C++
@@ -74,8 +77,9 @@ def test_a_module_imports_from_the_left_only(module: str) -> None:
     file = ROOT / Path(*module.split(".")).with_suffix(".py")
     here = part(module)
     for name in imported(file.read_text(), module.rpartition(".")[0]):
-        if part(name) == "_C":
-            assert module == "opacus_memprof._native", f"{module} imports the extension past _native"
+        if part(name) in EXTENSIONS:
+            importer = f"opacus_memprof.{EXTENSIONS[part(name)]}"
+            assert module == importer, f"{module} imports the extension {name} past {importer}"
         elif part(name) != here:
             assert layer(part(name)) < layer(here), f"{module} imports {name}, which is not to its left"
 
