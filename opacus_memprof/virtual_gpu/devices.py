@@ -1,50 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPUs that can be played, and their properties."""
+"""The GPUs that can be played, and their properties.
+
+Where the figures come from:
+
+- `Limits`: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". 7.0 is in the guides up to
+  CUDA 12.9.
+- multiprocessors, L2 cache, bus and clocks: published output of CUDA's `deviceQuery` on the GPU that is named. Of the
+  B200: `cudaGetDeviceProperties` and nvidia-smi (https://github.com/pytorch/ao/pull/4002).
+- total_memory: what `torch.cuda.get_device_properties(0).total_memory` says, which is what `deviceQuery` says. It is a
+  little below the label, since ECC and the driver keep some, and another driver says up to 0.4 % more or less. The
+  comment of each row names the driver, by the CUDA version that it supports.
+- context_memory: measured on the H200 only; see `Gpu.context_memory`.
+
+The H200's row was read from `torch.cuda.get_device_properties` on one.
+"""
 
 import ctypes
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What a compute capability allows. Bytes of shared memory."""
+
+    threads_per_multiprocessor: int
+    blocks_per_multiprocessor: int
+    shared_memory_per_multiprocessor: int
+    shared_memory_per_block_optin: int
+
+
+_KIB = 1024
+LIMITS = {
+    (7, 0): Limits(2048, 32, 96 * _KIB, 96 * _KIB),
+    (7, 5): Limits(1024, 16, 64 * _KIB, 64 * _KIB),
+    (8, 0): Limits(2048, 32, 164 * _KIB, 163 * _KIB),
+    (8, 6): Limits(1536, 16, 100 * _KIB, 99 * _KIB),
+    (8, 9): Limits(1536, 24, 100 * _KIB, 99 * _KIB),
+    (9, 0): Limits(2048, 32, 228 * _KIB, 227 * _KIB),
+    (10, 0): Limits(2048, 32, 228 * _KIB, 227 * _KIB),
+}
+
+# The architectures that torch's wheels have kernels for, of which a GPU takes the newest of its own major version that
+# is not newer than itself.
+_KERNELS = ((7, 0), (7, 5), (8, 0), (8, 6), (9, 0), (10, 0))
+
+# What a CUDA context takes on an H200 for each thread that its multiprocessors can hold.
+_CONTEXT_PER_THREAD = (500 << 20) // (132 * 2048)
+
+
+@dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU. Bytes and kHz, as CUDA reports them."""
+    """One kind of GPU. Bytes and kHz, as CUDA reports them.
+
+    Attributes:
+        capability: the compute capability, major and minor.
+    """
 
     name: str
     total_memory: int
-    context_memory: int
-    major: int
-    minor: int
-    kernel_architecture: int
+    capability: tuple[int, int]
     multiprocessors: int
-    threads_per_multiprocessor: int
-    blocks_per_multiprocessor: int
-    shared_memory_per_block_optin: int
-    shared_memory_per_multiprocessor: int
     l2_cache: int
     memory_bus_bits: int
     clock_khz: int
     memory_clock_khz: int
 
+    @property
+    def major(self) -> int:
+        return self.capability[0]
 
+    @property
+    def minor(self) -> int:
+        return self.capability[1]
+
+    @property
+    def kernel_architecture(self) -> int:
+        """The architecture of the kernels that torch runs on it, as 90."""
+        major, minor = max(kernel for kernel in _KERNELS if kernel[0] == self.major and kernel <= self.capability)
+        return 10 * major + minor
+
+    @property
+    def context_memory(self) -> int:
+        """What a CUDA context takes before the first allocation: estimated, for all but the H200, from what it takes
+        there, since most of it is local memory for every thread that can be resident."""
+        return self.multiprocessors * LIMITS[self.capability].threads_per_multiprocessor * _CONTEXT_PER_THREAD
+
+    def as_structure(self) -> "DeviceProperties":
+        """The same for csrc/virtual_gpu."""
+        limits = LIMITS[self.capability]
+        return DeviceProperties(
+            name=self.name.encode(),
+            total_memory=self.total_memory,
+            context_memory=self.context_memory,
+            major=self.major,
+            minor=self.minor,
+            kernel_architecture=self.kernel_architecture,
+            multiprocessors=self.multiprocessors,
+            threads_per_multiprocessor=limits.threads_per_multiprocessor,
+            blocks_per_multiprocessor=limits.blocks_per_multiprocessor,
+            shared_memory_per_block_optin=limits.shared_memory_per_block_optin,
+            shared_memory_per_multiprocessor=limits.shared_memory_per_multiprocessor,
+            l2_cache=self.l2_cache,
+            memory_bus_bits=self.memory_bus_bits,
+            clock_khz=self.clock_khz,
+            memory_clock_khz=self.memory_clock_khz,
+        )
+
+
+# fmt: off
 GPUS = {
-    "h200": Gpu(
-        name="NVIDIA H200",
-        total_memory=150109880320,
-        context_memory=500 << 20,
-        major=9,
-        minor=0,
-        kernel_architecture=90,
-        multiprocessors=132,
-        threads_per_multiprocessor=2048,
-        blocks_per_multiprocessor=32,
-        shared_memory_per_block_optin=232448,
-        shared_memory_per_multiprocessor=233472,
-        l2_cache=62914560,
-        memory_bus_bits=6144,
-        clock_khz=1980000,
-        memory_clock_khz=3201000,
-    ),
+    # kind, name, total memory, capability, multiprocessors, L2 cache, bus, clock, memory clock
+    "t4": Gpu("Tesla T4", 15843721216, (7, 5), 40, 4194304, 256, 1590000, 5001000),  # 11.0
+    "v100": Gpu("Tesla V100-SXM2-32GB", 34089926656, (7, 0), 80, 6291456, 4096, 1530000, 877000),  # 11.6
+    "v100-16": Gpu("Tesla V100-SXM2-16GB", 16928342016, (7, 0), 80, 6291456, 4096, 1530000, 877000),  # 12.4
+    "a100-40": Gpu("NVIDIA A100-SXM4-40GB", 42298834944, (8, 0), 108, 41943040, 5120, 1410000, 1215000),  # 12.2
+    "a100-80": Gpu("NVIDIA A100-SXM4-80GB", 85100068864, (8, 0), 108, 41943040, 5120, 1410000, 1593000),  # 12.5
+    "a10": Gpu("NVIDIA A10", 23609475072, (8, 6), 72, 6291456, 384, 1695000, 6251000),  # 12.2
+    "l4": Gpu("NVIDIA L4", 23612293120, (8, 9), 58, 50331648, 192, 2040000, 6251000),  # 12.0
+    "l40s": Gpu("NVIDIA L40S", 47803596800, (8, 9), 142, 100663296, 384, 2520000, 9001000),  # 12.4
+    "rtx3090": Gpu("NVIDIA GeForce RTX 3090", 25414860800, (8, 6), 82, 6291456, 384, 1695000, 9751000),  # 12.2
+    "rtx4090": Gpu("NVIDIA GeForce RTX 4090", 25250627584, (8, 9), 128, 75497472, 384, 2520000, 10501000),  # 13.0
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 85017755648, (9, 0), 132, 52428800, 5120, 1980000, 2619000),  # 13.0
+    "h200": Gpu("NVIDIA H200", 150109880320, (9, 0), 132, 62914560, 6144, 1980000, 3201000),  # 13.0
+    # torch says 182631 MB of 2^20 bytes (12.8); the clock is estimated
+    "b200": Gpu("NVIDIA B200", 182631 << 20, (10, 0), 148, 132644864, 7680, 1965000, 3996000),
 }
+# fmt: on
 
 
 class DeviceProperties(ctypes.Structure):

@@ -3,12 +3,12 @@
 
 import ctypes
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.units import format_bytes
 from opacus_memprof.virtual_gpu import spawning
-from opacus_memprof.virtual_gpu.devices import GPUS, DeviceProperties, Gpu
+from opacus_memprof.virtual_gpu.devices import GPUS, Gpu
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES, check_machine
 
 _DRIVER_VERSION = 13020
@@ -66,7 +66,7 @@ def start(kind: str, *, memory: int | None = None, count: int = 1) -> VirtualGpu
     check_machine()
     _library = ctypes.CDLL(str(LIBRARIES / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(LIBRARIES / "libnvidia-ml.so.1"), mode=ctypes.RTLD_GLOBAL)
-    properties = DeviceProperties(**(asdict(gpu) | {"name": gpu.name.encode()}))
+    properties = gpu.as_structure()
     _library.memprof_virtual_gpu_start(ctypes.byref(properties), count, _DRIVER_VERSION)
     _active = VirtualGpu(kind, gpu, count)
     spawning.give_to_children(kind, gpu.total_memory, count)
