@@ -24,6 +24,14 @@ _VARIABLES = (
 _JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
+_played: list[int] | None = None
+
+
+def set_played_ranks(ranks: list[int]) -> None:
+    """Says which ranks of this process' job run at all, where the job is only played."""
+    global _played
+    _played = ranks
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -37,6 +45,7 @@ class Launch:
         job: what the launcher calls the job.
         launcher: the id of the parent process, which the processes of one machine share.
         restart: how often the launcher has started the job's processes anew.
+        played: of a job of which only some ranks run, on virtual GPUs and without the others, which; else None.
     """
 
     rank: int
@@ -46,6 +55,12 @@ class Launch:
     job: str
     launcher: int
     restart: str
+    played: list[int] | None = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that leave a profile."""
+        return list(range(self.world_size)) if self.played is None else self.played
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Launch | None":
@@ -70,7 +85,7 @@ class Launch:
             return None
         job = "/".join(environment.get(name, "") for name in _JOB)
         restart = "/".join(environment.get(name, "0") for name in _RESTARTS)
-        return cls(rank, world_size, local_rank, socket.gethostname(), job, os.getppid(), restart)
+        return cls(rank, world_size, local_rank, socket.gethostname(), job, os.getppid(), restart, _played)
 
     @classmethod
     def from_json(cls, said: Any) -> "Launch | None":

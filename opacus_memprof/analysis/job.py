@@ -63,8 +63,9 @@ class Job:
     def summary(self) -> dict[str, Any]:
         """The content of ranks.json."""
         world_size = self._launch.world_size if self._launch is not None else len(self.rows)
+        expected = self._launch.ranks if self._launch is not None else range(world_size)
         present = {row["rank"] for row in self.rows} | set(self._unreadable)
-        missing = [rank for rank in range(world_size) if rank not in present]
+        missing = [rank for rank in expected if rank not in present]
         measured = [row for row in self.rows if row["peak"] and row["steps"]] or [r for r in self.rows if r["peak"]]
         stray = _stray_bytes(self.rows)
         statuses = [*(row["status"] for row in self.rows), *["killed"] * bool(missing)]
@@ -74,6 +75,7 @@ class Job:
             "world_size": world_size,
             "status": min(statuses, key=_WORST_FIRST.index),
             "versions": dict(next(iter(self._versions))),
+            **({} if self._launch is None or self._launch.played is None else {"played": self._launch.played}),
             **({} if self._virtual_mark is None else {"virtual": dict(self._virtual_mark)}),
             "ranks": self.rows,
             "missing": missing,

@@ -56,7 +56,7 @@ def finish(claimed: ProfileDirectory) -> dict[str, Any] | None:
     if claimed.launch is None:
         return None
     path, launch = claimed.path.parent, claimed.launch
-    others = (path / f"rank_{(launch.rank + step) % launch.world_size}" for step in range(1, launch.world_size))
+    others = (path / f"rank_{rank}" for rank in launch.ranks if rank != launch.rank)
     if not all(_has_ended(folder, launch) for folder in others):
         return None
     try:

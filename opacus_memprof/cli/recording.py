@@ -177,9 +177,10 @@ class Recording:
     def _tell(self, session: "Session", profile: dict[str, Any]) -> None:
         """The summary; of several ranks that of all, and by the last one that ends."""
         launch = self._directory.launch
-        if launch is None:
+        if launch is None or launch.played == [launch.rank]:
             _print_summary(print_summary, profile)
-            _note(f"the profile is in {session.directory}")
+            which = "" if launch is None else f" of rank {launch.rank} of {launch.world_size}"
+            _note(f"the profile{which} is in {session.directory}")
         elif session.job is not None:
             from opacus_memprof.reports.ranks import print_ranks  # loads torch
 

@@ -20,7 +20,9 @@ _EVEN = 1.0005  # as printed, max / mean is 1.000
 
 def print_ranks(summary: Mapping[str, Any], console: Console) -> None:
     """Prints the content of ranks.json."""
-    print_head(f"{summary['world_size']} ranks, {status_of(summary)}", summary, console)
+    played = summary.get("played")  # a job of which only some ranks ran, without the others
+    of = f"{summary['world_size']} ranks" if played is None else f"{list_ranks(played)} of {summary['world_size']}"
+    print_head(f"{of}, {status_of(summary)}", summary, console)
     imbalance = summary["imbalance"]
     if imbalance is None:
         console.print("No memory was allocated on a device that was profiled.")
@@ -30,7 +32,8 @@ def print_ranks(summary: Mapping[str, Any], console: Console) -> None:
         _print_spread(imbalance["categories"], console)
         _print_stragglers(summary["stragglers"], console)
         total = format_bytes(summary["total"]["peaks_bytes"])
-        console.print(f"\nAll peaks together: [bold]{total}[/]", highlight=False)
+        whose = "All peaks" if played is None else "The peaks of these ranks"
+        console.print(f"\n{whose} together: [bold]{total}[/]", highlight=False)
         _print_reconciliation(summary["ranks"], console)
     found = [{**one, "evidence": f"{list_ranks(one['ranks'])}: {one['evidence']}"} for one in summary["findings"]]
     print_findings(found, console)

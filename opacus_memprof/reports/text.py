@@ -49,6 +49,8 @@ def print_summary(profile: Mapping[str, Any], console: Console) -> None:
 def _print_header(profile: Mapping[str, Any], console: Console) -> None:
     code = profile.get("exit_code")
     ended = status_of(profile) if code is None else f"{status_of(profile)}, exit code {code}"
+    if launch := profile.get("launch"):
+        ended = f"rank {launch['rank']} of {launch['world_size']}, {ended}"
     print_head(ended, profile, console)
 
 

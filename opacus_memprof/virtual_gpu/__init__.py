@@ -8,5 +8,17 @@ involved, so that no other program can get a virtual GPU by accident.
 
 from opacus_memprof.virtual_gpu.mark import describe_gpus, describe_limits, describe_run
 from opacus_memprof.virtual_gpu.process import active, default_answers, start
+from opacus_memprof.virtual_gpu.ranks import check_ranks, local_world_size, play_rank, played
 
-__all__ = ["active", "default_answers", "describe_gpus", "describe_limits", "describe_run", "start"]
+__all__ = [
+    "active",
+    "check_ranks",
+    "default_answers",
+    "describe_gpus",
+    "describe_limits",
+    "describe_run",
+    "local_world_size",
+    "play_rank",
+    "played",
+    "start",
+]

@@ -25,9 +25,10 @@ function ranksCard({ run }, chooseRun) {
   return card("ranks", "Ranks", imbalance(job), toolbar, content, warnings);
 }
 
-function imbalance({ ranks, imbalance }) {
+function imbalance({ ranks, imbalance, world_size }) {
   const { ratio, rank, cause, cause_bytes, max_bytes, mean_bytes } = imbalance;
-  const lead = `${plural(ranks.length, "rank")}; the highest peak is ${ratio.toFixed(3)} times the mean.`;
+  const all = ranks.length < world_size ? ` of ${world_size}` : "";
+  const lead = `${plural(ranks.length, "rank")}${all}; the highest peak is ${ratio.toFixed(3)} times the mean.`;
   if (cause_bytes <= 0) return element("p", { class: "lead" }, lead);
   const more = [` Rank ${rank} has `, bytes(max_bytes - mean_bytes), " more than the mean, and of ", cause, " "];
   return element("p", { class: "lead" }, lead, more, bytes(cause_bytes), " more.");

@@ -50,6 +50,7 @@ def _job(summary: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> dict[str,
             }
             for row in sorted(rows, key=lambda row: int(row["rank"]))
         ],
+        "world_size": summary["world_size"],
         "imbalance": summary["imbalance"],
         "warnings": summary["warnings"],
     }

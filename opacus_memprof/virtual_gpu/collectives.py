@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch.distributed asks of other ranks on the host side, where NCCL sends nothing: Python objects and splits.
+
+Objects that ranks gather are copies of this rank's own, as every tensor is. Objects of one rank that others are given
+(broadcast_object_list, scatter_object_list) go through the job's store where the ranks are processes, as under
+torchrun: programs are written in the knowledge that only one rank has them.
+"""
+
+import ctypes
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from opacus_memprof.imports import AfterImport
+
+_NAME = "torch.distributed.distributed_c10d"
+
+
+def install(library: ctypes.CDLL) -> None:
+    """Prepares torch.distributed, as soon as it is imported, for the NCCL of `library`."""
+
+    def prepare() -> None:
+        from torch.distributed import distributed_c10d
+
+        _replace_object_collectives(distributed_c10d)
+        _tell_sizes_of_splits(distributed_c10d, library)
+
+    AfterImport(_NAME, prepare)
+
+
+def _copy(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def _replace_object_collectives(c10d: Any) -> None:
+    exchanges: dict[str, int] = {}  # how many there were in each group, by its name
+
+    def exchange(group: Any, source: int, value: Any) -> Any:
+        """The source's value; on a rank that is played alone and is not the source, `value`."""
+        name = c10d._get_process_group_name(group)
+        exchanges[name] = exchanges.get(name, 0) + 1
+        key = f"virtual_gpu/objects/{name}/{exchanges[name]}"
+        store = c10d._get_default_store()
+        if c10d.get_rank(group) == source:
+            store.set(key, pickle.dumps(value))
+            return value
+        return pickle.loads(store.get(key)) if store.check([key]) or not _plays_alone() else value
+
+    def root(group: Any, rank: int | None, group_rank: int | None) -> int:
+        rank = 0 if rank is None and group_rank is None else rank
+        return int(c10d._canonicalize_group_rank(group, rank, group_rank, return_global=False))
+
+    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, **_: Any) -> None:
+        if not c10d._rank_not_in_group(group):
+            object_list[:] = [_copy(obj) for _ in range(c10d.get_world_size(group))]
+
+    def gather_object(
+        obj: Any,
+        object_gather_list: list[Any] | None = None,
+        dst: int | None = None,
+        group: Any = None,
+        group_dst: int | None = None,
+        **_: Any,
+    ) -> None:
+        group = c10d._group_or_default_group(group)
+        if c10d._rank_not_in_group(group) or c10d.get_rank(group) != root(group, dst, group_dst):
+            return
+        if object_gather_list is None:
+            raise ValueError("Argument object_gather_list must be specified on destination rank.")
+        object_gather_list[:] = [_copy(obj) for _ in range(c10d.get_world_size(group))]
+
+    def broadcast_object_list(
+        object_list: list[Any],
+        src: int | None = None,
+        group: Any = None,
+        device: Any = None,
+        group_src: int | None = None,
+        **_: Any,
+    ) -> None:
+        group = c10d._group_or_default_group(group)
+        if not c10d._rank_not_in_group(group):
+            object_list[:] = exchange(group, root(group, src, group_src), list(object_list))
+
+    def scatter_object_list(
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any] | None = None,
+        src: int | None = None,
+        group: Any = None,
+        group_src: int | None = None,
+        **_: Any,
+    ) -> None:
+        group = c10d._group_or_default_group(group)
+        if c10d._rank_not_in_group(group):
+            return
+        every = exchange(group, root(group, src, group_src), scatter_object_input_list)
+        if every is not None:
+            scatter_object_output_list[0] = every[c10d.get_rank(group)]
+
+    for replacement in (all_gather_object, gather_object, broadcast_object_list, scatter_object_list):
+        name = replacement.__name__
+        setattr(c10d, name, functools.wraps(getattr(c10d, name))(replacement))
+
+
+def _plays_alone() -> bool:
+    from opacus_memprof.virtual_gpu.ranks import played
+
+    return played() is not None
+
+
+def _tell_sizes_of_splits(c10d: Any, library: ctypes.CDLL) -> None:
+    """NCCL counts the ranks of a split by asking all of them; here it is told by who knows their list."""
+    color_of = c10d._process_group_color
+
+    def color_with_size(ranks: list[int]) -> int:
+        color = int(color_of(ranks))
+        library.memprof_virtual_gpu_split_size(color, len(ranks))
+        return color
+
+    c10d._process_group_color = color_with_size
+
+    def during(method: Callable[..., Any], position: int) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def split(self: Any, *args: Any, **kwargs: Any) -> Any:
+            ranks = kwargs["ranks"] if "ranks" in kwargs else args[position]
+            library.memprof_virtual_gpu_next_split(len(ranks))
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                library.memprof_virtual_gpu_next_split(0)
+
+        return split
+
+    c10d.ProcessGroup.split_group = during(c10d.ProcessGroup.split_group, 0)
+    from torch._C._distributed_c10d import Backend
+
+    if hasattr(Backend, "split"):  # since torch 2.12
+        Backend.split = during(Backend.split, 1)
