@@ -60,14 +60,17 @@ class Runs:
         return self.found.get((case.name, side), {"ok": False})["ok"]
 
 
-def file_name(case: Case, side: str) -> str:
-    return f"{side}-{''.join(c if c.isalnum() else '_' for c in case.name)}"
+def file_name(name: str, side: str) -> str:
+    return f"{side}-{''.join(c if c.isalnum() else '_' for c in name)}"
 
 
-def start_rank(case: Case, side: str, rank: int, port: int, args: argparse.Namespace) -> subprocess.Popen[str]:
-    stem = args.temporary / file_name(case, side)
+def start_rank(
+    case: Case, side: str, rank: int, port: int, args: argparse.Namespace, stem: Path, fraction: float
+) -> subprocess.Popen[str]:
     command = [sys.executable, str(HERE / "virtual_gpu_worker.py"), case.name]
     command += ["--result", f"{stem}-{rank}.json", "--profile", f"{stem}-profile"]
+    if fraction:
+        command += ["--fraction", str(fraction)]
     if side == "virtual":
         command += ["--virtual", args.kind, *(["--memory", str(args.memory)] if args.memory else [])]
     ours = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
@@ -78,26 +81,35 @@ def start_rank(case: Case, side: str, rank: int, port: int, args: argparse.Names
         return subprocess.Popen(command, env=os.environ | ours, stdout=log, stderr=subprocess.STDOUT, text=True)
 
 
-def run(case: Case, side: str, args: argparse.Namespace, runs: Runs) -> None:
-    """Runs a case to its end; of several ranks, the first one's figures are kept."""
+def run(
+    case: Case, side: str, args: argparse.Namespace, runs: Runs, name: str | None = None, fraction: float = 0
+) -> None:
+    """Runs a case to its end; of several ranks, the first one's figures are kept.
+
+    Args:
+        name: what the run is kept as, in place of the case's own name.
+        fraction: of the GPU's memory that it may use; 0 is all.
+    """
+    name = name or case.name
+    stem = args.temporary / file_name(name, side)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [start_rank(case, side, rank, port, args) for rank in range(case.ranks)]
+    processes = [start_rank(case, side, rank, port, args, stem, fraction) for rank in range(case.ranks)]
     for process in processes:
         try:
             process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    result = args.temporary / f"{file_name(case, side)}-0.json"
+    result = Path(f"{stem}-0.json")
     if result.is_file():
         found = json.loads(result.read_text())
     else:
         found = {"ok": False, "error": f"ended with {processes[0].returncode}", "wall_s": TIMEOUT_S}
     if not found["ok"]:
         found["log"] = result.with_suffix(".log").read_text()[-2000:]
-    runs.add({"case": case.name, "side": side, **found})
+    runs.add({"case": name, "side": side, **found})
 
 
 # --- what differs ---
@@ -107,7 +119,7 @@ def allocation_differences(case: Case, temporary: Path, most: int = 12) -> list[
     """What one run has allocated more often than the other, the largest first."""
     counts: list[Counter[tuple[str, int]]] = []
     for side in SIDES:
-        path = temporary / f"{file_name(case, side)}-0.json.allocations.gz"
+        path = temporary / f"{file_name(case.name, side)}-0.json.allocations.gz"
         if not path.is_file():
             return []
         with gzip.open(path, "rt") as file:

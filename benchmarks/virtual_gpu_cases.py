@@ -61,7 +61,6 @@ CASES = (
     Case("gpt hooks, adaptive clipping", "gpt-small", "hooks", clipping="adaptive"),
     Case("gpt hooks, reentrant checkpoints", "gpt", "hooks", checkpoint="reentrant"),
     Case("gpt vanilla, checkpoints", "gpt", checkpoint="new"),
-    Case("gpt hooks, checkpoints", "gpt", "hooks", checkpoint="new"),
     Case("gpt flash_clip, checkpoints", "gpt", "flash_clip", checkpoint="new"),
     Case("gpt hooks, autocast bf16", "gpt", "hooks", autocast="bf16"),
     Case("gpt ghost, autocast bf16", "gpt", "ghost", autocast="bf16"),

@@ -245,29 +245,41 @@ def images(size: int) -> Callable[[int], tuple[Tensor, Tensor]]:
     return lambda n: (torch.randn(n, 3, size, size), torch.randint(CLASSES, (n,)))
 
 
-def _group_norm(channels: int) -> nn.Module:
-    return nn.GroupNorm(min(32, channels), channels)
+class BasicBlock(nn.Module):
+    """Two convolutions beside a shortcut. Nothing in place: Opacus' backward hooks do not allow it."""
 
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False), nn.GroupNorm(32, outside)
+        self.conv2, self.norm2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False), nn.GroupNorm(32, outside)
+        self.shortcut = nn.Sequential()
+        if stride != 1:
+            self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.GroupNorm(32, outside))
 
-def _not_in_place(model: nn.Module) -> nn.Module:
-    """Opacus' backward hooks do not allow that an output of a layer is overwritten."""
-    for module in model.modules():
-        if isinstance(module, nn.ReLU):
-            module.inplace = False
-    return model
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(functional.relu(self.norm1(self.conv1(x)))))
+        return functional.relu(y + self.shortcut(x))
 
 
 def resnet18() -> nn.Module:
-    import torchvision
-
-    return _not_in_place(torchvision.models.resnet18(num_classes=CLASSES, norm_layer=_group_norm))
+    """ResNet-18 with group instead of batch normalisation."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.GroupNorm(32, 64), nn.ReLU()]
+    layers.append(nn.MaxPool2d(3, 2, 1))
+    for inside, outside in ((64, 64), (64, 128), (128, 256), (256, 512)):
+        layers += [BasicBlock(inside, outside, 1 if inside == outside else 2), BasicBlock(outside, outside, 1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, CLASSES))
 
 
 def vgg() -> nn.Module:
-    import torchvision
-
-    features = torchvision.models.vgg11().features
-    return _not_in_place(nn.Sequential(features, nn.Flatten(), nn.Linear(512 * 2 * 2, 512), nn.Linear(512, CLASSES)))
+    """The convolutions of VGG-11, for images of 64 x 64."""
+    layers: list[nn.Module] = []
+    inside = 3
+    for outside, pooled in ((64, 1), (128, 1), (256, 0), (256, 1), (512, 0), (512, 1), (512, 0), (512, 1)):
+        layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] if pooled else []
+        inside = outside
+    head = [nn.Flatten(), nn.Linear(512 * 2 * 2, 512), nn.ReLU(), nn.Linear(512, CLASSES)]
+    return nn.Sequential(*layers, *head)
 
 
 def vit() -> nn.Module:

@@ -44,8 +44,9 @@ LIMITS = {
 # is not newer than itself.
 _KERNELS = ((7, 0), (7, 5), (8, 0), (8, 6), (9, 0), (10, 0))
 
-# What a CUDA context takes on an H200 for each thread that its multiprocessors can hold.
-_CONTEXT_PER_THREAD = (500 << 20) // (132 * 2048)
+# What a CUDA context takes on an H200, and the threads that the multiprocessors there can hold.
+_CONTEXT_OF_H200 = 500 << 20
+_THREADS_OF_H200 = 132 * 2048
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ class Gpu:
     def context_memory(self) -> int:
         """What a CUDA context takes before the first allocation: estimated, for all but the H200, from what it takes
         there, since most of it is local memory for every thread that can be resident."""
-        return self.multiprocessors * LIMITS[self.capability].threads_per_multiprocessor * _CONTEXT_PER_THREAD
+        threads = self.multiprocessors * LIMITS[self.capability].threads_per_multiprocessor
+        return _CONTEXT_OF_H200 * threads // _THREADS_OF_H200
 
     def as_structure(self) -> "DeviceProperties":
         """The same for csrc/virtual_gpu."""

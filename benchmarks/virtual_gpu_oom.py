@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the virtual GPU runs out of memory where the real one does: trainings with 0.97 to 1.03 of what they need.
+
+    python benchmarks/virtual_gpu_oom.py --output DIR
+
+What a training needs is the peak of reserved memory that it has on the real GPU without a limit. Then it is run under
+torch.cuda.set_per_process_memory_fraction, on both. Runs are kept in DIR/oom_runs.jsonl, as virtual_gpu.py keeps its
+own; DIR/virtual_gpu_oom.json and .md are made of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from virtual_gpu import MIB, SIDES, Runs, gpus, run
+from virtual_gpu_cases import BY_NAME, Case
+
+TRAININGS = ("gpt vanilla", "gpt hooks", "gpt hooks, SGD with momentum", "Llama hooks", "60 000 classes, hooks")
+SHARES = (0.97, 0.99, 1.01, 1.03)
+
+
+def label(case: Case, share: float) -> str:
+    return f"{case.name} at {share}"
+
+
+def outcome(found: dict[str, Any]) -> str:
+    if found["ok"]:
+        return "fits"
+    return "out of memory" if found.get("out_of_memory") else found["error"]
+
+
+def table(runs: Runs, needs: dict[str, int]) -> dict[str, Any]:
+    rows = []
+    for name in TRAININGS:
+        for share in SHARES:
+            both = [runs.found.get((label(BY_NAME[name], share), side)) for side in SIDES]
+            if None not in both:
+                ended = {side: outcome(one) for side, one in zip(SIDES, both, strict=True) if one}
+                rows.append({"case": name, "share": share, "need": needs[name], **ended})
+    agreed = sum(row["real"] == row["virtual"] for row in rows)
+    return {"runs": len(rows), "agreed": agreed, "rows": rows}
+
+
+def markdown(found: dict[str, Any]) -> str:
+    lines = [
+        f"Real and virtual agree on whether it fits in {found['agreed']} of {found['runs']} runs.",
+        "",
+        "| training | needs, MiB | is given | real | virtual |",
+        "|---|---:|---:|---|---|",
+    ]
+    for row in found["rows"]:
+        share = f"{row['share']:.2f}"
+        lines.append(f"| {row['case']} | {row['need'] / MIB:.0f} | {share} | {row['real']} | {row['virtual']} |")
+    return "\n".join(lines) + "\n"
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--kind", default="h200", help="the virtual GPU (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 4), help="virtual runs at once")
+    parser.add_argument("--real-jobs", type=int, default=3, help="runs at once on the real GPU (default: %(default)s)")
+    return parser
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    args.temporary = Path(tempfile.mkdtemp(prefix="virtual_gpu_oom_"))
+    args.output.mkdir(parents=True, exist_ok=True)
+    count, args.memory = gpus()
+    if not count:
+        raise SystemExit("there is no GPU here, and the limits are set by what a training needs on one")
+    runs = Runs(args.output / "oom_runs.jsonl")
+    pools = {"real": ThreadPoolExecutor(args.real_jobs), "virtual": ThreadPoolExecutor(args.jobs)}
+    cases = [BY_NAME[name] for name in TRAININGS]
+    first = [pools["real"].submit(run, case, "real", args, runs) for case in cases if not runs.done(case, "real")]
+    for future in first:
+        future.result()
+    needs = {case.name: runs.found[case.name, "real"].get("reserved", 0) for case in cases}
+    waiting: list[Future[None]] = []
+    for case in cases:
+        for share in SHARES if needs[case.name] else ():
+            fraction = share * needs[case.name] / args.memory
+            for side in SIDES:
+                if (label(case, share), side) not in runs.found:
+                    waiting.append(pools[side].submit(run, case, side, args, runs, label(case, share), fraction))
+    for future in waiting:
+        future.result()
+        found = table(runs, needs)
+        (args.output / "virtual_gpu_oom.json").write_text(json.dumps(found, indent=1) + "\n")
+        (args.output / "virtual_gpu_oom.md").write_text(markdown(found))
+    print((args.output / "virtual_gpu_oom.md").read_text())
+
+
+if __name__ == "__main__":
+    main()
