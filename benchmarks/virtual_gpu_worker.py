@@ -38,6 +38,11 @@ def start_virtual(kind: str, memory: int | None, ranks: int) -> None:
     from opacus_memprof import virtual_gpu
 
     virtual_gpu.start(kind, memory=memory, count=ranks)
+    carry_out_small_operations()
+
+
+def carry_out_small_operations() -> None:
+    """Gives small tensors true values on the virtual GPU."""
     try:
         from opacus_memprof.virtual_gpu import values
     except ImportError:
