@@ -51,6 +51,13 @@ class VirtualGpuOptions:
             metavar="RANK", help="Which to play (default: 0); may be given several times.", show_default=False
         ),
     ] = None
+    no_weights: Annotated[
+        bool,
+        typer.Option(
+            "--no-weights",
+            help="transformers' from_pretrained makes models from their configuration, and loads nothing.",
+        ),
+    ] = False
 
     def start(self) -> bool:
         """Gives this process the virtual GPUs; False where none were asked for.
@@ -59,10 +66,12 @@ class VirtualGpuOptions:
             MemprofError: options that do not go together or that make no sense, or a virtual GPU cannot work here.
         """
         if self.virtual_gpu is None:
-            for option in ("virtual_memory", "virtual_gpus", "virtual_ranks", "rank"):
-                if getattr(self, option) is not None:
+            for option in ("virtual_memory", "virtual_gpus", "virtual_ranks", "rank", "no_weights"):
+                if getattr(self, option) not in (None, False):
                     raise MemprofError(f"--{option.replace('_', '-')} is for a virtual GPU: add --virtual-gpu KIND")
             return False
+        if self.no_weights:
+            virtual_gpu.load_no_weights()
         memory = None if self.virtual_memory is None else parse_size(self.virtual_memory)
         if self.virtual_ranks is not None:
             ranks = virtual_gpu.check_ranks(self.rank or [], self.virtual_ranks)

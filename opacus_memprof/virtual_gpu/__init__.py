@@ -7,6 +7,7 @@ involved, so that no other program can get a virtual GPU by accident.
 """
 
 from opacus_memprof.virtual_gpu.mark import describe_gpus, describe_limits, describe_run
+from opacus_memprof.virtual_gpu.no_weights import load_no_weights
 from opacus_memprof.virtual_gpu.process import active, default_answers, start
 from opacus_memprof.virtual_gpu.ranks import check_ranks, local_world_size, play_rank, played
 
@@ -17,6 +18,7 @@ __all__ = [
     "describe_gpus",
     "describe_limits",
     "describe_run",
+    "load_no_weights",
     "local_world_size",
     "play_rank",
     "played",
