@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "virtual_values/call.h"
+
+#include <ATen/ops/nan_to_num.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "virtual_values/carry_out.h"
+#include "virtual_values/counts.h"
+#include "virtual_values/indices.h"
+#include "virtual_values/lists.h"
+#include "virtual_values/tensors.h"
+#include "virtual_values/uniform.h"
+
+namespace opacus_memprof::virtual_values {
+namespace {
+
+// More than this takes longer than a run may wait for values that rarely decide anything.
+constexpr double kExpense = 3e8;
+
+std::uint8_t* bytes_at(std::uintptr_t address) {
+  return reinterpret_cast<std::uint8_t*>(address);  // NOLINT(performance-no-int-to-ptr)
+}
+
+// Values that were not computed are finite: what a program checks of them then holds.
+void make_finite(const at::Tensor& tensor) {
+  if (!at::isFloatingType(tensor.scalar_type()) && !at::isComplexType(tensor.scalar_type())) return;
+  at::nan_to_num_(const_cast<at::Tensor&>(tensor), 0.0, 0.0, 0.0);
+}
+
+}  // namespace
+
+Call::Call(const c10::OperatorHandle& handle, const Operation& operation, const torch::jit::Stack& stack)
+    : handle_(handle), operation_(operation) {
+  const std::size_t count = operation.parameters.size();
+  arguments_.assign(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end());
+  for (std::size_t index = 0; index < count; ++index) {
+    if (arguments_[index].isDevice()) cuda_ = cuda_ || arguments_[index].toDevice().is_cuda();
+    for_each_tensor(arguments_[index], [&](const at::Tensor& tensor) {
+      if (tensor.is_cuda()) {
+        cuda_ = true;
+        plain_ = plain_ && is_plain(tensor);
+        tensors_.push_back({tensor, operation.parameters[index], {}});
+      } else {
+        plain_ = plain_ && tensor.is_cpu() && !operation.parameters[index].written;
+      }
+    });
+  }
+}
+
+void Call::prepare() {
+  if (operation_.random) seed_ = seed_of_draw(operation_, arguments_);
+  for (Tensor& each : tensors_) {
+    const bool small = is_small(each.tensor);
+    small_ = small_ && small;
+    if (!each.parameter.read) continue;
+    if (!small) {
+      const auto whole = ranges().uniform(span_of(each.tensor));
+      state_ = std::min(state_, whole ? whole->state : State::assumed);
+      continue;
+    }
+    const Span span = span_of(each.tensor);
+    state_ = std::min(state_, ranges().materialize(span));
+    if (each.parameter.written && span.size() > 0) {
+      each.before.assign(bytes_at(span.begin), bytes_at(span.end));
+    }
+  }
+}
+
+void Call::restore() {
+  for (const Tensor& each : tensors_) {
+    if (!each.before.empty()) {
+      std::memcpy(bytes_at(span_of(each.tensor).begin), each.before.data(), each.before.size());
+    }
+  }
+}
+
+bool Call::is_written_argument(const at::Tensor& tensor) const {
+  return std::any_of(tensors_.begin(), tensors_.end(), [&](const Tensor& each) {
+    return each.parameter.written && each.tensor.is_same(tensor);
+  });
+}
+
+void Call::finish(torch::jit::Stack& stack) {
+  const std::size_t returns = handle_.schema().returns().size();
+  bool all_small = small_;
+  for (auto result = stack.end() - static_cast<std::ptrdiff_t>(returns); result != stack.end(); ++result) {
+    for_each_tensor(*result, [&](const at::Tensor& tensor) {
+      if (tensor.is_cuda()) all_small = all_small && is_plain(tensor) && is_small(tensor);
+    });
+  }
+  bool done = false;
+  if (operation_.on_cpu) {
+    if (all_small && expense_of(operation_, arguments_) <= kExpense) {
+      done = carry_out_whole(stack, returns);
+    } else if (operation_.lists) {
+      carry_out_lists(stack, returns);
+      done = true;
+    } else if (operation_.pointwise || operation_.reduces_uniform) {
+      done = carry_out_uniform(stack, returns);
+    }
+  }
+  if (!done) {
+    note_results_not_computed(stack, returns);
+    if (operation_.counts_on_device) give_bound(operation_, arguments_, &stack[stack.size() - returns], returns);
+  }
+  if (!done || state_ != State::known) {
+    choose_indices(operation_, arguments_, &stack[stack.size() - returns], returns);
+  }
+}
+
+bool Call::carry_out_whole(torch::jit::Stack& stack, std::size_t returns) {
+  c10::IValue* const results = &stack[stack.size() - returns];
+  const State written = state_ == State::known ? State::known : State::assumed;
+  restore();
+  try {
+    std::vector<c10::IValue> values = [&] {
+      const OnCpu on_cpu;
+      return carry_out(handle_, operation_, arguments_, seed_);
+    }();
+    if (operation_.counts_on_device) {
+      if (written != State::known) take_every_element_for_none(operation_, arguments_, values);
+      for (std::size_t index = 0; index < returns; ++index) give_shape_of(operation_, values[index], results[index]);
+    }
+    const OnCpu on_cpu;
+    for (std::size_t index = 0; index < returns; ++index) {
+      const c10::IValue& value = values[index];
+      c10::IValue& result = results[index];
+      if (result.isTensor() && value.isTensor()) {
+        store(result.toTensor(), value.toTensor());
+      } else if (result.isTensorList() && value.isTensorList()) {
+        const auto outputs = result.toTensorVector();
+        const auto computed = value.toTensorVector();
+        TORCH_CHECK(outputs.size() == computed.size(), "as many results as on the CPU");
+        for (std::size_t each = 0; each < outputs.size(); ++each) store(outputs[each], computed[each]);
+      } else {
+        result = value;
+      }
+    }
+  } catch (const std::exception&) {
+    count_failure(operation_.name);
+    restore();
+    return false;
+  }
+  note_arguments_written(written);
+  return true;
+}
+
+// The value of a result that is not an argument, into its bytes.
+void Call::store(const at::Tensor& output, const at::Tensor& value) const {
+  if (!output.defined() || !output.is_cuda() || is_written_argument(output)) return;
+  if (output.sizes() != value.sizes() && state_ != State::known) return note_not_computed(output);
+  TORCH_CHECK(output.sizes() == value.sizes() && output.scalar_type() == value.scalar_type(),
+              "a result as on the CPU");
+  if (output.numel() == 0) return;
+  const at::Tensor alias = alias_on_cpu(output);
+  if (state_ != State::known) make_finite(value);
+  if (output.strides() == value.strides() && is_dense(output)) {
+    std::memcpy(bytes_at(span_of(output).begin), value.const_data_ptr(), span_of(output).size());
+  } else {
+    alias.copy_(value);
+  }
+  note_written(output, state_ == State::known ? State::known : State::assumed);
+}
+
+void Call::note_arguments_written(State state) {
+  const OnCpu on_cpu;
+  for (const Tensor& each : tensors_) {
+    if (!each.parameter.written) continue;
+    if (state != State::known) make_finite(alias_on_cpu(each.tensor));
+    note_written(each.tensor, state);
+  }
+}
+
+void Call::carry_out_lists(torch::jit::Stack& stack, std::size_t returns) {
+  SmallPart part(arguments_);
+  note_results_not_computed(stack, returns);
+  if (part.empty()) return;
+  restore();
+  std::vector<c10::IValue> values;
+  try {
+    const OnCpu on_cpu;
+    values = carry_out(handle_, operation_, part.arguments(), seed_);
+    for (std::size_t index = 0; index < returns; ++index) {
+      part.for_each_result(stack[stack.size() - returns + index], values[index],
+                           [&](const at::Tensor& output, const at::Tensor& value) {
+                             if (is_small(output)) store(output, value);
+                           });
+    }
+  } catch (const std::exception&) {
+    count_failure(operation_.name);
+  }
+}
+
+bool Call::carry_out_uniform(torch::jit::Stack& stack, std::size_t returns) {
+  try {
+    return evaluate_uniform(handle_, operation_, arguments_, &stack[stack.size() - returns], returns);
+  } catch (const std::exception&) {
+    count_failure(operation_.name);
+    return false;
+  }
+}
+
+void Call::note_results_not_computed(const torch::jit::Stack& stack, std::size_t returns) {
+  for (const Tensor& each : tensors_) {
+    if (!each.parameter.written) continue;
+    if (each.parameter.read && is_small(each.tensor)) {
+      note_written(each.tensor, State::assumed);  // it keeps its bytes
+    } else {
+      note_not_computed(each.tensor);
+    }
+  }
+  for (auto result = stack.end() - static_cast<std::ptrdiff_t>(returns); result != stack.end(); ++result) {
+    for_each_tensor(*result, [&](const at::Tensor& tensor) {
+      if (tensor.is_cuda() && is_plain(tensor) && !is_written_argument(tensor)) note_not_computed(tensor);
+    });
+  }
+}
+
+}  // namespace opacus_memprof::virtual_values

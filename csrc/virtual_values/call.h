@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// One call of an operator on tensors of the virtual GPU.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "virtual_values/operation.h"
+#include "virtual_values/ranges.h"
+
+namespace opacus_memprof::virtual_values {
+
+class Call {
+ public:
+  // Takes note of the arguments, which are the last ones on the stack. Nothing is read yet.
+  Call(const c10::OperatorHandle& handle, const Operation& operation, const torch::jit::Stack& stack);
+
+  // Whether the virtual GPU has to do with it, and all of its tensors are plain.
+  [[nodiscard]] bool concerns_us() const { return cuda_ && plain_; }
+
+  // Before the CUDA kernel: makes the small inputs readable, and keeps the bytes of what will be written in place,
+  // since the kernel may itself call operators that write there.
+  void prepare();
+  // After it: computes what can be computed, and takes note of what is known of the results, which are on the stack.
+  void finish(torch::jit::Stack& stack);
+
+  // Of what the call reads: the lowest of all inputs.
+  [[nodiscard]] State state() const { return state_; }
+
+ private:
+  struct Tensor {
+    at::Tensor tensor;
+    Parameter parameter;
+    std::vector<std::uint8_t> before;
+  };
+
+  void restore();
+  [[nodiscard]] bool can_be_carried_out(const std::vector<at::Tensor>& outputs) const;
+  bool carry_out_whole(torch::jit::Stack& stack, std::size_t returns);
+  void carry_out_lists(torch::jit::Stack& stack, std::size_t returns);
+  bool carry_out_uniform(torch::jit::Stack& stack, std::size_t returns);
+  void store(const at::Tensor& output, const at::Tensor& value) const;
+  void note_results_not_computed(const torch::jit::Stack& stack, std::size_t returns);
+  [[nodiscard]] bool is_written_argument(const at::Tensor& tensor) const;
+  void note_arguments_written(State state);
+
+  const c10::OperatorHandle& handle_;
+  const Operation& operation_;
+  std::vector<c10::IValue> arguments_;
+  std::vector<Tensor> tensors_;
+  bool cuda_ = false;
+  bool plain_ = true;
+  bool small_ = true;
+  std::uint64_t seed_ = 0;
+  State state_ = State::known;
+};
+
+}  // namespace opacus_memprof::virtual_values

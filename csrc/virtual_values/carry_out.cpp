@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "virtual_values/carry_out.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/core/List.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
+
+#include <mutex>
+#include <optional>
+#include <string_view>
+
+#include "virtual_values/tensors.h"
+
+namespace opacus_memprof::virtual_values {
+namespace {
+
+class NoWarnings final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& /*warning*/) override {}
+};
+
+NoWarnings no_warnings;
+
+// Draws that name no generator come from the CPU's default one, whose state is the program's.
+class DefaultGenerator {
+ public:
+  explicit DefaultGenerator(std::uint64_t seed) : generator_(at::detail::getDefaultCPUGenerator()) {
+    const std::lock_guard lock(generator_.mutex());
+    before_ = generator_.get_state();
+    generator_.set_current_seed(seed);
+  }
+  DefaultGenerator(const DefaultGenerator&) = delete;
+  DefaultGenerator& operator=(const DefaultGenerator&) = delete;
+  ~DefaultGenerator() {
+    const std::lock_guard lock(generator_.mutex());
+    generator_.set_state(before_);
+  }
+
+ private:
+  at::Generator generator_;
+  at::Tensor before_;
+};
+
+at::Tensor on_cpu(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.is_cuda() ? alias_on_cpu(tensor) : tensor;
+}
+
+c10::IValue on_cpu(const c10::IValue& value) {
+  if (value.isTensor()) return on_cpu(value.toTensor());
+  if (value.isDevice()) return value.toDevice().is_cuda() ? c10::Device(c10::DeviceType::CPU) : value.toDevice();
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(on_cpu(tensor));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
+      list.push_back(tensor ? std::optional(on_cpu(*tensor)) : std::nullopt);
+    }
+    return list;
+  }
+  TORCH_CHECK(!value.isStorage() && !value.isStream() && !value.isCustomClass(),
+              "an argument has no counterpart on the CPU");
+  return value;
+}
+
+}  // namespace
+
+struct OnCpu::State {
+  c10::impl::ForceDispatchKeyGuard keys{
+      c10::DispatchKeySet(c10::DispatchKey::BackendSelect),
+      c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView};
+  at::RecordFunctionGuard no_records{false};
+  c10::WarningUtils::WarningHandlerGuard warnings{&no_warnings};
+};
+
+OnCpu::OnCpu() : state_(new State) {}
+OnCpu::~OnCpu() { delete state_; }
+
+std::uint64_t seed_of_draw(const Operation& operation, const std::vector<c10::IValue>& arguments) {
+  at::Generator generator;
+  if (operation.generator >= 0) {
+    const c10::IValue& value = arguments[static_cast<std::size_t>(operation.generator)];
+    if (value.isGenerator()) generator = value.toGenerator();
+  }
+  if (!generator.defined()) {
+    for (const c10::IValue& argument : arguments) {
+      for_each_tensor(argument, [&](const at::Tensor& tensor) {
+        if (!generator.defined() && tensor.is_cuda()) {
+          generator = at::globalContext().defaultGenerator(tensor.device());
+        }
+      });
+    }
+  }
+  if (!generator.defined() || generator.device().is_cpu()) return c10::default_rng_seed_val;
+  const std::lock_guard lock(generator.mutex());
+  return generator.current_seed() * 0x9E3779B97F4A7C15ULL + generator.get_offset();
+}
+
+std::vector<c10::IValue> carry_out(const c10::OperatorHandle& handle, const Operation& operation,
+                                   const std::vector<c10::IValue>& arguments, std::uint64_t seed) {
+  std::vector<c10::IValue> stack;
+  stack.reserve(arguments.size());
+  for (const c10::IValue& argument : arguments) stack.push_back(on_cpu(argument));
+  std::optional<DefaultGenerator> default_generator;
+  if (operation.generator >= 0) {
+    stack[static_cast<std::size_t>(operation.generator)] = at::detail::createCPUGenerator(seed);
+  } else if (operation.random) {
+    default_generator.emplace(seed);
+  }
+  handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+  return stack;
+}
+
+double expense_of(const Operation& operation, const std::vector<c10::IValue>& arguments) {
+  const std::string_view name = operation.name;
+  const auto tensor = [&](std::size_t index) -> const at::Tensor& { return arguments[index].toTensor(); };
+  const auto elements = [&](std::size_t index) {
+    return index < arguments.size() && arguments[index].isTensor() && tensor(index).defined()
+               ? static_cast<double>(tensor(index).numel())
+               : 0.0;
+  };
+  if (name == "aten::mm" || name == "aten::bmm" || name == "aten::addmm" || name == "aten::baddbmm") {
+    const std::size_t first = name.starts_with("aten::add") || name == "aten::baddbmm" ? 1 : 0;
+    return 2 * elements(first) * static_cast<double>(tensor(first + 1).size(-1));
+  }
+  if (name == "aten::convolution" || name == "aten::convolution_backward") {
+    // Every element of the input meets at most every element of the weight of one input channel.
+    const std::size_t input = name == "aten::convolution" ? 0 : 1;
+    const at::Tensor& weight = tensor(input + 1);
+    const double a_channel = weight.dim() > 1 ? static_cast<double>(weight.numel() / std::max<std::int64_t>(weight.size(1), 1)) : 0;
+    return (input == 0 ? 2 : 4) * elements(input) * a_channel;
+  }
+  if (name.starts_with("aten::linalg_") || name.starts_with("aten::_linalg_") || name.starts_with("aten::cholesky") ||
+      name == "aten::geqrf" || name == "aten::triangular_solve" || name == "aten::_cdist_forward") {
+    return arguments.empty() || !arguments[0].isTensor() || tensor(0).dim() == 0
+               ? 0
+               : 20 * elements(0) * static_cast<double>(tensor(0).size(-1));
+  }
+  return 0;
+}
+
+}  // namespace opacus_memprof::virtual_values

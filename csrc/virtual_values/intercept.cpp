@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "virtual_values/intercept.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <vector>
+
+#include "virtual_values/call.h"
+#include "virtual_values/carry_out.h"
+#include "virtual_values/copy.h"
+#include "virtual_values/counts.h"
+#include "virtual_values/operation.h"
+#include "virtual_values/tensors.h"
+
+namespace opacus_memprof::virtual_values {
+namespace {
+
+constexpr c10::DispatchKey kKey = c10::DispatchKey::Fake;
+
+// CUDA kernels that count on the device read the count from memory that they have just got, by copies that are not seen
+// here. Where nothing computes it, it must not be what an earlier block has left.
+constexpr std::size_t kCounters = 4096;
+
+void on_allocator_event(const c10::CachingDeviceAllocator::TraceEntry& entry) {
+  if (entry.action_ != c10::CachingDeviceAllocator::TraceEntry::ALLOC) return;
+  ranges().reset({entry.addr_, entry.addr_ + entry.size_});
+  if (entry.size_ <= kCounters) {
+    std::memset(reinterpret_cast<void*>(entry.addr_), 0, entry.size_);  // NOLINT(performance-no-int-to-ptr)
+  }
+}
+
+// The allocator takes a listener only when it has been initialized, which the first CUDA tensor does. Its first block is
+// new, so that nothing is missed.
+void follow_allocator() {
+  static std::atomic<bool> followed = false;
+  if (followed.load(std::memory_order_relaxed)) return;
+  auto* const allocator = c10::cuda::CUDACachingAllocator::get();
+  if (allocator == nullptr || !allocator->initialized() || followed.exchange(true)) return;
+  try {
+    allocator->attachAllocatorTraceTracker(&on_allocator_event);
+  } catch (const std::exception&) {
+    // cudaMallocAsync has no listeners: what operators give is noted then, and what they do not give is not.
+  }
+}
+
+// The operator of the program in which this one is called, for the counts.
+thread_local const Operation* outermost = nullptr;
+
+class Within {
+ public:
+  explicit Within(const Operation& operation) : first_(outermost == nullptr) {
+    if (first_) outermost = &operation;
+  }
+  Within(const Within&) = delete;
+  Within& operator=(const Within&) = delete;
+  ~Within() {
+    if (first_) outermost = nullptr;
+  }
+
+ private:
+  bool first_;
+};
+
+void count_read() {
+  if (outermost == nullptr) return;
+  if (outermost->dynamic_shape) {
+    count_assumed_shape(outermost->name);
+  } else {
+    count_unknown_read(outermost->kind == Kind::item ? "aten::item" : outermost->name);
+  }
+}
+
+void after_fresh(const c10::IValue& result) {
+  follow_allocator();
+  if (result.isTensor() && is_plain(result.toTensor())) note_not_computed(result.toTensor());
+}
+
+// Values of other processes: what the virtual GPU's NCCL leaves there.
+void after_collective(const std::vector<c10::IValue>& arguments) {
+  for (const c10::IValue& argument : arguments) {
+    for_each_tensor(argument, [](const at::Tensor& tensor) {
+      if (!is_plain(tensor)) return;
+      if (is_small(tensor)) {
+        ranges().materialize(span_of(tensor));
+        note_written(tensor, State::assumed);
+      } else {
+        note_not_computed(tensor);
+      }
+    });
+  }
+}
+
+void pass(const c10::OperatorHandle& handle, const Operation& operation, c10::DispatchKeySet below,
+          torch::jit::Stack* stack) {
+  const Within within(operation);
+  if (operation.kind == Kind::fresh) {
+    handle.redispatchBoxed(below, stack);
+    return after_fresh(stack->back());
+  }
+  if (operation.kind == Kind::collective) {
+    const std::vector<c10::IValue> arguments(
+        stack->end() - static_cast<std::ptrdiff_t>(operation.parameters.size()), stack->end());
+    handle.redispatchBoxed(below, stack);
+    return after_collective(arguments);
+  }
+  if (operation.kind == Kind::copy && is_copy_between_host_and_device(*stack)) {
+    if (copy_between_host_and_device(handle, below, *stack) != State::known) count_read();
+    return follow_allocator();
+  }
+  Call call(handle, operation, *stack);
+  if (!call.concerns_us()) return handle.redispatchBoxed(below, stack);
+  call.prepare();
+  handle.redispatchBoxed(below, stack);
+  follow_allocator();
+  if (operation.kind != Kind::item) call.finish(*stack);
+  if ((operation.kind == Kind::item || operation.kind == Kind::equal) && call.state() != State::known) count_read();
+}
+
+void intercept(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const c10::DispatchKeySet below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  const Operation& operation = operation_of(handle);
+  // Modes and subclasses of Python call again with what they make of it.
+  if (operation.kind == Kind::pass || keys.has(c10::DispatchKey::Python)) {
+    return handle.redispatchBoxed(below, stack);
+  }
+  pass(handle, operation, below, stack);
+}
+
+}  // namespace
+
+void install() {
+  static const auto& library = *[] {
+    auto* const made = new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
+    made->fallback(torch::CppFunction::makeFromBoxedFunction<&intercept>());
+    return made;
+  }();
+  static const auto& passing = *[] {
+    // What would only be passed on is not even called here.
+    auto* const made = new std::vector<c10::RegistrationHandleRAII>;
+    auto& dispatcher = c10::Dispatcher::singleton();
+    for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+      const auto handle = dispatcher.findSchema(name);
+      if (!handle || is_seen(*handle) || handle->hasKernelForDispatchKey(kKey)) continue;
+      made->push_back(dispatcher.registerImpl(name, kKey, c10::KernelFunction::makeFallthrough(), std::nullopt, nullptr,
+                                              "values of the virtual GPU"));
+    }
+    return made;
+  }();
+  static_cast<void>(library);
+  static_cast<void>(passing);
+}
+
+void enable_thread() { c10::impl::tls_set_dispatch_key_included(kKey, true); }
+
+}  // namespace opacus_memprof::virtual_values

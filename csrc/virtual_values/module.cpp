@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// The Python face of the virtual GPU's values; definitions only.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "virtual_values/counts.h"
+#include "virtual_values/intercept.h"
+
+namespace values = opacus_memprof::virtual_values;
+
+PYBIND11_MODULE(_virtual, module) {
+  module.def("install", &values::install, pybind11::call_guard<pybind11::gil_scoped_release>());
+  module.def("enable_thread", &values::enable_thread);
+  module.def("set_libraries", &values::set_libraries);
+  module.def("unknown_reads", &values::unknown_reads);
+  module.def("assumed_shapes", &values::assumed_shapes);
+  module.def("failures", &values::failures);
+}

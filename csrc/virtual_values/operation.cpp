@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "virtual_values/operation.h"
+
+#include <ATen/core/enum_tag.h>
+
+#include <array>
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace opacus_memprof::virtual_values {
+namespace {
+
+template <std::size_t size>
+bool contains(const std::array<std::string_view, size>& names, std::string_view name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+// Made of other operators, of which the innermost have no kernel for the CPU.
+constexpr std::array<std::string_view, 2> kWhole{"aten::convolution", "aten::convolution_backward"};
+
+// They change what a tensor is, not its values; or they check values where a real GPU would only later.
+constexpr std::array<std::string_view, 10> kNoValues{
+    "aten::set_",          "aten::resize_",    "aten::resize_as_",    "aten::record_stream",
+    "aten::_pin_memory",   "aten::is_pinned",  "aten::_assert_async", "aten::is_set_to",
+    "aten::_lazy_clone",   "aten::lift_fresh"};
+
+constexpr std::array<std::string_view, 2> kFresh{"aten::empty", "aten::empty_strided"};
+
+// The first argument is overwritten without being read.
+constexpr std::array<std::string_view, 11> kOverwrite{
+    "aten::copy_",   "aten::fill_",        "aten::zero_",      "aten::normal_",
+    "aten::uniform_", "aten::random_",     "aten::bernoulli_", "aten::exponential_",
+    "aten::cauchy_", "aten::log_normal_", "aten::geometric_"};
+
+constexpr std::array<std::string_view, 7> kReducesUniform{
+    "aten::all", "aten::any", "aten::amax", "aten::amin", "aten::max", "aten::min", "aten::mean"};
+
+constexpr std::array<std::string_view, 5> kCountsOnDevice{"aten::nonzero", "aten::_unique2",
+                                                          "aten::_unique", "aten::unique_dim",
+                                                          "aten::unique_consecutive"};
+
+// An operator is pointwise if one of its overloads is tagged so: those with `out` and those in place often are not.
+std::string without_underscore(std::string name) {
+  if (name.ends_with('_')) name.pop_back();
+  return name;
+}
+
+const std::unordered_set<std::string>& pointwise_names() {
+  static const auto& names = *[] {
+    auto* const found = new std::unordered_set<std::string>{"aten::fill", "aten::zero", "aten::copy", "aten::masked_fill"};
+    for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+      const auto handle = c10::Dispatcher::singleton().findSchema(name);
+      if (handle && handle->hasTag(at::Tag::pointwise)) found->insert(without_underscore(name.name));
+    }
+    return found;
+  }();
+  return names;
+}
+
+bool gives_views(const c10::FunctionSchema& schema) {
+  return std::any_of(schema.returns().begin(), schema.returns().end(), [](const auto& returned) {
+    return returned.alias_info() != nullptr && !returned.alias_info()->isWrite();
+  });
+}
+
+Kind kind_of(const c10::OperatorHandle& handle) {
+  const std::string& name = handle.operator_name().name;
+  if (name.starts_with("c10d::")) return Kind::collective;
+  if (contains(kNoValues, name)) return Kind::pass;
+  if (contains(kFresh, name)) return Kind::fresh;
+  if (!handle.hasKernelForDispatchKey(c10::DispatchKey::CUDA) && !contains(kWhole, name)) {
+    return name == "aten::copy_" ? Kind::copy : Kind::pass;
+  }
+  if (gives_views(handle.schema())) return Kind::pass;
+  if (name == "aten::_local_scalar_dense") return Kind::item;
+  if (name == "aten::equal") return Kind::equal;
+  return Kind::compute;
+}
+
+Operation describe(const c10::OperatorHandle& handle) {
+  Operation operation;
+  operation.kind = kind_of(handle);
+  operation.name = handle.operator_name().name;
+  if (operation.kind == Kind::pass) return operation;
+  const auto& schema = handle.schema();
+  for (const auto& argument : schema.arguments()) {
+    const bool written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    const bool overwritten = written && operation.parameters.empty() && contains(kOverwrite, operation.name);
+    operation.parameters.push_back({.written = written, .read = !argument.is_out() && !overwritten});
+    const c10::TypePtr& type = argument.type();
+    if (type->kind() == c10::TypeKind::GeneratorType ||
+        (type->kind() == c10::TypeKind::OptionalType &&
+         type->castRaw<c10::OptionalType>()->getElementType()->kind() == c10::TypeKind::GeneratorType)) {
+      operation.generator = static_cast<int>(operation.parameters.size()) - 1;
+    }
+  }
+  operation.random = handle.hasTag(at::Tag::nondeterministic_seeded) || operation.generator >= 0;
+  operation.on_cpu = handle.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
+  operation.pointwise = pointwise_names().contains(without_underscore(operation.name));
+  operation.reduces_uniform = contains(kReducesUniform, operation.name);
+  operation.lists = operation.name.starts_with("aten::_foreach_") ||
+                    operation.name.starts_with("aten::_fused_ada") ||
+                    operation.name == "aten::_fused_sgd_" ||
+                    operation.name == "aten::_amp_foreach_non_finite_check_and_unscale_";
+  operation.counts_on_device = contains(kCountsOnDevice, operation.name);
+  operation.dynamic_shape = operation.counts_on_device || handle.hasTag(at::Tag::dynamic_output_shape);
+  return operation;
+}
+
+}  // namespace
+
+const Operation& operation_of(const c10::OperatorHandle& handle) {
+  static std::mutex mutex;
+  static auto& all = *new std::unordered_map<c10::OperatorHandle, std::unique_ptr<const Operation>>;
+  thread_local std::unordered_map<c10::OperatorHandle, const Operation*> mine;
+  const Operation*& operation = mine[handle];
+  if (operation == nullptr) {
+    const std::lock_guard lock(mutex);
+    auto& shared = all[handle];
+    if (shared == nullptr) shared = std::make_unique<const Operation>(describe(handle));
+    operation = shared.get();
+  }
+  return *operation;
+}
+
+bool is_seen(const c10::OperatorHandle& handle) { return kind_of(handle) != Kind::pass; }
+
+}  // namespace opacus_memprof::virtual_values

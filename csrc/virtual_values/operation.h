@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// What has to be known of an operator before one of its calls can be carried out: read from its schema once.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <string>
+#include <vector>
+
+namespace opacus_memprof::virtual_values {
+
+enum class Kind {
+  pass,        // views, metadata, and what is made of other operators
+  fresh,       // gives memory that is not written
+  collective,  // of c10d: its results would come from other processes
+  copy,
+  item,   // the host reads one element
+  equal,  // the host reads whether two tensors are equal
+  compute,
+};
+
+struct Parameter {
+  bool written = false;
+  bool read = true;  // false: `out`, and what is overwritten as a whole
+};
+
+struct Operation {
+  Kind kind = Kind::pass;
+  std::string name;  // as in "aten::add", without the overload
+  std::vector<Parameter> parameters;
+  int generator = -1;     // the position of its Generator parameter
+  bool random = false;    // draws from a generator, which may be the default one
+  bool on_cpu = false;    // there is a kernel for the CPU
+  bool pointwise = false;
+  bool reduces_uniform = false;  // a reduction that gives x for a tensor whose elements are all x
+  bool lists = false;            // works on lists of tensors, element by element
+  // The shape of the result depends on data, and the CUDA kernel finds it in memory that nothing has written.
+  bool counts_on_device = false;
+  bool dynamic_shape = false;  // the shape depends on data, however it is found
+};
+
+// Thread safe; the reference stays valid.
+const Operation& operation_of(const c10::OperatorHandle& handle);
+
+// Whether calls must be seen at all. What is made of other operators is seen in these.
+bool is_seen(const c10::OperatorHandle& handle);
+
+}  // namespace opacus_memprof::virtual_values

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "virtual_values/ranges.h"
+
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+
+namespace opacus_memprof::virtual_values {
+namespace {
+
+std::uint8_t* bytes_at(std::uintptr_t address) {
+  return reinterpret_cast<std::uint8_t*>(address);  // NOLINT(performance-no-int-to-ptr)
+}
+
+void fill(Span span, const Pattern& pattern) {
+  std::uint8_t* const bytes = bytes_at(span.begin);
+  for (std::size_t index = 0; index < span.size(); ++index) {
+    bytes[index] = pattern.bytes[(span.begin + index) % pattern.size];
+  }
+}
+
+}  // namespace
+
+// Afterwards no entry reaches over `at`.
+void Ranges::split(std::uintptr_t at) {
+  const auto after = entries_.lower_bound(at);
+  if (after == entries_.begin()) return;
+  auto& [start, entry] = *std::prev(after);
+  if (entry.end <= at) return;
+  Entry rest = entry;
+  entry.end = at;
+  entries_.emplace_hint(after, at, rest);
+}
+
+void Ranges::put(Span span, Entry entry) {
+  if (span.size() == 0) return;
+  split(span.begin);
+  split(span.end);
+  auto after = entries_.erase(entries_.lower_bound(span.begin), entries_.lower_bound(span.end));
+  if (entry.state == State::unwritten) return;
+  entry.end = span.end;
+  // Neighbours that say the same become one, so that a buffer written piece by piece is one entry.
+  if (after != entries_.end() && after->first == span.end && after->second.same(entry)) {
+    entry.end = after->second.end;
+    after = entries_.erase(after);
+  }
+  if (after != entries_.begin()) {
+    auto& [start, before] = *std::prev(after);
+    if (before.end == span.begin && before.same(entry)) {
+      before.end = entry.end;
+      return;
+    }
+  }
+  entries_.emplace_hint(after, span.begin, entry);
+}
+
+void Ranges::reset(Span span) {
+  const std::lock_guard lock(mutex_);
+  put(span, {});
+}
+
+void Ranges::set(Span span, State state) {
+  const std::lock_guard lock(mutex_);
+  put(span, {.end = span.end, .state = state, .pattern = {}});
+}
+
+void Ranges::set_uniform(Span span, Uniform uniform) {
+  const std::lock_guard lock(mutex_);
+  put(span, {.end = span.end, .state = uniform.state, .pattern = uniform.pattern});
+}
+
+State Ranges::materialize(Span span) {
+  if (span.size() == 0) return State::known;
+  const std::lock_guard lock(mutex_);
+  auto found = entries_.upper_bound(span.begin);
+  if (found != entries_.begin()) --found;
+  if (found != entries_.end() && found->first <= span.begin && found->second.end >= span.end &&
+      found->second.pattern.size == 0) {
+    return found->second.state;
+  }
+  split(span.begin);
+  split(span.end);
+  State lowest = State::known;
+  std::uintptr_t at = span.begin;
+  while (at < span.end) {
+    const auto entry = entries_.lower_bound(at);
+    const std::uintptr_t next =
+        entry == entries_.end() ? span.end : std::min(entry->first, span.end);
+    if (next > at) {
+      std::memset(bytes_at(at), 0, next - at);
+      put({at, next}, {.end = next, .state = State::assumed, .pattern = {}});
+      lowest = State::assumed;
+      at = next;
+      continue;
+    }
+    const Entry copy = entry->second;
+    lowest = std::min(lowest, copy.state);
+    const std::uintptr_t end = std::min(copy.end, span.end);
+    if (copy.pattern.size != 0) {
+      fill({at, end}, copy.pattern);
+      put({at, end}, {.end = end, .state = copy.state, .pattern = {}});
+    }
+    at = end;
+  }
+  return lowest;
+}
+
+std::optional<Uniform> Ranges::uniform(Span span) const {
+  const std::lock_guard lock(mutex_);
+  auto found = entries_.upper_bound(span.begin);
+  if (found != entries_.begin()) {
+    const Entry& before = std::prev(found)->second;
+    if (before.end >= span.end && before.pattern.size != 0) {
+      return Uniform{before.state, before.pattern};
+    }
+    if (before.end > span.begin) return std::nullopt;
+  }
+  if (found != entries_.end() && found->first < span.end) return std::nullopt;
+  return Uniform{State::unwritten, {.bytes = {}, .size = 1}};
+}
+
+}  // namespace opacus_memprof::virtual_values

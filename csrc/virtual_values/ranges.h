@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is known of the bytes of device memory, by address.
+//
+// Memory of which nothing is noted is unwritten: it was allocated and nothing that was carried out has
+// written it. It reads as zero, although a block that is used again still holds its old bytes, so
+// whoever reads it fills it first.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+
+namespace opacus_memprof::virtual_values {
+
+// Ordered: what is computed from several is in the lowest of their states.
+enum class State : std::uint8_t {
+  unwritten,  // reads as zero
+  assumed,    // the bytes are there, but derived from some that were not computed
+  known,      // the bytes are what a real GPU would hold
+};
+
+struct Span {
+  std::uintptr_t begin = 0;
+  std::uintptr_t end = 0;
+
+  [[nodiscard]] std::size_t size() const noexcept { return end - begin; }
+};
+
+// One element that a whole range repeats: too much memory to write, but worth knowing.
+struct Pattern {
+  std::array<std::uint8_t, 16> bytes{};  // the byte at address a is bytes[a % size]
+  std::uint8_t size = 0;
+
+  bool operator==(const Pattern&) const = default;
+};
+
+struct Uniform {
+  State state = State::unwritten;
+  Pattern pattern;
+};
+
+// Thread safe. The lock is a leaf: it is taken while torch's allocator holds its own.
+class Ranges {
+ public:
+  // Makes the range unwritten.
+  void reset(Span span);
+  void set(Span span, State state);
+  void set_uniform(Span span, Uniform uniform);
+
+  // Writes the zeros and patterns that the range reads as, and answers the lowest state in it: `assumed`
+  // where something was unwritten, since it is written afterwards.
+  State materialize(Span span);
+
+  // What the whole range repeats: a pattern that covers it, zeros where nothing of it is written, nothing where
+  // it holds bytes of its own.
+  [[nodiscard]] std::optional<Uniform> uniform(Span span) const;
+
+ private:
+  struct Entry {
+    std::uintptr_t end = 0;
+    State state = State::unwritten;
+    Pattern pattern;  // size 0: the bytes are there
+
+    [[nodiscard]] bool same(const Entry& other) const noexcept {
+      return state == other.state && pattern == other.pattern;
+    }
+  };
+  using Entries = std::map<std::uintptr_t, Entry>;
+
+  void split(std::uintptr_t at);
+  void put(Span span, Entry entry);
+
+  mutable std::mutex mutex_;
+  Entries entries_;  // by start; they do not overlap
+};
+
+}  // namespace opacus_memprof::virtual_values

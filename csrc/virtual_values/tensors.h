@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tensors of the virtual GPU as memory: where their bytes are, and tensors of the CPU over the same bytes.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstddef>
+
+#include "virtual_values/ranges.h"
+
+namespace opacus_memprof::virtual_values {
+
+// What is carried out, and how large its tensors may be. The virtual GPU copies and fills up to this size.
+std::size_t small_bytes();
+
+Ranges& ranges();
+
+// A tensor of the virtual GPU whose bytes are its elements.
+bool is_plain(const at::Tensor& tensor);
+
+Span span_of(const at::Tensor& tensor);
+bool is_small(const at::Tensor& tensor);
+
+// The bytes between the first and the last element are all elements.
+bool is_dense(const at::Tensor& tensor);
+
+// The CPU tensor over the bytes of a plain one. Shares no storage with it, so it must not outlive it.
+at::Tensor alias_on_cpu(const at::Tensor& tensor);
+
+// Notes that the elements have been written. Elements that are not next to each other are noted each, if they are few.
+void note_written(const at::Tensor& tensor, State state);
+// Notes that they were written, but with values that were not computed: they read as zero.
+void note_not_computed(const at::Tensor& tensor);
+
+// Calls function(tensor) for each defined tensor in the value.
+template <typename Function>
+void for_each_tensor(const c10::IValue& value, Function&& function) {
+  if (value.isTensor()) {
+    const at::Tensor& tensor = value.toTensor();
+    if (tensor.defined()) function(tensor);
+  } else if (value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) {
+      if (!element.isTensor() && !element.isNone()) return;
+      for_each_tensor(element, function);
+    }
+  }
+}
+
+}  // namespace opacus_memprof::virtual_values
