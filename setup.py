@@ -179,6 +179,19 @@ def extension(cuda: Cuda | None) -> Extension:
     )
 
 
+def values_extension(cuda: Cuda) -> Extension:
+    """What carries operations on the virtual GPU's tensors out."""
+    headers = [Path(folder) for folder in cpp_extension.include_paths()]
+    headers += [Path(sysconfig.get_path("include")), *cuda.include]
+    return cpp_extension.CppExtension(
+        "opacus_memprof._virtual",
+        sorted(str(path) for path in Path("csrc/virtual_values").glob("*.cpp")),
+        extra_compile_args=[*FLAGS, *(f"-isystem{folder}" for folder in headers)],
+        include_dirs=[str(Path("csrc").resolve())],
+        libraries=["c10_cuda", "torch_cuda"],
+    )
+
+
 def build_virtual_gpu(package: Path, cuda: Cuda) -> None:
     """The libraries of the virtual GPU, into the package. Needs nm and the headers of cuDNN and NCCL as well."""
     spec = importlib.util.spec_from_file_location("virtual_gpu_build", "csrc/virtual_gpu/build.py")
@@ -257,7 +270,7 @@ TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
 BUILD = f"build/torch-{torch.__version__}-{'cuda' if CUDA else 'cpu'}"
 
 setup(
-    ext_modules=[core_extension(), extension(CUDA)],
+    ext_modules=[core_extension(), extension(CUDA), *([values_extension(CUDA)] if CUDA else [])],
     cmdclass={"build_ext": BuildExtension},
     install_requires=[f"torch=={TORCH_MINOR}.*", *REQUIRES, *REQUIRES_TO_RECORD],
     options={"build": {"build_base": BUILD}},

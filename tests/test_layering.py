@@ -31,7 +31,7 @@ LAYERS = [
 ]
 
 # The module that imports each extension, and explains why one cannot be loaded.
-EXTENSIONS = {"_C": "_native", "_core": "core"}
+EXTENSIONS = {"_C": "_native", "_core": "core", "_virtual": "virtual_gpu.values"}
 
 CORE_MAY_INCLUDE = re.compile(
     r"<[a-z_]+>|"  # C++
@@ -109,7 +109,7 @@ def test_the_adaptors_do_not_know_the_bindings() -> None:
 def test_there_are_no_other_sources() -> None:
     """What is not in one of these folders would escape the checks above, and the build."""
     folders = {path.relative_to(ROOT / "csrc").parts[0] for path in (ROOT / "csrc").rglob("*.*") if path.is_file()}
-    assert folders == {"adaptors", "bindings", "core", "virtual_gpu"}
+    assert folders == {"adaptors", "bindings", "core", "virtual_gpu", "virtual_values"}
 
 
 @pytest.mark.parametrize(

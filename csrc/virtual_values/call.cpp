@@ -31,7 +31,8 @@ void make_finite(const at::Tensor& tensor) {
 
 }  // namespace
 
-Call::Call(const c10::OperatorHandle& handle, const Operation& operation, const torch::jit::Stack& stack)
+Call::Call(const c10::OperatorHandle& handle, const Operation& operation,
+           const torch::jit::Stack& stack)
     : handle_(handle), operation_(operation) {
   const std::size_t count = operation.parameters.size();
   arguments_.assign(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end());
@@ -85,7 +86,8 @@ bool Call::is_written_argument(const at::Tensor& tensor) const {
 void Call::finish(torch::jit::Stack& stack) {
   const std::size_t returns = handle_.schema().returns().size();
   bool all_small = small_;
-  for (auto result = stack.end() - static_cast<std::ptrdiff_t>(returns); result != stack.end(); ++result) {
+  for (auto result = stack.end() - static_cast<std::ptrdiff_t>(returns); result != stack.end();
+       ++result) {
     for_each_tensor(*result, [&](const at::Tensor& tensor) {
       if (tensor.is_cuda()) all_small = all_small && is_plain(tensor) && is_small(tensor);
     });
@@ -103,7 +105,8 @@ void Call::finish(torch::jit::Stack& stack) {
   }
   if (!done) {
     note_results_not_computed(stack, returns);
-    if (operation_.counts_on_device) give_bound(operation_, arguments_, &stack[stack.size() - returns], returns);
+    if (operation_.counts_on_device)
+      give_bound(operation_, arguments_, &stack[stack.size() - returns], returns);
   }
   if (!done || state_ != State::known) {
     choose_indices(operation_, arguments_, &stack[stack.size() - returns], returns);
@@ -121,7 +124,8 @@ bool Call::carry_out_whole(torch::jit::Stack& stack, std::size_t returns) {
     }();
     if (operation_.counts_on_device) {
       if (written != State::known) take_every_element_for_none(operation_, arguments_, values);
-      for (std::size_t index = 0; index < returns; ++index) give_shape_of(operation_, values[index], results[index]);
+      for (std::size_t index = 0; index < returns; ++index)
+        give_shape_of(operation_, values[index], results[index]);
     }
     const OnCpu on_cpu;
     for (std::size_t index = 0; index < returns; ++index) {
@@ -133,7 +137,8 @@ bool Call::carry_out_whole(torch::jit::Stack& stack, std::size_t returns) {
         const auto outputs = result.toTensorVector();
         const auto computed = value.toTensorVector();
         TORCH_CHECK(outputs.size() == computed.size(), "as many results as on the CPU");
-        for (std::size_t each = 0; each < outputs.size(); ++each) store(outputs[each], computed[each]);
+        for (std::size_t each = 0; each < outputs.size(); ++each)
+          store(outputs[each], computed[each]);
       } else {
         result = value;
       }
@@ -190,12 +195,14 @@ void Call::carry_out_lists(torch::jit::Stack& stack, std::size_t returns) {
     }
   } catch (const std::exception&) {
     count_failure(operation_.name);
+    restore();
   }
 }
 
 bool Call::carry_out_uniform(torch::jit::Stack& stack, std::size_t returns) {
   try {
-    return evaluate_uniform(handle_, operation_, arguments_, &stack[stack.size() - returns], returns);
+    return evaluate_uniform(handle_, operation_, arguments_, &stack[stack.size() - returns],
+                            returns);
   } catch (const std::exception&) {
     count_failure(operation_.name);
     return false;
@@ -211,9 +218,11 @@ void Call::note_results_not_computed(const torch::jit::Stack& stack, std::size_t
       note_not_computed(each.tensor);
     }
   }
-  for (auto result = stack.end() - static_cast<std::ptrdiff_t>(returns); result != stack.end(); ++result) {
+  for (auto result = stack.end() - static_cast<std::ptrdiff_t>(returns); result != stack.end();
+       ++result) {
     for_each_tensor(*result, [&](const at::Tensor& tensor) {
-      if (tensor.is_cuda() && is_plain(tensor) && !is_written_argument(tensor)) note_not_computed(tensor);
+      if (tensor.is_cuda() && is_plain(tensor) && !is_written_argument(tensor))
+        note_not_computed(tensor);
     });
   }
 }

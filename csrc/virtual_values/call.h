@@ -16,15 +16,17 @@ namespace opacus_memprof::virtual_values {
 class Call {
  public:
   // Takes note of the arguments, which are the last ones on the stack. Nothing is read yet.
-  Call(const c10::OperatorHandle& handle, const Operation& operation, const torch::jit::Stack& stack);
+  Call(const c10::OperatorHandle& handle, const Operation& operation,
+       const torch::jit::Stack& stack);
 
   // Whether the virtual GPU has to do with it, and all of its tensors are plain.
   [[nodiscard]] bool concerns_us() const { return cuda_ && plain_; }
 
-  // Before the CUDA kernel: makes the small inputs readable, and keeps the bytes of what will be written in place,
-  // since the kernel may itself call operators that write there.
+  // Before the CUDA kernel: makes the small inputs readable, and keeps the bytes of what will be
+  // written in place, since the kernel may itself call operators that write there.
   void prepare();
-  // After it: computes what can be computed, and takes note of what is known of the results, which are on the stack.
+  // After it: computes what can be computed, and takes note of what is known of the results, which
+  // are on the stack.
   void finish(torch::jit::Stack& stack);
 
   // Of what the call reads: the lowest of all inputs.

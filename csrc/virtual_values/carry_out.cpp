@@ -50,7 +50,8 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
 
 c10::IValue on_cpu(const c10::IValue& value) {
   if (value.isTensor()) return on_cpu(value.toTensor());
-  if (value.isDevice()) return value.toDevice().is_cuda() ? c10::Device(c10::DeviceType::CPU) : value.toDevice();
+  if (value.isDevice())
+    return value.toDevice().is_cuda() ? c10::Device(c10::DeviceType::CPU) : value.toDevice();
   if (value.isTensorList()) {
     c10::List<at::Tensor> list;
     for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(on_cpu(tensor));
@@ -118,13 +119,16 @@ std::vector<c10::IValue> carry_out(const c10::OperatorHandle& handle, const Oper
 
 double expense_of(const Operation& operation, const std::vector<c10::IValue>& arguments) {
   const std::string_view name = operation.name;
-  const auto tensor = [&](std::size_t index) -> const at::Tensor& { return arguments[index].toTensor(); };
+  const auto tensor = [&](std::size_t index) -> const at::Tensor& {
+    return arguments[index].toTensor();
+  };
   const auto elements = [&](std::size_t index) {
     return index < arguments.size() && arguments[index].isTensor() && tensor(index).defined()
                ? static_cast<double>(tensor(index).numel())
                : 0.0;
   };
-  if (name == "aten::mm" || name == "aten::bmm" || name == "aten::addmm" || name == "aten::baddbmm") {
+  if (name == "aten::mm" || name == "aten::bmm" || name == "aten::addmm" ||
+      name == "aten::baddbmm") {
     const std::size_t first = name.starts_with("aten::add") || name == "aten::baddbmm" ? 1 : 0;
     return 2 * elements(first) * static_cast<double>(tensor(first + 1).size(-1));
   }
@@ -132,11 +136,15 @@ double expense_of(const Operation& operation, const std::vector<c10::IValue>& ar
     // Every element of the input meets at most every element of the weight of one input channel.
     const std::size_t input = name == "aten::convolution" ? 0 : 1;
     const at::Tensor& weight = tensor(input + 1);
-    const double a_channel = weight.dim() > 1 ? static_cast<double>(weight.numel() / std::max<std::int64_t>(weight.size(1), 1)) : 0;
+    const double a_channel =
+        weight.dim() > 1
+            ? static_cast<double>(weight.numel() / std::max<std::int64_t>(weight.size(1), 1))
+            : 0;
     return (input == 0 ? 2 : 4) * elements(input) * a_channel;
   }
-  if (name.starts_with("aten::linalg_") || name.starts_with("aten::_linalg_") || name.starts_with("aten::cholesky") ||
-      name == "aten::geqrf" || name == "aten::triangular_solve" || name == "aten::_cdist_forward") {
+  if (name.starts_with("aten::linalg_") || name.starts_with("aten::_linalg_") ||
+      name.starts_with("aten::cholesky") || name == "aten::geqrf" ||
+      name == "aten::triangular_solve" || name == "aten::_cdist_forward") {
     return arguments.empty() || !arguments[0].isTensor() || tensor(0).dim() == 0
                ? 0
                : 20 * elements(0) * static_cast<double>(tensor(0).size(-1));

@@ -12,8 +12,9 @@
 
 namespace opacus_memprof::virtual_values {
 
-// While it lives, this thread's operators see CPU tensors only, and nothing of what the program has set for its own:
-// autograd, modes, autocast, profilers. Nor does the profiler count what they allocate.
+// While it lives, this thread's operators see CPU tensors only, and nothing of what the program has
+// set for its own: autograd, modes, autocast, profilers. Nor does the profiler count what they
+// allocate.
 class OnCpu {
  public:
   OnCpu();
@@ -26,16 +27,17 @@ class OnCpu {
   State* state_;
 };
 
-// What seeds the draws of this call, so that a program that seeds CUDA's generator gets the same values again. Asked
-// before the CUDA kernel, which advances the generator.
+// What seeds the draws of this call, so that a program that seeds CUDA's generator gets the same
+// values again. Asked before the CUDA kernel, which advances the generator.
 std::uint64_t seed_of_draw(const Operation& operation, const std::vector<c10::IValue>& arguments);
 
-// The results of the operator for these arguments, with CUDA tensors and devices in them replaced by the CPU's. What the
-// operator writes in place is written. Throws what the CPU kernel throws.
+// The results of the operator for these arguments, with CUDA tensors and devices in them replaced
+// by the CPU's. What the operator writes in place is written. Throws what the CPU kernel throws.
 std::vector<c10::IValue> carry_out(const c10::OperatorHandle& handle, const Operation& operation,
                                    const std::vector<c10::IValue>& arguments, std::uint64_t seed);
 
-// Floating-point operations that the call would take on the CPU, roughly; 0 where they are as many as elements.
+// Floating-point operations that the call would take on the CPU, roughly; 0 where they are as many
+// as elements.
 double expense_of(const Operation& operation, const std::vector<c10::IValue>& arguments);
 
 }  // namespace opacus_memprof::virtual_values

@@ -18,8 +18,8 @@ constexpr std::size_t kArguments = 3;  // self, src, non_blocking
 constexpr std::size_t kPage = 4096;
 
 bool is_host(const at::Tensor& tensor) {
-  return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_nested() &&
-         !tensor.is_conj() && !tensor.is_neg();
+  return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.has_storage() &&
+         !tensor.is_nested() && !tensor.is_conj() && !tensor.is_neg();
 }
 
 // Pages that are zero already are not written: they may not exist yet.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <Python.h>
-//
 #include "virtual_values/counts.h"
+
+#include <Python.h>
 
 #include <algorithm>
 #include <mutex>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How often the program met values that were not computed, by operator and by the line of the program.
+// How often the program met values that were not computed, by operator and by the line of the
+// program.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +11,8 @@
 
 namespace opacus_memprof::virtual_values {
 
-// By operator and, as "file:line", where the program called it; the line is empty where there is none, as on threads of
-// autograd.
+// By operator and, as "file:line", where the program called it; the line is empty where there is
+// none, as on threads of autograd.
 using Uses = std::map<std::pair<std::string, std::string>, std::uint64_t>;
 
 // The host has read what was not computed.
@@ -25,7 +26,8 @@ Uses unknown_reads();
 Uses assumed_shapes();
 std::map<std::string, std::uint64_t> failures();
 
-// Folders whose files are not the program's: frames in them are passed over. Set before the first count.
+// Folders whose files are not the program's: frames in them are passed over. Set before the first
+// count.
 void set_libraries(std::vector<std::string> folders);
 
 }  // namespace opacus_memprof::virtual_values

@@ -19,8 +19,9 @@ bool is_nonzero(const Operation& operation) { return operation.name == "aten::no
 // Of memory that the CUDA kernel has given, and that grows where it is not enough.
 void resize(const Operation& operation, const at::Tensor& output, at::IntArrayRef sizes) {
   if (output.sizes() == sizes) return;
-  const c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-                                                 c10::DispatchKeySet(c10::DispatchKey::Fake));
+  const c10::impl::ExcludeDispatchKeyGuard below(
+      c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+      c10::DispatchKeySet(c10::DispatchKey::Fake));
   output.resize_(sizes);
   if (is_nonzero(operation) && sizes.size() == 2) {
     // The CUDA kernel writes a row for each dimension and returns the transpose.
@@ -32,13 +33,16 @@ bool has_no_rows(const c10::IValue& value) {
   return value.isTensor() && value.toTensor().dim() > 0 && value.toTensor().size(0) == 0;
 }
 
-// The chosen indices of each row, as many as `output` has along `dimension`, of `count` that there are.
-void write_round_robin(const at::Tensor& output, std::int64_t dimension, std::int64_t count, State state) {
+// The chosen indices of each row, as many as `output` has along `dimension`, of `count` that there
+// are.
+void write_round_robin(const at::Tensor& output, std::int64_t dimension, std::int64_t count,
+                       State state) {
   if (output.numel() == 0 || count == 0 || !is_plain(output) || !is_small(output)) return;
   const OnCpu on_cpu;
   const at::Tensor alias = alias_on_cpu(output);
   const at::Tensor rows_last = alias.dim() > 0 ? alias.movedim(dimension, -1) : alias;
-  at::Tensor indices = at::arange(output.numel(), at::TensorOptions().dtype(at::kLong)).remainder(count);
+  at::Tensor indices =
+      at::arange(output.numel(), at::TensorOptions().dtype(at::kLong)).remainder(count);
   rows_last.copy_(indices.view(rows_last.sizes()));
   note_written(output, state);
 }
@@ -46,10 +50,12 @@ void write_round_robin(const at::Tensor& output, std::int64_t dimension, std::in
 }  // namespace
 
 void give_shape_of(const Operation& operation, const c10::IValue& value, c10::IValue& result) {
-  if (value.isTensor() && result.isTensor()) resize(operation, result.toTensor(), value.toTensor().sizes());
+  if (value.isTensor() && result.isTensor())
+    resize(operation, result.toTensor(), value.toTensor().sizes());
 }
 
-void take_every_element_for_none(const Operation& operation, const std::vector<c10::IValue>& arguments,
+void take_every_element_for_none(const Operation& operation,
+                                 const std::vector<c10::IValue>& arguments,
                                  std::vector<c10::IValue>& values) {
   count_assumed_shape(operation.name);
   const at::Tensor& input = arguments[0].toTensor();
@@ -59,8 +65,8 @@ void take_every_element_for_none(const Operation& operation, const std::vector<c
   }
 }
 
-void give_bound(const Operation& operation, const std::vector<c10::IValue>& arguments, c10::IValue* results,
-                std::size_t returns) {
+void give_bound(const Operation& operation, const std::vector<c10::IValue>& arguments,
+                c10::IValue* results, std::size_t returns) {
   count_assumed_shape(operation.name);
   const at::Tensor& input = arguments[0].toTensor();
   if (is_nonzero(operation)) {
@@ -77,14 +83,15 @@ void give_bound(const Operation& operation, const std::vector<c10::IValue>& argu
   }
 }
 
-void choose_indices(const Operation& operation, const std::vector<c10::IValue>& arguments, c10::IValue* results,
-                    std::size_t returns) {
+void choose_indices(const Operation& operation, const std::vector<c10::IValue>& arguments,
+                    c10::IValue* results, std::size_t returns) {
   const bool topk = operation.name == "aten::topk";
   const bool best = operation.name == "aten::max" || operation.name == "aten::min";
   const bool arg = operation.name == "aten::argmax" || operation.name == "aten::argmin";
   if ((!topk && !best && !arg) || arguments.size() < 2) return;
   const std::size_t position = topk ? 2 : 1;
-  if (!arguments[0].isTensor() || position >= arguments.size() || !arguments[position].isInt()) return;
+  if (!arguments[0].isTensor() || position >= arguments.size() || !arguments[position].isInt())
+    return;
   const at::Tensor& input = arguments[0].toTensor();
   std::int64_t dimension = arguments[position].toInt();
   if (input.dim() == 0) return;
@@ -94,8 +101,8 @@ void choose_indices(const Operation& operation, const std::vector<c10::IValue>& 
   count_assumed_shape(operation.name);
   if (topk) return write_round_robin(output, dimension, input.size(dimension), State::known);
   // Without the dimension, or with it as one element: each row has one index.
-  write_round_robin(output, output.dim() == input.dim() ? dimension : output.dim() - 1, input.size(dimension),
-                    State::assumed);
+  write_round_robin(output, output.dim() == input.dim() ? dimension : output.dim() - 1,
+                    input.size(dimension), State::assumed);
 }
 
 }  // namespace opacus_memprof::virtual_values

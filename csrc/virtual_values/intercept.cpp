@@ -6,7 +6,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/library.h>
 
-#include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <mutex>
 #include <vector>
@@ -23,20 +23,22 @@ namespace {
 
 constexpr c10::DispatchKey kKey = c10::DispatchKey::Fake;
 
-// CUDA kernels that count on the device read the count from memory that they have just got, by copies that are not seen
-// here. Where nothing computes it, it must not be what an earlier block has left.
+// CUDA kernels that count on the device read the count from memory that they have just got, by
+// copies that are not seen here. Where nothing computes it, it must not be what an earlier block
+// has left.
 constexpr std::size_t kCounters = 4096;
 
 void on_allocator_event(const c10::CachingDeviceAllocator::TraceEntry& entry) {
   if (entry.action_ != c10::CachingDeviceAllocator::TraceEntry::ALLOC) return;
   ranges().reset({entry.addr_, entry.addr_ + entry.size_});
   if (entry.size_ <= kCounters) {
-    std::memset(reinterpret_cast<void*>(entry.addr_), 0, entry.size_);  // NOLINT(performance-no-int-to-ptr)
+    std::memset(reinterpret_cast<void*>(entry.addr_), 0,
+                entry.size_);  // NOLINT(performance-no-int-to-ptr)
   }
 }
 
-// The allocator takes a listener only when it has been initialized, which the first CUDA tensor does. Its first block is
-// new, so that nothing is missed.
+// The allocator takes a listener only when it has been initialized, which the first CUDA tensor
+// does. Its first block is new, so that nothing is missed.
 void follow_allocator() {
   static std::atomic<bool> followed = false;
   if (followed.load(std::memory_order_relaxed)) return;
@@ -45,7 +47,8 @@ void follow_allocator() {
   try {
     allocator->attachAllocatorTraceTracker(&on_allocator_event);
   } catch (const std::exception&) {
-    // cudaMallocAsync has no listeners: what operators give is noted then, and what they do not give is not.
+    // cudaMallocAsync has no listeners: what operators give is noted then, and what they do not
+    // give is not.
   }
 }
 
@@ -68,7 +71,9 @@ class Within {
 };
 
 void count_read() {
-  if (outermost == nullptr) return;
+  // Kernels that count on the device read what nothing computes; their results are noted as a
+  // whole.
+  if (outermost == nullptr || outermost->counts_on_device) return;
   if (outermost->dynamic_shape) {
     count_assumed_shape(outermost->name);
   } else {
@@ -119,11 +124,15 @@ void pass(const c10::OperatorHandle& handle, const Operation& operation, c10::Di
   handle.redispatchBoxed(below, stack);
   follow_allocator();
   if (operation.kind != Kind::item) call.finish(*stack);
-  if ((operation.kind == Kind::item || operation.kind == Kind::equal) && call.state() != State::known) count_read();
+  if ((operation.kind == Kind::item || operation.kind == Kind::equal) &&
+      call.state() != State::known)
+    count_read();
 }
 
-void intercept(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const c10::DispatchKeySet below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+void intercept(const c10::OperatorHandle& handle, c10::DispatchKeySet keys,
+               torch::jit::Stack* stack) {
+  const c10::DispatchKeySet below =
+      keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   const Operation& operation = operation_of(handle);
   // Modes and subclasses of Python call again with what they make of it.
   if (operation.kind == Kind::pass || keys.has(c10::DispatchKey::Python)) {
@@ -147,8 +156,8 @@ void install() {
     for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
       const auto handle = dispatcher.findSchema(name);
       if (!handle || is_seen(*handle) || handle->hasKernelForDispatchKey(kKey)) continue;
-      made->push_back(dispatcher.registerImpl(name, kKey, c10::KernelFunction::makeFallthrough(), std::nullopt, nullptr,
-                                              "values of the virtual GPU"));
+      made->push_back(dispatcher.registerImpl(name, kKey, c10::KernelFunction::makeFallthrough(),
+                                              std::nullopt, nullptr, "values of the virtual GPU"));
     }
     return made;
   }();

@@ -24,7 +24,8 @@ SmallPart::SmallPart(const std::vector<c10::IValue>& arguments) : all_(arguments
     if (!argument.isList() || argument.toListRef().size() != length_) continue;
     const auto elements = argument.toListRef();
     for (std::size_t index = 0; index < length_; ++index) {
-      small[index] = small[index] && (!elements[index].isTensor() || is_usable(elements[index].toTensor()));
+      small[index] =
+          small[index] && (!elements[index].isTensor() || is_usable(elements[index].toTensor()));
     }
   }
   for (std::size_t index = 0; index < length_; ++index) {

@@ -11,7 +11,8 @@ namespace opacus_memprof::virtual_values {
 
 class SmallPart {
  public:
-  // Of lists that are as long as the first one, the positions at which all of them have small tensors.
+  // Of lists that are as long as the first one, the positions at which all of them have small
+  // tensors.
   explicit SmallPart(const std::vector<c10::IValue>& arguments);
 
   // Nothing can be carried out: there are none, or another tensor of the call is large.
@@ -19,14 +20,17 @@ class SmallPart {
   // The call's, with what was not kept left out of lists.
   [[nodiscard]] std::vector<c10::IValue> arguments() const;
 
-  // Calls function(output, value) for the results of the whole call and of the part that belong together.
+  // Calls function(output, value) for the results of the whole call and of the part that belong
+  // together.
   template <typename Function>
-  void for_each_result(const c10::IValue& outputs, const c10::IValue& values, Function&& function) const {
+  void for_each_result(const c10::IValue& outputs, const c10::IValue& values,
+                       Function&& function) const {
     if (!outputs.isTensorList() || !values.isTensorList()) return;
     const auto all = outputs.toTensorVector();
     const auto part = values.toTensorVector();
     if (all.size() != length_ || part.size() != kept_.size()) return;
-    for (std::size_t index = 0; index < kept_.size(); ++index) function(all[kept_[index]], part[index]);
+    for (std::size_t index = 0; index < kept_.size(); ++index)
+      function(all[kept_[index]], part[index]);
   }
 
  private:

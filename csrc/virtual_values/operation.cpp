@@ -3,8 +3,8 @@
 
 #include <ATen/core/enum_tag.h>
 
-#include <array>
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <mutex>
 #include <string_view>
@@ -22,19 +22,20 @@ bool contains(const std::array<std::string_view, size>& names, std::string_view 
 // Made of other operators, of which the innermost have no kernel for the CPU.
 constexpr std::array<std::string_view, 2> kWhole{"aten::convolution", "aten::convolution_backward"};
 
-// They change what a tensor is, not its values; or they check values where a real GPU would only later.
+// They change what a tensor is, not its values; or they check values where a real GPU would only
+// later.
 constexpr std::array<std::string_view, 10> kNoValues{
-    "aten::set_",          "aten::resize_",    "aten::resize_as_",    "aten::record_stream",
-    "aten::_pin_memory",   "aten::is_pinned",  "aten::_assert_async", "aten::is_set_to",
-    "aten::_lazy_clone",   "aten::lift_fresh"};
+    "aten::set_",        "aten::resize_",   "aten::resize_as_",    "aten::record_stream",
+    "aten::_pin_memory", "aten::is_pinned", "aten::_assert_async", "aten::is_set_to",
+    "aten::_lazy_clone", "aten::lift_fresh"};
 
 constexpr std::array<std::string_view, 2> kFresh{"aten::empty", "aten::empty_strided"};
 
 // The first argument is overwritten without being read.
 constexpr std::array<std::string_view, 11> kOverwrite{
-    "aten::copy_",   "aten::fill_",        "aten::zero_",      "aten::normal_",
+    "aten::copy_",    "aten::fill_",       "aten::zero_",      "aten::normal_",
     "aten::uniform_", "aten::random_",     "aten::bernoulli_", "aten::exponential_",
-    "aten::cauchy_", "aten::log_normal_", "aten::geometric_"};
+    "aten::cauchy_",  "aten::log_normal_", "aten::geometric_"};
 
 constexpr std::array<std::string_view, 7> kReducesUniform{
     "aten::all", "aten::any", "aten::amax", "aten::amin", "aten::max", "aten::min", "aten::mean"};
@@ -43,7 +44,8 @@ constexpr std::array<std::string_view, 5> kCountsOnDevice{"aten::nonzero", "aten
                                                           "aten::_unique", "aten::unique_dim",
                                                           "aten::unique_consecutive"};
 
-// An operator is pointwise if one of its overloads is tagged so: those with `out` and those in place often are not.
+// An operator is pointwise if one of its overloads is tagged so: those with `out` and those in
+// place often are not.
 std::string without_underscore(std::string name) {
   if (name.ends_with('_')) name.pop_back();
   return name;
@@ -51,10 +53,12 @@ std::string without_underscore(std::string name) {
 
 const std::unordered_set<std::string>& pointwise_names() {
   static const auto& names = *[] {
-    auto* const found = new std::unordered_set<std::string>{"aten::fill", "aten::zero", "aten::copy", "aten::masked_fill"};
+    auto* const found = new std::unordered_set<std::string>{"aten::fill", "aten::zero",
+                                                            "aten::copy", "aten::masked_fill"};
     for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
       const auto handle = c10::Dispatcher::singleton().findSchema(name);
-      if (handle && handle->hasTag(at::Tag::pointwise)) found->insert(without_underscore(name.name));
+      if (handle && handle->hasTag(at::Tag::pointwise))
+        found->insert(without_underscore(name.name));
     }
     return found;
   }();
@@ -89,12 +93,15 @@ Operation describe(const c10::OperatorHandle& handle) {
   const auto& schema = handle.schema();
   for (const auto& argument : schema.arguments()) {
     const bool written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-    const bool overwritten = written && operation.parameters.empty() && contains(kOverwrite, operation.name);
-    operation.parameters.push_back({.written = written, .read = !argument.is_out() && !overwritten});
+    const bool overwritten =
+        written && operation.parameters.empty() && contains(kOverwrite, operation.name);
+    operation.parameters.push_back(
+        {.written = written, .read = !argument.is_out() && !overwritten});
     const c10::TypePtr& type = argument.type();
     if (type->kind() == c10::TypeKind::GeneratorType ||
         (type->kind() == c10::TypeKind::OptionalType &&
-         type->castRaw<c10::OptionalType>()->getElementType()->kind() == c10::TypeKind::GeneratorType)) {
+         type->castRaw<c10::OptionalType>()->getElementType()->kind() ==
+             c10::TypeKind::GeneratorType)) {
       operation.generator = static_cast<int>(operation.parameters.size()) - 1;
     }
   }
@@ -107,7 +114,8 @@ Operation describe(const c10::OperatorHandle& handle) {
                     operation.name == "aten::_fused_sgd_" ||
                     operation.name == "aten::_amp_foreach_non_finite_check_and_unscale_";
   operation.counts_on_device = contains(kCountsOnDevice, operation.name);
-  operation.dynamic_shape = operation.counts_on_device || handle.hasTag(at::Tag::dynamic_output_shape);
+  operation.dynamic_shape =
+      operation.counts_on_device || handle.hasTag(at::Tag::dynamic_output_shape);
   return operation;
 }
 

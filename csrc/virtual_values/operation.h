@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What has to be known of an operator before one of its calls can be carried out: read from its schema once.
+// What has to be known of an operator before one of its calls can be carried out: read from its
+// schema once.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -28,13 +29,14 @@ struct Operation {
   Kind kind = Kind::pass;
   std::string name;  // as in "aten::add", without the overload
   std::vector<Parameter> parameters;
-  int generator = -1;     // the position of its Generator parameter
-  bool random = false;    // draws from a generator, which may be the default one
-  bool on_cpu = false;    // there is a kernel for the CPU
+  int generator = -1;   // the position of its Generator parameter
+  bool random = false;  // draws from a generator, which may be the default one
+  bool on_cpu = false;  // there is a kernel for the CPU
   bool pointwise = false;
   bool reduces_uniform = false;  // a reduction that gives x for a tensor whose elements are all x
   bool lists = false;            // works on lists of tensors, element by element
-  // The shape of the result depends on data, and the CUDA kernel finds it in memory that nothing has written.
+  // The shape of the result depends on data, and the CUDA kernel finds it in memory that nothing
+  // has written.
   bool counts_on_device = false;
   bool dynamic_shape = false;  // the shape depends on data, however it is found
 };

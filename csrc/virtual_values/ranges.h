@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What is known of the bytes of device memory, by address.
 //
-// Memory of which nothing is noted is unwritten: it was allocated and nothing that was carried out has
-// written it. It reads as zero, although a block that is used again still holds its old bytes, so
-// whoever reads it fills it first.
+// Memory of which nothing is noted is unwritten: it was allocated and nothing that was carried out
+// has written it. It reads as zero, although a block that is used again still holds its old bytes,
+// so whoever reads it fills it first.
 #pragma once
 
 #include <array>
@@ -50,12 +50,12 @@ class Ranges {
   void set(Span span, State state);
   void set_uniform(Span span, Uniform uniform);
 
-  // Writes the zeros and patterns that the range reads as, and answers the lowest state in it: `assumed`
-  // where something was unwritten, since it is written afterwards.
+  // Writes the zeros and patterns that the range reads as, and answers the lowest state in it:
+  // `assumed` where something was unwritten, since it is written afterwards.
   State materialize(Span span);
 
-  // What the whole range repeats: a pattern that covers it, zeros where nothing of it is written, nothing where
-  // it holds bytes of its own.
+  // What the whole range repeats: a pattern that covers it, zeros where nothing of it is written,
+  // nothing where it holds bytes of its own.
   [[nodiscard]] std::optional<Uniform> uniform(Span span) const;
 
  private:

@@ -13,7 +13,8 @@ namespace {
 
 constexpr std::size_t kPieces = 4096;
 
-// The spans of the parts of a tensor that lie next to each other; empty if they are more than kPieces.
+// The spans of the parts of a tensor that lie next to each other; empty if they are more than
+// kPieces.
 std::vector<Span> pieces_of(const at::Tensor& tensor) {
   // Dimensions from the innermost out, as long as they continue each other.
   std::vector<std::pair<std::int64_t, std::int64_t>> dimensions;  // stride, size
@@ -41,7 +42,8 @@ std::vector<Span> pieces_of(const at::Tensor& tensor) {
     const std::size_t before = starts.size();
     for (std::int64_t step = 1; step < dimensions[index].second; ++step) {
       for (std::size_t start = 0; start < before; ++start) {
-        starts.push_back(starts[start] + static_cast<std::uintptr_t>(step * dimensions[index].first) * size);
+        starts.push_back(starts[start] +
+                         static_cast<std::uintptr_t>(step * dimensions[index].first) * size);
       }
     }
   }
@@ -72,9 +74,10 @@ Ranges& ranges() {
 }
 
 bool is_plain(const at::Tensor& tensor) {
-  constexpr c10::DispatchKeySet kWrapped{c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
-                                         c10::DispatchKey::FuncTorchGradWrapper,
-                                         c10::DispatchKey::Functionalize, c10::DispatchKey::ZeroTensor};
+  constexpr c10::DispatchKeySet kWrapped{
+      c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
+      c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize,
+      c10::DispatchKey::ZeroTensor};
   return tensor.is_cuda() && tensor.layout() == at::kStrided && tensor.has_storage() &&
          !tensor.is_quantized() && !tensor.is_nested() && !tensor.is_conj() && !tensor.is_neg() &&
          !tensor.key_set().has_any(kWrapped);
@@ -135,7 +138,8 @@ void note_not_computed(const at::Tensor& tensor) {
   if (is_dense(tensor)) return ranges().reset(span);
   const auto pieces = pieces_of(tensor);
   for (const Span& piece : pieces) ranges().reset(piece);
-  // What lies between keeps its bytes, if it can be told apart; else all of it is as if it were not written.
+  // What lies between keeps its bytes, if it can be told apart; else all of it is as if it were not
+  // written.
   if (pieces.empty()) ranges().reset(span);
 }
 

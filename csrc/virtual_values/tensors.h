@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensors of the virtual GPU as memory: where their bytes are, and tensors of the CPU over the same bytes.
+// Tensors of the virtual GPU as memory: where their bytes are, and tensors of the CPU over the same
+// bytes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +12,8 @@
 
 namespace opacus_memprof::virtual_values {
 
-// What is carried out, and how large its tensors may be. The virtual GPU copies and fills up to this size.
+// What is carried out, and how large its tensors may be. The virtual GPU copies and fills up to
+// this size.
 std::size_t small_bytes();
 
 Ranges& ranges();
@@ -25,10 +27,12 @@ bool is_small(const at::Tensor& tensor);
 // The bytes between the first and the last element are all elements.
 bool is_dense(const at::Tensor& tensor);
 
-// The CPU tensor over the bytes of a plain one. Shares no storage with it, so it must not outlive it.
+// The CPU tensor over the bytes of a plain one. Shares no storage with it, so it must not outlive
+// it.
 at::Tensor alias_on_cpu(const at::Tensor& tensor);
 
-// Notes that the elements have been written. Elements that are not next to each other are noted each, if they are few.
+// Notes that the elements have been written. Elements that are not next to each other are noted
+// each, if they are few.
 void note_written(const at::Tensor& tensor, State state);
 // Notes that they were written, but with values that were not computed: they read as zero.
 void note_not_computed(const at::Tensor& tensor);

@@ -25,7 +25,8 @@ at::Tensor one_element(const at::Tensor& like) {
 
 // What all elements of the tensor are; nothing where they differ.
 std::optional<Element> element_of(const at::Tensor& tensor, bool read) {
-  if (tensor.is_cpu()) return tensor.numel() == 1 ? std::optional(Element{tensor, State::known}) : std::nullopt;
+  if (tensor.is_cpu())
+    return tensor.numel() == 1 ? std::optional(Element{tensor, State::known}) : std::nullopt;
   if (!is_plain(tensor) || span_of(tensor).size() == 0) return std::nullopt;
   Element element{one_element(tensor), State::known};
   auto* const bytes = static_cast<std::uint8_t*>(element.tensor.data_ptr());
@@ -52,8 +53,8 @@ std::optional<Element> element_of(const at::Tensor& tensor, bool read) {
 }
 
 bool repeats(const at::Tensor& output, const at::Tensor& value, State state) {
-  if (!output.defined() || !value.defined() || value.numel() != 1 || value.scalar_type() != output.scalar_type() ||
-      output.itemsize() > 16 || !is_dense(output)) {
+  if (!output.defined() || !value.defined() || value.numel() != 1 ||
+      value.scalar_type() != output.scalar_type() || output.itemsize() > 16 || !is_dense(output)) {
     return false;
   }
   const Span span = span_of(output);
@@ -80,7 +81,9 @@ bool evaluate_uniform(const c10::OperatorHandle& handle, const Operation& operat
   State state = State::known;
   std::vector<c10::IValue> elements = arguments;
   for (std::size_t index = 0; index < arguments.size(); ++index) {
-    if (arguments[index].isList() && !arguments[index].isIntList() && !arguments[index].isBoolList()) return false;
+    if (arguments[index].isList() && !arguments[index].isIntList() &&
+        !arguments[index].isBoolList())
+      return false;
     if (!arguments[index].isTensor() || !arguments[index].toTensor().defined()) continue;
     const auto element = element_of(arguments[index].toTensor(), operation.parameters[index].read);
     if (!element) return false;
@@ -90,7 +93,9 @@ bool evaluate_uniform(const c10::OperatorHandle& handle, const Operation& operat
   }
   const auto values = carry_out(handle, operation, elements, 0);
   for (std::size_t index = 0; index < returns; ++index) {
-    if (!values[index].isTensor() || !repeats(results[index].toTensor(), values[index].toTensor(), state)) return false;
+    if (!values[index].isTensor() ||
+        !repeats(results[index].toTensor(), values[index].toTensor(), state))
+      return false;
   }
   return true;
 }

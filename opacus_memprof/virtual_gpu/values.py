@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """True values where they decide: operations on small tensors of the virtual GPU are carried out on the CPU.
 
-The virtual GPU computes nothing. But its memory is memory of the host, so an operation all of whose tensors are small (at
-most 1 MiB each) is carried out over the bytes that are there, after the CUDA kernel has allocated what it allocates. Labels,
-token ids, masks, counters, `unique`, `nonzero` and `item()` on what came from the CPU are then as on a real GPU.
+The virtual GPU computes nothing. But its memory is memory of the host, so an operation all of whose tensors are small
+(at most 1 MiB each) is carried out over the bytes that are there, after the CUDA kernel has allocated what it
+allocates. Labels, token ids, masks, counters, `unique`, `nonzero` and `item()` on what came from the CPU are then as on
+a real GPU.
 
 What was not computed reads as zero, and nothing depends on it silently:
 
 * A value that the host reads is counted, with the line of the program (`unknown_reads`).
-* A shape that depends on such values is the one that zeros give or, where that is none, the one of every element: `nonzero` of
-  a mask that was not computed has a row for each element, `unique` gives one (`assumed_shapes`).
-* `topk`, `argmax` and `max` over a dimension choose indices round robin over the rows, as a router of a mixture of experts
-  that balances its load (`assumed_shapes`).
-* Floating-point results that were not computed are finite, so `isfinite(x).all()` is True, and a GradScaler finds no overflow.
+* A shape that depends on such values is the one that zeros give or, where that is none, the one of every element:
+  `nonzero` of a mask that was not computed has a row for each element, `unique` gives one (`assumed_shapes`).
+* `topk`, `argmax` and `max` over a dimension choose indices round robin over the rows, as a router of a mixture of
+  experts that balances its load (`assumed_shapes`).
+* Floating-point results that were not computed are finite, so `isfinite(x).all()` is True, and a GradScaler finds no
+  overflow.
 
 Random values come from a generator of the CPU's own kind, seeded by the state of CUDA's: the same seed gives the same
 values again, but not those of a real GPU.
@@ -28,8 +30,15 @@ from pathlib import Path
 
 import torch
 
-from opacus_memprof import _native as _native  # it compares the versions of torch before an extension is loaded
-from opacus_memprof import _virtual
+from opacus_memprof import _native  # it compares the versions of torch before an extension is loaded
+
+try:
+    from opacus_memprof import _virtual
+except ImportError as error:
+    raise ImportError(
+        f"what computes on the virtual GPU cannot be loaded ({error}): in opacus-memprof's source tree run "
+        f"`{_native.mending_command()}`"
+    ) from error
 
 _installed = False
 
