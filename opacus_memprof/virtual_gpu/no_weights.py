@@ -2,8 +2,8 @@
 """Models of transformers from their configuration alone: `from_pretrained` reads and downloads no weights.
 
 Parameters are address space that nothing has touched, so that a model of any size takes no memory of the host before
-it goes to a virtual GPU, which does not read it either. What is small (norms, biases, rotary frequencies) has the values
-that transformers initializes it with.
+it goes to a virtual GPU, which does not read it either. What is small (norms, biases, rotary frequencies) has the
+values that transformers initializes it with.
 """
 
 import functools
@@ -30,12 +30,12 @@ def load_no_weights() -> None:
 
 
 def _replace() -> None:
-    from transformers import modeling_utils
+    from transformers import modeling_utils as module
 
+    modeling_utils: Any = module
     model_class: Any = modeling_utils.PreTrainedModel
     load = model_class.from_pretrained.__func__
 
-    @functools.wraps(load)
     def from_pretrained(cls: Any, path: Any, *args: Any, config: Any = None, **options: Any) -> Any:
         if path is None or options.get("state_dict") is not None:
             return load(cls, path, *args, config=config, **options)
@@ -55,7 +55,8 @@ def _replace() -> None:
         (model[0] if isinstance(model, tuple) else model).config.name_or_path = str(path)
         return model
 
-    model_class.from_pretrained = classmethod(from_pretrained)
+    replacement: Any = from_pretrained
+    model_class.from_pretrained = classmethod(functools.wraps(load)(replacement))
 
 
 def _refuse(path: Any, asked: Any, what: str) -> None:
@@ -77,8 +78,9 @@ def _dtype(config: Any, asked: Any) -> Any:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """transformers would list every weight that is not there."""
-    from transformers.utils import logging
+    from transformers.utils import logging as module
 
+    logging: Any = module
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -93,7 +95,8 @@ def _quiet() -> Iterator[None]:
 @contextmanager
 def _without_large_values() -> Iterator[None]:
     """Nothing is written into large tensors, whatever initializes them, so that their pages do not come into being."""
-    from opacus_memprof.virtual_gpu.untouched import UntouchedTensors
+    from opacus_memprof.virtual_gpu import untouched
 
-    with UntouchedTensors():
+    mode: Any = untouched.UntouchedTensors
+    with mode():
         yield

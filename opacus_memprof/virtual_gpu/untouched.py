@@ -16,7 +16,7 @@ _FACTORIES = {
 _COPIES = {torch.ops.aten.clone, torch.ops.aten._to_copy}
 
 
-class UntouchedTensors(TorchDispatchMode):
+class UntouchedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it, tensors of more than `SMALL` bytes are not written: neither by what fills them in place (the functions
     of torch.nn.init), nor as copies, nor when they are made."""
 
