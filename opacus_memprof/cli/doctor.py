@@ -22,6 +22,8 @@ from rich.text import Text
 
 from opacus_memprof.units import format_bytes
 from opacus_memprof.versions import installed
+from opacus_memprof.virtual_gpu import trial
+from opacus_memprof.virtual_gpu.devices import GPUS
 
 Level = Literal["ok", "note", "problem"]
 _TO_RECORD = "profiles can be read here; to record some, install torch, then opacus-memprof anew"
@@ -80,6 +82,7 @@ def examine() -> list[Check]:
         _opacus(),
         _build(),
         *_extension(torch),
+        _virtual_gpu(),
         *_variables(),
         *_rmm(),
         _directory(),
@@ -177,6 +180,16 @@ def _extension(torch: Any) -> list[Check]:
         remedy = "it keeps no statistics that the categories could be reconciled with"
         allocator = Check("CUDA allocator", f"{name}, not torch's own", "note", remedy)
     return [Check("extension", "loads, with CUDA"), allocator]
+
+
+def _virtual_gpu() -> Check:
+    """Whether `run --virtual-gpu` works: tried for real, as it rests on what torch's libraries load."""
+    failed = trial.why_it_fails()
+    if failed is None:
+        return Check("virtual GPU", f"works here (`opacus-memprof run --virtual-gpu KIND`): {', '.join(GPUS)}")
+    why, foreseen = failed
+    remedy = "" if foreseen else "install opacus-memprof again beside this torch; real devices are not affected"
+    return Check("virtual GPU", f"does not work here: {why}", "note", remedy)
 
 
 def _variables() -> list[Check]:

@@ -30,7 +30,7 @@ def print_head(said: str, profile: Mapping[str, Any], console: Console) -> None:
 def print_virtual_mark(profile: Mapping[str, Any], console: Console) -> None:
     """Prints on which virtual GPU it was, where it was on one."""
     if mark := virtual_mark(profile):
-        console.print(f"[bold magenta]virtual[/] {escape(mark)}", highlight=False)
+        console.print(f"[bold magenta]{escape(mark)}[/]", highlight=False)
 
 
 def print_warnings(warnings: Sequence[str], console: Console) -> None:

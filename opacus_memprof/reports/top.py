@@ -28,7 +28,7 @@ def live_view(live: Mapping[str, Any]) -> RenderableType:
         )
     ]
     if mark := virtual_mark(live):
-        parts.append(Text.assemble(("virtual ", "bold magenta"), mark))
+        parts.append(Text(mark, "bold magenta"))
     if live["dropped"]:
         parts.append(Text(f"the event file is full: {live['dropped']} events later than these are missing", "yellow"))
     if live["out_of_memory"]:

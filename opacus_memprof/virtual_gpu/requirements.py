@@ -37,7 +37,7 @@ def check_machine() -> None:
     built_for = json.loads((LIBRARIES / BUILT_FOR).read_text(encoding="utf-8"))
     if int(built_for["cuda"].split(".")[0]) != major:
         raise MemprofError(
-            f"the virtual GPU was built for torch {built_for['torch']} with CUDA {built_for['cuda']}, and the torch here "
+            f"the virtual GPU was built for torch {built_for['torch']} with CUDA {built_for['cuda']}, and this torch "
             f"uses CUDA {major}: install opacus-memprof again beside it"
         )
 

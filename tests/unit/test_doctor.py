@@ -18,6 +18,8 @@ import torch
 import typer
 
 from opacus_memprof.cli.doctor import Check, doctor, examine
+from opacus_memprof.virtual_gpu import trial
+from opacus_memprof.virtual_gpu.devices import GPUS
 
 GIB = 2**30
 
@@ -56,10 +58,12 @@ class Machine:
         }
         self.versions = {"opacus": "1.6.0", "opacus-memprof": "0.1.0"}
         self.driver: int | None = 13020
+        self.virtual_gpu_fails: tuple[str, bool] | None = None
         monkeypatch.setattr(importlib, "import_module", self._import)
         monkeypatch.setattr(importlib.metadata, "version", self._version)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: "a spec" if name in self.versions else None)
         monkeypatch.setattr(ctypes, "CDLL", self._load)
+        monkeypatch.setattr(trial, "why_it_fails", lambda: self.virtual_gpu_fails)
         for variable in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             monkeypatch.delenv(variable, raising=False)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -113,6 +117,7 @@ def test_a_machine_in_order(machine: Machine, tmp_path: Path) -> None:
         "opacus-memprof": "0.1.0; built for torch 2.15.0+cu132, CUDA 13.2, Python 3.11.7 (g++ 12)",
         "extension": "loads, with CUDA",
         "CUDA allocator": "native",
+        "virtual GPU": f"works here (`opacus-memprof run --virtual-gpu KIND`): {', '.join(GPUS)}",
         "directory": f"{tmp_path} can be written",
     }
     assert {check.level for check in examine()} == {"ok"}
@@ -226,6 +231,30 @@ def test_no_caching(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert only("PYTORCH_NO_CUDA_MEMORY_CACHING").level == "note"
 
 
+def test_a_virtual_gpu_that_cannot_be_is_explained(machine: Machine) -> None:
+    machine.virtual_gpu_fails = "the libraries have not been built: install it again", True
+    why = "does not work here: the libraries have not been built: install it again"
+    assert only("virtual GPU") == Check("virtual GPU", why, "note")
+    machine.virtual_gpu_fails = "a trial ended with exit code 1 (ImportError: no)", False
+    assert only("virtual GPU").found.endswith("(ImportError: no)")
+    assert "install opacus-memprof again" in only("virtual GPU").remedy
+    assert problems() == []
+
+
+@pytest.mark.parametrize(
+    ("program", "failed"),
+    [
+        ("", None),
+        ("print('it is no Linux: use one'); raise SystemExit(2)", ("it is no Linux: use one", True)),
+        ("1 / 0", ("a trial ended with exit code 1 (ZeroDivisionError: division by zero)", False)),
+        ("import os; os.abort()", ("a trial ended with exit code -6", False)),
+    ],
+)
+def test_how_a_trial_ends(monkeypatch: pytest.MonkeyPatch, program: str, failed: tuple[str, bool] | None) -> None:
+    monkeypatch.setattr(trial, "_PROGRAM", program)
+    assert trial.why_it_fails() == failed
+
+
 def test_rmm(machine: Machine) -> None:
     machine.versions["rmm"] = "26.2.0"
     assert only("RMM").found == "26.2.0"
@@ -266,4 +295,6 @@ def test_this_machine(tmp_path: Path) -> None:
     assert platform.python_version() in ran.stdout
     assert str(torch.__version__) in ran.stdout
     assert f"{tmp_path} can be written" in ran.stdout
+    if torch.version.cuda is not None and sys.platform == "linux":
+        assert "virtual GPU     works here" in ran.stdout
     assert ran.stdout.endswith("opacus-memprof can profile here.\n")

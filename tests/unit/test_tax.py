@@ -60,7 +60,8 @@ def test_the_difference_by_category_and_module(tmp_path: Path) -> None:
                 },
                 "opacus_only": 6 * KIB,
             }
-        }
+        },
+        "notes": [],
     }
 
 

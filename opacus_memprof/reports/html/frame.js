@@ -7,7 +7,7 @@ function brand(theme) {
 
 /** On which virtual GPU the run was; nothing of a real one. */
 function virtualMark(sentence) {
-  return sentence ? element("p", { class: "virtual" }, element("strong", {}, "virtual "), sentence) : null;
+  return sentence ? element("p", { class: "virtual" }, sentence) : null;
 }
 
 function footer() {

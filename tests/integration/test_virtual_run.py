@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`opacus-memprof run --virtual-gpu` on a machine that may have no GPU: the profile, its mark, and how programs end."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opacus_memprof.virtual_gpu.process import LIBRARIES
+from tests.oracle.formulas import Linear
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = Path(__file__).parent / "scripts"
+TRAIN = SCRIPTS / "train_cuda.py"
+NAME = "virtual NVIDIA H200"
+ENVIRONMENT = os.environ | {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "PYTHONWARNINGS": "ignore",
+    "COLUMNS": "200",  # so that no sentence is broken in two
+}
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux"
+)
+
+Completed = subprocess.CompletedProcess[str]
+
+
+def python(*arguments: str | Path, **environment: str) -> Completed:
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT | environment)
+
+
+def run(*arguments: str | Path, **environment: str) -> Completed:
+    return python("-m", "opacus_memprof", "run", "--virtual-gpu", "h200", *arguments, **environment)
+
+
+def of_script(path: Path, text: str, *options: str, **environment: str) -> Completed:
+    """Runs a program that is written here."""
+    (path / "program.py").write_text(text)
+    return run(*options, "-o", path / "out", path / "program.py", **environment)
+
+
+def profile_of(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "profile.json").read_text())  # type: ignore[no-any-return]
+
+
+@cache
+def report(directory: Path, *options: str) -> str:
+    completed = python("-m", "opacus_memprof", "report", directory, *options)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Completed]:
+    out = tmp_path_factory.mktemp("virtual") / "out"
+    return out, run("-o", out, "--virtual-gpus", "2", "--virtual-memory", "64GiB", TRAIN, "--workers", "1")
+
+
+def test_a_training_leaves_the_profile_of_a_real_run(trained: tuple[Path, Completed]) -> None:
+    out, completed = trained
+    assert completed.returncode == 0, completed.stderr
+    counted = json.loads(completed.stdout.partition("\n")[0])
+    assert counted["devices"] == [["NVIDIA H200", 64 << 30]] * 2
+    profile = profile_of(out)
+    assert (profile["status"], profile["exit_code"]) == ("finished", 0)
+    device = profile["devices"]["cuda:0"]
+    peak, clip = device["peak"], device["phases"]["clip"]["categories"]
+    assert sum(peak["categories"].values()) == peak["requested_bytes"] == counted["requested"]
+    assert peak["reserved_bytes"] == counted["reserved"]
+    assert [snapshot["remainder"] for snapshot in device["snapshots"]] == [0]
+    layers = [Linear("float32", 8, 16, 32), Linear("float32", 8, 32, 32)]
+    weights = 4 * sum(parameter.numel for layer in layers for parameter in layer.parameters)
+    assert clip["model_parameters"] == clip["gradients"] == clip["optimizer_states"] == weights
+    assert clip["summed_gradients"] == weights
+    assert clip["per_sample_gradients"] == 8 * weights
+    assert device["phases"]["backward"]["categories"]["inputs"] == 8 * (16 * 4 + 8)
+
+
+def test_every_report_of_it_has_the_mark(trained: tuple[Path, Completed]) -> None:
+    out, completed = trained
+    gpu = {"gpu": "h200", "name": "NVIDIA H200", "memory_bytes": 64 << 30, "devices": 2}
+    assert json.loads((out / "meta.json").read_text())["virtual"] == gpu
+    profile = profile_of(out)
+    assert profile["virtual"].items() >= gpu.items()
+    # What has no implementation, and must have been called: the modules of kernels, which only book their names.
+    assert all(isinstance(calls, int) and calls > 0 for calls in profile["virtual"]["default_answers"].values())
+    assert f"on a {NAME} (64.00 GiB): " in completed.stdout
+    assert f"on a {NAME} (64.00 GiB): " in report(out, "--html", "--json", "--csv")
+    assert f"on a {NAME} (64.00 GiB): " in (out / "memprof.html").read_text()
+    assert json.loads((out / "memprof.json").read_text())["virtual"] == profile["virtual"]
+    assert (out / "memprof.csv").read_text().partition("\n")[0].rstrip().endswith(",virtual_gpu")
+    (out / "profile.json").rename(out / "kept.json")  # as of a process that was killed
+    try:
+        assert f"on a {NAME} (64.00 GiB): " in python("-m", "opacus_memprof", "report", out).stdout
+    finally:
+        (out / "kept.json").rename(out / "profile.json")
+
+
+def test_out_of_memory(tmp_path: Path) -> None:
+    """512 samples' gradients of a layer of 1024 x 1024: 2 GiB, which 1 GiB does not have."""
+    completed = run("-o", tmp_path / "out", "--virtual-memory", "1GiB", TRAIN, "--width", "1024", "--batch", "512")
+    assert completed.returncode == 1
+    assert (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total " in completed.stderr
+    )
+    profile = profile_of(tmp_path / "out")
+    assert profile["status"] == "out_of_memory"
+    (failure,) = profile["devices"]["cuda:0"]["out_of_memory"]
+    assert failure["requested_bytes"] == 4 * 512 * 1024 * 1024
+    found = json.loads((tmp_path / "out" / "oom_report.json").read_text())
+    assert found["request"]["bytes"] == 4 * 512 * 1024 * 1024
+    assert found["room"]["device_bytes"] == 1 << 30
+    assert found["suggestions"]
+    assert found["virtual"]["gpu"] == "h200"
+    for name in ("oom_report.txt", "oom_report.html"):
+        assert f"on a {NAME} (1.00 GiB): " in (tmp_path / "out" / name).read_text()
+    assert completed.stderr.count(f"on a {NAME} (1.00 GiB): ") == 2  # in the exception's note, and in the report
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "status"), [("raise", 1, "failed"), ("exit_3", 3, "failed"), ("return", 0, "finished")]
+)
+def test_programs_end_as_they_would(tmp_path: Path, end: str, code: int, status: str) -> None:
+    completed = run("-o", tmp_path / "out", TRAIN, "--end", end, "--workers", "2")
+    assert completed.returncode == code
+    assert ("ValueError: no more data" in completed.stderr) == (end == "raise")
+    assert "terminate called" not in completed.stderr
+    assert profile_of(tmp_path / "out")["status"] == status
+
+
+CHILDREN = """
+import json, multiprocessing, os, subprocess, sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+def seen(_=None):
+    return [torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory, os.getpid()]
+
+class Seen(Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        return torch.tensor(seen())
+
+def another_program():
+    text = "import os, json; print(json.dumps([dict(os.environ), open('/proc/self/maps').read()]))"
+    environment, maps = json.loads(subprocess.run([sys.executable, "-c", text], capture_output=True).stdout)
+    return {"changed": sorted(set(environment.items()) ^ set(os.environ.items())), "libraries": "virtual_gpu" in maps}
+
+if __name__ == "__main__":
+    told = {"program": another_program()}
+    for method in ("fork", "spawn", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            told[method] = pool.map(seen, [0])[0]
+    loader = DataLoader(Seen(), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    told["loader"] = [item.tolist() for item in loader][0]
+    told["self"] = seen()  # after the forks, before which CUDA must not be initialised
+    print(json.dumps(told))
+"""
+
+
+def test_children_have_the_gpus_and_other_programs_have_none(tmp_path: Path) -> None:
+    completed = of_script(tmp_path, CHILDREN, "--virtual-gpus", "3", "--virtual-memory", "2GiB")
+    assert completed.returncode == 0, completed.stderr
+    told = json.loads(completed.stdout.partition("\n")[0])
+    assert told["program"] == {"changed": [], "libraries": False}
+    processes = [told.pop(which) for which in ("self", "fork", "spawn", "forkserver", "loader")]
+    assert [seen[:2] for seen in processes] == [[3, 2 << 30]] * 5
+    assert len({seen[2] for seen in processes}) == 5
+
+
+def test_a_launcher_s_processes_take_a_gpu_each(tmp_path: Path) -> None:
+    text = "import torch; print(torch.cuda.device_count(), torch.ones(3, device='cuda:3').device)"
+    completed = of_script(tmp_path, text, LOCAL_WORLD_SIZE="4")
+    assert completed.stdout.startswith("4 cuda:3\n"), completed.stderr
+
+
+NESTED = """
+from opacus_memprof import MemprofError, cli, virtual_gpu
+import sys
+try:
+    virtual_gpu.start("h200")
+except MemprofError as error:
+    print(error)
+sys.argv = ["opacus-memprof", "run", "--virtual-gpu", "h200", "-o", sys.argv[0] + ".out", sys.argv[0]]
+cli.main()
+"""
+
+
+def test_one_inside_another(tmp_path: Path) -> None:
+    completed = of_script(tmp_path, NESTED)
+    assert completed.returncode == 2
+    sentence = "this process has virtual GPUs already (1 of h200), and one cannot run inside another"
+    assert sentence in completed.stdout
+    assert f"opacus-memprof: {sentence}" in completed.stderr
+    assert "Traceback" not in completed.stderr
+
+
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    completed = python("-m", "opacus_memprof", "run", "--virtual-gpu", "h2000", "-o", tmp_path / "out", TRAIN)
+    assert completed.returncode == 2
+    assert completed.stderr.startswith('opacus-memprof: there is no virtual GPU "h2000": use one of ')
+    assert completed.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+LOADED = """
+import ctypes
+libraries = ctypes.CDLL({cuda!r}, ctypes.RTLD_GLOBAL), ctypes.CDLL({nvml!r}, ctypes.RTLD_GLOBAL)
+count = ctypes.c_int(7)
+print(libraries[0].cudaGetDeviceCount(ctypes.byref(count)), count.value)
+print(libraries[0].cuInit(0))
+print(libraries[1].nvmlDeviceGetCount_v2(ctypes.byref(count)), count.value)
+import torch
+print(torch.cuda.is_available(), torch.cuda.device_count())
+try:
+    torch.ones(1, device="cuda")
+except RuntimeError as error:
+    print(type(error).__name__, "No CUDA GPUs are available" in str(error) or "no CUDA-capable device" in str(error))
+"""
+NO_DEVICE = 100  # cudaErrorNoDevice, CUDA_ERROR_NO_DEVICE
+
+
+@pytest.mark.parametrize("preloaded", [False, True])
+def test_libraries_that_nobody_started_show_no_device(preloaded: bool) -> None:
+    """A training that gets them by accident must not seem to train."""
+    cuda, nvml = str(LIBRARIES / "libcuda.so.1"), str(LIBRARIES / "libnvidia-ml.so.1")
+    environment = {"LD_PRELOAD": cuda} if preloaded else {}
+    completed = python("-c", LOADED.format(cuda=cuda, nvml=nvml), **environment)
+    lines = completed.stdout.splitlines()
+    assert lines == [f"{NO_DEVICE} 0", str(NO_DEVICE), "0 0", "False 0", "RuntimeError True"], completed.stderr

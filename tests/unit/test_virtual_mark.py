@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A profile of a virtual GPU says so wherever it is shown."""
+
+import csv
+import json
+import pickle
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from opacus_memprof.analysis.diff import diff_profiles
+from opacus_memprof.analysis.job import Job
+from opacus_memprof.analysis.live import Live
+from opacus_memprof.analysis.profile import build_profile, load_profile
+from opacus_memprof.analysis.tax import dp_tax
+from opacus_memprof.analysis.virtual import virtual_mark
+from opacus_memprof.reports.diff import diff_markdown
+from opacus_memprof.reports.export import FORMATS, Source
+from opacus_memprof.reports.oom_text import note
+from opacus_memprof.reports.ranks import print_ranks
+from opacus_memprof.reports.tax import print_tax
+from opacus_memprof.reports.text import print_summary
+from opacus_memprof.reports.top import live_view
+from tests.unit.event_files import EventFile
+
+H200 = {"gpu": "h200", "name": "NVIDIA H200", "memory_bytes": 3 * 2**29, "devices": 1}
+NAME = "virtual NVIDIA H200 (1.50 GiB)"
+
+
+def events(directory: Path, virtual: dict[str, Any] | None) -> Path:
+    """A run that was killed: no profile.json, and what meta.json had from the start."""
+    directory.mkdir()
+    EventFile().add("alloc", 0x1000, 4096, "model_parameters", module="fc").write(directory)
+    if virtual is not None:
+        meta = json.loads((directory / "meta.json").read_text())
+        (directory / "meta.json").write_text(json.dumps(meta | {"virtual": virtual}))
+    return directory
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Path:
+    return events(tmp_path / "virtual", H200)
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> dict[str, Any]:
+    return load_profile(events(tmp_path / "real", None))
+
+
+def printed(show: Any, *arguments: Any) -> str:
+    console = Console(file=StringIO(), width=200)
+    show(*arguments, console)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_a_killed_run_and_its_summary(killed: Path, real: dict[str, Any]) -> None:
+    profile = load_profile(killed)
+    assert profile["status"] == "killed"
+    assert profile["virtual"] == H200
+    assert f"on a {NAME}: " in printed(print_summary, profile)
+    assert "virtual" not in real
+    assert virtual_mark(real) is None
+    assert "virtual" not in printed(print_summary, real)
+
+
+def test_what_the_end_knows_replaces_what_the_start_knew(killed: Path) -> None:
+    whole = H200 | {"default_answers": {"cudaFoo": 3}}
+    assert build_profile(killed, status="finished", exit_code=0, virtual=whole)["virtual"] == whole
+
+
+def test_a_running_one(killed: Path) -> None:
+    seen = Live(killed).look()
+    assert seen["virtual"] == H200
+    assert f"on a {NAME}: " in printed(lambda console: console.print(live_view(seen)))
+
+
+def test_files(killed: Path, real: dict[str, Any], tmp_path: Path) -> None:
+    """Every format; the profile of a real GPU has the mark in none."""
+
+    def contents(profile: dict[str, Any], folder: Path) -> dict[str, bytes]:
+        folder.mkdir()
+        source = Source(profile, killed)
+        for name in set(FORMATS) - {"png", "parquet"}:
+            FORMATS[name].write(source, folder / name)
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    marked = contents(load_profile(killed), tmp_path / "marked")
+    unmarked = {key: value for key, value in load_profile(killed).items() if key != "virtual"}
+    plain = contents(unmarked, tmp_path / "plain")
+    for name, content in marked.items():
+        mark = NAME.encode() if name in ("html", "latex", "perfetto") else b"h200"
+        assert mark in content, name
+    for name, content in plain.items():
+        assert b"virtual NVIDIA" not in content, name
+        assert b"h200" not in content, name
+    assert json.loads(marked["json"])["virtual"] == H200
+    assert pickle.loads(marked["memory_viz"])["virtual_gpu"] == H200
+    rows = list(csv.DictReader(StringIO(marked["csv"].decode())))
+    assert rows
+    assert {row["virtual_gpu"] for row in rows} == {"h200"}
+    assert "virtual_gpu" not in plain["csv"].decode()
+
+
+def test_the_picture_s_title(killed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    matplotlib = pytest.importorskip("matplotlib.axes")
+    titles: list[str] = []
+    set_title = matplotlib.Axes.set_title
+    monkeypatch.setattr(
+        matplotlib.Axes, "set_title", lambda axes, text, **more: titles.append(text) or set_title(axes, text, **more)
+    )
+    FORMATS["png"].write(Source(load_profile(killed), killed), tmp_path / "a.png")
+    assert f"Requested memory of cuda:0, a {NAME}, event by event" in titles
+
+
+def test_parquet(killed: Path, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    FORMATS["parquet"].write(Source(load_profile(killed), killed), tmp_path / "events.parquet")
+    metadata = parquet.read_schema(tmp_path / "events.parquet").metadata[b"opacus_memprof"]
+    assert json.loads(metadata)["virtual"] == H200
+
+
+def test_comparisons(killed: Path, real: dict[str, Any]) -> None:
+    virtual, real = load_profile(killed) | {"status": "finished"}, real | {"status": "finished"}
+    assert diff_profiles(real, real)["notes"] == []
+    (said,) = diff_profiles(real, virtual)["notes"]
+    assert (
+        said
+        == f"the first run was on a real device and the second run was on a {NAME}: they differ by more than the code"
+    )
+    assert NAME in diff_markdown(diff_profiles(virtual, virtual))
+    assert f"note: the private run was on a {NAME} and the vanilla run" in printed(print_tax, dp_tax(virtual, real))
+    assert "note" not in printed(print_tax, dp_tax(real, real))
+
+
+def test_ranks(killed: Path, real: dict[str, Any]) -> None:
+    job = Job(None)
+    job.add(0, "rank_0", load_profile(killed), frozenset())
+    assert job.summary()["virtual"] == H200
+    assert f"on a {NAME}: " in printed(print_ranks, job.summary())
+    assert not [said for said in job.summary()["warnings"] if "different devices" in said]
+    job.add(1, "rank_1", real, frozenset())
+    (said,) = [said for said in job.summary()["warnings"] if "different devices" in said]
+    assert said == f"the ranks ran on different devices: rank 0 on a {NAME}; rank 1 on a real device"
+    of_real = Job(None)
+    of_real.add(0, "rank_0", real, frozenset())
+    assert "virtual" not in of_real.summary()
+
+
+def test_the_note_of_an_exception() -> None:
+    request = {"category": "gradients", "module": "", "op": "", "phase": "backward", "step": 1, "bytes": 7}
+    report = {"device": "cuda:0", "request": request, "live_bytes": 9, "holders": {"categories": {}}, "suggestions": []}
+    assert f"on a {NAME}: " in note(report | {"virtual": H200}, "path")
+    assert "virtual" not in note(report, "path")
