@@ -2,11 +2,13 @@
 """Builds the libraries of the virtual GPU for the torch that is installed: libcuda.so.1 and libnvidia-ml.so.1.
 
 The first holds the driver, the runtime, cuBLAS, cuDNN and NCCL, and for every other symbol of CUDA's libraries that torch
-imports or that they export a function that answers 0 and counts its calls. setup.py calls `build`; by hand:
+imports or that they export a function that succeeds: it writes 0 where the caller expects a figure, gives out a handle where
+it creates something, and counts its calls, unless it is of those that have no effect on memory. setup.py calls `build`; by hand:
 
     python csrc/virtual_gpu/build.py OUT
 """
 
+import ctypes
 import json
 import re
 import subprocess
@@ -23,6 +25,93 @@ _OURS = re.compile(r"(?:__cuda|cuda|cublas|cudnn|cusparse|cusolver|curand|cufft|
 _LIBRARIES = ("cudart", "cublas", "cublasLt", "cudnn", "cusparse", "cusparseLt", "cusolver", "curand", "cufft", "nccl", "cupti")
 _IMPORTERS = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_cuda_linalg.so", "libtorch_cpu.so", "libtorch_python.so")
 
+# What neither takes nor gives memory and tells the caller nothing that memory depends on: it is not counted.
+_NO_EFFECT = re.compile(
+    r"__cuda(?:Register|Unregister|Init)\w*|cu\w*(?:Destroy|Synchronize|Unload|Prefetch|Advise)\w*"
+    r"|cu(?!\w*(?:Limit|AutoAllocation|WorkArea))[a-z]*\w*Set[A-Z]\w*"
+    r"|cuda(?:GraphLaunch|DeviceEnablePeerAccess|DeviceDisablePeerAccess|Profiler\w+|CtxResetPersistingL2Cache)"
+    r"|cuProfiler\w+|cuTensorMap\w+|cuCtx(?:Enable|Disable)PeerAccess|cuMemAdvise\w*"
+    r"|cublas(?:[SDCZH][a-z]\w*|I?\w*Gemm\w*|\w+Ex(?:_64)?|LtMatmul|LtMatrixTransform)"
+    r"|cusolver(?!\w*(?:bufferSize|Create|Get))(?:Dn|Sp)[SDCZX]\w+|cusolverDnIRS\w+"
+    r"|cusparse(?!\w*(?:[bB]ufferSize|Create|Get|Compress|Lt))\w+|cufft(?:Xt)?Exec\w*|curandGenerate\w*"
+    r"|cudnn(?!\w*(?:Size|Get|Create))\w+|cupti\w*(?:Activity|Enable|Disable|Register|Subscribe|Callback|Finalize)\w*"
+)
+# Of these the caller expects figures, or handles, through pointers.
+_TELLS = re.compile(r"Get|Query|[Ss]ize|Count|Create|Init|Plan|Estimate|Is[A-Z]|Can[A-Z]|Import|Export|Retain|alloc|Alloc")
+_MAKES = re.compile(r"Create|Init|Import|Retain|Begin|Clone|Instantiate|Add\w*Node")
+_INTEGERS = {
+    "char": 1, "bool": 1, "int": 4, "unsigned": 4, "unsigned int": 4, "size_t": 8, "unsigned long": 8, "unsigned long long": 8,
+    "long long": 8, "long long int": 8, "int32_t": 4, "uint32_t": 4, "int64_t": 8, "uint64_t": 8, "cuuint32_t": 4,
+    "cuuint64_t": 8, "CUdevice": 4, "CUdeviceptr": 8, "float": 4, "double": 8,
+}  # fmt: skip
+_HEADERS = ("cuda.h", "cudaProfiler.h", "cuda_runtime_api.h", "cublas*.h", "cudnn*.h", "cusolver*.h", "cusparse*.h", "curand.h",
+            "cufft*.h", "cupti*.h", "library_types.h", "driver_types.h")  # fmt: skip
+
+
+class Headers:
+    """What CUDA's headers declare: functions with their parameters, enums, handles, and the errors."""
+
+    def __init__(self, include: list[Path]) -> None:
+        files = [file for pattern in _HEADERS for folder in include for file in sorted(folder.glob(pattern))]
+        text = "\n".join(file.read_text(errors="replace") for file in files)
+        text = re.sub(r"/\*.*?\*/|//[^\n]*", " ", text, flags=re.DOTALL)
+        self.renamed = dict(re.findall(r"^\s*#\s*define\s+(cu[A-Z]\w*)\s+(\1_v\d+)\s*$", text, re.MULTILINE))
+        self.driver = {self.renamed.get(name, name) for name in re.findall(r"\bCUDAAPI\s+(cu[A-Z]\w*)\s*\(", text)}
+        enums = set(re.findall(r"\benum\s+\w*\s*\{[^{}]*\}\s*(?:CUDNN_DEPRECATED\w*\s+)?(\w+)[^;{}]*;", text))
+        enums |= set(re.findall(r"\benum\s+(?:__device_builtin__\s+)?(\w+)\s*\{", text))
+        enums |= set(re.findall(r"\btypedef\s+(?:__device_builtin__\s+)?enum\s+\w+\s+(\w+)\s*;", text))
+        pointer = r"\btypedef\s+(?:const\s+|__device_builtin__\s+)?(?:struct\s+\w+|void)\s*\*\s*(?:CUDNN_DEPRECATED\w*\s+)?(\w+)[^;{}()]*;"
+        self.handles = set(re.findall(pointer, text))
+        self.sizes = _INTEGERS | dict.fromkeys(enums, 4) | dict.fromkeys(self.handles, 8)
+        for known, alias in re.findall(r"\btypedef\s+([\w ]+?)\s+(\w+)\s*;", text):
+            self.sizes.setdefault(alias, self.sizes.get(known, 0))
+        self.functions: dict[str, list[str]] = {}
+        for name, parameters in re.findall(r"\b(cu\w+)\s*\(([^()]*)\)\s*;", text):
+            name = self.renamed.get(name, name)
+            self.functions.setdefault(name, [" ".join(part.split()) for part in parameters.split(",")])
+        self.driver_errors = re.findall(r"\b(CUDA_(?:SUCCESS|ERROR_\w+))\s*=\s*(\d+)", text)
+        status = re.search(r"\{([^{}]*)\}\s*cublasStatus_t\s*;", text)
+        self.cublas_errors = re.findall(r"\b(CUBLAS_STATUS_\w+)\s*=", status[1]) if status else []
+
+    def answer(self, name: str) -> str:
+        """The default answer to a function, as a line of defaults.inc."""
+        kind = "NO_EFFECT" if _NO_EFFECT.fullmatch(name) else "DEFAULT"
+        declared, answers = [], []
+        for index, parameter in enumerate(self.functions.get(name, []) if _TELLS.search(name) else []):
+            found = re.fullmatch(r"(const )?(?:struct |enum )?([\w ]+?) ?(\**) ?(?:const )?(\w+)?(\[\w*\])?", parameter)
+            if found is None or parameter == "void":
+                return f"{kind}({name}, (), )\n"
+            constant, of_type, stars, _, brackets = found.groups()
+            size = self.sizes.get(of_type, 0)
+            if not stars and not brackets and size == 0:
+                return f"{kind}({name}, (), )\n"  # a struct, which may take several registers
+            declared.append(of_type if of_type in ("float", "double") and not stars else "std::intptr_t")
+            written = not constant and not brackets and ("Plan" not in name or of_type in self.handles | {"size_t"})
+            if stars == "*" and written and size:
+                declared[-1] += f" a{index}"
+                made = of_type in self.handles and _MAKES.search(name)
+                answers.append(f"give_handle(a{index});" if made else f"give_zero(a{index}, {size});")
+        if not answers:
+            return f"{kind}({name}, (), )\n"
+        return f"{kind}({name}, ({', '.join(declared)}), {' '.join(answers)})\n"
+
+    def errors(self, runtime: Path) -> str:
+        """errors.inc: every error of the runtime, the driver and cuBLAS, in the words of the runtime library."""
+        library = ctypes.CDLL(str(runtime))
+        library.cudaGetErrorName.restype = library.cudaGetErrorString.restype = ctypes.c_char_p
+        words = {code: (library.cudaGetErrorName(code), library.cudaGetErrorString(code)) for code in range(10000)}
+        unknown = words[9999]
+        text = "#ifdef RUNTIME_ERROR\n"
+        for code, (name, description) in words.items():
+            if (name, description) != unknown:
+                text += f'RUNTIME_ERROR({code}, "{name.decode()}", "{description.decode()}")\n'
+        text += "#endif\n#ifdef DRIVER_ERROR\n"
+        for name, code in self.driver_errors:  # of one number in both
+            text += f'DRIVER_ERROR({name}, "{words[int(code)][1].decode()}")\n'
+        text += "#endif\n#ifdef CUBLAS_ERROR\n"
+        text += "".join(f"CUBLAS_ERROR({name})\n" for name in self.cublas_errors)
+        return text + "#endif\n"
+
 
 def symbols(library: Path, *, defined: bool) -> set[str]:
     """The dynamic symbols that a library defines or, if not `defined`, imports, without their versions."""
@@ -34,12 +123,10 @@ def symbols(library: Path, *, defined: bool) -> set[str]:
     return {name for name in names if _OURS.fullmatch(name)}
 
 
-def driver_functions(cuda_header: Path) -> set[str]:
-    """The functions that cuda.h declares, in the version that a program gets which is compiled with it."""
-    text = cuda_header.read_text(errors="replace")
-    declared = set(re.findall(r"\bCUDAAPI\s+(cu[A-Z]\w*)\s*\(", text))
-    renamed = dict(re.findall(r"#define\s+(cu[A-Z]\w*)\s+(\1_v\d+)\s*$", text, re.MULTILINE))
-    return {renamed.get(name, name) for name in declared}
+def _write(file: Path, text: str) -> None:
+    """Leaves a file alone that holds this text already."""
+    if not file.is_file() or file.read_text() != text:
+        file.write_text(text)
 
 
 def _compile(source: Path, target: Path, include: Iterable[Path], generated: Path) -> None:
@@ -61,6 +148,9 @@ def build(out: Path, temporary: Path, torch_lib: Path, include: list[Path], libr
     """
     out.mkdir(parents=True, exist_ok=True)
     temporary.mkdir(parents=True, exist_ok=True)
+    headers = Headers(include)
+    runtime = next(file for folder in libraries for file in sorted(folder.glob("libcudart.so.*")))
+    _write(temporary / "errors.inc", headers.errors(runtime))
     sources = sorted(HERE.glob("*.cpp"))
     main = [source for source in sources if source.name not in ("nvml.cpp", "defaults.cpp")]
 
@@ -84,13 +174,8 @@ def build(out: Path, temporary: Path, torch_lib: Path, include: list[Path], libr
             for stem in _LIBRARIES:
                 for library in folder.glob(f"lib{stem}.so.*"):
                     wanted |= symbols(library, defined=True)
-        header = next(folder / "cuda.h" for folder in include if (folder / "cuda.h").is_file())
-        wanted |= driver_functions(header)
-        missing = sorted(wanted - ours)
-        text = "".join(f"DEFAULT({name})\n" for name in missing)
-        listing = temporary / "defaults.inc"
-        if not listing.is_file() or listing.read_text() != text:
-            listing.write_text(text)
+        wanted |= headers.driver
+        _write(temporary / "defaults.inc", "".join(headers.answer(name) for name in sorted(wanted - ours)))
         objects.append(compile_one(HERE / "defaults.cpp"))
         nvml_object = nvml.result()
     _link(objects, out / "libcuda.so.1", "libcuda.so.1")

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// libcublas and libcublasLt: handles and descriptors. Their workspaces are torch's, which allocates them itself.
+// libcublas and libcublasLt: handles and descriptors. Their workspaces are torch's, which allocates
+// them itself.
 #include <cublasLt.h>
 #include <cublas_v2.h>
 
@@ -31,14 +32,6 @@ cublasStatus_t cublasGetPointerMode_v2(cublasHandle_t /*handle*/, cublasPointerM
   return CUBLAS_STATUS_SUCCESS;
 }
 
-const char* cublasGetStatusString(cublasStatus_t status) {
-  return status == CUBLAS_STATUS_SUCCESS ? "success" : "an error of the virtual GPU";
-}
-
-const char* cublasGetStatusName(cublasStatus_t status) {
-  return status == CUBLAS_STATUS_SUCCESS ? "CUBLAS_STATUS_SUCCESS" : "CUBLAS_STATUS_INTERNAL_ERROR";
-}
-
 std::size_t cublasLtGetVersion() { return CUBLAS_VERSION; }
 
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
@@ -68,8 +61,8 @@ cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* prefer
 cublasStatus_t cublasLtMatmulAlgoGetHeuristic(
     cublasLtHandle_t /*handle*/, cublasLtMatmulDesc_t /*operation*/, cublasLtMatrixLayout_t /*a*/,
     cublasLtMatrixLayout_t /*b*/, cublasLtMatrixLayout_t /*c*/, cublasLtMatrixLayout_t /*d*/,
-    cublasLtMatmulPreference_t /*preference*/, int /*most*/, cublasLtMatmulHeuristicResult_t found[],
-    int* count) {
+    cublasLtMatmulPreference_t /*preference*/, int /*most*/,
+    cublasLtMatmulHeuristicResult_t found[], int* count) {
   std::memset(found, 0, sizeof found[0]);
   *count = 1;
   return CUBLAS_STATUS_SUCCESS;

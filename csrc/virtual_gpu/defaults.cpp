@@ -2,23 +2,39 @@
 #include "virtual_gpu/defaults.h"
 
 #include <cstdio>
+#include <cstring>
 #include <mutex>
 #include <set>
 #include <string>
+
+#include "virtual_gpu/machine.h"
 
 namespace virtual_gpu {
 namespace {
 
 enum Index : std::size_t {
-#define DEFAULT(name) index_##name,
+#define DEFAULT(name, parameters, answers) index_##name,
+#define NO_EFFECT(name, parameters, answers)
 #include "defaults.inc"
 #undef DEFAULT
 };
 
+void give_zero(std::intptr_t to, std::size_t size) {
+  if (to != 0) {
+    std::memset(reinterpret_cast<void*>(to), 0, size);
+  }
+}
+
+void give_handle(std::intptr_t to) {
+  if (to != 0) {
+    make_handle(reinterpret_cast<void**>(to));
+  }
+}
+
 }  // namespace
 
 DefaultAnswer default_answers[] = {
-#define DEFAULT(name) {#name, 0},
+#define DEFAULT(name, parameters, answers) {#name, 0},
 #include "defaults.inc"
 #undef DEFAULT
     {nullptr, 0}};
@@ -28,18 +44,27 @@ void unknown_symbol(const char* name) {
   static auto* const mutex = new std::mutex;
   const std::lock_guard lock(*mutex);
   if (seen->insert(name).second) {
-    std::fprintf(stderr, "opacus-memprof: the virtual GPU has no %s, which the program asks for\n", name);
+    std::fprintf(stderr, "opacus-memprof: the virtual GPU has no %s, which the program asks for\n",
+                 name);
   }
 }
 
 }  // namespace virtual_gpu
 
-// Of whatever type they are declared: an int, a pointer and an enum all come back in one register.
-#define DEFAULT(name)                                                                    \
-  extern "C" long name() {                                                               \
-    using namespace virtual_gpu;                                                         \
-    default_answers[index_##name].calls.fetch_add(1, std::memory_order_relaxed);         \
-    return 0;                                                                            \
+// Of whatever type they are declared: an int, a pointer and an enum all come back in one register,
+// and each parameter that is not a floating-point number takes one.
+#define DEFAULT(name, parameters, answers)                                       \
+  extern "C" long name parameters {                                              \
+    using namespace virtual_gpu;                                                 \
+    default_answers[index_##name].calls.fetch_add(1, std::memory_order_relaxed); \
+    answers return 0;                                                            \
+  }
+#undef NO_EFFECT
+#define NO_EFFECT(name, parameters, answers) \
+  extern "C" long name parameters {          \
+    using namespace virtual_gpu;             \
+    answers return 0;                        \
   }
 #include "defaults.inc"
 #undef DEFAULT
+#undef NO_EFFECT

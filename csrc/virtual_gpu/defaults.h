@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Symbols that no file of this folder defines: each is answered with 0 (success), and counted by name.
+// Symbols that no file of this folder defines: each is answered with 0 (success), and counted by
+// name.
 //
-// tools that build this library write defaults.inc, a list of DEFAULT(name): what the installed torch imports
-// from CUDA's libraries, and what those export.
+// tools that build this library write defaults.inc, a list of DEFAULT(name): what the installed
+// torch imports from CUDA's libraries, and what those export.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// libcuda: what torch's allocator (expandable segments), Triton and the profilers ask the driver for.
+// libcuda: what torch's allocator (expandable segments), Triton and the profilers ask the driver
+// for.
 #include <cuda.h>
 #include <dlfcn.h>
 
@@ -7,6 +8,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <regex>
 #include <string>
 
 #include "virtual_gpu/defaults.h"
@@ -112,7 +114,12 @@ void* driver_symbol(const char* name) {
       return found;
     }
   }
-  unknown_symbol(name);
+  // Graphics are asked for by every copy of the runtime, which does without.
+  static const std::regex optional(
+      R"(|cu(Graphics)?(GL|EGL|VDPAU|D3D\d*)\w*|cuGraphicsResourceGetMappedEglFrame)");
+  if (!std::regex_match(name, optional)) {
+    unknown_symbol(name);
+  }
   return nullptr;
 }
 
@@ -374,33 +381,25 @@ CUresult CUDAAPI cuLaunchKernelEx(const CUlaunchConfig* configuration, CUfunctio
   return CUDA_SUCCESS;
 }
 
-// --- errors and symbols ---
-
-CUresult CUDAAPI cuGetErrorString(CUresult error, const char** string) {
-  *string = error == CUDA_ERROR_OUT_OF_MEMORY ? "out of memory" : "an error of the virtual GPU";
-  return CUDA_SUCCESS;
-}
-
-CUresult CUDAAPI cuGetErrorName(CUresult error, const char** name) {
-  *name = error == CUDA_ERROR_OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_UNKNOWN";
-  return CUDA_SUCCESS;
-}
+// --- symbols ---
 
 CUresult CUDAAPI cuGetProcAddress(const char* symbol, void** function, int /*version*/,
                                   cuuint64_t /*flags*/, CUdriverProcAddressQueryResult* status) {
   *function = virtual_gpu::driver_symbol(symbol);
   if (status != nullptr) {
-    *status = *function != nullptr ? CU_GET_PROC_ADDRESS_SUCCESS
-                                   : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+    *status =
+        *function != nullptr ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
   }
   return *function != nullptr ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
-// Asked for by copies of the CUDA runtime that a library links statically, which want tables of private functions.
+// Asked for by copies of the CUDA runtime that a library links statically, which want tables of
+// private functions.
 CUresult CUDAAPI cuGetExportTable(const void** table, const CUuuid* /*id*/) {
   *table = nullptr;
   virtual_gpu::unknown_symbol(
-      "cuGetExportTable (a library that links CUDA's runtime statically cannot use the virtual GPU)");
+      "cuGetExportTable (a library that links CUDA's runtime statically cannot use the virtual "
+      "GPU)");
   return CUDA_ERROR_NOT_SUPPORTED;
 }
 }

@@ -4,7 +4,8 @@
 
 namespace virtual_gpu {
 
-// The newest version of it that is here (cuMemGetInfo is cuMemGetInfo_v2); nullptr, and a sentence, where none is.
+// The newest version of it that is here (cuMemGetInfo is cuMemGetInfo_v2); nullptr, and a sentence,
+// where none is.
 void* driver_symbol(const char* name);
 
 }  // namespace virtual_gpu

@@ -12,7 +12,8 @@
 namespace virtual_gpu {
 
 struct Machine {
-  std::vector<DeviceProperties> devices;  // none until it is started: a program that loads this sees no GPU
+  std::vector<DeviceProperties>
+      devices;  // none until it is started: a program that loads this sees no GPU
   Memory memory;
   Streams streams;
   int driver_version = 0;  // as cudaDriverGetVersion has it
@@ -30,8 +31,8 @@ void make_handle(T* handle) {
   *handle = reinterpret_cast<T>(machine().streams.create_handle());
 }
 
-// Copies as the device would, where `size` is at most kSmall; a larger copy to the host reads as zero,
-// and of a larger one to the device nothing is kept. Copies within the host are always made.
+// Copies as the device would, where `size` is at most kSmall; a larger copy to the host reads as
+// zero, and of a larger one to the device nothing is kept. Copies within the host are always made.
 void copy(void* to, const void* from, std::size_t size);
 void fill(void* to, int value, std::size_t size);
 

@@ -20,11 +20,11 @@ void* pointer(std::uintptr_t address) {
   return reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
 }
 
-// Address space aligned to `unit`, of which nothing exists until it is touched; nullptr where the kernel
-// has none left.
+// Address space aligned to `unit`, of which nothing exists until it is touched; nullptr where the
+// kernel has none left.
 void* map_lazily(std::size_t size, std::size_t unit, int protection) {
-  void* const mapped = mmap(nullptr, size + unit, protection,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* const mapped =
+      mmap(nullptr, size + unit, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapped == MAP_FAILED) {
     return nullptr;
   }

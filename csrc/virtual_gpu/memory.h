@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of the virtual GPUs: address space without pages behind it, and the books of who holds what.
+// Memory of the virtual GPUs: address space without pages behind it, and the books of who holds
+// what.
 //
-// An address is one of this process, readable and writable; the kernel gives it a page, which reads as
-// zero, when something touches it. So a model of 100 GB takes what its small tensors take.
+// An address is one of this process, readable and writable; the kernel gives it a page, which reads
+// as zero, when something touches it. So a model of 100 GB takes what its small tensors take.
 #pragma once
 
 #include <cstddef>
@@ -31,12 +32,14 @@ class Memory {
   void add_device(std::size_t total, std::size_t context);
   [[nodiscard]] int devices() const;
 
-  // Device memory, rounded up to the driver's pages; nullptr where the device has not that much left.
+  // Device memory, rounded up to the driver's pages; nullptr where the device has not that much
+  // left.
   void* allocate(int device, std::size_t size, Kind kind = Kind::device);
   // Host memory that counts as pinned.
   void* allocate_pinned(std::size_t size);
   bool pin(void* address, std::size_t size);
-  // Frees what starts at this address, and unpins what was the program's; false where nothing starts there.
+  // Frees what starts at this address, and unpins what was the program's; false where nothing
+  // starts there.
   bool release(void* address);
   [[nodiscard]] std::optional<Range> find(const void* address) const;
 
@@ -62,7 +65,7 @@ class Memory {
 
   mutable std::mutex mutex_;
   std::vector<Device> devices_;
-  std::map<std::uintptr_t, Range> ranges_;                // by start; they do not overlap
+  std::map<std::uintptr_t, Range> ranges_;              // by start; they do not overlap
   std::map<std::uintptr_t, std::size_t> reservations_;  // of addresses
 };
 

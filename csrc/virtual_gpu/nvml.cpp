@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// libnvidia-ml: a library of its own, since programs open it by name. Its devices are those of the machine.
+// libnvidia-ml: a library of its own, since programs open it by name. Its devices are those of the
+// machine.
 //
 // Declared here: NVML's header is not among those that torch's wheels bring.
 #include <cuda_runtime_api.h>
@@ -89,18 +90,49 @@ int nvmlDeviceGetComputeRunningProcesses(void* device, unsigned* count, void* in
   return nvmlDeviceGetComputeRunningProcesses_v3(device, count, infos);
 }
 
+int nvmlDeviceGetHandleByUUID(const char* uuid, void** device) {
+  unsigned index = 0;
+  if (std::sscanf(uuid, "GPU-76697274-7561-6c20-6770-7520%8x", &index) != 1) {
+    return kNotFound;
+  }
+  return nvmlDeviceGetHandleByIndex_v2(index, device);
+}
+
 int nvmlSystemGetCudaDriverVersion_v2(int* version) {
-  return cudaDriverGetVersion(version) == cudaSuccess ? kSuccess : kNotSupported;
+  cudaDriverGetVersion(version);
+  return kSuccess;
 }
 
-// Nothing is at the other end of a link, and the GPU belongs to no fabric.
-int nvmlDeviceGetNvLinkRemoteDeviceType(void* /*device*/, unsigned /*link*/, int* /*type*/) {
-  return kNotSupported;
+// It computes nothing: it is never busy.
+int nvmlDeviceGetUtilizationRates(void* /*device*/, unsigned* percent) {
+  percent[0] = percent[1] = 0;  // of the time, and of the memory's bandwidth
+  return kSuccess;
 }
-int nvmlDeviceGetNvLinkRemotePciInfo_v2(void* /*device*/, unsigned /*link*/, void* /*info*/) {
-  return kNotSupported;
-}
-int nvmlDeviceGetGpuFabricInfoV(void* /*device*/, void* /*info*/) { return kNotSupported; }
 
-const char* nvmlErrorString(int /*result*/) { return "an error of the virtual GPU"; }
+// Between any two devices peers may read and write (0 is NVML_P2P_STATUS_OK).
+int nvmlDeviceGetP2PStatus(void* /*one*/, void* /*other*/, int /*what*/, int* status) {
+  *status = 0;
+  return kSuccess;
+}
+
+// What a virtual GPU does not have. torch refuses to start where the first three are missing.
+int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, int*) { return kNotSupported; }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return kNotSupported; }
+int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return kNotSupported; }
+int nvmlDeviceGetTemperature(void*, int, unsigned*) { return kNotSupported; }
+int nvmlDeviceGetPowerUsage(void*, unsigned*) { return kNotSupported; }
+int nvmlDeviceGetClockInfo(void*, int, unsigned*) { return kNotSupported; }
+
+const char* nvmlErrorString(int result) {
+  switch (result) {
+    case kSuccess:
+      return "Success";
+    case kNotSupported:
+      return "Not Supported";
+    case kNotFound:
+      return "Not Found";
+    default:
+      return "Unknown Error";
+  }
+}
 }

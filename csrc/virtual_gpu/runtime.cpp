@@ -42,7 +42,9 @@ cudaError_t allocate(void** address, std::size_t size, Kind kind) {
 }
 
 cudaError_t release(void* address) {
-  if (address == nullptr || machine().memory.release(address)) {
+  // First the pools: a chunk of theirs starts where its first block does.
+  if (address == nullptr || virtual_gpu::release_from_pool(address) ||
+      machine().memory.release(address)) {
     return cudaSuccess;
   }
   return fail(cudaErrorInvalidValue);
@@ -228,8 +230,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
   if (range->kind == Kind::pinned) {
     attributes->type = cudaMemoryTypeHost;
   } else {
-    attributes->type =
-        range->kind == Kind::managed ? cudaMemoryTypeManaged : cudaMemoryTypeDevice;
+    attributes->type = range->kind == Kind::managed ? cudaMemoryTypeManaged : cudaMemoryTypeDevice;
     attributes->device = range->device;
     attributes->hostPointer = nullptr;
   }
@@ -275,46 +276,28 @@ cudaError_t cudaMemsetAsync(void* to, int value, std::size_t size, cudaStream_t 
   return cudaSuccess;
 }
 
-// --- errors ---
+// --- errors (their names are in errors.cpp) ---
 
 cudaError_t cudaGetLastError() { return last_error(true); }
 cudaError_t cudaPeekAtLastError() { return last_error(false); }
 
-const char* cudaGetErrorName(cudaError_t error) {
-  switch (error) {
-    case cudaSuccess:
-      return "cudaSuccess";
-    case cudaErrorMemoryAllocation:
-      return "cudaErrorMemoryAllocation";
-    case cudaErrorNoDevice:
-      return "cudaErrorNoDevice";
-    case cudaErrorInvalidDevice:
-      return "cudaErrorInvalidDevice";
-    case cudaErrorInvalidValue:
-      return "cudaErrorInvalidValue";
-    case cudaErrorNotSupported:
-      return "cudaErrorNotSupported";
-    default:
-      return "cudaErrorUnknown";
-  }
+// --- memory of other processes ---
+
+// Device memory is this process' alone.
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* /*handle*/, void* /*address*/) {
+  return fail(cudaErrorNotSupported);
 }
 
-const char* cudaGetErrorString(cudaError_t error) {
-  switch (error) {
-    case cudaSuccess:
-      return "no error";
-    case cudaErrorMemoryAllocation:
-      return "out of memory";
-    case cudaErrorNoDevice:
-      return "no CUDA-capable device is detected";
-    case cudaErrorInvalidDevice:
-      return "invalid device ordinal";
-    case cudaErrorInvalidValue:
-      return "invalid argument";
-    case cudaErrorNotSupported:
-      return "operation not supported";
-    default:
-      return "an error of the virtual GPU";
-  }
+cudaError_t cudaIpcOpenMemHandle(void** /*address*/, cudaIpcMemHandle_t /*handle*/,
+                                 unsigned /*flags*/) {
+  return fail(cudaErrorNotSupported);
+}
+
+cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t* /*handle*/, cudaEvent_t /*event*/) {
+  return fail(cudaErrorNotSupported);
+}
+
+cudaError_t cudaIpcOpenEventHandle(cudaEvent_t* /*event*/, cudaIpcEventHandle_t /*handle*/) {
+  return fail(cudaErrorNotSupported);
 }
 }

@@ -114,12 +114,12 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks,
                                                                    std::size_t shared_memory,
                                                                    unsigned /*flags*/) {
   const auto& on = device();
-  *blocks = std::min(on.blocks_per_multiprocessor,
-                     on.threads_per_multiprocessor / std::max(threads, 1));
+  *blocks =
+      std::min(on.blocks_per_multiprocessor, on.threads_per_multiprocessor / std::max(threads, 1));
   if (shared_memory > 0) {
-    *blocks = std::min(*blocks, static_cast<int>(static_cast<std::size_t>(
-                                                     on.shared_memory_per_multiprocessor) /
-                                                 shared_memory));
+    *blocks = std::min(
+        *blocks, static_cast<int>(static_cast<std::size_t>(on.shared_memory_per_multiprocessor) /
+                                  shared_memory));
   }
   return cudaSuccess;
 }
@@ -142,8 +142,8 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
                                              cudaDriverEntryPointQueryResult* result) {
   *function = virtual_gpu::driver_symbol(symbol);
   if (result != nullptr) {
-    *result = *function != nullptr ? cudaDriverEntryPointSuccess
-                                   : cudaDriverEntryPointSymbolNotFound;
+    *result =
+        *function != nullptr ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   }
   return *function != nullptr ? cudaSuccess : virtual_gpu::fail(cudaErrorSymbolNotFound);
 }

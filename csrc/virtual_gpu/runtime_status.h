@@ -9,4 +9,8 @@ namespace virtual_gpu {
 cudaError_t& last_error();
 cudaError_t fail(cudaError_t error);  // remembers it, and returns it
 
+// Memory that cudaMallocAsync gave out may be freed by cudaFree; false where no pool knows the
+// address.
+bool release_from_pool(void* address);
+
 }  // namespace virtual_gpu

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// libcudart: streams, events, CUDA graphs, and memory that is allocated in the order of a stream.
+// libcudart: streams, events and CUDA graphs.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <atomic>
-#include <map>
-#include <mutex>
+#include <optional>
+#include <utility>
 
 #include "virtual_gpu/machine.h"
 #include "virtual_gpu/runtime_status.h"
@@ -23,6 +22,25 @@ template <class T>
 T object(Handle handle) {
   return reinterpret_cast<T>(handle);  // NOLINT(performance-no-int-to-ptr)
 }
+
+cudaStreamCaptureStatus capture_status(const std::optional<virtual_gpu::Capture>& capture) {
+  if (!capture) {
+    return cudaStreamCaptureStatusNone;
+  }
+  return capture->invalid ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+}
+
+cudaError_t begin_capture(cudaStream_t stream, Handle graph, cudaStreamCaptureMode mode) {
+  return machine().streams.begin_capture(handle(stream),
+                                         static_cast<virtual_gpu::CaptureMode>(mode), graph)
+             ? cudaSuccess
+             : fail(cudaErrorStreamCaptureUnsupported);
+}
+
+static_assert(static_cast<int>(virtual_gpu::CaptureMode::global) == cudaStreamCaptureModeGlobal);
+static_assert(static_cast<int>(virtual_gpu::CaptureMode::thread_local_) ==
+              cudaStreamCaptureModeThreadLocal);
+static_assert(static_cast<int>(virtual_gpu::CaptureMode::relaxed) == cudaStreamCaptureModeRelaxed);
 
 }  // namespace
 
@@ -46,6 +64,24 @@ cudaError_t cudaStreamCreate(cudaStream_t* stream) {
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return machine().streams.destroy_stream(handle(stream)) ? cudaSuccess
                                                           : fail(cudaErrorInvalidResourceHandle);
+}
+
+// Everything is done when it is asked for. A captured stream never runs, and cannot be waited for.
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  return machine().streams.forbid_waiting(handle(stream)) ? fail(cudaErrorStreamCaptureUnsupported)
+                                                          : cudaSuccess;
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaStreamSynchronize(stream); }
+
+cudaError_t cudaDeviceSynchronize() {
+  return machine().streams.forbid_waiting_for_all() ? fail(cudaErrorStreamCaptureUnsupported)
+                                                    : cudaSuccess;
+}
+
+cudaError_t cudaStreamGetDevice(cudaStream_t stream, int* device) {
+  *device = machine().streams.device(handle(stream), current_device());
+  return cudaSuccess;
 }
 
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
@@ -98,37 +134,57 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaEventRecordWithFlags(event, stream, cudaEventRecordDefault);
 }
 
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  return machine().streams.captured_event(handle(event)) ? fail(cudaErrorCapturedEvent)
+                                                         : cudaSuccess;
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) { return cudaEventQuery(event); }
+
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {
-  *milliseconds = static_cast<float>(machine().streams.milliseconds(handle(begin), handle(end)));
-  return cudaSuccess;
+  const auto passed = machine().streams.milliseconds(handle(begin), handle(end));
+  *milliseconds = static_cast<float>(passed.value_or(0));
+  return passed ? cudaSuccess : fail(cudaErrorInvalidResourceHandle);
 }
 
 // --- captures and graphs ---
 
-cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode /*mode*/) {
-  return machine().streams.begin_capture(handle(stream))
-             ? cudaSuccess
-             : fail(cudaErrorStreamCaptureUnsupported);
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
+  return begin_capture(stream, 0, mode);
 }
 
 cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t stream, cudaGraph_t graph,
                                           const cudaGraphNode_t* /*dependencies*/,
                                           const cudaGraphEdgeData* /*data*/, std::size_t /*count*/,
-                                          cudaStreamCaptureMode /*mode*/) {
-  return machine().streams.begin_capture(handle(stream), handle(graph))
-             ? cudaSuccess
-             : fail(cudaErrorStreamCaptureUnsupported);
+                                          cudaStreamCaptureMode mode) {
+  return begin_capture(stream, handle(graph), mode);
 }
 
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
-  const auto ended = machine().streams.end_capture(handle(stream));
-  *graph = object<cudaGraph_t>(ended.value_or(0));
-  return ended ? cudaSuccess : fail(cudaErrorStreamCaptureUnmatched);
+  Handle captured = 0;
+  const auto end = machine().streams.end_capture(handle(stream), &captured);
+  *graph = object<cudaGraph_t>(captured);
+  switch (end) {
+    case virtual_gpu::CaptureEnd::complete:
+      return cudaSuccess;
+    case virtual_gpu::CaptureEnd::unmatched:
+      return fail(cudaErrorStreamCaptureUnmatched);
+    case virtual_gpu::CaptureEnd::unjoined:
+      return fail(cudaErrorStreamCaptureUnjoined);
+    case virtual_gpu::CaptureEnd::invalid:
+      return fail(cudaErrorStreamCaptureInvalidated);
+  }
+  return fail(cudaErrorUnknown);
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  thread_local cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
+  std::swap(current, *mode);
+  return cudaSuccess;
 }
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
-  *status = machine().streams.capture(handle(stream)) ? cudaStreamCaptureStatusActive
-                                                      : cudaStreamCaptureStatusNone;
+  *status = capture_status(machine().streams.capture(handle(stream)));
   return cudaSuccess;
 }
 
@@ -146,7 +202,7 @@ cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, cudaStreamCaptureSt
                                         const cudaGraphNode_t** dependencies, std::size_t* count) {
 #endif
   const auto capture = machine().streams.capture(handle(stream));
-  *status = capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *status = capture_status(capture);
   if (id != nullptr) {
     *id = capture ? capture->id : 0;
   }
@@ -194,110 +250,5 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph,
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   machine().streams.destroy_graph(handle(graph));
   return cudaSuccess;
-}
-}
-
-// --- memory in the order of a stream (PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync) ---
-
-namespace {
-
-// A pool's books. What the driver reserves grows in steps of 32 MiB and shrinks when it is trimmed
-// (measured on an H200: benchmarks/virtual_gpu_constants.py).
-class Pool {
- public:
-  void add(std::size_t size) {
-    const std::lock_guard lock(mutex_);
-    used_ += size;
-    used_high_ = std::max(used_high_, used_);
-    reserved_ = std::max(reserved_, (used_ + kStep - 1) / kStep * kStep);
-    reserved_high_ = std::max(reserved_high_, reserved_);
-  }
-  void remove(std::size_t size) {
-    const std::lock_guard lock(mutex_);
-    used_ -= std::min(size, used_);
-  }
-  void trim(std::size_t keep) {
-    const std::lock_guard lock(mutex_);
-    reserved_ = std::max((used_ + kStep - 1) / kStep * kStep, std::min(keep, reserved_));
-  }
-  std::size_t get(cudaMemPoolAttr attribute) {
-    const std::lock_guard lock(mutex_);
-    switch (attribute) {
-      case cudaMemPoolAttrUsedMemCurrent:
-        return used_;
-      case cudaMemPoolAttrUsedMemHigh:
-        return used_high_;
-      case cudaMemPoolAttrReservedMemCurrent:
-        return reserved_;
-      case cudaMemPoolAttrReservedMemHigh:
-        return reserved_high_;
-      default:
-        return 0;
-    }
-  }
-  void reset_high(cudaMemPoolAttr attribute) {
-    const std::lock_guard lock(mutex_);
-    if (attribute == cudaMemPoolAttrUsedMemHigh) {
-      used_high_ = used_;
-    } else if (attribute == cudaMemPoolAttrReservedMemHigh) {
-      reserved_high_ = reserved_;
-    }
-  }
-
- private:
-  static constexpr std::size_t kStep = std::size_t{32} << 20U;
-  std::mutex mutex_;
-  std::size_t used_ = 0, used_high_ = 0, reserved_ = 0, reserved_high_ = 0;
-};
-
-constexpr std::size_t kMostDevices = 64;
-Pool pools[kMostDevices];
-
-Pool& pool_of(cudaMemPool_t pool) { return *reinterpret_cast<Pool*>(pool); }
-
-}  // namespace
-
-extern "C" {
-
-cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
-  *pool = reinterpret_cast<cudaMemPool_t>(&pools[device]);
-  return cudaSuccess;
-}
-
-cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void* value) {
-  if (attribute >= cudaMemPoolAttrReleaseThreshold) {
-    *static_cast<std::uint64_t*>(value) = pool_of(pool).get(attribute);
-  } else {
-    *static_cast<int*>(value) = 1;
-  }
-  return cudaSuccess;
-}
-
-cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute,
-                                    void* /*value*/) {
-  pool_of(pool).reset_high(attribute);
-  return cudaSuccess;
-}
-
-cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, std::size_t keep) {
-  pool_of(pool).trim(keep);
-  return cudaSuccess;
-}
-
-cudaError_t cudaMallocAsync(void** address, std::size_t size, cudaStream_t /*stream*/) {
-  const cudaError_t error = cudaMalloc(address, size);
-  if (error == cudaSuccess) {
-    if (const auto range = machine().memory.find(*address)) {
-      pools[range->device].add(size);
-    }
-  }
-  return error;
-}
-
-cudaError_t cudaFreeAsync(void* address, cudaStream_t /*stream*/) {
-  if (const auto range = machine().memory.find(address)) {
-    pools[range->device].remove(range->size);
-  }
-  return cudaFree(address);
 }
 }
