@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the libraries of the virtual GPU for the torch that is installed: libcuda.so.1 and libnvidia-ml.so.1.
 
-The first holds the driver, the runtime, cuBLAS, cuDNN and NCCL, and for every other symbol of CUDA's libraries that torch
-imports or that they export a function that succeeds: it writes 0 where the caller expects a figure, gives out a handle where
-it creates something, and counts its calls, unless it is of those that have no effect on memory. setup.py calls `build`; by hand:
+The first holds the driver, the runtime, cuBLAS, cuDNN and NCCL, and for every other symbol of CUDA's libraries that
+torch imports or that they export a function that succeeds: it writes 0 where the caller expects a figure, gives out a
+handle where it creates something, and counts its calls, unless it has no effect on memory. setup.py calls `build`; by
+hand:
 
     python csrc/virtual_gpu/build.py OUT
 """
@@ -22,7 +23,19 @@ FLAGS = ["-std=c++20", "-O2", "-g0", "-fPIC", "-fvisibility=default", "-Wall", "
 # The libraries whose symbols are answered here, by how the names of their functions begin. NVRTC is not among them: it
 # compiles without a GPU.
 _OURS = re.compile(r"(?:__cuda|cuda|cublas|cudnn|cusparse|cusolver|curand|cufft|nccl|cupti|nvshmemx?_init)\w*")
-_LIBRARIES = ("cudart", "cublas", "cublasLt", "cudnn", "cusparse", "cusparseLt", "cusolver", "curand", "cufft", "nccl", "cupti")
+_LIBRARIES = (
+    "cudart",
+    "cublas",
+    "cublasLt",
+    "cudnn",
+    "cusparse",
+    "cusparseLt",
+    "cusolver",
+    "curand",
+    "cufft",
+    "nccl",
+    "cupti",
+)
 _IMPORTERS = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_cuda_linalg.so", "libtorch_cpu.so", "libtorch_python.so")
 
 # What neither takes nor gives memory and tells the caller nothing that memory depends on: it is not counted.
@@ -37,15 +50,20 @@ _NO_EFFECT = re.compile(
     r"|cudnn(?!\w*(?:Size|Get|Create))\w+|cupti\w*(?:Activity|Enable|Disable|Register|Subscribe|Callback|Finalize)\w*"
 )
 # Of these the caller expects figures, or handles, through pointers.
-_TELLS = re.compile(r"Get|Query|[Ss]ize|Count|Create|Init|Plan|Estimate|Is[A-Z]|Can[A-Z]|Import|Export|Retain|alloc|Alloc")
+_TELLS = re.compile(
+    r"Get|Query|[Ss]ize|Count|Create|Init|Plan|Estimate|Is[A-Z]|Can[A-Z]|Import|Export|Retain|alloc|Alloc"
+)
 _MAKES = re.compile(r"Create|Init|Import|Retain|Begin|Clone|Instantiate|Add\w*Node")
-_INTEGERS = {
-    "char": 1, "bool": 1, "int": 4, "unsigned": 4, "unsigned int": 4, "size_t": 8, "unsigned long": 8, "unsigned long long": 8,
-    "long long": 8, "long long int": 8, "int32_t": 4, "uint32_t": 4, "int64_t": 8, "uint64_t": 8, "cuuint32_t": 4,
-    "cuuint64_t": 8, "CUdevice": 4, "CUdeviceptr": 8, "float": 4, "double": 8,
-}  # fmt: skip
-_HEADERS = ("cuda.h", "cudaProfiler.h", "cuda_runtime_api.h", "cublas*.h", "cudnn*.h", "cusolver*.h", "cusparse*.h", "curand.h",
-            "cufft*.h", "cupti*.h", "library_types.h", "driver_types.h")  # fmt: skip
+_SIZES = {
+    **dict.fromkeys(("char", "bool"), 1),
+    **dict.fromkeys(("int", "unsigned", "unsigned int", "int32_t", "uint32_t", "cuuint32_t", "CUdevice", "float"), 4),
+    **dict.fromkeys(("size_t", "int64_t", "uint64_t", "cuuint64_t", "CUdeviceptr", "double"), 8),
+    **dict.fromkeys(("unsigned long", "unsigned long long", "long long", "long long int"), 8),
+}
+_HEADERS = [
+    *["cuda.h", "cudaProfiler.h", "cuda_runtime_api.h", "driver_types.h", "library_types.h"],
+    *["cublas*.h", "cudnn*.h", "cusolver*.h", "cusparse*.h", "curand.h", "cufft*.h", "cupti*.h"],
+]
 
 
 class Headers:
@@ -60,9 +78,14 @@ class Headers:
         enums = set(re.findall(r"\benum\s+\w*\s*\{[^{}]*\}\s*(?:CUDNN_DEPRECATED\w*\s+)?(\w+)[^;{}]*;", text))
         enums |= set(re.findall(r"\benum\s+(?:__device_builtin__\s+)?(\w+)\s*\{", text))
         enums |= set(re.findall(r"\btypedef\s+(?:__device_builtin__\s+)?enum\s+\w+\s+(\w+)\s*;", text))
-        pointer = r"\btypedef\s+(?:const\s+|__device_builtin__\s+)?(?:struct\s+\w+|void)\s*\*\s*(?:CUDNN_DEPRECATED\w*\s+)?(\w+)[^;{}()]*;"
-        self.handles = set(re.findall(pointer, text))
-        self.sizes = _INTEGERS | dict.fromkeys(enums, 4) | dict.fromkeys(self.handles, 8)
+        self.handles = set(
+            re.findall(
+                r"\btypedef\s+(?:const\s+|__device_builtin__\s+)?(?:struct\s+\w+(?:\s+const)?|void)\s*\*\s*"
+                r"(?:CUDNN_DEPRECATED\w*\s+)?(\w+)[^;{}()]*;",
+                text,
+            )
+        )
+        self.sizes = _SIZES | dict.fromkeys(enums, 4) | dict.fromkeys(self.handles, 8)
         for known, alias in re.findall(r"\btypedef\s+([\w ]+?)\s+(\w+)\s*;", text):
             self.sizes.setdefault(alias, self.sizes.get(known, 0))
         self.functions: dict[str, list[str]] = {}
@@ -117,7 +140,9 @@ def symbols(library: Path, *, defined: bool) -> set[str]:
     """The dynamic symbols that a library defines or, if not `defined`, imports, without their versions."""
     listed = subprocess.run(
         ["nm", "-D", "--defined-only" if defined else "--undefined-only", library],
-        check=True, capture_output=True, text=True,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     names = (line.split()[-1].partition("@")[0] for line in listed.stdout.splitlines() if line.strip())
     return {name for name in names if _OURS.fullmatch(name)}
@@ -136,7 +161,9 @@ def _compile(source: Path, target: Path, include: Iterable[Path], generated: Pat
     )
 
 
-def build(out: Path, temporary: Path, torch_lib: Path, include: list[Path], libraries: list[Path], jobs: int = 2) -> None:
+def build(
+    out: Path, temporary: Path, torch_lib: Path, include: list[Path], libraries: list[Path], jobs: int = 2
+) -> None:
     """Writes the two libraries into `out`, and beside them what they were built for, which is compared at their start.
 
     Args:
@@ -148,6 +175,7 @@ def build(out: Path, temporary: Path, torch_lib: Path, include: list[Path], libr
     """
     out.mkdir(parents=True, exist_ok=True)
     temporary.mkdir(parents=True, exist_ok=True)
+    header = next(folder / "cuda.h" for folder in include if (folder / "cuda.h").is_file())
     headers = Headers(include)
     runtime = next(file for folder in libraries for file in sorted(folder.glob("libcudart.so.*")))
     _write(temporary / "errors.inc", headers.errors(runtime))

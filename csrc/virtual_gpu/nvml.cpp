@@ -115,10 +115,15 @@ int nvmlDeviceGetP2PStatus(void* /*one*/, void* /*other*/, int /*what*/, int* st
   return kSuccess;
 }
 
-// What a virtual GPU does not have. torch refuses to start where the first three are missing.
+// It belongs to no fabric. What follows the structure's version: the cluster's id, and six numbers.
+int nvmlDeviceGetGpuFabricInfoV(void* /*device*/, void* info) {
+  std::memset(static_cast<char*>(info) + sizeof(int), 0, 28);
+  return kSuccess;
+}
+
+// What a virtual GPU does not have. torch refuses to start where the first two are missing.
 int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, int*) { return kNotSupported; }
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return kNotSupported; }
-int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return kNotSupported; }
 int nvmlDeviceGetTemperature(void*, int, unsigned*) { return kNotSupported; }
 int nvmlDeviceGetPowerUsage(void*, unsigned*) { return kNotSupported; }
 int nvmlDeviceGetClockInfo(void*, int, unsigned*) { return kNotSupported; }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets Triton and torch.compile work on the virtual GPU: which driver they link to, and where they keep what they measured."""
+"""Lets Triton and torch.compile work on the virtual GPU: what they link to, and where they keep what they measured."""
 
 import importlib.abc
 import importlib.machinery
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def prepare(libraries: Path) -> None:
-    """Sets up Triton and Inductor when the program imports them, without environment variables that children inherit."""
+    """Sets up Triton and Inductor when the program imports them. Children inherit nothing of it."""
     sys.meta_path.insert(
         0,
         _AfterImport(

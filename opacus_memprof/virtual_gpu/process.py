@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.units import format_bytes
-from opacus_memprof.virtual_gpu import collectives, spawning
+from opacus_memprof.virtual_gpu import collectives, compilers, spawning
 from opacus_memprof.virtual_gpu.devices import GPUS, Gpu
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES, check_machine
 
@@ -70,6 +70,7 @@ def start(kind: str, *, memory: int | None = None, count: int = 1) -> VirtualGpu
     _library.memprof_virtual_gpu_start(ctypes.byref(properties), count, _DRIVER_VERSION)
     _active = VirtualGpu(kind, gpu, count)
     collectives.install(_library)
+    compilers.prepare(LIBRARIES)
     spawning.give_to_children(kind, gpu.total_memory, count)
     return _active
 
