@@ -278,7 +278,7 @@ def vgg() -> nn.Module:
         layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.ReLU()]
         layers += [nn.MaxPool2d(2)] if pooled else []
         inside = outside
-    head = [nn.Flatten(), nn.Linear(512 * 2 * 2, 512), nn.ReLU(), nn.Linear(512, CLASSES)]
+    head = [nn.Flatten(), nn.Linear(512 * 2 * 2, 512), nn.Linear(512, CLASSES)]
     return nn.Sequential(*layers, *head)
 
 

@@ -45,7 +45,7 @@ LIMITS = {
 _KERNELS = ((7, 0), (7, 5), (8, 0), (8, 6), (9, 0), (10, 0))
 
 # What a CUDA context takes on an H200, and the threads that the multiprocessors there can hold.
-_CONTEXT_OF_H200 = 500 << 20
+_CONTEXT_OF_H200 = 552468480
 _THREADS_OF_H200 = 132 * 2048
 
 
@@ -123,7 +123,7 @@ GPUS = {
     "rtx3090": Gpu("NVIDIA GeForce RTX 3090", 25414860800, (8, 6), 82, 6291456, 384, 1695000, 9751000),  # 12.2
     "rtx4090": Gpu("NVIDIA GeForce RTX 4090", 25250627584, (8, 9), 128, 75497472, 384, 2520000, 10501000),  # 13.0
     "h100": Gpu("NVIDIA H100 80GB HBM3", 85017755648, (9, 0), 132, 52428800, 5120, 1980000, 2619000),  # 13.0
-    "h200": Gpu("NVIDIA H200", 150109880320, (9, 0), 132, 62914560, 6144, 1980000, 3201000),  # 13.0
+    "h200": Gpu("NVIDIA H200", 150109880320, (9, 0), 132, 62914560, 6016, 1980000, 3201000),  # 13.0
     # torch says 182631 MB of 2^20 bytes (12.8); the clock is estimated
     "b200": Gpu("NVIDIA B200", 182631 << 20, (10, 0), 148, 132644864, 7680, 1965000, 3996000),
 }
