@@ -3,7 +3,10 @@
 and the grad-sample mode.
 
     {"format": 1, "baselines": [{"key": {"device", "torch", "opacus", "mode"}, "peak_bytes", "step", "phase",
-                                 "modules": {module: {category: bytes}}}]}
+                                 "modules": {module: {category: bytes}}, "virtual_gpu": kind}]}
+
+An entry that was measured on a virtual GPU has the key of the real one, and names its kind in "virtual_gpu": the two
+allocate the same, so that either is compared with the other.
 """
 
 import contextlib
@@ -18,6 +21,7 @@ from typing import Any
 
 import torch
 
+from opacus_memprof import virtual_gpu
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.files import read_object, write_text, writing
 from opacus_memprof.units import format_bytes
@@ -42,6 +46,7 @@ def measure(devices: Mapping[str, Any], modes: set[str]) -> dict[str, Any]:
         raise MemprofError("no memory was allocated: there is nothing to compare with a baseline")
     name, device = max(devices.items(), key=lambda entry: entry[1]["peak"]["requested_bytes"])
     peak = device["peak"]
+    running = virtual_gpu.active() if name != "cpu" else None
     return {
         "key": {
             "device": "cpu" if name == "cpu" else torch.cuda.get_device_name(name),
@@ -53,6 +58,7 @@ def measure(devices: Mapping[str, Any], modes: set[str]) -> dict[str, Any]:
         "step": peak["step"],
         "phase": peak["phase"],
         "modules": peak["modules"],
+        **({"virtual_gpu": running.kind} if running is not None else {}),
     }
 
 
@@ -118,8 +124,8 @@ def compare(entries: list[dict[str, Any]], measured: Mapping[str, Any], rel: flo
         return None
     return "\n".join(
         [
-            f"memory grew by {100 * rel:g} % or more against the baseline {file} for {_said(measured['key'])}; the "
-            f"peak is in {measured['phase']} of step {measured['step']}, it was in {before.get('phase')} of step "
+            f"memory grew by {100 * rel:g} % or more against the baseline {file} for {_said(measured['key'])}"
+            f"{_where(before, measured)}; the peak is in {measured['phase']} of step {measured['step']}, it was in {before.get('phase')} of step "
             f"{before.get('step')}",
             *rows,
         ]
@@ -147,6 +153,12 @@ def _by_category(modules: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str
 
 def _said(key: Mapping[str, str]) -> str:
     return f"{key['device']}, torch {key['torch']}, Opacus {key['opacus']}, mode {key['mode']}"
+
+
+def _where(before: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
+    """Which of the two was measured on a virtual GPU."""
+    names = [name for name, entry in (("baseline", before), ("this run", measured)) if "virtual_gpu" in entry]
+    return f" ({' and '.join(names)} on a virtual GPU)" if names else ""
 
 
 def _damaged(file: Path, why: str) -> MemprofError:

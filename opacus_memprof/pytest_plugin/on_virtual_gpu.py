@@ -36,7 +36,11 @@ def start(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--memprof-virtual-gpu {kind}: {_torch_came_first(config)}")
     size = getattr(config.known_args_namespace, MEMORY_OPTION, None) or config.getini(MEMORY_OPTION)
     try:
-        virtual_gpu.start(kind, memory=parse_size(size) if size else None)
+        memory = parse_size(size) if size else None
+    except MemprofError as error:
+        raise pytest.UsageError(f"--memprof-virtual-memory: {error}") from error
+    try:
+        virtual_gpu.start(kind, memory=memory)
     except MemprofError as error:
         raise pytest.UsageError(f"--memprof-virtual-gpu: {error}") from error
 
@@ -57,7 +61,7 @@ def _torch_came_first(config: pytest.Config) -> str:
         for name, plugin in config.pluginmanager.list_name_plugin()
         if isinstance(plugin, ModuleType) and isinstance(vars(plugin).get("torch"), ModuleType)
     ]
-    by = f", by the plugin {', '.join(holders)}" if holders else ""
+    by = f" by the plugin {', '.join(holders)}" if holders else ""
     return (
         f"torch was imported{by} before the virtual GPU could start: let plugins import torch inside their hooks or "
         "leave them out with -p no:NAME, and let pytest load this plugin by itself or with -p opacus_memprof, not from "
