@@ -37,8 +37,12 @@ lint: $(VENV)/.opacus-memprof-built
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
-# Two processes, a file to one of them; one where there is a GPU (tests/conftest.py).
+# Two processes, a file to one of them; one where there is a GPU (tests/conftest.py). Where there is none, CUDA's tests
+# run on a virtual one before, and the rest as without.
+VIRTUAL_GPU := h200
 python-test: $(VENV)/.opacus-memprof-built
+	! $(BIN)/python -c 'import torch; exit(torch.version.cuda is None or torch.cuda.is_available())' || \
+	    $(BIN)/python -m pytest -n auto --dist load -m cuda --memprof-virtual-gpu $(VIRTUAL_GPU)
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 opacus-suite: $(VENV)/.opacus-memprof-built

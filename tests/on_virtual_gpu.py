@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python with a virtual GPU, for tests that start processes: `python -m tests.on_virtual_gpu KIND -m MODULE|-c CODE ...`.
+"""Python with a virtual GPU: `python -m tests.on_virtual_gpu KIND -m MODULE|-c CODE ...`.
 
-A virtual GPU is its process' own: no child inherits it.
+For tests that start programs, which do not inherit the virtual GPU of the process that starts them.
 """
 
 import runpy

@@ -125,8 +125,8 @@ def compare(entries: list[dict[str, Any]], measured: Mapping[str, Any], rel: flo
     return "\n".join(
         [
             f"memory grew by {100 * rel:g} % or more against the baseline {file} for {_said(measured['key'])}"
-            f"{_where(before, measured)}; the peak is in {measured['phase']} of step {measured['step']}, it was in {before.get('phase')} of step "
-            f"{before.get('step')}",
+            f"{_where(before, measured)}; the peak is in {measured['phase']} of step {measured['step']}, it was in "
+            f"{before.get('phase')} of step {before.get('step')}",
             *rows,
         ]
     )

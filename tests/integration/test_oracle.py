@@ -60,8 +60,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def without_workspaces() -> None:
-    """Keeps cuBLAS' workspaces out of the windows. From torch 2.12 on one lives as long as its product, so that none may
-    be asked for; before, each thread takes one at its first product: here, in forward and in backward."""
+    """Keeps cuBLAS' workspaces out of the windows. From torch 2.12 on one lives as long as its product, so that none
+    may be asked for; before, each thread takes one at its first product: here, in forward and in backward."""
     if hasattr(torch._C, "_cuda_setCublasWorkspaceSize"):
         torch._C._cuda_setCublasWorkspaceSize(0)
         torch._C._cuda_setCublasLtWorkspaceSize(0)

@@ -41,7 +41,7 @@ def test_our_commands_take_these_arguments() -> None:
     assert [name for name, _ in lines] == ["run", "run", "diff"]
     for name, arguments in lines:
         context = commands.commands[name].make_context(
-            name, shlex.split(arguments.replace("$TRAINING", "train.py --x 1"))
+            name, shlex.split(arguments.replace("$TRAINING", "train.py --x 1").replace("$GPU", WORKFLOW["env"]["GPU"]))
         )
         assert context.params
     assert lines[2][1].split()[:2] == ["profile_before", "profile_after"]
@@ -63,7 +63,11 @@ def test_pytest_knows_the_options() -> None:
         def addoption(self, name: str, **_: Any) -> None:
             known.append(name)
 
+        def addini(self, name: str, *_: Any, **__: Any) -> None:
+            pass
+
     plugin.pytest_addoption(Parser())  # type: ignore[arg-type]
+    assert "--memprof-virtual-gpu" in known
     used = re.findall(r"--memprof[a-z-]*", "\n".join(SCRIPTS))
     assert used
     assert set(used) <= set(known)
