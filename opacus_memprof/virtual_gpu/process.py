@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.imports import AfterImport
 from opacus_memprof.units import format_bytes
 from opacus_memprof.virtual_gpu import collectives, compilers, spawning
 from opacus_memprof.virtual_gpu.devices import GPUS, Gpu
@@ -69,10 +70,17 @@ def start(kind: str, *, memory: int | None = None, count: int = 1) -> VirtualGpu
     properties = gpu.as_structure()
     _library.memprof_virtual_gpu_start(ctypes.byref(properties), count, _DRIVER_VERSION)
     _active = VirtualGpu(kind, gpu, count)
+    AfterImport("torch", _compute_small_values)
     collectives.install(_library)
     compilers.prepare(LIBRARIES)
     spawning.give_to_children(kind, gpu.total_memory, count)
     return _active
+
+
+def _compute_small_values() -> None:
+    from opacus_memprof.virtual_gpu import values  # loads torch
+
+    values.install()
 
 
 def _choose(kind: str, memory: int | None, count: int) -> Gpu:
