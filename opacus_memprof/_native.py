@@ -108,6 +108,11 @@ try:
 except ImportError as error:
     raise _failure(f"opacus-memprof's extension cannot be loaded ({error})") from error
 
+from opacus_memprof.profiles.categories import NOT_IN_CORE  # noqa: E402
+
+for _name in NOT_IN_CORE:  # so that they are there whatever is imported
+    category_id(_name)
+
 __all__ = [
     "HAS_CUDA",
     "CaptureActivations",

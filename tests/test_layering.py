@@ -17,6 +17,7 @@ PACKAGE = ROOT / "opacus_memprof"
 # left only. `analysis` reads files and counters, so that the session can write a profile when it closes.
 LAYERS = [
     {"_build_info", "errors"},
+    {"profiles"},
     {"_native", "core", "files", "imports", "launch", "optional", "units", "versions"},
     {"directory", "hub", "observations", "tracing", "virtual_gpu"},
     {"clipping", "workload"},

@@ -4,7 +4,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from opacus_memprof.analysis.names import ACTIVATION_HOOKS, SPLIT, UNDECIDED, Names, public
+from opacus_memprof.analysis.names import Names
+from opacus_memprof.profiles.categories import ACTIVATION_HOOKS, FORWARD_UNDECIDED, PARTS, add_parts
 
 _TOP_OPS = 30
 # What a snapshot in snapshots.jsonl says beyond the event file: what the allocator itself counted then.
@@ -168,9 +169,9 @@ def _with_counters(
 
 
 def _counters_peak(live: Mapping[str, Any]) -> dict[str, Any]:
-    categories = public(live["categories"])
-    if not categories.get(UNDECIDED, 0):
-        categories.pop(UNDECIDED, None)
+    categories = add_parts(live["categories"])
+    if not categories.get(FORWARD_UNDECIDED, 0):
+        categories.pop(FORWARD_UNDECIDED, None)
     return {
         "requested_bytes": live["requested_bytes"],
         "counted_bytes": None,
@@ -186,7 +187,7 @@ def _counters_peak(live: Mapping[str, Any]) -> dict[str, Any]:
         "phase": live["phase"],
         "categories": categories,
         "remainder_bytes": live["requested_bytes"] - sum(categories.values()),
-        ACTIVATION_HOOKS: {share: live["categories"].get(category, 0) for category, share in SPLIT.items()},
+        ACTIVATION_HOOKS: {share: live["categories"].get(category, 0) for category, share in PARTS.items()},
         "shared_captures": {"": live["categories"].get("activation_hooks_shared", 0)},
         "modules": {},
         "born_in": {},
@@ -247,7 +248,7 @@ def _with_lines(
                 "requested_bytes": then["requested_bytes"],
                 "event": None,
                 "phase": None,
-                "categories": {key: size for key, size in public(then["categories"]).items() if size},
+                "categories": {key: size for key, size in add_parts(then["categories"]).items() if size},
                 **{key: then[key] for key in _RECONCILED if key in then},
             }
     return [every[index] for index in sorted(every)]

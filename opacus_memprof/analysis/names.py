@@ -4,11 +4,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# What Opacus has captured is one category in reports, with this split beside it.
-ACTIVATION_HOOKS = "activation_hooks"
-SPLIT = {"activation_hooks_shared": "shared_with_autograd", "activation_hooks_opacus_only": "opacus_only"}
-# A category of live views; a profile has it only where the event file ends before a block's fate.
-UNDECIDED = "forward_undecided"
+from opacus_memprof.profiles.categories import ACTIVATION_HOOKS, FORWARD_UNDECIDED, PARTS, reported_name
 
 
 class Names:
@@ -24,7 +20,7 @@ class Names:
         names: Mapping[str, Sequence[str]] = meta.get("names", {})
         builtin: list[str] = replayed["category_names"]
         self._categories = [*builtin, *names.get("categories", [])[len(builtin) :]]
-        self._builtin = {ACTIVATION_HOOKS if name in SPLIT else name for name in builtin} - {UNDECIDED}
+        self._builtin = {reported_name(name) for name in builtin} - {FORWARD_UNDECIDED}
         self._phases: Sequence[str] = replayed["phase_names"]
         self._modules = names.get("modules", [""])
         self._ops = names.get("ops", [""])
@@ -54,8 +50,7 @@ class Names:
         return "cpu" if id == 0 else f"cuda:{id - 1}"
 
     def public_category(self, id: int) -> str:
-        name = self.category(id)
-        return ACTIVATION_HOOKS if name in SPLIT else name
+        return reported_name(self.category(id))
 
     def categories(self, by_id: Sequence[int]) -> dict[str, int]:
         """Bytes by public category, without the categories that have none."""
@@ -74,7 +69,7 @@ class Names:
 
     def hooks_split(self, by_id: Sequence[int]) -> dict[str, int]:
         """What of activation_hooks autograd holds as well, and what Opacus alone holds."""
-        return {share: by_id[self._categories.index(name)] for name, share in SPLIT.items()}
+        return {share: by_id[self._categories.index(name)] for name, share in PARTS.items()}
 
 
 def as_without_dp(sizes: Mapping[str, int], shared: int) -> dict[str, int]:
@@ -84,15 +79,6 @@ def as_without_dp(sizes: Mapping[str, int], shared: int) -> dict[str, int]:
         return dict(sizes)
     activations = sizes.get("activations", 0) + shared
     return {**sizes, ACTIVATION_HOOKS: sizes.get(ACTIVATION_HOOKS, 0) - shared, "activations": activations}
-
-
-def public(live: Mapping[str, int]) -> dict[str, int]:
-    """The live counters' categories, with the two of captured activations as one."""
-    categories: dict[str, int] = {}
-    for category, size in live.items():
-        name = ACTIVATION_HOOKS if category in SPLIT else category
-        categories[name] = categories.get(name, 0) + size
-    return categories
 
 
 def _name(names: Sequence[str], id: int, kind: str) -> str:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from opacus_memprof.experiments.comparison import Method, difference, vanilla_of
 from opacus_memprof.experiments.labels import place_labels
 from opacus_memprof.experiments.timeline import X_LABEL, timeline_panel
+from opacus_memprof.profiles.categories import stack_order
 from opacus_memprof.reports.figures import byte_axis, category_label, drawn, legend, stacked_bars
-from opacus_memprof.reports.palette import THEMES, Theme, category_color, stack_order
+from opacus_memprof.reports.palette import THEMES, Theme, category_color
 from opacus_memprof.units import format_bytes
 
 if TYPE_CHECKING:

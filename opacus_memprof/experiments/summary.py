@@ -5,22 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opacus_memprof.experiments.comparison import Method, difference, vanilla_of
+from opacus_memprof.profiles.categories import PRIVATE
 from opacus_memprof.reports.latex import escape
 from opacus_memprof.units import format_bytes
 
 MB = 2**20
 _WIDE, _NARROW = 104, 80
-# What training without privacy never has.
-_PRIVACY = {
-    "activation_hooks",
-    "backprop_copies",
-    "clipping_temporaries",
-    "noise",
-    "norm_samples",
-    "per_sample_gradients",
-    "summed_gradients",
-    "temp_matrices",
-}
 
 
 def told(result: Mapping[str, Any]) -> str:
@@ -65,7 +55,7 @@ def _breakdown(method: Method, vanilla: Method | None) -> list[str]:
         change = more.get(category, 0)
         if more and category == "activation_hooks" and method.shared_captures:
             mark = f"  <- captured for DP-SGD; autograd holds {method.shared_captures / MB:.2f} MB of it anyway"
-        elif change and category in _PRIVACY:
+        elif change and category in PRIVATE:
             mark = "  <- DP-SGD only"
         elif round(change / MB, 2):
             mark = f"  <- {change / MB:+.2f} MB against vanilla"

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from opacus_memprof import _native
-from opacus_memprof.analysis.names import public
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.categories import add_parts
 from opacus_memprof.session import Session, current
 
 
@@ -48,7 +48,7 @@ def scalars() -> dict[str, int]:
     result = {}
     for kind, devices in (("live", _native.counters()["devices"]), ("peak", _native.peaks())):
         for device, found in devices.items():
-            for category, size in public(found["categories"]).items():
+            for category, size in add_parts(found["categories"]).items():
                 result[f"memory/{device}/{kind}/{category}"] = size
             result[f"memory/{device}/{kind}/total"] = found["requested_bytes"]
     return result

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from opacus_memprof import _native
-from opacus_memprof.analysis.names import ACTIVATION_HOOKS, SPLIT, UNDECIDED
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.categories import FORWARD_UNDECIDED, REPORTED, reported_name
 from opacus_memprof.pytest_plugin import plugin
 from opacus_memprof.units import format_bytes, parse_size
 
@@ -55,7 +55,7 @@ class Limit:
 def check_filters(category: str | None, module: str | None, phase: str | None) -> None:
     """Raises MemprofError for names that no profile can have, and for a module in a phase, which it does not tell."""
     names = _native.names()
-    known = sorted({ACTIVATION_HOOKS if name in SPLIT else name for name in names["categories"]} - {UNDECIDED})
+    known = sorted({*REPORTED, *(reported_name(name) for name in names["categories"])} - {FORWARD_UNDECIDED})
     if category is not None and category not in known:
         raise MemprofError(
             f"there is no category {category!r}: use one of {', '.join(known)}, or name one of your own by "

@@ -13,12 +13,12 @@ import torch
 from opacus.grad_sample import AbstractGradSampleHooks, GradSampleModule
 
 from opacus_memprof import _native
-from opacus_memprof.analysis.names import ACTIVATION_HOOKS, SPLIT
 from opacus_memprof.directory import DEFAULT_MAX_EVENTS
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.hooks import Attachment
 from opacus_memprof.hooks.privacy_engine import wrap_make_private
 from opacus_memprof.hooks.vocabulary import UNATTRIBUTED
+from opacus_memprof.profiles.categories import reported_name
 from opacus_memprof.pytest_plugin.own_events import Block, OwnEvents
 from opacus_memprof.session import Session
 
@@ -99,7 +99,7 @@ class Recording(Session):
         """As Session.breakdown, for the test's own memory; the two categories of captured activations are one."""
         result: dict[str, dict[str, int]] = {}
         for block in _without(self._own_events().foreign):
-            category = ACTIVATION_HOOKS if block["category"] in SPLIT else block["category"]
+            category = reported_name(block["category"])
             sizes = result.setdefault(block["device"], {})
             sizes[category] = sizes.get(category, 0) + block["bytes"]
         return result

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from opacus_memprof.files import replacing
 from opacus_memprof.optional import require
-from opacus_memprof.reports.palette import CATEGORY_COLORS, THEMES, Theme, category_color, stack_order
+from opacus_memprof.profiles.categories import stack_order
+from opacus_memprof.reports.palette import CATEGORY_COLORS, THEMES, Theme, category_color
 from opacus_memprof.reports.tables import shortened
 from opacus_memprof.units import format_bytes
 

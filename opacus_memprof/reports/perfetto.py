@@ -13,7 +13,7 @@ from opacus_memprof.analysis.profile import read_timelines
 from opacus_memprof.analysis.virtual import virtual_gpu_of
 from opacus_memprof.files import replacing
 from opacus_memprof.optional import require
-from opacus_memprof.reports.palette import stack_order
+from opacus_memprof.profiles.categories import stack_order
 from opacus_memprof.units import format_bytes
 
 TIMELINE_ROWS = 20_000  # of a device; the peak is always among them

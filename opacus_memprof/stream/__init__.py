@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from opacus_memprof import _native
-from opacus_memprof.analysis.names import public
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.launch import Launch
+from opacus_memprof.profiles.categories import add_parts
 from opacus_memprof.stream.json_lines import JsonLines
 
 Reading = dict[str, Any]
@@ -45,7 +45,7 @@ def read() -> Reading:
     launch = Launch.from_environment()
     counted = _native.counters()
     for device in counted["devices"].values():
-        device["categories"] = public(device["categories"])
+        device["categories"] = add_parts(device["categories"])
     return {"pid": os.getpid(), "rank": None if launch is None else launch.rank, **counted}
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from event_files import CATEGORIES
 
-from opacus_memprof.reports.palette import CATEGORY_COLORS, THEMES, Theme, category_color, stack_order
+from opacus_memprof.profiles.categories import REPORTED, stack_order
+from opacus_memprof.reports.palette import CATEGORY_COLORS, THEMES, Theme, category_color
 
 # Machado, Oliveira, Fernandes 2009, severity 1.0, on linear RGB.
 SEEN_AS = {
@@ -43,16 +44,14 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_every_builtin_category_has_a_colour() -> None:
-    assert set(CATEGORY_COLORS) == {*CATEGORIES, "activation_hooks"} | SUMS
+    assert set(CATEGORY_COLORS) == {*CATEGORIES, *REPORTED} | SUMS
     assert len(set(CATEGORY_COLORS.values())) == len(CATEGORY_COLORS)
 
 
 @pytest.mark.parametrize(("eyes", "apart"), [("normal", 8.0), ("protanopia", 4.5), ("deuteranopia", 4.5)])
 def test_two_categories_look_different(eyes: str, apart: float) -> None:
     """2.3 is what is just noticeable (Mahy 1994)."""
-    seen = {
-        name: lab(SEEN_AS[eyes] @ linear(category_color(name))) for name in {*CATEGORIES, "activation_hooks"} - PARTS
-    }
+    seen = {name: lab(SEEN_AS[eyes] @ linear(category_color(name))) for name in {*CATEGORIES, *REPORTED} - PARTS}
     distances = {pair: float(np.linalg.norm(seen[pair[0]] - seen[pair[1]])) for pair in combinations(sorted(seen), 2)}
     nearest = min(distances, key=lambda pair: distances[pair])
     assert distances[nearest] > apart, (nearest, distances[nearest])

@@ -4,14 +4,13 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from opacus_memprof.analysis.oom.failure import ACTIVATIONS, SCALED, Failure, totals
+from opacus_memprof.analysis.oom.failure import ACTIVATIONS, Failure, totals
 from opacus_memprof.analysis.oom.history import History
 from opacus_memprof.analysis.oom.layers import Layer
 from opacus_memprof.analysis.oom.places import homes_of, repeated_units, spread, unit_of, with_residuals
 from opacus_memprof.analysis.oom.step import Step
+from opacus_memprof.profiles.categories import PER_SAMPLE, RESIDENT
 from opacus_memprof.workload import Forward, Module, Workload
-
-_RESIDENT = ("model_parameters", "buffers", "unattributed", "library_workspace", "communication")
 
 
 def step_of(failure: Failure, workload: Workload, history: History, freed: int = 0) -> Step | None:
@@ -73,7 +72,7 @@ def keeps_gradients(workload: Workload) -> bool:
 def _is_resident(category: str) -> bool:
     """Also the program's own categories."""
     made = {"gradients", "optimizer_states", "summed_gradients", "noise", "optimizer_temporaries", "pending_free"}
-    return category in _RESIDENT or category not in SCALED | made
+    return category in RESIDENT or category not in PER_SAMPLE | made
 
 
 def _scaled(forward: Forward, samples: int) -> Forward:

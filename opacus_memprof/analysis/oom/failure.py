@@ -5,24 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from opacus_memprof.analysis.names import ACTIVATION_HOOKS, SPLIT, UNDECIDED
+from opacus_memprof.profiles.categories import ACTIVATION_HOOKS, FORWARD_UNDECIDED, reported_name
 
 ACTIVATIONS = ("activations", ACTIVATION_HOOKS)
-# What grows with the number of samples. The rest is as large as parameters are, or somebody else's affair.
-SCALED = frozenset(
-    {
-        "activations",
-        ACTIVATION_HOOKS,
-        "per_sample_gradients",
-        "norm_samples",
-        "temp_matrices",
-        "clipping_temporaries",
-        "backprop_copies",
-        "forward_temporaries",
-        "backward_temporaries",
-        "inputs",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -86,4 +71,4 @@ def read(native: Mapping[str, Any]) -> Failure:
 
 
 def _public(category: str) -> str:
-    return ACTIVATION_HOOKS if category in SPLIT else "activations" if category == UNDECIDED else category
+    return "activations" if category == FORWARD_UNDECIDED else reported_name(category)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from opacus_memprof.analysis.names import Names
-from opacus_memprof.analysis.oom.failure import ACTIVATIONS, SCALED
+from opacus_memprof.analysis.oom.failure import ACTIVATIONS
+from opacus_memprof.profiles.categories import PER_SAMPLE
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Moment:
     @property
     def scaled(self) -> int:
         """What grows with the number of samples."""
-        return sum(size for category, size in self.categories.items() if category in SCALED)
+        return sum(size for category, size in self.categories.items() if category in PER_SAMPLE)
 
 
 @dataclass(frozen=True)

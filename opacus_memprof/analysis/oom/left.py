@@ -4,13 +4,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from opacus_memprof.analysis.oom.failure import SCALED, Failure, Holding, totals
+from opacus_memprof.analysis.oom.failure import Failure, Holding, totals
+from opacus_memprof.profiles.categories import PER_SAMPLE
 
 # What a step makes and the next one has freed, where nothing holds on to it.
-_MAY_STAY = SCALED | {"unattributed", "noise", "summed_gradients", "optimizer_temporaries"}
+_MAY_STAY = PER_SAMPLE | {"unattributed", "noise", "summed_gradients", "optimizer_temporaries"}
 _MIN_STEPS = 3
 # What a step makes of its batch: nothing has a reason to live through two more steps. Batches are loaded ahead.
-_OF_A_BATCH = SCALED - {"inputs"}
+_OF_A_BATCH = PER_SAMPLE - {"inputs"}
 _MIN_SHARE = 0.02  # of all live bytes, by each of two steps
 
 

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from opacus_memprof.analysis.oom.failure import SCALED, Failure
+from opacus_memprof.analysis.oom.failure import Failure
 from opacus_memprof.analysis.oom.history import History, Moment
 from opacus_memprof.analysis.oom.left import Left
 from opacus_memprof.analysis.oom.room import Room
 from opacus_memprof.analysis.oom.step import Instant, Step
+from opacus_memprof.profiles.categories import PER_SAMPLE
 from opacus_memprof.workload import Workload
 
 Gradients = Literal["kept", "zeroed", "dropped"]
@@ -45,8 +46,8 @@ class Case:
 
     def largest_block(self, n: int) -> int:
         """Of what grows with the batch, with n samples."""
-        scaled = [one.largest for one in self.failure.holdings if one.category in SCALED]
-        if self.failure.category in SCALED:
+        scaled = [one.largest for one in self.failure.holdings if one.category in PER_SAMPLE]
+        if self.failure.category in PER_SAMPLE:
             scaled.append(self.failure.requested)
         return max(scaled, default=0) * n // max(self.samples or 1, 1)
 
@@ -90,7 +91,7 @@ class Case:
         wanted = self.samples if n is None else n
         then = self.workload.batch_of(moment.step) or wanted
         share = wanted / then if wanted and then else 1.0
-        sizes = {name: int(size * share) if name in SCALED else size for name, size in moment.categories.items()}
+        sizes = {name: int(size * share) if name in PER_SAMPLE else size for name, size in moment.categories.items()}
         if _LENT in sizes:  # what is live between operations is cuBLAS', of one size; the rest grows with operands
             kept = min(sum(one.bytes for one in self.failure.holdings if one.category == _LENT), sizes[_LENT])
             sizes[_LENT] = kept + int((sizes[_LENT] - kept) * share)
@@ -118,12 +119,12 @@ class Case:
         share = 1.0 if n is None or not self.samples else n / self.samples
         sizes: dict[str, float] = {}
         for holding in failure.holdings:
-            scaled = holding.category in SCALED and not self._of_parameters(holding.module, holding.largest)
+            scaled = holding.category in PER_SAMPLE and not self._of_parameters(holding.module, holding.largest)
             sizes[holding.category] = sizes.get(holding.category, 0) + holding.bytes * (share if scaled else 1)
         for category, size in self.left.by_category.items():
             sizes[category] -= size * share  # it does not scale
             sizes["left_behind"] = sizes.get("left_behind", 0) + (size if left else 0)
-        scaled = failure.category in SCALED and not self._of_parameters(failure.module, failure.requested)
+        scaled = failure.category in PER_SAMPLE and not self._of_parameters(failure.module, failure.requested)
         sizes[failure.category] = sizes.get(failure.category, 0) + failure.requested * (share if scaled else 1)
         whole = {category: int(size) for category, size in sizes.items()}
         return Instant(failure.phase, failure.module, self._steady(whole, failure.phase, accumulates, gradients))

@@ -11,7 +11,8 @@ from string import Template
 from typing import Any
 
 import opacus_memprof
-from opacus_memprof.reports.palette import THEMES, category_color, stack_order
+from opacus_memprof.profiles.categories import CATEGORIES, stack_order
+from opacus_memprof.reports.palette import THEMES, category_color
 
 _HERE = Path(__file__).parent
 
@@ -24,12 +25,14 @@ def joined(
     Args:
         title: what the browser calls it.
         scripts: names of files. Each uses names of those before it when it is loaded; functions may use names of any.
-        content: what the scripts find in REPORT (data.js), beside the version and the colours of `categories`.
+        content: what the scripts find in REPORT (data.js), beside the version, the colours of `categories` and what
+            each category means.
         elsewhere: who runs no scripts finds the same figures there.
     """
     style = _theme_variables() + (_HERE / "report.css").read_text(encoding="utf-8")
     script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in scripts)
     colors = [[name, category_color(name)] for name in stack_order(categories)]
+    meanings = {category.name: category.meaning for category in CATEGORIES}
     template = Template((_HERE / "template.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=html.escape(f"{title} · opacus-memprof"),
@@ -38,7 +41,7 @@ def joined(
         style_hash=_hash(style),
         script=script,
         script_hash=_hash(script),
-        data=_embedded({"version": opacus_memprof.__version__, "colors": colors, **content}),
+        data=_embedded({"version": opacus_memprof.__version__, "colors": colors, "meanings": meanings, **content}),
     )
 
 

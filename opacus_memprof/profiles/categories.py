@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of categories: what each one means, how it is drawn, and what is known of it.
+
+Everything that knows a category by name reads this table. csrc/core/vocabulary.h, whose numbers are part of the event
+file's format, and the table in the README are checked against it by tests/unit/test_categories.py.
+
+Related categories have related hues: model state is blue, what autograd saves green, what only privacy needs red to
+purple, temporaries yellow, communication and libraries turquoise, the rest grey. Hues, lightness and chroma were chosen
+by a search in OKLab (Ottosson 2020) for the largest smallest distance between two categories, as people see them
+with normal vision, protanopia and deuteranopia (Machado et al. 2009). They serve light and dark backgrounds.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+ACTIVATION_HOOKS: Final = "activation_hooks"
+FORWARD_UNDECIDED: Final = "forward_undecided"
+
+
+@dataclass(frozen=True)
+class Category:
+    """One row of the table.
+
+    Attributes:
+        name: as reports, profile.json and `tag` have it.
+        color: `#rrggbb`.
+        meaning: a phrase for somebody who sees the name for the first time.
+        per_sample: whether it grows with the number of samples in the batch.
+        private: whether training without privacy never has it.
+        resident: whether it stays from step to step and is as large whatever is trained with.
+        part: of a category that the live counters keep apart and reports add to activation_hooks, what profile.json
+            calls that part; else None.
+        live: whether only live views have it, since a profile says what became of these bytes.
+        core: whether the C++ core knows it; the others get their ids as a program's own categories do.
+    """
+
+    name: str
+    color: str
+    meaning: str
+    per_sample: bool = False
+    private: bool = False
+    resident: bool = False
+    part: str | None = None
+    live: bool = False
+    core: bool = True
+
+
+# In the order of a stack, from the bottom: what stays first, what comes and goes above it.
+CATEGORIES: Final = (
+    # model state
+    Category("model_parameters", "#7bbff7", "the model's parameters", resident=True),
+    Category("buffers", "#3b64b7", "the model's buffers", resident=True),
+    Category(
+        "unsharded_parameters",
+        "#002a94",
+        "parameters that FSDP2 has gathered, for as long as a layer computes",
+        core=False,
+    ),
+    Category("optimizer_states", "#434e92", "what the optimizer keeps from step to step, such as Adam's moments"),
+    Category("gradients", "#5c8ce3", "p.grad"),
+    Category("unsharded_gradients", "#2103fe", "their gradients, until FSDP2 has scattered them", core=False),
+    # forward's
+    Category("dataset", "#0e7e43", "tensors of the data set that a DataLoader draws from", core=False),
+    Category("inputs", "#b6dcac", "the batch", per_sample=True),
+    Category("activations", "#92c27f", "made in forward and kept for backward", per_sample=True),
+    Category(FORWARD_UNDECIDED, "#648b76", "made in forward; whether kept for backward is not known", live=True),
+    # privacy's
+    Category(
+        ACTIVATION_HOOKS,
+        "#f94b01",
+        "layer inputs that Opacus' hooks have captured",
+        per_sample=True,
+        private=True,
+        core=False,
+    ),
+    Category(
+        "activation_hooks_shared",
+        "#f97a45",
+        "captured layer inputs that autograd holds as well",
+        part="shared_with_autograd",
+    ),
+    Category(
+        "activation_hooks_opacus_only",
+        "#e04300",
+        "captured layer inputs that only Opacus holds",
+        part="opacus_only",
+    ),
+    Category(
+        "backprop_copies",
+        "#fc8431",
+        "copies of output gradients that Opacus' hooks make",
+        per_sample=True,
+        private=True,
+    ),
+    Category(
+        "per_sample_gradients",
+        "#cb2a39",
+        "a gradient for every sample of the batch, grad_sample",
+        per_sample=True,
+        private=True,
+    ),
+    Category(
+        "temp_matrices",
+        "#9d1910",
+        "temporaries of norms and per-sample gradients, such as T×T matrices",  # noqa: RUF001
+        per_sample=True,
+        private=True,
+    ),
+    Category("norm_samples", "#fc83c9", "per-sample norms of ghost clipping", per_sample=True, private=True),
+    Category(
+        "clipping_temporaries",
+        "#9347d7",
+        "norms, clip factors and products in clipping",
+        per_sample=True,
+        private=True,
+    ),
+    Category("summed_gradients", "#823660", "the sum of clipped gradients, summed_grad", private=True),
+    Category("noise", "#ac5ca2", "the noise that is added for privacy", private=True),
+    # temporaries
+    Category("forward_temporaries", "#e6be40", "made and freed within forward", per_sample=True),
+    Category("backward_temporaries", "#fdde48", "made and freed within backward", per_sample=True),
+    Category("optimizer_temporaries", "#edcf8d", "made and freed within the optimizer's step"),
+    # around it
+    Category("communication", "#32b6a9", "buckets and reductions of distributed training", resident=True),
+    Category("library_workspace", "#86dbd3", "workspaces of cuBLAS and cuDNN", resident=True),
+    Category("pending_free", "#8e8d96", "freed by the program, while a side stream still uses it"),
+    Category("unattributed", "#686e70", "the rest", resident=True),
+)
+
+BY_NAME: Final = {category.name: category for category in CATEGORIES}
+# The parts of activation_hooks: the live counters' name → profile.json's.
+PARTS: Final = {category.name: category.part for category in CATEGORIES if category.part is not None}
+# What profile.json and reports can have, in the order of a stack; a program's own categories come on top.
+REPORTED: Final = tuple(category.name for category in CATEGORIES if category.part is None and not category.live)
+PER_SAMPLE: Final = frozenset(category.name for category in CATEGORIES if category.per_sample)
+PRIVATE: Final = frozenset(category.name for category in CATEGORIES if category.private)
+RESIDENT: Final = frozenset(category.name for category in CATEGORIES if category.resident)
+# What the core has no ids for, though programs and hooks may name it.
+NOT_IN_CORE: Final = tuple(
+    category.name for category in CATEGORIES if not category.core and category.name != ACTIVATION_HOOKS
+)
+
+
+def reported_name(category: str) -> str:
+    """The category that reports have for one of the live counters': the parts of activation_hooks are one."""
+    return ACTIVATION_HOOKS if category in PARTS else category
+
+
+def add_parts(live: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by the live counters' categories as bytes by those of reports."""
+    sums: dict[str, int] = {}
+    for category, size in live.items():
+        name = reported_name(category)
+        sums[name] = sums.get(name, 0) + size
+    return sums
+
+
+def stack_order(categories: Iterable[str]) -> list[str]:
+    """The categories from the bottom of a stack to its top: those of the table as listed, then the program's own."""
+    place = {name: index for index, name in enumerate(BY_NAME)}
+    return sorted(set(categories), key=lambda category: (place.get(category, len(place)), category))

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of categories and everything that must agree with it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from opacus_memprof import _native, core
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.categories import BY_NAME, CATEGORIES, FORWARD_UNDECIDED, NOT_IN_CORE, PARTS, REPORTED
+from opacus_memprof.pytest_plugin.marks import check_filters
+from opacus_memprof.reports.palette import category_color
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_core_has_the_categories_that_the_table_says() -> None:
+    assert {category.name for category in CATEGORIES if category.core} == set(core.BUILTIN_CATEGORIES)
+    assert len(BY_NAME) == len(CATEGORIES)
+
+
+def test_a_category_that_the_core_does_not_know_has_its_id_before_any_hook_is_imported() -> None:
+    first = len(core.BUILTIN_CATEGORIES)
+    assert _native.names()["categories"][first : first + len(NOT_IN_CORE)] == list(NOT_IN_CORE)
+
+
+def test_the_readme_lists_the_categories_of_reports() -> None:
+    table = (ROOT / "README.md").read_text().partition("| category | what |\n|---|---|\n")[2].partition("\n\n")[0]
+    listed = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(listed) == sorted(REPORTED)
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_every_category_can_be_limited_and_has_a_colour_and_a_meaning(name: str) -> None:
+    check_filters(name, None, None)
+    assert category_color(name) == BY_NAME[name].color
+    assert BY_NAME[name].meaning
+
+
+@pytest.mark.parametrize("name", [FORWARD_UNDECIDED, *PARTS, "teachers"])
+def test_what_no_profile_has_cannot_be_limited(name: str) -> None:
+    with pytest.raises(MemprofError, match="there is no category"):
+        check_filters(name, None, None)
