@@ -20,7 +20,9 @@ def virtual_gpu_of(profile: Mapping[str, Any]) -> str | None:
 def virtual_mark(profile: Mapping[str, Any]) -> str | None:
     """What every report says at its beginning of a run on virtual GPUs; None for one on real devices."""
     name = virtual_gpu_of(profile)
-    return None if name is None else f"on a {name}: memory is counted as on a real one, and nothing was computed"
+    if name is None:
+        return None
+    return f"on a {name}: memory is counted as on a real one, and values of large tensors were not computed"
 
 
 def compare_virtual(which: tuple[str, str], first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:

@@ -61,6 +61,10 @@ class Recording:
             if self._refused is not None:
                 refused, self._refused = self._refused, None
                 raise refused from None
+            if self._session is None and isinstance(error, MemprofError):
+                self._finished = True  # with nothing to close: a virtual GPU could not start
+                self._directory.release()
+                raise
             self._error = error
             if self._session is not None:
                 self._session.explain(error)

@@ -42,11 +42,10 @@ def start(kind: str, *, memory: int | None = None, count: int = 1) -> VirtualGpu
     Args:
         kind: a name in `GPUS`.
         memory: bytes of each, in place of the kind's own.
-
         count: how many there are.
 
-    Children that multiprocessing makes, by fork or spawn, have the same virtual GPUs. Other programs that this process
-    starts have none.
+    Small tensors have true values from the program's import of torch on. Children that multiprocessing makes, by fork
+    or spawn, have the same virtual GPUs. Other programs that this process starts have none.
 
     Raises:
         MemprofError: an unknown kind, a size or a number that makes no sense, this process has virtual GPUs or torch
@@ -78,9 +77,12 @@ def start(kind: str, *, memory: int | None = None, count: int = 1) -> VirtualGpu
 
 
 def _compute_small_values() -> None:
-    from opacus_memprof.virtual_gpu import values  # loads torch
+    try:
+        from opacus_memprof.virtual_gpu import values  # loads torch
 
-    values.install()
+        values.install()
+    except ImportError as error:
+        raise MemprofError(str(error)) from None
 
 
 def _choose(kind: str, memory: int | None, count: int) -> Gpu:

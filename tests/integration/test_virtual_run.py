@@ -205,6 +205,13 @@ def test_one_inside_another(tmp_path: Path) -> None:
     assert "Traceback" not in completed.stderr
 
 
+def test_a_program_that_starts_one_itself(tmp_path: Path) -> None:
+    completed = of_script(tmp_path, "from opacus_memprof import virtual_gpu; virtual_gpu.start('h200')")
+    assert completed.returncode == 2
+    assert completed.stderr.startswith("opacus-memprof: this process has virtual GPUs already (1 of h200), and one ")
+    assert completed.stderr.count("\n") == 1
+
+
 def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
     completed = python("-m", "opacus_memprof", "run", "--virtual-gpu", "h2000", "-o", tmp_path / "out", TRAIN)
     assert completed.returncode == 2
