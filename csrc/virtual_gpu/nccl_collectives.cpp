@@ -46,6 +46,11 @@ bool is_small(std::size_t count, ncclDataType_t type, int ranks = 1) {
   return count <= kSmall && count * element_size(type) * static_cast<std::size_t>(ranks) <= kSmall;
 }
 
+// More than kSmall where it is not small, whatever the count.
+std::size_t bytes(std::size_t count, ncclDataType_t type) {
+  return is_small(count, type) ? count * element_size(type) : kSmall + 1;
+}
+
 std::size_t ranks_of(const Communicator& communicator) {
   return static_cast<std::size_t>(communicator.ranks);
 }
@@ -157,12 +162,19 @@ ncclResult_t ncclReduce(const void* from, void* to, std::size_t count, ncclDataT
   });
 }
 
+// Where another rank is the root, `to` stays as this rank has it; but in a group in which every
+// rank is the root once, as in a gather of different sizes, it gets what this rank broadcasts.
 ncclResult_t ncclBroadcast(const void* from, void* to, std::size_t count, ncclDataType_t type,
                            int root, ncclComm_t communicator, cudaStream_t stream) {
   return collective(communicator, stream, [&](const Communicator& all) {
-    // Where this rank is not the root its `from` means nothing, and `to` is the rank's own.
-    if (all.rank == root && is_small(count, type)) {
-      move(to, from, count * element_size(type));
+    const std::size_t size = bytes(count, type);
+    if (all.rank != root) {
+      post({nullptr, to, size, root, all.rank});
+      return;
+    }
+    post({from, nullptr, size, all.rank, all.rank});
+    if (size <= kSmall) {
+      move(to, from, size);
     }
   });
 }
@@ -227,16 +239,14 @@ ncclResult_t ncclScatter(const void* from, void* to, std::size_t count, ncclData
 ncclResult_t ncclSend(const void* from, std::size_t count, ncclDataType_t type, int peer,
                       ncclComm_t communicator, cudaStream_t stream) {
   return collective(communicator, stream, [&](const Communicator& all) {
-    post({from, nullptr, is_small(count, type) ? count * element_size(type) : kSmall + 1, peer,
-          all.rank});
+    post({from, nullptr, bytes(count, type), peer, all.rank});
   });
 }
 
 ncclResult_t ncclRecv(void* to, std::size_t count, ncclDataType_t type, int peer,
                       ncclComm_t communicator, cudaStream_t stream) {
   return collective(communicator, stream, [&](const Communicator& all) {
-    post({nullptr, to, is_small(count, type) ? count * element_size(type) : kSmall + 1, peer,
-          all.rank});
+    post({nullptr, to, bytes(count, type), peer, all.rank});
   });
 }
 }
