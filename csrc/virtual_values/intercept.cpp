@@ -6,6 +6,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <mutex>
@@ -86,18 +87,43 @@ void after_fresh(const c10::IValue& result) {
   if (result.isTensor() && is_plain(result.toTensor())) note_not_computed(result.toTensor());
 }
 
-// Values of other processes: what the virtual GPU's NCCL leaves there.
-void after_collective(const std::vector<c10::IValue>& arguments) {
+// Calls function(tensor) for the small plain tensors of the arguments from `first` on.
+template <typename Function>
+void for_each_small(const std::vector<c10::IValue>& arguments, std::size_t first,
+                    Function&& function) {
+  for (std::size_t index = first; index < arguments.size(); ++index) {
+    for_each_tensor(arguments[index], [&](const at::Tensor& tensor) {
+      if (is_plain(tensor) && is_small(tensor)) function(tensor);
+    });
+  }
+}
+
+// The virtual GPU's NCCL writes what other ranks would give if they had this rank's data, so it
+// must find the data there, and nothing may be filled in afterwards. What it gives is known as far
+// as this rank's data is. Of several tensor arguments the first is the result.
+void pass_collective(const c10::OperatorHandle& handle, const Operation& operation,
+                     c10::DispatchKeySet below, torch::jit::Stack* stack) {
+  const std::vector<c10::IValue> arguments(
+      stack->end() - static_cast<std::ptrdiff_t>(operation.parameters.size()), stack->end());
+  const bool has_inputs =
+      arguments.size() > 1 && (arguments[1].isTensor() || arguments[1].isTensorList());
+  State state = State::known;
+  for_each_small(arguments, has_inputs ? 1 : 0, [&](const at::Tensor& tensor) {
+    state = std::min(state, ranges().materialize(span_of(tensor)));
+  });
+  for_each_small(arguments, 0,
+                 [](const at::Tensor& tensor) { ranges().materialize(span_of(tensor)); });
+  handle.redispatchBoxed(below, stack);
   for (const c10::IValue& argument : arguments) {
-    for_each_tensor(argument, [](const at::Tensor& tensor) {
+    for_each_tensor(argument, [&](const at::Tensor& tensor) {
       if (!is_plain(tensor)) return;
       if (is_small(tensor)) {
-        ranges().materialize(span_of(tensor));
-        note_written(tensor, State::assumed);
+        note_written(tensor, state);
       } else {
         note_not_computed(tensor);
       }
     });
+    if (has_inputs) return;  // the others are only read
   }
 }
 
@@ -109,10 +135,7 @@ void pass(const c10::OperatorHandle& handle, const Operation& operation, c10::Di
     return after_fresh(stack->back());
   }
   if (operation.kind == Kind::collective) {
-    const std::vector<c10::IValue> arguments(
-        stack->end() - static_cast<std::ptrdiff_t>(operation.parameters.size()), stack->end());
-    handle.redispatchBoxed(below, stack);
-    return after_collective(arguments);
+    return pass_collective(handle, operation, below, stack);
   }
   if (operation.kind == Kind::copy && is_copy_between_host_and_device(*stack)) {
     if (copy_between_host_and_device(handle, below, *stack) != State::known) count_read();

@@ -37,7 +37,8 @@ void note_written(const at::Tensor& tensor, State state);
 // Notes that they were written, but with values that were not computed: they read as zero.
 void note_not_computed(const at::Tensor& tensor);
 
-// Calls function(tensor) for each defined tensor in the value.
+// Calls function(tensor) for each defined tensor in the value, which may be a list of lists of
+// them.
 template <typename Function>
 void for_each_tensor(const c10::IValue& value, Function&& function) {
   if (value.isTensor()) {
@@ -45,7 +46,7 @@ void for_each_tensor(const c10::IValue& value, Function&& function) {
     if (tensor.defined()) function(tensor);
   } else if (value.isList()) {
     for (const c10::IValue& element : value.toListRef()) {
-      if (!element.isTensor() && !element.isNone()) return;
+      if (!element.isTensor() && !element.isNone() && !element.isList()) return;
       for_each_tensor(element, function);
     }
   }

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process plays a rank of a large job on a virtual GPU; and torchrun's processes with a virtual GPU each."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opacus_memprof.virtual_gpu.requirements import LIBRARIES
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = Path(__file__).parent / "scripts"
+RUN = ("-m", "opacus_memprof", "run", "--virtual-gpu", "h100")
+
+pytestmark = pytest.mark.skipif(
+    not (LIBRARIES / "libcuda.so.1").is_file(), reason="the virtual GPU's libraries have not been built"
+)
+
+
+def python(*arguments: str | Path, returns: int = 0) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == returns, done.stdout + done.stderr
+    return done
+
+
+def printed(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def sharded_elements(shape: list[int], ranks: int, rank: int) -> int:
+    """FSDP2 splits a parameter's rows evenly; each rank holds as many as the first, padded."""
+    rows = -(-shape[0] // ranks)
+    return rows * (1 if len(shape) == 1 else shape[1])
+
+
+@pytest.mark.parametrize(("ranks", "played"), [(2, 1), (8, 0), (64, 63), (1024, 0)])
+def test_what_fsdp2_holds_of_each_parameter(ranks: int, played: int) -> None:
+    """Storage of the shards, which all ranks have alike; the ones at the end have rows that are padding."""
+    (found,) = printed(python(SCRIPTS / "virtual_fsdp2.py", played, ranks))
+    assert found["parameters"], "no parameter was seen"
+    for shape, storage in found["parameters"]:
+        assert storage == 4 * sharded_elements(shape, ranks, played), shape
+    assert (found["rank"], found["ranks"]) == (played, ranks)
+    assert found["losses"] == 2
+
+
+def test_collectives_are_as_if_all_ranks_had_the_same_data() -> None:
+    (found,) = printed(python(SCRIPTS / "virtual_collectives.py", 5, 8))
+    ranks, rank = 8, 5
+    for name, values in found["sums"].items():
+        assert values == [ranks * 1, ranks * 2, ranks * 3], name
+    assert found["average"] == found["largest"] == [1, 2, 3]
+    assert found["product"] == [1, 2**ranks]
+    assert found["gathered"] == [1, 2] * ranks
+    assert found["scattered"] == [ranks * (2 * rank), ranks * (2 * rank + 1)]
+    assert found["exchanged"] == [rank] * ranks  # from each what it has for this one
+    assert found["ring"] == [7, 7, 7]
+    assert len(found["in_groups"]) >= 3
+    for name, size in found["in_groups"].items():
+        assert size == int(name[-1]), name
+    assert found["objects"] == [{"rank": rank}] * ranks
+    assert found["broadcast"] == [{"rank": rank}, 3]
+
+
+def test_large_collectives_are_only_booked() -> None:
+    """A process would need 64 GiB for what is gathered here."""
+    (found,) = printed(python(SCRIPTS / "virtual_collectives.py", 0, 1024, "large"))
+    assert found["gathered_bytes"] == 1024 * 64 * 2**20
+    assert found["rss_bytes"] < 3 * 2**30
+
+
+def test_two_ranks_of_many_one_after_the_other(tmp_path: Path) -> None:
+    script = ROOT / "examples/train_distributed.py"
+    ranks = ("--virtual-ranks", "1024", "--rank", "1023", "--rank", "0")
+    done = python(*RUN, *ranks, "-o", tmp_path / "out", script, "--wrap", "dpddp")
+    assert "ranks 0, 1023 of 1024, finished" in done.stdout
+    summary = json.loads((tmp_path / "out/ranks.json").read_text())
+    assert summary["world_size"] == 1024
+    assert summary["played"] == [0, 1023]
+    assert summary["missing"] == []
+    assert [(row["rank"], row["local_rank"], row["device"]) for row in summary["ranks"]] == [
+        (0, 0, "cuda:0"),
+        (1023, 7, "cuda:7"),
+    ]
+    for row in summary["ranks"]:
+        assert sum(row["peak"]["categories"].values()) == row["peak"]["requested_bytes"] > 0
+    reported = python("-m", "opacus_memprof", "report", tmp_path / "out/rank_1023")
+    assert "rank 1023 of 1024" in reported.stdout
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_torchrun(tmp_path: Path, wrap: str) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    script = ROOT / "examples/train_distributed.py"
+    done = python(*launcher, *RUN, "-o", tmp_path / "out", script, "--wrap", wrap)
+    assert "2 ranks, finished" in done.stdout
+    summary = json.loads((tmp_path / "out/ranks.json").read_text())
+    assert "played" not in summary
+    assert [(row["status"], row["device"], row["steps"]) for row in summary["ranks"]] == [
+        ("finished", "cuda:0", 3),
+        ("finished", "cuda:1", 3),
+    ]
+
+
+REFUSED = {
+    "--virtual-gpu h100 --virtual-ranks 4 --rank 4": "has no rank 4",
+    "--virtual-gpu h100 --virtual-ranks 4 --rank -1": "has no rank -1",
+    "--virtual-gpu h100 --virtual-ranks 0": "cannot have 0 ranks",
+    "--virtual-gpu h100 --virtual-ranks 12 --virtual-gpus 8": "a multiple",
+    "--virtual-gpu h100 --rank 1": "add --virtual-ranks N",
+    "--virtual-ranks 4": "add --virtual-gpu KIND",
+    "--rank 4": "add --virtual-gpu KIND",
+    "--no-weights": "add --virtual-gpu KIND",
+}
+
+
+@pytest.mark.parametrize("options", REFUSED)
+def test_refusals(tmp_path: Path, options: str) -> None:
+    script = ROOT / "examples/train_distributed.py"
+    done = python("-m", "opacus_memprof", "run", *options.split(), "-o", tmp_path / "out", script, returns=2)
+    assert REFUSED[options] in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_rank_of_a_real_job_plays_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from opacus_memprof import virtual_gpu
+    from opacus_memprof.errors import MemprofError
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(MemprofError, match="rank 1 of the 2 that its launcher has started"):
+        virtual_gpu.check_ranks([0], 4)
+
+
+def test_models_without_their_weights(tmp_path: Path) -> None:
+    """Two blocks of Llama-3.1-8B's width with its vocabulary: 2.9 GB in bf16, of which no page is touched."""
+    pytest.importorskip("peft")
+    (found,) = printed(python(SCRIPTS / "virtual_no_weights.py", tmp_path))
+    assert found["parameters"] == 2 * 128256 * 4096 + 4096 + 2 * (
+        2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336 + 2 * 4096
+    )
+    assert found["dtypes"] == {"as asked": "torch.float16", "the configuration's": "torch.bfloat16"}
+    assert found["attention"] == "eager"
+    assert found["rotary_as_transformers"]
+    assert found["norms_are_one"]
+    assert found["devices"] == ["cpu", "cuda:0", "cuda:0"]
+    assert found["host_bytes"] < 400 * 2**20  # of 2.9 GB on the CPU, and on the device for a step with adapters
+    assert found["allocated_bytes"] >= 2 * found["parameters"]
+    assert "quantized weights" in found["refusal"]
