@@ -2,9 +2,11 @@
 """The command line: its commands, and exit code 2 with one sentence for whatever the user can mend."""
 
 import sys
+from typing import Annotated
 
 import typer
 
+import opacus_memprof
 from opacus_memprof.cli.debug import debug
 from opacus_memprof.cli.diff import diff
 from opacus_memprof.cli.doctor import doctor
@@ -20,26 +22,41 @@ from opacus_memprof.cli.tax import tax
 from opacus_memprof.cli.top import top
 from opacus_memprof.errors import MemprofError
 
+PROFILE, LOOK, COMPARE, EXPERIMENTS, DEBUG = "Profile", "Look", "Compare", "Experiments", "Debug"  # panels of --help
+
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
-    help="Where the memory of DP-SGD training goes.",
     # Options and their choices are the same with _ and with -. What follows a script is not looked at.
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
 )
 # What follows the script belongs to the script.
-app.command(context_settings={"allow_interspersed_args": False})(run)
-app.command(cls=ReportCommand)(report)
-app.command()(doctor)
-app.command()(debug)
-app.command()(tax)
-app.command()(diff)
-app.command()(top)
-app.command()(experiment)
-app.command()(experiments)
-app.command()(draw)
-app.command()(single_gpu)
-app.command(cls=ListsCommand)(sweep)
+app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=PROFILE)(run)
+app.command(rich_help_panel=PROFILE)(doctor)
+app.command(cls=ReportCommand, rich_help_panel=LOOK)(report)
+app.command(rich_help_panel=LOOK)(top)
+app.command(rich_help_panel=COMPARE)(diff)
+app.command(rich_help_panel=COMPARE)(tax)
+app.command(rich_help_panel=EXPERIMENTS)(experiment)
+app.command(rich_help_panel=EXPERIMENTS)(experiments)
+app.command(cls=ListsCommand, rich_help_panel=EXPERIMENTS)(sweep)
+app.command(rich_help_panel=EXPERIMENTS)(single_gpu)
+app.command(rich_help_panel=EXPERIMENTS)(draw)
+app.command(rich_help_panel=DEBUG)(debug)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"opacus-memprof {opacus_memprof.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Where the memory of DP-SGD training goes."""
 
 
 def main() -> None:

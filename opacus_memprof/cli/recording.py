@@ -186,7 +186,7 @@ class Recording:
             which = "" if launch is None else f" of rank {launch.rank} of {launch.world_size}"
             _note(f"the profile{which} is in {session.directory}")
         elif session.job is not None:
-            from opacus_memprof.reports.ranks import print_ranks  # loads torch
+            from opacus_memprof.reports.ranks import print_ranks
 
             _print_summary(print_ranks, session.job)
             _note(f"the profiles of all ranks are in {session.directory.parent}")

@@ -60,7 +60,7 @@ def report(
     Each option writes a file: the one that follows it, or memprof.html, memprof.png … in DIRECTORY. Of a job of several
     ranks, DIRECTORY shows all of them, and DIRECTORY/rank_0 one.
     """
-    from opacus_memprof.analysis.ranks import load_ranks  # loads torch, which other commands must not
+    from opacus_memprof.analysis.ranks import load_ranks
     from opacus_memprof.analysis.whole import load_whole_profile
     from opacus_memprof.directory import rank_directories
     from opacus_memprof.reports.ranks import print_ranks

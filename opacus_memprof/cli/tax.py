@@ -13,7 +13,7 @@ def tax(
     vanilla: Annotated[Path, typer.Argument(help="the profile of the same model and batch without it")],
 ) -> None:
     """Prints what privacy costs at the peak: the difference of two profiles, by category and module."""
-    from opacus_memprof.analysis.tax import dp_tax  # loads torch, which other commands must not
+    from opacus_memprof.analysis.tax import dp_tax
     from opacus_memprof.analysis.whole import load_whole_profile
     from opacus_memprof.reports.tax import print_tax
 

@@ -22,7 +22,7 @@ def top(
     """Follows a running profile: live bytes by category and module, step, phase and trend. The run notices nothing."""
     if interval <= 0:
         raise MemprofError(f"an interval of {interval:g} seconds is none: give one above 0")
-    from opacus_memprof.analysis.live import Live, directory_of_process  # loads torch, which other commands must not
+    from opacus_memprof.analysis.live import Live, directory_of_process
     from opacus_memprof.reports.top import live_view
 
     is_process = target.isdecimal() and not Path(target).exists()

@@ -8,8 +8,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import opacus_memprof
 from opacus_memprof import cli
 from opacus_memprof.cli.option_groups import with_groups
+from opacus_memprof.errors import MemprofError
 
 COMMANDS: Any = typer.main.get_command(cli.app)
 
@@ -73,3 +75,23 @@ def test_a_command_without_what_it_needs_says_so(command: str) -> None:
     ended = CliRunner().invoke(cli.app, [command])
     assert ended.exit_code == 2, ended.exception
     assert "Missing" in ended.output
+
+
+def test_the_version_is_printed() -> None:
+    result = CliRunner().invoke(cli.app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"opacus-memprof {opacus_memprof.__version__}\n")
+
+
+def test_every_command_stands_in_a_panel_of_the_help() -> None:
+    panels = {name: command.rich_help_panel for name, command in COMMANDS.commands.items()}
+    assert set(panels.values()) <= {"Profile", "Look", "Compare", "Experiments", "Debug"}, panels
+    assert panels["run"] == "Profile"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("A",), ("A", "B", "--vanilla", "C"), ("A", "--vanilla", "C", "--markdown"), ("A", "--fail-above", "1%")],
+)
+def test_a_difference_needs_two_profiles(arguments: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(cli.app, ["diff", *arguments])
+    assert isinstance(result.exception, MemprofError)

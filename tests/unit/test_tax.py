@@ -114,6 +114,8 @@ def test_the_command(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["tax", str(tmp_path / "private"), str(tmp_path / "vanilla")])
     assert result.exit_code == 0
     assert "+56.00 KiB" in result.stdout
+    same = CliRunner().invoke(app, ["diff", "--vanilla", str(tmp_path / "vanilla"), str(tmp_path / "private")])
+    assert same.stdout == result.stdout
     for other in ("cpu", "absent"):
         result = CliRunner().invoke(app, ["tax", str(tmp_path / other), str(tmp_path / "vanilla")])
         assert isinstance(result.exception, MemprofError)
