@@ -142,6 +142,7 @@ double expense_of(const Operation& operation, const std::vector<c10::IValue>& ar
             : 0;
     return (input == 0 ? 2 : 4) * elements(input) * a_channel;
   }
+  if (name == "aten::linalg_vector_norm" || name == "aten::linalg_cross") return 0;
   if (name.starts_with("aten::linalg_") || name.starts_with("aten::_linalg_") ||
       name.starts_with("aten::cholesky") || name == "aten::geqrf" ||
       name == "aten::triangular_solve" || name == "aten::_cdist_forward") {
