@@ -23,7 +23,7 @@ ENVIRONMENT = os.environ | {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(ROOT),
     "PYTHONWARNINGS": "ignore",
-    "COLUMNS": "200",  # so that no sentence is broken in two
+    "COLUMNS": "400",  # so that no sentence is broken in two
 }
 
 pytestmark = pytest.mark.skipif(
@@ -103,6 +103,33 @@ def test_every_report_of_it_has_the_mark(trained: tuple[Path, Completed]) -> Non
         assert f"on a {NAME} (64.00 GiB): " in python("-m", "opacus_memprof", "report", out).stdout
     finally:
         (out / "kept.json").rename(out / "profile.json")
+
+
+READS = """
+import torch
+small = torch.arange(10).cuda()
+assert small.sum().item() == 45
+large = torch.ones(1000, 1000, device="cuda") @ torch.ones(1000, 1000, device="cuda")
+for _ in range(3):
+    if large.sum().item() > 0:
+        raise SystemExit("it was computed")
+rows = (large > 0).nonzero()
+"""
+
+
+def test_what_was_not_known_is_named_with_its_line(tmp_path: Path) -> None:
+    completed = of_script(tmp_path, READS)
+    assert completed.returncode == 0, completed.stderr
+    profile, program = profile_of(tmp_path / "out"), tmp_path / "program.py"
+    reads = [(use["line"], use["count"]) for use in profile["virtual"]["unknown_reads"]]
+    assert reads == [(f"{program}:7", 3)]
+    assert [use["line"] for use in profile["virtual"]["assumed_shapes"]] == [f"{program}:9"]
+    said = [warning for warning in profile["warnings"] if str(program) in warning]
+    assert len(said) == 2
+    assert f"item at {program}:7, 3 times, read what the virtual GPU does not compute" in said[0]
+    assert f"nonzero at {program}:9 took its shape or its indices from what" in said[1]
+    for warning in said:
+        assert warning in completed.stdout
 
 
 def test_out_of_memory(tmp_path: Path) -> None:
