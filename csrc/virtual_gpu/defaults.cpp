@@ -12,6 +12,8 @@
 namespace virtual_gpu {
 namespace {
 
+thread_local int asking = 0;
+
 enum Index : std::size_t {
 #define DEFAULT(name, parameters, answers) index_##name,
 #define NO_EFFECT(name, parameters, answers)
@@ -39,7 +41,13 @@ DefaultAnswer default_answers[] = {
 #undef DEFAULT
     {nullptr, 0}};
 
+Asking::Asking() { ++asking; }
+Asking::~Asking() { --asking; }
+
 void unknown_symbol(const char* name) {
+  if (asking > 0) {
+    return;
+  }
   static auto* const seen = new std::set<std::string>;
   static auto* const mutex = new std::mutex;
   const std::lock_guard lock(*mutex);

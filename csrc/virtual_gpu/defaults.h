@@ -22,4 +22,14 @@ extern DefaultAnswer default_answers[];
 // Notes that something was asked for which is not here at all; prints one sentence for each name.
 void unknown_symbol(const char* name);
 
+// While one lives, its thread may ask for what is not here, and nothing is printed: libraries of
+// CUDA's that are asked, and not run, look for a whole driver and do without.
+class Asking {
+ public:
+  Asking();
+  ~Asking();
+  Asking(const Asking&) = delete;
+  Asking& operator=(const Asking&) = delete;
+};
+
 }  // namespace virtual_gpu
