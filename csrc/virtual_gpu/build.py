@@ -204,18 +204,8 @@ def build(
             for stem in _LIBRARIES:
                 for library in folder.glob(f"lib{stem}.so.*"):
                     wanted |= symbols(library, defined=True)
-<<<<<<< HEAD
-        wanted |= headers.driver
+        wanted |= headers.driver | _OLD_NAMES
         _write(temporary / "defaults.inc", "".join(headers.answer(name) for name in sorted(wanted - ours)))
-=======
-        header = next(folder / "cuda.h" for folder in include if (folder / "cuda.h").is_file())
-        wanted |= driver_functions(header) | _OLD_NAMES
-        missing = sorted(wanted - ours)
-        text = "".join(f"DEFAULT({name})\n" for name in missing)
-        listing = temporary / "defaults.inc"
-        if not listing.is_file() or listing.read_text() != text:
-            listing.write_text(text)
->>>>>>> 911417a (cuDNN itself says which plans and workspaces a convolution gets: it can do so for a GPU that is only described to it)
         objects.append(compile_one(HERE / "defaults.cpp"))
         nvml_object = nvml.result()
     _link(objects, out / "libcuda.so.1", "libcuda.so.1")
