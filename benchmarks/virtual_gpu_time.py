@@ -54,12 +54,10 @@ def train(row: Row, kind: str) -> dict[str, Any]:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
     from virtual_gpu_models import MeanCrossEntropy
-    from virtual_gpu_worker import carry_out_small_operations
 
     import opacus_memprof
     from opacus_memprof.experiments.transformer import Transformer
 
-    carry_out_small_operations()
     times = {"imports": time.perf_counter() - STARTED}
     with opacus_memprof.profile(tempfile.mkdtemp(prefix="virtual_gpu_time_"), device="cuda") as session:
         with torch.device("cuda"):

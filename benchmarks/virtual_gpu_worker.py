@@ -34,20 +34,10 @@ PEAKS = {
 
 
 def start_virtual(kind: str, memory: int | None, ranks: int) -> None:
-    """Gives this process its virtual GPUs; imports torch."""
+    """Gives this process its virtual GPUs; before torch is imported."""
     from opacus_memprof import virtual_gpu
 
     virtual_gpu.start(kind, memory=memory, count=ranks)
-    carry_out_small_operations()
-
-
-def carry_out_small_operations() -> None:
-    """Gives small tensors true values on the virtual GPU."""
-    try:
-        from opacus_memprof.virtual_gpu import values
-    except ImportError:
-        return
-    values.install()
 
 
 def join(case: Case) -> int:
