@@ -107,6 +107,12 @@ def test_the_adaptors_do_not_know_the_bindings() -> None:
     assert not [(file.name, name) for file, name in includes("adaptors") if outside.match(name)]
 
 
+def test_the_virtual_gpu_includes_nothing_of_torch_or_python() -> None:
+    """It is what torch runs on, and knows of nobody who runs on it."""
+    others = re.compile(r'<(?:torch|ATen|c10|caffe2|pybind11)/|<Python\.h>|"(?:core|adaptors|bindings)/')
+    assert not [(file.name, name) for file, name in includes("virtual_gpu") if others.match(name)]
+
+
 def test_there_are_no_other_sources() -> None:
     """What is not in one of these folders would escape the checks above, and the build."""
     folders = {path.relative_to(ROOT / "csrc").parts[0] for path in (ROOT / "csrc").rglob("*.*") if path.is_file()}

@@ -40,16 +40,17 @@ _LIBRARIES = (
 _OLD_NAMES = {"cuCtxPopCurrent", "cuCtxPushCurrent", "cuLinkAddData", "cuLinkCreate"}
 _IMPORTERS = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_cuda_linalg.so", "libtorch_cpu.so", "libtorch_python.so")
 
-# What neither takes nor gives memory and tells the caller nothing that memory depends on: it is not counted.
+# What neither takes nor gives memory and tells the caller nothing that memory depends on: it is not counted. What is
+# left are sizes of workspaces, libraries' own handles (which take memory on a real GPU), and what nobody has met yet.
 _NO_EFFECT = re.compile(
     r"__cuda(?:Register|Unregister|Init)\w*|cu\w*(?:Destroy|Synchronize|Unload|Prefetch|Advise)\w*"
-    r"|cu(?!\w*(?:Limit|AutoAllocation|WorkArea))[a-z]*\w*Set[A-Z]\w*"
+    r"|cu(?!\w*Limit)[a-z]*\w*Set[A-Z]\w*|cu[a-z]+[A-Z]?\w*Create[A-Z]\w*|cufftCreate|cusparseLt\w*Init"
     r"|cuda(?:GraphLaunch|DeviceEnablePeerAccess|DeviceDisablePeerAccess|Profiler\w+|CtxResetPersistingL2Cache)"
-    r"|cuProfiler\w+|cuTensorMap\w+|cuCtx(?:Enable|Disable)PeerAccess|cuMemAdvise\w*"
+    r"|cuProfiler\w+|cuLogs\w+|cuTensorMap\w+|cuCtx(?:Enable|Disable)PeerAccess"
     r"|cublas(?:[SDCZH][a-z]\w*|I?\w*Gemm\w*|\w+Ex(?:_64)?|LtMatmul|LtMatrixTransform)"
     r"|cusolver(?!\w*(?:bufferSize|Create|Get))(?:Dn|Sp)[SDCZX]\w+|cusolverDnIRS\w+"
-    r"|cusparse(?!\w*(?:[bB]ufferSize|Create|Get|Compress|Lt))\w+|cufft(?:Xt)?Exec\w*|curandGenerate\w*"
-    r"|cudnn(?!\w*(?:Size|Get|Create))\w+|cupti\w*(?:Activity|Enable|Disable|Register|Subscribe|Callback|Finalize)\w*"
+    r"|cusparse(?!\w*(?:[bB]ufferSize|Create|Get|Compress|Init))\w+|cufft(?:Xt)?Exec\w*|curandGenerate\w*"
+    r"|cudnn(?!\w*(?:Size|Get|Create))\w+|cupti(?!\w*(?:Profiler|PmSampling)).*"
 )
 # Of these the caller expects figures, or handles, through pointers.
 _TELLS = re.compile(
@@ -75,7 +76,10 @@ class Headers:
         files = [file for pattern in _HEADERS for folder in include for file in sorted(folder.glob(pattern))]
         text = "\n".join(file.read_text(errors="replace") for file in files)
         text = re.sub(r"/\*.*?\*/|//[^\n]*", " ", text, flags=re.DOTALL)
-        self.renamed = dict(re.findall(r"^\s*#\s*define\s+(cu[A-Z]\w*)\s+(\1_v\d+)\s*$", text, re.MULTILINE))
+        macro = (
+            r"^\s*#\s*define\s+(cu[A-Z]\w*)\s+(?:__CUDA_API_PT(?:DS|SZ)\()?(\1_v\d+|cuGraphInstantiateWithFlags)\)?\s*$"
+        )
+        self.renamed = dict(re.findall(macro, text, re.MULTILINE))
         self.driver = {self.renamed.get(name, name) for name in re.findall(r"\bCUDAAPI\s+(cu[A-Z]\w*)\s*\(", text)}
         enums = set(re.findall(r"\benum\s+\w*\s*\{[^{}]*\}\s*(?:CUDNN_DEPRECATED\w*\s+)?(\w+)[^;{}]*;", text))
         enums |= set(re.findall(r"\benum\s+(?:__device_builtin__\s+)?(\w+)\s*\{", text))
@@ -119,6 +123,10 @@ class Headers:
         if not answers:
             return f"{kind}({name}, (), )\n"
         return f"{kind}({name}, ({', '.join(declared)}), {' '.join(answers)})\n"
+
+    def versions(self) -> str:
+        """versions.inc: which version of a driver's function a program gets that is compiled with these headers."""
+        return "".join(f'VERSION("{name}", "{renamed}")\n' for name, renamed in sorted(self.renamed.items()))
 
     def errors(self, runtime: Path) -> str:
         """errors.inc: every error of the runtime, the driver and cuBLAS, in the words of the runtime library."""
@@ -181,6 +189,7 @@ def build(
     headers = Headers(include)
     runtime = next(file for folder in libraries for file in sorted(folder.glob("libcudart.so.*")))
     _write(temporary / "errors.inc", headers.errors(runtime))
+    _write(temporary / "versions.inc", headers.versions())
     sources = sorted(HERE.glob("*.cpp"))
     main = [source for source in sources if source.name not in ("nvml.cpp", "defaults.cpp")]
 

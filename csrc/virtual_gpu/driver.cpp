@@ -109,10 +109,14 @@ void* driver_symbol(const char* name) {
     dladdr(reinterpret_cast<void*>(&driver_symbol), &info);
     return dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD);
   }();
-  for (const char* version : {"_v4", "_v3", "_v2", ""}) {
-    if (void* const found = dlsym(self, (std::string(name) + version).c_str())) {
-      return found;
-    }
+  static const std::map<std::string, const char*> versions = {
+#define VERSION(name, renamed) {name, renamed},
+#include "versions.inc"
+#undef VERSION
+  };
+  const auto renamed = versions.find(name);
+  if (void* const found = dlsym(self, renamed == versions.end() ? name : renamed->second)) {
+    return found;
   }
   // Graphics are asked for by every copy of the runtime, which does without.
   static const std::regex optional(

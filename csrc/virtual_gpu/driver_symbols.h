@@ -4,8 +4,8 @@
 
 namespace virtual_gpu {
 
-// The newest version of it that is here (cuMemGetInfo is cuMemGetInfo_v2); nullptr, and a sentence,
-// where none is.
+// In the version of the CUDA that torch was built for (cuMemGetInfo is cuMemGetInfo_v2); nullptr,
+// and a sentence, where there is none.
 void* driver_symbol(const char* name);
 
 }  // namespace virtual_gpu

@@ -44,4 +44,12 @@ void fill(void* to, int value, std::size_t size) {
   }
 }
 
+void fill_pattern(void* to, const void* value, std::size_t width, std::size_t count) {
+  if (width * count <= kSmall || !on_device(to)) {
+    for (std::size_t index = 0; index < count; ++index) {
+      std::memcpy(static_cast<char*>(to) + index * width, value, width);
+    }
+  }
+}
+
 }  // namespace virtual_gpu

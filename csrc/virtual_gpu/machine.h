@@ -35,5 +35,7 @@ void make_handle(T* handle) {
 // zero, and of a larger one to the device nothing is kept. Copies within the host are always made.
 void copy(void* to, const void* from, std::size_t size);
 void fill(void* to, int value, std::size_t size);
+// `count` times the `width` bytes at `value`; more than kSmall on a device is not kept.
+void fill_pattern(void* to, const void* value, std::size_t width, std::size_t count);
 
 }  // namespace virtual_gpu

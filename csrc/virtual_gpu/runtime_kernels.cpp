@@ -148,10 +148,9 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
   return *function != nullptr ? cudaSuccess : virtual_gpu::fail(cudaErrorSymbolNotFound);
 }
 
-#if CUDART_VERSION < 13000
+// No longer declared by CUDA 13, whose runtime still has it.
 cudaError_t cudaGetDriverEntryPoint(const char* symbol, void** function, unsigned long long flags,
                                     cudaDriverEntryPointQueryResult* result) {
   return cudaGetDriverEntryPointByVersion(symbol, function, CUDART_VERSION, flags, result);
 }
-#endif
 }

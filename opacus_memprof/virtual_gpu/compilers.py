@@ -25,7 +25,9 @@ def prepare(libraries: Path) -> None:
 
 def _link_to(knobs: Any, libraries: Path) -> None:
     """Triton links what it compiles to libcuda.so.1, which it would look for where ldconfig finds it."""
+    propagate, knobs.propagate_env = knobs.propagate_env, False  # to the environment
     knobs.nvidia.libcuda_path = str(libraries)
+    knobs.propagate_env = propagate
 
 
 def _separate_cache(cache: Any) -> None:

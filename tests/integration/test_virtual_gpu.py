@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch asks of CUDA works on the virtual GPU, and takes the memory that torch's own rules say.
+
+Each test is one process, since a virtual GPU must be there before torch is imported.
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from opacus_memprof.virtual_gpu.requirements import LIBRARIES
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(not (LIBRARIES / "libcuda.so.1").is_file(), reason="the virtual GPU was not built")
+
+START = """
+import ctypes, sys
+from opacus_memprof.virtual_gpu import default_answers, start
+gpus = start("h200", memory=24 << 30, count=2)
+import torch
+from torch import nn
+MIB = 1 << 20
+def outside():  # of what torch reserves: the context
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+"""
+
+
+def run(code: str, **environment: str) -> str:
+    """The output of a program that starts with `START`."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(START) + textwrap.dedent(code)],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# Segments of torch's caching allocator (c10/core/AllocatorConfig.h: kSmallBuffer 2 MiB, kLargeBuffer 20 MiB, and from
+# 10 MiB on multiples of 2 MiB), in MiB after: a tensor of 1.5 MiB, one of 100 MiB, one of 1000 bytes, freeing that of
+# 100 MiB, one of 30 MiB, freeing what is left unused.
+SEGMENTS = """
+reserved = []
+def note():
+    reserved.append(torch.cuda.memory_reserved() // MIB)
+    assert outside() == context, (reserved, outside(), context)
+torch.zeros(1, device="cuda:1"); context = outside()
+a = torch.empty(3 * MIB // 2, dtype=torch.uint8, device="cuda"); note()
+b = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda"); note()
+c = torch.empty(1000, dtype=torch.uint8, device="cuda"); note()
+del b; note()
+d = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda"); note()
+torch.cuda.empty_cache(); note()
+print(reserved)
+try:
+    torch.empty(25 << 30, dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError as error:
+    assert "24.00 GiB" in str(error), error
+else:
+    raise AssertionError("25 GiB are on a GPU of 24 GiB")
+known = torch.arange(100.0).cuda()
+assert torch.equal(known.cpu(), torch.arange(100.0))
+model = nn.Linear(64, 64).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+for _ in range(2):
+    model(torch.randn(8, 64, device="cuda")).sum().backward()
+    optimizer.step(); optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "segments"),
+    [
+        ("", [20, 120, 122, 122, 122, 122]),
+        ("max_split_size_mb:64", [20, 120, 122, 122, 152, 52]),  # that of 100 MiB is too large to be split
+        ("roundup_power2_divisions:4", [20, 132, 134, 134, 134, 134]),  # 100 MiB become 112
+        # One segment of pages of 20 MiB, of which the first two stay (1.5 and 30 MiB), and one of 2 MiB.
+        ("expandable_segments:True", [20, 120, 122, 122, 122, 42]),
+    ],
+)
+def test_segments_are_those_of_torchs_rules(settings: str, segments: list[int]) -> None:
+    assert run(SEGMENTS, PYTORCH_CUDA_ALLOC_CONF=settings).split("\n")[0] == str(segments)
+
+
+def test_cuda_malloc_async() -> None:
+    run(
+        """
+        assert torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+        before = torch.cuda.memory_allocated()
+        a = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_allocated() - before == 3 * MIB
+        assert torch.cuda.memory_reserved() == 32 * MIB, "the driver takes whole chunks"
+        context = outside()
+        b = torch.empty(33 * MIB, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_reserved() == 96 * MIB and outside() == context
+        del b
+        torch.cuda.synchronize(); torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() == 32 * MIB and outside() == context
+        assert torch.cuda.max_memory_reserved() == 96 * MIB
+        """,
+        PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync",
+    )
+
+
+def test_streams_graphs_pools_and_devices() -> None:
+    run("""
+    # CUDA graphs: with a stream that joins the capture, and a second graph in the same pool.
+    model, x = nn.Linear(64, 64).cuda(), torch.ones(8, 64, device="cuda")
+    warm = torch.cuda.Stream()
+    warm.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm):
+        model(x).sum().backward()
+    torch.cuda.current_stream().wait_stream(warm)
+    model.zero_grad(set_to_none=True)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        assert torch.cuda.is_current_stream_capturing()
+        model(x).sum().backward()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            assert torch.cuda.is_current_stream_capturing()
+            y = x * 2
+        torch.cuda.current_stream().wait_stream(side)
+    assert not torch.cuda.is_current_stream_capturing()
+    graph.replay()
+    second = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(second, pool=graph.pool()):
+        z = y + 1
+    second.replay()
+    kept = torch.cuda.memory_reserved()
+    del graph, second, y, z, model
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < kept, "a graph's memory goes with it"
+    graphed = torch.cuda.make_graphed_callables(nn.Linear(64, 8).cuda(), (torch.ones(4, 64, device="cuda"),))
+    graphed(torch.ones(4, 64, device="cuda")).sum().backward()
+
+    # A pool takes segments of its own.
+    before, pool = torch.cuda.memory_reserved(), torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        a = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_reserved() - before == 20 * MIB
+    assert [segment["total_size"] for segment in pool.snapshot()] == [20 * MIB]
+
+    # Two devices, each with its own books.
+    first, other = torch.cuda.mem_get_info(0), torch.cuda.mem_get_info(1)
+    b = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda:1")
+    assert torch.cuda.mem_get_info(1)[0] == other[0] - 64 * MIB and torch.cuda.mem_get_info(0) == first
+    assert torch.cuda.can_device_access_peer(0, 1)
+    assert torch.equal(torch.arange(10, device="cuda:0").to("cuda:1").cpu(), torch.arange(10))
+    with torch.cuda.device(1):
+        assert torch.cuda.Stream().device.index == 1
+
+    # A block that another stream uses is free again only when that stream is done with it.
+    with torch.cuda.stream(side):
+        c = torch.empty(5 * MIB, device="cuda")
+    c.record_stream(torch.cuda.current_stream())
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record(); end.record()
+    assert begin.query() and begin.elapsed_time(end) == 1.0
+
+    # The history and the snapshot, and a limit.
+    torch.cuda.memory._record_memory_history()
+    d = torch.empty(MIB, device="cuda")
+    assert torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    torch.cuda.set_per_process_memory_fraction(0.1)
+    try:
+        torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError as error:
+        assert "2.40 GiB allowed" in str(error), error
+    else:
+        raise AssertionError("3 GiB are within a tenth of 24 GiB")
+    """)
+
+
+def test_host_memory_and_the_rest_of_torch() -> None:
+    """No crash, and no size that was read where nothing had been written."""
+    run("""
+    a = torch.randn(1000).pin_memory()
+    assert a.is_pinned() and not torch.randn(10).is_pinned()
+    assert torch.equal(a.to("cuda", non_blocking=True).cpu(), a)
+    own = torch.randn(5000)
+    assert torch.cuda.cudart().cudaHostRegister(own.data_ptr(), own.numel() * 4, 0) == 0
+    assert own[2000:].is_pinned()
+    torch.cuda.cudart().cudaHostUnregister(own.data_ptr())
+    assert not own.is_pinned()
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+    for (batch,) in torch.utils.data.DataLoader(data, batch_size=4, num_workers=1, pin_memory=True):
+        assert batch.is_pinned() and torch.equal(batch.cuda(non_blocking=True).cpu(), batch)
+
+    x = torch.randn(16, 16, device="cuda")
+    for name in ("inv", "qr", "svd", "eigh", "cholesky", "eigvals", "lu", "slogdet"):
+        getattr(torch.linalg, name)(torch.eye(16).cuda())
+    torch.linalg.solve(torch.eye(16).cuda(), x); torch.linalg.lstsq(x, x); torch.linalg.eigh(torch.randn(4, 8, 8, device="cuda"))
+    torch.fft.irfft(torch.fft.rfft(x)); torch.fft.fft2(x)
+    torch.sparse.mm(torch.eye(16, device="cuda").to_sparse_coo(), x)
+    rows, columns = torch.arange(17, dtype=torch.int32), torch.arange(16, dtype=torch.int32)
+    torch.sparse_csr_tensor(rows.cuda(), columns.cuda(), torch.ones(16, device="cuda"), size=(16, 16)) @ x
+    torch.special.bessel_j0(x); torch.special.zeta(x, x)  # compiled by NVRTC
+    torch.multinomial(torch.ones(10, device="cuda"), 3); torch.randperm(1000, device="cuda")
+    torch.cuda.memory_summary(); torch.cuda.get_device_properties(0); torch.cuda.list_gpu_processes()
+    assert torch.cuda.memory_reserved() < 500 * MIB
+
+    from torch.profiler import ProfilerActivity, profile
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], profile_memory=True) as profiler:
+        (x @ x).sum()
+    assert "aten::mm" in profiler.key_averages().table()
+
+    try:
+        x.untyped_storage()._share_cuda_()
+    except RuntimeError as error:
+        assert "operation not supported" in str(error), error
+    else:
+        raise AssertionError("another process cannot have this memory")
+    noise = [name for name in default_answers() if any(word in name for word in ("Destroy", "Set", "Register", "Gemm"))]
+    assert not noise, noise
+    """)
+
+
+@pytest.mark.slow
+def test_torch_compile_and_triton_kernels() -> None:
+    run("""
+    import os
+    import triton
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).cuda()
+    x = torch.ones(32, 64, device="cuda")
+    compiled = torch.compile(model, mode="reduce-overhead")  # kernels that Triton compiles, in CUDA graphs
+    for _ in range(4):
+        compiled(x).sum().backward()
+        model.zero_grad()
+    parameters = sum(p.numel() for p in model.parameters())
+    assert torch.cuda.memory_allocated() >= 4 * parameters
+    assert "virtual_gpu" in os.environ["TORCHINDUCTOR_CACHE_DIR"], "a real GPU must not get what was measured here"
+    assert "TRITON_LIBCUDA_PATH" not in os.environ
+    from opacus_memprof.virtual_gpu.process import LIBRARIES
+    assert triton.knobs.nvidia.libcuda_path == str(LIBRARIES)
+    """)
+
+
+def test_errors_are_named_as_the_real_runtime_names_them() -> None:
+    """The oracle is the runtime that torch's wheels bring, which knows its words without a GPU."""
+    run("""
+    from pathlib import Path
+    import importlib.util
+    folders = list(importlib.util.find_spec("nvidia").submodule_search_locations)
+    found = [file for folder in folders for file in Path(folder).glob("*/lib/libcudart.so.*")]
+    real = ctypes.CDLL(str(found[0]), mode=ctypes.RTLD_LOCAL | 8)  # RTLD_DEEPBIND
+    from opacus_memprof.virtual_gpu.process import LIBRARIES
+    ours = ctypes.CDLL(str(LIBRARIES / "libcuda.so.1"))
+    for library in (real, ours):
+        library.cudaGetErrorName.restype = library.cudaGetErrorString.restype = ctypes.c_char_p
+    assert real.cudaGetErrorString(2) == b"out of memory"
+    for code in range(1100):
+        for ask in ("cudaGetErrorName", "cudaGetErrorString"):
+            assert getattr(ours, ask)(code) == getattr(real, ask)(code), code
+
+    text = ctypes.c_char_p()
+    assert ours.cuGetErrorName(900, ctypes.byref(text)) == 0
+    assert text.value == b"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
+    assert ours.cuGetErrorString(12345, ctypes.byref(text)) == 1 and text.value is None
+
+    # An error is read once, and stays until then.
+    device = ctypes.c_int()
+    assert ours.cudaSetDevice(7) == 101
+    assert ours.cudaGetDevice(ctypes.byref(device)) == 0
+    assert ours.cudaPeekAtLastError() == 101 and ours.cudaGetLastError() == 101 and ours.cudaGetLastError() == 0
+
+    # What is not here at all is an error with its name.
+    function = ctypes.c_void_p()
+    assert ours.cuGetProcAddress_v2(b"cuNoSuchThing", ctypes.byref(function), 13000, 0, None) == 500
+    assert function.value is None
+    for name in (b"cuMemAlloc", b"cuStreamIsCapturing", b"cuGraphInstantiate"):
+        assert ours.cuGetProcAddress_v2(name, ctypes.byref(function), 13000, 0, None) == 0 and function.value
+    """)
+
+
+def test_without_a_start_there_is_no_gpu_and_no_crash() -> None:
+    code = """
+    import ctypes
+    from opacus_memprof.virtual_gpu.requirements import LIBRARIES
+    library = ctypes.CDLL(str(LIBRARIES / "libcuda.so.1"))
+    count, address = ctypes.c_int(9), ctypes.c_void_p()
+    assert library.cudaGetDeviceCount(ctypes.byref(count)) == 100 and count.value == 0
+    assert library.cuInit(0) == 100
+    for allocate in (library.cudaMalloc, library.cudaMallocManaged):
+        assert allocate(ctypes.byref(address), ctypes.c_size_t(100)) == 100
+    assert library.cudaMallocAsync(ctypes.byref(address), ctypes.c_size_t(100), None) == 100
+    assert library.cudaSetDevice(0) == 101
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
