@@ -38,6 +38,7 @@ _LIBRARIES = (
 )
 # Old names of functions of the driver, by which cuDNN looks for them before it compiles a kernel.
 _OLD_NAMES = {"cuCtxPopCurrent", "cuCtxPushCurrent", "cuLinkAddData", "cuLinkCreate"}
+_LISTING = "libtorch_python.so"  # has the list of architectures as a text
 _IMPORTERS = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_cuda_linalg.so", "libtorch_cpu.so", "libtorch_python.so")
 
 # What neither takes nor gives memory and tells the caller nothing that memory depends on: it is not counted. What is
@@ -222,13 +223,18 @@ def build(
     (out / "built_for.json").write_text(json.dumps(_built_for(torch_lib.parent, header)) + "\n")
 
 
-def _built_for(torch: Path, cuda_header: Path) -> dict[str, str]:
-    """The versions of torch and of CUDA's headers."""
+def _built_for(torch: Path, cuda_header: Path) -> dict[str, str | list[int]]:
+    """The versions of torch and of CUDA's headers, and the architectures that torch has machine code for, as 90: what
+    torch.cuda.get_arch_list() says, which the build cannot ask."""
     version = re.search(r"^__version__ = '([^']+)'", (torch / "version.py").read_text(), re.MULTILINE)
     cuda = re.search(r"#define\s+CUDA_VERSION\s+(\d+)", cuda_header.read_text(errors="replace"))
     assert version is not None
     assert cuda is not None
-    return {"torch": version[1], "cuda": f"{int(cuda[1]) // 1000}.{int(cuda[1]) % 1000 // 10}"}
+    listed = re.search(
+        rb"\0((?:sm|compute)_\d+\w*(?: (?:sm|compute)_\d+\w*)*)\0", (torch / "lib" / _LISTING).read_bytes()
+    )
+    kernels = sorted({int(digits) for digits in re.findall(rb"sm_(\d+)", listed[1])}) if listed else []
+    return {"torch": version[1], "cuda": f"{int(cuda[1]) // 1000}.{int(cuda[1]) % 1000 // 10}", "kernels": kernels}
 
 
 def _link(objects: list[Path], target: Path, soname: str) -> None:

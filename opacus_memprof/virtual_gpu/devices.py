@@ -16,6 +16,7 @@ The H200's row was read from `torch.cuda.get_device_properties` on one.
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -39,10 +40,6 @@ LIMITS = {
     (9, 0): Limits(2048, 32, 228 * _KIB, 227 * _KIB),
     (10, 0): Limits(2048, 32, 228 * _KIB, 227 * _KIB),
 }
-
-# The architectures that torch's wheels have kernels for, of which a GPU takes the newest of its own major version that
-# is not newer than itself.
-_KERNELS = ((7, 0), (7, 5), (8, 0), (8, 6), (9, 0), (10, 0))
 
 # What a CUDA context takes on an H200, and the threads that the multiprocessors there can hold.
 _CONTEXT_OF_H200 = 552468480
@@ -74,11 +71,15 @@ class Gpu:
     def minor(self) -> int:
         return self.capability[1]
 
-    @property
-    def kernel_architecture(self) -> int:
-        """The architecture of the kernels that torch runs on it, as 90."""
-        major, minor = max(kernel for kernel in _KERNELS if kernel[0] == self.major and kernel <= self.capability)
-        return 10 * major + minor
+    def kernel_architecture(self, kernels: Sequence[int]) -> int:
+        """The architecture of the kernels that torch runs on it, as 90.
+
+        Of those that it has, the newest of the GPU's own major version that is not newer than itself; where none would
+        run on a real one, the oldest.
+        """
+        own = 10 * self.major + self.minor
+        running = [kernel for kernel in kernels if kernel // 10 == self.major and kernel <= own]
+        return max(running, default=min(kernels, default=own))
 
     @property
     def context_memory(self) -> int:
@@ -87,8 +88,8 @@ class Gpu:
         threads = self.multiprocessors * LIMITS[self.capability].threads_per_multiprocessor
         return _CONTEXT_OF_H200 * threads // _THREADS_OF_H200
 
-    def as_structure(self) -> "DeviceProperties":
-        """The same for csrc/virtual_gpu."""
+    def as_structure(self, kernels: Sequence[int]) -> "DeviceProperties":
+        """The same for csrc/virtual_gpu, with a torch that has kernels for these architectures."""
         limits = LIMITS[self.capability]
         return DeviceProperties(
             name=self.name.encode(),
@@ -96,7 +97,7 @@ class Gpu:
             context_memory=self.context_memory,
             major=self.major,
             minor=self.minor,
-            kernel_architecture=self.kernel_architecture,
+            kernel_architecture=self.kernel_architecture(kernels),
             multiprocessors=self.multiprocessors,
             threads_per_multiprocessor=limits.threads_per_multiprocessor,
             blocks_per_multiprocessor=limits.blocks_per_multiprocessor,

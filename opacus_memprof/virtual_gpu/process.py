@@ -63,10 +63,10 @@ def start(kind: str, *, memory: int | None = None, count: int = 1) -> VirtualGpu
             "torch is imported already, and a virtual GPU must be there before it: start it first, or use "
             "`opacus-memprof run --virtual-gpu`"
         )
-    check_machine()
+    kernels = check_machine()
     _library = ctypes.CDLL(str(LIBRARIES / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(LIBRARIES / "libnvidia-ml.so.1"), mode=ctypes.RTLD_GLOBAL)
-    properties = gpu.as_structure()
+    properties = gpu.as_structure(kernels)
     _library.memprof_virtual_gpu_start(ctypes.byref(properties), count, _DRIVER_VERSION)
     _active = VirtualGpu(kind, gpu, count)
     AfterImport("torch", _compute_small_values)

@@ -10,14 +10,14 @@ from pathlib import Path
 from opacus_memprof.errors import MemprofError
 
 LIBRARIES = Path(__file__).with_name("lib")
-BUILT_FOR = "built_for.json"  # beside the libraries, from csrc/virtual_gpu/build.py: {"torch", "cuda"}
+BUILT_FOR = "built_for.json"  # beside the libraries, from csrc/virtual_gpu/build.py: {"torch", "cuda", "kernels"}
 
 _WHEEL = "the wheel of `pip install torch` from PyPI for Linux has CUDA"
 _RUNTIME = re.compile(rb"libcudart(?:-[0-9a-f]+)?\.so\.(\d+)")
 
 
-def check_machine() -> None:
-    """Finds out whether a virtual GPU works here.
+def check_machine() -> list[int]:
+    """Finds out whether a virtual GPU works here, and returns the architectures that torch has kernels for, as 90.
 
     Raises:
         MemprofError: another system than Linux, torch is missing or a build without CUDA or with a CUDA that is linked
@@ -40,6 +40,7 @@ def check_machine() -> None:
             f"the virtual GPU was built for torch {built_for['torch']} with CUDA {built_for['cuda']}, and this torch "
             f"uses CUDA {major}: install opacus-memprof again beside it"
         )
+    return list(built_for.get("kernels", []))
 
 
 def _cuda_of_torch() -> int:

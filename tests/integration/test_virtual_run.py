@@ -132,6 +132,16 @@ def test_what_was_not_known_is_named_with_its_line(tmp_path: Path) -> None:
         assert warning in completed.stdout
 
 
+def test_a_gpu_that_this_torch_has_no_kernels_for(tmp_path: Path) -> None:
+    """A V100 and CUDA 13: what asks for kernels by architecture runs, and the profile says that it would not."""
+    listed = torch.cuda.get_arch_list() or (torch._C._cuda_getArchFlags() or "").split()
+    text = "import torch; print(torch.ones(3000, 1000, device='cuda').gt(0).nonzero().shape)"
+    completed = of_script(tmp_path, text, "--virtual-gpu", "v100")
+    assert completed.stdout.startswith("torch.Size([3000000, 2])\n"), completed.stderr
+    said = [warning for warning in profile_of(tmp_path / "out")["warnings"] if "(compute capability 7.0)" in warning]
+    assert len(said) == ("sm_70" not in listed)
+
+
 def test_out_of_memory(tmp_path: Path) -> None:
     """512 samples' gradients of a layer of 1024 x 1024: 2 GiB, which 1 GiB does not have."""
     completed = run("-o", tmp_path / "out", "--virtual-memory", "1GiB", TRAIN, "--width", "1024", "--batch", "512")
