@@ -60,6 +60,7 @@ def test_collectives_are_as_if_all_ranks_had_the_same_data() -> None:
     ranks, rank = 8, 5
     for name, values in found["sums"].items():
         assert values == [ranks * 1, ranks * 2, ranks * 3], name
+    assert found["rounded"] == {"torch.float16": True, "torch.bfloat16": True}
     assert found["average"] == found["largest"] == [1, 2, 3]
     assert found["product"] == [1, 2**ranks]
     assert found["gathered"] == [1, 2] * ranks

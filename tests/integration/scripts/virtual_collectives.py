@@ -72,6 +72,15 @@ def print_small() -> None:
         found["sums"]["of a CPU tensor"] = reduced(torch.tensor([1.0, 2, 3]))
         group = dist.new_group([0, 1, 2, RANK], backend="gloo")
         found["in_groups"]["gloo of 4"] = reduced(torch.ones(1), group=group)[0]
+    # Of all 16-bit floats: three times the value, rounded as torch rounds on the CPU.
+    three = dist.new_group([0, 4, RANK])
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    found["rounded"] = {}
+    for dtype in (torch.float16, torch.bfloat16):
+        values = every.view(dtype).cuda()
+        dist.all_reduce(values, group=three)
+        expected = (every.view(dtype).double() * 3).float().to(dtype)
+        found["rounded"][str(dtype)] = torch.equal(values.cpu().nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
     objects: list[Any] = [None] * RANKS
     dist.all_gather_object(objects, {"rank": RANK})
     found["objects"] = objects
