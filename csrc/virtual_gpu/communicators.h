@@ -11,9 +11,10 @@
 
 namespace virtual_gpu {
 
-// What NCCL takes of a device's memory for a communicator, outside of what torch asks for. 0 until
-// it is measured: benchmarks/virtual_gpu_constants.py does that on a real GPU.
-inline constexpr std::size_t kCommunicatorMemory = 0;
+// What NCCL takes of a device's memory for a communicator, outside of what torch asks for: the
+// second one of two H200s with NVLink took this (NCCL 2.28.9; the first, with its kernels, 840
+// MiB). More ranks and other links take other amounts.
+inline constexpr std::size_t kCommunicatorMemory = std::size_t{486} << 20U;
 
 struct Communicator {
   int ranks = 1;
