@@ -54,3 +54,19 @@ def _no_captures_left() -> Iterator[None]:
         for module, count in core.captures().items():
             for _ in range(count):
                 core.release(module)
+
+
+@pytest.fixture(scope="module")
+def no_workspaces() -> Iterator[None]:
+    """cuBLAS' workspaces stay out of peaks. From torch 2.12 on one lives as long as its product, so that none may be
+    asked for; before, each thread takes one at its first product: here, in forward and in backward."""
+    can_choose = hasattr(torch._C, "_cuda_setCublasWorkspaceSize")
+    if can_choose:
+        torch._C._cuda_setCublasWorkspaceSize(0)
+        torch._C._cuda_setCublasLtWorkspaceSize(0)
+    x = torch.ones(8, 8, device="cuda", requires_grad=True)
+    (x @ x).sum().backward()
+    yield
+    if can_choose:
+        torch._C._cuda_resetCublasWorkspaceSize()
+        torch._C._cuda_resetCublasLtWorkspaceSize()

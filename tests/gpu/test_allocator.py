@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from opacus_memprof import _native
+from opacus_memprof import _native, virtual_gpu
 from tests.gpu.ledger import assert_reconciled, block_of, live_bytes, requested_bytes
 
 pytestmark = pytest.mark.usefixtures("recording")
@@ -122,7 +122,6 @@ def test_record_stream_keeps_memory_until_the_side_stream_is_done() -> None:
     del overwriting
 
 
-@pytest.mark.true_numbers
 def test_cuda_graph_capture_and_replay() -> None:
     static = torch.zeros(1 << 16, device="cuda")
     weight = torch.randn(256, 256, device="cuda")
@@ -139,7 +138,8 @@ def test_cuda_graph_capture_and_replay() -> None:
         static.fill_(value)
         graph.replay()
         expected = (torch.full((256, 256), value, device="cuda") @ weight).relu() * 2
-        torch.testing.assert_close(result, expected)
+        if virtual_gpu.active() is None:
+            torch.testing.assert_close(result, expected)
     del graph, result
     assert_reconciled()
 

@@ -69,6 +69,7 @@ def test_expandable_segments() -> None:
 @pytest.mark.parametrize("mode", ["reduce-overhead"])
 def test_compiled_cuda_graph_trees(mode: str) -> None:
     """Graph trees restore pool states: blocks come back to life and die without allocate() or a deleter."""
+    computes = virtual_gpu.active() is None
     run(f"""
         opacus_memprof.install()
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).cuda()
@@ -79,7 +80,8 @@ def test_compiled_cuda_graph_trees(mode: str) -> None:
             batch = torch.randn(16 if step % 2 else 32, 64, device="cuda")
             expected = model(batch)
             result = compiled(batch)
-            torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
+            if {computes}:
+                torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
             result.sum().backward()
             optimizer.step()
             optimizer.zero_grad()

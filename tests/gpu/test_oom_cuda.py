@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from opacus_memprof import virtual_gpu
 from opacus_memprof.units import format_bytes
 from tests.planted_oom import PLANS, Changes, Plan, train
 
@@ -23,6 +24,8 @@ def table() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_the_first_suggestion_makes_it_fit(plan: Plan, tmp_path: Path, table: list[str]) -> None:
+    if plan.quirk == "crowd" and virtual_gpu.active() is not None:
+        pytest.skip("no process sees another one's virtual GPU")
     needs = train(plan, "cuda", tmp_path / "needs")
     assert needs.error is None
     had = int(needs.peak * plan.limit)

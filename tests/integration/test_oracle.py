@@ -51,22 +51,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     }[request.param]
     install()
     if request.param == "cuda":
-        without_workspaces()
+        request.getfixturevalue("no_workspaces")
     yield request.param
-    if request.param == "cuda" and hasattr(torch._C, "_cuda_resetCublasWorkspaceSize"):
-        torch._C._cuda_resetCublasWorkspaceSize()
-        torch._C._cuda_resetCublasLtWorkspaceSize()
     uninstall()
-
-
-def without_workspaces() -> None:
-    """Keeps cuBLAS' workspaces out of the windows. From torch 2.12 on one lives as long as its product, so that none
-    may be asked for; before, each thread takes one at its first product: here, in forward and in backward."""
-    if hasattr(torch._C, "_cuda_setCublasWorkspaceSize"):
-        torch._C._cuda_setCublasWorkspaceSize(0)
-        torch._C._cuda_setCublasLtWorkspaceSize(0)
-    x = torch.ones(8, 8, device="cuda", requires_grad=True)
-    (x @ x).sum().backward()
 
 
 class Counts:
