@@ -83,10 +83,11 @@ State Ranges::materialize(Span span) {
   State lowest = State::known;
   std::uintptr_t at = span.begin;
   while (at < span.end) {
-    const auto entry = entries_.lower_bound(at);
+    // What was put in the last round may have become one with what follows it.
+    auto entry = entries_.upper_bound(at);
     const std::uintptr_t next =
         entry == entries_.end() ? span.end : std::min(entry->first, span.end);
-    if (next > at) {
+    if (entry == entries_.begin() || (--entry)->second.end <= at) {
       std::memset(bytes_at(at), 0, next - at);
       put({at, next}, {.end = next, .state = State::assumed, .pattern = {}});
       lowest = State::assumed;
