@@ -2,7 +2,7 @@
 """Compares the virtual GPU with the real one: the same trainings on both, and a table of what differs.
 
     python benchmarks/virtual_gpu.py --output DIR                   # on a machine with the GPU
-    python benchmarks/virtual_gpu.py --output DIR --only ghost      # cases with "ghost" in the name
+    python benchmarks/virtual_gpu.py --output DIR --only ghost T5   # cases with "ghost" or "T5" in the name
     python benchmarks/virtual_gpu.py --output DIR --side virtual    # the other half, perhaps on another machine
 
 Every run is a process of its own under a profiling session. Those on the real GPU share it, a few at a time; those on
@@ -234,7 +234,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--kind", default="h200", help="the virtual GPU (default: %(default)s)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="cases with one of these in their name")
     parser.add_argument("--side", choices=SIDES, help="this half alone")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 4), help="virtual runs at once")
     parser.add_argument("--real-jobs", type=int, default=3, help="runs at once on the real GPU (default: %(default)s)")
@@ -258,7 +258,8 @@ def main() -> None:
     for case in CASES:
         for side in [args.side] if args.side else SIDES:
             enough = side == "virtual" or case.ranks <= count
-            if args.only in case.name and enough and not runs.done(case, side):
+            chosen = any(text in case.name for text in args.only)
+            if chosen and enough and not runs.done(case, side):
                 waiting.append(pools[side].submit(run, case, side, args, runs))
     for future in waiting:
         future.result()

@@ -108,15 +108,19 @@ def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     rank = join(case) if case.wrap else 0
     result["import_s"] = round(time.perf_counter() - STARTED, 2)
     begun = time.perf_counter()
+    torch.cuda.memory._record_memory_history(context=None)
     with opacus_memprof.profile(args.profile, device="cuda", max_events=2_000_000) as session:
         train(case, torch.device("cuda", rank), session)
         torch.cuda.synchronize()
         result["train_s"] = round(time.perf_counter() - begun, 2)
         counted = torch.cuda.memory_stats()
         segments = Counter(segment["total_size"] for segment in torch.cuda.memory_snapshot())
+        trace = torch.cuda.memory._snapshot()["device_traces"][rank]
     result |= {name: counted[key] for name, key in PEAKS.items()}
     result["cache_flushes"] = counted["num_alloc_retries"]
     result["segments"] = sorted(segments.items())
+    made = [entry for entry in trace if entry["action"].startswith("segment")]
+    result["segment_history"] = [[entry["action"][8:], entry["size"], entry["addr"]] for entry in made]
     device = session.result["devices"][f"cuda:{rank}"]
     result["categories"] = {name: size for name, size in device["peak"]["categories"].items() if size}
     result["peak_phase"] = device["peak"]["phase"]
