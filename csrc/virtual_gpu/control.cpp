@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What opacus_memprof/virtual_gpu calls: starts the machine and asks what was answered by a default.
+// What opacus_memprof/virtual_gpu calls: starts the machine and asks what was answered by a
+// default.
 #include <cstddef>
 #include <cstdint>
 

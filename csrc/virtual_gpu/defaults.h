@@ -2,8 +2,8 @@
 // Symbols that no file of this folder defines: each is answered with 0 (success), and counted by
 // name.
 //
-// tools that build this library write defaults.inc, a list of DEFAULT(name): what the installed
-// torch imports from CUDA's libraries, and what those export.
+// build.py writes defaults.inc, a list of their names: what the installed torch imports from CUDA's
+// libraries, and what those export.
 #pragma once
 
 #include <atomic>

@@ -195,7 +195,8 @@ def test_host_memory_and_the_rest_of_torch() -> None:
     x = torch.randn(16, 16, device="cuda")
     for name in ("inv", "qr", "svd", "eigh", "cholesky", "eigvals", "lu", "slogdet"):
         getattr(torch.linalg, name)(torch.eye(16).cuda())
-    torch.linalg.solve(torch.eye(16).cuda(), x); torch.linalg.lstsq(x, x); torch.linalg.eigh(torch.randn(4, 8, 8, device="cuda"))
+    torch.linalg.solve(torch.eye(16).cuda(), x); torch.linalg.lstsq(x, x)
+    torch.linalg.eigh(torch.randn(4, 8, 8, device="cuda"))
     torch.fft.irfft(torch.fft.rfft(x)); torch.fft.fft2(x)
     torch.sparse.mm(torch.eye(16, device="cuda").to_sparse_coo(), x)
     rows, columns = torch.arange(17, dtype=torch.int32), torch.arange(16, dtype=torch.int32)
