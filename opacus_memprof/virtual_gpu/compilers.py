@@ -3,6 +3,7 @@
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,9 +32,14 @@ def _link_to(knobs: Any, libraries: Path) -> None:
 
 
 def _separate_cache(cache: Any) -> None:
-    """Inductor keeps which kernel was the fastest, and here none is: a real GPU must not be given what was kept."""
+    """Inductor keeps which kernel was the fastest, and here none is: a real GPU must not be given what was kept.
+
+    Where the program names no folder, torch itself puts its own into this variable.
+    """
     default = cache.default_cache_dir
     cache.default_cache_dir = lambda: default() + "_virtual_gpu"
+    if chosen := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = chosen.removesuffix("_virtual_gpu") + "_virtual_gpu"
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

@@ -30,14 +30,14 @@ def outside():  # of what torch reserves: the context
 """
 
 
-def run(code: str, **environment: str) -> str:
-    """The output of a program that starts with `START`."""
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A program that starts with `START`, and that has ended well."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(START) + textwrap.dedent(code)],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done
 
 
 # Segments of torch's caching allocator (c10/core/AllocatorConfig.h: kSmallBuffer 2 MiB, kLargeBuffer 20 MiB, and from
@@ -83,7 +83,7 @@ for _ in range(2):
     ],
 )
 def test_segments_are_those_of_torchs_rules(settings: str, segments: list[int]) -> None:
-    assert run(SEGMENTS, PYTORCH_CUDA_ALLOC_CONF=settings).split("\n")[0] == str(segments)
+    assert run(SEGMENTS, PYTORCH_CUDA_ALLOC_CONF=settings).stdout.splitlines()[0] == str(segments)
 
 
 def test_cuda_malloc_async() -> None:
@@ -239,12 +239,23 @@ def test_torch_compile_and_triton_kernels() -> None:
     assert "TRITON_LIBCUDA_PATH" not in os.environ
     from opacus_memprof.virtual_gpu.process import LIBRARIES
     assert triton.knobs.nvidia.libcuda_path == str(LIBRARIES)
+
+    # A kernel of the program's own: what it writes to, and the sum of that, each of torch's smallest size, 512 bytes.
+    from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda
+    del compiled, model, x
+    torch.cuda.synchronize()
+    a, g = torch.randn(4, 128, 64, device="cuda"), torch.randn(4, 128, 32, device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    assert gram_squared_norms_cuda(g, a).shape == (4,)
+    assert torch.cuda.max_memory_allocated() - before == 512 + 512
+    assert triton.testing.do_bench(lambda: None) == 1.0, "measuring ends, and finds every kernel as fast"
     """)
 
 
 def test_errors_are_named_as_the_real_runtime_names_them() -> None:
     """The oracle is the runtime that torch's wheels bring, which knows its words without a GPU."""
-    run("""
+    done = run("""
     from pathlib import Path
     import importlib.util
     folders = list(importlib.util.find_spec("nvidia").submodule_search_locations)
@@ -270,13 +281,20 @@ def test_errors_are_named_as_the_real_runtime_names_them() -> None:
     assert ours.cudaGetDevice(ctypes.byref(device)) == 0
     assert ours.cudaPeekAtLastError() == 101 and ours.cudaGetLastError() == 101 and ours.cudaGetLastError() == 0
 
+    # A library that links the runtime statically asks for this, and then says that CUDA is not supported.
+    assert ours.cuGetExportTable(ctypes.byref(ctypes.c_void_p()), None) == 801
+
     # What is not here at all is an error with its name.
     function = ctypes.c_void_p()
     assert ours.cuGetProcAddress_v2(b"cuNoSuchThing", ctypes.byref(function), 13000, 0, None) == 500
     assert function.value is None
-    for name in (b"cuMemAlloc", b"cuStreamIsCapturing", b"cuGraphInstantiate"):
-        assert ours.cuGetProcAddress_v2(name, ctypes.byref(function), 13000, 0, None) == 0 and function.value
+    for name in (b"cuMemAlloc", b"cuStreamIsCapturing", b"cuGraphInstantiate", b"cuGLInit"):
+        found = ours.cuGetProcAddress_v2(name, ctypes.byref(function), 13000, 0, None) == 0
+        assert found == bool(function.value) == (name != b"cuGLInit")  # graphics are not there, which needs no sentence
     """)
+    assert done.stderr.count("opacus-memprof: the virtual GPU has no") == 2
+    assert "has no cuNoSuchThing, which" in done.stderr
+    assert "links CUDA's runtime statically" in done.stderr
 
 
 def test_without_a_start_there_is_no_gpu_and_no_crash() -> None:
