@@ -39,32 +39,6 @@ void* pointer(CUdeviceptr address) {
   return reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
 }
 
-// Physical memory without an address (cuMemCreate).
-struct Allocation {
-  int device = 0;
-  std::size_t size = 0;
-  int references = 1;  // the handle, and each mapping
-};
-
-std::mutex allocations_mutex;
-std::map<CUmemGenericAllocationHandle, Allocation>& allocations() {
-  static auto* const all = new std::map<CUmemGenericAllocationHandle, Allocation>;
-  return *all;
-}
-std::map<CUdeviceptr, CUmemGenericAllocationHandle>& mappings() {
-  static auto* const all = new std::map<CUdeviceptr, CUmemGenericAllocationHandle>;
-  return *all;
-}
-
-// With the mutex held.
-void drop_reference(CUmemGenericAllocationHandle handle) {
-  const auto found = allocations().find(handle);
-  if (found != allocations().end() && --found->second.references == 0) {
-    machine().memory.give_back(found->second.device, found->second.size);
-    allocations().erase(found);
-  }
-}
-
 CUresult pointer_attribute(void* value, CUpointer_attribute attribute, CUdeviceptr address) {
   const auto range = machine().memory.find(pointer(address));
   if (!range) {
@@ -241,71 +215,6 @@ CUresult CUDAAPI cuPointerGetAttributes(unsigned count, CUpointer_attribute* att
     pointer_attribute(values[index], attributes[index], address);
   }
   return CUDA_SUCCESS;
-}
-
-// --- memory and addresses apart (torch's expandable segments) ---
-
-CUresult CUDAAPI cuMemGetAllocationGranularity(std::size_t* granularity,
-                                               const CUmemAllocationProp* /*properties*/,
-                                               CUmemAllocationGranularity_flags /*option*/) {
-  *granularity = virtual_gpu::kPage;
-  return CUDA_SUCCESS;
-}
-
-CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle* handle, std::size_t size,
-                             const CUmemAllocationProp* properties, unsigned long long /*flags*/) {
-  const int device = properties->location.id;
-  if (!valid_device(device)) {
-    return CUDA_ERROR_INVALID_DEVICE;
-  }
-  if (!machine().memory.take(device, size)) {
-    return CUDA_ERROR_OUT_OF_MEMORY;
-  }
-  const std::lock_guard lock(allocations_mutex);
-  *handle = machine().streams.create_handle();
-  allocations()[*handle] = {device, size, 1};
-  return CUDA_SUCCESS;
-}
-
-CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle) {
-  const std::lock_guard lock(allocations_mutex);
-  drop_reference(handle);
-  return CUDA_SUCCESS;
-}
-
-CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr* address, std::size_t size,
-                                     std::size_t /*alignment*/, CUdeviceptr /*wish*/,
-                                     unsigned long long /*flags*/) {
-  *address = reinterpret_cast<CUdeviceptr>(machine().memory.reserve_addresses(size));
-  return *address == 0 ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
-}
-
-CUresult CUDAAPI cuMemAddressFree(CUdeviceptr address, std::size_t size) {
-  return machine().memory.release_addresses(pointer(address), size) ? CUDA_SUCCESS
-                                                                    : CUDA_ERROR_INVALID_VALUE;
-}
-
-CUresult CUDAAPI cuMemMap(CUdeviceptr address, std::size_t size, std::size_t /*offset*/,
-                          CUmemGenericAllocationHandle handle, unsigned long long /*flags*/) {
-  const std::lock_guard lock(allocations_mutex);
-  const auto found = allocations().find(handle);
-  if (found == allocations().end() ||
-      !machine().memory.map(pointer(address), size, found->second.device)) {
-    return CUDA_ERROR_INVALID_VALUE;
-  }
-  ++found->second.references;
-  mappings()[address] = handle;
-  return CUDA_SUCCESS;
-}
-
-CUresult CUDAAPI cuMemUnmap(CUdeviceptr address, std::size_t size) {
-  const std::lock_guard lock(allocations_mutex);
-  for (auto at = mappings().lower_bound(address);
-       at != mappings().end() && at->first < address + size;) {
-    drop_reference(at->second);
-    at = mappings().erase(at);
-  }
-  return machine().memory.unmap(pointer(address), size) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 // --- modules and kernels (Triton, NVRTC) ---
