@@ -368,7 +368,7 @@ def measure_others(trace: Trace) -> dict[str, list[int] | str]:
         trace.both(f"BatchNorm2d {batch}x{channels}x{size} {dtype} {layout}", lambda norm=norm, x=x: norm(x), found)
     for steps, batch, classes, length in ((50, 16, 20, 30), (200, 8, 100, 60), (20, 64, 32, 10)):
         logits = torch.zeros(steps, batch, classes, device="cuda").log_softmax(2).requires_grad_()
-        targets = torch.ones(batch * length, dtype=torch.int32)
+        targets = torch.ones(batch, length, dtype=torch.int32, device="cuda")
         lengths = torch.full((batch,), steps, dtype=torch.int32), torch.full((batch,), length, dtype=torch.int32)
         trace.both(
             f"ctc_loss steps={steps} batch={batch} classes={classes} length={length}",

@@ -40,6 +40,15 @@ cudnnStatus_t cudnnCreate(cudnnHandle_t* handle) {
   return CUDNN_STATUS_SUCCESS;
 }
 
+// The state of a random generator (XORWOW, 24 bytes) for each thread that the GPU can hold.
+cudnnStatus_t cudnnDropoutGetStatesSize(cudnnHandle_t /*handle*/, std::size_t* size) {
+  constexpr std::size_t kState = 24;
+  const auto& device = virtual_gpu::machine().devices.front();
+  *size = static_cast<std::size_t>(device.multiprocessors) *
+          static_cast<std::size_t>(device.threads_per_multiprocessor) * kState;
+  return CUDNN_STATUS_SUCCESS;
+}
+
 cudnnStatus_t cudnnGetStream(cudnnHandle_t /*handle*/, cudaStream_t* stream) {
   *stream = nullptr;
   return CUDNN_STATUS_SUCCESS;
