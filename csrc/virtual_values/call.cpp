@@ -56,13 +56,17 @@ void Call::prepare() {
     const bool small = is_small(each.tensor);
     small_ = small_ && small;
     if (!each.parameter.read) continue;
+    const Span span = span_of(each.tensor);
+    const auto whole = ranges().uniform(span);
     if (!small) {
-      const auto whole = ranges().uniform(span_of(each.tensor));
       state_ = std::min(state_, whole ? whole->state : State::assumed);
       continue;
     }
-    const Span span = span_of(each.tensor);
-    state_ = std::min(state_, ranges().materialize(span));
+    const State state = ranges().materialize(span);
+    // A program that fills memory by indices does not read what these leave out, or a real GPU
+    // would give it rubbish.
+    const bool filled = each.parameter.written_in_part && whole && whole->state == State::unwritten;
+    if (!filled) state_ = std::min(state_, state);
     if (each.parameter.written && span.size() > 0) {
       each.before.assign(bytes_at(span.begin), bytes_at(span.end));
     }
@@ -108,6 +112,11 @@ void Call::finish(torch::jit::Stack& stack) {
     if (operation_.counts_on_device)
       give_bound(operation_, arguments_, &stack[stack.size() - returns], returns);
   }
+  if (operation_.name == "aten::_amp_foreach_non_finite_check_and_unscale_") {
+    // No gradient that was not computed is taken to overflow, so that a GradScaler's scale is
+    // known.
+    note_written(arguments_[1].toTensor(), State::known);
+  }
   if (!done || state_ != State::known) {
     choose_indices(operation_, arguments_, &stack[stack.size() - returns], returns);
   }
@@ -139,8 +148,16 @@ bool Call::carry_out_whole(torch::jit::Stack& stack, std::size_t returns) {
         TORCH_CHECK(outputs.size() == computed.size(), "as many results as on the CPU");
         for (std::size_t each = 0; each < outputs.size(); ++each)
           store(outputs[each], computed[each]);
-      } else {
+      } else if (!value.isNone()) {
         result = value;
+      } else {
+        // What a counterpart leaves out is for the operator's own backward, whose counterpart does
+        // not read it.
+        for_each_tensor(result, [&](const at::Tensor& tensor) {
+          if (tensor.is_cuda() && is_dense(tensor)) {
+            ranges().set_uniform(span_of(tensor), {written, {.bytes = {}, .size = 1}});
+          }
+        });
       }
     }
   } catch (const std::exception&) {
@@ -154,7 +171,12 @@ bool Call::carry_out_whole(torch::jit::Stack& stack, std::size_t returns) {
 
 // The value of a result that is not an argument, into its bytes.
 void Call::store(const at::Tensor& output, const at::Tensor& value) const {
-  if (!output.defined() || !output.is_cuda() || is_written_argument(output)) return;
+  if (!output.defined() || !value.defined() || is_written_argument(output)) return;
+  if (output.is_cpu()) {
+    // State of generators, which the backward of attention is given.
+    if (output.sizes() == value.sizes()) output.copy_(value);
+    return;
+  }
   if (output.sizes() != value.sizes() && state_ != State::known) return note_not_computed(output);
   TORCH_CHECK(output.sizes() == value.sizes() && output.scalar_type() == value.scalar_type(),
               "a result as on the CPU");

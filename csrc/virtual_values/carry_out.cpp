@@ -113,6 +113,7 @@ std::vector<c10::IValue> carry_out(const c10::OperatorHandle& handle, const Oper
   } else if (operation.random) {
     default_generator.emplace(seed);
   }
+  if (operation.counterpart != nullptr) return operation.counterpart(stack);
   handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
   return stack;
 }
@@ -143,6 +144,11 @@ double expense_of(const Operation& operation, const std::vector<c10::IValue>& ar
     return (input == 0 ? 2 : 4) * elements(input) * a_channel;
   }
   if (name == "aten::linalg_vector_norm" || name == "aten::linalg_cross") return 0;
+  if (name.starts_with("aten::_scaled_dot_product_")) {
+    const std::size_t query = name.ends_with("_backward") ? 1 : 0;
+    return (query == 0 ? 4 : 10) * elements(query) *
+           static_cast<double>(tensor(query + 1).size(-2));
+  }
   if (name.starts_with("aten::linalg_") || name.starts_with("aten::_linalg_") ||
       name.starts_with("aten::cholesky") || name == "aten::geqrf" ||
       name == "aten::triangular_solve" || name == "aten::_cdist_forward") {

@@ -84,7 +84,17 @@ void count_read() {
 
 void after_fresh(const c10::IValue& result) {
   follow_allocator();
-  if (result.isTensor() && is_plain(result.toTensor())) note_not_computed(result.toTensor());
+  if (result.isTensor() && is_plain(result.toTensor())) ranges().reset(span_of(result.toTensor()));
+}
+
+void after_copy_from_host(const c10::IValue& result) {
+  follow_allocator();
+  if (!result.isTensor() || !is_plain(result.toTensor())) return;
+  const at::Tensor& tensor = result.toTensor();
+  const auto whole = ranges().uniform(span_of(tensor));
+  if (is_small(tensor) && whole && whole->state == State::unwritten) {
+    note_written(tensor, State::known);
+  }
 }
 
 // Calls function(tensor) for the small plain tensors of the arguments from `first` on.
@@ -133,6 +143,10 @@ void pass(const c10::OperatorHandle& handle, const Operation& operation, c10::Di
   if (operation.kind == Kind::fresh) {
     handle.redispatchBoxed(below, stack);
     return after_fresh(stack->back());
+  }
+  if (operation.kind == Kind::from_host) {
+    handle.redispatchBoxed(below, stack);
+    return after_copy_from_host(stack->back());
   }
   if (operation.kind == Kind::collective) {
     return pass_collective(handle, operation, below, stack);

@@ -24,10 +24,10 @@ constexpr std::array<std::string_view, 2> kWhole{"aten::convolution", "aten::con
 
 // They change what a tensor is, not its values; or they check values where a real GPU would only
 // later.
-constexpr std::array<std::string_view, 10> kNoValues{
-    "aten::set_",        "aten::resize_",   "aten::resize_as_",    "aten::record_stream",
-    "aten::_pin_memory", "aten::is_pinned", "aten::_assert_async", "aten::is_set_to",
-    "aten::_lazy_clone", "aten::lift_fresh"};
+constexpr std::array<std::string_view, 9> kNoValues{
+    "aten::set_",          "aten::resize_",     "aten::resize_as_",
+    "aten::record_stream", "aten::_pin_memory", "aten::is_pinned",
+    "aten::_assert_async", "aten::is_set_to",   "aten::_lazy_clone"};
 
 constexpr std::array<std::string_view, 2> kFresh{"aten::empty", "aten::empty_strided"};
 
@@ -36,6 +36,11 @@ constexpr std::array<std::string_view, 11> kOverwrite{
     "aten::copy_",    "aten::fill_",       "aten::zero_",      "aten::normal_",
     "aten::uniform_", "aten::random_",     "aten::bernoulli_", "aten::exponential_",
     "aten::cauchy_",  "aten::log_normal_", "aten::geometric_"};
+
+// Elements of the first argument are overwritten, those that indices or a mask name.
+constexpr std::array<std::string_view, 8> kWriteInPart{
+    "aten::index_put_",  "aten::_index_put_impl_", "aten::scatter_",        "aten::index_copy_",
+    "aten::index_fill_", "aten::masked_fill_",     "aten::masked_scatter_", "aten::put_"};
 
 constexpr std::array<std::string_view, 7> kReducesUniform{
     "aten::all", "aten::any", "aten::amax", "aten::amin", "aten::max", "aten::min", "aten::mean"};
@@ -76,6 +81,7 @@ Kind kind_of(const c10::OperatorHandle& handle) {
   if (name.starts_with("c10d::")) return Kind::collective;
   if (contains(kNoValues, name)) return Kind::pass;
   if (contains(kFresh, name)) return Kind::fresh;
+  if (name == "aten::lift_fresh") return Kind::from_host;
   if (!handle.hasKernelForDispatchKey(c10::DispatchKey::CUDA) && !contains(kWhole, name)) {
     return name == "aten::copy_" ? Kind::copy : Kind::pass;
   }
@@ -93,10 +99,11 @@ Operation describe(const c10::OperatorHandle& handle) {
   const auto& schema = handle.schema();
   for (const auto& argument : schema.arguments()) {
     const bool written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-    const bool overwritten =
-        written && operation.parameters.empty() && contains(kOverwrite, operation.name);
+    const bool first = written && operation.parameters.empty();
     operation.parameters.push_back(
-        {.written = written, .read = !argument.is_out() && !overwritten});
+        {.written = written,
+         .read = !argument.is_out() && !(first && contains(kOverwrite, operation.name)),
+         .written_in_part = first && contains(kWriteInPart, operation.name)});
     const c10::TypePtr& type = argument.type();
     if (type->kind() == c10::TypeKind::GeneratorType ||
         (type->kind() == c10::TypeKind::OptionalType &&
@@ -106,7 +113,10 @@ Operation describe(const c10::OperatorHandle& handle) {
     }
   }
   operation.random = handle.hasTag(at::Tag::nondeterministic_seeded) || operation.generator >= 0;
-  operation.on_cpu = handle.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
+  if (handle.operator_name().overload_name.empty())
+    operation.counterpart = counterpart_of(operation.name);
+  operation.on_cpu = operation.counterpart != nullptr ||
+                     handle.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
   operation.pointwise = pointwise_names().contains(without_underscore(operation.name));
   operation.reduces_uniform = contains(kReducesUniform, operation.name);
   operation.lists = operation.name.starts_with("aten::_foreach_") ||

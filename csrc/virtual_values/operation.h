@@ -8,11 +8,14 @@
 #include <string>
 #include <vector>
 
+#include "virtual_values/counterparts.h"
+
 namespace opacus_memprof::virtual_values {
 
 enum class Kind {
   pass,        // views, metadata, and what is made of other operators
   fresh,       // gives memory that is not written
+  from_host,   // torch.tensor(): hands on what was copied from the host, where no key is seen
   collective,  // of c10d: its results would come from other processes
   copy,
   item,   // the host reads one element
@@ -22,7 +25,8 @@ enum class Kind {
 
 struct Parameter {
   bool written = false;
-  bool read = true;  // false: `out`, and what is overwritten as a whole
+  bool read = true;              // false: `out`, and what is overwritten as a whole
+  bool written_in_part = false;  // by indices or a mask; the rest keeps what it has
 };
 
 struct Operation {
@@ -31,7 +35,8 @@ struct Operation {
   std::vector<Parameter> parameters;
   int generator = -1;   // the position of its Generator parameter
   bool random = false;  // draws from a generator, which may be the default one
-  bool on_cpu = false;  // there is a kernel for the CPU
+  bool on_cpu = false;  // there is a kernel for the CPU, or a counterpart
+  Counterpart counterpart = nullptr;
   bool pointwise = false;
   bool reduces_uniform = false;  // a reduction that gives x for a tensor whose elements are all x
   bool lists = false;            // works on lists of tensors, element by element

@@ -69,6 +69,10 @@ void Ranges::set_uniform(Span span, Uniform uniform) {
   put(span, {.end = span.end, .state = uniform.state, .pattern = uniform.pattern});
 }
 
+void Ranges::set_not_computed(Span span) {
+  set_uniform(span, {State::assumed, {.bytes = {}, .size = 1}});
+}
+
 State Ranges::materialize(Span span) {
   if (span.size() == 0) return State::known;
   const std::lock_guard lock(mutex_);

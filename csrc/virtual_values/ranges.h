@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What is known of the bytes of device memory, by address.
 //
-// Memory of which nothing is noted is unwritten: it was allocated and nothing that was carried out
-// has written it. It reads as zero, although a block that is used again still holds its old bytes,
-// so whoever reads it fills it first.
+// Memory of which nothing is noted is unwritten: it was allocated, and no operator has written it.
+// It reads as zero, although a block that is used again still holds its old bytes, so whoever reads
+// it fills it first. What an operator has written that was not carried out repeats an assumed zero.
 #pragma once
 
 #include <array>
@@ -47,6 +47,8 @@ class Ranges {
  public:
   // Makes the range unwritten.
   void reset(Span span);
+  // It reads as zero because what was written there was not computed.
+  void set_not_computed(Span span);
   void set(Span span, State state);
   void set_uniform(Span span, Uniform uniform);
 

@@ -135,12 +135,12 @@ void note_written(const at::Tensor& tensor, State state) {
 void note_not_computed(const at::Tensor& tensor) {
   const Span span = span_of(tensor);
   if (span.size() == 0) return;
-  if (is_dense(tensor)) return ranges().reset(span);
+  if (is_dense(tensor)) return ranges().set_not_computed(span);
   const auto pieces = pieces_of(tensor);
-  for (const Span& piece : pieces) ranges().reset(piece);
+  for (const Span& piece : pieces) ranges().set_not_computed(piece);
   // What lies between keeps its bytes, if it can be told apart; else all of it is as if it were not
   // written.
-  if (pieces.empty()) ranges().reset(span);
+  if (pieces.empty()) ranges().set_not_computed(span);
 }
 
 }  // namespace opacus_memprof::virtual_values

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// What stands in on the CPU for operators that have a kernel for CUDA alone: fused attention,
+// cuDNN's batch normalization.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <string>
+#include <vector>
+
+namespace opacus_memprof::virtual_values {
+
+// Gives the results for arguments that are on the CPU; None for a result that it does not compute.
+// Throws where it cannot stand in for the operator with these arguments.
+using Counterpart = std::vector<c10::IValue> (*)(const std::vector<c10::IValue>& arguments);
+
+// nullptr where the operator is carried out as it is.
+Counterpart counterpart_of(const std::string& operation);
+
+}  // namespace opacus_memprof::virtual_values
