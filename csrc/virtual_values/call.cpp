@@ -38,14 +38,17 @@ Call::Call(const c10::OperatorHandle& handle, const Operation& operation,
   arguments_.assign(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end());
   for (std::size_t index = 0; index < count; ++index) {
     if (arguments_[index].isDevice()) cuda_ = cuda_ || arguments_[index].toDevice().is_cuda();
+    const bool list = arguments_[index].isList();
+    std::size_t position = 0;
     for_each_tensor(arguments_[index], [&](const at::Tensor& tensor) {
       if (tensor.is_cuda()) {
         cuda_ = true;
         plain_ = plain_ && is_plain(tensor);
-        tensors_.push_back({tensor, operation.parameters[index], {}});
+        tensors_.push_back({tensor, operation.parameters[index], position, list, {}});
       } else {
         plain_ = plain_ && tensor.is_cpu() && !operation.parameters[index].written;
       }
+      ++position;
     });
   }
 }
@@ -58,19 +61,39 @@ void Call::prepare() {
     if (!each.parameter.read) continue;
     const Span span = span_of(each.tensor);
     const auto whole = ranges().uniform(span);
-    if (!small) {
-      state_ = std::min(state_, whole ? whole->state : State::assumed);
-      continue;
+    State state = State::assumed;
+    if (small) {
+      state = ranges().materialize(span);
+      // A program that fills memory by indices does not read what these leave out, or a real GPU
+      // would give it rubbish.
+      if (each.parameter.written_in_part && whole && whole->state == State::unwritten) {
+        state = State::known;
+      }
+      if (each.parameter.written && span.size() > 0) {
+        each.before.assign(bytes_at(span.begin), bytes_at(span.end));
+      }
+    } else if (whole) {
+      state = whole->state;
     }
-    const State state = ranges().materialize(span);
-    // A program that fills memory by indices does not read what these leave out, or a real GPU
-    // would give it rubbish.
-    const bool filled = each.parameter.written_in_part && whole && whole->state == State::unwritten;
-    if (!filled) state_ = std::min(state_, state);
-    if (each.parameter.written && span.size() > 0) {
-      each.before.assign(bytes_at(span.begin), bytes_at(span.end));
-    }
+    note_read(each, state);
   }
+}
+
+void Call::note_read(const Tensor& each, State state) {
+  state_ = std::min(state_, state);
+  if (!operation_.lists) return;
+  if (states_.empty()) states_.assign(arguments_[0].toListRef().size(), State::known);
+  if (each.in_list) {
+    if (each.position < states_.size())
+      states_[each.position] = std::min(states_[each.position], state);
+  } else {
+    for (State& of : states_) of = std::min(of, state);
+  }
+}
+
+State Call::state_at(std::size_t position) const {
+  const State state = position < states_.size() ? states_[position] : state_;
+  return state == State::known ? State::known : State::assumed;
 }
 
 void Call::restore() {
@@ -87,7 +110,7 @@ bool Call::is_written_argument(const at::Tensor& tensor) const {
   });
 }
 
-void Call::finish(torch::jit::Stack& stack) {
+bool Call::finish(torch::jit::Stack& stack) {
   const std::size_t returns = handle_.schema().returns().size();
   bool all_small = small_;
   for (auto result = stack.end() - static_cast<std::ptrdiff_t>(returns); result != stack.end();
@@ -117,14 +140,13 @@ void Call::finish(torch::jit::Stack& stack) {
     // known.
     note_written(arguments_[1].toTensor(), State::known);
   }
-  if (!done || state_ != State::known) {
-    choose_indices(operation_, arguments_, &stack[stack.size() - returns], returns);
-  }
+  if (done && state_ == State::known) return true;
+  choose_indices(operation_, arguments_, &stack[stack.size() - returns], returns);
+  return false;
 }
 
 bool Call::carry_out_whole(torch::jit::Stack& stack, std::size_t returns) {
   c10::IValue* const results = &stack[stack.size() - returns];
-  const State written = state_ == State::known ? State::known : State::assumed;
   restore();
   try {
     std::vector<c10::IValue> values = [&] {
@@ -132,7 +154,7 @@ bool Call::carry_out_whole(torch::jit::Stack& stack, std::size_t returns) {
       return carry_out(handle_, operation_, arguments_, seed_);
     }();
     if (operation_.counts_on_device) {
-      if (written != State::known) take_every_element_for_none(operation_, arguments_, values);
+      if (state_ != State::known) take_every_element_for_none(operation_, arguments_, values);
       for (std::size_t index = 0; index < returns; ++index)
         give_shape_of(operation_, values[index], results[index]);
     }
@@ -141,13 +163,13 @@ bool Call::carry_out_whole(torch::jit::Stack& stack, std::size_t returns) {
       const c10::IValue& value = values[index];
       c10::IValue& result = results[index];
       if (result.isTensor() && value.isTensor()) {
-        store(result.toTensor(), value.toTensor());
+        store(result.toTensor(), value.toTensor(), state_at(0));
       } else if (result.isTensorList() && value.isTensorList()) {
         const auto outputs = result.toTensorVector();
         const auto computed = value.toTensorVector();
         TORCH_CHECK(outputs.size() == computed.size(), "as many results as on the CPU");
         for (std::size_t each = 0; each < outputs.size(); ++each)
-          store(outputs[each], computed[each]);
+          store(outputs[each], computed[each], state_at(each));
       } else if (!value.isNone()) {
         result = value;
       } else {
@@ -155,7 +177,7 @@ bool Call::carry_out_whole(torch::jit::Stack& stack, std::size_t returns) {
         // not read it.
         for_each_tensor(result, [&](const at::Tensor& tensor) {
           if (tensor.is_cuda() && is_dense(tensor)) {
-            ranges().set_uniform(span_of(tensor), {written, {.bytes = {}, .size = 1}});
+            ranges().set_uniform(span_of(tensor), {state_at(0), {.bytes = {}, .size = 1}});
           }
         });
       }
@@ -165,36 +187,37 @@ bool Call::carry_out_whole(torch::jit::Stack& stack, std::size_t returns) {
     restore();
     return false;
   }
-  note_arguments_written(written);
+  note_arguments_written();
   return true;
 }
 
 // The value of a result that is not an argument, into its bytes.
-void Call::store(const at::Tensor& output, const at::Tensor& value) const {
+void Call::store(const at::Tensor& output, const at::Tensor& value, State state) const {
   if (!output.defined() || !value.defined() || is_written_argument(output)) return;
   if (output.is_cpu()) {
     // State of generators, which the backward of attention is given.
     if (output.sizes() == value.sizes()) output.copy_(value);
     return;
   }
-  if (output.sizes() != value.sizes() && state_ != State::known) return note_not_computed(output);
+  if (output.sizes() != value.sizes() && state != State::known) return note_not_computed(output);
   TORCH_CHECK(output.sizes() == value.sizes() && output.scalar_type() == value.scalar_type(),
               "a result as on the CPU");
   if (output.numel() == 0) return;
   const at::Tensor alias = alias_on_cpu(output);
-  if (state_ != State::known) make_finite(value);
+  if (state != State::known) make_finite(value);
   if (output.strides() == value.strides() && is_dense(output)) {
     std::memcpy(bytes_at(span_of(output).begin), value.const_data_ptr(), span_of(output).size());
   } else {
     alias.copy_(value);
   }
-  note_written(output, state_ == State::known ? State::known : State::assumed);
+  note_written(output, state);
 }
 
-void Call::note_arguments_written(State state) {
+void Call::note_arguments_written() {
   const OnCpu on_cpu;
   for (const Tensor& each : tensors_) {
-    if (!each.parameter.written) continue;
+    if (!each.parameter.written || !is_small(each.tensor)) continue;
+    const State state = state_at(each.in_list ? each.position : 0);
     if (state != State::known) make_finite(alias_on_cpu(each.tensor));
     note_written(each.tensor, state);
   }
@@ -210,10 +233,16 @@ void Call::carry_out_lists(torch::jit::Stack& stack, std::size_t returns) {
     const OnCpu on_cpu;
     values = carry_out(handle_, operation_, part.arguments(), seed_);
     for (std::size_t index = 0; index < returns; ++index) {
-      part.for_each_result(stack[stack.size() - returns + index], values[index],
-                           [&](const at::Tensor& output, const at::Tensor& value) {
-                             if (is_small(output)) store(output, value);
-                           });
+      part.for_each_result(
+          stack[stack.size() - returns + index], values[index],
+          [&](const at::Tensor& output, const at::Tensor& value, std::size_t position) {
+            if (is_small(output)) store(output, value, state_at(position));
+          });
+    }
+    for (const Tensor& each : tensors_) {
+      if (each.parameter.written && each.in_list && part.keeps(each.position)) {
+        note_written(each.tensor, state_at(each.position));
+      }
     }
   } catch (const std::exception&) {
     count_failure(operation_.name);

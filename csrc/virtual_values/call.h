@@ -26,8 +26,8 @@ class Call {
   // written in place, since the kernel may itself call operators that write there.
   void prepare();
   // After it: computes what can be computed, and takes note of what is known of the results, which
-  // are on the stack.
-  void finish(torch::jit::Stack& stack);
+  // are on the stack. Answers whether they are what a real GPU would give.
+  bool finish(torch::jit::Stack& stack);
 
   // Of what the call reads: the lowest of all inputs.
   [[nodiscard]] State state() const { return state_; }
@@ -36,18 +36,22 @@ class Call {
   struct Tensor {
     at::Tensor tensor;
     Parameter parameter;
+    std::size_t position;  // in a list, else 0
+    bool in_list;
     std::vector<std::uint8_t> before;
   };
 
+  void note_read(const Tensor& each, State state);
+  // What the elements of lists at this position are computed from, or the whole call.
+  [[nodiscard]] State state_at(std::size_t position) const;
   void restore();
-  [[nodiscard]] bool can_be_carried_out(const std::vector<at::Tensor>& outputs) const;
   bool carry_out_whole(torch::jit::Stack& stack, std::size_t returns);
   void carry_out_lists(torch::jit::Stack& stack, std::size_t returns);
   bool carry_out_uniform(torch::jit::Stack& stack, std::size_t returns);
-  void store(const at::Tensor& output, const at::Tensor& value) const;
+  void store(const at::Tensor& output, const at::Tensor& value, State state) const;
   void note_results_not_computed(const torch::jit::Stack& stack, std::size_t returns);
   [[nodiscard]] bool is_written_argument(const at::Tensor& tensor) const;
-  void note_arguments_written(State state);
+  void note_arguments_written();
 
   const c10::OperatorHandle& handle_;
   const Operation& operation_;
@@ -58,6 +62,7 @@ class Call {
   bool small_ = true;
   std::uint64_t seed_ = 0;
   State state_ = State::known;
+  std::vector<State> states_;  // by position, of an operator on lists
 };
 
 }  // namespace opacus_memprof::virtual_values

@@ -53,32 +53,38 @@ void follow_allocator() {
   }
 }
 
-// The operator of the program in which this one is called, for the counts.
+// The operator of the program in which others are called, for the counts.
 thread_local const Operation* outermost = nullptr;
+// What the operators in it have read that was not computed. It does not matter if the outermost one
+// is then carried out: its CUDA kernel may read what it has itself written past the dispatcher.
+thread_local std::uint64_t read_within = 0;
 
 class Within {
  public:
   explicit Within(const Operation& operation) : first_(outermost == nullptr) {
-    if (first_) outermost = &operation;
+    if (!first_) return;
+    outermost = &operation;
+    read_within = 0;
   }
   Within(const Within&) = delete;
   Within& operator=(const Within&) = delete;
   ~Within() {
     if (first_) outermost = nullptr;
   }
+  [[nodiscard]] bool first() const { return first_; }
 
  private:
   bool first_;
 };
 
-void count_read() {
-  // Kernels that count on the device read what nothing computes; their results are noted as a
-  // whole.
-  if (outermost == nullptr || outermost->counts_on_device) return;
-  if (outermost->dynamic_shape) {
-    count_assumed_shape(outermost->name);
+// The host has read something in this operator that was not computed.
+void count_read(const Operation& operation) {
+  // Kernels that count on the device have been counted by what they read.
+  if (operation.counts_on_device) return;
+  if (operation.dynamic_shape) {
+    count_assumed_shape(operation.name);
   } else {
-    count_unknown_read(outermost->kind == Kind::item ? "aten::item" : outermost->name);
+    count_unknown_read(operation.kind == Kind::item ? "aten::item" : operation.name);
   }
 }
 
@@ -152,7 +158,10 @@ void pass(const c10::OperatorHandle& handle, const Operation& operation, c10::Di
     return pass_collective(handle, operation, below, stack);
   }
   if (operation.kind == Kind::copy && is_copy_between_host_and_device(*stack)) {
-    if (copy_between_host_and_device(handle, below, *stack) != State::known) count_read();
+    if (copy_between_host_and_device(handle, below, *stack) != State::known) {
+      ++read_within;
+      if (within.first()) count_read(operation);
+    }
     return follow_allocator();
   }
   Call call(handle, operation, *stack);
@@ -160,10 +169,10 @@ void pass(const c10::OperatorHandle& handle, const Operation& operation, c10::Di
   call.prepare();
   handle.redispatchBoxed(below, stack);
   follow_allocator();
-  if (operation.kind != Kind::item) call.finish(*stack);
-  if ((operation.kind == Kind::item || operation.kind == Kind::equal) &&
-      call.state() != State::known)
-    count_read();
+  const bool known =
+      operation.kind == Kind::item ? call.state() == State::known : call.finish(*stack);
+  if (!known && (operation.kind == Kind::item || operation.kind == Kind::equal)) ++read_within;
+  if (!known && read_within > 0 && within.first()) count_read(operation);
 }
 
 void intercept(const c10::OperatorHandle& handle, c10::DispatchKeySet keys,

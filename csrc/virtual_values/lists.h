@@ -4,6 +4,7 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <vector>
 
@@ -17,11 +18,14 @@ class SmallPart {
 
   // Nothing can be carried out: there are none, or another tensor of the call is large.
   [[nodiscard]] bool empty() const { return kept_.empty(); }
+  [[nodiscard]] bool keeps(std::size_t position) const {
+    return std::find(kept_.begin(), kept_.end(), position) != kept_.end();
+  }
   // The call's, with what was not kept left out of lists.
   [[nodiscard]] std::vector<c10::IValue> arguments() const;
 
-  // Calls function(output, value) for the results of the whole call and of the part that belong
-  // together.
+  // Calls function(output, value, position) for the results of the whole call and of the part that
+  // belong together.
   template <typename Function>
   void for_each_result(const c10::IValue& outputs, const c10::IValue& values,
                        Function&& function) const {
@@ -30,7 +34,7 @@ class SmallPart {
     const auto part = values.toTensorVector();
     if (all.size() != length_ || part.size() != kept_.size()) return;
     for (std::size_t index = 0; index < kept_.size(); ++index)
-      function(all[kept_[index]], part[index]);
+      function(all[kept_[index]], part[index], kept_[index]);
   }
 
  private:

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What programs decide by values, on a virtual GPU: each function's results are printed as JSON.
+
+`python virtual_values.py NAME...`; the functions that take a device run on the CPU as well, which is their oracle.
+"""
+
+import json
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from opacus_memprof import virtual_gpu
+
+if "without" in sys.argv:
+    from opacus_memprof.virtual_gpu import process
+
+    process._compute_small_values = lambda: None
+virtual_gpu.start("h200")
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from opacus_memprof.virtual_gpu import values  # noqa: E402
+
+warnings.simplefilter("ignore")
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return [plain(each) for each in value] if isinstance(value, tuple | list) else value
+
+
+def operations(device: str) -> list[Any]:
+    """Operations whose results decide: labels, masks, counts, shapes."""
+    labels = torch.tensor([3, 1, 3, 2, 1, 7, 0]).to(device)
+    tokens = torch.arange(24, device=device).view(4, 6) * 5 % 13
+    mask = tokens > 6
+    ordered = torch.zeros(4, 6, dtype=torch.long, device=device)
+    ordered[torch.arange(4, device=device), labels[:4] % 6] = 1
+    inverse = torch.empty_like(labels)
+    inverse[labels.argsort(stable=True)] = torch.arange(7, device=device)
+    flags = torch.ones(3_000_000, dtype=torch.bool, device=device)  # too large to be carried out
+    halves = torch.full((2_000_000,), 0.5, device=device)
+    counted = torch.zeros((), dtype=torch.long, device=device)
+    while not bool(counted >= 5):
+        counted += 1
+    found = [
+        labels.unique(return_inverse=True, return_counts=True),
+        torch.unique(tokens % 3, dim=0),
+        labels.sort().values.unique_consecutive(return_counts=True),
+        mask.nonzero(),
+        mask.nonzero().stride(),
+        torch.where(labels == 3)[0],
+        tokens[mask],
+        tokens.masked_select(mask),
+        torch.bincount(labels),
+        torch.repeat_interleave(labels, labels),
+        torch.histc(labels if labels.is_cuda else labels.float(), 4, 0, 8),
+        functional.one_hot(labels),
+        (labels.max().item(), labels.float().mean().item(), torch.equal(labels, labels.clone())),
+        torch.tril(torch.ones(4, 4, device=device)),
+        torch.cat([labels, labels.new_tensor([5])]).cumsum(0),
+        functional.pad(tokens, (1, 0))[:, ::2].t().contiguous(),
+        torch.topk(labels.float(), 3),
+        torch.tensor([1.5, 2.5], device=device).half().add_(1).float(),
+        (ordered, inverse, counted),
+        (flags.all().item(), (~flags).any().item(), (halves == 0.5).all().item(), (halves * 2).max().item()),
+        (halves.mean().item(), halves[7].item()),
+        torch._foreach_add([labels.float(), halves], 1)[0],
+    ]
+    return plain(found)
+
+
+def results(device: str) -> dict[str, Any]:
+    """A model's loss and gradients, through embedding, convolution, normalization, attention and clipping."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(11, 16),
+            "convolve": nn.Conv1d(16, 16, 3, padding=1, bias=False),
+            "batch": nn.BatchNorm1d(16),
+            "root": nn.RMSNorm(16),
+            "attend": nn.MultiheadAttention(16, 2, batch_first=True),
+            "head": nn.Linear(16, 5),
+        }
+    )
+    tokens = torch.randint(0, 11, (4, 8))
+    labels = torch.randint(0, 5, (4,))
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(3):
+        hidden = model["embed"](tokens.to(device)).transpose(1, 2)
+        hidden = model["root"](model["batch"](model["convolve"](hidden)).transpose(1, 2))
+        hidden, _ = model["attend"](hidden, hidden, hidden, need_weights=False)
+        loss = functional.cross_entropy(model["head"](hidden.mean(1)), labels.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5, error_if_nonfinite=True)
+        optimizer.step()
+        losses.append(loss.item())
+    gradients = {name: plain(parameter.grad) for name, parameter in model.named_parameters()}
+    return {"losses": losses, "gradients": gradients, "mean": plain(model["batch"].running_mean)}
+
+
+def attention(device: str) -> list[Any]:
+    """Fused attention with causal and explicit masks, and its gradients."""
+    torch.manual_seed(1)
+    found = []
+    for masked in (False, True):
+        query, key, value = (torch.randn(2, 2, 8, 16).to(device).requires_grad_() for _ in range(3))
+        bias = torch.randn(1, 1, 8, 8).to(device) if masked else None
+        out = functional.scaled_dot_product_attention(query, key, value, bias, is_causal=not masked)
+        out.square().sum().backward()
+        found.append(plain([out.detach(), query.grad, key.grad, value.grad]))
+    return found
+
+
+def compared(function: Callable[[str], Any]) -> dict[str, Any]:
+    on_cpu = function("cpu")
+    return {"cpu": on_cpu, "cuda": function("cuda"), "reads": [use.operation for use in values.unknown_reads()]}
+
+
+def scaler() -> dict[str, Any]:
+    """The scale of a GradScaler whose second step overflows."""
+    model = nn.Linear(4, 2).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda", growth_interval=2)
+    scales, weights = [], []
+    for step in range(5):
+        loss = model(torch.ones(3, 4, device="cuda") * (float("inf") if step == 1 else 1)).mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        weights.append(model.bias.sum().item())
+    return {"scales": scales, "stepped": [before != after for before, after in pairwise(weights)]}
+
+
+def unknown() -> dict[str, Any]:
+    """Large results: what they read as, and which lines are named."""
+    product = torch.randn(1500, 1500, device="cuda") @ torch.randn(1500, 1500, device="cuda")
+    finite = torch.isfinite(product).all().item()
+    read = product[3, 4].item()  # here
+    rows = (product > 0).nonzero()
+    chosen = product.topk(3, dim=-1).indices
+    counts = torch.bincount(chosen.flatten(), minlength=1500)
+    on_host = product.cpu()  # and here
+    return {
+        "finite": finite,
+        "read": read,
+        "host": [on_host.abs().max().item(), (product.sum(0) / 0).isfinite().all().item()],
+        "rows": list(rows.shape),
+        "counts": [counts.min().item(), counts.max().item()],
+        "reads": [(use.operation, use.line.rpartition(":")[2], use.count) for use in values.unknown_reads()],
+        "shapes": [(use.operation, use.line.rpartition(":")[2]) for use in values.assumed_shapes()],
+        "failures": values.failures(),
+    }
+
+
+def blocks() -> dict[str, Any]:
+    """Memory that is used again, a thread, and generators."""
+    before = torch.full((1000,), 7, device="cuda")
+    address = before.data_ptr()
+    del before
+    again = torch.empty(1000, dtype=torch.long, device="cuda")
+    reused = again.data_ptr() == address
+    read = again.unique().tolist()
+    computed: list[int] = []
+    thread = threading.Thread(target=lambda: computed.append(int(torch.arange(9, device="cuda").sum())))
+    thread.start()
+    thread.join()
+    state = torch.random.get_rng_state()
+    draws = []
+    for _ in range(2):
+        torch.cuda.manual_seed(5)
+        draws.append(
+            functional.dropout(torch.ones(64, device="cuda")).tolist() + torch.randn(8, device="cuda").tolist()
+        )
+    own = torch.Generator("cuda").manual_seed(9)
+    draws.append(torch.randperm(50, device="cuda", generator=own).sort().values.tolist())
+    return {
+        "reused": reused,
+        "read": read,
+        "thread": computed,
+        "repeats": draws[0] == draws[1],
+        "dropped": sorted(set(draws[0][:64])),
+        "permutation": draws[2] == list(range(50)),
+        "untouched": torch.equal(state, torch.random.get_rng_state()),
+    }
+
+
+def training(mode: str) -> dict[str, Any]:
+    """Peaks of an Opacus training with an embedding, in torch's own counts."""
+    from opacus import PrivacyEngine
+
+    from opacus_memprof.clipping import FlashClipEngineMixin
+
+    class FlashClipEngine(FlashClipEngineMixin, PrivacyEngine):
+        pass
+
+    torch.manual_seed(0)
+    layers = [nn.Embedding(500, 64), nn.Linear(64, 700), nn.ReLU(), nn.Linear(700, 500)]
+    model: nn.Module = nn.Sequential(*layers).cuda()
+    loader = torch.utils.data.DataLoader(torch.randint(0, 500, (48, 40)), batch_size=16)
+    criterion: Any = nn.CrossEntropyLoss()
+    made = (FlashClipEngine() if mode == "flash_clip" else PrivacyEngine()).make_private(
+        module=model,
+        optimizer=torch.optim.Adam(model.parameters()),
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+        grad_sample_mode=mode,
+        **({"criterion": criterion} if mode == "ghost" else {}),
+    )
+    model, optimizer = made[0], made[1]
+    criterion = made[2] if mode == "ghost" else criterion
+    for batch in loader:
+        batch = batch.cuda()
+        optimizer.zero_grad()
+        criterion(model(batch)[:, -1], batch[:, 0]).backward()
+        optimizer.step()
+    stats = torch.cuda.memory_stats()
+    peaks = ("requested_bytes.all.peak", "allocation.all.allocated", "reserved_bytes.all.peak")
+    return {name: stats[name] for name in peaks} | {"failures": values.failures()}
+
+
+def mixtral(hidden: int, length: int) -> dict[str, Any]:
+    """A mixture of experts: how balanced its routes are."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=200,
+        hidden_size=hidden,
+        intermediate_size=hidden,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        output_router_logits=True,
+    )
+    model = MixtralForCausalLM(config).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    routes: list[list[int]] = []
+    choose = torch.topk
+
+    def topk(*args: Any, **kwargs: Any) -> Any:
+        found = choose(*args, **kwargs)
+        routes.append(found[1].flatten().bincount(minlength=4).tolist())
+        return found
+
+    torch.topk = topk
+    losses = []
+    for _ in range(2):
+        tokens = torch.randint(0, 200, (4, length), device="cuda")
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {
+        "losses": losses,
+        "routes": routes,
+        "reads": sorted({use.operation for use in values.unknown_reads()}),
+        "shapes": sorted({use.operation for use in values.assumed_shapes()}),
+        "failures": values.failures(),
+    }
+
+
+def gpt2() -> dict[str, Any]:
+    """GPT-2 of transformers with padding and dropout, in training and in generation."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=50, eos_token_id=1, bos_token_id=2)
+    model = GPT2LMHeadModel(config).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    tokens = torch.arange(64).view(4, 16) % 5 + 3
+    mask = torch.ones_like(tokens)
+    mask[:, 12:] = 0
+    losses = []
+    for _ in range(12):
+        loss = model(tokens.cuda(), attention_mask=mask.cuda(), labels=tokens.cuda()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    written = model.eval().generate(tokens[:1, :6].cuda(), max_new_tokens=6, do_sample=False, pad_token_id=0)
+    return {"losses": losses, "tokens": written.tolist(), "reads": [use.line for use in values.unknown_reads()]}
+
+
+FUNCTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "operations": lambda: compared(operations),
+    "results": lambda: compared(results),
+    "attention": lambda: compared(attention),
+    "scaler": scaler,
+    "blocks": blocks,
+    "unknown": unknown,
+    "hooks": lambda: training("hooks"),
+    "ghost": lambda: training("ghost"),
+    "flash_clip": lambda: training("flash_clip"),
+    "small_mixtral": lambda: mixtral(32, 16),
+    "mixtral": lambda: mixtral(256, 512),
+    "gpt2": gpt2,
+}
+
+if __name__ == "__main__":
+    print(json.dumps({name: FUNCTIONS[name]() for name in sys.argv[1:] if name != "without"}))

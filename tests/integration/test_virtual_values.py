@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""True values of small tensors on a virtual GPU: what programs decide by is what the CPU computes.
+
+Each program runs in a process of its own (scripts/virtual_values.py).
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = Path(__file__).parent / "scripts" / "virtual_values.py"
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux"
+)
+
+
+@cache
+def run(*names: str) -> dict[str, Any]:
+    completed = subprocess.run(
+        [sys.executable, PROGRAM, *names],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def without_models() -> dict[str, Any]:
+    return run("operations", "results", "attention", "scaler", "unknown", "blocks")
+
+
+def line_of(text: str) -> str:
+    (line,) = [index for index, line in enumerate(PROGRAM.read_text().splitlines(), 1) if text in line]
+    return str(line)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_operations_give_what_the_cpu_gives() -> None:
+    found = without_models()["operations"]
+    assert found["cuda"] == found["cpu"]
+    assert found["reads"] == []  # all of it is known
+
+
+def test_a_training_computes_what_it_computes_on_the_cpu() -> None:
+    found = without_models()["results"]
+    assert_close(found["cuda"]["losses"], found["cpu"]["losses"])
+    assert_close(found["cuda"]["mean"], found["cpu"]["mean"])
+    assert found["cuda"]["gradients"].keys() == found["cpu"]["gradients"].keys()
+    for name, gradient in found["cuda"]["gradients"].items():
+        assert_close(gradient, found["cpu"]["gradients"][name])
+    assert found["reads"] == []
+
+
+def test_fused_attention_and_its_gradients_are_those_of_the_cpu() -> None:
+    found = without_models()["attention"]
+    for on_cuda, on_cpu in zip(found["cuda"], found["cpu"], strict=True):
+        for each, expected in zip(on_cuda, on_cpu, strict=True):
+            assert_close(each, expected)
+
+
+def test_a_scaler_finds_the_overflow_and_grows_after_it() -> None:
+    found = without_models()["scaler"]
+    assert found["scales"] == [65536, 32768, 32768, 65536, 65536]
+    assert found["stepped"] == [False, True, True, True]
+
+
+def test_memory_that_is_used_again_holds_no_rubbish() -> None:
+    found = without_models()["blocks"]
+    assert found["reused"]
+    assert found["read"] == [0]
+
+
+def test_other_threads_and_generators() -> None:
+    found = without_models()["blocks"]
+    assert found["thread"] == [36]
+    assert found["repeats"]  # the same seed gives the same values
+    assert found["dropped"] == [0.0, 2.0]
+    assert found["permutation"]
+    assert found["untouched"]  # the CPU's own generator
+
+
+def test_what_is_not_computed_reads_as_finite_zeros_and_is_named() -> None:
+    found = without_models()["unknown"]
+    assert found["finite"] is True
+    assert found["read"] == 0
+    assert found["host"] == [0, True]
+    reads = {line: (operation, count) for operation, line, count in found["reads"]}
+    assert reads[line_of("# here")] == ("aten::item", 1)
+    assert reads[line_of("# and here")] == ("aten::copy_", 1)
+    assert found["failures"] == {}
+
+
+def test_shapes_of_what_is_not_computed_are_bounds() -> None:
+    found = without_models()["unknown"]
+    assert found["rows"] == [1500 * 1500, 2]
+    assert found["counts"] == [3, 3]  # 1500 rows choose 3 of 1500 each, in turn
+    assert {operation for operation, _ in found["shapes"]} == {"aten::nonzero", "aten::topk"}
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "flash_clip"])
+def test_nothing_else_is_allocated(mode: str) -> None:
+    """Ghost clipping's embedding counts token ids, and flash_clip checks its norms: these run with values alone."""
+    found = run(mode)[mode]
+    assert found.pop("failures") == {}
+    assert math.prod(found.values()) > 0
+    if mode == "hooks":
+        without = run("without", mode)[mode]
+        without.pop("failures")
+        assert found == without
+
+
+def test_a_small_mixture_of_experts_is_computed() -> None:
+    found = run("small_mixtral", "gpt2")["small_mixtral"]
+    assert all(4.5 < loss < 7 for loss in found["losses"])  # log(200) is 5.3
+    assert found["reads"] == found["shapes"] == []
+    assert found["failures"] == {}
+
+
+@pytest.mark.slow
+def test_a_large_mixture_of_experts_balances_its_load() -> None:
+    found = run("mixtral")["mixtral"]
+    assert len(found["routes"]) >= 2 * 2  # layers and steps
+    for route in found["routes"]:
+        assert route == [4 * 512 * 2 // 4] * 4  # every token chooses two of four experts
+    assert "aten::topk" in found["shapes"]
+
+
+def test_gpt2_learns_and_writes() -> None:
+    found = run("small_mixtral", "gpt2")["gpt2"]
+    assert found["losses"][-1] < 0.5 * found["losses"][0]
+    assert found["tokens"][0][:6] == [3, 4, 5, 6, 7, 3]
+    assert found["reads"] == []
