@@ -42,7 +42,10 @@ void* map_lazily(std::size_t size, std::size_t unit, int protection) {
 
 void Memory::add_device(std::size_t total, std::size_t context) {
   const std::lock_guard lock(mutex_);
-  devices_.push_back({total, std::min(context, total)});
+  // More addresses than memory, which gaps between what is allocated must not use up.
+  constexpr std::size_t kSpare = 4;
+  devices_.push_back(
+      {total, std::min(context, total), AddressSpace(kSpare * round_up(total, kPage))});
 }
 
 int Memory::devices() const {
@@ -65,9 +68,10 @@ void* Memory::allocate(int device, std::size_t size, Kind kind) {
   if (rounded < size || !take_locked(device, rounded)) {
     return nullptr;
   }
-  void* const address = map_lazily(rounded, kPage, PROT_READ | PROT_WRITE);
+  Device& of = devices_[static_cast<std::size_t>(device)];
+  void* const address = of.addresses.take(rounded);
   if (address == nullptr) {
-    devices_[static_cast<std::size_t>(device)].used -= rounded;
+    of.used -= rounded;
     return nullptr;
   }
   ranges_[number(address)] = {number(address), rounded, kind, device, true};
@@ -97,11 +101,12 @@ bool Memory::release(void* address) {
     return false;
   }
   const Range& range = found->second;
-  if (range.ours) {
-    munmap(address, range.size);
-  }
   if (range.kind != Kind::pinned) {
-    devices_[static_cast<std::size_t>(range.device)].used -= range.size;
+    Device& of = devices_[static_cast<std::size_t>(range.device)];
+    of.addresses.give_back(address, range.size);
+    of.used -= range.size;
+  } else if (range.ours) {
+    munmap(address, range.size);
   }
   ranges_.erase(found);
   return true;

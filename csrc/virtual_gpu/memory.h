@@ -13,6 +13,8 @@
 #include <optional>
 #include <vector>
 
+#include "virtual_gpu/address_space.h"
+
 namespace virtual_gpu {
 
 enum class Kind : std::uint8_t { device, pinned, managed };
@@ -60,6 +62,7 @@ class Memory {
   struct Device {
     std::size_t total = 0;
     std::size_t used = 0;
+    AddressSpace addresses;
   };
   bool take_locked(int device, std::size_t size);
 

@@ -99,7 +99,13 @@ std::uint64_t seed_of_draw(const Operation& operation, const std::vector<c10::IV
   }
   if (!generator.defined() || generator.device().is_cpu()) return c10::default_rng_seed_val;
   const std::lock_guard lock(generator.mutex());
-  return generator.current_seed() * 0x9E3779B97F4A7C15ULL + generator.get_offset();
+  std::uint64_t offset = 0;
+  try {
+    offset = generator.get_offset();
+  } catch (const c10::Error&) {
+    // Not known while a CUDA graph is captured: its draws are the same in each.
+  }
+  return generator.current_seed() * 0x9E3779B97F4A7C15ULL + offset;
 }
 
 std::vector<c10::IValue> carry_out(const c10::OperatorHandle& handle, const Operation& operation,
