@@ -41,8 +41,8 @@ lint: $(VENV)/.opacus-memprof-built
 # run on a virtual one before, and the rest as without.
 VIRTUAL_GPU := h200
 python-test: $(VENV)/.opacus-memprof-built
-	! $(BIN)/python -c 'import torch; exit(torch.version.cuda is None or torch.cuda.is_available())' || \
-	    $(BIN)/python -m pytest -n auto --dist load -m cuda --memprof-virtual-gpu $(VIRTUAL_GPU)
+	if $(BIN)/python -c 'import torch; exit(torch.version.cuda is None or torch.cuda.is_available())'; then \
+	    $(BIN)/python -m pytest -n auto -m cuda --memprof-virtual-gpu $(VIRTUAL_GPU); fi
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 opacus-suite: $(VENV)/.opacus-memprof-built
