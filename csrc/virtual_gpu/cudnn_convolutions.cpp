@@ -132,7 +132,8 @@ void Convolutions::forget(cudnnBackendDescriptor_t descriptor) {
   chosen_.erase(descriptor);
 }
 
-std::int64_t Convolutions::workspace(cudnnBackendDescriptor_t plan, std::int64_t chosen) const {
+std::int64_t Convolutions::workspace(cudnnBackendDescriptor_t plan, std::int64_t chosen,
+                                     bool measured) const {
   const std::lock_guard lock(mutex_);
   const auto found = chosen_.find(plan);
   if (found == chosen_.end() || !found->second.first) {
@@ -140,12 +141,16 @@ std::int64_t Convolutions::workspace(cudnnBackendDescriptor_t plan, std::int64_t
   }
   const Convolution& convolution = *found->second.convolution;
   const Multiply multiply = found->second.multiply;
-  if (multiply != Multiply::either) {
-    return measured_workspace(convolution, multiply)
-        .value_or(estimated_workspace(convolution, multiply, chosen));
+  if (measured) {
+    for (const Multiply possible : {Multiply::tensor_cores, Multiply::plain}) {
+      if (multiply == possible || multiply == Multiply::either) {
+        if (const auto bytes = measured_workspace(convolution, possible)) {
+          return *bytes;
+        }
+      }
+    }
   }
-  return measured_workspace(convolution, Multiply::tensor_cores)
-      .value_or(measured_workspace(convolution, Multiply::plain).value_or(chosen));
+  return estimated_workspace(convolution, multiply, chosen);
 }
 
 Convolutions& convolutions() {

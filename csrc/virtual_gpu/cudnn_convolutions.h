@@ -41,7 +41,7 @@ enum class Multiply { plain, tensor_cores, either };
 // choice without a GPU.
 std::optional<std::int64_t> measured_workspace(const Convolution& convolution, Multiply multiply);
 
-// The rule outside the table, for 9.0 and later: `chosen` is cuDNN's choice without a GPU.
+// The rule outside the table: `chosen` is cuDNN's choice without a GPU.
 std::int64_t estimated_workspace(const Convolution& convolution, Multiply multiply,
                                  std::int64_t chosen);
 
@@ -55,8 +55,9 @@ class Convolutions {
   void choose(cudnnBackendDescriptor_t heuristic, cudnnBackendDescriptor_t configuration,
               Multiply multiply);
   void forget(cudnnBackendDescriptor_t descriptor);
-  // Of a plan; `chosen` where nothing else is known.
-  std::int64_t workspace(cudnnBackendDescriptor_t plan, std::int64_t chosen) const;
+  // Of a plan; `chosen` where nothing else is known. The table counts if the GPU is of the kind
+  // that was `measured`.
+  std::int64_t workspace(cudnnBackendDescriptor_t plan, std::int64_t chosen, bool measured) const;
 
  private:
   struct Tensor {

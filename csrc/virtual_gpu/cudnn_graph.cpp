@@ -13,6 +13,8 @@
 
 namespace {
 
+constexpr int kMeasuredMajor = 9;  // compute capability of the GPU that the table is of
+
 // For which descriptors the GPU must be named in place of a handle, by the attribute that each of
 // them is given.
 cudnnBackendAttributeName_t device_attribute(cudnnBackendAttributeName_t given) {
@@ -50,8 +52,8 @@ bool multiplies_with_tensor_cores(cudnnBackendDescriptor_t configuration) {
 void choose_first(cudnnBackendDescriptor_t heuristic,
                   const cudnnBackendDescriptor_t* configurations, std::int64_t count) {
   using virtual_gpu::Multiply;
-  if (count < 1 || virtual_gpu::machine().devices.front().major < 9) {
-    return;  // measured on 9.0
+  if (count < 1) {
+    return;
   }
   if (!multiplies_with_tensor_cores(configurations[0])) {
     virtual_gpu::convolutions().choose(heuristic, configurations[0], Multiply::either);
@@ -112,7 +114,8 @@ cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t descriptor,
                    std::min(*count, requested));
     } else if (name == CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE) {
       auto& bytes = *static_cast<std::int64_t*>(elements);
-      bytes = virtual_gpu::convolutions().workspace(descriptor, bytes);
+      bytes = virtual_gpu::convolutions().workspace(
+          descriptor, bytes, virtual_gpu::machine().devices.front().major == kMeasuredMajor);
     }
   }
   return status;

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cuDNN takes on the virtual H200, against what was measured on a real one and against the sizes of weights.
+
+The numbers are those of benchmarks/virtual_gpu_workspaces.py on an H200 with torch 2.11 and cuDNN 9.19.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opacus_memprof.virtual_gpu.requirements import LIBRARIES
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "csrc" / "virtual_gpu" / "cudnn_workspaces.inc"
+needs_libraries = pytest.mark.skipif(not (LIBRARIES / "libcuda.so.1").is_file(), reason="the virtual GPU was not built")
+
+
+def run(code: str) -> dict[str, Any]:
+    """What the program prints last, on a virtual H200."""
+    start = "from opacus_memprof.virtual_gpu import start\nstart('h200')\nimport json, torch\n"
+    done = subprocess.run(
+        [sys.executable, "-c", start + textwrap.dedent(code)],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@needs_libraries
+def test_workspaces_of_convolutions() -> None:
+    found = run("""
+        conv, gradient = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+
+        def workspace(call):  # what was live beside the result
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+            kept = [tensor for tensor in call() if tensor is not None]
+            most = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+            return most - sum(tensor.nbytes for tensor in kept)
+
+        def measure(n, c, o, size, kernel, dtype=torch.float32, layout=torch.contiguous_format):
+            make = lambda *shape: torch.empty(shape, device="cuda", dtype=dtype).to(memory_format=layout)
+            x, w, y = make(n, c, size, size), make(o, c, kernel, kernel), make(n, o, size, size)
+            rest = [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1
+            return [
+                workspace(lambda: [conv(x, w, None, *rest)]),
+                workspace(lambda: gradient(y, x, w, None, *rest, [True, False, False])),
+                workspace(lambda: gradient(y, x, w, None, *rest, [False, True, False])),
+            ]
+
+        last = torch.channels_last
+        found = {
+            "in the table": measure(64, 128, 32, 56, 3, torch.float16, last),
+            "no product": measure(32, 384, 128, 28, 1),
+            "product": measure(24, 96, 40, 20, 1, torch.bfloat16),
+        }
+        torch.backends.cudnn.allow_tf32 = False
+        found["plain"] = measure(64, 704, 128, 7, 1)
+        torch.backends.cudnn.benchmark = True
+        found["tried"] = measure(4, 24, 40, 14, 3)
+        found["cudnn"] = torch.backends.cudnn.version()
+        print(json.dumps(found))
+    """)
+    assert found["in the table"] == [131, 131, 3834519]
+    assert found["no product"] == [51380371, 400, 6291456]
+    assert found["product"] == [0, 0, 24 * 96 * 40 * 4]  # the weights' gradient of each sample, in fp32
+    if found["cudnn"] == 91900:  # this one it chooses itself, and versions differ
+        assert found["plain"] == [0, 0, 10436624]
+    assert found["tried"][2] > 0  # the most of all engines that were tried
+
+
+@needs_libraries
+def test_memory_of_recurrent_layers() -> None:
+    found = run("""
+        def make(kind, **options):
+            torch.manual_seed(0)
+            layer = kind(128, 64, **options, device="cuda")
+            own = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
+            starts = sorted((weight.data_ptr(), weight.nbytes) for weight in layer.parameters())
+            apart = all(start + size <= other for (start, size), (other, _) in zip(starts, starts[1:]))
+            weights = next(layer.parameters()).untyped_storage().nbytes()
+            return layer, [len(own), apart, weights, sum(weight.nbytes for weight in layer.parameters())]
+
+        def reserve(layer, mode, dropout=0.0):
+            x = torch.zeros(32, 64, 128, device="cuda")
+            layers, both = layer.num_layers, layer.bidirectional
+            state = torch.zeros(layers * (1 + both), 64, 64, device="cuda")
+            return torch._VF._cudnn_rnn(
+                x, layer._flat_weights, 4, None, state, state if mode == 2 else None, mode, 64, 0, layers, False,
+                dropout, True, both, [], None,
+            )[3].nbytes
+
+        lstm, lstm_weights = make(torch.nn.LSTM)
+        deep, deep_weights = make(torch.nn.LSTM, num_layers=2, bidirectional=True)
+        gru, gru_weights = make(torch.nn.GRU, num_layers=2)
+        projected, projected_weights = make(torch.nn.LSTM, proj_size=32)
+        out, _ = deep(torch.zeros(7, 5, 128, device="cuda"))
+        out.sum().backward()
+        print(json.dumps({
+            "weights": [lstm_weights, deep_weights, gru_weights, projected_weights],
+            "reserve": [reserve(lstm, 2), reserve(gru, 3)],
+            "dropout": torch._cudnn_init_dropout_state(0.3, True, 0, dtype=torch.uint8, device="cuda").nbytes,
+            "gradients": all(weight.grad is not None for weight in deep.parameters()),
+        }))
+    """)
+    for storages, apart, buffer, sizes in found["weights"]:
+        assert (storages, apart, buffer) == (1, True, sizes)
+    assert found["reserve"] == [2621696, 6816000]
+    assert found["dropout"] == 6488064
+    assert found["gradients"]
+
+
+def test_the_table_is_sorted() -> None:
+    rows = re.findall(r'^\{"([^"]+)", (\d+)\},$', TABLE.read_text(encoding="utf-8"), re.MULTILINE)
+    keys = [key.encode() for key, _ in rows]
+    assert len(rows) > 3000
+    assert keys == sorted(set(keys))
