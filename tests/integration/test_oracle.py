@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-import torch
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleHooksFastGradientClipping
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
