@@ -96,7 +96,7 @@ CASES = (
     Case("Mixtral LoRA hooks", "mixtral-lora", "hooks", batch=4),
     # convolutions
     Case("ResNet-18 vanilla", "resnet18", batch=64),
-    Case("ResNet-18 hooks", "resnet18", "hooks", batch=16),
+    Case("ResNet-18 hooks", "resnet18-private", "hooks", batch=16),
     Case("ResNet-18 vanilla, channels last", "resnet18", batch=64, channels_last=True),
     Case("ResNet-50 hooks", "resnet50", "hooks", batch=12),
     Case("ResNet-50 vanilla, autocast bf16", "resnet50", batch=32, autocast="bf16"),

@@ -262,7 +262,18 @@ class BasicBlock(nn.Module):
 
 
 def resnet18() -> nn.Module:
-    """ResNet-18 with group instead of batch normalisation."""
+    """torchvision's, with group instead of batch normalisation. It adds its shortcuts in place."""
+    import torchvision
+
+    model: nn.Module = torchvision.models.resnet18(num_classes=CLASSES, norm_layer=lambda n: nn.GroupNorm(32, n))
+    for module in model.modules():
+        if isinstance(module, nn.ReLU):
+            module.inplace = False
+    return model
+
+
+def resnet18_private() -> nn.Module:
+    """The same, with nothing in place."""
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.GroupNorm(32, 64), nn.ReLU()]
     layers.append(nn.MaxPool2d(3, 2, 1))
     for inside, outside in ((64, 64), (64, 128), (128, 256), (256, 512)):
@@ -373,6 +384,7 @@ MODELS = {
     "dp-attention": Model(Attention, sentences(10000, 128)),
     "wide-head": Model(WideHead, sentences(20000, 64, WIDE_HEAD)),
     "resnet18": Model(resnet18, images(96)),
+    "resnet18-private": Model(resnet18_private, images(96)),
     "resnet50": Model(lambda: resnet_of_bottlenecks(classes=CLASSES), images(128)),
     "vgg": Model(vgg, images(64)),
     "vit": Model(vit, images(96)),
