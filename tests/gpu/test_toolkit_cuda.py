@@ -79,7 +79,7 @@ def test_training_of_lora(tmp_path: Path) -> None:
     profile = json.loads((tmp_path / "profile" / "profile.json").read_text())
     device = profile["devices"]["cuda:0"]
     peak = device["peak"]
-    assert profile["warnings"] == []
+    assert [text for text in profile["warnings"] if "virtual GPU" not in text] == []
     assert sum(peak["categories"].values()) == peak["requested_bytes"] == peak["counted_bytes"]
     assert device["phases"]["clip"]["categories"]["per_sample_gradients"] > 0
     assert results["memory_issues"] == []
