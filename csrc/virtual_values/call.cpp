@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string_view>
 
 #include "virtual_values/carry_out.h"
 #include "virtual_values/counts.h"
@@ -19,8 +20,14 @@ namespace {
 // More than this takes longer than a run may wait for values that rarely decide anything.
 constexpr double kExpense = 3e8;
 
+constexpr std::string_view kUnscale = "aten::_amp_foreach_non_finite_check_and_unscale_";
+
 std::uint8_t* bytes_at(std::uintptr_t address) {
   return reinterpret_cast<std::uint8_t*>(address);  // NOLINT(performance-no-int-to-ptr)
+}
+
+bool is_inexact(const at::Tensor& tensor) {
+  return at::isFloatingType(tensor.scalar_type()) || at::isComplexType(tensor.scalar_type());
 }
 
 // Values that were not computed are finite: what a program checks of them then holds.
@@ -60,22 +67,55 @@ void Call::prepare() {
     small_ = small_ && small;
     if (!each.parameter.read) continue;
     const Span span = span_of(each.tensor);
-    const auto whole = ranges().uniform(span);
     State state = State::assumed;
-    if (small) {
-      state = ranges().materialize(span);
+    if (!small) {
+      if (const auto whole = ranges().uniform(span)) state = whole->state;
+    } else if (span.size() == 0) {
+      state = State::known;
+    } else {
+      state = ranges().lowest(span);
       // A program that fills memory by indices does not read what these leave out, or a real GPU
       // would give it rubbish.
-      if (each.parameter.written_in_part && whole && whole->state == State::unwritten) {
-        state = State::known;
+      if (each.parameter.written_in_part && ranges().uniform(span)) {
+        if (state == State::unwritten) state = State::known;
       }
-      if (each.parameter.written && span.size() > 0) {
-        each.before.assign(bytes_at(span.begin), bytes_at(span.end));
-      }
-    } else if (whole) {
-      state = whole->state;
     }
     note_read(each, state);
+  }
+  // What is written in place is kept as it is now: the kernel may itself call operators that write.
+  for (Tensor& each : tensors_) {
+    if (!each.parameter.read || !each.parameter.written || !is_small(each.tensor)) continue;
+    if (state_at(each.position) != State::known && is_inexact(each.tensor)) continue;
+    const Span span = span_of(each.tensor);
+    ranges().materialize(span);
+    each.before.assign(bytes_at(span.begin), bytes_at(span.end));
+  }
+}
+
+// What is computed from values that were not computed tells nothing, as long as it decides nothing:
+// floating-point results then read as zero as well. Most of a large training's small tensors are of
+// this kind.
+bool Call::is_worth_carrying_out(const torch::jit::Stack& stack, std::size_t returns) const {
+  if (state_ == State::known || operation_.counts_on_device || operation_.name == kUnscale ||
+      std::find(states_.begin(), states_.end(), State::known) != states_.end()) {
+    return true;
+  }
+  bool inexact = true;
+  for (const Tensor& each : tensors_) {
+    inexact = inexact && (!each.parameter.written || is_inexact(each.tensor));
+  }
+  for (std::size_t index = 0; index < returns; ++index) {
+    const c10::IValue& result = stack[stack.size() - returns + index];
+    inexact = inexact && (result.isTensor() || result.isTensorList());
+    for_each_tensor(result,
+                    [&](const at::Tensor& tensor) { inexact = inexact && is_inexact(tensor); });
+  }
+  return !inexact;
+}
+
+void Call::read_inputs() {
+  for (const Tensor& each : tensors_) {
+    if (each.parameter.read && is_small(each.tensor)) ranges().materialize(span_of(each.tensor));
   }
 }
 
@@ -122,10 +162,10 @@ bool Call::finish(torch::jit::Stack& stack) {
   bool done = false;
   if (operation_.on_cpu) {
     if (all_small && expense_of(operation_, arguments_) <= kExpense) {
-      done = carry_out_whole(stack, returns);
+      done = is_worth_carrying_out(stack, returns) && carry_out_whole(stack, returns);
     } else if (operation_.lists) {
-      carry_out_lists(stack, returns);
-      done = true;
+      done = is_worth_carrying_out(stack, returns);
+      if (done) carry_out_lists(stack, returns);
     } else if (operation_.pointwise || operation_.reduces_uniform) {
       done = carry_out_uniform(stack, returns);
     }
@@ -135,7 +175,7 @@ bool Call::finish(torch::jit::Stack& stack) {
     if (operation_.counts_on_device)
       give_bound(operation_, arguments_, &stack[stack.size() - returns], returns);
   }
-  if (operation_.name == "aten::_amp_foreach_non_finite_check_and_unscale_") {
+  if (operation_.name == kUnscale) {
     // No gradient that was not computed is taken to overflow, so that a GradScaler's scale is
     // known.
     note_written(arguments_[1].toTensor(), State::known);
@@ -147,6 +187,7 @@ bool Call::finish(torch::jit::Stack& stack) {
 
 bool Call::carry_out_whole(torch::jit::Stack& stack, std::size_t returns) {
   c10::IValue* const results = &stack[stack.size() - returns];
+  read_inputs();
   restore();
   try {
     std::vector<c10::IValue> values = [&] {
@@ -227,6 +268,7 @@ void Call::carry_out_lists(torch::jit::Stack& stack, std::size_t returns) {
   SmallPart part(arguments_);
   note_results_not_computed(stack, returns);
   if (part.empty()) return;
+  read_inputs();
   restore();
   std::vector<c10::IValue> values;
   try {
@@ -263,8 +305,10 @@ bool Call::carry_out_uniform(torch::jit::Stack& stack, std::size_t returns) {
 void Call::note_results_not_computed(const torch::jit::Stack& stack, std::size_t returns) {
   for (const Tensor& each : tensors_) {
     if (!each.parameter.written) continue;
-    if (each.parameter.read && is_small(each.tensor)) {
-      note_written(each.tensor, State::assumed);  // it keeps its bytes
+    const auto whole = ranges().uniform(span_of(each.tensor));
+    if (each.parameter.read && is_small(each.tensor) && (!whole || whole->state == State::known)) {
+      ranges().materialize(span_of(each.tensor));  // it keeps its bytes
+      note_written(each.tensor, State::assumed);
     } else {
       note_not_computed(each.tensor);
     }

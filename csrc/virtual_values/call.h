@@ -22,9 +22,11 @@ class Call {
   // Whether the virtual GPU has to do with it, and all of its tensors are plain.
   [[nodiscard]] bool concerns_us() const { return cuda_ && plain_; }
 
-  // Before the CUDA kernel: makes the small inputs readable, and keeps the bytes of what will be
-  // written in place, since the kernel may itself call operators that write there.
+  // Before the CUDA kernel: finds out what is known, and keeps the bytes of what will be written in
+  // place, since the kernel may itself call operators that write there.
   void prepare();
+  // Makes small inputs hold what they read as.
+  void read_inputs();
   // After it: computes what can be computed, and takes note of what is known of the results, which
   // are on the stack. Answers whether they are what a real GPU would give.
   bool finish(torch::jit::Stack& stack);
@@ -45,6 +47,8 @@ class Call {
   // What the elements of lists at this position are computed from, or the whole call.
   [[nodiscard]] State state_at(std::size_t position) const;
   void restore();
+  [[nodiscard]] bool is_worth_carrying_out(const torch::jit::Stack& stack,
+                                           std::size_t returns) const;
   bool carry_out_whole(torch::jit::Stack& stack, std::size_t returns);
   void carry_out_lists(torch::jit::Stack& stack, std::size_t returns);
   bool carry_out_uniform(torch::jit::Stack& stack, std::size_t returns);

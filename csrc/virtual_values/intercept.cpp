@@ -167,6 +167,7 @@ void pass(const c10::OperatorHandle& handle, const Operation& operation, c10::Di
   Call call(handle, operation, *stack);
   if (!call.concerns_us()) return handle.redispatchBoxed(below, stack);
   call.prepare();
+  if (operation.kind == Kind::item) call.read_inputs();  // the CUDA kernel copies it to the host
   handle.redispatchBoxed(below, stack);
   follow_allocator();
   const bool known =

@@ -110,6 +110,22 @@ State Ranges::materialize(Span span) {
   return lowest;
 }
 
+State Ranges::lowest(Span span) const {
+  const std::lock_guard lock(mutex_);
+  auto found = entries_.upper_bound(span.begin);
+  if (found != entries_.begin()) --found;
+  State lowest = State::known;
+  std::uintptr_t at = span.begin;
+  for (; at < span.end; ++found) {
+    if (found == entries_.end()) return State::unwritten;
+    if (found->second.end <= at) continue;  // the one before the range
+    if (found->first > at) return State::unwritten;
+    lowest = std::min(lowest, found->second.state);
+    at = found->second.end;
+  }
+  return lowest;
+}
+
 std::optional<Uniform> Ranges::uniform(Span span) const {
   const std::lock_guard lock(mutex_);
   auto found = entries_.upper_bound(span.begin);

@@ -56,6 +56,9 @@ class Ranges {
   // `assumed` where something was unwritten, since it is written afterwards.
   State materialize(Span span);
 
+  // The lowest state in the range, as it is.
+  [[nodiscard]] State lowest(Span span) const;
+
   // What the whole range repeats: a pattern that covers it, zeros where nothing of it is written,
   // nothing where it holds bytes of its own.
   [[nodiscard]] std::optional<Uniform> uniform(Span span) const;
