@@ -74,7 +74,8 @@ def test_events_in_time(tmp_path: Path) -> None:
 
 def test_training_of_lora(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    torch.cuda.empty_cache()  # what earlier tests have left cached would be found to be fragments
+    torch.cuda.empty_cache()  # what earlier tests have left cached, and their peaks, would be found to be fragments
+    torch.cuda.reset_peak_memory_stats()
     config = {"model": "tiny", "r": 4, "alpha": 8, "noise_multiplier": 1.0, "steps": 2}
     _, results = opacus_memprof.debug_lora_training(config, precision="bf16", log_dir=str(tmp_path))
     profile = json.loads((tmp_path / "profile" / "profile.json").read_text())
