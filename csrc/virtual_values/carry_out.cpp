@@ -3,6 +3,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/List.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -13,6 +14,9 @@
 #include <string_view>
 
 #include "virtual_values/tensors.h"
+
+// Of the OpenMP that torch has loaded, if it was built with it.
+extern "C" [[gnu::weak]] void omp_set_num_threads(int count);
 
 namespace opacus_memprof::virtual_values {
 namespace {
@@ -71,7 +75,24 @@ c10::IValue on_cpu(const c10::IValue& value) {
 
 }  // namespace
 
+// What is carried out is small: waking other threads for it takes longer than it does. The number
+// is this thread's own.
+class OneThread {
+ public:
+  OneThread() : before_(at::get_num_threads()) { set(1); }
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+  ~OneThread() { set(before_); }
+
+ private:
+  static void set(int count) {
+    if (omp_set_num_threads != nullptr) omp_set_num_threads(count);
+  }
+  int before_;
+};
+
 struct OnCpu::State {
+  OneThread one_thread;
   c10::impl::ForceDispatchKeyGuard keys{
       c10::DispatchKeySet(c10::DispatchKey::BackendSelect),
       c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView};
