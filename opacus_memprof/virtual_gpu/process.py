@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.imports import AfterImport
 from opacus_memprof.units import format_bytes
-from opacus_memprof.virtual_gpu import collectives, compilers, spawning
+from opacus_memprof.virtual_gpu import collectives, compilers, ending, spawning
 from opacus_memprof.virtual_gpu.devices import GPUS, Gpu
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES, check_machine
 
@@ -72,6 +72,7 @@ def start(kind: str, *, memory: int | None = None, count: int = 1) -> VirtualGpu
     AfterImport("torch", _compute_small_values)
     collectives.install(_library)
     compilers.prepare(LIBRARIES)
+    ending.wait_for_threads_at_exit()
     spawning.give_to_children(kind, gpu.total_memory, count)
     return _active
 
