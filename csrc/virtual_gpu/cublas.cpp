@@ -8,11 +8,14 @@
 
 #include "virtual_gpu/machine.h"
 
+using virtual_gpu::current_device;
+using virtual_gpu::machine;
 using virtual_gpu::make_handle;
 
 extern "C" {
 
 cublasStatus_t cublasCreate_v2(cublasHandle_t* handle) {
+  machine().memory.create_cublas_handle(current_device());
   make_handle(handle);
   return CUBLAS_STATUS_SUCCESS;
 }

@@ -284,12 +284,14 @@ CUresult CUDAAPI cuLaunchKernel(CUfunction /*function*/, unsigned /*grid_x*/, un
                                 unsigned /*grid_z*/, unsigned /*block_x*/, unsigned /*block_y*/,
                                 unsigned /*block_z*/, unsigned /*shared_memory*/, CUstream stream,
                                 void** /*arguments*/, void** /*extra*/) {
+  machine().memory.launch_kernel(current_device());
   machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream));
   return CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuLaunchKernelEx(const CUlaunchConfig* configuration, CUfunction /*function*/,
                                   void** /*arguments*/, void** /*extra*/) {
+  machine().memory.launch_kernel(current_device());
   machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(configuration->hStream));
   return CUDA_SUCCESS;
 }

@@ -78,6 +78,16 @@ void* Memory::allocate(int device, std::size_t size, Kind kind) {
   return address;
 }
 
+void Memory::launch_kernel(int device) {
+  const std::lock_guard lock(mutex_);
+  devices_[static_cast<std::size_t>(device)].addresses.launch_kernel();
+}
+
+void Memory::create_cublas_handle(int device) {
+  const std::lock_guard lock(mutex_);
+  devices_[static_cast<std::size_t>(device)].addresses.create_cublas_handle();
+}
+
 void* Memory::allocate_pinned(std::size_t size) {
   const std::lock_guard lock(mutex_);
   const std::size_t rounded = round_up(std::max<std::size_t>(size, 1), kHostPage);

@@ -48,6 +48,10 @@ class Memory {
   [[nodiscard]] std::size_t total(int device) const;
   [[nodiscard]] std::size_t free(int device) const;
 
+  // What the driver does with a device's addresses then; see AddressSpace.
+  void launch_kernel(int device);
+  void create_cublas_handle(int device);
+
   // Memory that has no addresses (cuMemCreate): false where the device has not that much left.
   bool take(int device, std::size_t size);
   void give_back(int device, std::size_t size);

@@ -37,6 +37,7 @@ const virtual_gpu::DeviceProperties& device() {
 }
 
 cudaError_t launch(cudaStream_t stream) {
+  machine().memory.launch_kernel(current_device());
   machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream));
   return cudaSuccess;
 }

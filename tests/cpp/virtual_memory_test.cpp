@@ -24,18 +24,6 @@ class VirtualMemory : public ::testing::Test {
   Memory memory_;
 };
 
-TEST_F(VirtualMemory, GivesOutTheLowestAddressesFirst) {
-  auto* const first = static_cast<char*>(memory_.allocate(0, 20 * kMiB));
-  auto* const second = static_cast<char*>(memory_.allocate(0, 2 * kMiB));
-  auto* const third = static_cast<char*>(memory_.allocate(0, 40 * kMiB));
-  EXPECT_EQ(second, first + 20 * kMiB);
-  EXPECT_EQ(third, second + 2 * kMiB);
-  EXPECT_TRUE(memory_.release(second));
-  EXPECT_TRUE(memory_.release(first));  // the two gaps are one
-  EXPECT_EQ(memory_.allocate(0, 22 * kMiB), first);
-  EXPECT_EQ(memory_.allocate(0, 2 * kMiB), third + 40 * kMiB);
-}
-
 TEST_F(VirtualMemory, AContextTakesItsPartFirst) {
   EXPECT_EQ(memory_.total(0), 10 * kGiB);
   EXPECT_EQ(memory_.free(0), 9 * kGiB);
