@@ -22,8 +22,10 @@ constexpr std::size_t kFirstGapSize = 2 * kMiB;
 constexpr std::size_t kSecondGap = 488 * kMiB;
 constexpr std::size_t kSecondGapSize = 24 * kMiB;
 
-// What the driver takes when the first kernel is launched: pieces, and most of a new region.
+// What the driver takes when the first kernel is launched: pieces, and most of a new region. With
+// cuDNN before it, which has more pieces.
 constexpr std::size_t kTakenAtFirstKernel[] = {2 * kMiB, 10 * kMiB};
+constexpr std::size_t kTakenByCudnn[] = {2 * kMiB, 10 * kMiB, 2 * kMiB};
 constexpr std::size_t kRegionOfKernels = 28 * kMiB;
 constexpr std::size_t kTakenByCublas = 64 * kMiB;
 
@@ -133,11 +135,23 @@ void AddressSpace::launch_kernel() {
   }
   launched_ = true;
   add_gap(regions_.front().gaps, context_, kFreedAtFirstKernel);
-  for (const std::size_t size : kTakenAtFirstKernel) {
-    find(size);
+  if (!code_loaded_) {
+    for (const std::size_t size : kTakenAtFirstKernel) {
+      find(size);
+    }
   }
   if (const std::uintptr_t start = new_region_at(kRegion); start != 0) {
     regions_.push_back({start, kRegion, {{start + kRegionOfKernels, kRegion - kRegionOfKernels}}});
+  }
+}
+
+void AddressSpace::create_cudnn_handle() {
+  if (launched_ || code_loaded_) {
+    return;
+  }
+  code_loaded_ = true;
+  for (const std::size_t size : kTakenByCudnn) {
+    find(size);
   }
 }
 

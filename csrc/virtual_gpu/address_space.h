@@ -11,7 +11,8 @@
 // - Where no region has one there is a new region of as many 32 MiB as are needed, below all
 // others.
 // - The context has a region of its own with two gaps. When the first kernel is launched a large
-//   part of it becomes free, and the code of the kernels takes some addresses.
+//   part of it becomes free, and the code of the kernels takes some addresses. Where cuDNN comes
+//   before the first kernel it takes them earlier.
 // - A handle of cuBLAS takes 64 MiB.
 #pragma once
 
@@ -35,9 +36,10 @@ class AddressSpace {
   void give_back(void* address, std::size_t size);
 
   // What the driver itself takes and frees: at the first kernel, of which later ones change
-  // nothing, and for a handle of cuBLAS.
+  // nothing, and for handles of cuBLAS and cuDNN.
   void launch_kernel();
   void create_cublas_handle();
+  void create_cudnn_handle();
 
  private:
   struct Region {
@@ -54,6 +56,7 @@ class AddressSpace {
   std::uintptr_t context_ = 0;   // the context's own region
   std::vector<Region> regions_;  // in the order in which they were made
   bool launched_ = false;
+  bool code_loaded_ = false;
 };
 
 }  // namespace virtual_gpu

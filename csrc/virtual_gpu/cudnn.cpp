@@ -6,6 +6,7 @@
 #include "virtual_gpu/cudnn_library.h"
 #include "virtual_gpu/machine.h"
 
+using virtual_gpu::machine;
 using virtual_gpu::make_handle;
 
 extern "C" {
@@ -36,6 +37,7 @@ void cudnnGetLastErrorString(char* message, std::size_t size) {
 }
 
 cudnnStatus_t cudnnCreate(cudnnHandle_t* handle) {
+  machine().memory.create_cudnn_handle(virtual_gpu::current_device());
   make_handle(handle);
   return CUDNN_STATUS_SUCCESS;
 }

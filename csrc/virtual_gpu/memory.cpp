@@ -88,6 +88,11 @@ void Memory::create_cublas_handle(int device) {
   devices_[static_cast<std::size_t>(device)].addresses.create_cublas_handle();
 }
 
+void Memory::create_cudnn_handle(int device) {
+  const std::lock_guard lock(mutex_);
+  devices_[static_cast<std::size_t>(device)].addresses.create_cudnn_handle();
+}
+
 void* Memory::allocate_pinned(std::size_t size) {
   const std::lock_guard lock(mutex_);
   const std::size_t rounded = round_up(std::max<std::size_t>(size, 1), kHostPage);

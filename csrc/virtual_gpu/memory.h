@@ -51,6 +51,7 @@ class Memory {
   // What the driver does with a device's addresses then; see AddressSpace.
   void launch_kernel(int device);
   void create_cublas_handle(int device);
+  void create_cudnn_handle(int device);
 
   // Memory that has no addresses (cuMemCreate): false where the device has not that much left.
   bool take(int device, std::size_t size);

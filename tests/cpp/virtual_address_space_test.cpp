@@ -13,43 +13,67 @@ namespace {
 constexpr std::size_t kMiB = std::size_t{1} << 20U;
 constexpr std::size_t kGiB = std::size_t{1} << 30U;
 
-// The first 30 segments of a GPT's training on an H200, in MiB: size, and address after that of the
-// second. The first kernel came before the eleventh, and cuBLAS after it.
+// A segment of a training on an H200, in MiB: size, and address after that of the first of 2 MiB.
 struct Segment {
   std::size_t size;
   std::ptrdiff_t address;
 };
-constexpr std::size_t kFirstKernel = 10;
-constexpr std::size_t kCublas = 11;
-constexpr Segment kMeasured[] = {
-    {32, -702}, {2, 0},     {20, 74},   {2, 94},    {20, -734}, {2, -714},  {20, -766}, {20, -798},
-    {2, -778},  {32, -830}, {20, -414}, {32, -330}, {20, -298}, {16, -278}, {20, -262}, {20, -242},
-    {16, -222}, {16, -206}, {12, -190}, {20, -178}, {16, -158}, {16, -142}, {2, -994},  {12, -126},
-    {20, -114}, {16, -94},  {16, -78},  {12, -62},  {20, -50},  {16, -30}};
 
-TEST(AddressSpace, SegmentsLieInTheOrderThatTheyHaveOnAnH200) {
+// Before which segments the driver did what.
+struct Training {
+  std::size_t cudnn;  // 0: never
+  std::size_t first_kernel;
+  std::size_t cublas;
+  std::vector<Segment> segments;
+};
+
+const Training kGpt = {
+    0, 10, 11, {{32, -702}, {2, 0},     {20, 74},   {2, 94},    {20, -734}, {2, -714},
+                {20, -766}, {20, -798}, {2, -778},  {32, -830}, {20, -414}, {32, -330},
+                {20, -298}, {16, -278}, {20, -262}, {20, -242}, {16, -222}, {16, -206},
+                {12, -190}, {20, -178}, {16, -158}, {16, -142}, {2, -994},  {12, -126},
+                {20, -114}, {16, -94},  {16, -78},  {12, -62},  {20, -50},  {16, -30}}};
+const Training kVisionTransformer = {
+    11, 11, 12, {{2, 0},     {2, 74},    {20, 76},    {2, 96},    {2, -1022}, {2, -1020},
+                 {2, -1018}, {2, -1016}, {20, -1014}, {2, -994},  {2, -992},  {20, -414},
+                 {32, -330}, {20, -298}, {14, -1040}, {20, -278}, {20, -258}, {14, -238},
+                 {14, -224}, {20, -210}, {20, -190},  {14, -170}, {20, -156}, {20, -136},
+                 {14, -116}, {14, -102}, {20, -88},   {20, -68},  {14, -48},  {20, -34}}};
+
+class Measured : public ::testing::TestWithParam<Training> {};
+
+TEST_P(Measured, SegmentsLieInTheOrderThatTheyHaveOnAnH200) {
+  const Training& training = GetParam();
   AddressSpace space(4 * kGiB);
   std::vector<const char*> taken;
-  for (const auto& segment : kMeasured) {
-    if (taken.size() == kFirstKernel) {
+  const char* origin = nullptr;
+  for (const auto& segment : training.segments) {
+    if (training.cudnn != 0 && taken.size() == training.cudnn) {
+      space.create_cudnn_handle();
+    }
+    if (taken.size() == training.first_kernel) {
       space.launch_kernel();
     }
-    if (taken.size() == kCublas) {
+    if (taken.size() == training.cublas) {
       space.create_cublas_handle();
     }
     taken.push_back(static_cast<const char*>(space.take(segment.size * kMiB)));
     ASSERT_NE(taken.back(), nullptr);
+    origin = segment.address == 0 ? taken.back() : origin;
   }
   for (std::size_t i = 0; i < taken.size(); ++i) {
+    const auto address = training.segments[i].address;
     for (std::size_t j = 0; j < i; ++j) {
-      EXPECT_EQ(taken[i] < taken[j], kMeasured[i].address < kMeasured[j].address) << i << " " << j;
+      EXPECT_EQ(taken[i] < taken[j], address < training.segments[j].address) << i << " " << j;
     }
     // In the context's own region the distances are the same, too.
-    if (kMeasured[i].address > -414) {
-      EXPECT_EQ(taken[i] - taken[1], kMeasured[i].address * static_cast<std::ptrdiff_t>(kMiB)) << i;
+    if (address >= -414) {
+      EXPECT_EQ(taken[i] - origin, address * static_cast<std::ptrdiff_t>(kMiB)) << i;
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(AddressSpace, Measured, ::testing::Values(kGpt, kVisionTransformer));
 
 TEST(AddressSpace, NeighboursThatAreGivenBackAreOneGap) {
   AddressSpace space(kGiB);
