@@ -148,6 +148,7 @@ class Session:
             raise
         _native.reset_peaks()
         observations.clear()
+        virtual_gpu.begin_run()
         self._claimed = claimed
         self._pid = os.getpid()
         self.directory = claimed.path

@@ -122,7 +122,14 @@ void Call::read_inputs() {
 void Call::note_read(const Tensor& each, State state) {
   state_ = std::min(state_, state);
   if (!operation_.lists) return;
-  if (states_.empty()) states_.assign(arguments_[0].toListRef().size(), State::known);
+  if (states_.empty()) {
+    // A scalar may come before the list, as the base of a power.
+    const auto list =
+        std::find_if(arguments_.begin(), arguments_.end(),
+                     [](const c10::IValue& argument) { return argument.isTensorList(); });
+    if (list == arguments_.end()) return;
+    states_.assign(list->toListRef().size(), State::known);
+  }
   if (each.in_list) {
     if (each.position < states_.size())
       states_[each.position] = std::min(states_[each.position], state);

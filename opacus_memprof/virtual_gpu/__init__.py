@@ -6,13 +6,14 @@ before torch is, for everybody, so that torch's libraries find their symbols the
 involved, so that no other program can get a virtual GPU by accident.
 """
 
-from opacus_memprof.virtual_gpu.mark import describe_gpus, describe_limits, describe_run
+from opacus_memprof.virtual_gpu.mark import begin_run, describe_gpus, describe_limits, describe_run
 from opacus_memprof.virtual_gpu.no_weights import load_no_weights
 from opacus_memprof.virtual_gpu.process import active, default_answers, start
 from opacus_memprof.virtual_gpu.ranks import check_ranks, local_world_size, play_rank, played
 
 __all__ = [
     "active",
+    "begin_run",
     "check_ranks",
     "default_answers",
     "describe_gpus",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mark of a profile that was recorded on virtual GPUs: which they were, and what they could not know."""
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from opacus_memprof.virtual_gpu.process import VirtualGpu, active, default_answers
@@ -10,6 +11,51 @@ if TYPE_CHECKING:
     from opacus_memprof.virtual_gpu.values import Use
 
 _MOST_WARNINGS = 20  # of one kind: profile.json has all
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """What the process has asked that the virtual GPU does not know: counted from its start on."""
+
+    unknown_reads: "list[Use]" = field(default_factory=list)
+    assumed_shapes: "list[Use]" = field(default_factory=list)
+    not_computed: dict[str, int] = field(default_factory=dict)
+    default_answers: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def now(cls) -> "_Counts":
+        from opacus_memprof.virtual_gpu import values
+
+        return cls(values.unknown_reads(), values.assumed_shapes(), values.failures(), default_answers())
+
+    def since(self, begin: "_Counts") -> "_Counts":
+        return _Counts(
+            _uses_since(self.unknown_reads, begin.unknown_reads),
+            _uses_since(self.assumed_shapes, begin.assumed_shapes),
+            _since(self.not_computed, begin.not_computed),
+            _since(self.default_answers, begin.default_answers),
+        )
+
+
+def _since(now: Mapping[str, int], begin: Mapping[str, int]) -> dict[str, int]:
+    return {name: count - begin.get(name, 0) for name, count in now.items() if count > begin.get(name, 0)}
+
+
+def _uses_since(now: "list[Use]", begin: "list[Use]") -> "list[Use]":
+    before = {(use.operation, use.line): use.count for use in begin}
+    less = [replace(use, count=use.count - before.get((use.operation, use.line), 0)) for use in now]
+    return [use for use in less if use.count]
+
+
+_begin = _Counts()
+
+
+def begin_run() -> None:
+    """Lets `describe_run` and `describe_limits` count from here on: one process may record several profiles. Imports
+    torch."""
+    global _begin
+    if active() is not None:
+        _begin = _Counts.now()
 
 
 def describe_gpus() -> dict[str, Any] | None:
@@ -26,20 +72,12 @@ def describe_gpus() -> dict[str, Any] | None:
 
 
 def describe_run() -> dict[str, Any] | None:
-    """`virtual` of profile.json: the virtual GPUs, and what this run has so far asked them that they do not know.
-    Imports torch."""
+    """`virtual` of profile.json: the virtual GPUs, and what has been asked of them since `begin_run` that they
+    do not know. Imports torch."""
     gpus = describe_gpus()
     if gpus is None:
         return None
-    from opacus_memprof.virtual_gpu import values
-
-    return {
-        **gpus,
-        "unknown_reads": [asdict(use) for use in values.unknown_reads()],
-        "assumed_shapes": [asdict(use) for use in values.assumed_shapes()],
-        "not_computed": values.failures(),
-        "default_answers": default_answers(),
-    }
+    return {**gpus, **asdict(_Counts.now().since(_begin))}
 
 
 def describe_limits() -> list[str]:
@@ -47,15 +85,14 @@ def describe_limits() -> list[str]:
     found = active()
     if found is None:
         return []
-    from opacus_memprof.virtual_gpu import values
-
+    counts = _Counts.now().since(_begin)
     reads = _about(
-        values.unknown_reads(),
+        counts.unknown_reads,
         "read what the virtual GPU does not compute, and got zeros: what the program decides by them may be otherwise "
         "on a real GPU",
     )
     shapes = _about(
-        values.assumed_shapes(),
+        counts.assumed_shapes,
         "took its shape or its indices from what the virtual GPU does not compute: a bound stands for them, and a real "
         "GPU may allocate less",
     )

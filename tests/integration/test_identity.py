@@ -61,7 +61,7 @@ def test_profiled_run_is_bit_identical(model: Model, mode: str, device: str, tmp
 @pytest.mark.cuda
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", MODELS, ids=str)
-def test_profiled_run_has_no_higher_peak(model: Model, mode: str, tmp_path: Path) -> None:
+def test_profiled_run_has_the_same_peak(model: Model, mode: str, tmp_path: Path) -> None:
     def peak(engine: PrivacyEngine) -> int:
         # Nothing of an earlier run may die in the midst of this one: cycles, and what autograd's thread holds on to.
         gc.collect()
@@ -77,17 +77,15 @@ def test_profiled_run_has_no_higher_peak(model: Model, mode: str, tmp_path: Path
             gc.enable()
 
     # Autograd's thread lets go of the last node's buffers when it gets round to it, which may be too late: on a busy
-    # machine, where torch.func's backwards are short, more often than not.
+    # machine, where torch.func's backwards are short, more often than not. The lowest of several runs has none of it.
     peak(PrivacyEngine())  # libraries take their workspaces
-    alone = min(peak(PrivacyEngine()) for _ in range(5))
-    with opacus_memprof.profile(tmp_path / "profile", device="cuda") as session:
-
-        def followed() -> PrivacyEngine:
-            engine = PrivacyEngine()
-            session.attach(engine)
-            return engine
-
-        profiled: list[int] = []
-        while len(profiled) < 25 and (not profiled or profiled[-1] > alone):
-            profiled.append(peak(followed()))
-    assert min(profiled) <= alone
+    alone: list[int] = []
+    profiled: list[int] = []
+    while len(profiled) < 25 and (not profiled or min(profiled) != min(alone)):
+        alone += [peak(PrivacyEngine()) for _ in range(3)]
+        with opacus_memprof.profile(tmp_path / "profile", device="cuda") as session:
+            for _ in range(3):
+                engine = PrivacyEngine()
+                session.attach(engine)
+                profiled.append(peak(engine))
+    assert min(profiled) == min(alone)
