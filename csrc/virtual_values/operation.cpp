@@ -119,10 +119,15 @@ Operation describe(const c10::OperatorHandle& handle) {
                      handle.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
   operation.pointwise = pointwise_names().contains(without_underscore(operation.name));
   operation.reduces_uniform = contains(kReducesUniform, operation.name);
-  operation.lists = operation.name.starts_with("aten::_foreach_") ||
-                    operation.name.starts_with("aten::_fused_ada") ||
-                    operation.name == "aten::_fused_sgd_" ||
-                    operation.name == "aten::_amp_foreach_non_finite_check_and_unscale_";
+  const auto& arguments = schema.arguments();
+  // _foreach_pow also takes a number and a list.
+  const bool list_first =
+      !arguments.empty() && arguments[0].type()->kind() == c10::TypeKind::ListType;
+  operation.lists =
+      list_first &&
+      (operation.name.starts_with("aten::_foreach_") ||
+       operation.name.starts_with("aten::_fused_ada") || operation.name == "aten::_fused_sgd_" ||
+       operation.name == "aten::_amp_foreach_non_finite_check_and_unscale_");
   operation.counts_on_device = contains(kCountsOnDevice, operation.name);
   operation.dynamic_shape =
       operation.counts_on_device || handle.hasTag(at::Tag::dynamic_output_shape);

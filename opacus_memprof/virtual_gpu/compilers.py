@@ -19,6 +19,7 @@ def prepare(libraries: Path) -> None:
             {
                 "triton.knobs": lambda module: _link_to(module, libraries),
                 "torch._inductor.runtime.cache_dir_utils": _separate_cache,
+                "torch._inductor.config": _compile_in_this_process,
             }
         ),
     )
@@ -40,6 +41,11 @@ def _separate_cache(cache: Any) -> None:
     cache.default_cache_dir = lambda: default() + "_virtual_gpu"
     if chosen := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = chosen.removesuffix("_virtual_gpu") + "_virtual_gpu"
+
+
+def _compile_in_this_process(config: Any) -> None:
+    """Inductor's workers are programs of their own, which have no GPU where there is no real one."""
+    config.compile_threads = 1
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
