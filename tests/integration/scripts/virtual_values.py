@@ -72,7 +72,7 @@ def operations(device: str) -> list[Any]:
         (flags.all().item(), (~flags).any().item(), (halves == 0.5).all().item(), (halves * 2).max().item()),
         (halves.mean().item(), halves[7].item()),
         torch._foreach_add([labels.float(), halves], 1)[0],
-        torch._foreach_pow(0.5, [labels.float(), halves])[1],
+        torch._foreach_pow(0.5, [labels.float()])[0],
     ]
     return plain(found)
 
