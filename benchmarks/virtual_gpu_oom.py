@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the virtual GPU runs out of memory where the real one does: trainings with 0.97 to 1.03 of what they need.
 
-    python benchmarks/virtual_gpu_oom.py --output DIR
+    python benchmarks/virtual_gpu_oom.py --output DIR                   # on a machine with the GPU
+    python benchmarks/virtual_gpu_oom.py --output DIR --side virtual    # the half that needs none
 
 What a training needs is found on the virtual GPU, by halving, to 0.4 %: the smallest memory in which it runs to its
 end there, between the peaks of what is allocated and of what is reserved without a limit. Then it is run with shares of
@@ -21,6 +22,8 @@ from typing import Any
 
 from virtual_gpu import MIB, SIDES, Runs, gpus, run
 from virtual_gpu_cases import BY_NAME, Case
+
+from opacus_memprof.virtual_gpu.devices import GPUS
 
 TRAININGS = ("gpt vanilla", "gpt hooks", "Llama hooks", "60 000 classes, hooks", "ResNet-18 hooks")
 PRECISION = 0.004
@@ -86,6 +89,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--kind", default="h200", help="the virtual GPU (default: %(default)s)")
+    parser.add_argument("--side", choices=SIDES, help="the limited runs of this half alone")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 4), help="virtual runs at once")
     parser.add_argument("--real-jobs", type=int, default=3, help="runs at once on the real GPU (default: %(default)s)")
     return parser
@@ -96,8 +100,9 @@ def main() -> None:
     args.temporary = Path(tempfile.mkdtemp(prefix="virtual_gpu_oom_"))
     args.output.mkdir(parents=True, exist_ok=True)
     count, args.memory = gpus()
-    if not count:
-        raise SystemExit("there is no GPU here, and the limits are set by what a training needs on one")
+    if not count and args.side != "virtual":
+        raise SystemExit("there is no GPU here: run the half that needs none with --side virtual")
+    args.memory = args.memory or GPUS[args.kind].total_memory
     runs = Runs(args.output / "oom_runs.jsonl")
     pools = {"real": ThreadPoolExecutor(args.real_jobs), "virtual": ThreadPoolExecutor(args.jobs)}
     cases = [BY_NAME[name] for name in TRAININGS]
@@ -107,7 +112,7 @@ def main() -> None:
     for case in cases:
         for share in SHARES if needs[case.name] else ():
             fraction = share * needs[case.name] / args.memory
-            for side in SIDES:
+            for side in [args.side] if args.side else SIDES:
                 if (label(case, share), side) not in runs.found:
                     waiting.append(pools[side].submit(run, case, side, args, runs, label(case, share), fraction))
     for future in waiting:
