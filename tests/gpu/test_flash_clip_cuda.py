@@ -67,6 +67,8 @@ def test_sum_kernel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     )
 
 
+# Circular padding copies, in passing, from what it has not filled yet: a virtual GPU takes what comes of that for not
+# computed.
 @pytest.mark.parametrize("megabytes", [0.02, 256])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
@@ -76,7 +78,11 @@ def test_sum_kernel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         pytest.param(torch.bfloat16, 2e-2, marks=pytest.mark.true_numbers),
     ],
 )
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.true_numbers) if "circular" in case.name else case for case in CASES],
+    ids=lambda case: case.name,
+)
 def test_layers(case: Case, dtype: torch.dtype, tolerance: float, megabytes: float) -> None:
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")
