@@ -74,6 +74,8 @@ def start_rank(
     if side == "virtual":
         command += ["--virtual", args.kind, *(["--memory", str(args.memory)] if args.memory else [])]
     ours = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    if case.compiled:
+        ours["TORCHINDUCTOR_CACHE_DIR"] = f"{stem}-inductor"  # what is compiled anew allocates to measure kernels
     if case.ranks > 1:
         ours |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case.ranks)}
         ours |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

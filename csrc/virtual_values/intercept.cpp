@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstring>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "virtual_values/call.h"
@@ -114,6 +115,31 @@ void for_each_small(const std::vector<c10::IValue>& arguments, std::size_t first
   }
 }
 
+// Set while a collective runs on this thread: memory of its own, which was not written by an
+// operator, then holds what NCCL wrote there, and the operators within it copy that to where it is
+// wanted.
+thread_local bool in_collective = false;
+
+class WithinCollective {
+ public:
+  WithinCollective() : before_(std::exchange(in_collective, true)) {}
+  WithinCollective(const WithinCollective&) = delete;
+  WithinCollective& operator=(const WithinCollective&) = delete;
+  ~WithinCollective() { in_collective = before_; }
+
+ private:
+  bool before_;
+};
+
+void note_written_by_nccl(const Operation& operation, const torch::jit::Stack& stack) {
+  const std::vector<c10::IValue> arguments(
+      stack.end() - static_cast<std::ptrdiff_t>(operation.parameters.size()), stack.end());
+  for_each_small(arguments, 0, [](const at::Tensor& tensor) {
+    const auto whole = ranges().uniform(span_of(tensor));
+    if (whole && whole->state == State::unwritten) note_written(tensor, State::known);
+  });
+}
+
 // The virtual GPU's NCCL writes what other ranks would give if they had this rank's data, so it
 // must find the data there, and nothing may be filled in afterwards. What it gives is known as far
 // as this rank's data is. Of several tensor arguments the first is the result.
@@ -129,7 +155,10 @@ void pass_collective(const c10::OperatorHandle& handle, const Operation& operati
   });
   for_each_small(arguments, 0,
                  [](const at::Tensor& tensor) { ranges().materialize(span_of(tensor)); });
-  handle.redispatchBoxed(below, stack);
+  {
+    const WithinCollective within;
+    handle.redispatchBoxed(below, stack);
+  }
   for (const c10::IValue& argument : arguments) {
     for_each_tensor(argument, [&](const at::Tensor& tensor) {
       if (!is_plain(tensor)) return;
@@ -164,6 +193,7 @@ void pass(const c10::OperatorHandle& handle, const Operation& operation, c10::Di
     }
     return follow_allocator();
   }
+  if (in_collective) note_written_by_nccl(operation, *stack);
   Call call(handle, operation, *stack);
   if (!call.concerns_us()) return handle.redispatchBoxed(below, stack);
   call.prepare();
