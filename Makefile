@@ -4,7 +4,9 @@
 #   make profile    trains examples/train_transformer.py under the profiler and prints where the memory went
 #   make test       every check and test
 #   make format     formats all sources
+#   make docs       the documentation as a site: build/site/index.html
 #
+#   make matrix         builds and tries every torch that is claimed: takes long, and 5 GB of disk for each
 #   make opacus-suite   all of Opacus' own tests, without and with the profiler: takes long
 #
 # PYTHON=python3.12   makes the environment with another Python
@@ -21,21 +23,27 @@ CXX_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp tests/cpp/*.h tests/cpp/*.cpp ben
 export MAX_JOBS := $(JOBS)
 MAKEFLAGS += --no-print-directory
 
-.PHONY: profile test lint cpp-test python-test opacus-suite format tidy FORCE
+.PHONY: profile test lint docs cpp-test python-test opacus-suite matrix try format tidy FORCE
 
 profile: $(VENV)/.opacus-memprof-built
 	$(BIN)/opacus-memprof run -o memprof_profile --device auto examples/train_transformer.py
 
 # The core is compiled while torch is installed. pytest comes last: its summary closes the output.
 test:
-	$(MAKE) -j2 --output-sync=line lint cpp-test
+	$(MAKE) -j2 --output-sync=line lint docs cpp-test
 	$(MAKE) python-test
 
 lint: $(VENV)/.opacus-memprof-built
+	$(BIN)/python tests/rooms.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+# A broken link, a missing anchor and a page that no menu has are errors (not with --quiet, which hides them from --strict).
+# The variable silences a notice about successors.
+docs: $(VENV)/.opacus-memprof-built
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Two processes, a file to one of them; one where there is a GPU (tests/conftest.py). Where there is none, CUDA's tests
 # run on a virtual one before, and the rest as without.
@@ -47,6 +55,30 @@ python-test: $(VENV)/.opacus-memprof-built
 
 opacus-suite: $(VENV)/.opacus-memprof-built
 	OPACUS_SUITE=all $(BIN)/python -m pytest tests/integration/test_opacus_suite.py
+
+# What is claimed: each minor of torch with the lowest Opacus, from a copy of the sources, whose build is its own.
+CLAIMED = $(shell $(PYTHON) -c 'import runpy; claimed = runpy.run_path("opacus_memprof/profiles/versions.py"); print($(1))')
+MATRIX := $(addprefix matrix-,$(call CLAIMED,*claimed["TORCH_MINORS"]))
+
+matrix: $(MATRIX)
+
+.PHONY: $(MATRIX)
+$(MATRIX): matrix-%:
+	mkdir -p build/matrix/$*
+	git ls-files -z | xargs -0 cp -u --preserve=timestamps --parents -t build/matrix/$*
+	$(MAKE) -C build/matrix/$* VENV=.venv TORCH=$* try
+
+# A short choice of tests: Opacus' modes and what they allocate, flash_clip, and CUDA's allocator on a virtual GPU.
+TRIED := tests/unit/test_native.py tests/integration/test_opacus_modes.py tests/integration/test_flash_clip.py
+try: $(BIN)/python
+	$(PIP) install 'torch==$(TORCH).*' 'opacus==$(call CLAIMED,claimed["LOWEST_OPACUS"]).*'
+	$(MAKE) $(VENV)/.opacus-memprof-requirements
+	$(PIP) install --no-build-isolation -e . 'pytest>=8' peft
+	$(BIN)/opacus-memprof doctor
+	$(BIN)/opacus-memprof run -o memprof_profile --device cpu examples/train_transformer.py
+	$(BIN)/python -m pytest -q $(TRIED)
+	if $(BIN)/python -c 'import torch; exit(torch.version.cuda is None)'; then \
+	    $(BIN)/python -m pytest -q -m cuda --memprof-virtual-gpu $(VIRTUAL_GPU) tests/gpu/test_allocator.py; fi
 
 # The core under each sanitizer. Older ThreadSanitizers need addresses that are not randomised.
 SANITIZERS := cpp-test-address,undefined cpp-test-thread

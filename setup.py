@@ -11,6 +11,7 @@ import importlib.util
 import os
 import platform
 import re
+import runpy
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -137,9 +138,8 @@ def torch_has(torch_include: Path) -> list[tuple[str, str]]:
 
 
 # What reads event files. Nothing of it is in _C, which has the rest of csrc/core.
-CORE_BINDINGS = ["core_module", "follower_bindings", "replay_bindings"]
 CORE_SOURCES = ["event_reader", "event_rows", "follower", "replay", "replay_survey"]
-CORE = [f"csrc/bindings/{name}.cpp" for name in CORE_BINDINGS] + [f"csrc/core/{name}.cpp" for name in CORE_SOURCES]
+CORE = ["csrc/bindings/core_module.cpp", *(f"csrc/core/{name}.cpp" for name in CORE_SOURCES)]
 
 
 def core_extension() -> Extension:
@@ -154,7 +154,8 @@ def core_extension() -> Extension:
 
 def sources(with_cuda: bool) -> list[str]:
     """Of _C. Files named cuda_* need CUDA's headers; cuda_stub.cpp stands in for them where there are none."""
-    found = sorted(path for part in ("core", "adaptors", "bindings") for path in Path("csrc", part).glob("*.cpp"))
+    parts = ("core", "autograd", "allocators", "hooks", "bindings")
+    found = sorted(path for part in parts for path in Path("csrc", part).glob("*.cpp"))
     return [
         str(path)
         for path in found
@@ -238,8 +239,9 @@ class BuildReader(build_ext):
         write_build_info(package_of(self), self.distribution.get_version(), nothing)
 
 
-REQUIRES = ["numpy", "rich", "typer>=0.19"]  # typer: choices from Literal
-REQUIRES_TO_RECORD = ["opacus>=1.5", "matplotlib", "perfetto"]
+REQUIRES = ["msgspec>=0.18", "numpy", "rich", "typer>=0.19"]  # typer: choices from Literal
+VERSIONS = runpy.run_path(str(Path(__file__).parent / "opacus_memprof" / "profiles" / "versions.py"))
+REQUIRES_TO_RECORD = [f"opacus>={VERSIONS['LOWEST_OPACUS']}"]
 
 os.environ.setdefault("MAX_JOBS", "2")
 if READER == "1":

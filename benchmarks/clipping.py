@@ -30,7 +30,7 @@ from clipping_bytes import counted_bytes
 from clipping_models import CONFIGS, QUICK, Config
 from clipping_worker import MODES
 
-from opacus_memprof.files import write_text
+from opacus_memprof.profiles.files import write_text
 
 SHARE = {"S16384_B1_fp32": 3.0, "S16384_B1_bf16": 1.2}  # of the time, for the longer configurations
 GIB = 1 << 30

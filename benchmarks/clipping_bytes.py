@@ -55,7 +55,7 @@ def norm_step(how: str, batch: int, tokens: int, rows: int, columns: int, dtype:
     x = torch.randn(batch, tokens, columns, device="cuda", dtype=dtype)
     g = torch.randn(batch, tokens, rows, device="cuda", dtype=dtype)
     entry = LAYERS[nn.Linear]("layer", layer)
-    workspace = Workspace.of_megabytes(256)
+    workspace = Workspace.from_mib(256)
     choice = entry.choose(x, g, keep=True)
     assert choice is not None
     stack = entry.weight_gradients(x, g, workspace) if choice.keep == "gradient" else None

@@ -1,14 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions for virtual_gpu_workspaces.py: of common networks, of single samples' gradients, and drawn ones."""
+"""Convolutions for virtual_gpu_workspaces.py: of common networks, of single samples' gradients, and drawn ones.
+
+The networks are those of convolution_networks.py.
+"""
 
 import itertools
 import random
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from convolution_networks import Shape
 
 DTYPES = ("tf32", "fp32", "fp16", "bf16")
+FIRST, LAST = False, True  # channels
+BATCHES = (8, 16, 32, 64, 128, 256)
+OTHER_BATCHES = (1, 2, 4, 12, 24, 48, 96, 192, 512)
+POISSON_BATCHES = (*range(48, 81), *range(112, 145), *range(228, 286))  # of about 64, 128 and 256
 CHANNELS = (3, 16, 32, 64, 128, 256, 512, 1024, 2048)
-MAX_BYTES = 6 << 30  # of one case's tensors
+MAX_BYTES = 5 << 29  # of one case's tensors
 
 
 class Conv(NamedTuple):
@@ -84,100 +94,28 @@ def _product(sizes: tuple[int, ...]) -> int:
 # -- which convolutions -------------------------------------------------------------------------------------------
 
 
-def network_shapes() -> list[tuple[tuple[int, ...], ...]]:
-    """(input, weight, stride, padding, dilation, (groups, transposed)) of networks' convolutions, for one sample."""
-    import torch
-    import torchvision
-    from torch import nn
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    found: dict[tuple[tuple[int, ...], ...], None] = {}
-
-    class Note(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.convolution.default:
-                x, w, _, stride, padding, dilation, transposed, _, groups = args
-                shape = (x.shape, w.shape, stride, padding, dilation, (groups, int(transposed)))
-                found[tuple(tuple(map(int, field)) for field in shape)] = None
-            return func(*args, **(kwargs or {}))
-
-    def conv_stack(dims: int, channels: list[int], kernel: int, stride: int, padding: int) -> nn.Module:
-        kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
-        pairs = itertools.pairwise(channels)
-        return nn.Sequential(*(kind(a, b, kernel, stride, padding) for a, b in pairs))
-
-    models = torchvision.models
-    with torch.device("meta"):
-        runs: list[tuple[nn.Module, tuple[int, ...]]] = [
-            (models.resnet18(), (1, 3, 224, 224)),
-            (models.resnet18(), (1, 3, 32, 32)),
-            (models.resnet50(), (1, 3, 224, 224)),
-            (models.resnet50(), (1, 3, 64, 64)),
-            (models.vgg11(), (1, 3, 32, 32)),
-            (models.vgg16(), (1, 3, 224, 224)),
-            (models.efficientnet_b0(), (1, 3, 224, 224)),
-            (models.convnext_tiny(), (1, 3, 224, 224)),
-            (models.mobilenet_v2(), (1, 3, 224, 224)),
-            (models.densenet121(), (1, 3, 224, 224)),
-            (models.vit_b_16(), (1, 3, 224, 224)),
-            (conv_stack(2, [3, 32, 64, 64, 128], 3, 1, 1), (1, 3, 32, 32)),  # a CNN for CIFAR-10
-            (conv_stack(2, [1, 16], 8, 2, 3), (1, 1, 28, 28)),  # Opacus' example for MNIST
-            (conv_stack(2, [16, 32], 4, 2, 0), (1, 16, 13, 13)),
-            (conv_stack(2, [3, 64, 128, 256, 512], 3, 1, 1), (1, 3, 128, 128)),  # a U-Net's way down
-            (nn.ConvTranspose2d(512, 256, 2, 2), (1, 512, 16, 16)),
-            (nn.ConvTranspose2d(128, 64, 2, 2), (1, 128, 64, 64)),
-            (nn.ConvTranspose2d(100, 512, 4, 1, 0), (1, 100, 1, 1)),  # DCGAN
-            (nn.ConvTranspose2d(512, 256, 4, 2, 1), (1, 512, 4, 4)),
-            (nn.ConvTranspose2d(128, 64, 4, 2, 1), (1, 128, 16, 16)),
-            (conv_stack(2, [3, 64, 128, 256, 512], 4, 2, 1), (1, 3, 64, 64)),
-            (conv_stack(1, [128, 100], 3, 1, 0), (1, 128, 64)),  # a CNN for text
-            (conv_stack(1, [128, 100], 5, 1, 0), (1, 128, 64)),
-            (conv_stack(1, [300, 256], 4, 1, 0), (1, 300, 256)),
-            (nn.Conv1d(1, 512, 10, 5), (1, 1, 16000)),  # wav2vec 2.0
-            (conv_stack(1, [512, 512], 3, 2, 0), (1, 512, 3199)),
-            (conv_stack(1, [512, 512], 2, 2, 0), (1, 512, 199)),
-            (nn.Conv1d(768, 768, 128, padding=64, groups=16), (1, 768, 49)),
-            (conv_stack(1, [80, 384, 384], 3, 1, 1), (1, 80, 3000)),  # Whisper
-            (conv_stack(3, [3, 64, 128, 256], 3, 1, 1), (1, 3, 8, 56, 56)),  # C3D
-            (conv_stack(3, [1, 16, 32, 64], 3, 2, 1), (1, 1, 32, 32, 32)),
-        ]
-        for width, size in ((16, 32), (64, 32), (128, 16), (256, 8)):  # WideResNet-16-4
-            runs.append((conv_stack(2, [width, width], 3, 1, 1), (1, width, size, size)))
-            runs.append((nn.Conv2d(width, 2 * width, 3, 2, 1), (1, width, size, size)))
-        with Note(), torch.no_grad():
-            for model, shape in runs:
-                model.eval()(torch.empty(shape))
-    return list(found)
+def batched(
+    shapes: "list[Shape]", batches: tuple[int, ...], dtypes: tuple[str, ...], layouts: tuple[bool, ...]
+) -> Iterator[Conv]:
+    """Networks' convolutions at several batch sizes."""
+    for dtype in dtypes:
+        for last in layouts:
+            for batch in batches:
+                for one, weight, stride, padding, dilation, (groups, transposed) in shapes:
+                    if not last or len(one) > 3:
+                        sizes = (batch, *one[1:])
+                        yield Conv(sizes, weight, stride, padding, dilation, groups, bool(transposed), dtype, last)
 
 
-def networks() -> Iterator[Conv]:
-    """Common networks' convolutions at several batch sizes."""
-    for shape in network_shapes():
-        one, weight, stride, padding, dilation, (groups, transposed) = shape
-        for batch in (1, 8, 16, 32, 64, 128, 256):
-            for dtype in DTYPES:
-                for last in (False, True) if len(one) > 3 else (False,):
-                    sizes = (batch, *one[1:])
-                    yield Conv(sizes, weight, stride, padding, dilation, groups, bool(transposed), dtype, last)
-
-
-def single_samples() -> Iterator[Conv]:
+def single_samples(shapes: "list[Shape]", batches: tuple[int, ...], dtypes: tuple[str, ...]) -> Iterator[Conv]:
     """Gradients of single samples as functorch's vmap computes them: the samples are groups of one call."""
-    for batch in (4, 16, 32, 64):
-        for channels, outputs, size, kernel, stride in (
-            (3, 32, 32, 3, 1),
-            (16, 32, 13, 4, 2),
-            (32, 64, 32, 3, 1),
-            (64, 64, 56, 3, 1),
-            (64, 128, 28, 1, 2),
-            (128, 128, 28, 3, 1),
-            (256, 512, 14, 3, 2),
-            (512, 512, 7, 3, 1),
-        ):
-            for dtype in DTYPES:
-                sizes = (1, batch * channels, size, size)
-                weight = (batch * outputs, channels, kernel, kernel)
-                yield Conv(sizes, weight, (stride,) * 2, (kernel // 2,) * 2, (1, 1), batch, False, dtype, False)
+    for dtype in dtypes:
+        for batch in batches:
+            for one, weight, stride, padding, dilation, (groups, transposed) in shapes:
+                if not transposed:
+                    sizes = (1, batch * one[1], *one[2:])
+                    weights = (batch * weight[0], *weight[1:])
+                    yield Conv(sizes, weights, stride, padding, dilation, batch * groups, False, dtype, FIRST)
 
 
 def grid(randomly: random.Random) -> Iterator[Conv]:
@@ -203,18 +141,30 @@ def grid(randomly: random.Random) -> Iterator[Conv]:
 
 
 def cases(most: int) -> list[Conv]:
-    """At most `most` convolutions, shuffled: half of networks, an eighth of single samples, the others drawn."""
-    randomly = random.Random(0)
+    """At most `most` convolutions, the most important first."""
+    from convolution_networks import COMMON, OTHERS, SMALL, shapes_of  # loads torch
+
+    common, others, small = shapes_of(COMMON), shapes_of(OTHERS), shapes_of(SMALL)
+    sources = (
+        batched(common, BATCHES, ("tf32",), (FIRST,)),
+        single_samples(small, BATCHES, ("tf32",)),
+        batched(shapes_of(SMALL[:1]), POISSON_BATCHES, ("tf32",), (FIRST,)),
+        batched(common, BATCHES, ("bf16",), (FIRST, LAST)),
+        batched(common, BATCHES, ("tf32",), (LAST,)),
+        batched(common, OTHER_BATCHES, ("tf32",), (FIRST,)),
+        batched(others, BATCHES, ("tf32",), (FIRST,)),
+        batched(others, BATCHES, ("bf16",), (FIRST, LAST)),
+        batched(common, OTHER_BATCHES, ("bf16",), (FIRST,)),
+        batched(common, BATCHES, ("fp16",), (FIRST, LAST)),
+        batched(common, BATCHES, ("fp32",), (FIRST,)),
+        single_samples(small, BATCHES, ("bf16", "fp32")),
+        batched(others, BATCHES, ("fp16", "fp32"), (FIRST, LAST)),
+        grid(random.Random(0)),
+    )
     chosen: dict[Conv, None] = {}
-    for source, share in ((networks(), 0.5), (single_samples(), 0.125)):
-        conv = [conv for conv in source if conv.fits()]
-        randomly.shuffle(conv)
-        chosen.update(dict.fromkeys(conv[: int(most * share)]))
-    for conv in grid(randomly):
+    for conv in itertools.chain.from_iterable(sources):
         if len(chosen) >= most:
             break
         if conv.fits():
             chosen[conv] = None
-    listed = list(chosen)
-    randomly.shuffle(listed)
-    return listed
+    return list(chosen)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opacus_memprof.hooks.shapes import _relaid
+from opacus_memprof.hooks.shapes import needs_layout_copy
 
 MIB = 2**20
 ROW = "{:34} {:>9} {:>9} {:>9} {:>9} | {:>10} {:>10} {:>10} | {:>10}"
@@ -53,7 +53,7 @@ def row(name: str, module: nn.Conv1d | nn.Conv2d, shape: tuple[int, ...], sample
             taken(lambda: backward(True, False, False)),
             taken(lambda: backward(False, True, False)),
         )
-    said = (x.nbytes + y.nbytes + w.nbytes) * _relaid(module, y)
+    said = (x.nbytes + y.nbytes + w.nbytes) * needs_layout_copy(module, y)
     sizes = [f"{size / MIB:.2f}" for size in (x.nbytes, y.nbytes, w.nbytes, *measured, said)]
     print(ROW.format(name, str(dtype).removeprefix("torch."), *sizes))
 

@@ -24,7 +24,8 @@ import opacus
 import torch
 import torch.distributed as dist
 
-from opacus_memprof import _native, adaptors, hooks
+from opacus_memprof import hooks
+from opacus_memprof.recording import allocators, native
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import train_distributed
@@ -38,17 +39,17 @@ def plain(model: Any, optimizer: Any, device: str) -> Iterator[None]:
 @contextlib.contextmanager
 def profiled(model: Any, optimizer: Any, device: str) -> Iterator[None]:
     """All that a session does while training runs."""
-    adaptors.install(device)
+    allocators.install(device)
     with tempfile.TemporaryDirectory(prefix="memprof_overhead_") as directory:
-        _native.start_events(directory, 1 << 24, "{}")
+        native.start_events(directory, 1 << 24, "{}")
         attachments = [hooks.attach_model(model), hooks.attach_optimizer(optimizer)]
         try:
             yield
         finally:
             for attachment in reversed(attachments):
                 attachment.detach()
-            _native.stop_events()
-            adaptors.remove(device)
+            native.stop_events()
+            allocators.uninstall_device(device)
 
 
 VARIANTS = {"plain": plain, "profiled": profiled}

@@ -25,10 +25,11 @@ GPUS = 8  # of a machine
 
 def lay_out(path: Path, ranks: int, killed: int, events: int) -> dict[str, float]:
     """Writes the ranks' directories; returns what a rank's own summary takes."""
-    from opacus_memprof import _native
     from opacus_memprof.analysis.profile import build_profile, write_profile
+    from opacus_memprof.profiles.meta import read_meta
+    from opacus_memprof.recording import native
 
-    names = _native.names() | {
+    names = native.names() | {
         "modules": ["", *(f"layers.{number // 5}.linear{number % 5}" for number in range(MODULES - 1))],
         "ops": ["", "AddmmBackward0"],
         "threads": ["main"],
@@ -48,27 +49,27 @@ def lay_out(path: Path, ranks: int, killed: int, events: int) -> dict[str, float
 
     start = time.perf_counter()
     first = make(0)
-    write_events(first / "events.bin", events)
+    write_events(first / "events.bin", events, leaking=False)
     written = time.perf_counter()
-    summary: dict[str, Any] = build_profile(first, status="finished", exit_code=0)
+    summary = build_profile(first, status="finished", exit_code=0)
     write_profile(summary, first)
     figures = {
         "write_events_seconds": round(written - start, 2),
         "own_summary_seconds": round(time.perf_counter() - written, 2),
         "profile_json_mib": round((first / "profile.json").stat().st_size / 2**20, 2),
     }
-    (device,) = summary["devices"].values()
-    peak = device["peak"]
-    least, randomly = dict(peak["categories"]), random.Random(0)
+    (device,) = summary.devices.values()
+    peak = device.peak
+    least, randomly = dict(peak.categories), random.Random(0)
     for rank in range(1, ranks):
         folder = make(rank)
         if rank <= killed:
             (folder / "events.bin").hardlink_to(first / "events.bin")
             continue
         more = randomly.randrange(1 << 24)
-        peak["categories"]["activations"] = least["activations"] + more
-        peak["requested_bytes"] = sum(peak["categories"].values())
-        summary["launch"] = json.loads((folder / "meta.json").read_text())["launch"]
+        peak.categories["activations"] = least["activations"] + more
+        peak.requested_bytes = sum(peak.categories.values())
+        summary.launch = read_meta(folder / "meta.json").launch
         write_profile(summary, folder)
     return figures
 
@@ -81,8 +82,8 @@ def measure(path: Path) -> dict[str, Any]:
     start = time.perf_counter()
     merged = load_ranks(path)
     seconds = time.perf_counter() - start
-    total = sum(row["peak"]["requested_bytes"] for row in merged["ranks"])
-    if merged["missing"] or merged["total"]["peaks_bytes"] != total:
+    total = sum(row.peak.requested_bytes for row in merged.ranks if row.peak)
+    if merged.missing or merged.total.peaks_bytes != total:
         raise SystemExit("the ranks were not merged")
     return {
         "merge_seconds": round(seconds, 2),

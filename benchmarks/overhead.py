@@ -71,7 +71,7 @@ def compile_pair_loop(folder: Path) -> Callable[[int, int], float]:
 def measure_pairs(rounds: int) -> dict[str, dict[str, float]]:
     """Nanoseconds an allocate+free pair on the GPU, by variant; and the difference to native, paired."""
     variants: dict[str, variants_of.Variant] = {
-        "native": variants_of.native,
+        "native": variants_of.without,
         "counters": variants_of.counters_on("cuda"),
         "events": variants_of.events_on("cuda"),
         "history": variants_of.history,
@@ -174,7 +174,7 @@ def measure_steps(mode: str, rounds: int, device: str, name: str, wanted: list[s
     tools."""
     model, optimizer, step = training(mode, device, name)
     variants: dict[str, variants_of.Variant] = {
-        "native": variants_of.native,
+        "native": variants_of.without,
         "counters": variants_of.counters_on(device),
         "events": variants_of.events_on(device),
         "full": variants_of.full_on(device, model, optimizer),
@@ -190,7 +190,7 @@ def measure_steps(mode: str, rounds: int, device: str, name: str, wanted: list[s
     found = paired(step, {name: variants[name] for name in variants if name in ("native", *wanted)}, rounds)
     if "profiler" in wanted:  # ending one takes far longer than a step: fewer rounds, of its own
         found["profiler"] = paired(
-            step, {"native": variants_of.native, "profiler": variants_of.profiler}, max(rounds // 20, 3)
+            step, {"native": variants_of.without, "profiler": variants_of.profiler}, max(rounds // 20, 3)
         )["profiler"]
     return {
         "mode": mode,

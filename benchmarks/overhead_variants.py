@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from opacus_memprof import _native, hooks
+from opacus_memprof import hooks
+from opacus_memprof.recording import native
 
 Variant = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -16,7 +17,7 @@ MAX_EVENTS = 1 << 24
 
 
 @contextlib.contextmanager
-def native() -> Iterator[None]:
+def without() -> Iterator[None]:
     yield
 
 
@@ -26,9 +27,9 @@ def counters_on(device: str) -> Variant:
     @contextlib.contextmanager
     def counters() -> Iterator[None]:
         install, uninstall = (
-            (_native.cuda_install, _native.cuda_uninstall)
+            (native.cuda_install, native.cuda_uninstall)
             if device == "cuda"
-            else (_native.cpu_install, _native.cpu_uninstall)
+            else (native.cpu_install, native.cpu_uninstall)
         )
         install()
         try:
@@ -45,11 +46,11 @@ def events_on(device: str) -> Variant:
     @contextlib.contextmanager
     def events() -> Iterator[None]:
         with tempfile.TemporaryDirectory(prefix="memprof_overhead_") as directory, counters_on(device)():
-            _native.start_events(directory, MAX_EVENTS, "{}")
+            native.start_events(directory, MAX_EVENTS, "{}")
             try:
                 yield
             finally:
-                _native.stop_events()
+                native.stop_events()
 
     return events
 

@@ -99,8 +99,8 @@ def resident_mib() -> float:
 
 def measure(directory: Path) -> dict[str, float]:
     """In this process: the replay alone, then all that happens up to profile.json."""
-    from opacus_memprof import core
     from opacus_memprof.analysis.profile import build_profile, write_profile
+    from opacus_memprof.profiles import core
 
     before = resident_mib()
     start = time.perf_counter()

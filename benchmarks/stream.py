@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 import opacus_memprof
-from opacus_memprof.stream import Stream, read, sinks_of
+from opacus_memprof.recording.live import read_live
+from opacus_memprof.recording.stream import Stream, make_sinks
 
 DEFAULT_INTERVAL = 10.0
 
@@ -60,7 +61,7 @@ def main() -> None:
 
         def with_stream() -> float:
             targets = [f"{folder}/memory.jsonl", f"{folder}/memory.prom"]
-            stream = Stream(sinks_of(targets), arguments.interval, print)
+            stream = Stream(make_sinks(targets), arguments.interval, print)
             try:
                 return steps_a_second()
             finally:
@@ -75,12 +76,12 @@ def main() -> None:
             ratios.append(found["plain"] / found["streamed"])
         costs = {}
         for name, target in (("JSON lines", "memory.jsonl"), ("Prometheus' file", "memory.prom")):
-            (sink,) = sinks_of(f"{folder}/{target}")
+            (sink,) = make_sinks(f"{folder}/{target}")
             sink.open()
             times = []
             for _ in range(300):
                 begin = time.thread_time()
-                sink.write(read())
+                sink.write(read_live())
                 times.append(time.thread_time() - begin)
             sink.close()
             costs[name] = statistics.median(times)

@@ -88,7 +88,7 @@ def allocations(directory: Path) -> list[tuple[str, int, int]]:
         for key, count in zip(keys.tolist(), times.tolist(), strict=True):
             counts[events.names.op(key[0]), key[1]] += count
 
-    events.each(take)
+    events.for_each_chunk(take)
     return [(op, size, count) for (op, size), count in counts.items()]
 
 

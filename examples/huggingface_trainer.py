@@ -13,7 +13,7 @@ The Trainer knows nothing of Opacus, and these are the places where the two meet
   BatchMemoryManager is for.
 - All sequences have the same number of tokens. The model averages its loss over the batch's tokens, so that a sample's
   gradient would otherwise depend on the length of the others.
-- Between steps, somebody must clear the private optimizer: the Trainer clears the model only. MemprofCallback does it.
+- Between steps, somebody must clear the private optimizer: the Trainer clears the model only. ClearOptimizer does it.
 
     python examples/huggingface_trainer.py
 """
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import opacus_memprof
 from opacus_memprof.integrations.huggingface import MemprofCallback
@@ -32,12 +32,20 @@ from opacus_memprof.integrations.huggingface import MemprofCallback
 VOCABULARY, TOKENS = 128, 16
 
 
+class ClearOptimizer(TrainerCallback):
+    """Clears the private optimizer after each step. Opacus refuses to step while it still has its clipped sums."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["optimizer"].zero_grad(set_to_none=True)
+
+
 class PrivateTrainer(Trainer):
-    """A Trainer that uses the data loader it is given."""
+    """A Trainer that uses the data loader it is given, and clears the optimizer."""
 
     def __init__(self, *, train_dataloader: Any, **kwargs: Any) -> None:
         super().__init__(train_dataset=train_dataloader.dataset, **kwargs)
         self._loader = train_dataloader
+        self.add_callback(ClearOptimizer())
 
     def get_train_dataloader(self) -> Any:
         return self._loader

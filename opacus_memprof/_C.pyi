@@ -1,4 +1,4 @@
-"""Typed face of the compiled extension. Only opacus_memprof._native imports it."""
+"""Typed face of the compiled extension. Only opacus_memprof.recording.native imports it."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 
-HAS_CUDA: bool  # built with the CUDA adaptor
+HAS_CUDA: bool  # built with CUDA's allocator
 
 # --- names: a name's id is its index in the list of its kind; asking again gives the same id ---
 def category_id(name: str) -> int: ...  # built-in names are known; others are added (at most 64 in all)
 def module_id(name: str) -> int: ...  # 0 is "" (no module)
 def op_id(name: str) -> int: ...  # 0 is "" (no op)
 def phase_id(name: str) -> int: ...  # raises ValueError for an unknown phase
-def names() -> dict[str, list[str]]: ...  # categories, phases, modules, ops, threads, streams, devices
+def set_component(module: int, component: str) -> None: ...  # what a module is, for reports; "" for unknown
+def names() -> dict[str, list[str]]: ...  # categories, phases, modules, components, ops, threads, streams, devices
 
 # --- tags: what this thread is doing; every allocation copies the innermost one ---
 class Tag:
@@ -189,7 +190,7 @@ def stop_events() -> None: ...  # trims the file and writes the last meta.json
 def write_meta() -> None: ...  # now; it is also refreshed in the background when names change
 def events_status() -> dict[str, Any]: ...  # {"recording": bool, "written": int, "dropped": int, "error": str}
 
-# --- adaptors ---
+# --- allocators ---
 def cpu_install() -> None: ...
 def cpu_uninstall() -> None: ...
 def cpu_installed() -> bool: ...

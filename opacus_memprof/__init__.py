@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU memory profiler for DP-SGD training with Opacus. The README shows each of the names below in a few lines.
+"""A GPU memory profiler for DP-SGD training with Opacus. docs/python.md and docs/toolkit.md show the names below.
 
 Nothing is loaded before it is asked for: importing this package is cheap, works where the extension is broken (for
 `opacus-memprof doctor`), and never initialises CUDA.
@@ -8,17 +8,18 @@ Nothing is loaded before it is asked for: importing this package is cheap, works
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from opacus_memprof.profiles.versions import VERSION
+
+__version__ = VERSION
 
 if TYPE_CHECKING:
     from opacus_memprof import session
-    from opacus_memprof.adaptors import allocator, install, library_path, uninstall
-    from opacus_memprof.engine import PrivacyEngine
     from opacus_memprof.errors import MemprofError
+    from opacus_memprof.recording.allocators import allocator, install, library_path, uninstall
     from opacus_memprof.session import Session, profile, retag, tag
+    from opacus_memprof.session.privacy_engine import PrivacyEngine
     from opacus_memprof.toolkit.debugger import create_memory_debugger
     from opacus_memprof.toolkit.model import analyze_model
-    from opacus_memprof.toolkit.monitor import monitor_function
     from opacus_memprof.toolkit.profiler import GPUMemoryProfiler
     from opacus_memprof.toolkit.snapshots import (
         check_memory_status,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         compare_snapshots,
         generate_report,
         memory_snapshot,
+        monitor_function,
     )
     from opacus_memprof.toolkit.training import (
         debug_lora_training,
@@ -62,9 +64,9 @@ __all__ = [
 _HOME = {
     "GPUMemoryProfiler": "toolkit.profiler",
     "MemprofError": "errors",
-    "PrivacyEngine": "engine",
+    "PrivacyEngine": "session.privacy_engine",
     "Session": "session",
-    "allocator": "adaptors",
+    "allocator": "recording.allocators",
     "analyze_model": "toolkit.model",
     "check_memory_status": "toolkit.snapshots",
     "cleanup_memory": "toolkit.snapshots",
@@ -73,15 +75,15 @@ _HOME = {
     "debug_lora_training": "toolkit.training",
     "debug_memory_with_different_configs": "toolkit.training",
     "generate_report": "toolkit.snapshots",
-    "install": "adaptors",
-    "library_path": "adaptors",
+    "install": "recording.allocators",
+    "library_path": "recording.allocators",
     "memory_profiled_training": "toolkit.training",
     "memory_snapshot": "toolkit.snapshots",
-    "monitor_function": "toolkit.monitor",
+    "monitor_function": "toolkit.snapshots",
     "profile": "session",
     "retag": "session",
     "tag": "session",
-    "uninstall": "adaptors",
+    "uninstall": "recording.allocators",
 }
 
 
@@ -89,8 +91,8 @@ def __getattr__(name: str) -> Any:
     if name == "session":
         return importlib.import_module("opacus_memprof.session")
     if name in _HOME:
-        if _HOME[name] in ("adaptors", "engine", "session"):  # which import torch: first, why one cannot record here
-            importlib.import_module("opacus_memprof._native")
+        if _HOME[name].startswith(("recording.", "session")):  # they import torch: first, why one cannot record here
+            importlib.import_module("opacus_memprof.recording.native")
         return getattr(importlib.import_module(f"opacus_memprof.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

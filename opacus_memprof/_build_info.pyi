@@ -3,6 +3,6 @@
 VERSION: str  # of opacus-memprof
 TORCH_VERSION: str | None  # in full, as 2.15.0+cu132; None where only the part that reads profiles was built
 TORCH_CUDA: str | None  # as 13.2; None for a torch without CUDA
-HAS_CUDA: bool  # the CUDA adaptor is compiled in
+HAS_CUDA: bool  # CUDA's allocator is compiled in
 PYTHON: str
 COMPILER: str

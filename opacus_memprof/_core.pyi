@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Typed face of the compiled core, which reads profiles without torch. Only opacus_memprof.core imports it."""
+"""Typed face of the compiled core, which reads profiles without torch. Only opacus_memprof.profiles.core imports it."""
 
 from collections.abc import Callable
 from typing import Any

@@ -13,7 +13,7 @@ from opacus_memprof.analysis.names import Names
 def rows_of(directory: Path) -> tuple[np.ndarray, Names]:
     """The rows (opacus_memprof.analysis.events.ROW), and what their ids mean."""
     events, pieces = Events(directory), []
-    events.each(pieces.append)
+    events.for_each_chunk(pieces.append)
     return np.concatenate(pieces), events.names
 
 

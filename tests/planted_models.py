@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -69,6 +70,33 @@ class Adapted(nn.Module):
         return x + self.base(x) + self.up(self.down(x))
 
 
+class Tagger(nn.Module):
+    """An embedding, Linear layers with what `activation` and `normalized` put behind each, and a head; for each token,
+    or for their mean."""
+
+    def __init__(self, s: dict[str, int], activation: type[nn.Module], normalized: bool, pooled: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(s["vocabulary"], s["width"])
+        self.layers = nn.Sequential()
+        for _ in range(s["layers"]):
+            self.layers.append(nn.Linear(s["width"], s["width"]))
+            if normalized:
+                self.layers.append(nn.LayerNorm(s["width"]))
+            self.layers.append(activation())
+        self.head = nn.Linear(s["width"], s["out"])
+        self.pooled = pooled
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.layers(self.tokens(ids))
+        return self.head(x.mean(1) if self.pooled else x)
+
+
+def tagger(
+    activation: type[nn.Module] = nn.Identity, *, normalized: bool = False, pooled: bool = False
+) -> Callable[[dict[str, int]], nn.Module]:
+    return lambda s: Tagger(s, activation, normalized, pooled)
+
+
 def mlp(s: dict[str, int]) -> nn.Module:
     return nn.Sequential(nn.Linear(s["in"], s["hidden"]), nn.ReLU(), nn.Linear(s["hidden"], s["out"]))
 
@@ -118,6 +146,10 @@ def texts(s: dict[str, int], n: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def labelled_texts(s: dict[str, int], n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(s["vocabulary"], (n, s["length"])), torch.randint(s["out"], (n,))
+
+
+def tagged_texts(s: dict[str, int], n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(s["vocabulary"], (n, s["length"])), torch.randint(s["out"], (n, s["length"]))
 
 
 def images(s: dict[str, int], n: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,8 +22,8 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 
 import opacus_memprof
-from opacus_memprof import _native
 from opacus_memprof.clipping import register_norm_samplers
+from opacus_memprof.recording import native
 from tests.models import MeanCrossEntropy
 from tests.planted_models import (
     Bag,
@@ -35,6 +35,8 @@ from tests.planted_models import (
     labelled_texts,
     mlp,
     sequences,
+    tagged_texts,
+    tagger,
     texts,
     vectors,
 )
@@ -135,6 +137,28 @@ PLANS = (
     Plan("two processes on one GPU", mlp, vectors, *_MLP, quirk="crowd", limit=0.7),
 )  # fmt: skip
 
+_TAGS = {"vocabulary": 2000, "width": 768, "layers": 4, "length": 128, "batch": 640, "out": 2000}
+_ADAM = torch.optim.AdamW
+
+
+def _tags(name: str, build: Callable[[dict[str, int]], nn.Module], limit: float, mode: str = "hooks", **s: int) -> Plan:
+    sizes = _TAGS | s
+    return Plan(name, build, tagged_texts, sizes, sizes, mode=mode, optimizer=_ADAM, limit=limit)
+
+
+# Models in which flash_clip needs the most at different instants, and runs that end early or late.
+FLASH_CLIP_PLANS = (
+    _tags("no operations between layers", tagger(), 0.3),
+    _tags("GELU", tagger(nn.GELU), 0.36),
+    _tags("GELU, failed in the first layers", tagger(nn.GELU), 0.05),
+    _tags("norms", tagger(nn.GELU, normalized=True), 0.3),
+    _tags("a head that is the largest", tagger(nn.GELU), 0.3, out=8000, batch=160),
+    _tags("long, in ghost clipping", tagger(nn.GELU), 0.4, "ghost", length=1024, batch=80),
+    _tags("wide, clipped sums the highest", tagger(nn.ReLU), 0.3, width=2048, length=32, batch=128),
+    replace(_tags("one label", tagger(nn.GELU, pooled=True), 0.3, out=10), batch=labelled_texts),
+    Plan("attention", Transformer, texts, *_TEXT, optimizer=_ADAM, limit=0.5),
+)
+
 
 # --- a run ---
 
@@ -204,11 +228,11 @@ def _limited(device: str, limit: int) -> Iterator[None]:
     if not limit:
         yield
     elif device == "cpu":
-        _native.cpu_limit(limit)
+        native.cpu_limit(limit)
         try:
             yield
         finally:
-            _native.cpu_limit(0)
+            native.cpu_limit(0)
     else:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(limit / total)

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from opacus_memprof.profiles.versions import LOWEST_OPACUS
+
 ROOT = Path(__file__).parents[1]
 MINOR = ".".join(str(torch.__version__).split(".")[:2])
 
@@ -93,8 +95,9 @@ def test_what_was_installed_loads_and_says_what_it_was_built_for(
     installation: str, python: Path, tmp_path: Path
 ) -> None:
     script = (
-        "from opacus_memprof import _native, _build_info as build\n"
-        "print(_native.__file__, build.TORCH_VERSION, build.TORCH_CUDA, build.HAS_CUDA, _native.HAS_CUDA, sep='\\n')"
+        "from opacus_memprof import _build_info as build\n"
+        "from opacus_memprof.recording import native\n"
+        "print(native.__file__, build.TORCH_VERSION, build.TORCH_CUDA, build.HAS_CUDA, native.HAS_CUDA, sep='\\n')"
     )
     file, version, cuda, built, has = run(python, "-c", script, cwd=tmp_path).splitlines()
     assert Path(file).is_relative_to(python.parents[1])
@@ -107,7 +110,7 @@ def test_the_metadata_pins_torch(installation: str, python: Path, tmp_path: Path
     script = "import importlib.metadata as m; print(*m.requires('opacus-memprof'), sep='\\n')"
     requirements = run(python, "-c", script, cwd=tmp_path).splitlines()
     assert f"torch=={MINOR}.*" in requirements
-    assert "opacus>=1.5" in requirements
+    assert f"opacus>={LOWEST_OPACUS}" in requirements
 
 
 def test_types_come_along(installation: str, python: Path) -> None:
@@ -128,7 +131,7 @@ def test_another_torch_is_refused_with_the_command_that_mends_it(
     info = tmp_path / "opacus_memprof" / "_build_info.py"
     info.write_text(info.read_text().replace(str(torch.__version__), "2.0.0+cu117"))
     ran = subprocess.run(
-        [str(python), "-c", "import opacus_memprof._native"], cwd=tmp_path, capture_output=True, text=True
+        [str(python), "-c", "import opacus_memprof.recording.native"], cwd=tmp_path, capture_output=True, text=True
     )
     assert ran.returncode == 1
     assert ran.stderr.splitlines()[-1] == (

@@ -5,34 +5,43 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "opacus_memprof"
+from tests.rooms import (
+    CSRC,
+    ROOT,
+    find_circle,
+    floors,
+    imported_names,
+    included_files,
+    module_imports,
+    python_files,
+    room,
+    room_imports,
+)
 
-# From left to right. A module imports from its own part (a module or folder of the package) and from layers to its
-# left only. `analysis` reads files and counters, so that the session can write a profile when it closes.
-LAYERS = [
-    {"_build_info", "errors"},
-    {"profiles"},
-    {"_native", "core", "files", "imports", "launch", "optional", "units", "versions"},
-    {"directory", "hub", "observations", "tracing", "virtual_gpu"},
-    {"clipping", "workload"},
-    {"adaptors", "analysis", "hooks", "snapshots"},
-    {"attaching", "conditions", "reports", "stream"},
-    {"forensics"},
+MOST_ROOMS, MOST_FLOORS = 24, 9
+
+# From the ground up: a room imports from floors below its own only.
+FLOORS = [
+    {"errors"},
+    {"profiles", "clipping"},
+    {"analysis", "recording"},
+    {"reports", "hooks", "virtual_gpu"},
     {"session"},
-    {"engine"},
-    {"experiments", "integrations", "toolkit"},
-    {"cli", "pytest_plugin"},
-    {"__init__", "__main__"},  # __init__ loads what it names on demand; its __version__ is for everybody
+    {"integrations", "planning", "pytest_plugin"},
+    {"experiments", "toolkit"},
+    {"cli", "__init__"},  # __init__ loads what it names on demand
+    {"__main__"},
 ]
-
+# They read profiles, also where there is no torch or another one.
+READERS = {"errors", "profiles", "analysis", "reports"}
 # The module that imports each extension, and explains why one cannot be loaded.
-EXTENSIONS = {"_C": "_native", "_core": "core", "_virtual": "virtual_gpu.values"}
+EXTENSIONS = {"_C": "recording.native", "_core": "profiles.core", "_virtual": "virtual_gpu.values"}
+
+# The same of csrc's folders, but for the virtual GPU's.
+CPP_LAYERS = ["core", "autograd", "allocators", "hooks", "bindings"]
 
 CORE_MAY_INCLUDE = re.compile(
     r"<[a-z_]+>|"  # C++
@@ -43,46 +52,44 @@ CORE_MAY_INCLUDE = re.compile(
 )
 
 
-def part(module: str) -> str:
-    """`hooks` of `opacus_memprof.hooks.modules`."""
-    return [*module.split("."), "__init__"][1]
+def test_every_room_is_on_its_floor() -> None:
+    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+    arrows = {name: others for name, others in room_imports().items() if not name.startswith("csrc/")}
+    assert set(arrows) == set(floor), "say in FLOORS which floor a new room stands on"
+    wrong = [(name, other) for name, others in arrows.items() for other in others if floor[other] >= floor[name]]
+    assert wrong == []
 
 
-def layer(name: str) -> int:
-    found = [index for index, names in enumerate(LAYERS) if name in names]
-    assert found, f"say in LAYERS which layer opacus_memprof/{name} belongs to"
-    return found[0]
+def test_there_are_no_circles() -> None:
+    assert find_circle(module_imports()) == []
+    assert find_circle(room_imports()) == []
 
 
-def imported(source: str, package: str) -> Iterator[str]:
-    """The modules of ours that this module of `package` imports, wherever in it that stands."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            names = [f"{base}.{alias.name}" for alias in node.names] if base == "opacus_memprof" else [base]
-        else:
-            continue
-        yield from (name for name in names if name.split(".")[0] == "opacus_memprof" and name != "opacus_memprof")
+def test_the_house_stays_small() -> None:
+    arrows = room_imports()
+    assert len(arrows) <= MOST_ROOMS
+    assert max(floors(arrows).values()) <= MOST_FLOORS
 
 
-def modules() -> list[str]:
-    files = [file.relative_to(ROOT) for file in PACKAGE.rglob("*.py")]
-    return sorted(".".join(file.with_suffix("").parts) for file in files)
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_an_extension_has_one_importer(extension: str) -> None:
+    importers = {
+        module
+        for module, file in python_files().items()
+        for name in imported_names(file.read_text(), module.rpartition(".")[0])
+        if room(name) == extension
+    }
+    assert importers == {f"opacus_memprof.{EXTENSIONS[extension]}"}
 
 
-@pytest.mark.parametrize("module", modules())
-def test_a_module_imports_from_the_left_only(module: str) -> None:
-    file = ROOT / Path(*module.split(".")).with_suffix(".py")
-    here = part(module)
-    for name in imported(file.read_text(), module.rpartition(".")[0]):
-        if part(name) in EXTENSIONS:
-            importer = f"opacus_memprof.{EXTENSIONS[part(name)]}"
-            assert module == importer, f"{module} imports the extension {name} past {importer}"
-        elif part(name) != here:
-            assert layer(part(name)) < layer(here), f"{module} imports {name}, which is not to its left"
+def test_readers_do_not_import_what_records() -> None:
+    trees = {module: ast.parse(file.read_text()) for module, file in python_files().items() if room(module) in READERS}
+    assert trees
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.split(".")[0] for name in names} & {"torch", "opacus"}, module
 
 
 def test_the_command_line_leaves_torch_to_the_program() -> None:
@@ -91,32 +98,35 @@ def test_the_command_line_leaves_torch_to_the_program() -> None:
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0
 
 
-def includes(folder: str) -> list[tuple[Path, str]]:
-    files = [file for file in (ROOT / "csrc" / folder).iterdir() if file.suffix in (".h", ".cpp")]
-    assert files
-    directive = re.compile(r'^\s*#\s*include\s*(<[^>]+>|"[^"]+")', re.MULTILINE)
-    return [(file, name) for file in files for name in directive.findall(file.read_text())]
-
-
 def test_the_core_includes_nothing_of_torch_or_python() -> None:
-    assert not [(file.name, name) for file, name in includes("core") if not CORE_MAY_INCLUDE.fullmatch(name)]
+    assert not [
+        (file.name, name) for file, name in included_files(CSRC / "core") if not CORE_MAY_INCLUDE.fullmatch(name)
+    ]
 
 
-def test_the_adaptors_do_not_know_the_bindings() -> None:
-    outside = re.compile(r'"bindings/|<pybind11/')
-    assert not [(file.name, name) for file, name in includes("adaptors") if outside.match(name)]
+@pytest.mark.parametrize("folder", CPP_LAYERS)
+def test_a_folder_of_csrc_includes_from_the_left_only(folder: str) -> None:
+    allowed = CPP_LAYERS[: CPP_LAYERS.index(folder) + 1]
+    ours = [(file.name, name) for file, name in included_files(CSRC / folder) if name.startswith('"')]
+    assert not [(file, name) for file, name in ours if name.strip('"').split("/")[0] not in allowed]
+
+
+@pytest.mark.parametrize("folder", ["autograd", "allocators"])
+def test_what_torch_calls_does_not_know_pybind11(folder: str) -> None:
+    """It runs without the GIL."""
+    assert not [(file.name, name) for file, name in included_files(CSRC / folder) if name.startswith("<pybind11/")]
 
 
 def test_the_virtual_gpu_includes_nothing_of_torch_or_python() -> None:
     """It is what torch runs on, and knows of nobody who runs on it."""
-    others = re.compile(r'<(?:torch|ATen|c10|caffe2|pybind11)/|<Python\.h>|"(?:core|adaptors|bindings)/')
-    assert not [(file.name, name) for file, name in includes("virtual_gpu") if others.match(name)]
+    others = re.compile(rf'<(?:torch|ATen|c10|caffe2|pybind11)/|<Python\.h>|"(?:{"|".join(CPP_LAYERS)})/')
+    assert not [(file.name, name) for file, name in included_files(CSRC / "virtual_gpu") if others.match(name)]
 
 
 def test_there_are_no_other_sources() -> None:
     """What is not in one of these folders would escape the checks above, and the build."""
     folders = {path.relative_to(ROOT / "csrc").parts[0] for path in (ROOT / "csrc").rglob("*.*") if path.is_file()}
-    assert folders == {"adaptors", "bindings", "core", "virtual_gpu", "virtual_values"}
+    assert folders == {*CPP_LAYERS, "virtual_gpu", "virtual_values"}
 
 
 @pytest.mark.parametrize(
@@ -125,13 +135,13 @@ def test_there_are_no_other_sources() -> None:
         ("import torch, os", []),
         ("import opacus_memprof", []),
         ("import opacus_memprof.cli.run as r", ["opacus_memprof.cli.run"]),
-        ("from opacus_memprof import _native, units", ["opacus_memprof._native", "opacus_memprof.units"]),
-        ("def f():\n    from opacus_memprof.cli.run import run", ["opacus_memprof.cli.run"]),
-        ("from . import capture", ["opacus_memprof.hooks"]),
+        ("from opacus_memprof import hooks, errors", ["opacus_memprof.hooks", "opacus_memprof.errors"]),
+        ("def f():\n    from opacus_memprof.cli.run import run", ["opacus_memprof.cli.run.run"]),
+        ("from . import capture", ["opacus_memprof.hooks.capture"]),
         ("from .. import _C", ["opacus_memprof._C"]),
-        ("from ..cli.run import run", ["opacus_memprof.cli.run"]),
+        ("from ..cli.run import run", ["opacus_memprof.cli.run.run"]),
         ("from opacus_memprofile import x", []),
     ],
 )
 def test_imports_are_found_however_they_are_written(source: str, names: list[str]) -> None:
-    assert list(imported(source, "opacus_memprof.hooks")) == names
+    assert list(imported_names(source, "opacus_memprof.hooks")) == names

@@ -2,7 +2,7 @@
 // The CUDA functions of a build without CUDA: they say so.
 #include <stdexcept>
 
-#include "bindings/cuda_bindings.h"
+#include "bindings/bindings.h"
 
 namespace py = pybind11;
 

@@ -8,18 +8,17 @@
 #include <string>
 #include <system_error>
 
-#include "adaptors/adaptor.h"
-#include "adaptors/gradient_hook.h"
-#include "adaptors/tensor.h"
-#include "bindings/callables.h"
-#include "bindings/convert.h"
-#include "bindings/cuda_bindings.h"
-#include "bindings/owners.h"
-#include "bindings/tensors_in.h"
+#include "allocators/profiled_allocator.h"
+#include "allocators/tensor.h"
+#include "bindings/bindings.h"
 #include "core/names.h"
 #include "core/profile_directory.h"
 #include "core/recorder.h"
 #include "core/tag_stack.h"
+#include "hooks/gradient_hook.h"
+#include "hooks/hooks.h"
+#include "hooks/owners.h"
+#include "hooks/tensors_in.h"
 
 namespace py = pybind11;
 
@@ -85,16 +84,6 @@ Tag tag_from_pickle(const py::tuple& state) {
   return tag;
 }
 
-// Closes the peaks that no free has ended, and asks the allocators what they count there.
-py::dict closed_peaks() {
-  for (const auto& [device, peak] : recorder().peaks()) {
-    if (!recorder().close_peak(device)) continue;
-    Adaptor* adaptor = device == 0 ? &cpu_adaptor() : cuda_adaptor();
-    if (adaptor != nullptr) adaptor->note_peak(device);
-  }
-  return to_python(recorder().peaks());
-}
-
 ProfileDirectory& profile_directory() {
   if (current_profile_directory() == nullptr) {
     throw std::runtime_error("no events are being written; call start_events first");
@@ -106,9 +95,23 @@ void bind_names(py::module_& m) {
   m.def("category_id",
         [](const std::string& name) { return names().intern_or_throw(Kind::category, name); });
   m.def("module_id", [](const std::string& name) { return names().intern(Kind::module, name); });
+  m.def("set_component", [](int module, const std::string& component) {
+    names().set_component(module_or_keep(module), component);
+  });
   m.def("op_id", [](const std::string& name) { return names().intern(Kind::op, name); });
   m.def("phase_id", &phase_id);
   m.def("names", &all_names);
+}
+
+void bind_hooks(py::module_& m) {
+  add_tagged(m);
+  add_scoped_forward(m);
+  add_capture_activations(m);
+  add_capture_backprops(m);
+  add_sampler(m);
+  add_parameter_function(m);
+  add_step_functions(m);
+  m.def("look_again", &look_again);
 }
 
 void bind_tags(py::module_& m) {
@@ -123,18 +126,14 @@ void bind_tags(py::module_& m) {
       .def("__exit__", [](const Tag&, const py::args&) { this_thread().pop(); })
       .def(
           "__call__",
-          [](const py::object& self, const py::object& function, const py::object& module_of) {
-            PyObject* tagged =
-                make_tagged(self.cast<const Tag&>(), self.ptr(), function.ptr(), module_of.ptr());
-            if (tagged == nullptr) throw py::error_already_set();
-            return py::reinterpret_steal<py::object>(tagged);
+          [tagged = m.attr("Tagged")](const py::object& self, const py::object& function,
+                                      const py::object& module_of) {
+            return tagged(self, function, module_of);
           },
           py::arg("function"), py::arg("module_of") = py::none())
       .def(py::pickle(&tag_to_pickle, &tag_from_pickle));
   m.def("step",
         [] { return py::make_tuple(recorder().physical_step(), recorder().logical_step()); });
-  m.def("look_again", &look_again);
-  if (!add_callables(m.ptr())) throw py::error_already_set();
 }
 
 void bind_blocks(py::module_& m) {
@@ -171,16 +170,6 @@ void bind_owners(py::module_& m) {
         [](const py::object& parameter) { unfollow_gradient(parameter.ptr()); });
 }
 
-void bind_counters(py::module_& m) {
-  m.def("snapshot",
-        [](const std::string& name) { return to_python(recorder().snapshot(name), name); });
-  m.def("counters", [] { return to_python(recorder().state()); });
-  m.def("peaks", &closed_peaks);
-  m.def("reset_peaks", [] { recorder().reset_peaks(); });
-  m.def("live_blocks", [] { return to_python(recorder().live_blocks()); });
-  m.def("failures", [] { return to_python(recorder().failures()); });
-}
-
 void bind_events(py::module_& m) {
   m.def(
       "start_events",
@@ -199,21 +188,12 @@ void bind_events(py::module_& m) {
     ended.reset();
   });
   m.def("write_meta", [] { profile_directory().write_meta(); });
-  m.def("events_status", [] {
-    const Recorder::EventsStatus status = recorder().events_status();
-    py::dict result;
-    result["recording"] = status.recording;
-    result["written"] = status.written;
-    result["dropped"] = status.dropped;
-    result["error"] = status.error;
-    return result;
-  });
 }
 
 void bind_cpu(py::module_& m) {
-  m.def("cpu_install", [] { cpu_adaptor().install(); });
-  m.def("cpu_uninstall", [] { cpu_adaptor().uninstall(); });
-  m.def("cpu_installed", [] { return cpu_adaptor().installed(); });
+  m.def("cpu_install", [] { cpu_allocator().install(); });
+  m.def("cpu_uninstall", [] { cpu_allocator().uninstall(); });
+  m.def("cpu_installed", [] { return cpu_allocator().installed(); });
   m.def("cpu_reported_bytes", &cpu_reported_bytes);
   m.def("cpu_limit", &cpu_limit, py::arg("bytes"));
 }
@@ -233,6 +213,7 @@ PYBIND11_MODULE(_C, m) {
     }
   });
   bind_names(m);
+  bind_hooks(m);
   bind_tags(m);
   bind_blocks(m);
   bind_owners(m);

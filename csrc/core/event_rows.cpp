@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kPiece = std::size_t{1} << 16;
 
-// A visitor of walk(), for the second pass.
+// A visitor of EventWalk, for the second pass.
 class Rows {
  public:
   Rows(const Fates& fates, const FileHeader& header,
@@ -95,11 +95,11 @@ class Rows {
 void for_event_rows(const std::string& events_path,
                     const std::function<void(std::span<const EventRow>)>& take) {
   EventReader reader(events_path);
-  ReplayResult result;
   Survey survey(reader, {});
-  walk(reader, survey, result);
+  EventWalk first(survey);
+  first.visit_all(reader);
   Rows rows(survey.fates(), reader.header(), take);
-  walk(reader, rows, result);
+  EventWalk(rows, first.take_table()).visit_all(reader);
 }
 
 }  // namespace opacus_memprof

@@ -8,49 +8,71 @@
 
 #include "core/event.h"
 #include "core/event_reader.h"
-#include "core/replay.h"
 #include "core/replay_table.h"
 #include "core/vocabulary.h"
 
 namespace opacus_memprof {
 
+// Counts of records that contradict those before them: all 0 in a file that is whole.
+struct Contradictions {
+  std::uint64_t unknown_frees = 0;        // of an address where nothing lived
+  std::uint64_t unknown_retags = 0;       // likewise
+  std::uint64_t double_allocations = 0;   // where something lived; it counts as freed then
+  std::uint64_t category_mismatches = 0;  // the category before is not the one that was replayed
+  std::uint64_t unreadable = 0;  // a kind, phase or category that this release has no name for
+};
+
 // The visitor's part. Calls come in this order for each event:
-//   before(event, table)     once for every event
+//   before(event, table)     of every event
 //   died(block, event)       before the block leaves the table
-//   retagged(block, before)  its category was `before`; block.retagged: it was retagged earlier,
-//   too born(block) after(event, index)      once for every event
+//   retagged(block, before)  its category was `before`; block.retagged if that is not its first one
+//   born(block)
+//   after(event, index)      of every event
 // Events with a phase or category that has no name arrive with 0 in their place.
 //
-// Holds the table of live blocks, takes records one by one in the file's order, and counts the
-// contradictions in `result`, and the events. The visitor and the result must outlive it.
+// Holds the table of live blocks, and counts the events and the contradictions among them. The
+// visitor must outlive it.
 template <typename Visitor>
 class EventWalk {
  public:
   // `table` is an empty one, perhaps of an earlier walk.
-  EventWalk(Visitor& visitor, ReplayResult& result, ReplayTable table = {})
-      : visitor_(visitor), result_(result), table_(std::move(table)) {
-    result.events = 0;
-    result.unknown_frees = result.unknown_retags = result.double_allocations = 0;
-    result.category_mismatches = result.unreadable = 0;
-  }
+  explicit EventWalk(Visitor& visitor, ReplayTable table = {})
+      : visitor_(visitor), table_(std::move(table)) {}
 
   [[nodiscard]] const ReplayTable& table() const { return table_; }
-  // Ends the walk.
+  [[nodiscard]] std::uint64_t events() const { return events_; }
+  [[nodiscard]] const Contradictions& contradictions() const { return contradictions_; }
+
+  // Ends the walk. The table is empty, and as large as it has had to be.
   [[nodiscard]] ReplayTable take_table() {
     table_.clear();
     return std::move(table_);
   }
 
-  // What taking the event will need first.
-  [[nodiscard]] const void* needs(const Event& event) const {
-    return table_.home(ReplayTable::key(event));
+  // A whole file; at its end the visitor is told once: ended(table).
+  void visit_all(EventReader& reader) {
+    reader.rewind();
+    bool more = true;
+    for (auto records = reader.next(); more && !records.empty(); records = reader.next()) {
+      constexpr std::size_t kAhead = 16;
+      for (std::size_t i = 0; more && i < records.size(); ++i) {
+        // Not in a function of its own: gcc 12 takes one that only prefetches for one without
+        // effect.
+        if (i + kAhead < records.size()) {
+          __builtin_prefetch(table_.home(ReplayTable::key(records[i + kAhead])), 1);
+        }
+        more = visit(records[i]);
+      }
+    }
+    visitor_.ended(table_);
   }
 
-  // False for a record that was never written: the end of what a live or killed process wrote.
-  bool take(Event event) {
+  // The next record of the file. False for one that was never written: the end of what a live or
+  // killed process wrote.
+  bool visit(Event event) {
     if (static_cast<EventKind>(event.kind) == EventKind::none) return false;
     if (event.phase >= kPhases || event.category >= kMaxCategories) {
-      ++result_.unreadable;
+      ++contradictions_.unreadable;
       if (event.phase >= kPhases) event.phase = 0;
       if (event.category >= kMaxCategories) event.category = 0;
     }
@@ -73,9 +95,9 @@ class EventWalk {
       case EventKind::oom:
         break;
       default:
-        ++result_.unreadable;
+        ++contradictions_.unreadable;
     }
-    visitor_.after(event, result_.events++);
+    visitor_.after(event, events_++);
     return true;
   }
 
@@ -88,7 +110,7 @@ class EventWalk {
 
   void give_birth(const Event& event) {
     if (ReplayBlock* stale = table_.find(ReplayTable::key(event)); stale != nullptr) {
-      ++result_.double_allocations;
+      ++contradictions_.double_allocations;
       visitor_.died(*stale, event);
       table_.erase(stale);
     }
@@ -111,10 +133,10 @@ class EventWalk {
   void kill(const Event& event) {
     ReplayBlock* block = table_.find(ReplayTable::key(event));
     if (block == nullptr) {
-      ++result_.unknown_frees;
+      ++contradictions_.unknown_frees;
       return;
     }
-    if (block->category != event.category) ++result_.category_mismatches;
+    if (block->category != event.category) ++contradictions_.category_mismatches;
     visitor_.died(*block, event);
     table_.erase(block);
   }
@@ -122,10 +144,10 @@ class EventWalk {
   void retag(const Event& event) {
     ReplayBlock* block = table_.find(ReplayTable::key(event));
     if (block == nullptr) {
-      ++result_.unknown_retags;
+      ++contradictions_.unknown_retags;
       return;
     }
-    if (block->category != event.op) ++result_.category_mismatches;
+    if (block->category != event.op) ++contradictions_.category_mismatches;
     const auto before = static_cast<std::uint8_t>(block->category);
     block->category = event.category;
     block->module = static_cast<std::uint16_t>(event.module);
@@ -135,31 +157,10 @@ class EventWalk {
   }
 
   Visitor& visitor_;
-  ReplayResult& result_;
   ReplayTable table_;
+  std::uint64_t events_ = 0;
+  Contradictions contradictions_;
   std::uint64_t births_ = 0;
 };
-
-// A whole file in one pass; at its end the visitor is told once: ended(table). Returns the table,
-// empty, for the next pass: it is large enough.
-template <typename Visitor>
-ReplayTable walk(EventReader& reader, Visitor& visitor, ReplayResult& result,
-                 ReplayTable table = {}) {
-  EventWalk<Visitor> pass(visitor, result, std::move(table));
-  reader.rewind();
-  for (auto records = reader.next(); !records.empty(); records = reader.next()) {
-    constexpr std::size_t kAhead = 16;
-    for (std::size_t i = 0; i < records.size(); ++i) {
-      // Not in a function of its own: gcc 12 takes one that only prefetches for one without effect.
-      if (i + kAhead < records.size()) __builtin_prefetch(pass.needs(records[i + kAhead]), 1);
-      if (!pass.take(records[i])) {
-        visitor.ended(pass.table());
-        return pass.take_table();
-      }
-    }
-  }
-  visitor.ended(pass.table());
-  return pass.take_table();
-}
 
 }  // namespace opacus_memprof

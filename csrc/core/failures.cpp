@@ -4,10 +4,11 @@
 #include <algorithm>
 #include <map>
 #include <tuple>
+#include <utility>
 
 namespace opacus_memprof {
 
-std::vector<Holding> holdings_of(const std::vector<Block>& blocks, std::uint8_t device) {
+std::vector<Holding> holdings_of(const std::vector<Block>& blocks, Device device) {
   using Origin =
       std::tuple<std::uint8_t, std::uint8_t, std::uint16_t, std::uint16_t, std::uint32_t>;
   std::map<Origin, Holding> found;
@@ -30,6 +31,26 @@ std::vector<Holding> holdings_of(const std::vector<Block>& blocks, std::uint8_t 
   std::stable_sort(result.begin(), result.end(),
                    [](const Holding& a, const Holding& b) { return a.bytes > b.bytes; });
   return result;
+}
+
+std::uint64_t FailureLog::add(std::list<Failure>& failure) noexcept {
+  const std::uint64_t number = seen_++;
+  if (failure.empty()) return number;
+  failure.front().number = number;
+  newest_.splice(newest_.end(), failure);
+  if (newest_.size() > kMost) failure.splice(failure.begin(), newest_, newest_.begin());
+  return number;
+}
+
+void FailureLog::set_upstream(std::uint64_t number, const UpstreamAtFailure& upstream) noexcept {
+  for (Failure& failure : newest_) {
+    if (failure.number == number) failure.upstream = upstream;
+  }
+}
+
+std::list<Failure> FailureLog::clear() noexcept {
+  seen_ = 0;
+  return std::exchange(newest_, {});
 }
 
 }  // namespace opacus_memprof

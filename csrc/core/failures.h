@@ -4,8 +4,10 @@
 #pragma once
 
 #include <cstdint>
+#include <list>
 #include <vector>
 
+#include "core/device.h"
 #include "core/ledger.h"
 #include "core/tag.h"
 
@@ -43,13 +45,34 @@ struct Failure {
   std::uint64_t unix_ns = 0;
   std::uint32_t step = 0;  // physical and logical steps that had ended
   std::uint32_t logical_step = 0;
-  std::uint8_t device = 0;
+  Device device = 0;
   Tag tag;                        // of the request
   std::vector<Holding> holdings;  // of that device, the largest first
   UpstreamAtFailure upstream{};
 };
 
 // The blocks of one device, by origin, the largest first.
-std::vector<Holding> holdings_of(const std::vector<Block>& blocks, std::uint8_t device);
+std::vector<Holding> holdings_of(const std::vector<Block>& blocks, Device device);
+
+// The newest failures. Not thread safe: the recorder's lock guards it, under which no memory is
+// asked for or given back: its entries come and go as lists.
+class FailureLog {
+ public:
+  static constexpr std::size_t kMost = 16;
+
+  // `failure` has one entry, which gets its number here, or none where there was no memory for it.
+  // Afterwards it has the entry that there is no room for any more, if there is one. Returns the
+  // failure's number.
+  std::uint64_t add(std::list<Failure>& failure) noexcept;
+  void set_upstream(std::uint64_t number, const UpstreamAtFailure& upstream) noexcept;
+  // The newest last.
+  [[nodiscard]] const std::list<Failure>& newest() const noexcept { return newest_; }
+  // Starts anew; returns what is forgotten.
+  std::list<Failure> clear() noexcept;
+
+ private:
+  std::list<Failure> newest_;
+  std::uint64_t seen_ = 0;
+};
 
 }  // namespace opacus_memprof

@@ -14,29 +14,29 @@ Follower::Follower(const std::string& path)
     : file_(path, std::ios::binary),
       header_(EventReader(path).header()),
       buffer_(kChunkRecords),
-      walk_(*this, reading_) {}
+      walk_(*this) {}
 
 std::uint64_t Follower::advance() {
-  const std::uint64_t before = reading_.events;
+  const std::uint64_t before = walk_.events();
   // The header first: what it counts must be among the records that are then read.
   read_header();
   bool more = true;
   while (more) {
     file_.clear();  // the last look ended at the end of the file
-    file_.seekg(static_cast<std::streamoff>(kHeaderBytes + reading_.events * sizeof(Event)));
+    file_.seekg(static_cast<std::streamoff>(kHeaderBytes + walk_.events() * sizeof(Event)));
     file_.read(reinterpret_cast<char*>(buffer_.data()),
                static_cast<std::streamsize>(buffer_.size() * sizeof(Event)));
     const auto read = static_cast<std::size_t>(file_.gcount()) / sizeof(Event);
     more = read == buffer_.size();
     for (std::size_t i = 0; i < read; ++i) {
-      if (!walk_.take(buffer_[i])) {
+      if (!walk_.visit(buffer_[i])) {
         more = false;
         break;
       }
     }
   }
   add_up();
-  return reading_.events - before;
+  return walk_.events() - before;
 }
 
 void Follower::read_header() {
@@ -52,14 +52,20 @@ void Follower::add_up() {
     device.modules.clear();
   }
   walk_.table().for_each([this](const ReplayBlock& block) {
-    Device& device = devices_[block.device()];
+    Device& device = device_of(block);
     device.categories[block.category] += static_cast<std::int64_t>(block.size);
     device.modules[block.module][block.category] += static_cast<std::int64_t>(block.size);
   });
 }
 
-void Follower::born(const ReplayBlock& block) {
+Follower::Device& Follower::device_of(const ReplayBlock& block) {
   Device& device = devices_[block.device()];
+  device.id = block.device();
+  return device;
+}
+
+void Follower::born(const ReplayBlock& block) {
+  Device& device = device_of(block);
   device.bytes += static_cast<std::int64_t>(block.size);
   if (device.bytes > device.peak_bytes) {
     device.peak_bytes = device.bytes;
@@ -68,7 +74,7 @@ void Follower::born(const ReplayBlock& block) {
 }
 
 void Follower::died(const ReplayBlock& block, const Event& /*event*/) {
-  devices_[block.device()].bytes -= static_cast<std::int64_t>(block.size);
+  device_of(block).bytes -= static_cast<std::int64_t>(block.size);
 }
 
 void Follower::after(const Event& event, std::uint64_t /*index*/) {

@@ -14,7 +14,6 @@
 #include "core/counters.h"
 #include "core/event.h"
 #include "core/event_walk.h"
-#include "core/replay.h"
 
 namespace opacus_memprof {
 
@@ -24,6 +23,7 @@ class Follower {
   static constexpr std::size_t kRecentSteps = 120;
 
   struct Device {
+    std::uint8_t id = 0;
     std::int64_t bytes = 0;  // requested and live
     std::int64_t peak_bytes = 0;
     std::uint32_t peak_step = 0;
@@ -41,7 +41,8 @@ class Follower {
 
   [[nodiscard]] const FileHeader& header() const { return header_; }
   [[nodiscard]] const std::map<std::uint8_t, Device>& devices() const { return devices_; }
-  [[nodiscard]] const ReplayResult& reading() const { return reading_; }
+  [[nodiscard]] std::uint64_t events() const { return walk_.events(); }
+  [[nodiscard]] const Contradictions& contradictions() const { return walk_.contradictions(); }
   [[nodiscard]] std::uint32_t step() const { return step_; }
   [[nodiscard]] std::uint64_t logical_step() const { return logical_step_; }
   [[nodiscard]] std::uint8_t phase() const { return phase_; }
@@ -55,13 +56,13 @@ class Follower {
   void after(const Event& event, std::uint64_t index);
 
  private:
+  Device& device_of(const ReplayBlock& block);
   void read_header();
   void add_up();
 
   std::ifstream file_;
   FileHeader header_{};
   std::vector<Event> buffer_;
-  ReplayResult reading_;  // its counts of events and contradictions only
   EventWalk<Follower> walk_;
   std::map<std::uint8_t, Device> devices_;
   std::uint32_t step_ = 0;

@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <utility>
-#include <vector>
 
+#include "core/hash_table.h"
 #include "core/hot_memory.h"
 
 namespace opacus_memprof {
@@ -15,6 +15,12 @@ namespace opacus_memprof {
 class Block {
  public:
   std::uint64_t address = 0;  // 0 marks an empty slot
+
+  [[nodiscard]] bool used() const noexcept { return address != 0; }
+  [[nodiscard]] std::uint64_t hash() const noexcept { return hash_of_address(address); }
+  [[nodiscard]] static std::uint64_t hash_of_address(std::uint64_t address) noexcept {
+    return hash_of(address >> 6U);  // allocators align to 64 bytes or more
+  }
 
   // Bytes requested; what it counts as now; what it counts as once no capture holds it. One word,
   // as the event file has it: writing its parts and reading it whole would stall.
@@ -47,82 +53,37 @@ class Block {
 };
 static_assert(sizeof(Block) == 32);
 
-// Open addressing with linear probing and backward-shift deletion: about one cache line an access,
-// no allocation until the table grows.
 class Ledger {
  public:
-  Ledger();
-
-  // nullptr where there is none. Pointers are valid until the next insert or erase.
-  [[nodiscard]] Block* find(std::uint64_t address) noexcept;
+  // nullptr where there is none. Pointers hold until the next insertion or erasure.
+  [[nodiscard]] Block* find(std::uint64_t address) noexcept {
+    return blocks_.find(Block::hash_of_address(address),
+                        [=](const Block& block) { return block.address == address; });
+  }
   // The block at this address (not 0), which is new and empty but for its address where there was
   // none: one search for both. May throw std::bad_alloc when the table must grow.
-  std::pair<Block*, bool> try_emplace(std::uint64_t address);
-  void erase(Block* block) noexcept;
-
-  // Where the block at this address is, or next to it, for who wants to prefetch it.
-  [[nodiscard]] const void* place(std::uint64_t address) const noexcept {
-    return &slots_[home(address)];
+  std::pair<Block*, bool> try_emplace(std::uint64_t address) {
+    const auto found =
+        blocks_.try_emplace(Block::hash_of_address(address),
+                            [=](const Block& block) { return block.address == address; });
+    found.first->address = address;
+    return found;
   }
+  void erase(Block* block) noexcept { blocks_.erase(block); }
 
-  [[nodiscard]] std::size_t size() const noexcept { return size_; }
-
+  // Where the block at this address is, or next to it, for whoever wants to prefetch it.
+  [[nodiscard]] const void* place(std::uint64_t address) const noexcept {
+    return blocks_.place(Block::hash_of_address(address));
+  }
+  [[nodiscard]] std::size_t size() const noexcept { return blocks_.size(); }
   template <typename Function>
   void for_each(Function function) {
-    for (Block& block : slots_) {
-      if (block.address != 0) function(block);
-    }
+    blocks_.for_each(function);
   }
 
  private:
-  [[nodiscard]] std::size_t home(std::uint64_t address) const noexcept {
-    // Fibonacci hashing; allocators align to 64 bytes or more.
-    return static_cast<std::size_t>((address >> 6U) * 0x9E3779B97F4A7C15ULL >> shift_);
-  }
-  [[nodiscard]] std::size_t next(std::size_t slot) const noexcept {
-    return (slot + 1) & (slots_.size() - 1);
-  }
-  [[gnu::noinline]] void grow();
-
-  std::vector<Block, HotAllocator<Block>> slots_;
-  unsigned shift_;
-  std::size_t size_ = 0;
+  static constexpr unsigned kFirstBits = 13;  // 256 KiB: 4096 live blocks before it grows
+  HashTable<Block, 2, HotAllocator<Block>> blocks_{kFirstBits};
 };
-
-inline Block* Ledger::find(std::uint64_t address) noexcept {
-  if (address == 0) return nullptr;
-  for (std::size_t slot = home(address);; slot = next(slot)) {
-    if (slots_[slot].address == address) return &slots_[slot];
-    if (slots_[slot].address == 0) return nullptr;
-  }
-}
-
-inline std::pair<Block*, bool> Ledger::try_emplace(std::uint64_t address) {
-  if (2 * (size_ + 1) > slots_.size()) grow();
-  std::size_t slot = home(address);
-  for (; slots_[slot].address != 0; slot = next(slot)) {
-    if (slots_[slot].address == address) return {&slots_[slot], false};
-  }
-  ++size_;
-  slots_[slot] = {};
-  slots_[slot].address = address;
-  return {&slots_[slot], true};
-}
-
-inline void Ledger::erase(Block* block) noexcept {
-  // Close the gap: move back every later block of the run whose home is not after the gap.
-  auto gap = static_cast<std::size_t>(block - slots_.data());
-  const std::size_t mask = slots_.size() - 1;
-  for (std::size_t slot = next(gap); slots_[slot].address != 0; slot = next(slot)) {
-    const std::size_t from_home = (slot - home(slots_[slot].address)) & mask;
-    const std::size_t from_gap = (slot - gap) & mask;
-    if (from_home >= from_gap) {
-      slots_[gap] = slots_[slot];
-      gap = slot;
-    }
-  }
-  slots_[gap].address = 0;
-  --size_;
-}
 
 }  // namespace opacus_memprof

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <mutex>
 #include <stdexcept>
+#include <utility>
 
 #include "core/vocabulary.h"
 
@@ -95,9 +96,30 @@ std::uint16_t Names::intern_or_throw(Kind kind, std::string_view name) {
   return id;
 }
 
+void Names::set_component(std::uint16_t module, std::string_view component) {
+  std::string text = as_utf8(component);  // allocated before the lock is taken
+  const std::lock_guard guard(lock_);
+  if (components_.size() <= module) components_.resize(module + std::size_t{1});
+  if (components_[module] == text) return;
+  components_[module] = std::move(text);
+  ++version_;
+}
+
+std::vector<std::string> Names::components() const {
+  const std::lock_guard guard(lock_);
+  std::vector<std::string> result = components_;
+  result.resize(of(Kind::module).names.size());
+  return result;
+}
+
 std::vector<std::string> Names::list(Kind kind) const {
   const std::lock_guard guard(lock_);
   return of(kind).names;
+}
+
+std::string Names::name(Kind kind, std::size_t id) const {
+  const std::lock_guard guard(lock_);
+  return of(kind).names[id];
 }
 
 std::size_t Names::size(Kind kind) const noexcept {

@@ -28,9 +28,16 @@ class Names {
   // As intern, but throws std::out_of_range with one sentence where `intern` would merge names.
   std::uint16_t intern_or_throw(Kind kind, std::string_view name);
 
+  // What the module is for reports, "attention" or "mlp": known of its class, where the name says
+  // nothing. "" takes it back.
+  void set_component(std::uint16_t module, std::string_view component);
+  // Of each module by its id, "" where nothing was set.
+  [[nodiscard]] std::vector<std::string> components() const;
+
   [[nodiscard]] std::vector<std::string> list(Kind kind) const;
-  [[nodiscard]] std::size_t size(Kind kind) const noexcept;  // ids are below
-  // Counts every addition, so that meta.json is rewritten only when it must be.
+  [[nodiscard]] std::string name(Kind kind, std::size_t id) const;  // of an id that was given out
+  [[nodiscard]] std::size_t size(Kind kind) const noexcept;         // ids are below
+  // Counts every change, so that meta.json is rewritten only when it must be.
   [[nodiscard]] std::uint64_t version() const noexcept;
 
   // For pthread_atfork: nobody is inside while the process forks.
@@ -48,6 +55,7 @@ class Names {
 
   mutable SpinLock lock_;
   std::array<List, kKinds> lists_;
+  std::vector<std::string> components_;  // up to the last module that has one
   std::uint64_t version_ = 0;
 };
 

@@ -47,6 +47,7 @@ std::map<std::string, std::vector<std::string>> all_names() {
   return {{"categories", all.list(Names::Kind::category)},
           {"phases", {kPhaseNames.begin(), kPhaseNames.end()}},
           {"modules", all.list(Names::Kind::module)},
+          {"components", all.components()},
           {"ops", all.list(Names::Kind::op)},
           {"threads", all.list(Names::Kind::thread)},
           {"streams", all.list(Names::Kind::stream)},

@@ -6,36 +6,21 @@
 // an address may be handed out again at once.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <list>
 #include <memory>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
-#include "core/counters.h"
-#include "core/event_file.h"
+#include "core/device.h"
+#include "core/event_log.h"
 #include "core/failures.h"
-#include "core/ledger.h"
+#include "core/live_memory.h"
 #include "core/spin_lock.h"
 #include "core/tag_stack.h"
 
 namespace opacus_memprof {
-
-using Device = std::uint8_t;  // 0 is the CPU, 1 + i is cuda:i
-inline constexpr std::size_t kMaxDevices = 65;
-
-inline std::string device_name(Device device) {
-  return device == 0 ? "cpu" : "cuda:" + std::to_string(device - 1);
-}
-
-// A block as a capture remembers it.
-struct BlockId {
-  std::uint64_t address = 0;
-  std::uint32_t serial = 0;
-};
 
 class Recorder {
  public:
@@ -50,15 +35,13 @@ class Recorder {
   // What to prefetch before a call for this address. (gcc 12 drops calls of functions that do
   // nothing but prefetch.)
   [[nodiscard]] const void* place(std::uint64_t address) const noexcept {
-    return ledger_.place(address);
+    return live_.place(address);
   }
   // false in a forked child: its blocks are its own affair.
   [[nodiscard]] bool records() const noexcept { return enabled_; }
   // Events are being written: worth asking for stream, module and op, which the counters do not
   // need.
-  [[nodiscard]] bool detailed() const noexcept {
-    return writing_to_.load(std::memory_order_relaxed) != nullptr;
-  }
+  [[nodiscard]] bool detailed() const noexcept { return log_.is_open(); }
   [[gnu::hot, gnu::flatten]] void on_alloc(std::uint64_t address, std::uint64_t size, Device device,
                                            std::uint8_t stream, const Tag& tag) noexcept;
   // `phase` is what the freeing thread is doing. Returns the device whose new maximum this free
@@ -101,12 +84,14 @@ class Recorder {
   [[nodiscard]] std::uint32_t logical_step() const noexcept { return logical_.load(); }
 
   // --- for sessions ---
-  struct DeviceState {
+  struct DeviceBytes {
     Device device = 0;
     std::int64_t requested = 0;
+    CategoryBytes categories{};
+  };
+  struct DeviceState : DeviceBytes {
     std::int64_t highest = 0;  // since the peaks were reset
     std::uint8_t phase = 0;    // of the newest allocation
-    CategoryBytes categories{};
   };
   struct State {
     std::uint64_t unix_ns = 0;
@@ -115,20 +100,19 @@ class Recorder {
     std::vector<DeviceState> devices;  // those that ever had a block
   };
   struct Snapshot : State {
+    std::string name;
     std::uint64_t index = 0;
   };
   // As a snapshot, but it leaves no trace in the events.
   State state();
   Snapshot snapshot(const std::string& name);
-  struct DevicePeak {
+  struct DevicePeak : Peak {
     Device device = 0;
-    Peak peak;
   };
   std::vector<DevicePeak> peaks();
   void reset_peaks() noexcept;
   std::vector<Block> live_blocks();
-  // The newest kMaxFailures since events were started, the newest last.
-  static constexpr std::size_t kMaxFailures = 16;
+  // The newest since events were started, the newest last; at most FailureLog::kMost.
   std::vector<Failure> failures();
 
   // Steps count from 0 again; what is live enters the file as seeds. Throws std::logic_error if
@@ -136,18 +120,10 @@ class Recorder {
   void start_events(std::unique_ptr<EventFile> file);
   // Returns the file for its owner to close outside the lock; nullptr if there was none.
   std::unique_ptr<EventFile> stop_events() noexcept;
-  struct EventsStatus {
-    bool recording = false;
-    std::uint64_t written = 0;
-    std::uint64_t dropped = 0;
-    std::string error;
-  };
-  EventsStatus events_status();
+  EventLog::Status events_status();
 
  private:
   friend struct ForkHandlers;
-  [[gnu::hot]] void write(EventKind kind, const Block& block, std::uint8_t phase, std::uint16_t op,
-                          std::uint32_t step) noexcept;
   // These are told of the calling thread, rather than ask this_thread() under the lock: its first
   // call makes the thread's tags, and takes the lock of the names for that (ForkHandlers' order).
   void write_mark(EventKind kind, const ThreadTags& thread, std::uint8_t phase, std::uint16_t op,
@@ -157,26 +133,20 @@ class Recorder {
   [[gnu::hot]] Block* insert(std::uint64_t address, std::uint64_t size, Device device,
                              std::uint8_t stream, const Tag& tag, std::uint8_t thread) noexcept;
   [[gnu::hot]] bool erase(Block* block, std::uint8_t phase, std::uint8_t thread) noexcept;
-  void read_counters(State& state) const noexcept;
-  static bool close_peak_locked(DeviceCounters& counters) noexcept;
-  Block* find(BlockId id) noexcept;
-  [[nodiscard]] std::uint32_t captures_of(const Block& block) const noexcept;
+  void read_counters(State& state) noexcept;
+  [[nodiscard]] std::uint32_t step() const noexcept {
+    return physical_.load(std::memory_order_relaxed);
+  }
 
-  // What every allocation touches comes first, on one line.
+  // What every allocation touches comes first, on two lines.
   alignas(64) SpinLock lock_;
   bool enabled_ = true;  // changes in a child alone, while that has one thread
-  std::atomic<const EventFile*> writing_to_{nullptr};  // events_, for who does not hold the lock
+  EventLog log_;
   std::atomic<std::uint32_t> physical_{0};
-  std::uint32_t next_serial_ = 1;
-  std::unique_ptr<EventFile> events_;
-  Ledger ledger_;
+  LiveMemory live_;
 
-  std::array<DeviceCounters, kMaxDevices> counters_;
-  // Address → how often Opacus holds it beyond the first time, which the block itself remembers.
-  std::unordered_map<std::uint64_t, std::uint32_t> more_captures_;
   std::uint64_t snapshots_ = 0;
-  std::list<Failure> failures_;
-  std::uint64_t failures_seen_ = 0;
+  FailureLog failures_;
   std::atomic<std::uint32_t> logical_{0};
 };
 
@@ -189,12 +159,10 @@ inline Recorder& recorder() { return *detail::the_recorder; }
 
 inline void Recorder::prefetch() const noexcept {
   __builtin_prefetch(&lock_, 1);
-  __builtin_prefetch(&ledger_, 1);
-  __builtin_prefetch(&counters_[1], 1);  // the first GPU's
+  __builtin_prefetch(&live_, 1);
+  __builtin_prefetch(live_.first_gpu(), 1);
   // Not where there is none: the walk of the page table for address 0 costs more than it may save.
-  if (const EventFile* file = writing_to_.load(std::memory_order_relaxed)) {
-    __builtin_prefetch(file, 1);
-  }
+  if (const EventFile* file = log_.file()) __builtin_prefetch(file, 1);
   __builtin_prefetch(&this_thread());
   __builtin_prefetch(&backward_state);
 }

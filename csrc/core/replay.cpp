@@ -75,7 +75,7 @@ class First {
   std::vector<const ReplayBlock*> kept_;
 };
 
-// The second pass: a visitor of walk() that adds up what was live at the survey's instants.
+// The second pass: a visitor of EventWalk that adds up what was live at the survey's instants.
 class Accounting {
  public:
   Accounting(const Fates& fates, ReplayResult& result) : fates_(fates), result_(result) {
@@ -273,10 +273,14 @@ ReplayResult replay(const std::string& events_path, ReplayOptions options) {
   ReplayResult result;
   result.header = reader.header();
   Survey survey(reader, options);
-  ReplayTable table = walk(reader, survey, result);
+  EventWalk first(survey);
+  first.visit_all(reader);
   result.devices = survey.devices();
   Accounting accounting(survey.fates(), result);
-  walk(reader, accounting, result, std::move(table));
+  EventWalk second(accounting, first.take_table());
+  second.visit_all(reader);
+  result.events = second.events();
+  result.contradictions = second.contradictions();
   return result;
 }
 

@@ -28,6 +28,7 @@
 
 #include "core/counters.h"
 #include "core/event.h"
+#include "core/event_walk.h"
 #include "core/vocabulary.h"
 
 namespace opacus_memprof {
@@ -136,13 +137,8 @@ struct ReplayResult {
   FileHeader header{};
   std::uint64_t events = 0;                     // that were read
   std::size_t categories = kBuiltinCategories;  // beyond these ids every figure is 0
-  // Records that contradict those before them. Always zero in a file that is whole.
-  std::uint64_t unknown_frees = 0;        // of an address where nothing lived
-  std::uint64_t unknown_retags = 0;       // likewise
-  std::uint64_t double_allocations = 0;   // where something lived; it counts as freed then
-  std::uint64_t category_mismatches = 0;  // the category before is not the one that was replayed
-  std::uint64_t unreadable = 0;  // a kind, phase or category that this release has no name for
-  std::vector<Device> devices;   // those that had a block or ran out of memory, by id
+  Contradictions contradictions;
+  std::vector<Device> devices;  // those that had a block or ran out of memory, by id
 };
 
 // Throws std::runtime_error with one sentence where `events_path` is no readable event file.

@@ -15,7 +15,7 @@
 
 namespace opacus_memprof {
 
-// A visitor of walk().
+// A visitor of EventWalk.
 class Survey {
  public:
   Survey(const EventReader& reader, const ReplayOptions& options);

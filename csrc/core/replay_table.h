@@ -2,14 +2,13 @@
 // The live blocks of a replay, by device and address.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "core/event.h"
+#include "core/hash_table.h"
 
 namespace opacus_memprof {
 
@@ -36,62 +35,50 @@ struct ReplayBlock {
 };
 static_assert(sizeof(ReplayBlock) == 32);
 
-// The blocks lie one after the other as they are born, later ones in the places of the dead; an
-// index of 8 bytes a slot finds them by key. Not thread safe; a pointer holds until its block is
-// erased.
-//
-// The index has open addressing with linear probing; an erased slot is closed by moving later ones
-// back, so that millions of births and deaths leave no tombstones.
+// The blocks lie one after the other as they are born, later ones in the places of the dead; a hash
+// table of 8 bytes a slot finds them. (Were they in the table itself, like the ledger's, millions
+// of live ones would take three times the time and the memory.) Not thread safe; a pointer holds
+// until its block is erased.
 class ReplayTable {
  public:
-  ReplayTable() : slots_(std::size_t{1} << kFirstBits) {}
-
   [[nodiscard]] static std::uint64_t key(const Event& event) {
     return std::uint64_t{event.device} << 48 | event.address;
   }
 
-  // Where the index would have the key: worth a prefetch some events before it is needed, since of
+  // Where the key would be looked up: worth a prefetch some events before it is needed, since of
   // a table with millions of blocks hardly any of it is in a cache.
-  [[nodiscard]] const void* home(std::uint64_t key) const { return &slots_[home_of(tag_of(key))]; }
+  [[nodiscard]] const void* home(std::uint64_t key) const { return slots_.place(hash_of(key)); }
 
   // As new, but for its memory, which it keeps.
   void clear() {
-    std::fill(slots_.begin(), slots_.end(), Slot{});
+    slots_.clear();
     used_ = 0;
     unused_.clear();
   }
 
   [[nodiscard]] ReplayBlock* find(std::uint64_t key) {
-    const std::uint32_t tag = tag_of(key);
-    for (std::size_t i = home_of(tag); slots_[i].place != 0; i = next(i)) {
-      if (slots_[i].tag != tag) continue;
-      if (ReplayBlock& block = at(slots_[i].place); block.key == key) return &block;
-    }
-    return nullptr;
+    const std::uint64_t hash = hash_of(key);
+    const Slot* slot = slots_.find(hash, [&](const Slot& candidate) {
+      return candidate.tag == hash >> 32U && at(candidate.place).key == key;
+    });
+    return slot == nullptr ? nullptr : &at(slot->place);
   }
 
   // The key must not be there yet.
   ReplayBlock* insert(const ReplayBlock& block) {
-    if ((used_ - unused_.size() + 1) * 4 > slots_.size() * 3) grow();
-    const std::uint32_t place = take_place();
-    put({.tag = tag_of(block.key), .place = place});
+    const std::uint64_t hash = hash_of(block.key);
+    const std::uint32_t place = unused_place();
+    *slots_.try_emplace(hash, [](const Slot&) { return false; }).first = {
+        .tag = static_cast<std::uint32_t>(hash >> 32U), .place = place};
     return &(at(place) = block);
   }
 
   void erase(ReplayBlock* block) {
-    std::size_t hole = home_of(tag_of(block->key));
-    while (&at(slots_[hole].place) != block) hole = next(hole);
-    unused_.push_back(slots_[hole].place);
+    Slot* slot = slots_.find(hash_of(block->key),
+                             [&](const Slot& candidate) { return &at(candidate.place) == block; });
+    unused_.push_back(slot->place);
     block->key = kEmpty;
-    for (std::size_t i = next(hole); slots_[i].place != 0; i = next(i)) {
-      // A slot may move into the hole unless its home lies between the hole and itself.
-      const std::size_t home = home_of(slots_[i].tag);
-      if (((i - home) & mask()) >= ((i - hole) & mask())) {
-        slots_[hole] = slots_[i];
-        hole = i;
-      }
-    }
-    slots_[hole] = {};
+    slots_.erase(slot);
   }
 
   // In the order of birth, but for places taken again.
@@ -104,28 +91,22 @@ class ReplayTable {
 
  private:
   struct Slot {
-    std::uint32_t tag = 0;
+    std::uint32_t tag = 0;    // the upper half of the key's hash
     std::uint32_t place = 0;  // of the block, from 1 (the last: 128 GiB of blocks); 0: empty
+
+    [[nodiscard]] bool used() const noexcept { return place != 0; }
+    [[nodiscard]] std::uint64_t hash() const noexcept { return std::uint64_t{tag} << 32U; }
   };
 
   static constexpr std::uint64_t kEmpty = ~std::uint64_t{0};
-  static constexpr int kFirstBits = 12;
+  static constexpr unsigned kFirstBits = 12;
   static constexpr std::size_t kChunk = 4096;  // blocks; chunks are never moved
-
-  [[nodiscard]] std::size_t mask() const { return slots_.size() - 1; }
-  [[nodiscard]] std::size_t next(std::size_t slot) const { return (slot + 1) & mask(); }
-
-  // Addresses are multiples of 64 or 512: the product's high bits depend on every bit of the key.
-  [[nodiscard]] static std::uint32_t tag_of(std::uint64_t key) {
-    return static_cast<std::uint32_t>(key * 0x9E3779B97F4A7C15u >> 32);
-  }
-  [[nodiscard]] std::size_t home_of(std::uint32_t tag) const { return tag >> (32 - bits_); }
 
   [[nodiscard]] ReplayBlock& at(std::size_t place) const {
     return chunks_[(place - 1) / kChunk][(place - 1) % kChunk];
   }
 
-  std::uint32_t take_place() {
+  std::uint32_t unused_place() {
     if (!unused_.empty()) {
       const std::uint32_t place = unused_.back();
       unused_.pop_back();
@@ -137,22 +118,7 @@ class ReplayTable {
     return static_cast<std::uint32_t>(++used_);
   }
 
-  void put(Slot slot) {
-    std::size_t i = home_of(slot.tag);
-    while (slots_[i].place != 0) i = next(i);
-    slots_[i] = slot;
-  }
-
-  void grow() {
-    const std::vector<Slot> before = std::exchange(slots_, std::vector<Slot>(slots_.size() * 2));
-    ++bits_;
-    for (const Slot& slot : before) {
-      if (slot.place != 0) put(slot);
-    }
-  }
-
-  int bits_ = kFirstBits;
-  std::vector<Slot> slots_;
+  HashTable<Slot, 3> slots_{kFirstBits};
   std::vector<std::unique_ptr<ReplayBlock[]>> chunks_;
   std::size_t used_ = 0;               // places that hold or held a block
   std::vector<std::uint32_t> unused_;  // those of them that hold none now

@@ -2,7 +2,7 @@
 // What this thread is doing: a stack of tags that hooks push and pop, and the thread's phase.
 //
 // Autograd runs a CUDA backward on a thread of its own, so a tag set around loss.backward() does
-// not reach it; the adaptor asks autograd instead and passes the answer in as BackwardPosition.
+// not reach it; csrc/autograd asks the engine instead and passes the answer in as BackwardPosition.
 #pragma once
 
 #include <array>
@@ -47,7 +47,7 @@ class alignas(64) ThreadTags {
  public:
   ThreadTags();
 
-  // What the adaptor found last on this thread, so that a node is looked up once.
+  // The node that allocated last on this thread, so that each node is looked up once.
   struct LastNode {
     const void* node = nullptr;
     std::uint64_t sequence = 0;

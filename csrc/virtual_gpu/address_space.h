@@ -8,8 +8,8 @@
 //
 // - Addresses come from regions. A request takes the lowest gap that is large enough in the newest
 //   region that has one.
-// - Where no region has one there is a new region of as many 32 MiB as are needed, below all
-// others.
+// - Where no region has one there is a new region, of as many 32 MiB as are needed, below all the
+//   others.
 // - The context has a region of its own with two gaps. When the first kernel is launched a large
 //   part of it becomes free, and the code of the kernels takes some addresses. Where cuDNN comes
 //   before the first kernel it takes them earlier.

@@ -144,7 +144,7 @@ std::int64_t Convolutions::workspace(cudnnBackendDescriptor_t plan, std::int64_t
   if (measured) {
     for (const Multiply possible : {Multiply::tensor_cores, Multiply::plain}) {
       if (multiply == possible || multiply == Multiply::either) {
-        if (const auto bytes = measured_workspace(convolution, possible)) {
+        if (const auto bytes = measured_workspace(convolution, possible, chosen)) {
           return *bytes;
         }
       }

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which convolution a plan is for, and the workspace that cuDNN chooses for it on a GPU.
 //
-// cuDNN's choice without a GPU (cudnn_library.h) is the one with a GPU for 100 % of fp32
-// convolutions but those with FFT and Winograd engines, and for most of the others; not where an
-// engine asks cuBLASLt, or the occupancy of a kernel, which take a GPU. Those that were measured
-// are in a table, and for the rest there is a rule for the largest class of them.
-// docs/virtual_gpu_workspaces.md says how exact that is.
+// cuDNN's choice without a GPU (cudnn_library.h) is the one with a GPU for nearly all fp32
+// convolutions and for most of the others; not where an engine asks cuBLASLt, or the occupancy of a
+// kernel, which take a GPU. Those of common networks were measured and are in a table, and for the
+// rest there is a rule. docs/virtual_gpu_workspaces.md says how exact that is.
 #pragma once
 
 #include <cudnn.h>
@@ -37,11 +36,12 @@ struct Convolution {
 // no tensor cores may be its choice either way.
 enum class Multiply { plain, tensor_cores, either };
 
-// The measured workspace of the first choice; nullopt if it was not measured, or equals cuDNN's
-// choice without a GPU.
-std::optional<std::int64_t> measured_workspace(const Convolution& convolution, Multiply multiply);
+// The workspace of the first choice from the table, an upper bound for most batch sizes that are
+// not in it; nullopt if nothing like it was measured. `chosen` is cuDNN's choice without a GPU.
+std::optional<std::int64_t> measured_workspace(const Convolution& convolution, Multiply multiply,
+                                               std::int64_t chosen);
 
-// The rule outside the table: `chosen` is cuDNN's choice without a GPU.
+// The rule outside the table, an upper bound for most.
 std::int64_t estimated_workspace(const Convolution& convolution, Multiply multiply,
                                  std::int64_t chosen);
 

@@ -42,12 +42,12 @@ cudnnStatus_t cudnnSetTensorNdDescriptor(cudnnTensorDescriptor_t tensor, cudnnDa
 cudnnStatus_t cudnnGetTensorNdDescriptor(const cudnnTensorDescriptor_t tensor, int requested,
                                          cudnnDataType_t* type, int* count, int dims[],
                                          int strides[]) {
-  const auto& said = described<TensorDescriptor>(tensor);
-  *type = said.type;
-  *count = static_cast<int>(said.dims.size());
+  const auto& descriptor = described<TensorDescriptor>(tensor);
+  *type = descriptor.type;
+  *count = static_cast<int>(descriptor.dims.size());
   for (int index = 0; index < requested && index < *count; ++index) {
-    dims[index] = said.dims[static_cast<std::size_t>(index)];
-    strides[index] = said.strides[static_cast<std::size_t>(index)];
+    dims[index] = descriptor.dims[static_cast<std::size_t>(index)];
+    strides[index] = descriptor.strides[static_cast<std::size_t>(index)];
   }
   return CUDNN_STATUS_SUCCESS;
 }
@@ -81,7 +81,7 @@ cudnnStatus_t cudnnDestroyRNNDescriptor(cudnnRNNDescriptor_t recurrent) {
   return destroy<RecurrentDescriptor>(recurrent);
 }
 
-cudnnStatus_t cudnnSetRNNDescriptor_v8(cudnnRNNDescriptor_t recurrent, cudnnRNNAlgo_t /*algorithm*/,
+cudnnStatus_t cudnnSetRNNDescriptor_v8(cudnnRNNDescriptor_t recurrent, cudnnRNNAlgo_t algorithm,
                                        cudnnRNNMode_t mode, cudnnRNNBiasMode_t bias,
                                        cudnnDirectionMode_t direction,
                                        cudnnRNNInputMode_t /*input_mode*/, cudnnDataType_t type,
@@ -92,8 +92,9 @@ cudnnStatus_t cudnnSetRNNDescriptor_v8(cudnnRNNDescriptor_t recurrent, cudnnRNNA
   const int directions = direction == CUDNN_BIDIRECTIONAL ? 2 : 1;
   const float probability =
       dropout == nullptr ? 0 : described<DropoutDescriptor>(dropout).probability;
-  described<RecurrentDescriptor>(recurrent) = {
-      mode, bias, directions, type, math, input, hidden, projected, layers, probability, flags};
+  described<RecurrentDescriptor>(recurrent) = {algorithm, mode,   bias,        directions,
+                                               type,      math,   input,       hidden,
+                                               projected, layers, probability, flags};
   return CUDNN_STATUS_SUCCESS;
 }
 

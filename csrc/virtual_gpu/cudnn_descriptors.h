@@ -22,6 +22,7 @@ struct DropoutDescriptor {
 };
 
 struct RecurrentDescriptor {
+  cudnnRNNAlgo_t algorithm = CUDNN_RNN_ALGO_STANDARD;
   cudnnRNNMode_t mode = CUDNN_LSTM;
   cudnnRNNBiasMode_t bias = CUDNN_RNN_DOUBLE_BIAS;
   int directions = 1;

@@ -1,19 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <functional>
 #include <iterator>
+#include <numeric>
 
 #include "virtual_gpu/cudnn_convolutions.h"
 
 namespace virtual_gpu {
 namespace {
 
+// What was measured: batch sizes in ascending order, each with its bytes or with "=" where they are
+// cuDNN's choice without a GPU: "8:393232 16= 32=". Of all of them if it is "=" alone, and of none
+// if it is empty.
 struct Row {
-  std::string_view convolution;
-  std::int64_t bytes;
+  std::string_view convolution;  // but for the batch size
+  std::string_view forward, data, filter;
 };
 
-// In the order of their first fields.
+// In the order of their first fields. Without others than the first, cuDNN's choices are left as
+// they are: so are those measured with which the rows are made.
 constexpr Row kMeasured[] = {
+    {},
 #include "virtual_gpu/cudnn_workspaces.inc"
 };
 
@@ -37,45 +44,84 @@ const char* type_name(cudnnDataType_t type, Multiply multiply) {
   }
 }
 
-std::string key_of(const Convolution& convolution, Multiply multiply) {
-  std::string key;
-  append(key, convolution.input);
-  append(key, convolution.weight);
-  append(key, convolution.stride);
-  append(key, convolution.padding);
-  append(key, convolution.dilation);
-  key += type_name(convolution.type, multiply);
-  key += convolution.channels_last ? " last " : " first ";
-  key += static_cast<char>(convolution.direction);
+struct Key {
+  std::string convolution;
+  std::int64_t batch;
+};
+
+// The groups of a call for one sample, which may stand for samples (functorch's vmap), are a batch
+// size too.
+Key key_of(const Convolution& convolution, Multiply multiply) {
+  std::vector<std::int64_t> input(convolution.input.begin() + 1, convolution.input.end());
+  std::vector<std::int64_t> weight = convolution.weight;
+  Key key{"", convolution.input[0]};
+  const std::int64_t groups = input[0] / weight[1];
+  if (key.batch == 1 && groups > 1 && weight[0] % groups == 0) {
+    key = {"g", groups};
+    input[0] = weight[1];
+    weight[0] /= groups;
+  }
+  append(key.convolution, input);
+  append(key.convolution, weight);
+  append(key.convolution, convolution.stride);
+  append(key.convolution, convolution.padding);
+  append(key.convolution, convolution.dilation);
+  key.convolution += type_name(convolution.type, multiply);
+  key.convolution += convolution.channels_last ? " last" : " first";
   return key;
 }
+
+std::string_view field_of(const Row& row, Direction direction) {
+  switch (direction) {
+    case Direction::forward:
+      return row.forward;
+    case Direction::data:
+      return row.data;
+    default:
+      return row.filter;
+  }
+}
+
+std::int64_t number_at(std::string_view text, std::size_t& position) {
+  std::int64_t number = 0;
+  position += position < text.size() && text[position] == ' ' ? 1 : 0;
+  for (; position < text.size() && text[position] >= '0' && text[position] <= '9'; ++position) {
+    number = number * 10 + (text[position] - '0');
+  }
+  return number;
+}
+
+// A batch size between two takes what the larger one does, and beyond the largest it grows with it.
+std::int64_t workspace_in(std::string_view measured, std::int64_t batch, std::int64_t chosen) {
+  std::int64_t known = 0;
+  std::int64_t bytes = chosen;
+  bool equal = true;
+  for (std::size_t position = 0; position < measured.size() && known < batch; ++position) {
+    known = number_at(measured, position);
+    equal = measured[position++] == '=';
+    if (!equal) {
+      bytes = number_at(measured, position);
+    }
+  }
+  if (equal) {
+    return chosen;
+  }
+  return known < batch ? (bytes * batch + known - 1) / known : bytes;
+}
+
+constexpr std::int64_t kSum = 4;  // bytes of a number of fp32, in which gradients are summed
 
 bool all(const std::vector<std::int64_t>& numbers, std::size_t from, std::int64_t value) {
   return std::all_of(numbers.begin() + static_cast<std::ptrdiff_t>(from), numbers.end(),
                      [value](std::int64_t number) { return number == value; });
 }
 
-}  // namespace
-
-std::optional<std::int64_t> measured_workspace(const Convolution& convolution, Multiply multiply) {
-  const std::string key = key_of(convolution, multiply);
-  const auto* const found = std::lower_bound(std::begin(kMeasured), std::end(kMeasured), key,
-                                             [](const Row& row, const std::string& wanted) {
-                                               return row.convolution < std::string_view(wanted);
-                                             });
-  if (found == std::end(kMeasured) || found->convolution != key) {
-    return std::nullopt;
-  }
-  return found->bytes;
-}
-
 // A convolution with kernels of one element over planes is a product of matrices for each sample,
 // which cuBLASLt does in place where a plane is large and aligned well enough; the gradient of the
 // weights is summed over the samples in fp32. Without a GPU cuDNN does not ask cuBLASLt and chooses
-// an engine that transposes all tensors first. Of the products measured the rule holds for nine in
-// ten.
-std::int64_t estimated_workspace(const Convolution& convolution, Multiply multiply,
-                                 std::int64_t chosen) {
+// an engine that transposes all tensors first.
+std::int64_t product_workspace(const Convolution& convolution, Multiply multiply,
+                               std::int64_t chosen) {
   constexpr std::int64_t kAligned = 8;  // bytes
   constexpr std::int64_t kLarge = 64;   // numbers
   const bool product = all(convolution.weight, 2, 1) && all(convolution.stride, 0, 1) &&
@@ -100,8 +146,48 @@ std::int64_t estimated_workspace(const Convolution& convolution, Multiply multip
   if (convolution.direction != Direction::filter) {
     return 0;
   }
-  constexpr std::int64_t kSum = 4;  // bytes of a number of fp32
   return convolution.input[0] * convolution.weight[0] * convolution.weight[1] * kSum;
+}
+
+}  // namespace
+
+std::optional<std::int64_t> measured_workspace(const Convolution& convolution, Multiply multiply,
+                                               std::int64_t chosen) {
+  if (convolution.input.size() < 2 || convolution.weight.size() < 2) {
+    return std::nullopt;
+  }
+  const Key key = key_of(convolution, multiply);
+  const auto* const found =
+      std::lower_bound(std::begin(kMeasured), std::end(kMeasured), key.convolution,
+                       [](const Row& row, const std::string& wanted) {
+                         return row.convolution < std::string_view(wanted);
+                       });
+  if (found == std::end(kMeasured) || found->convolution != key.convolution) {
+    return std::nullopt;
+  }
+  const std::string_view field = field_of(*found, convolution.direction);
+  if (field.empty()) {
+    return std::nullopt;
+  }
+  return workspace_in(field, key.batch, chosen);
+}
+
+// Gradients of weights on tensor cores are summed in pieces, of which cuDNN does not tell without a
+// GPU: at most so many, of so many bytes together, in 29 of 30.
+std::int64_t estimated_workspace(const Convolution& convolution, Multiply multiply,
+                                 std::int64_t chosen) {
+  constexpr std::int64_t kPieces = 64;
+  constexpr std::int64_t kMost = std::int64_t{16} << 20U;
+  if (std::size(kMeasured) == 1) {
+    return chosen;
+  }
+  const std::int64_t bytes = product_workspace(convolution, multiply, chosen);
+  if (multiply != Multiply::tensor_cores || convolution.direction != Direction::filter) {
+    return bytes;
+  }
+  const std::int64_t piece = std::accumulate(convolution.weight.begin(), convolution.weight.end(),
+                                             kSum, std::multiplies<>());
+  return bytes + std::min(kMost, kPieces * piece);
 }
 
 }  // namespace virtual_gpu

@@ -1,55 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules rolled up: into their parents, and into the components that users speak of.
+"""Sums up modules: into their parent modules, and into components such as attention, mlp or embedding.
 
-A component is told by the module's name. The names are those that torch, transformers, peft, timm and Opacus give
-their layers; the user's own rules come before them.
+The component of a module follows from what it is, where the hooks have seen it (opacus_memprof.hooks.components), else
+from its name, by rules for the names that torch, transformers, peft, timm and Opacus give their layers. Rules of the
+user come before both.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.profile import Groups
 
+LORA, NORM, HEAD, EMBEDDING = "lora", "norm", "head", "embedding"
+ATTENTION, MLP, RECURRENT, CONV = "attention", "mlp", "recurrent", "conv"
+BLOCK = "block"  # what a layer of several parts computes between them, such as residual sums
 OTHER = "other"
 
-# The first rule whose expression is found in the name decides.
+# Regular expression → component. The first rule that matches somewhere in the name applies.
 RULES: dict[str, str] = {
-    r"(^|\.)lora_": "lora",
-    r"norm[^.]*$": "norm",  # layernorm, LayerNorm, input_layernorm, q_norm, norm1, normalization
-    r"(^|\.)(ln|bn|gn)_?\w?$": "norm",  # ln_1, ln_f, bn2
-    r"(^|[._])(lm_|mc_|cls_)?heads?(\.|$)": "head",
-    r"(^|\.)(score|classifier|qa_outputs|pooler|logits)(\.|$)": "head",
-    r"(^|\.)cls\.(predictions|seq_relationship)": "head",  # BERT's
-    r"^((base_)?model\.)*fc$": "head",  # ResNet's
-    r"(^|[._])embed(?!der\b)\w*": "embedding",  # embed_tokens, word_embeddings, patch_embed; not ResNet's embedder
-    r"(^|\.)(wte|wpe|tokens|positions|rotary_emb|emb|shared)(\.|$)": "embedding",
-    r"attn|attention|(^|\.)mha(\.|$)": "attention",
-    r"(^|\.)([qkvo]_proj|qkv|[qkv]_lin|[qkv]linear|query|key|value|out_proj)(\.|$)": "attention",
-    r"mlp|ffn|feed_?forward|(^|[._])experts?(\.|$)": "mlp",
-    r"(^|\.)(c_fc|fc\d|fc_(in|out)|(gate|up|down)_proj|intermediate|linear[12]|output\.dense)(\.|$)": "mlp",
-    r"(^|[._])(lstm|gru|rnn)": "recurrent",
-    r"conv|(^|\.)(downsample|shortcut|embedder)(\.|$)": "conv",
+    r"(^|\.)lora_": LORA,
+    r"norm[^.]*$": NORM,  # layernorm, LayerNorm, input_layernorm, q_norm, norm1, normalization
+    r"(^|\.)(ln|bn|gn)_?\w?$": NORM,  # ln_1, ln_f, bn2
+    r"(^|[._])(lm_|mc_|cls_)?heads?(\.|$)": HEAD,
+    r"(^|\.)(score|classifier|qa_outputs|pooler|logits)(\.|$)": HEAD,
+    r"(^|\.)cls\.(predictions|seq_relationship)": HEAD,  # BERT's
+    r"^((base_)?model\.)*fc$": HEAD,  # ResNet's
+    r"(^|[._])embed(?!der\b)\w*": EMBEDDING,  # embed_tokens, word_embeddings, patch_embed; not ResNet's embedder
+    r"(^|\.)(wte|wpe|tokens|positions|rotary_emb|emb|shared)(\.|$)": EMBEDDING,
+    r"attn|attention|(^|\.)mha(\.|$)": ATTENTION,
+    r"(^|\.)([qkvo]_proj|qkv|[qkv]_lin|[qkv]linear|query|key|value|out_proj)(\.|$)": ATTENTION,
+    r"mlp|ffn|feed_?forward|(^|[._])experts?(\.|$)": MLP,
+    r"(^|\.)(c_fc|fc\d|fc_(in|out)|(gate|up|down)_proj|intermediate|linear[12]|output\.dense)(\.|$)": MLP,
+    r"(^|[._])(lstm|gru|rnn)": RECURRENT,
+    r"conv|(^|\.)(downsample|shortcut|embedder)(\.|$)": CONV,
 }
 
 
-# What hooks put before the names of a second model: its class may read like a component.
+_RULES = [(re.compile(expression, re.IGNORECASE), component) for expression, component in RULES.items()]
+
+# The prefix of a second model's names (`Class#2.`), where the class' name may match a rule.
 _MODEL = re.compile(r"^[^.]*#\d+(\.|$)")
 
 
 class Components:
-    """Which component a module belongs to.
+    """Maps modules to components.
 
     Args:
-        rules: the user's, regular expression → component; they are searched before RULES, in their order.
+        rules: the user's rules, regular expression → component. They come first, in their order.
+        known: module → component, as the hooks have seen it; RULES apply to modules without one.
 
     Raises:
-        MemprofError: a rule is no regular expression.
+        MemprofError: a rule is not a regular expression.
     """
 
-    def __init__(self, rules: Mapping[str, str] | None = None) -> None:
-        self._rules = []
-        for expression, component in [*(rules or {}).items(), *RULES.items()]:
+    def __init__(self, rules: Mapping[str, str] | None = None, known: Mapping[str, str] | None = None) -> None:
+        self._rules, self._known = [], known or {}
+        for expression, component in (rules or {}).items():
             try:
                 self._rules.append((re.compile(expression, re.IGNORECASE), component))
             except re.error as error:
@@ -58,16 +66,20 @@ class Components:
                 ) from error
 
     def __call__(self, module: str) -> str:
-        """The component of a module's fully qualified name; "other" where no rule knows it."""
-        module = _MODEL.sub("", module)
-        return next((component for expression, component in self._rules if expression.search(module)), OTHER)
+        """The component of a module's fully qualified name; "other" if nothing tells it."""
+        name = _MODEL.sub("", module)
+        return _first(self._rules, name) or self._known.get(module) or _first(_RULES, name) or OTHER
 
-    def roll_up(self, peak: Mapping[str, Any]) -> dict[str, Any]:
-        """Of a peak of profile.json: `components` {component: {category: bytes}}, which sums up as `modules` does, and
-        `module_tree` {module: bytes of its own and of all modules inside}; "" is the whole."""
+    def roll_up(self, modules: Groups) -> dict[str, Any]:
+        """Sums up the `modules` of a peak.
+
+        Returns:
+            {"components": {component: {category: bytes}}, "module_tree": {module: bytes, including those of all modules
+            inside of it; "" is the total}}.
+        """
         components: dict[str, dict[str, int]] = {}
         tree: dict[str, int] = {}
-        for module, categories in peak["modules"].items():
+        for module, categories in modules.items():
             grouped = components.setdefault(self(module), {})
             for category, size in categories.items():
                 grouped[category] = grouped.get(category, 0) + size
@@ -77,7 +89,11 @@ class Components:
         return {"components": components, "module_tree": dict(sorted(tree.items()))}
 
 
+def _first(rules: Sequence[tuple[re.Pattern[str], str]], name: str) -> str | None:
+    return next((component for expression, component in rules if expression.search(name)), None)
+
+
 def _with_ancestors(module: str) -> list[str]:
-    """`a.b` → "", "a", "a.b"."""
+    """The module and all modules that contain it: "", "a" and "a.b" for "a.b"."""
     parts = module.split(".") if module else []
     return [".".join(parts[:length]) for length in range(len(parts) + 1)]

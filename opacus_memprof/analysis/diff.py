@@ -2,15 +2,15 @@
 """What changed between two profiles: at the peak and in each phase, by category and module."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
-from opacus_memprof.analysis.profile import FORMAT
 from opacus_memprof.analysis.virtual import compare_virtual
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.units import format_bytes, parse_size
+from opacus_memprof.profiles.json_object import JsonObject
+from opacus_memprof.profiles.profile import Device, Groups, Peak, PhasePeak, Profile, Sizes
+from opacus_memprof.profiles.units import format_bytes, parse_size
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.ASCII)
 
@@ -39,29 +39,63 @@ class Limit:
         return after - before <= allowed
 
 
-def diff_profiles(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Two profiles (contents of profile.json), device by device.
+class DiffPeak(JsonObject):
+    """When a peak was, and its bytes by category."""
 
-    Returns:
-        {"devices": {name: {"total", "before", "after", "categories", "modules", "phases"}}, "notes": [sentences]}.
-        `before` and `after` are {"requested_bytes", "phase", "step", "categories"} of the peaks. `total`, `categories`
-        ({category: bytes}) and `modules` ({module: {category: bytes}}) are after less before, in signed bytes, without
-        what did not change: Σ `categories` = Σ `modules` = `total`. `phases` is {phase: {"total", "before_bytes",
-        "after_bytes", "categories"}} of the phases' own peaks; bytes are `None` where a run has no such phase.
-        Where the two have one device each, of different names, they are compared, and a note says so.
+    requested_bytes: int
+    phase: str
+    step: int
+    categories: Sizes
+
+
+class DiffPhase(JsonObject):
+    """The peaks of a phase, None where a run has no such phase, and after less before in signed bytes."""
+
+    total: int
+    before_bytes: int | None
+    after_bytes: int | None
+    categories: Sizes
+
+
+class PeakDifference(JsonObject):
+    """One peak less another in signed bytes, without what did not change: Σ `categories` = Σ `modules` = `total`."""
+
+    total: int
+    categories: Sizes
+    modules: Groups
+
+
+class DeviceDiff(PeakDifference):
+    """Of one device; `phases` are the phases' own peaks."""
+
+    before: DiffPeak
+    after: DiffPeak
+    phases: dict[str, DiffPhase]
+
+
+class Diff(JsonObject):
+    """Two profiles, device by device, and sentences on what else differs."""
+
+    devices: dict[str, DeviceDiff]
+    notes: list[str]
+
+
+def diff_profiles(before: Profile, after: Profile) -> Diff:
+    """What changed from one profile to another. Where the two have one device each, of different names, they are
+    compared, and a note says so.
 
     Raises:
-        MemprofError: a profile is of another format or has no device, or the two have no device in common.
+        MemprofError: a profile has no device, or the two have no device in common.
     """
     for which, profile in (("first", before), ("second", after)):
-        refuse_incomparable(which, profile)
+        refuse_without_devices(which, profile)
     notes = [
-        f"the {which} run's status is {profile['status'].replace('_', ' ')}: its peak may not be a whole run's"
+        f"the {which} run's status is {profile.status.replace('_', ' ')}: its peak may not be a whole run's"
         for which, profile in (("first", before), ("second", after))
-        if profile.get("status", "finished") != "finished"
+        if profile.status != "finished"
     ]
-    notes += compare_virtual(("first", "second"), before, after)
-    old, new = before["devices"], after["devices"]
+    notes += compare_virtual(("first", "second"), before.virtual, after.virtual)
+    old, new = before.devices, after.devices
     pairs = [(name, name, name) for name in new if name in old]
     if not pairs and len(old) == len(new) == 1:
         (first,), (second,) = old, new
@@ -74,35 +108,27 @@ def diff_profiles(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[s
     compared_old, compared_new = {pair[1] for pair in pairs}, {pair[2] for pair in pairs}
     alone = [f"the first run alone used {name}" for name in old if name not in compared_old]
     alone += [f"the second run alone used {name}" for name in new if name not in compared_new]
-    return {
-        "devices": {name: _diff_device(old[first], new[second]) for name, first, second in pairs},
-        "notes": notes + alone,
-    }
+    return Diff({name: _diff_device(old[first], new[second]) for name, first, second in pairs}, notes + alone)
 
 
-def refuse_incomparable(which: str, profile: Mapping[str, Any]) -> None:
-    """Raises MemprofError, with `which` of two profiles it is, for another format or a profile without devices."""
-    if profile.get("format") != FORMAT:
-        raise MemprofError(
-            f"the {which} profile has format {profile.get('format')!r}, and this release reads {FORMAT}: "
-            "profile again, or use the release that wrote it"
-        )
-    if not profile.get("devices"):
+def refuse_without_devices(which: str, profile: Profile) -> None:
+    """Raises MemprofError, with `which` of two profiles it is, for a profile without devices."""
+    if not profile.devices:
         raise MemprofError(f"the {which} profile has no device that allocated memory: profile a training run")
 
 
-def peak_difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """`total`, `categories` and `modules` of diff_profiles, from two peaks of a profile.json."""
+def peak_difference(before: Peak, after: Peak) -> PeakDifference:
+    """`after` less `before`."""
     old, new = modules_of(before), modules_of(after)
     modules = {module: _minus(new.get(module, {}), old.get(module, {})) for module in {**new, **old}}
-    return {
-        "total": after["requested_bytes"] - before["requested_bytes"],
-        "categories": _minus(after["categories"], before["categories"]),
-        "modules": {module: categories for module, categories in modules.items() if categories},
-    }
+    return PeakDifference(
+        total=after.requested_bytes - before.requested_bytes,
+        categories=_minus(after.categories, before.categories),
+        modules={module: categories for module, categories in modules.items() if categories},
+    )
 
 
-def listed(devices: Mapping[str, Any]) -> str:
+def listed(devices: Iterable[str]) -> str:
     return ", ".join(sorted(devices))
 
 
@@ -111,40 +137,44 @@ def growth(total: int, before: int) -> str:
     return f"{100 * total / before:+.1f} %" if before else ""
 
 
-def exceeded(diff: Mapping[str, Any], limit: Limit) -> list[str]:
+def exceeded(diff: Diff, limit: Limit) -> list[str]:
     """A sentence for each device whose peak has grown beyond the limit."""
     return [
-        f"the peak of {name} grew by {format_bytes(device['total'])}, more than {limit.text}"
-        for name, device in diff["devices"].items()
-        if not limit.allows(device["before"]["requested_bytes"], device["after"]["requested_bytes"])
+        f"the peak of {name} grew by {format_bytes(device.total)}, more than {limit.text}"
+        for name, device in diff.devices.items()
+        if not limit.allows(device.before.requested_bytes, device.after.requested_bytes)
     ]
 
 
-def _diff_device(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    old, new = before["peak"], after["peak"]
-    kept = ("requested_bytes", "phase", "step", "categories")
-    phases = {**before["phases"], **after["phases"]}
-    return {
-        "before": {key: old[key] for key in kept},
-        "after": {key: new[key] for key in kept},
-        **peak_difference(old, new),
-        "phases": {name: _diff_phase(before["phases"].get(name), after["phases"].get(name)) for name in phases},
-    }
+def _diff_device(before: Device, after: Device) -> DeviceDiff:
+    return DeviceDiff(
+        **peak_difference(before.peak, after.peak),
+        before=_diff_peak(before.peak),
+        after=_diff_peak(after.peak),
+        phases={
+            name: _diff_phase(before.phases.get(name), after.phases.get(name))
+            for name in {**before.phases, **after.phases}
+        },
+    )
 
 
-def _diff_phase(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> dict[str, Any]:
-    old, new = (moment or {"peak_bytes": None, "categories": {}} for moment in (before, after))
-    return {
-        "total": (new["peak_bytes"] or 0) - (old["peak_bytes"] or 0),
-        "before_bytes": old["peak_bytes"],
-        "after_bytes": new["peak_bytes"],
-        "categories": _minus(new["categories"], old["categories"]),
-    }
+def _diff_peak(peak: Peak) -> DiffPeak:
+    return DiffPeak(peak.requested_bytes, peak.phase, peak.step, peak.categories)
 
 
-def modules_of(peak: Mapping[str, Any]) -> Mapping[str, Mapping[str, int]]:
+def _diff_phase(before: PhasePeak | None, after: PhasePeak | None) -> DiffPhase:
+    old, new = (0 if moment is None else moment.peak_bytes for moment in (before, after))
+    return DiffPhase(
+        total=new - old,
+        before_bytes=None if before is None else old,
+        after_bytes=None if after is None else new,
+        categories=_minus({} if after is None else after.categories, {} if before is None else before.categories),
+    )
+
+
+def modules_of(peak: Peak) -> Groups:
     """A peak that only the live counters saw has no modules."""
-    return peak["modules"] or {"": peak["categories"]}
+    return peak.modules or {"": peak.categories}
 
 
 def _minus(ours: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, int]:

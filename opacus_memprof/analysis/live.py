@@ -4,17 +4,66 @@
 import re
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from opacus_memprof import core
+from msgspec import UNSET, UnsetType
+
 from opacus_memprof.analysis.names import Names
-from opacus_memprof.analysis.profile import is_being_written, read_meta
-from opacus_memprof.directory import EVENTS, META
+from opacus_memprof.analysis.profile import is_being_written
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles import core
+from opacus_memprof.profiles.directory import EVENTS, META
+from opacus_memprof.profiles.json_object import JsonObject
+from opacus_memprof.profiles.meta import read_meta
+from opacus_memprof.profiles.profile import Groups, Sizes, VirtualGpus
 
 _MAPPED = re.compile(rf"\S+ \S+ \S+ \S+ \S+ +(?P<path>/.*)/{re.escape(EVENTS)}(?: \(deleted\))?")
 _FEWEST_STEPS = 4  # to tell a trend from
+
+
+class RunningDevice(JsonObject):
+    """Bytes on one device.
+
+    Attributes:
+        peak_bytes: so far, in the step `peak_step`.
+        categories, modules: as of a Peak, with forward_undecided for what a forward has made.
+        step_ends: what the newest steps left at their ends.
+        bytes_per_step: the slope of the line through these (least squares); None for fewer than four.
+    """
+
+    requested_bytes: int
+    peak_bytes: int
+    peak_step: int
+    categories: Sizes
+    modules: Groups
+    step_ends: list[int]
+    bytes_per_step: int | None
+
+
+class RunningProfile(JsonObject, kw_only=True):
+    """What is live in a profile at `unix_ns` (nanoseconds since 1970).
+
+    Attributes:
+        virtual: as in meta.json.
+        status: "running", "ended" or "killed".
+        events, dropped: records so far, and those that found no room.
+        out_of_memory: allocations that failed.
+    """
+
+    directory: str
+    virtual: VirtualGpus | UnsetType = UNSET
+    pid: int
+    status: str
+    unix_ns: int
+    step: int
+    logical_step: int
+    phase: str
+    events: int
+    dropped: int
+    out_of_memory: int
+    devices: dict[str, RunningDevice]
 
 
 class Live:
@@ -31,51 +80,42 @@ class Live:
         except RuntimeError as error:
             raise MemprofError(f"there is no readable profile in {directory}: {error}") from error
 
-    def look(self) -> dict[str, Any]:
-        """What is live now: "pid", "status" ("running", "ended" or "killed"), "unix_ns", "step", "logical_step",
-        "phase", "events", "dropped", "out_of_memory" (failed allocations), and by device "requested_bytes",
-        "peak_bytes" and the "peak_step" it was in, "categories" and "modules" as in profile.json, "step_ends" (bytes
-        that the newest steps left) and "bytes_per_step", the slope of the line through them (least squares), None
-        for fewer than four.
-
-        Of a run on virtual GPUs also "virtual", as in meta.json.
-
-        Categories are the live ones: what a forward has made is `forward_undecided`.
-        """
+    def look(self) -> RunningProfile:
+        """What is live now."""
         running = is_being_written(self.directory)  # first: what is read then is all, where this says it has ended
         state = self._follower.advance()
         meta = read_meta(self.directory / META)
-        names = Names(meta, state)
-        return {
-            "directory": str(self.directory),
-            **({"virtual": meta["virtual"]} if "virtual" in meta else {}),
-            "pid": state["pid"],
-            "status": "ended" if state["closed"] else "running" if running else "killed",
-            "unix_ns": time.time_ns(),
-            "step": state["step"],
-            "logical_step": state["logical_step"],
-            "phase": names.phase(state["phase"]),
-            "events": state["events"],
-            "dropped": state["dropped"],
-            "out_of_memory": state["out_of_memory"],
-            "devices": {names.device(device["id"]): _device(device, names) for device in state["devices"]},
-        }
+        names = Names(meta.names, state)
+        return RunningProfile(
+            directory=str(self.directory),
+            virtual=meta.virtual,
+            pid=state["pid"],
+            status="ended" if state["closed"] else "running" if running else "killed",
+            unix_ns=time.time_ns(),
+            step=state["step"],
+            logical_step=state["logical_step"],
+            phase=names.phase(state["phase"]),
+            events=state["events"],
+            dropped=state["dropped"],
+            out_of_memory=state["out_of_memory"],
+            devices={names.device(device["id"]): _device(device, names) for device in state["devices"]},
+        )
 
 
-def _device(device: dict[str, Any], names: Names) -> dict[str, Any]:
+def _device(device: Mapping[str, Any], names: Names) -> RunningDevice:
     ends = device["step_ends"]
     slope = None
     if len(ends) >= _FEWEST_STEPS:
         slope = round(statistics.linear_regression(range(len(ends)), ends).slope)
-    return {
-        "requested_bytes": device["bytes"],
-        "peak_bytes": device["peak_bytes"],
-        "peak_step": device["peak_step"],
-        "categories": names.categories(device["categories"]),
-        "modules": {names.module(module): names.categories(sizes) for module, sizes in device["modules"].items()},
-        "step_ends": ends,
-        "bytes_per_step": slope,
-    }
+    return RunningDevice(
+        requested_bytes=device["bytes"],
+        peak_bytes=device["peak_bytes"],
+        peak_step=device["peak_step"],
+        categories=names.categories(device["categories"]),
+        modules={names.module(module): names.categories(sizes) for module, sizes in device["modules"].items()},
+        step_ends=ends,
+        bytes_per_step=slope,
+    )
 
 
 def directory_of_process(pid: int) -> Path:

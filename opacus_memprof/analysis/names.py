@@ -1,31 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ids in an event file stand for, and bytes by category id as bytes by the names of reports."""
+"""Names: translates the ids in an event file to names, and bytes by category id to bytes by reported category."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opacus_memprof.profiles.categories import ACTIVATION_HOOKS, FORWARD_UNDECIDED, PARTS, reported_name
+from opacus_memprof.profiles.meta import NameLists
+from opacus_memprof.profiles.profile import HookedActivations
 
 
 class Names:
-    """The names of one profile. A killed process may have left ids that its last meta.json does not name: they
-    read like "module 17", and built-in categories and phases always have their names.
+    """The names of one profile.
+
+    A killed process may have left ids without a name in its last meta.json. They read like "module 17". Built-in
+    categories and phases always have names.
 
     Args:
-        meta: meta.json, or {} where there is none.
-        replayed: what core.replay returned.
+        names: of meta.json, or native.names().
+        replayed: the result of core.replay.
+
+    Attributes:
+        components: module → what hooks have seen that it is, or "".
     """
 
-    def __init__(self, meta: Mapping[str, Any], replayed: Mapping[str, Any]) -> None:
-        names: Mapping[str, Sequence[str]] = meta.get("names", {})
+    def __init__(self, names: NameLists, replayed: Mapping[str, Any]) -> None:
         builtin: list[str] = replayed["category_names"]
-        self._categories = [*builtin, *names.get("categories", [])[len(builtin) :]]
+        self._categories = [*builtin, *names.categories[len(builtin) :]]
         self._builtin = {reported_name(name) for name in builtin} - {FORWARD_UNDECIDED}
         self._phases: Sequence[str] = replayed["phase_names"]
-        self._modules = names.get("modules", [""])
-        self._ops = names.get("ops", [""])
-        self._streams = names.get("streams", [])
-        self._threads = names.get("threads", [])
+        self._modules = names.modules or [""]  # id 0 is none
+        self.components = dict(zip(names.modules, names.components, strict=False))
+        self._ops = names.ops or [""]
+        self._streams = names.streams
+        self._threads = names.threads
 
     def category(self, id: int) -> str:
         return _name(self._categories, id, "category")
@@ -53,7 +60,7 @@ class Names:
         return reported_name(self.category(id))
 
     def categories(self, by_id: Sequence[int]) -> dict[str, int]:
-        """Bytes by public category, without the categories that have none."""
+        """Bytes by reported category, from bytes by category id. Categories without bytes are left out."""
         result: dict[str, int] = {}
         for id, count in enumerate(by_id):
             if count:
@@ -62,19 +69,19 @@ class Names:
         return result
 
     def all_categories(self, by_id: Sequence[int]) -> dict[str, int]:
-        """Bytes by public category: every built-in one, and the program's own that have any."""
+        """Bytes by reported category: all built-in ones, and those of the program's own that have any."""
         some = self.categories(by_id)
         names = dict.fromkeys(self.public_category(id) for id in range(len(self._categories)))
         return {name: some.get(name, 0) for name in [*names, *some] if name in self._builtin or name in some}
 
-    def hooks_split(self, by_id: Sequence[int]) -> dict[str, int]:
+    def hooks_split(self, by_id: Sequence[int]) -> HookedActivations:
         """What of activation_hooks autograd holds as well, and what Opacus alone holds."""
-        return {share: by_id[self._categories.index(name)] for name, share in PARTS.items()}
+        return HookedActivations(**{part: by_id[self._categories.index(name)] for name, part in PARTS.items()})
 
 
 def as_without_dp(sizes: Mapping[str, int], shared: int) -> dict[str, int]:
-    """Bytes by public category, with the `shared` bytes of captures that autograd holds as well as what they are
-    without Opacus: activations."""
+    """The bytes by reported category that a run without Opacus would have: the `shared` bytes of captures, which
+    autograd holds too, count as activations."""
     if not shared:
         return dict(sizes)
     activations = sizes.get("activations", 0) + shared

@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """profile.json, the one summary that every report reads. docs/format.md documents its fields."""
 
+import contextlib
 import fcntl
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opacus_memprof import core
+import msgspec
+
 from opacus_memprof.analysis.components import Components
-from opacus_memprof.analysis.device import build_device, device_of_counters, timeline
+from opacus_memprof.analysis.device import Replayed, build_device, build_device_from_counters, timeline
 from opacus_memprof.analysis.findings import Run, find
 from opacus_memprof.analysis.names import Names
-from opacus_memprof.directory import EVENTS, LOCK, META, PROFILE, SNAPSHOTS
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.files import read_object, write_text
+from opacus_memprof.profiles import core
+from opacus_memprof.profiles.directory import EVENTS, LOCK, META, PROFILE, SNAPSHOTS
+from opacus_memprof.profiles.files import write_text
+from opacus_memprof.profiles.json_object import read_json_object, to_json
+from opacus_memprof.profiles.live_memory import LivePeak, Snapshot
+from opacus_memprof.profiles.meta import Meta, read_meta
+from opacus_memprof.profiles.profile import EventCounts, Profile, Timeline, VirtualGpus
 
-FORMAT = 1
 TIMELINE_POINTS = 2000  # rows of a timeline in profile.json, at most
 
 
@@ -27,13 +32,14 @@ def build_profile(
     status: str,
     exit_code: int | None,
     error: str | None = None,
-    peaks: Mapping[str, Mapping[str, Any]] | None = None,
+    peaks: Mapping[str, LivePeak] | None = None,
     warnings: Iterable[str] = (),
     facts: Sequence[Mapping[str, Any]] = (),
     components: Mapping[str, str] | None = None,
-    virtual: Mapping[str, Any] | None = None,
+    virtual: VirtualGpus | None = None,
     timeline_points: int = TIMELINE_POINTS,
-) -> dict[str, Any]:
+    dropped: int = 0,
+) -> Profile:
     """The content of profile.json, from events.bin, meta.json and snapshots.jsonl.
 
     Args:
@@ -41,14 +47,15 @@ def build_profile(
         status: "finished", "failed", "out_of_memory" or "killed".
         exit_code: the program's; None where nobody knows.
         error: what ended the program, in a line; None where nothing went wrong or nobody knows.
-        peaks: the live counters' peaks (_native.peaks()), which know what the allocator itself counted at the
-            peak, and the peak of what a full event file has dropped.
+        peaks: the live counters' peaks (recording.live.read_peaks()), which know what the allocator itself counted at
+            the peak, and the peak of what a full event file has dropped.
         warnings: sentences on what this profile cannot know.
-        facts: what hooks noticed (observations.noted()), for the findings.
+        facts: what hooks noticed (hook_facts.recorded()), for the findings.
         components: the user's own rules, regular expression → component; see analysis.components.
         virtual: of a run on virtual GPUs, what they were and could not know (virtual_gpu.describe_run()); without it
             what meta.json has, which was written at the start.
         timeline_points: rows of a device's timeline, at most.
+        dropped: events that found no room so far: while the process is writing, the file tells it a moment late.
 
     Raises:
         MemprofError: a rule is no regular expression, or events.bin or meta.json is missing, truncated, foreign or of
@@ -58,56 +65,53 @@ def build_profile(
     replayed = _replay(path, timeline_points)
     meta = read_meta(path / META)
     header = replayed["header"]
-    names = Names(meta, replayed)
+    header["dropped"] = max(header["dropped"], dropped)
+    names = Names(meta.names, replayed)
     snapshots = _read_snapshots(path / SNAPSHOTS)
-    if virtual is None:
-        virtual = meta.get("virtual")
     said = [*warnings, *_file_warnings(replayed, meta)]
-    component_of = Components(components)
+    component_of = Components(components, names.components)
     devices = {}
     by_name = {names.device(device["id"]): device for device in replayed["devices"]}
     for name, device in by_name.items():
         live = None if peaks is None else peaks.get(name)
-        devices[name], more = build_device(name, device, header, names, live, snapshots)
+        devices[name], more = build_device(name, device, header, names, component_of, live, snapshots)
         said += more
     for name, live in (peaks or {}).items() if header["dropped"] else ():
-        if name not in devices and live["requested_bytes"]:
-            devices[name], more = device_of_counters(name, live, snapshots)
+        if name not in devices and live.requested_bytes:
+            devices[name], more = build_device_from_counters(name, live, component_of, snapshots)
             said += more
-    for entry in devices.values():
-        entry["peak"] |= component_of.roll_up(entry["peak"])
-    return {
-        "format": FORMAT,
-        "versions": meta.get("versions", {}),
-        **({} if virtual is None else {"virtual": dict(virtual)}),
-        "status": status,
-        "exit_code": exit_code,
-        "error": error,
-        "command": meta.get("command", []),
-        "launch": meta.get("launch"),
-        "pid": header["pid"],
-        "started_unix_ns": header["start_unix_ns"],
-        "ended_unix_ns": header["last_unix_ns"],
-        "events": {
-            "recorded": replayed["events"],
-            "dropped": header["dropped"],
-            "capacity": header["capacity"],
-            "closed": header["closed"],
-            "contradictions": replayed["contradictions"],
-        },
-        "devices": devices,
-        "components": dict(components or {}),
-        "findings": find(Run(devices, by_name, facts, names)),
-        "warnings": list(dict.fromkeys(said)),
-    }
+    return Profile(
+        versions=meta.versions,
+        virtual=meta.virtual if virtual is None else virtual,
+        status=status,
+        exit_code=exit_code,
+        error=error,
+        command=meta.command,
+        launch=meta.launch,
+        pid=header["pid"],
+        started_unix_ns=header["start_unix_ns"],
+        ended_unix_ns=header["last_unix_ns"],
+        events=EventCounts(
+            recorded=replayed["events"],
+            dropped=header["dropped"],
+            capacity=header["capacity"],
+            closed=header["closed"],
+            contradictions=replayed["contradictions"],
+        ),
+        devices=devices,
+        components=dict(components or {}),
+        findings=find(Run(devices, by_name, facts, names)),
+        warnings=list(dict.fromkeys(said)),
+    )
 
 
-def load_profile(directory: str | os.PathLike[str]) -> dict[str, Any]:
+def load_profile(directory: str | os.PathLike[str]) -> Profile:
     """The profile of a directory. One that has no profile.json was killed ("killed"), or is still being written
     ("running"), and is built from its events.
 
     Raises:
-        MemprofError: there is no such directory, it holds no profile, or one of another version.
+        MemprofError: there is no such directory, it holds no profile, one of another version, or one that lacks a field
+            or has one of another type.
     """
     path = Path(directory)
     if not path.is_dir():
@@ -118,16 +122,10 @@ def load_profile(directory: str | os.PathLike[str]) -> dict[str, Any]:
             raise MemprofError(f"{path} holds no profile: there is neither {PROFILE} nor {EVENTS} in it")
         status = "running" if is_being_written(path) else "killed"
         return build_profile(path, status=status, exit_code=None)
-    profile = read_object(summary)
-    if profile.get("format") != FORMAT:
-        raise MemprofError(
-            f"{summary} has format {profile.get('format')!r}, and this release reads {FORMAT}: "
-            "read it with the release that wrote it"
-        )
-    return profile
+    return read_json_object(summary, Profile)
 
 
-def read_timelines(directory: str | os.PathLike[str], points: int) -> dict[str, dict[str, Any]]:
+def read_timelines(directory: str | os.PathLike[str], points: int) -> dict[str, Timeline]:
     """`timeline` of every device of a profile, with up to `points` rows instead of TIMELINE_POINTS. The peak is always
     among them.
 
@@ -136,26 +134,26 @@ def read_timelines(directory: str | os.PathLike[str], points: int) -> dict[str, 
     """
     path = Path(directory)
     replayed = _replay(path, points)
-    names = Names(read_meta(path / META), replayed)
+    names = Names(read_meta(path / META).names, replayed)
     return {names.device(device["id"]): timeline(device["timeline"], names) for device in replayed["devices"]}
 
 
-def write_profile(profile: Mapping[str, Any], directory: str | os.PathLike[str]) -> None:
+def write_profile(profile: Profile, directory: str | os.PathLike[str]) -> None:
     """Writes profile.json: readers see the old one or the new one. Raises MemprofError."""
     try:
-        write_text(Path(directory) / PROFILE, json.dumps(profile, separators=(",", ":")) + "\n")
+        write_text(Path(directory) / PROFILE, to_json(profile))
     except MemprofError as error:
         raise MemprofError(f"the profile could not be written: {error}") from error
 
 
-def _replay(directory: Path, points: int) -> dict[str, Any]:
+def _replay(directory: Path, points: int) -> Replayed:
     try:
         return core.replay(str(directory), timeline_points=points)
     except RuntimeError as error:
         raise MemprofError(f"there is no readable profile in {directory}: {error}") from error
 
 
-def _file_warnings(replayed: Mapping[str, Any], meta: Mapping[str, Any]) -> list[str]:
+def _file_warnings(replayed: Replayed, meta: Meta) -> list[str]:
     said = []
     header = replayed["header"]
     if header["dropped"]:
@@ -170,33 +168,20 @@ def _file_warnings(replayed: Mapping[str, Any], meta: Mapping[str, Any]) -> list
     if wrong := {kind: count for kind, count in replayed["contradictions"].items() if count}:
         listed = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in wrong.items())
         said.append(f"{EVENTS} contradicts itself ({listed}): its figures are doubtful")
-    if not meta:
+    if not meta.names.categories:
         said.append(f"there is no {META}: modules, ops and categories of the program's own have no names")
     return said
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """meta.json, or {} where there is none. Raises MemprofError where it cannot be read, or its names are none."""
-    meta = read_object(path) if path.exists() else {}
-    names = meta.get("names", {})
-    if not isinstance(names, dict) or not all(isinstance(listed, list) for listed in names.values()):
-        raise MemprofError(f"{path} is damaged, for its names are no lists: remove it, or profile again")
-    return meta
-
-
-def _read_snapshots(path: Path) -> dict[int, dict[str, Any]]:
+def _read_snapshots(path: Path) -> dict[int, Snapshot]:
     """The snapshots by their numbers. A killed process may leave half a line at the end."""
     if not path.exists():
         return {}
     snapshots = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-            whole = {key: entry[key] for key in ("name", "unix_ns", "step", "logical_step", "devices")}
-            if all(device.keys() >= {"requested_bytes", "categories"} for device in entry["devices"].values()):
-                snapshots[int(entry["index"])] = {"index": int(entry["index"]), **whole}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError):
+            snapshot = msgspec.json.decode(line, type=Snapshot)
+            snapshots[snapshot.index] = snapshot
     return snapshots
 
 

@@ -6,22 +6,21 @@ have recorded.
 """
 
 import contextlib
-import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from opacus_memprof.analysis.job import Job
-from opacus_memprof.analysis.profile import is_being_written, read_meta
-from opacus_memprof.analysis.whole import load_whole_profile
-from opacus_memprof.directory import LOCK, META, PROFILE, RANKS, ProfileDirectory, lock, rank_directories
+from opacus_memprof.analysis.profile import is_being_written, load_profile
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.files import read_object, write_text
-from opacus_memprof.launch import Launch
+from opacus_memprof.profiles.directory import LOCK, META, PROFILE, RANKS, ProfileDirectory, lock, rank_directories
+from opacus_memprof.profiles.files import write_text
+from opacus_memprof.profiles.job_summary import JobSummary
+from opacus_memprof.profiles.json_object import read_json_object, to_json
+from opacus_memprof.profiles.launch import Launch
+from opacus_memprof.profiles.meta import Meta, read_meta
 
 
-def load_ranks(directory: str | os.PathLike[str]) -> dict[str, Any]:
+def load_ranks(directory: str | os.PathLike[str]) -> JobSummary:
     """The summary of all ranks whose profiles are in `directory`. What a killed rank has recorded counts as far as it
     got; ranks that are of an earlier job, unreadable or missing are said.
 
@@ -38,7 +37,7 @@ def load_ranks(directory: str | os.PathLike[str]) -> dict[str, Any]:
             job.leave_out(rank)
             continue
         try:
-            job.add(rank, folder.name, load_whole_profile(folder), _modules(folder))
+            job.add(rank, folder.name, load_profile(folder), _modules(folder))
         except MemprofError as error:
             job.cannot_read(rank, str(error))
     if not job.rows:
@@ -46,7 +45,7 @@ def load_ranks(directory: str | os.PathLike[str]) -> dict[str, Any]:
     return job.summary()
 
 
-def finish(claimed: ProfileDirectory) -> dict[str, Any] | None:
+def finish(claimed: ProfileDirectory) -> JobSummary | None:
     """Called by each rank when its own profile is written. The last one of the job to end merges all, writes
     ranks.json and returns its content; the others return None.
 
@@ -64,10 +63,10 @@ def finish(claimed: ProfileDirectory) -> dict[str, Any] | None:
     except MemprofError:
         return None  # another rank has ended at the same time, and is at it
     try:
-        if (path / RANKS).exists() and launch.same_job(Launch.from_json(read_object(path / RANKS).get("launch"))):
+        if (path / RANKS).exists() and launch.same_job(read_json_object(path / RANKS, JobSummary).launch):
             return None
         summary = load_ranks(path)
-        write_text(path / RANKS, json.dumps(summary, separators=(",", ":")) + "\n")
+        write_text(path / RANKS, to_json(summary))
         return summary
     finally:
         with contextlib.suppress(OSError):
@@ -82,19 +81,19 @@ def _has_ended(folder: Path, launch: Launch) -> bool:
     return (folder / PROFILE).exists() or not is_being_written(folder)
 
 
-def _meta(folder: Path) -> Mapping[str, Any]:
+def _meta(folder: Path) -> Meta:
     try:
         return read_meta(folder / META)
     except MemprofError:
-        return {}
+        return Meta()
 
 
 def _launch(folder: Path) -> Launch | None:
-    return Launch.from_json(_meta(folder).get("launch"))
+    return _meta(folder).launch
 
 
 def _modules(folder: Path) -> frozenset[str]:
-    return frozenset(_meta(folder).get("names", {}).get("modules", ()))
+    return frozenset(_meta(folder).names.modules)
 
 
 def _written(folder: Path) -> float:

@@ -1,34 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How reports call a run on virtual GPUs, from `virtual` of its profile.json."""
+"""Phrases for reports about runs on virtual GPUs, from `virtual` of their profile.json."""
 
-from collections.abc import Mapping
-from typing import Any
+from msgspec import UNSET, UnsetType
 
-from opacus_memprof.units import format_bytes
+from opacus_memprof.profiles.profile import VirtualGpus
+from opacus_memprof.profiles.units import format_bytes
 
-
-def virtual_gpu_of(profile: Mapping[str, Any]) -> str | None:
-    """The virtual GPU of a profile, as `virtual NVIDIA H200 (139.80 GiB)`; None for a run on real devices."""
-    virtual = profile.get("virtual")
-    if not isinstance(virtual, Mapping):
-        return None
-    name = f"virtual {virtual.get('name') or virtual.get('gpu') or 'GPU'}"
-    size = virtual.get("memory_bytes")
-    return name if size is None else f"{name} ({format_bytes(size)})"
+Virtual = VirtualGpus | UnsetType  # UNSET for a run on real devices
 
 
-def virtual_mark(profile: Mapping[str, Any]) -> str | None:
-    """What every report says at its beginning of a run on virtual GPUs; None for one on real devices."""
-    name = virtual_gpu_of(profile)
+def virtual_gpu_of(virtual: Virtual) -> str | None:
+    """A phrase such as `virtual NVIDIA H200 (139.80 GiB)`; None for a run on real devices."""
+    return None if virtual is UNSET else f"virtual {virtual.name} ({format_bytes(virtual.memory_bytes)})"
+
+
+def virtual_mark(virtual: Virtual) -> str | None:
+    """The sentence at the beginning of every report on a run on virtual GPUs; None for a run on real devices."""
+    name = virtual_gpu_of(virtual)
     if name is None:
         return None
     return f"on a {name}: memory is counted as on a real one, and values of large tensors were not computed"
 
 
-def compare_virtual(which: tuple[str, str], first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """A note on two profiles that are compared, where one was recorded on a virtual GPU.
+def compare_virtual(which: tuple[str, str], first: Virtual, second: Virtual) -> list[str]:
+    """Notes about two runs that are compared, if one of them was on a virtual GPU.
 
-    `which` names the two runs, as ("first", "second").
+    Args:
+        which: names of the two runs, such as ("first", "second").
+        first, second: `virtual` of their profiles.
     """
     names = virtual_gpu_of(first), virtual_gpu_of(second)
     if names == (None, None):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The events around a device's peak, out of however many there are, in the memory of those alone."""
+"""Reads the events around each device's peak, without reading all events into memory."""
 
 from dataclasses import dataclass, field
 
@@ -11,57 +11,69 @@ from opacus_memprof.analysis.events import ALLOC, FREE, OOM, RETAG, ROW, SEED, E
 
 @dataclass
 class Window:
-    """Of one device.
+    """The events around the peak of one device.
 
     Attributes:
-        before: of the blocks that are live when the window begins, their births and their latest retags.
-        rows: what happened to blocks from then on, and allocations that failed.
+        already_live: the allocations, and the latest retags, of the blocks that are live when the window begins.
+        rows: the events of blocks from then on, and allocations that failed.
     """
 
-    before: Rows = field(default_factory=lambda: np.empty(0, ROW))
+    already_live: Rows = field(default_factory=lambda: np.empty(0, ROW))
     rows: Rows = field(default_factory=lambda: np.empty(0, ROW))
 
 
 def around_peak(events: Events, most: int) -> dict[int, Window]:
-    """The windows by device id: all rows of a device, or `most` of them, among which its peak is in the middle or as
-    near to it as the file's ends allow. Reads the file twice. Raises MemprofError where it cannot be read."""
-    peaks: dict[int, _Peak] = {}
+    """The windows by device id. Reads the file twice.
+
+    Args:
+        events: of the profile.
+        most: the most rows of a window. Its peak is in the middle, or as near to it as the file's ends allow.
+
+    Raises:
+        MemprofError: the event file cannot be read.
+    """
+    peaks: dict[int, _PeakFinder] = {}
 
     def find(rows: Rows) -> None:
-        for id, own in _by_device(rows):
-            peaks.setdefault(id, _Peak()).take(own)
+        for id, device_rows in _by_device(rows):
+            peaks.setdefault(id, _PeakFinder()).add(device_rows)
 
-    events.each(find)
-    firsts = {id: int(np.clip(peak.place - most // 2, 0, max(peak.count - most, 0))) for id, peak in peaks.items()}
+    events.for_each_chunk(find)
+    firsts = {id: int(np.clip(peak.index - most // 2, 0, max(peak.count - most, 0))) for id, peak in peaks.items()}
     windows = {id: Window() for id in peaks}
     counts = dict.fromkeys(peaks, 0)
 
     def keep(rows: Rows) -> None:
-        for id, own in _by_device(rows):
+        for id, device_rows in _by_device(rows):
             window, begin = windows[id], max(firsts[id] - counts[id], 0)
             end = max(firsts[id] + most - counts[id], 0)
-            window.before = _still_live(np.concatenate([window.before, own[:begin]]))
-            window.rows = np.concatenate([window.rows, own[begin:end]])
-            counts[id] += len(own)
+            window.already_live = _still_live(np.concatenate([window.already_live, device_rows[:begin]]))
+            window.rows = np.concatenate([window.rows, device_rows[begin:end]])
+            counts[id] += len(device_rows)
 
-    events.each(keep)
+    events.for_each_chunk(keep)
     return windows
 
 
-class _Peak:
-    """Where among a device's rows its highest sum is."""
+class _PeakFinder:
+    """Finds the row of a device's peak.
+
+    Attributes:
+        count: number of rows so far.
+        index: of the row with the most live bytes.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        self.place = 0
+        self.index = 0
         self._live = self._highest = 0
 
-    def take(self, rows: Rows) -> None:
+    def add(self, rows: Rows) -> None:
         sign = np.select([np.isin(rows["kind"], (ALLOC, SEED)), rows["kind"] == FREE], [1, -1])
         live = self._live + np.cumsum(sign * rows["bytes"].astype(np.int64))
         at = int(np.argmax(live))
         if live[at] > self._highest:
-            self._highest, self.place = int(live[at]), self.count + at
+            self._highest, self.index = int(live[at]), self.count + at
         self._live = int(live[-1])
         self.count += len(rows)
 
@@ -72,11 +84,11 @@ def _by_device(rows: Rows) -> list[tuple[int, Rows]]:
 
 
 def _still_live(rows: Rows) -> Rows:
-    """Births and latest retags of the blocks that these rows leave alive."""
+    """The allocations, and the latest retags, of the blocks that are live after these rows."""
     rows = rows[rows["block"] >= 0]
     rows = rows[~np.isin(rows["block"], rows["block"][rows["kind"] == FREE])]
     kept: npt.NDArray[np.bool_] = rows["kind"] != RETAG
     retags = np.flatnonzero(~kept)[::-1]
     kept[retags[np.unique(rows["block"][retags], return_index=True)[1]]] = True
-    alive: Rows = rows[kept]
-    return alive
+    result: Rows = rows[kept]
+    return result

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """`opacus-memprof debug`: the memory of LoRA training, debugged from the command line."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 import typer
 
 from opacus_memprof.cli.training_options import Token, hide_token
 from opacus_memprof.experiments.configuration import Dtype
-from opacus_memprof.files import write_text, writing
-from opacus_memprof.hub import use_the_cache_where_there_is_no_hub
+from opacus_memprof.integrations.hub import use_cache_if_hub_unreachable
+from opacus_memprof.profiles.files import write_text, writing
 
 Level = Literal["model_only", "full", "custom", "comparison"]
 
@@ -48,12 +50,11 @@ def debug(
     with writing(log_dir):  # before the training, whose results could not be written
         log_dir.mkdir(parents=True, exist_ok=True)
     if model != "tiny":
-        use_the_cache_where_there_is_no_hub()
-    import json  # and torch, which other commands must not load
-
+        use_cache_if_hub_unreachable()
     labels = {"pkg": pkg, "version": version, "knowledge_type": knowledge_type}
     results = _LEVELS[level](model, precision, labels, log_dir, token)
-    path = write_text(log_dir / "results.json", json.dumps(results, ensure_ascii=False, indent=2) + "\n")
+    text = json.dumps(results, ensure_ascii=False, indent=2, default=msgspec.to_builtins)
+    path = write_text(log_dir / "results.json", f"{text}\n")
     print(f"results: {path}")
 
 
@@ -85,8 +86,6 @@ def _custom(model: str, precision: str, labels: dict[str, Any], log_dir: Path, t
         vocabulary = lora.vocabulary_of(created)
         loader = profiler.profile_stage("data_loading", lora.synthetic_batches, chosen, vocabulary)
         training = profiler.profile_stage("preparation", lora.prepare, created, loader, chosen)
-        if profiler.session is not None:
-            profiler.session.attach(training.model, training.optimizer)
         batches = list(training.batches)
         training.batches = batches[:1]
         profiler.profile_stage("first_step", lora.train, training, precision)

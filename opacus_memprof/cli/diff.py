@@ -28,7 +28,7 @@ def diff(
 ) -> None:
     """Prints what changed at the peak and in each phase, by category and module: AFTER less BEFORE."""
     from opacus_memprof.analysis.diff import Limit, diff_profiles, exceeded
-    from opacus_memprof.analysis.whole import load_whole_profile
+    from opacus_memprof.analysis.profile import load_profile
     from opacus_memprof.reports.diff import diff_markdown, print_diff
 
     if vanilla is not None:
@@ -39,7 +39,7 @@ def diff(
     if after is None:
         raise MemprofError("give two profiles, BEFORE and AFTER, or --vanilla DIR and the private one")
     limit = None if fail_above is None else Limit.parse(fail_above)
-    result = diff_profiles(load_whole_profile(before), load_whole_profile(after))
+    result = diff_profiles(load_profile(before), load_profile(after))
     beyond = exceeded(result, limit) if limit else []
     if markdown:
         typer.echo(diff_markdown(result, beyond), nl=False)

@@ -20,8 +20,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from opacus_memprof.units import format_bytes
-from opacus_memprof.versions import installed
+from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.profiles.versions import LOWEST_OPACUS, TORCH_MINORS, installed_version
 from opacus_memprof.virtual_gpu import trial
 from opacus_memprof.virtual_gpu.devices import GPUS
 
@@ -32,7 +32,7 @@ _COLOURS: dict[Level, str] = {"ok": "green", "note": "yellow", "problem": "bold 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at. A `problem` keeps the profiler from working; a `note` is worth knowing."""
+    """The result of one check. A `problem` prevents profiling; a `note` is worth knowing."""
 
     name: str
     found: str
@@ -52,7 +52,7 @@ def doctor() -> None:
         line = Text.assemble((f"{check.level:<8}", _COLOURS[check.level]), f"{check.name:<{width}}  {check.found}")
         if check.remedy:
             line.append(f"\n{'':{8 + width}}  → {check.remedy}", "bold")
-        console.print(line, soft_wrap=True)  # commands are there to be copied: no line is cut
+        console.print(line, soft_wrap=True)  # lines are not wrapped, so that commands can be copied
     problems = sum(check.level == "problem" for check in checks)
     if problems:
         console.print(f"\nopacus-memprof cannot profile here: {problems} problem{'s' * (problems > 1)}, see above.")
@@ -71,13 +71,10 @@ def examine() -> list[Check]:
             return [python, Check("torch", _sentence(error), "note", _TO_RECORD), _build(), _directory()]
         lacking = Check("torch", _sentence(error), "problem", "install torch first: `pip install torch`")
         return [python, lacking, _opacus(), _build(), *_rmm(), _directory()]
-    found = f"{torch.__version__}, built for " + (
-        f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
-    )
     cuda = [_driver(torch), *_devices(torch)] if torch.version.cuda else []
     return [
         python,
-        Check("torch", found),
+        _torch(torch),
         *cuda,
         _opacus(),
         _build(),
@@ -134,17 +131,31 @@ def _devices(torch: Any) -> list[Check]:
 
 
 def _opacus() -> Check:
-    version = installed("opacus")
+    version = installed_version("opacus")
     if version is None:
-        return Check("Opacus", "not installed", "problem", 'install it: `pip install "opacus>=1.5"`')
-    if [int(part) for part in re.findall(r"\d+", version)[:2]] < [1, 5]:
-        return Check("Opacus", version, "problem", '1.5 or newer is needed: `pip install --upgrade "opacus>=1.5"`')
+        return Check("Opacus", "not installed", "problem", f'install it: `pip install "opacus>={LOWEST_OPACUS}"`')
+    if _minor(version) < _minor(LOWEST_OPACUS):
+        remedy = f'{LOWEST_OPACUS} or newer is needed: `pip install --upgrade "opacus>={LOWEST_OPACUS}"`'
+        return Check("Opacus", version, "problem", remedy)
     return Check("Opacus", version)
 
 
+def _torch(torch: Any) -> Check:
+    """The version, and whether it is one that this release was tried with."""
+    cuda = torch.version.cuda
+    found = f"{torch.__version__}, built for " + (f"CUDA {cuda}" if cuda else "the CPU only")
+    if _minor(torch.__version__) in map(_minor, TORCH_MINORS):
+        return Check("torch", found)
+    return Check("torch", found, "note", f"tried are {TORCH_MINORS[0]} to {TORCH_MINORS[-1]}")
+
+
+def _minor(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)[:2]]
+
+
 def _build() -> Check:
-    """What the extension was built for. Whether it is there and fits is seen when it is loaded."""
-    version = installed("opacus-memprof") or "not installed, run from its source tree"
+    """What the extension was built for. Whether it can be loaded is checked by `_extension`."""
+    version = installed_version("opacus-memprof") or "not installed, run from its source tree"
     try:
         build = importlib.import_module("opacus_memprof._build_info")
     except ImportError:
@@ -160,7 +171,7 @@ def _build() -> Check:
 def _extension(torch: Any) -> list[Check]:
     """Whether the extension loads here, and which allocator torch would use."""
     try:
-        native = importlib.import_module("opacus_memprof._native")
+        native = importlib.import_module("opacus_memprof.recording.native")
     except ImportError as error:
         return [Check("extension", "cannot be used", "problem", str(error))]
     if not native.HAS_CUDA:
@@ -168,7 +179,7 @@ def _extension(torch: Any) -> list[Check]:
             return [Check("extension", "loads; CPU only, as torch is")]
         remedy = (
             "to profile GPUs, in opacus-memprof's source tree run "
-            f"`OPACUS_MEMPROF_CUDA=1 {native.mending_command()}`, which says what is missing"
+            f"`OPACUS_MEMPROF_CUDA=1 {native.rebuild_command()}`, which says what is missing"
         )
         return [Check("extension", "loads, but was built without CUDA", "note", remedy)]
     name = native.cuda_current_name()
@@ -183,13 +194,13 @@ def _extension(torch: Any) -> list[Check]:
 
 
 def _virtual_gpu() -> Check:
-    """Whether `run --virtual-gpu` works: tried for real, as it rests on what torch's libraries load."""
-    failed = trial.why_it_fails()
+    """Whether `run --virtual-gpu` works, by a trial: it depends on what torch's libraries load."""
+    failed = trial.find_failure()
     if failed is None:
         return Check("virtual GPU", f"works here (`opacus-memprof run --virtual-gpu KIND`): {', '.join(GPUS)}")
-    why, foreseen = failed
-    remedy = "" if foreseen else "install opacus-memprof again beside this torch; real devices are not affected"
-    return Check("virtual GPU", f"does not work here: {why}", "note", remedy)
+    reason, has_remedy = failed
+    remedy = "" if has_remedy else "install opacus-memprof again beside this torch; real devices are not affected"
+    return Check("virtual GPU", f"does not work here: {reason}", "note", remedy)
 
 
 def _variables() -> list[Check]:
@@ -208,11 +219,11 @@ def _rmm() -> list[Check]:
     if importlib.util.find_spec("rmm") is None:
         return []
     remedy = "if the program gives torch RMM's allocator, it must do so before the profile starts"
-    return [Check("RMM", installed("rmm") or "installed", "note", remedy)]
+    return [Check("RMM", installed_version("rmm") or "installed", "note", remedy)]
 
 
 def _directory() -> Check:
-    """Whether a profile could be written here. Tried for real: permissions alone do not tell."""
+    """Whether a profile can be written here, by a trial: permissions alone do not tell."""
     here = os.getcwd()
     try:
         with tempfile.NamedTemporaryFile(dir=here):

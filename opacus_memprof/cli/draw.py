@@ -14,7 +14,9 @@ def draw(
     ] = None,
 ) -> None:
     """Draw the pictures and tables of experiments again, from the JSON files of their results."""
-    from opacus_memprof.experiments import suite
+    from opacus_memprof.experiments.presets import EXPERIMENTS
+    from opacus_memprof.experiments.rows import read_rows
 
-    for path in suite.draw(input_dir, output_dir or input_dir / "visualizations"):
+    rows, directory = read_rows(input_dir), output_dir or input_dir / EXPERIMENTS.outputs
+    for path in (*EXPERIMENTS.write_tables(rows, directory), *EXPERIMENTS.draw(rows, directory)):
         print(path)

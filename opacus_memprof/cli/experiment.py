@@ -8,7 +8,6 @@ import typer
 
 from opacus_memprof.cli.option_groups import with_groups
 from opacus_memprof.cli.training_options import MethodOptions, Nproc
-from opacus_memprof.directory import OOM_REPORTS
 from opacus_memprof.experiments import process
 from opacus_memprof.experiments.configuration import MODES, Mode
 
@@ -18,9 +17,7 @@ def experiment(
     *,
     mode: Annotated[
         Mode,
-        typer.Option(
-            "--experiment", metavar="|".join(MODES), help="vanilla: without privacy. The others: how to clip."
-        ),
+        typer.Option("--mode", metavar="|".join(MODES), help="vanilla: without privacy. The others: how to clip."),
     ],
     output: Annotated[
         Path, typer.Option("--output", metavar="FILE.json", help="The result; the profile goes to FILE.run beside it.")
@@ -34,11 +31,12 @@ def experiment(
     """
     chosen = training.configuration(default="transformer", mode=mode, nproc=nproc)
     result = process.run_to(output, chosen, token=training.token, on_line=print)
-    from opacus_memprof.experiments.summary import told
+    from opacus_memprof.experiments.grid import MethodCell
+    from opacus_memprof.experiments.rows import Row
+    from opacus_memprof.experiments.summary import closing
 
-    print(told(result))
+    row = Row(output.stem, MethodCell(chosen).label, result)
+    print(closing([row], output.parent))
     print(f"result: {output}")
-    for explained in sorted((output.parent / result["profile"]).rglob(OOM_REPORTS[0])):  # or each rank's
-        print(f"why memory ran out, and what would fit: {explained}")
-    if result["status"] not in ("finished", "out_of_memory"):
+    if not row.finished and not row.ran_out:
         raise typer.Exit(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands have, declared once: as the fields of a dataclass, which is then one parameter."""
+"""Option groups: options that several commands share, declared once as the fields of a dataclass."""
 
 import inspect
 from collections.abc import Callable
@@ -9,7 +9,8 @@ from typing import Any
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer takes it: each parameter that is a dataclass is in its place the fields of that class."""
+    """Returns the command with a signature that typer understands: each parameter whose type is a dataclass is replaced
+    by the fields of that class."""
     groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
     flat: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that runs in this process as `python SCRIPT` or `python -m MODULE` would run it in one of its own."""
+"""Runs a program in this process the way `python SCRIPT` or `python -m MODULE` runs it in a new one."""
 
 import importlib.machinery
 import importlib.util
@@ -13,11 +13,16 @@ from types import CodeType, ModuleType, TracebackType
 
 from opacus_memprof.errors import MemprofError
 
-_OUR_FILES = str(Path(__file__).parents[1]) + os.sep
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 class Program:
-    """A script's path, or with `module` a module's name, and its arguments. Sets sys.path as python would.
+    """A script or a module, and its arguments. Sets sys.path as python does.
+
+    Args:
+        target: the path of the script, or the name of the module.
+        arguments: sys.argv[1:] of the program.
+        module: whether `target` is a module.
 
     Raises:
         MemprofError: there is no such script or module.
@@ -35,10 +40,10 @@ class Program:
             raise MemprofError(f"there is no module {target}")
 
     def run(self) -> None:
-        """Runs it as `__main__`, and leaves it there: threads and exit handlers may need it after its last line."""
+        """Runs the program as the module `__main__`, which stays in sys.modules for its threads and exit handlers."""
         main = ModuleType("__main__")
         if self._module:
-            sys.argv = ["-m", *self._arguments]  # what a package sees while its __main__ is looked for
+            sys.argv = ["-m", *self._arguments]  # as python has it while it imports the module's packages
             spec, code = _find_module(self._target)
             sys.argv[0] = str(spec.origin)
             attributes = {"__spec__": spec, "__loader__": spec.loader, "__package__": spec.parent}
@@ -56,9 +61,9 @@ class Program:
 
 
 def print_exception(error: BaseException) -> None:
-    """As python prints one that nobody caught: through sys.excepthook, and without the frames of this package."""
+    """Prints an uncaught exception as python does, through sys.excepthook, without the frames of this package."""
     traceback: TracebackType | None = error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_OUR_FILES):
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         traceback = traceback.tb_next
     sys.excepthook(type(error), error.with_traceback(traceback), traceback)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`opacus-memprof report`: a profile that is there already, as a summary and as files."""
+"""`opacus-memprof report`: prints the summary of a profile, and exports it to files."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +26,8 @@ _SUFFIXES = {
 
 
 class ReportCommand(TyperCommand):
-    """Lets a format's option do without a file: what follows it is its file only if its name ends as one."""
+    """A command whose format options have an optional value: the next argument is the option's file only if it has one
+    of the format's suffixes."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         completed = []
@@ -60,9 +61,9 @@ def report(
     Each option writes a file: the one that follows it, or memprof.html, memprof.png … in DIRECTORY. Of a job of several
     ranks, DIRECTORY shows all of them, and DIRECTORY/rank_0 one.
     """
+    from opacus_memprof.analysis.profile import load_profile
     from opacus_memprof.analysis.ranks import load_ranks
-    from opacus_memprof.analysis.whole import load_whole_profile
-    from opacus_memprof.directory import rank_directories
+    from opacus_memprof.profiles.directory import rank_directories
     from opacus_memprof.reports.ranks import print_ranks
     from opacus_memprof.reports.text import print_summary
 
@@ -88,12 +89,12 @@ def report(
             write_ranks_html(summary, directory, path)
             console.print(f"\nwrote {path}", highlight=False, markup=False, soft_wrap=True)
         return
-    profile = load_whole_profile(directory)
+    profile = load_profile(directory)
     print_summary(profile, console)
     if wanted:
         from opacus_memprof.reports.export import Source, export
 
-        source = Source(profile, directory, load_whole_profile(vanilla) if vanilla else None)
+        source = Source(profile, directory, load_profile(vanilla) if vanilla else None)
         console.print()
         for path in export(source, wanted):
             console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`opacus-memprof run`: profiles a training script that knows nothing of it."""
+"""`opacus-memprof run`: profiles a training script without changes to it."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,10 +8,10 @@ import typer
 
 from opacus_memprof.cli.option_groups import with_groups
 from opacus_memprof.cli.program import Program
-from opacus_memprof.cli.recording import Recording
+from opacus_memprof.cli.program_recording import ProgramRecording
 from opacus_memprof.cli.training_options import DeviceName
 from opacus_memprof.cli.virtual_options import VirtualGpuOptions
-from opacus_memprof.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, MOST_EVENTS, claim
+from opacus_memprof.profiles.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, MOST_EVENTS, claim
 
 
 @with_groups
@@ -19,24 +19,24 @@ def run(
     *,
     script: Annotated[str, typer.Argument(metavar="SCRIPT.py", show_default=False, help="The script, or the module.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", show_default=False, help="All that follows is its own.")
+        list[str] | None, typer.Argument(metavar="[ARGS]...", show_default=False, help="Arguments of the script.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where the profile goes.")] = Path(
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Directory of the profile.")] = Path(
         DEFAULT_DIRECTORY
     ),
     device: DeviceName = "auto",
     max_events: Annotated[
-        int, typer.Option(min=1, max=MOST_EVENTS, metavar="N", help="The event file's bound; an event takes 32 bytes.")
+        int, typer.Option(min=1, max=MOST_EVENTS, metavar="N", help="The most events to record; each takes 32 bytes.")
     ] = DEFAULT_MAX_EVENTS,
     virtual: VirtualGpuOptions,
 ) -> None:
-    """Run a training script as python would, and write down where its memory goes.
+    """Run a training script as python would, and record where its memory goes.
 
-    The summary follows the script's output, and the script's own exit code comes back. Of the processes that torchrun,
-    accelerate or srun have started each profiles itself, and the last one to end prints the summary of all.
+    Prints a summary after the script's output, and exits with the script's exit code. Each process that torchrun,
+    accelerate or srun has started records a profile, and the last one to end prints the summary of all.
     """
     program = Program(script, arguments or [], module=module)
     if virtual.start() and device == "auto":
         device = "cuda"
-    Recording(claim(output), device, max_events).of(program)
+    ProgramRecording(claim(output), device, max_events).record(program)

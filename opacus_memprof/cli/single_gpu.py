@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from opacus_memprof.cli import side_by_side
 from opacus_memprof.cli.option_groups import with_groups
+from opacus_memprof.cli.running_options import ResultsDir, RunningOptions
 from opacus_memprof.cli.training_options import FineTuningOptions
 from opacus_memprof.experiments.configuration import Configuration
 
@@ -21,12 +21,9 @@ def single_gpu(
     seq_length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 128,
     batch_size: Annotated[int, typer.Option(help="Samples of an optimizer's step.")] = 32,
     max_physical_batch_size: Annotated[int, typer.Option(help="Samples that go through the model at once.")] = 1,
-    learning_rate: Annotated[float, typer.Option(help="Adam's.")] = 1e-5,
-    sigma: Annotated[float, typer.Option(help="The noise multiplier.")] = 1.0,
-    max_grad_norm: Annotated[float, typer.Option(help="The clipping bound.")] = 1.0,
     use_lora: Annotated[bool, typer.Option("--use-lora", help="Train LoRA adapters instead of all weights.")] = False,
     lora_rank: Annotated[int, typer.Option(help="Theirs, with --use-lora.")] = 16,
-    results_dir: side_by_side.ResultsDir = Path("single_gpu_memory_results"),
+    results_dir: ResultsDir = Path("single_gpu_memory_results"),
     run_all: Annotated[
         bool,
         typer.Option(
@@ -35,7 +32,7 @@ def single_gpu(
             "rank 16 and 32; physical batches 1, 2, 4.",
         ),
     ] = False,
-    running: side_by_side.RunningOptions,
+    running: RunningOptions,
 ) -> None:
     """Fine-tune a language model privately under the profiler, in a process of its own, and show where its memory goes.
 
@@ -45,41 +42,19 @@ def single_gpu(
 
     Without --config and --model-name: meta-llama/Llama-3.2-3B-Instruct.
     """
-    base = side_by_side.configuration(
-        training,
+    base = training.classification(
         DEFAULT_MODEL,
         seq_length=seq_length,
         batch_size=batch_size,
         max_physical_batch_size=max_physical_batch_size,
         lora_rank=lora_rank if use_lora else None,
-        learning_rate=learning_rate,
-        sigma=sigma,
-        max_grad_norm=max_grad_norm,
     )
-    from opacus_memprof.experiments.process import PROFILE
-    from opacus_memprof.experiments.sweep.grid import Cell, comparison
-    from opacus_memprof.experiments.sweep.pictures import draw_single_gpu
-    from opacus_memprof.experiments.sweep.results import run_directory
+    from opacus_memprof.experiments.grid import Cell, one_at_a_time
+    from opacus_memprof.experiments.presets import SINGLE_GPU
 
-    cells = comparison(base) if run_all else [Cell(base)]
+    cells = one_at_a_time(base) if run_all else [Cell(base)]
     print(_described(base, sizes=not run_all))
-    results = side_by_side.run_side_by_side(
-        "single-gpu",
-        cells,
-        results_dir,
-        draw_single_gpu,
-        token=training.token,
-        running=running,
-        grows=True,
-        on_line=(lambda line: None) if run_all else print,
-    )
-    if not run_all and results[cells[0].name]["peak"] is not None:
-        from rich.console import Console
-
-        from opacus_memprof.analysis.profile import load_profile
-        from opacus_memprof.reports.text import print_summary
-
-        print_summary(load_profile(run_directory(results_dir, cells[0].name) / PROFILE), Console())
+    running.run(SINGLE_GPU, cells, results_dir, training.token)
 
 
 def _described(chosen: Configuration, *, sizes: bool) -> str:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from opacus_memprof.cli import side_by_side
 from opacus_memprof.cli.option_groups import with_groups
+from opacus_memprof.cli.running_options import ResultsDir, RunningOptions
 from opacus_memprof.cli.training_options import FineTuningOptions, Nproc
 
 DEFAULT_MODEL = "meta-llama/Llama-3.1-8B-Instruct"
@@ -21,14 +21,17 @@ def sweep(
     max_physical_batch_sizes: Annotated[
         list[int], typer.Option(help="Samples that go through the model at once; at most the batch.")
     ] = [1, 2, 4],  # noqa: B006
-    lora_ranks: Annotated[list[int], typer.Option(help="0 trains all parameters.")] = [8, 16],  # noqa: B006
+    lora_ranks: Annotated[
+        list[int] | None,
+        typer.Option(help="0 trains all parameters. 8 and 16 by default; with --detailed 16.", show_default=False),
+    ] = None,
     training: FineTuningOptions,
     nproc: Nproc = 1,
-    results_dir: side_by_side.ResultsDir = Path("memory_results"),
+    results_dir: ResultsDir = Path("memory_results"),
     detailed: Annotated[
         bool, typer.Option("--detailed", help="Also what components, operations and kinds of memory take.")
     ] = False,
-    running: side_by_side.RunningOptions,
+    running: RunningOptions,
 ) -> None:
     """Train every combination of sizes under the profiler, each in a process of its own, and compare their memory.
 
@@ -40,23 +43,15 @@ def sweep(
 
     Without --config and --model-name: meta-llama/Llama-3.1-8B-Instruct.
     """
-    base = side_by_side.configuration(training, DEFAULT_MODEL, nproc=nproc)
-    from opacus_memprof.experiments.sweep.grid import grid
-    from opacus_memprof.experiments.sweep.pictures import draw_sweep
+    base = training.classification(DEFAULT_MODEL, nproc=nproc)
+    from opacus_memprof.experiments.grid import grid
+    from opacus_memprof.experiments.presets import DETAILED_SWEEP, SWEEP
 
-    cells, left_out = grid(base, seq_lengths, batch_sizes, max_physical_batch_sizes, lora_ranks)
+    ranks = lora_ranks or ([16] if detailed else [8, 16])
+    cells, left_out = grid(base, seq_lengths, batch_sizes, max_physical_batch_sizes, ranks)
     if left_out:
         print(
             f"{left_out} of {left_out + len(cells)} combinations are left out: their physical batch is larger than the "
             "logical one, of which it is a part"
         )
-    side_by_side.run_side_by_side(
-        "sweep",
-        cells,
-        results_dir,
-        lambda results, directory: draw_sweep(results, directory, detailed=detailed),
-        token=training.token,
-        running=running,
-        grows=False,
-        detailed=detailed,
-    )
+    running.run(DETAILED_SWEEP if detailed else SWEEP, cells, results_dir, training.token)

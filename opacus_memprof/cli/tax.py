@@ -13,8 +13,8 @@ def tax(
     vanilla: Annotated[Path, typer.Argument(help="the profile of the same model and batch without it")],
 ) -> None:
     """Prints what privacy costs at the peak: the difference of two profiles, by category and module."""
+    from opacus_memprof.analysis.profile import load_profile
     from opacus_memprof.analysis.tax import dp_tax
-    from opacus_memprof.analysis.whole import load_whole_profile
     from opacus_memprof.reports.tax import print_tax
 
-    print_tax(dp_tax(load_whole_profile(private), load_whole_profile(vanilla)), Console())
+    print_tax(dp_tax(load_profile(private), load_profile(vanilla)), Console())

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`opacus-memprof top`: a running profile, followed from another terminal."""
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +22,7 @@ def top(
     if interval <= 0:
         raise MemprofError(f"an interval of {interval:g} seconds is none: give one above 0")
     from opacus_memprof.analysis.live import Live, directory_of_process
+    from opacus_memprof.profiles.json_object import to_json
     from opacus_memprof.reports.top import live_view
 
     is_process = target.isdecimal() and not Path(target).exists()
@@ -30,16 +30,16 @@ def top(
     console = Console()
     seen = live.look()
     if as_json:
-        print(json.dumps(seen), flush=True)
-        while not once and seen["status"] == "running":
+        print(to_json(seen), end="", flush=True)
+        while not once and seen.status == "running":
             time.sleep(interval)
             seen = live.look()
-            print(json.dumps(seen), flush=True)
+            print(to_json(seen), end="", flush=True)
     elif once:
         console.print(live_view(seen))
     else:
         with Screen(live_view(seen), console=console, auto_refresh=False) as screen:
-            while seen["status"] == "running":
+            while seen.status == "running":
                 time.sleep(interval)
                 seen = live.look()
                 screen.update(live_view(seen), refresh=True)

@@ -15,12 +15,27 @@ _OWN = "In place of the configuration's own."
 ModeName = Annotated[Mode, typer.Option("--mode", help="vanilla: without privacy. The others: how to clip.")]
 DtypeName = Annotated[Dtype, typer.Option("--dtype", help="Of the weights.")]
 DeviceName = Annotated[Device, typer.Option("--device", help="auto: CUDA if there is a GPU, else the CPU.")]
-Nproc = Annotated[
-    int, typer.Option("--nproc", help="Processes, a GPU each, over which FSDP2 shards the model: vanilla, ghost.")
-]
 Token = Annotated[
     str | None, typer.Option("--token", help="Of the Hugging Face hub (HF_TOKEN without it). Written nowhere.")
 ]
+Nproc = Annotated[
+    int, typer.Option("--nproc", help="Processes, a GPU each, over which FSDP2 shards the model: vanilla, ghost.")
+]
+
+# Other spellings: those of earlier releases.
+_OLD_NAMES = {
+    "experiment": "mode",
+    "num-iter": "num-steps",
+    "output-dir": "results-dir",
+    "seq-len": "seq-length",
+    "warmup-iter": "warmup-steps",
+}
+
+
+def current_name(name: str) -> str:
+    """Of an option without its dashes: the same with _ and with -, and with what earlier releases called it."""
+    name = name.replace("_", "-")
+    return _OLD_NAMES.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -34,6 +49,20 @@ class TrainingOptions:
         str | None, typer.Option("--model-name", metavar="MODEL", help="Instead: a hub id or a local path.")
     ] = None
     token: Token = None
+    num_steps: Annotated[int, typer.Option(help="Steps that are measured.")] = 5
+    warmup_steps: Annotated[int, typer.Option(help="Steps before them.")] = 1
+    learning_rate: Annotated[float, typer.Option(help="Adam's.")] = 1e-5
+    sigma: Annotated[float, typer.Option(help="The noise multiplier.")] = 1.0
+    max_grad_norm: Annotated[float, typer.Option(help="The clipping bound.")] = 1.0
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Make activations again in backward, block by block.")
+    ] = False
+    dataset: Annotated[
+        str | None,
+        typer.Option("--dataset", metavar="FILE|MODULE:FUNCTION", help="In place of SNLI: .jsonl or .csv, or yours."),
+    ] = None
+    dtype: DtypeName = "bf16"
+    device: DeviceName = "auto"
 
     def configuration(self, *, default: str, pretrained: bool = False, **further: Any) -> Configuration:
         """With the fields of Configuration that these options are, and `further` ones.
@@ -64,26 +93,27 @@ class MethodOptions(TrainingOptions):
     """Of `experiment` and `experiments`: by default the published comparison of clipping methods, on a transformer of
     1.2 B parameters."""
 
-    seq_length: Annotated[int, typer.Option("--seq-len", envvar="SEQ_LEN", help="Tokens of a sample.")] = 16384
+    seq_length: Annotated[int, typer.Option("--seq-length", envvar="SEQ_LEN", help="Tokens of a sample.")] = 16384
     batch_size: Annotated[int, typer.Option("--batch-size", envvar="BATCH_SIZE", help="Samples of a step.")] = 1
     vocab_size: Annotated[int | None, typer.Option("--vocab-size", envvar="VOCAB_SIZE", help=_OWN)] = None
     hidden_dim: Annotated[int | None, typer.Option("--hidden-dim", envvar="HIDDEN_DIM", help=_OWN)] = None
     num_layers: Annotated[int | None, typer.Option("--num-layers", envvar="NUM_LAYERS", help=_OWN)] = None
     num_heads: Annotated[int | None, typer.Option("--num-heads", envvar="NUM_HEADS", help=_OWN)] = None
-    num_steps: Annotated[int, typer.Option("--num-iter", envvar="NUM_ITER", help="Steps that are measured.")] = 3
-    warmup_steps: Annotated[int, typer.Option("--warmup-iter", envvar="WARMUP_ITER", help="Steps before them.")] = 2
+    num_steps: Annotated[int, typer.Option("--num-steps", envvar="NUM_ITER", help="Steps that are measured.")] = 3
+    warmup_steps: Annotated[int, typer.Option("--warmup-steps", envvar="WARMUP_ITER", help="Steps before them.")] = 2
     dtype: DtypeName = "fp32"
-    device: DeviceName = "auto"
 
 
 @dataclass(frozen=True)
 class FineTuningOptions(TrainingOptions):
-    """Of `sweep` and `single-gpu`."""
+    """Of `sweep` and `single-gpu`: sequence classification, as SNLI is."""
 
-    num_steps: Annotated[int, typer.Option("--num-steps", help="Steps that are measured, after one that warms up.")] = 5
     mode: ModeName = "hooks"
-    dtype: DtypeName = "bf16"
-    device: DeviceName = "auto"
+
+    def classification(self, default_model: str, **sizes: Any) -> Configuration:
+        """`default_model` is an id on the hub, for where no other model is given. Raises MemprofError as
+        `configuration` does."""
+        return self.configuration(default=default_model, pretrained=True, task="classification", **sizes)
 
 
 def hide_token(arguments: list[str]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of commands that run a program on virtual GPUs."""
+"""The command-line options of commands that run a program on virtual GPUs."""
 
 import os
 import uuid
@@ -9,31 +9,31 @@ from typing import Annotated
 import typer
 
 from opacus_memprof import virtual_gpu
-from opacus_memprof.cli.forked import one_process_for_each
+from opacus_memprof.cli.fork import fork_for_each
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.units import parse_size
+from opacus_memprof.profiles.units import parse_size
 
 
 @dataclass(frozen=True)
 class VirtualGpuOptions:
-    """What kind of GPU to play, how large, and how many; and which ranks of a job."""
+    """Which kind of virtual GPU, with how much memory, how many; and which ranks of a job to run."""
 
     virtual_gpu: Annotated[
         str | None,
         typer.Option(
             metavar="KIND",
-            help="Run without a GPU, on books of one that compute nothing: h200, a100-40 … (`doctor` lists them).",
+            help="Run on a virtual GPU, which counts memory but computes nothing: h200, a100-40 … (see `doctor`).",
             show_default=False,
         ),
     ] = None
     virtual_memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Its memory, as 24GiB, in place of the kind's own.", show_default=False),
+        typer.Option(metavar="SIZE", help="Its memory, such as 24GiB, instead of the kind's.", show_default=False),
     ] = None
     virtual_gpus: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="How many there are; one for each process of a launcher, else 1.", show_default=False
+            metavar="N", help="How many there are. Default: one for each process of a launcher.", show_default=False
         ),
     ] = None
 
@@ -41,29 +41,31 @@ class VirtualGpuOptions:
         int | None,
         typer.Option(
             metavar="N",
-            help="Play ranks of a job of N processes, one at a time and without the others.",
+            help="Run ranks of a job of N processes, one at a time and without the others.",
             show_default=False,
         ),
     ] = None
     rank: Annotated[
         list[int] | None,
         typer.Option(
-            metavar="RANK", help="Which to play (default: 0); may be given several times.", show_default=False
+            metavar="RANK", help="Which rank to run (default: 0); may be given several times.", show_default=False
         ),
     ] = None
     no_weights: Annotated[
         bool,
         typer.Option(
             "--no-weights",
-            help="transformers' from_pretrained makes models from their configuration, and loads nothing.",
+            help="Let transformers' from_pretrained create models from their configuration, without loading weights.",
         ),
     ] = False
 
     def start(self) -> bool:
-        """Gives this process the virtual GPUs; False where none were asked for.
+        """Starts the virtual GPUs in this process. Returns False if the options ask for none.
+
+        With several ranks it forks: see `fork_for_each`.
 
         Raises:
-            MemprofError: options that do not go together or that make no sense, or a virtual GPU cannot work here.
+            MemprofError: the options contradict each other, have an invalid value, or a virtual GPU cannot work here.
         """
         if self.virtual_gpu is None:
             for option in ("virtual_memory", "virtual_gpus", "virtual_ranks", "rank", "no_weights"):
@@ -77,19 +79,19 @@ class VirtualGpuOptions:
             ranks = virtual_gpu.check_ranks(self.rank or [], self.virtual_ranks)
             count = virtual_gpu.local_world_size(self.virtual_ranks, self.virtual_gpus)
             job = uuid.uuid4().hex
-            rank = one_process_for_each(ranks)
+            rank = fork_for_each(ranks)
             virtual_gpu.start(self.virtual_gpu, memory=memory, count=count)
             virtual_gpu.play_rank(rank, self.virtual_ranks, gpus=count, job=job, ranks=ranks)
             return True
         if self.rank is not None:
             raise MemprofError("--rank is one of the ranks of a job: add --virtual-ranks N")
-        count = _processes_here() if self.virtual_gpus is None else self.virtual_gpus
+        count = _local_world_size() if self.virtual_gpus is None else self.virtual_gpus
         virtual_gpu.start(self.virtual_gpu, memory=memory, count=count)
         return True
 
 
-def _processes_here() -> int:
-    """How many processes a launcher (torchrun, accelerate) has started on this machine, of which each takes a GPU."""
+def _local_world_size() -> int:
+    """The number of processes that a launcher (torchrun, accelerate) has started on this machine: a GPU for each."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if not text.isdecimal():
         raise MemprofError(f"LOCAL_WORLD_SIZE is {text!r} and should be a number: correct it, or give --virtual-gpus")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """flash_clip: exact per-sample clipping that never forms a T x T matrix. See docs/flash_clip.md.
 
-``cost`` needs no torch; everything else is loaded when asked for.
+``cost`` needs no torch. The names of this package are imported when they are first accessed.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from opacus_memprof.clipping.engine import FlashClipEngineMixin
+    from opacus_memprof.clipping.grad_sample_copies import adopt_grad_samples
     from opacus_memprof.clipping.module import FlashClipHooks, GradSampleModuleFlashClip
     from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
     from opacus_memprof.clipping.register import register_norm_samplers
 
-_HOME = {
+_MODULES = {
     "DPOptimizerFlashClip": "optimizer",
     "FlashClipEngineMixin": "engine",
     "FlashClipHooks": "module",
     "GradSampleModuleFlashClip": "module",
+    "adopt_grad_samples": "grad_sample_copies",
     "register_norm_samplers": "register",
 }
 
@@ -28,11 +30,12 @@ __all__ = [
     "FlashClipEngineMixin",
     "FlashClipHooks",
     "GradSampleModuleFlashClip",
+    "adopt_grad_samples",
     "register_norm_samplers",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"opacus_memprof.clipping.{_HOME[name]}"), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"opacus_memprof.clipping.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clipping one layer costs, from its shapes alone; the one place where flash_clip chooses.
+"""The cost of clipping one layer, computed from its shapes, and the choice of how to clip it.
 
 A linear map with a ``rows x columns`` weight sees, for each of ``batch`` samples, ``tokens`` inputs ``a`` (columns)
 and output gradients ``g`` (rows). The sample's weight gradient is ``sum_t g_t a_t^T``, and its squared norm is also
 ``sum_{t,u} (g_t . g_u)(a_t . a_u)`` (Goodfellow 2015, arXiv 1510.01799; Li et al. 2022, arXiv 2110.05679). So there are
-two exact ways to the norm, and two things that can be kept until the clip factors are known (book-keeping, Bu et al.
-2023, arXiv 2210.00038):
+two exact ways to compute the norm, and two things that can be kept until the clip factors are known (book-keeping, Bu
+et al. 2023, arXiv 2210.00038):
 
 ====================  ============================  =======================================
                       per-sample gradient           pair (a, g), norm by Gram tiles
@@ -15,11 +15,12 @@ floating point, norm  2 batch rows columns          batch tokens (tokens + tile)
 weight gradient       once, it *is* the gradient    once, when the clipped sum is formed
 ====================  ============================  =======================================
 
-Both memory and time cross at ``tokens = rows columns / (rows + columns)``: below it the pair is smaller, and the Gram
-product (half of it, by symmetry) costs less than half a weight gradient; above it the gradient is smaller, and costs
-nothing that training without privacy does not pay. Hence the rule: *keep whichever is smaller*.
+For both memory and time the two are equal at ``tokens = rows columns / (rows + columns)``. With fewer tokens the pair
+is smaller, and the Gram product (half of it, by symmetry) costs less than half a weight gradient. With more tokens the
+gradient is smaller, and costs only what training without privacy computes too. Hence the rule: *keep whichever is
+smaller*.
 
-Only integers in, only integers out: usable without torch, before anything runs.
+Needs no torch, so that it can be used before anything runs.
 """
 
 from __future__ import annotations
@@ -28,9 +29,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 FLOPS_PER_BYTE = 100.0
-"""Machine balance used to weigh arithmetic against traffic. An H200 does 103 (TF32) to 206 (bfloat16) floating-point
-operations in the time it moves one byte; ordinary CPUs do about 10. The choice is insensitive to it: only near the
-crossing above, where both ways cost nearly the same, does another balance choose differently."""
+"""Machine balance: floating-point operations that take as long as moving one byte. It is 103 (TF32) to 206 (bfloat16)
+on an H200 and about 10 on ordinary CPUs. Another value changes the choice only where both ways cost nearly the same."""
 
 GRAM_TILE = 128
 """Tokens on one side of a Gram tile, as in the CUDA kernel."""
@@ -44,8 +44,8 @@ class Cost:
     bytes: int
 
     @property
-    def weight(self) -> float:
-        """Comparable cost, in bytes: traffic plus arithmetic at ``FLOPS_PER_BYTE``."""
+    def in_bytes(self) -> float:
+        """The cost as one number: bytes moved, plus operations divided by ``FLOPS_PER_BYTE``."""
         return self.bytes + self.flops / FLOPS_PER_BYTE
 
 
@@ -54,10 +54,10 @@ class Choice:
     """How one layer is clipped.
 
     Attributes:
-        norm: exact way to the per-sample norms.
+        norm: how the per-sample norms are computed.
         keep: what is kept until the clip factors are known.
-        norm_cost: of the norm step by that way.
-        kept_bytes: live from this layer's backward to the clipped sum.
+        norm_cost: the cost of computing the norms.
+        kept_bytes: bytes that are live from this layer's backward until the clipped sum is formed.
     """
 
     norm: Literal["gradient", "gram"]
@@ -67,19 +67,19 @@ class Choice:
 
 
 def gradient_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: int) -> Cost:
-    """Norms from per-sample gradients that are formed, read once and dropped."""
+    """The cost of norms from per-sample gradients that are formed, read once and dropped."""
     elements = batch * (tokens * (rows + columns) + 2 * rows * columns)
     return Cost(2 * batch * (tokens + 1) * rows * columns, elements * itemsize)
 
 
 def kept_norm_cost(batch: int, rows: int, columns: int, itemsize: int) -> Cost:
-    """Norms from per-sample gradients that are kept anyway: one read."""
+    """The cost of norms from per-sample gradients that are kept: one read."""
     return Cost(2 * batch * rows * columns, batch * rows * columns * itemsize)
 
 
 def gram_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: int, tile: int = GRAM_TILE) -> Cost:
-    """Norms from the lower triangle of Gram tiles; every tile reads its two strips of ``a`` and ``g``. That is what
-    the processors read: strips that the second-level cache still holds do not reach device memory again."""
+    """The cost of norms from the lower triangle of Gram tiles, each of which reads its two strips of ``a`` and ``g``.
+    Strips that are still in the L2 cache are counted, although they are not read from device memory again."""
     if tokens == 1:
         return Cost(2 * batch * (rows + columns), batch * (rows + columns) * itemsize)
     tiles = -(-tokens // tile)
@@ -88,8 +88,8 @@ def gram_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: i
 
 
 def ghost_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: int, bias: bool) -> Cost:
-    """Norms as Opacus 1.6 computes them for three-dimensional inputs: ggT and aaT written and read back, their
-    product written and read back, and with a bias ggT once more."""
+    """The cost of norms as Opacus 1.6 computes them for three-dimensional inputs: ggT and aaT are written and read, so
+    is their product, and with a bias ggT is computed again."""
     if tokens == 1:
         return gram_norm_cost(batch, tokens, rows, columns, itemsize)
     square = batch * tokens * tokens
@@ -108,16 +108,16 @@ def choose(
     pair_elements: int | None = None,
     keep: bool = True,
 ) -> Choice:
-    """Chooses the cheapest exact way for one layer.
+    """Chooses the cheapest exact way to clip one layer.
 
     Args:
         batch: samples (times groups, for a grouped convolution).
         tokens: product of the dimensions between batch and features; output positions of a convolution.
         rows, columns: of the weight matrix (of one group's, for a grouped convolution).
         itemsize: bytes per element.
-        pair_elements: elements of ``a`` and ``g`` as they are held, where that is less than
-            ``batch tokens (rows + columns)``: a convolution holds its input, not the unfolded one.
-        keep: False when nothing is kept (two passes, or Opacus' ghost clipping): only the norm is chosen.
+        pair_elements: elements of the tensors that are kept as the pair. Default: ``batch tokens (rows + columns)``. A
+            convolution keeps its input, which is smaller than the unfolded one.
+        keep: False if nothing is kept (two passes, or Opacus' ghost clipping): only the norm is chosen.
     """
     if pair_elements is None:
         pair_elements = batch * tokens * (rows + columns)
@@ -128,6 +128,6 @@ def choose(
         kept = kept_norm_cost(batch, rows, columns, itemsize)
         return Choice("gradient", "gradient", kept, gradient_elements * itemsize)
     kept_bytes = pair_elements * itemsize if keep else 0
-    if gram.weight <= gradient.weight:
+    if gram.in_bytes <= gradient.in_bytes:
         return Choice("gram", "pair", gram, kept_bytes)
     return Choice("gradient", "pair", gradient, kept_bytes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""grad_sample_mode="flash_clip" for a privacy engine."""
+"""Adds grad_sample_mode="flash_clip" to a PrivacyEngine."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ MODE = "flash_clip"
 
 
 class FlashClipEngineMixin:
-    """Put before opacus.PrivacyEngine among the bases: ``class Engine(FlashClipEngineMixin, opacus.PrivacyEngine)``.
+    """Adds flash_clip to a PrivacyEngine: ``class Engine(FlashClipEngineMixin, opacus.PrivacyEngine)``.
 
-    ``make_private`` and ``make_private_with_epsilon`` then take ``grad_sample_mode="flash_clip"`` and return
-    (module, optimizer, data_loader) as for "hooks"; the training loop is the ordinary one. Every other mode is
-    passed on untouched.
+    ``make_private`` and ``make_private_with_epsilon`` then accept ``grad_sample_mode="flash_clip"`` and return
+    (module, optimizer, data_loader) as for "hooks"; the training loop is the same. Other modes are passed to Opacus.
     """
 
     _flash_clip_options: dict[str, Any] | None = None
@@ -46,7 +45,7 @@ class FlashClipEngineMixin:
             flash_clip_passes: 1, 2 or "auto"; see FlashClipHooks.
 
         Raises:
-            MemprofError: for what flash_clip cannot clip exactly; the model is then as it was.
+            MemprofError: flash_clip cannot clip the model exactly, which is then unchanged.
         """
         if kwargs.get("grad_sample_mode") != MODE:
             return super().make_private(**kwargs)  # type: ignore[misc]
@@ -71,7 +70,7 @@ class FlashClipEngineMixin:
         **kwargs: Any,
     ) -> Any:
         """As opacus.PrivacyEngine.make_private_with_epsilon, with the options of ``make_private``."""
-        # Opacus hands further keywords to the accountant as well, which does not know these.
+        # Stored, because Opacus would pass unknown keywords to the accountant as well.
         self._flash_clip_options = {"workspace_mb": flash_clip_workspace_mb, "passes": flash_clip_passes}
         try:
             return super().make_private_with_epsilon(**kwargs)  # type: ignore[misc]

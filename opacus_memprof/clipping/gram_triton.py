@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiled Gram product on CUDA: neither ggT nor aaT ever reaches device memory.
+"""The tiled Gram product on CUDA, which never writes ggT or aaT to device memory.
 
 One program per sample and tile pair (i >= j) forms a tile of ggT and the same tile of aaT in registers, multiplies
-them and writes one number; tiles off the diagonal count twice. No atomics: the numbers are summed afterwards, so the
-result is the same in every run. Imported only where CUDA tensors are (Triton is a dependency of PyTorch's CUDA wheels).
+them elementwise and writes the sum; tiles off the diagonal count twice. There are no atomics: the sums are added up
+afterwards, so the result is deterministic. Imported only for CUDA tensors (Triton is a dependency of PyTorch's CUDA
+wheels).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def gram_tile(  # type: ignore[no-untyped-def]  # Triton would read annotations as types of its own
+def gram_tile(  # type: ignore[no-untyped-def]  # Triton would interpret annotations as its types
     g,
     a,
     parts,
@@ -87,7 +88,8 @@ def gram_squared_norms_cuda(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     parts = torch.zeros(count, tiles, tiles, dtype=torch.float32, device=g.device)
     if parts.numel() == 0:
         return torch.zeros(count, dtype=torch.float32, device=g.device)
-    tf32 = torch.get_float32_matmul_precision() != "highest"
+    # Reading allow_tf32 or get_float32_matmul_precision raises once the program has set fp32_precision.
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     with torch.cuda.device(g.device) if g.is_cuda else nullcontext():
         gram_tile[(tiles, tiles, count)](
             *(g, a, parts, tokens, rows, a.shape[2]),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The module of grad_sample_mode="flash_clip", built as Opacus builds its own."""
+"""The GradSampleModule and the GradSampleHooks of grad_sample_mode="flash_clip"."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from opacus_memprof.clipping.book import Book
+from opacus_memprof.clipping.autograd_functions import GradientTap, TwoPassBackward, run_two_passes
+from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.layers import Layer
-from opacus_memprof.clipping.tap import Gate, Tap, run_twice
 from opacus_memprof.clipping.validate import find_layers
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
@@ -24,23 +24,23 @@ DEFAULT_WORKSPACE_MB = 256.0
 
 
 class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
-    """Attaches to a model without wrapping it.
+    """The hooks of flash_clip on a model, without a wrapper around it.
 
-    While a trainable layer runs, its parameters do not require grad: autograd then forms no weight gradients, which
-    differential privacy could not use, and a ``Tap`` behind the layer forms what is needed instead.
+    While a trainable layer runs, its parameters do not require grad, so that autograd forms no weight gradients, which
+    differential privacy could not use. A ``GradientTap`` on the layer's output forms what is needed instead.
 
     Args:
         m: the model.
         batch_first: must be True.
         loss_reduction: "mean" or "sum", of the loss over the batch.
-        strict: accepted for Opacus' sake; unsupported layers are always refused.
+        strict: for compatibility with Opacus; unsupported layers are always refused.
         max_grad_norm: clipping bound.
         workspace_mb: ceiling, in MiB, on the temporaries of one layer's norm or clipped sum.
-        passes: 1 keeps what the clipped sums need during the one backward; 2 keeps nothing and runs backward through
-            the model twice; "auto" is 1 unless what one pass keeps would not fit in device memory.
+        passes: 1 keeps what the clipped sums need during a single backward; 2 keeps nothing, and runs backward through
+            the model twice; "auto" is 1 unless what it keeps would not fit in device memory.
 
     Raises:
-        MemprofError: for models, inputs and arguments that cannot be clipped exactly.
+        MemprofError: the model or an argument is not supported.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             raise MemprofError(f"flash_clip_passes is {passes!r}; it must be 'auto', 1 or 2.")
         if isinstance(max_grad_norm, (list, tuple)) or not max_grad_norm > 0:
             raise MemprofError(f"max_grad_norm is {max_grad_norm!r}; flash_clip clips flat: give one positive number.")
-        book = Book(max_grad_norm, loss_reduction, Workspace.of_megabytes(workspace_mb))
+        bookkeeping = Bookkeeping(max_grad_norm, loss_reduction, Workspace.from_mib(workspace_mb))
         layers = find_layers(m)
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
-        self.book = book
+        self.bookkeeping = bookkeeping
         self.passes = passes
         self.layers = layers
         self.hooks_enabled = True
@@ -79,18 +79,18 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
     @property
     def per_sample_gradient_norms(self) -> torch.Tensor:
         """[B] of the last batch. Not private: for debugging only."""
-        if self.book.norms is None:
+        if self.bookkeeping.norms is None:
             raise AttributeError("per_sample_gradient_norms is set by optimizer.step(), after forward and backward.")
-        return self.book.norms
+        return self.bookkeeping.norms
 
     def parameter_names(self) -> dict[nn.Parameter, str]:
         return {p: name for name, p in self._module.named_parameters() if p.requires_grad}
 
     def forbid_grad_accumulation(self) -> None:
-        self.book.accumulation_allowed = False
+        self.bookkeeping.accumulation_allowed = False
 
     def allow_grad_accumulation(self) -> None:
-        self.book.accumulation_allowed = True
+        self.bookkeeping.accumulation_allowed = True
 
     def disable_hooks(self) -> None:
         self.hooks_enabled = False
@@ -99,11 +99,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self.hooks_enabled = True
 
     def remove_hooks(self) -> None:
-        """Removes the hooks and forgets what was kept."""
+        """Removes the hooks, and drops what backward has kept."""
         self.disable_hooks()
         while self.autograd_grad_sample_hooks:
             self.autograd_grad_sample_hooks.pop().remove()
-        self.book.clear()
+        self.bookkeeping.clear()
 
     def _attach(self) -> None:
         handles = self.autograd_grad_sample_hooks
@@ -129,7 +129,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         return (layer.cast(x), *args[1:])
 
     def _after_layer(self, layer: Layer, module: nn.Module, args: tuple[Any, ...], output: Any) -> torch.Tensor | None:
-        # Runs also when forward raised (then output is None): parameters always become trainable again.
+        # Also called if forward raises (then output is None), so that parameters always become trainable again.
         frozen = self._frozen.pop(layer, [])
         for parameter in frozen:
             parameter.requires_grad_(True)
@@ -138,19 +138,19 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         x = args[0]
         if self.passes == "auto" and output.is_cuda and layer.is_trainable("weight"):
             self._kept_bytes += layer.kept_bytes(x, output)
-        held = x.detach() if layer.is_trainable("weight") else None
+        saved_input = x.detach() if layer.is_trainable("weight") else None
         anchor = None if output.requires_grad else self._anchor(output.device)
-        tapped: torch.Tensor = Tap.apply(output, anchor, held, layer, self.book)
-        return tapped
+        result: torch.Tensor = GradientTap.apply(output, anchor, saved_input, layer, self.bookkeeping)
+        return result
 
     def _anchor(self, device: torch.device) -> torch.Tensor:
-        """Makes an output require grad where neither input nor (for now) parameters do."""
+        """A scalar that makes an output require grad if neither the input nor (for now) the parameters do."""
         return self._anchors.setdefault(device, torch.zeros((), device=device, requires_grad=True))
 
     # --- the model ---
     def _before_model(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._active(module):
-            self.book.begin()
+            self.bookkeeping.begin_pass()
             self._kept_bytes = 0
             if self.passes == "auto" and torch.cuda.is_available():
                 self._allocated_before = torch.cuda.memory_allocated()
@@ -159,25 +159,28 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if not self._active(module) or self.passes == 1:
             return output
         leaves, structure = tree_flatten(output)
-        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        scalar = next((leaf for leaf in (leaves[i] for i in at) if leaf.dim() == 0), None)
-        if self.passes == "auto" and (not at or scalar is not None or self._one_pass_fits()):
+        indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        scalar = next((leaf for leaf in (leaves[i] for i in indices) if leaf.dim() == 0), None)
+        if self.passes == "auto" and (not indices or scalar is not None or self._one_pass_fits()):
             return output
         if scalar is not None:
             raise MemprofError(
                 "flash_clip_passes=2 needs outputs whose first dimension is the batch, but the model returned a "
                 "scalar: compute the loss outside the model, or use flash_clip_passes=1."
             )
-        if not at:
+        if not indices:
             return output
-        inner = [leaves[i] for i in at]
-        outer = Gate.apply(self._anchor(inner[0].device), inner, functools.partial(run_twice, self.book))
-        for i, leaf in zip(at, outer, strict=True):
+        inner = [leaves[i] for i in indices]
+        outer = TwoPassBackward.apply(
+            self._anchor(inner[0].device), inner, functools.partial(run_two_passes, self.bookkeeping)
+        )
+        for i, leaf in zip(indices, outer, strict=True):
             leaves[i] = leaf
         return tree_unflatten(leaves, structure)
 
     def _one_pass_fits(self) -> bool:
-        """Backward releases what forward allocated, so only what is kept beyond that must find room."""
+        """Whether what one pass keeps fits into device memory. Backward releases what forward has allocated, so only
+        the bytes beyond that must be free."""
         if self._kept_bytes == 0:
             return True
         allocated = torch.cuda.memory_allocated()
@@ -189,7 +192,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
 
 class GradSampleModuleFlashClip(FlashClipHooks, AbstractGradSampleModule):  # type: ignore[misc]
-    """Wraps the model; arguments as for FlashClipHooks."""
+    """The hooks of flash_clip in a module that wraps the model. See FlashClipHooks for the arguments."""
 
     def __init__(self, m: nn.Module, **kwargs: Any) -> None:
         nn.Module.__init__(self)

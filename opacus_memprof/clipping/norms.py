@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact squared norms of per-sample gradients, without T x T matrices.
 
-Operands throughout: ``g`` of shape [N, rows, T] and ``a`` of shape [N, T, columns], N independent products whose
-``g @ a`` is a weight gradient. Any strides. Results are float32 (float64 for float64) of shape [N].
+The operands are ``g`` of shape [N, rows, T] and ``a`` of shape [N, T, columns], with any strides: N weight gradients
+``g[n] @ a[n]``. Results are float32 (float64 for float64) of shape [N].
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import math
 
 import torch
 
-from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, has_triton, pieces
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, has_triton, slices
 
 
 def squared_norms(stack: torch.Tensor) -> torch.Tensor:
-    """Squared norm of every ``stack[n]``, accumulated in float32 (float64)."""
+    """The squared norm of every ``stack[n]``, accumulated in float32 (float64)."""
     dtype = accumulation_dtype(stack.dtype)
     if stack.numel() == 0:
         return torch.zeros(len(stack), dtype=dtype, device=stack.device)
@@ -24,7 +24,7 @@ def squared_norms(stack: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-    """By forming the gradients ``g @ a``, some rows of some samples at a time."""
+    """The squared norms, by forming the gradients ``g[n] @ a[n]``, some rows of some samples at a time."""
     count, rows, _ = g.shape
     row_bytes = a.shape[2] * a.element_size()
     total = torch.zeros(count, dtype=accumulation_dtype(g.dtype), device=g.device)
@@ -34,9 +34,9 @@ def gradient_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspac
 
 
 def gram_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-    """By ``sum_{t,u} (g_t . g_u)(a_t . a_u)``, tile by tile over the lower triangle.
+    """The squared norms, by ``sum_{t,u} (g_t . g_u)(a_t . a_u)``, tile by tile over the lower triangle.
 
-    On CUDA one Triton kernel keeps both tiles in registers; elsewhere two tiles of at most ``workspace`` are formed,
+    On CUDA a Triton kernel keeps both tiles in registers. Otherwise two tiles that fit into ``workspace`` are formed,
     multiplied and summed.
     """
     if g.shape[2] == 1:
@@ -53,11 +53,11 @@ def _tiled_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace)
     dtype = accumulation_dtype(g.dtype)
     tile, samples = _tile(count, tokens, rows + a.shape[2], g.dtype, workspace)
     total = torch.zeros(count, dtype=dtype, device=g.device)
-    for n in pieces(count, samples):
-        for i in pieces(tokens, tile):
+    for n in slices(count, samples):
+        for i in slices(tokens, tile):
             g_i, a_i = g[n, :, i].mT.to(dtype), a[n, i].to(dtype)
-            for j in pieces(i.stop, tile):
-                # A low-precision product would round the tiles; casting the strips keeps the sums in float32.
+            for j in slices(i.stop, tile):
+                # A low-precision product would round the tiles, so the strips are cast to float32 first.
                 gram = torch.bmm(g_i, g[n, :, j].to(dtype))
                 gram.mul_(torch.bmm(a_i, a[n, j].mT.to(dtype)))
                 total[n] += gram.sum((1, 2)).mul_(1 if i == j else 2)
@@ -66,7 +66,8 @@ def _tiled_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace)
 
 
 def _tile(count: int, tokens: int, width: int, dtype: torch.dtype, workspace: Workspace) -> tuple[int, int]:
-    """Side of a tile and samples at a time: two tiles and, for low precision, four cast strips within the ceiling."""
+    """The side of a tile, and the number of samples at a time, such that two tiles (and four cast strips, for low
+    precision) fit into the workspace."""
     item = accumulation_dtype(dtype).itemsize
     strips = 0 if dtype == accumulation_dtype(dtype) else 2 * width
 
@@ -79,5 +80,5 @@ def _tile(count: int, tokens: int, width: int, dtype: torch.dtype, workspace: Wo
     budget = workspace.bytes / (2 * item)
     half = strips / 4
     side = int(math.sqrt(half * half + budget) - half)  # 2 s^2 + strips s = budget of elements
-    workspace.require(bytes_of(1), 1, "one tile of a Gram product")
+    workspace.fit_at_least_one(bytes_of(1), 1, "one tile of a Gram product")
     return max(1, side), 1

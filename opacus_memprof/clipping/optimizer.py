@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer of grad_sample_mode="flash_clip": Opacus' flat clipping and noise, from what the book kept."""
+"""The optimizer of grad_sample_mode="flash_clip": Opacus' flat clipping and noise, from what backward has kept."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from opacus_memprof.errors import MemprofError
 
 
 class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
-    """As opacus.optimizers.DPOptimizer: same factors, same noise from the same generator, same skipped steps.
+    """A DPOptimizer with the same clip factors, the same noise from the same generator, and the same skipped steps as
+    opacus.optimizers.DPOptimizer.
 
     Args:
-        optimizer: the wrapped optimizer; it must hold every trainable parameter of the module.
+        optimizer: the wrapped optimizer; it must have every trainable parameter of the module.
         module: the flash_clip module (or hooks object).
+        max_grad_norm: clipping bound.
+        kwargs: see opacus.optimizers.DPOptimizer.
+
+    Raises:
+        MemprofError: the optimizer lacks a trainable parameter.
     """
 
     def __init__(self, optimizer: Optimizer, *, module: FlashClipHooks, max_grad_norm: float, **kwargs: Any) -> None:
-        self.book = module.book
+        self.bookkeeping = module.bookkeeping
         super().__init__(optimizer, max_grad_norm=max_grad_norm, **kwargs)
         names = module.parameter_names()
         missing = [name for parameter, name in names.items() if not any(parameter is p for p in self.params)]
@@ -38,24 +44,25 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     @property
     def max_grad_norm(self) -> float:
-        return self.book.max_grad_norm
+        return self.bookkeeping.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
-        self.book.max_grad_norm = value
+        self.bookkeeping.max_grad_norm = value
 
     @property
     def accumulated_iterations(self) -> int:
-        return self.book.consumed
+        return self.bookkeeping.passes_in_last_step
 
     def clip_and_accumulate(self) -> None:
         """Adds the clipped sums of every backward since the last step to ``p.summed_grad``.
 
-        Raises MemprofError where a parameter has no gradient.
+        Raises:
+            MemprofError: a parameter has no gradient.
         """
-        self.book.require({p: self._names[p] for p in self.params})
+        self.bookkeeping.check_complete({p: self._names[p] for p in self.params})
         parameter: Any  # with Opacus' attributes
-        for parameter, total in self.book.clipped_sums():
+        for parameter, total in self.bookkeeping.pop_clipped_sums():
             if parameter.summed_grad is None:
                 parameter.summed_grad = total
             else:
@@ -63,10 +70,12 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             del total
 
     def add_noise(self) -> None:
-        """Adds Opacus' noise to ``p.summed_grad`` in place, and shows the result as ``p.grad``.
+        """Adds Opacus' noise to ``p.summed_grad`` in place, and assigns a view of it to ``p.grad``.
 
-        In place because the sum without noise is of no further use, and is as large as the model. Raises ValueError
-        where ``zero_grad`` was not called since the last step (as Opacus does).
+        It is in place because the sum without noise is not needed any more, and is as large as the model.
+
+        Raises:
+            ValueError: ``zero_grad`` was not called since the last step (as Opacus does).
         """
         for parameter in self.params:
             _check_processed_flag(parameter.summed_grad)
@@ -81,44 +90,44 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             del noise
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
-        """Clips, and unless the step is to be skipped (BatchMemoryManager) adds noise and averages.
+        """Clips and, unless the step is skipped (BatchMemoryManager), adds noise and averages.
 
         Raises:
-            MemprofError: a norm is not finite; then all gradients are dropped, and no parameter is changed.
+            MemprofError: a norm is not finite. All gradients are dropped then, and no parameter is changed.
         """
         self.clip_and_accumulate()
         if self._check_skip_next_step():
-            self._verify()
+            self._check_norms()
             self._is_last_step_skipped = True
             return False
         self.add_noise()
         self.scale_grad()
-        self._verify()  # last, so that the device has work while the host waits
+        self._check_norms()  # last, so that the device has work while the host waits
         if self.step_hook:
             self.step_hook(self)
         self._is_last_step_skipped = False
         return True
 
-    def _verify(self) -> None:
+    def _check_norms(self) -> None:
         try:
-            self.book.verify()
+            self.bookkeeping.check_norms()
         except MemprofError:
             self._is_last_step_skipped = False
             self.zero_grad()
             raise
 
     def scale_grad(self) -> None:
-        """As Opacus: divides by the expected batch size, for a mean loss; all parameters in one call."""
+        """Divides the gradients by the expected batch size if the loss is a mean, all parameters in one call."""
         if self.loss_reduction == "mean":
             torch._foreach_div_([p.grad for p in self.params], self.expected_batch_size * self.accumulated_iterations)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets gradients and what the book kept; clipped sums survive a skipped step, as in Opacus.
+        """Drops the gradients and what backward has kept, but not the clipped sums of skipped steps (as Opacus does).
 
-        Unlike Opacus, gradients become None by default (as in PyTorch): zeros would hold the model's size through
-        the next forward for nothing.
+        Unlike in Opacus, gradients become None by default (as in PyTorch): zeros would take as much memory as the model
+        during the next forward, for nothing.
         """
-        self.book.clear()
+        self.bookkeeping.clear()
         for parameter in self.params:
             parameter.grad_sample = None
             if not self._is_last_step_skipped:

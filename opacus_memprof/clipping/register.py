@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash_clip's norms inside a plain Opacus engine: ``grad_sample_mode="ghost"`` without T x T matrices."""
+"""Registers flash_clip's norms as norm samplers of Opacus: ``grad_sample_mode="ghost"`` without T x T matrices."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ class FlashNormSampler:
 def register_norm_samplers(workspace_mb: float = DEFAULT_WORKSPACE_MB) -> Callable[[], None]:
     """Registers exact norm samplers for every layer that flash_clip supports with Opacus' ghost clipping.
 
-    ``opacus.PrivacyEngine().make_private(..., grad_sample_mode="ghost")`` then never forms a T x T matrix; its two
-    backward passes stay. Models made private before are affected as well: Opacus looks samplers up when it calls them.
+    ``opacus.PrivacyEngine().make_private(..., grad_sample_mode="ghost")`` then never forms a T x T matrix. It still
+    runs two backward passes. Models made private before are affected too: Opacus looks samplers up when it calls them.
 
     Args:
         workspace_mb: ceiling, in MiB, on the temporaries of one layer's norm.
 
     Returns:
-        A function that restores what was registered before.
+        A function that restores the samplers that were registered before.
     """
     samplers: dict[type[nn.Module], NormSampler] = GradSampleHooksFastGradientClipping.NORM_SAMPLERS
-    before = {kind: samplers.get(kind) for kind in LAYERS}
-    sampler = FlashNormSampler(Workspace.of_megabytes(workspace_mb))
+    originals = {cls: samplers.get(cls) for cls in LAYERS}
+    sampler = FlashNormSampler(Workspace.from_mib(workspace_mb))
     samplers.update(dict.fromkeys(LAYERS, sampler))
 
     def restore() -> None:
-        for kind, previous in before.items():
-            if previous is None:
-                samplers.pop(kind, None)
+        for cls, original in originals.items():
+            if original is None:
+                samplers.pop(cls, None)
             else:
-                samplers[kind] = previous
+                samplers[cls] = original
 
     return restore

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clipped sum of kept per-sample gradients on CUDA, in one pass over them, accumulated in float32."""
+"""The clipped sum of kept per-sample gradients on CUDA: reads them once, and accumulates in float32."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ def weighted_sum(stack, factors, out, count, size, BLOCK: tl.constexpr):  # type
 
 
 def weighted_sum_cuda(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``sum_n factors[n] stack[n]`` in ``dtype``. stack: [N, ...] contiguous; factors: [N] float32."""
+    """``sum_n factors[n] stack[n]`` in ``dtype``.
+
+    Args:
+        stack: [N, ...], contiguous.
+        factors: [N], float32.
+        dtype: of the result.
+    """
     out = torch.empty(stack.shape[1:], dtype=dtype, device=stack.device)
     if out.numel():
         block = 2048

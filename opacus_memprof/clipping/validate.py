@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the layers that flash_clip clips, and refuses, by name, models that it cannot clip exactly."""
+"""Finds the layers that flash_clip clips, and refuses models that it cannot clip exactly."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def find_layers(model: nn.Module) -> list[Layer]:
     """The trainable layers of ``model``, in order.
 
     Raises:
-        MemprofError: nothing is trainable; a trainable parameter belongs to a layer of another type, or to two
-            layers; an embedding has options under which samples have no gradient of their own.
+        MemprofError: nothing is trainable; a trainable parameter belongs to a layer of an unsupported type, or to two
+            layers; an embedding has options under which per-sample gradients do not exist.
     """
     layers: list[Layer] = []
     unsupported: list[str] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ceiling on temporaries, and how loops are cut to stay under it."""
+"""Workspace: the ceiling on temporaries, and how work is split to stay below it."""
 
 from __future__ import annotations
 
@@ -17,56 +17,57 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Workspace:
-    """At most ``bytes`` of temporaries at a time, beside what is kept or returned."""
+    """The most bytes of temporaries that may be live at a time, not counting what is kept or returned."""
 
     bytes: int
 
     @classmethod
-    def of_megabytes(cls, megabytes: float) -> Workspace:
-        """Raises MemprofError unless ``megabytes`` (of 2**20 bytes) is positive."""
-        if not megabytes > 0:
-            raise MemprofError(f"flash_clip_workspace_mb is {megabytes}; give a positive number of MiB, such as 256.")
-        return cls(int(megabytes * MIB))
+    def from_mib(cls, mib: float) -> Workspace:
+        """A workspace of ``mib`` MiB. Raises MemprofError unless that is positive."""
+        if not mib > 0:
+            raise MemprofError(f"flash_clip_workspace_mb is {mib}; give a positive number of MiB, such as 256.")
+        return cls(int(mib * MIB))
 
     def half(self) -> Workspace:
+        """Half of this workspace."""
         return Workspace(self.bytes // 2)
 
     def fit(self, unit_bytes: int, count: int) -> int:
-        """How many units fit at once: 0 to ``count``."""
+        """How many of ``count`` units, of ``unit_bytes`` each, fit at once."""
         return max(0, min(count, self.bytes // max(1, unit_bytes)))
 
-    def require(self, unit_bytes: int, count: int, what: str) -> int:
-        """As ``fit``, at least one. Raises MemprofError where not even one unit fits."""
+    def fit_at_least_one(self, unit_bytes: int, count: int, unit: str) -> int:
+        """As ``fit``, but raises MemprofError if not even one unit fits. ``unit`` is its name in the message."""
         units = self.fit(unit_bytes, count)
         if units == 0 and count > 0:
             raise MemprofError(
-                f"flash_clip_workspace_mb is {self.bytes / MIB:g} (of this part of the work), but {what} needs "
+                f"flash_clip_workspace_mb is {self.bytes / MIB:g} (of this part of the work), but {unit} needs "
                 f"{unit_bytes / MIB:.3g} MiB; raise flash_clip_workspace_mb."
             )
         return max(1, units)
 
-    def tiles(self, rows: int, columns: int, unit_bytes: int, what: str) -> Iterator[tuple[slice, slice]]:
-        """Cuts a grid of units into whole rows where one fits, else into parts of each. Raises as ``require``
-        does."""
+    def tiles(self, rows: int, columns: int, unit_bytes: int, unit: str) -> Iterator[tuple[slice, slice]]:
+        """Splits a grid of units into tiles that fit: several rows each or, if a row does not fit, parts of a row.
+        Raises as ``fit_at_least_one``."""
         fit = self.fit(columns * unit_bytes, rows)
-        width = max(1, columns) if fit else self.require(unit_bytes, columns, what)
-        for row in pieces(rows, max(1, fit)):
-            for column in pieces(columns, width):
+        width = max(1, columns) if fit else self.fit_at_least_one(unit_bytes, columns, unit)
+        for row in slices(rows, max(1, fit)):
+            for column in slices(columns, width):
                 yield row, column
 
 
-def pieces(count: int, size: int) -> Iterator[slice]:
-    """Cuts ``range(count)`` into slices of ``size``; the last may be shorter."""
+def slices(count: int, size: int) -> Iterator[slice]:
+    """Splits ``range(count)`` into slices of ``size``; the last one may be shorter."""
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Norms and sums accumulate in float32, or in float64 for float64."""
+    """The dtype in which norms and sums of ``dtype`` accumulate: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed: PyTorch's CUDA wheels for Linux bring it, others may not."""
+    """Whether Triton is installed: PyTorch's CUDA wheels for Linux depend on it, others do not."""
     return importlib.util.find_spec("triton") is not None

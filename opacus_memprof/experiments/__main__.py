@@ -11,7 +11,7 @@ from pathlib import Path
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.files import read_json, write_json
 from opacus_memprof.experiments.process import CONFIGURATION, PROFILE, RESULT
-from opacus_memprof.hub import use_the_cache_where_there_is_no_hub
+from opacus_memprof.integrations.hub import use_cache_if_hub_unreachable
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -26,7 +26,7 @@ def main() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (what all ranks say, one says)
     configuration = Configuration.from_json(read_json(directory / CONFIGURATION))
     if configuration.pretrained:
-        use_the_cache_where_there_is_no_hub()
+        use_cache_if_hub_unreachable()
     from opacus_memprof.experiments.ranks import leave, result_file  # loads torch
     from opacus_memprof.experiments.training import train
 

@@ -44,6 +44,8 @@ class Configuration:
         device: "auto" is CUDA where there is a GPU, else the CPU.
         nproc: processes, each with a GPU and batches of its own, over which FSDP2 shards the model. More than one for
             "vanilla" and "ghost" alone.
+        checkpointing: blocks keep their inputs alone and make their activations again in backward. Not for "ew".
+        dataset: the user's own in place of SNLI: a file of texts, or a function that makes one; see data.py.
         vocab_size, hidden_dim, num_layers, num_heads: in place of a built-in configuration's own.
     """
 
@@ -64,6 +66,8 @@ class Configuration:
     seed: int = 0
     device: Device = "auto"
     nproc: int = 1
+    checkpointing: bool = False
+    dataset: str | None = None
     vocab_size: int | None = None
     hidden_dim: int | None = None
     num_layers: int | None = None
@@ -93,6 +97,11 @@ class Configuration:
                 f'"{self.mode}" trains in one process, for Opacus shards a model with ghost clipping alone: use '
                 f"{' or '.join(_SHARDED)}, or nproc 1"
             )
+        if self.checkpointing and (self.mode == "ew" or self.nproc > 1):
+            why = (
+                "Opacus' expanded weights cannot follow it" if self.mode == "ew" else "it is tried in one process alone"
+            )
+            raise MemprofError(f"checkpointing does not go with this, for {why}: leave it out, or use another mode")
         if not self.model:
             raise MemprofError("the model has no name: give one")
         if self.pretrained and (given := [name for name in SIZES if getattr(self, name) is not None]):

@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batches: SNLI where the model has a tokenizer and the data set can be reached, otherwise random tokens."""
+"""The batches: the user's own data; or SNLI where the model has a tokenizer and the data set can be reached, otherwise
+random tokens."""
 
+import csv
+import importlib
+import json
 import os
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.shapes import CLASSES
-from opacus_memprof.hub import why
+from opacus_memprof.integrations.hub import short_message
+from opacus_memprof.profiles.optional import require
 
 SNLI = "stanfordnlp/snli"
 
@@ -18,7 +27,7 @@ SNLI = "stanfordnlp/snli"
 @dataclass(frozen=True)
 class Data:
     """`loader` gives (input_ids [batch, tokens], targets) of `batch_size` samples; targets are the next tokens
-    [batch, tokens], or classes [batch]. `source` is "snli" or "synthetic", `reason` a sentence on why."""
+    [batch, tokens], or classes [batch]. `source` is "snli", "own" or "synthetic", `reason` a sentence on why."""
 
     loader: "DataLoader[Any]"
     source: str
@@ -26,22 +35,28 @@ class Data:
 
 
 def load(configuration: Configuration, vocabulary: int, padding: int | None) -> Data:
-    """As many samples as the run needs.
+    """As many samples as the run needs; from the beginning again where there are too few.
 
     Args:
         configuration: of the run.
         vocabulary: how many tokens the model knows.
         padding: what fills samples up; None where the model has no tokenizer.
+
+    Raises:
+        MemprofError: the user's own data set is not there, or not what the model takes.
     """
     samples = configuration.batch_size * (configuration.warmup_steps + configuration.num_steps)
     source, reason = "synthetic", "random tokens: random weights have no tokenizer"
-    dataset = None
-    if padding is not None:
+    dataset: Any = None
+    if configuration.dataset is not None:
+        dataset = _own(configuration, configuration.dataset, samples, vocabulary, padding)
+        source, reason = "own", configuration.dataset
+    elif padding is not None:
         try:
             dataset = _snli(configuration, samples, padding)
             source, reason = "snli", f"the train split of {SNLI}"
         except Exception as error:  # the hub's client, its network and its file formats raise anything
-            reason = f"random tokens: SNLI cannot be loaded ({why(error)})"
+            reason = f"random tokens: SNLI cannot be loaded ({short_message(error)})"
     if dataset is None:
         dataset = _random_tokens(configuration, samples, vocabulary)
     return Data(DataLoader(dataset, batch_size=configuration.batch_size), source, reason)
@@ -57,23 +72,104 @@ def _random_tokens(configuration: Configuration, samples: int, vocabulary: int) 
 
 
 def _snli(configuration: Configuration, samples: int, padding: int) -> TensorDataset:
-    """Pairs of sentences, padded or cut to seq_length; from the beginning again where there are too few."""
-    import datasets  # type: ignore[import-not-found, unused-ignore]
-    import transformers
-
+    datasets = require("datasets", "data sets of the hub", "models")
     token = os.environ.get("HF_TOKEN") or None
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(configuration.model, token=token)
-    pairs = [
+    rows = [
         row
         for row in datasets.load_dataset(SNLI, split=f"train[:{2 * samples + 64}]", token=token)
         if row["label"] >= 0  # -1: the annotators did not agree
     ]
-    pairs = [pairs[index % len(pairs)] for index in range(samples)]
+    return _encoded(configuration, rows, samples, padding)
+
+
+def _encoded(
+    configuration: Configuration, rows: Sequence[Mapping[str, Any]], samples: int, padding: int
+) -> TensorDataset:
+    """Texts (`text`, or `premise` and `hypothesis`) as tokens, padded or cut to seq_length, with their `label`."""
+    tokenizer = _tokenizer(configuration)
+    rows = [rows[index % len(rows)] for index in range(samples)]
     length = configuration.seq_length + 1
     encoded = torch.full((samples, length), padding)
-    for row, pair in zip(encoded, pairs, strict=True):
-        tokens = tokenizer(pair["premise"], pair["hypothesis"], truncation=True, max_length=length)["input_ids"]
-        row[: len(tokens)] = torch.tensor(tokens)
+    for line, row in zip(encoded, rows, strict=True):
+        texts = [row["text"]] if "text" in row else [row["premise"], row["hypothesis"]]
+        tokens = tokenizer(*texts, truncation=True, max_length=length)["input_ids"]
+        line[: len(tokens)] = torch.tensor(tokens)
     if configuration.task == "classification":
-        return TensorDataset(encoded[:, :-1].clone(), torch.tensor([pair["label"] for pair in pairs]))
+        return TensorDataset(encoded[:, :-1].clone(), torch.tensor([int(row["label"]) for row in rows]))
     return TensorDataset(encoded[:, :-1].clone(), encoded[:, 1:].clone())
+
+
+def _tokenizer(configuration: Configuration) -> Any:
+    transformers = require("transformers", "tokenizers", "models")
+    return transformers.AutoTokenizer.from_pretrained(configuration.model, token=os.environ.get("HF_TOKEN") or None)
+
+
+# --- the user's own ---
+
+
+def _own(configuration: Configuration, name: str, samples: int, vocabulary: int, padding: int | None) -> Any:
+    """Of a file of texts, or of `MODULE:FUNCTION` or `FILE.py:FUNCTION`: the function is called with the configuration
+    and the tokenizer (None where the model has none) and returns samples (input_ids [tokens], target), by number: a
+    torch data set, or a list. Raises MemprofError."""
+    if Path(name).suffix in (".jsonl", ".csv"):
+        if padding is None:
+            raise MemprofError(
+                f"{name} holds texts, and random weights have no tokenizer: give --model-name, or a function that "
+                "returns tokens (--dataset MODULE:FUNCTION)"
+            )
+        return _encoded(configuration, _read_texts(Path(name), configuration), samples, padding)
+    made = _function(name)(configuration, None if padding is None else _tokenizer(configuration))
+    try:
+        count = len(made)
+        tokens, target = (torch.as_tensor(part) for part in made[0])
+    except (TypeError, ValueError, LookupError) as error:
+        raise MemprofError(f"{name} returned no list of samples (input_ids, target): {short_message(error)}") from error
+    sizes = {"classification": (), "language_model": (configuration.seq_length,)}
+    highest = CLASSES if configuration.task == "classification" else vocabulary
+    for what, part, shape, most in (
+        ("input_ids", tokens, (configuration.seq_length,), vocabulary),
+        ("target", target, sizes[configuration.task], highest),
+    ):
+        if tuple(part.shape) != shape or part.dtype != torch.int64 or not 0 <= part.min() <= part.max() < most:
+            raise MemprofError(
+                f"the {what} of the first sample of {name} are {part.dtype} of shape {list(part.shape)}: return "
+                f"torch.int64 of shape {list(shape)}, from 0 to {most - 1}"
+            )
+    return Subset(made, [index % count for index in range(samples)])
+
+
+def _read_texts(path: Path, configuration: Configuration) -> list[dict[str, Any]]:
+    """The rows of a file: JSON objects, one a line, or CSV with a header. Raises MemprofError."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file)) if path.suffix == ".csv" else [json.loads(line) for line in file]
+    except (OSError, ValueError) as error:
+        raise MemprofError(f"the data set {path} cannot be read ({error}): correct it or its path") from error
+    needed = ["label"] if configuration.task == "classification" else []
+    for number, row in enumerate(rows, 1):
+        texts = "text" in row or {"premise", "hypothesis"} <= row.keys()
+        if not texts or any(key not in row for key in needed):
+            raise MemprofError(
+                f"row {number} of {path} lacks what is needed: give each a `text` (or `premise` and `hypothesis`)"
+                + (" and a `label`" if needed else "")
+            )
+        if needed and str(row["label"]) not in map(str, range(CLASSES)):
+            raise MemprofError(f"row {number} of {path} has the label {row['label']!r}: use 0 to {CLASSES - 1}")
+    if not rows:
+        raise MemprofError(f"the data set {path} is empty: give it at least one row")
+    return rows
+
+
+def _function(name: str) -> Any:
+    module, colon, function = name.rpartition(":")
+    if not colon:
+        raise MemprofError(f"{name} is no data set: give a .jsonl or .csv file, MODULE:FUNCTION or FILE.py:FUNCTION")
+    if module.endswith(".py"):
+        sys.path.insert(0, str(Path(module).parent))
+        module = Path(module).stem
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise MemprofError(
+            f"the data set {name} cannot be imported ({short_message(error)}): correct its name"
+        ) from error

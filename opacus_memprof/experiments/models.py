@@ -13,8 +13,8 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.shapes import BUILT_IN, CLASSES, shape_of
 from opacus_memprof.experiments.transformer import Transformer
-from opacus_memprof.hub import load_pretrained, with_adapters
-from opacus_memprof.optional import require
+from opacus_memprof.integrations.hub import load_pretrained, with_adapters
+from opacus_memprof.profiles.optional import require
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -67,7 +67,7 @@ def build(configuration: Configuration, device: torch.device) -> nn.Module:
             names = ["qkv", "out", "up", "down"]
             model = _adapted(model, configuration, target_modules=names, modules_to_save=head)
         return model.to(device).train()
-    transformers = require("transformers", "language models")
+    transformers = require("transformers", "language models", "models")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model = _pretrained(configuration) if configuration.pretrained else _random(configuration, device)
@@ -78,6 +78,8 @@ def build(configuration: Configuration, device: torch.device) -> nn.Module:
             f'seq_length is {configuration.seq_length}, and "{configuration.model}" has {longest} positions: '
             "make it at most as long"
         )
+    if configuration.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": True})  # Opacus follows this kind alone
     if configuration.lora_rank is None:
         _untie(model)
     else:
@@ -110,6 +112,7 @@ def _transformer(configuration: Configuration, device: torch.device) -> nn.Modul
             sizes["num_heads"],
             configuration.seq_length,
             CLASSES if configuration.task == "classification" else None,
+            checkpointing=configuration.checkpointing,
         )
 
 

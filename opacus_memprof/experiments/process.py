@@ -9,16 +9,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from opacus_memprof.directory import RANKS, ProfileDirectory, rank_directories, refuse_what_stays
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
-from opacus_memprof.experiments.files import read_json, write_json
+from opacus_memprof.experiments.files import PROGRESS, read_json, write_json
+from opacus_memprof.profiles.directory import RANKS, ProfileDirectory, rank_directories, refuse_what_stays
 
 CONFIGURATION = "configuration.json"
 RESULT = "result.json"
 LOG = "log.txt"
 PROFILE = "profile"
-PROGRESS = "> "  # before what a run says of its progress
 
 
 def run(
@@ -71,14 +70,9 @@ def run(
     return result
 
 
-def run_to(
-    output: str | os.PathLike[str], configuration: Configuration, *, keep_refused: bool = False, **options: Any
-) -> dict[str, Any]:
-    """As `run`, with the result in the file `output` (NAME.json), and the rest in the directory NAME.run beside it.
-
-    Args:
-        keep_refused: a training that was refused is a result as well.
-        options: those of `run`.
+def run_to(output: str | os.PathLike[str], configuration: Configuration, **options: Any) -> dict[str, Any]:
+    """As `run` with the same options, with the result in the file `output` (NAME.json), and the rest in the directory
+    NAME.run beside it.
 
     Raises:
         MemprofError: no JSON file can be written there, or the training was refused, for what the sentence says; a file
@@ -89,12 +83,18 @@ def run_to(
         raise MemprofError(f"{output} is no place for a result: give the name of a file that ends in .json")
     directory = path.with_suffix(".run")
     result = run(configuration, directory, **options)
-    if result["refused"] and not keep_refused:
+    if result["refused"]:
         raise MemprofError(result["error"])
-    result["profile"] = f"{directory.name}/{PROFILE}"
-    write_json(path, result)
-    (directory / RESULT).unlink()
+    move_result(result, directory, path)
     return result
+
+
+def move_result(result: dict[str, Any], directory: Path, output: Path) -> None:
+    """Moves what `run` has left in `directory` beside it, where it says where its profile is."""
+    for key in ("profile", "oom_report"):
+        result[key] = result[key] and f"{directory.name}/{result[key]}"
+    write_json(output, result)
+    (directory / RESULT).unlink()
 
 
 def _clear_profile(path: Path) -> None:
@@ -167,11 +167,11 @@ def _run_child(
                     line = line.replace(secret, "***")
                 log.write(line + "\n")
                 log.flush()
-                said = line.removeprefix(PROGRESS)
-                if said and not said.startswith(" "):  # indented are the details of what was said before
-                    last = said
+                message = line.removeprefix(PROGRESS)
+                if message and not message.startswith(" "):  # indented are the details of the one before
+                    last = message
                 if line.startswith(PROGRESS):
-                    on_line(said)
+                    on_line(message)
             return child.wait(), last
         except BaseException:  # Ctrl-C, most of all
             child.kill()

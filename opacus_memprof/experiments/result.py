@@ -2,30 +2,34 @@
 """The result of one run, as JSON has it: docs/experiments.md describes its keys. Sizes in MB are of 2**20 bytes."""
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import to_builtins
+from msgspec.structs import replace
 
-import opacus_memprof
 from opacus_memprof.analysis.device import thinned
 from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
-from opacus_memprof.experiments.process import PROGRESS
+from opacus_memprof.experiments.files import PROGRESS
+from opacus_memprof.experiments.recorded import best_suggestion, highest_until
+from opacus_memprof.profiles.directory import OOM_REPORTS
+from opacus_memprof.profiles.json_object import FORMAT
+from opacus_memprof.profiles.profile import Device, DeviceSnapshot, Profile, Timeline
+from opacus_memprof.profiles.versions import VERSION, installed_version
 from opacus_memprof.session import outcome
-from opacus_memprof.versions import installed
 
-FORMAT = 1
 MB = 2**20
 _TIMELINE_ROWS = 500
 
 
 @dataclass
-class Course:
-    """How far a run has got. It prints what begins and ends, for the one who waits."""
+class RunProgress:
+    """How far a run has got: printed as it goes, and kept for its result."""
 
     stage: str = "starting"
     steps_completed: int = 0  # of the optimizer, warm-up included
@@ -34,52 +38,58 @@ class Course:
     parameters: dict[str, int] | None = None
 
     def begin(self, stage: str) -> None:
+        """Begins a stage, such as "loading the model"."""
         self.stage = stage
         print(f"{PROGRESS}{stage}", flush=True)
 
-    def detail(self, said: str) -> None:
-        """Of what was begun."""
-        print(f"{PROGRESS}  {said}", flush=True)
+    def detail(self, message: str) -> None:
+        """Prints something about the stage that has begun."""
+        print(f"{PROGRESS}  {message}", flush=True)
 
     def step_ended(self, seconds: float, configuration: Configuration) -> None:
+        """Counts a step of the optimizer, whose time is kept where it is not one of the warm-up's."""
         self.steps_completed += 1
         if self.steps_completed > configuration.warmup_steps:
             self.step_seconds.append(seconds)
         total = configuration.warmup_steps + configuration.num_steps
-        print(f"{PROGRESS}step {self.steps_completed} of {total}: {seconds * 1000:.1f} ms", flush=True)
+        print(f"{PROGRESS}{self.steps_completed} of {total} steps, the last in {seconds * 1000:.1f} ms", flush=True)
 
 
 def result_of(
     configuration: Configuration,
-    course: Course,
-    profile: Mapping[str, Any] | None,
+    progress: RunProgress,
+    profile: Profile | None,
     profile_directory: Path,
     error: BaseException | None,
+    own_directory: Path,
 ) -> dict[str, Any]:
-    """From what a run has left in this process."""
+    """From what a run has left in this process, whose own part of the profile is in `own_directory`."""
+    report = own_directory.absolute() / OOM_REPORTS[0]
     allocator_peak = _allocator_peak()
-    times = [1000 * seconds for seconds in course.step_seconds]
+    times = [1000 * seconds for seconds in progress.step_seconds]
     status = outcome(error)[0]
     return {
         "format": FORMAT,
         "experiment": configuration.mode,
         "config": configuration.to_json(),
         "status": status,
-        "error": _sentence(error, course) if error else None,
+        "error": _sentence(error, progress) if error else None,
         "refused": isinstance(error, MemprofError),
         "progress": {
-            "stage": course.stage,
-            "steps_completed": course.steps_completed,
+            "stage": progress.stage,
+            "steps_completed": progress.steps_completed,
             "steps": configuration.warmup_steps + configuration.num_steps,
         },
         "environment": _environment(),
-        "data": course.data,
-        "parameters": course.parameters,
+        "data": progress.data,
+        "parameters": progress.parameters,
         "tax": None,
         "avg_time_ms": sum(times) / len(times) if times else None,
         "step_times_ms": times,
-        **_memory(profile, allocator_peak),
+        **_memory(profile, allocator_peak, own_directory),
+        "oom_suggestion": best_suggestion(own_directory),
         "allocator_peak": allocator_peak,
+        "oom_report": str(report.relative_to(profile_directory.absolute().parent)) if report.exists() else None,
         "profile": profile_directory.name,
     }
 
@@ -93,56 +103,75 @@ def without_result(configuration: Configuration, profile_directory: Path, exit_c
         last: the last line that it printed.
     """
     how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
+    own = profile_directory / "rank_0" if configuration.nproc > 1 else profile_directory
     try:
-        profile = load_profile(profile_directory / "rank_0" if configuration.nproc > 1 else profile_directory)
+        profile = load_profile(own)
     except MemprofError:
         profile = None
-    result = result_of(configuration, Course(stage=last), profile, profile_directory, None)
+    result = result_of(configuration, RunProgress(stage=last), profile, profile_directory, None, own)
     status = "killed" if exit_code < 0 else "failed"
-    steps = max((step["logical_step"] for step in _device(profile).get("steps", ())), default=0)
+    device = _device(profile)
+    steps = max((step.logical_step for step in device.steps), default=0) if device else 0
     result["progress"]["steps_completed"] = steps
     result["environment"] |= {"device_name": None, "device_bytes": None}  # this process has not looked
     result["allocator_peak"] = None
     return {**result, "status": status, "error": f'the process {how}; the last that it said was "{last}"'}
 
 
-def _memory(profile: Mapping[str, Any] | None, allocator_peak: Mapping[str, int] | None) -> dict[str, Any]:
+def _memory(profile: Profile | None, allocator_peak: Mapping[str, int] | None, directory: Path) -> dict[str, Any]:
     """What the profile says, in the result's words."""
     device = _device(profile)
-    if profile is None or not device:
+    if profile is None or device is None:
         nothing = dict.fromkeys(("device", "started_unix_ns", "peak_memory_mb", "breakdown", "peak"))
         lists: dict[str, Any] = {"snapshots": [], "steps": [], "out_of_memory": [], "findings": [], "warnings": []}
         return {**nothing, **lists, "phases": {}, "timeline": {}}
-    peak = device["peak"]
-    allocated = peak["requested_bytes"] if peak["allocated_bytes"] is None else peak["allocated_bytes"]
-    name = next(name for name, found in profile["devices"].items() if found is device)
+    peak = device.peak
+    allocated = peak.requested_bytes if peak.allocated_bytes is None else peak.allocated_bytes
+    name = next(name for name, found in profile.devices.items() if found is device)
     return {
         "device": name,
-        "started_unix_ns": profile["started_unix_ns"],
+        "started_unix_ns": profile.started_unix_ns,
         "peak_memory_mb": allocated / MB,
         "breakdown": {
-            **{f"{category}_mb": size / MB for category, size in peak["categories"].items()},
+            **{f"{category}_mb": size / MB for category, size in peak.categories.items()},
             "total_allocated_mb": allocated / MB,
             "peak_allocated_mb": (allocator_peak["max_allocated_bytes"] if allocator_peak else allocated) / MB,
         },
-        "snapshots": [_snapshot(entry) for entry in device["snapshots"]],
-        "peak": peak,
-        "phases": device["phases"],
-        "steps": device["steps"],
-        "out_of_memory": device["out_of_memory"],
-        "timeline": _thin(device["timeline"]),
-        "findings": profile["findings"],
-        "warnings": profile["warnings"],
+        "snapshots": _snapshots(device.snapshots, name, directory),
+        "peak": to_builtins(peak),
+        "phases": to_builtins(device.phases),
+        "steps": to_builtins(device.steps),
+        "out_of_memory": to_builtins(device.out_of_memory),
+        "timeline": to_builtins(_thin(device.timeline)),
+        "findings": to_builtins(profile.findings),
+        "warnings": profile.warnings,
     }
 
 
-def _device(profile: Mapping[str, Any] | None) -> dict[str, Any]:
+def _device(profile: Profile | None) -> Device | None:
     """The GPU's part of a profile where there is one, else the CPU's."""
-    devices: dict[str, dict[str, Any]] = dict(profile["devices"]) if profile else {}
-    return next((devices[name] for name in sorted(devices, key=lambda name: (name == "cpu", name))), {})
+    devices = profile.devices if profile else {}
+    return next((devices[name] for name in sorted(devices, key=lambda name: (name == "cpu", name))), None)
 
 
-def _snapshot(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _snapshots(entries: Sequence[DeviceSnapshot], device: str, directory: Path) -> list[dict[str, Any]]:
+    """With the highest bytes since the snapshot before, `peak_bytes`; None where events are missing."""
+    found = [_snapshot(entry) for entry in entries]
+    events = [entry.event for entry in entries if entry.event is not None]
+    if len(events) < len(entries):  # the event file was full
+        return [{**entry, "peak_bytes": None} for entry in found]
+    sizes = [entry.requested_bytes for entry in entries]
+    try:
+        highest = highest_until(directory, device, events)
+    except MemprofError:
+        return [{**entry, "peak_bytes": None} for entry in found]
+    return [
+        {**entry, "peak_bytes": max(between, before, after)}
+        for entry, between, before, after in zip(found, highest, [0, *sizes], sizes, strict=False)
+    ]
+
+
+def _snapshot(entry: DeviceSnapshot) -> dict[str, Any]:
     allocated, reserved = entry.get("allocated_bytes"), entry.get("reserved_bytes")
     return {
         "name": entry["name"],
@@ -153,17 +182,17 @@ def _snapshot(entry: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _thin(timeline: Mapping[str, Any]) -> dict[str, Any]:
+def _thin(timeline: Timeline) -> Timeline:
     """With at most _TIMELINE_ROWS. Categories that never have a byte are left out."""
-    used = {name: sizes for name, sizes in timeline["categories"].items() if any(sizes)}
-    return thinned({**timeline, "categories": used}, max(1, -(-len(timeline["bytes"]) // _TIMELINE_ROWS)))
+    used = {name: sizes for name, sizes in timeline.categories.items() if any(sizes)}
+    return thinned(replace(timeline, categories=used), max(1, -(-len(timeline.bytes) // _TIMELINE_ROWS)))
 
 
-def _sentence(error: BaseException, course: Course) -> str:
+def _sentence(error: BaseException, progress: RunProgress) -> str:
     if isinstance(error, MemprofError):
         return str(error)
     first = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
-    return f"{type(error).__name__} while {course.stage}: {first}"
+    return f"{type(error).__name__} while {progress.stage}: {first}"
 
 
 def _environment() -> dict[str, Any]:
@@ -173,8 +202,8 @@ def _environment() -> dict[str, Any]:
         "device_bytes": torch.cuda.get_device_properties(0).total_memory if cuda else None,
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda if cuda else None,
-        **{name: installed(name) for name in ("opacus", "transformers", "peft")},
-        "opacus_memprof": opacus_memprof.__version__,
+        **{name: installed_version(name) for name in ("opacus", "transformers", "peft")},
+        "opacus_memprof": VERSION,
         "python": platform.python_version(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
     }

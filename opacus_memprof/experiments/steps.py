@@ -76,8 +76,8 @@ class Stopwatch:
 
 
 @dataclass
-class Trainee:
-    """What takes a step. Opacus wants its optimizers stepped and cleared at every physical batch."""
+class Trainer:
+    """Trains a model by physical batches. Opacus wants its optimizers stepped and cleared at each of them."""
 
     module: Any
     optimizer: Any
@@ -89,8 +89,9 @@ class Trainee:
     def __post_init__(self) -> None:
         self._watch = Stopwatch(self.device)
 
-    def take(self, batch: Batch, name: str) -> float | None:
-        """One physical batch; the seconds of the logical step where it was its last, without those of snapshots."""
+    def step(self, batch: Batch, name: str) -> float | None:
+        """Trains on one physical batch. Returns the seconds of the logical step, without those of snapshots, where this
+        was its last batch; else None."""
         snapshot = self.snapshot if batch.last else lambda name: None
         self._watch.start()
         with tag("inputs"):

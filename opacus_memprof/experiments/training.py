@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from opacus_memprof.directory import DEFAULT_MAX_EVENTS
-from opacus_memprof.engine import PrivacyEngine
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments import data, models, ranks, steps
 from opacus_memprof.experiments.configuration import Configuration
-from opacus_memprof.experiments.result import Course, result_of
+from opacus_memprof.experiments.result import RunProgress, result_of
+from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS
+from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.session import Session, one_line, outcome
-from opacus_memprof.units import format_bytes
+from opacus_memprof.session.privacy_engine import PrivacyEngine
 
 
 def train(configuration: Configuration, profile_directory: Path) -> dict[str, Any]:
@@ -24,14 +24,16 @@ def train(configuration: Configuration, profile_directory: Path) -> dict[str, An
 
     Whatever goes wrong is a result too: its `status` is "out_of_memory" or "failed", its `error` a sentence.
     """
-    course = Course()
+    progress = RunProgress()
     error: Exception | None = None
     profile = None
+    own = profile_directory
     session = Session(profile_directory, device=configuration.device, max_events=DEFAULT_MAX_EVENTS)
     try:
         session.start()
+        own = session.directory
         try:
-            _Run(configuration, session, course).all()
+            _Run(configuration, session, progress).all()
         except Exception as failure:
             error = failure
             if not isinstance(failure, MemprofError):
@@ -39,45 +41,45 @@ def train(configuration: Configuration, profile_directory: Path) -> dict[str, An
         profile = session.close(*outcome(error), one_line(error))
     except MemprofError as failure:  # the session could not begin, or not be written
         error = error or failure
-    return result_of(configuration, course, profile, profile_directory, error)
+    return result_of(configuration, progress, profile, profile_directory, error, own)
 
 
 class _Run:
     """The stages of one run."""
 
-    def __init__(self, configuration: Configuration, session: Session, course: Course) -> None:
+    def __init__(self, configuration: Configuration, session: Session, progress: RunProgress) -> None:
         self._chosen = configuration
         self._session = session
-        self._course = course
+        self._progress = progress
         self._numbers = count()
 
     def all(self) -> None:
         """Sets up and trains."""
-        chosen, course = self._chosen, self._course
+        chosen, progress = self._chosen, self._progress
         self._device = torch.device(self._session.device)
         if chosen.nproc > 1:
-            course.begin("joining the other processes")
+            progress.begin("joining the other processes")
             self._device = ranks.join(self._session.device)
-        course.begin("loading the model")
+        progress.begin("loading the model")
         model = models.build(chosen, self._device)
         self._session.attach(model)
-        course.parameters = counted = models.count_parameters(model)
-        course.detail(f"{counted['total']:,} parameters, of which {counted['trainable']:,} are trained")
+        progress.parameters = counted = models.count_parameters(model)
+        progress.detail(f"{counted['total']:,} parameters, of which {counted['trainable']:,} are trained")
         self._snapshot("model_loaded")
 
-        course.begin("preparing the data")
+        progress.begin("preparing the data")
         loaded = data.load(chosen, models.vocabulary_of(model), getattr(model, "padding", None))
-        course.data = {"source": loaded.source, "reason": loaded.reason}
-        course.detail(loaded.reason)
+        progress.data = {"source": loaded.source, "reason": loaded.reason}
+        progress.detail(loaded.reason)
         self._snapshot("data_prepared")
 
         if chosen.nproc > 1:
-            course.begin("sharding the model")
+            progress.begin("sharding the model")
             model = ranks.shard(model)
             self._session.attach(model)
             self._snapshot("fsdp_wrapped")
 
-        course.begin("setting up the optimizer")
+        progress.begin("setting up the optimizer")
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer: Any = torch.optim.Adam(trained, lr=chosen.learning_rate)
         self._session.attach(optimizer)
@@ -88,19 +90,19 @@ class _Run:
         if chosen.mode == "vanilla":
             batches = steps.plain_batches(loaded.loader, chosen.physical_batch_size)
         else:
-            course.begin("setting up the privacy engine")
+            progress.begin("setting up the privacy engine")
             module, optimizer, criterion, loader = self._make_private(model, optimizer, criterion, loaded.loader)
             batches = steps.private_batches(loader, chosen, optimizer)
             self._snapshot("privacy_engine_set_up")
-        trainee = steps.Trainee(module, optimizer, criterion, chosen.mode, self._device, self._snapshot)
+        trainer = steps.Trainer(module, optimizer, criterion, chosen.mode, self._device, self._snapshot)
 
-        course.begin("training")
+        progress.begin("training")
         for batch in batches:
-            step = course.steps_completed - chosen.warmup_steps
-            name = f"step_{step}" if step >= 0 else f"warmup_{course.steps_completed}"
-            seconds = trainee.take(batch, name)
+            step = progress.steps_completed - chosen.warmup_steps
+            name = f"step_{step}" if step >= 0 else f"warmup_{progress.steps_completed}"
+            seconds = trainer.step(batch, name)
             if seconds is not None:
-                course.step_ended(seconds, chosen)
+                progress.step_ended(seconds, chosen)
 
     def _make_private(self, model: nn.Module, optimizer: Any, criterion: nn.Module, loader: Any) -> Any:
         chosen = self._chosen
@@ -118,5 +120,5 @@ class _Run:
 
     def _snapshot(self, name: str) -> None:
         taken = self._session.snapshot(f"{next(self._numbers)}_{name}")
-        live = sum(counted["requested_bytes"] for counted in taken["devices"].values())
-        self._course.detail(f"{name.replace('_', ' ')}: {format_bytes(live)} live")
+        live = sum(count.requested_bytes for count in taken.devices.values())
+        self._progress.detail(f"{name.replace('_', ' ')}: {format_bytes(live)} live")

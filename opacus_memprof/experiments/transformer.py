@@ -4,6 +4,7 @@
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 class Attention(nn.Module):
@@ -61,10 +62,19 @@ class Transformer(nn.Module):
         heads: of attention, in every block.
         tokens: the longest sequence.
         classes: None is a language model.
+        checkpointing: a block keeps its input alone, and makes the rest again in backward.
     """
 
     def __init__(
-        self, vocabulary: int, width: int, layers: int, heads: int, tokens: int, classes: int | None = None
+        self,
+        vocabulary: int,
+        width: int,
+        layers: int,
+        heads: int,
+        tokens: int,
+        classes: int | None = None,
+        *,
+        checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
@@ -72,13 +82,17 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes or vocabulary, bias=False)
         self.classifies = classes is not None
+        self.checkpointing = checkpointing
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         # One row of positions for each sample: a row broadcast over the batch has no per-sample gradients.
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids).contiguous()
         x = self.tokens(input_ids) + self.positions(positions)
+        if self.checkpointing and torch.is_grad_enabled() and not x.requires_grad:  # frozen embeddings, as with LoRA
+            x.requires_grad_()
         for block in self.blocks:
-            x = block(x)
+            # The one kind that Opacus follows: its hooks do not see the first forward, which has no gradients.
+            x = checkpoint(block, x, use_reentrant=True) if self.checkpointing else block(x)
         x = self.norm(x)
         logits: torch.Tensor = self.head(x[:, -1] if self.classifies else x)
         return logits

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells the core what Opacus is doing: wraps its hooks, samplers, functions and optimizers, and undoes that again.
+"""Wraps Opacus' hooks, samplers, functions and optimizers, so that the core knows what each allocation is for.
 
-Nothing that Opacus computes changes. A wrapper pushes a tag for the length of a call, or gives blocks that Opacus has
-just made their category.
+Nothing that Opacus computes changes. A wrapper either pushes a tag for the duration of a call, or retags the blocks
+that Opacus has just allocated. `Attachment.detach` undoes everything.
 """
 
 import weakref
@@ -15,104 +15,127 @@ from torch import nn
 from torch.optim import Optimizer
 
 from opacus_memprof.hooks import (
-    capture,
-    compiling,
+    components,
     distributed,
     functions,
     ghost,
     inputs,
     modules,
+    opacus_hooks,
     optimizer,
     privacy_engine,
     samplers,
     shapes,
+    torch_compile,
 )
-from opacus_memprof.hooks.attach import Attachment, Shared
+from opacus_memprof.hooks.attachment import Attachment, SharedPatch
+from opacus_memprof.recording import native
 
-__all__ = ["Attachment", "attach_model", "attach_optimizer", "attach_privacy_engine_class", "attach_private"]
+__all__ = [
+    "Attachment",
+    "attach_model",
+    "attach_optimizer",
+    "attach_privacy_engine_class",
+    "attach_private",
+    "is_attached",
+]
 
 _attached: "weakref.WeakKeyDictionary[Any, Attachment]" = weakref.WeakKeyDictionary()
 
 
 def _patch_opacus(attachment: Attachment) -> None:
     functions.wrap_functions(attachment)
-    ghost.wrap_two_passes(attachment)
-    inputs.follow_batches(attachment)
-    compiling.follow_compile(attachment)
+    ghost.wrap_ghost_backward(attachment)
+    inputs.wrap_inputs(attachment)
+    torch_compile.wrap_torch_compile(attachment)
 
 
 def _patch_flash_clip(attachment: Attachment) -> None:
-    from opacus_memprof.hooks import flash_clip  # only who uses it pays for its import
+    from opacus_memprof.hooks import flash_clip  # imported only where flash_clip is used
 
-    flash_clip.follow_book(attachment)
+    flash_clip.wrap_bookkeeping(attachment)
 
 
-_opacus = Shared(_patch_opacus)
-_samplers = Shared(samplers.wrap_samplers, repeat=True)  # a program may register its own at any time
-_flash_clip = Shared(_patch_flash_clip)
-_distributed = Shared(distributed.wrap_distributed)
+_opacus = SharedPatch(_patch_opacus)
+_samplers = SharedPatch(samplers.wrap_samplers, repeat=True)  # a program may register samplers at any time
+_flash_clip = SharedPatch(_patch_flash_clip)
+_distributed = SharedPatch(distributed.wrap_distributed)
 
 
 def attach_model(model: nn.Module | AbstractGradSampleHooks) -> Attachment:
     """Follows a model: what `make_private` returned, in any mode, or a plain module.
 
-    Attach after `make_private`, before the forward pass. Attaching again starts anew: the earlier attachment is undone.
+    Call it after `make_private`, before the forward pass. Attaching a model again undoes its earlier attachment.
     """
     root = model if isinstance(model, nn.Module) else model._module
     for module in root.modules():
         if module in _attached:
             _attached.pop(module).detach()
     attachment = Attachment()
-    with attachment.undone_on_error():
-        modules.keep_names_apart(attachment, root)
-        modules.tag_residents(root)
-        modules.hook_parameters(attachment, root)
-        shapes.model_attached(model, list(modules.named_modules(root)))
-        opacus_hooks = {
+    with attachment.detach_on_error():
+        modules.assign_name_prefix(attachment, root)
+        modules.tag_parameters_and_buffers(root)
+        modules.follow_parameters(attachment, root)
+        named = list(modules.named_modules(root))
+        shapes.record_model(model, named)
+        for name, component in components.components_of(named).items():
+            native.set_component(native.module_id(name), component)
+        hook_ids = {
             handle.id for module in root.modules() for handle in vars(module).get("autograd_grad_sample_hooks", ())
         }
-        for name, module in modules.named_modules(root):
-            capture.wrap_opacus_hooks(attachment, module, name, opacus_hooks)
-        modules.hook_modules(attachment, root)
+        for name, module in named:
+            opacus_hooks.wrap_opacus_hooks(attachment, module, name, hook_ids)
+        modules.wrap_forwards(attachment, root)
         if isinstance(model, GradSampleHooksNoOp):
-            optimizer.sampled_by_hand.add(model)
-            attachment.on_detach(optimizer.sampled_by_hand.clear)
+            optimizer.follow_no_op_model(attachment, model)
         _opacus.use(attachment)
         _samplers.use(attachment)
         _distributed.use(attachment)
-        if hasattr(model, "book"):
+        if hasattr(model, "bookkeeping"):
             _flash_clip.use(attachment)
-    _attached[root] = attachment
+        attachment.set_entry(_attached, root, attachment)
     return attachment
 
 
 def attach_optimizer(optim: Optimizer) -> Attachment:
-    """Follows an optimizer: Opacus' of any kind, or a plain one. Attach the model first: it names the parameters'
-    modules. Attaching again, also of another wrapper of the same optimizer, undoes the earlier attachment."""
+    """Follows an optimizer: any of Opacus' optimizers, or a plain one.
+
+    Attach the model first, because that is what names the parameters' modules. Attaching an optimizer again, also in
+    another Opacus wrapper, undoes its earlier attachment.
+    """
     original = optim.original_optimizer if isinstance(optim, DPOptimizer) else optim
     if original in _attached:
         _attached.pop(original).detach()
     attachment = Attachment()
-    with attachment.undone_on_error():
-        optimizer.stand_in_for_methods(attachment, optim)
-        optimizer.hook_steps(attachment, original)
-        shapes.optimizer_attached(optim)
-    _attached[original] = attachment
+    with attachment.detach_on_error():
+        optimizer.wrap_methods(attachment, optim)
+        optimizer.register_step_hooks(attachment, original)
+        shapes.record_optimizer(optim)
+        attachment.set_entry(_attached, original, attachment)
     return attachment
 
 
+def is_attached(target: nn.Module | Optimizer) -> bool:
+    """Whether a model or an optimizer is followed, be it inside of what was attached."""
+    if isinstance(target, Optimizer):
+        return (target.original_optimizer if isinstance(target, DPOptimizer) else target) in _attached
+    roots = [root for root in _attached if isinstance(root, nn.Module)]
+    return any(target is module for root in roots for module in root.modules())
+
+
 def attach_private(prepared: Sequence[Any]) -> Attachment:
-    """Follows what `make_private` returned: model, optimizer, with ghost clipping the criterion, data loader."""
+    """Follows what `make_private` returned: (model, optimizer, data loader), or (model, optimizer, criterion, data
+    loader) with ghost clipping."""
     attachment = Attachment()
-    with attachment.undone_on_error():
+    with attachment.detach_on_error():
         attachment.on_detach(attach_model(prepared[0]).detach)
         attachment.on_detach(attach_optimizer(prepared[1]).detach)
     return attachment
 
 
 def attach_privacy_engine_class() -> Attachment:
-    """From now on, whatever any PrivacyEngine's `make_private` returns is followed, until this is detached."""
+    """Follows whatever any PrivacyEngine's `make_private` returns from now on, until this is detached."""
     attachment = Attachment()
-    _distributed.use(attachment)  # from before the script wraps its model
+    _distributed.use(attachment)  # before the script wraps its model in DDP or FSDP2
     privacy_engine.wrap_make_private(attachment, attach_private)
     return attachment

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""grad_sample_mode="flash_clip": what its book keeps from each layer's backward until the optimizer's step.
+"""Attributes what grad_sample_mode="flash_clip" keeps from each layer's backward until the optimizer's step.
 
 The step itself is an Opacus optimizer's: optimizer.py follows its clipping and noise.
 """
@@ -8,39 +8,39 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from opacus_memprof import _native
-from opacus_memprof.clipping.book import Book
-from opacus_memprof.hooks.attach import Attachment
+from opacus_memprof.clipping.bookkeeping import Bookkeeping
+from opacus_memprof.hooks.attachment import Attachment
 from opacus_memprof.hooks.vocabulary import TEMP_MATRICES
+from opacus_memprof.recording import native
 
-_TAKE = _native.op_id("flash_clip")
-# A layer's input is the one of them that forward has made: autograd lets go of it right after the book has taken it.
+_OP = native.op_id("flash_clip")
+# A layer's input that forward has made: autograd releases it right after backward, so flash_clip alone holds it then.
 _CATEGORIES = {
-    name: _native.category_id("activation_hooks_opacus_only" if name == "activation_hooks" else name)
+    name: native.category_id("activation_hooks_opacus_only" if name == "activation_hooks" else name)
     for name in ("activation_hooks", "backprop_copies", "norm_samples", "per_sample_gradients", "summed_gradients")
 }
-_FROM_ELSEWHERE = tuple(
-    _native.category_id(name) for name in ("forward_undecided", "backward_temporaries", "temp_matrices")
+_RETAGGED_FROM = tuple(
+    native.category_id(name) for name in ("forward_undecided", "backward_temporaries", "temp_matrices")
 )
 
 
-def follow_book(attachment: Attachment) -> None:
-    """On the class: a copy of a model has a book of its own."""
-    attachment.replace_attribute(Book, "take", _taking(Book.take))
+def wrap_bookkeeping(attachment: Attachment) -> None:
+    """Patches the class Bookkeeping: every flash_clip model has an instance, and a copy of a model gets another."""
+    attachment.replace_attribute(Bookkeeping, "add", _wrap_add(Bookkeeping.add))
 
 
-def _taking(take: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(take)
-    def wrapper(self: Book, layer: Any, x: Any, g: Any) -> None:
-        module = _native.owner_of(next(iter(layer.trainable())))
+def _wrap_add(add: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(add)
+    def wrapper(self: Bookkeeping, layer: Any, x: Any, g: Any) -> None:
+        module = native.owner_of(next(iter(layer.trainable())))
         with _tag(module):
-            take(self, layer, x, g)
-        for category, tensor in self.taken(layer):
-            _native.retag_if(tensor, _FROM_ELSEWHERE, _CATEGORIES[category], module)
+            add(self, layer, x, g)
+        for category, tensor in self.kept_tensors_of(layer):
+            native.retag_if(tensor, _RETAGGED_FROM, _CATEGORIES[category], module)
 
     return wrapper
 
 
 @functools.cache
-def _tag(module: int) -> _native.Tag:
-    return _native.Tag(category=TEMP_MATRICES, module=module, op=_TAKE)
+def _tag(module: int) -> native.Tag:
+    return native.Tag(category=TEMP_MATRICES, module=module, op=_OP)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ghost clipping's `loss.backward()`: one pass for the norms, the clipping factors, one pass for the gradients."""
+"""Sets the phases of ghost clipping's `loss.backward()`: a backward pass for the gradient norms, the clipping factors,
+and a second backward pass for the clipped gradients."""
 
 import functools
 from collections.abc import Callable
@@ -14,62 +15,62 @@ from opacus.grad_sample import (
 from opacus.utils.adaptive_clipping.adaptive_clipping_utils import DPTensorFastGradientAdaptiveClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 
-from opacus_memprof import _native
-from opacus_memprof.hooks.attach import Attachment
+from opacus_memprof.hooks.attachment import Attachment
 from opacus_memprof.hooks.vocabulary import CLIP, CLIPPING_TEMPORARIES, IDLE
+from opacus_memprof.recording import native
 
-_running = 0  # calls of `backward` that have not returned
+_running_backwards = 0  # calls of `backward` that have not returned
 
 
-def wrap_two_passes(attachment: Attachment) -> None:
-    """On the classes: each loss is an object of its own."""
+def wrap_ghost_backward(attachment: Attachment) -> None:
+    """Patches the classes, for each loss is a new object."""
     for loss in (DPTensorFastGradientClipping, DPTensorFastGradientAdaptiveClipping):
-        attachment.replace_attribute(loss, "backward", _both_passes(loss.backward))
+        attachment.replace_attribute(loss, "backward", _wrap_backward(loss.backward))
     for cls, name in (
         (GradSampleHooksFastGradientClipping, "get_clipping_coef"),
         (GradSampleHooksFastGradientClipping, "get_norm_sample"),
         (GradSampleHooksFastGradientClippingFSDP, "get_norm_sample"),
         (GradSampleHooksFastGradientClippingTP, "get_norm_sample"),
     ):
-        attachment.replace_attribute(cls, name, _clipping(cls.__dict__[name]))
-    attachment.replace_attribute(GradSampleHooks, "disable_hooks", _second_begins(GradSampleHooks.disable_hooks))
+        attachment.replace_attribute(cls, name, _wrap_clipping(cls.__dict__[name]))
+    attachment.replace_attribute(GradSampleHooks, "disable_hooks", _wrap_disable_hooks(GradSampleHooks.disable_hooks))
 
 
-def _both_passes(backward: Callable[[Any], None]) -> Callable[[Any], None]:
+def _wrap_backward(backward: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(backward)
     def wrapper(self: Any) -> None:
-        global _running
-        _running += 1
+        global _running_backwards
+        _running_backwards += 1
         try:
             backward(self)
         finally:
-            _running -= 1
-            _native.set_second_backward(False)
-            _native.set_phase(IDLE)
+            _running_backwards -= 1
+            native.set_second_backward(False)
+            native.set_phase(IDLE)
 
     return wrapper
 
 
-def _clipping(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The clip phase lasts until the second pass: the loss that it starts from is rescaled in between."""
-    tagged = _native.Tag(category=CLIPPING_TEMPORARIES, op=_native.op_id(function.__name__))(function)
+def _wrap_clipping(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Sets the phase `clip`, which lasts until the second pass: Opacus rescales the losses in between."""
+    tagged = native.Tag(category=CLIPPING_TEMPORARIES, op=native.op_id(function.__name__))(function)
 
     @functools.wraps(function)
     def wrapper(self: Any) -> Any:
-        if _running:
-            _native.set_phase(CLIP)
+        if _running_backwards:
+            native.set_phase(CLIP)
         return tagged(self)
 
     return wrapper
 
 
-def _second_begins(disable_hooks: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Opacus disables its hooks for the second pass, right before it."""
+def _wrap_disable_hooks(disable_hooks: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Marks the beginning of the second pass: Opacus disables its hooks right before it."""
 
     @functools.wraps(disable_hooks)
     def wrapper(self: Any) -> None:
         disable_hooks(self)
-        if _running:
-            _native.set_second_backward(True)
+        if _running_backwards:
+            native.set_second_backward(True)
 
     return wrapper

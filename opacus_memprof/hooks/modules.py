@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's modules, parameters and buffers: what they are called, and the hooks that say where its forward is."""
+"""Names a model's modules, tags its parameters and buffers, and hooks its forward passes."""
 
 import copyreg
 import inspect
@@ -12,9 +12,8 @@ import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 
-from opacus_memprof import _native, tracing
-from opacus_memprof.hooks import compiling, observe, shapes
-from opacus_memprof.hooks.attach import Attachment
+from opacus_memprof.hooks import observers, shapes, torch_compile
+from opacus_memprof.hooks.attachment import Attachment
 from opacus_memprof.hooks.distributed import DDP_WRAPPERS
 from opacus_memprof.hooks.vocabulary import (
     BUFFERS,
@@ -24,34 +23,36 @@ from opacus_memprof.hooks.vocabulary import (
     MODEL_PARAMETERS,
     PER_SAMPLE_GRADIENTS,
 )
+from opacus_memprof.recording import native, tracing
 
-# What stands around the user's model, and the attribute that it holds it in.
+# The classes that wrap the user's model, and their attribute that holds it.
 _WRAPPERS = ((AbstractGradSampleModule, "_module"), *DDP_WRAPPERS)
 
-_prefixes: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()  # of the attached models
+_prefixes: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()  # by attached model
 
 
-def keep_names_apart(attachment: Attachment, root: nn.Module) -> None:
-    """Where another attached model has a name of this one for another module, this one's are `Class#2.name`."""
-    taken = dict(pair for other in list(_prefixes) for pair in named_modules(other))
-    own = list(named_modules(root))
-    kind = type([module for name, module in own if not name][-1]).__name__  # inside of what stands around it
+def assign_name_prefix(attachment: Attachment, root: nn.Module) -> None:
+    """Prefixes the module names of a second model by `Class#2.`, where another attached model uses one of the names for
+    a different module."""
+    used = dict(pair for other in list(_prefixes) for pair in named_modules(other))
+    named = list(named_modules(root))
+    class_name = type([module for name, module in named if not name][-1]).__name__  # without DDP around it
     prefix, number = "", 1
-    while any(name and taken.get(prefix + name, module) is not module for name, module in own):
+    while any(name and used.get(prefix + name, module) is not module for name, module in named):
         number += 1
-        prefix = f"{kind}#{number}."
-    attachment.keep_entry(_prefixes, root, prefix)
+        prefix = f"{class_name}#{number}."
+    attachment.set_entry(_prefixes, root, prefix)
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The user's modules under their fully qualified names; "" is the model itself, `Class#2` a later one of those
-    whose names are kept apart.
+    """The user's modules with their fully qualified names.
 
-    Opacus' wrapper is no module of the user's and left out. Its attribute `_module`, and that of DDP, is no part of a
-    name: DDP and the model inside have the same.
+    The model itself is "", or `Class#2` if it has a prefix (`assign_name_prefix`). Opacus' wrapper is left out, as it
+    is not a module of the user's. The wrapper's attribute `_module`, and DDP's `module`, are no part of names: DDP and
+    the model inside have the same name.
     """
     prefix = _prefixes.get(root, "")
-    unwrapped: dict[str, str] = {}  # the path of what a wrapper holds → the wrapper's name
+    unwrapped: dict[str, str] = {}  # the path of a wrapped model → the wrapper's name
     for path, module in root.named_modules():
         name = path
         for inside, outer in reversed(unwrapped.items()):
@@ -65,69 +66,75 @@ def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield (f"{prefix}{name}" if name else prefix[:-1]), module
 
 
-class EnterModel:
-    """The outermost module's forward pre-hook: a batch comes in."""
+class ModelForwardPreHook:
+    """The outermost module's forward pre-hook: sets the phase and tags the inputs."""
 
-    __slots__ = ("_lost", "_sample", "before")
+    __slots__ = ("_first_parameter", "_hooks_lost", "previous_phase")
 
     def __init__(self) -> None:
-        self.before = IDLE  # the phase that it interrupts
-        self._lost = _native.gradient_hooks_lost()
-        self._sample: tuple[weakref.ref[nn.Module], str] | None = None  # where a parameter is
+        self.previous_phase = IDLE
+        self._hooks_lost = native.gradient_hooks_lost()
+        self._first_parameter: tuple[weakref.ref[nn.Module], str] | None = None  # its module, and its name there
 
-    def __call__(self, root: nn.Module, args: Any, kwargs: Any = None) -> None:  # none if it was removed meanwhile
-        if compiling.hooks_idle():
+    # torch passes no kwargs if the hook was removed during this call.
+    def __call__(self, root: nn.Module, args: Any, kwargs: Any = None) -> None:
+        if torch_compile.hooks_suspended():
             return
-        if self._moved(root):
-            tag_residents(root)
-        if (lost := _native.gradient_hooks_lost()) != self._lost:
-            self._lost = lost
+        if self._parameters_moved(root):
+            tag_parameters_and_buffers(root)
+        if (lost := native.gradient_hooks_lost()) != self._hooks_lost:
+            self._hooks_lost = lost
             follow_gradients(root)
-        observe.forward_begins()
-        self.before = _native.set_phase(FORWARD)
-        samples, elements = _native.tag_inputs((args, kwargs))
+        captures_outstanding = observers.on_forward_begin()
+        self.previous_phase = native.set_phase(FORWARD)
+        samples, elements = native.tag_inputs((args, kwargs))
         if samples >= 0:
-            shapes.batch_comes(samples, elements)
+            shapes.on_batch(samples, elements, captures_outstanding)
 
-    def _moved(self, root: nn.Module) -> bool:
-        """Whether the parameters lie elsewhere than when they were last seen, as after `model.to(...)`: one speaks for
-        all. It must be asked for anew, for torch does not swap parameters that somebody holds, if only weakly."""
-        if self._sample is None:
+    def _parameters_moved(self, root: nn.Module) -> bool:
+        """Whether the first parameter has another block than at the last forward, as after `model.to(...)`. The others
+        are taken to have moved with it. Even a weak reference to the parameter would keep torch from swapping it, so
+        it is looked up by its name every time."""
+        if self._first_parameter is None:
             for module in root.modules():
                 for key, parameter in module._parameters.items():
                     if parameter is not None:
-                        self._sample = weakref.ref(module), key
+                        self._first_parameter = weakref.ref(module), key
                         return True
             return False
-        reference, key = self._sample
+        reference, key = self._first_parameter
         holder = reference()
         parameter = None if holder is None else holder._parameters.get(key)
         if parameter is None:
-            self._sample = None
-            return self._moved(root)
-        return bool(_native.retag(parameter, MODEL_PARAMETERS))
+            self._first_parameter = None
+            return self._parameters_moved(root)
+        return bool(native.retag(parameter, MODEL_PARAMETERS))
 
 
-class LeaveModel:
-    """The outermost module's forward hook. Autograd has saved what it will: who holds each captured activation?"""
+class ModelForwardHook:
+    """The outermost module's forward hook. Autograd has saved its tensors by now, so that captured activations can be
+    settled: does Opacus alone hold them, or autograd too?"""
 
-    __slots__ = ("_enter",)
+    __slots__ = ("_pre_hook",)
 
-    def __init__(self, enter: EnterModel) -> None:
-        self._enter = enter
+    def __init__(self, pre_hook: ModelForwardPreHook) -> None:
+        self._pre_hook = pre_hook
 
     def __call__(self, root: nn.Module, args: Any, output: Any) -> None:
-        if compiling.hooks_idle():
+        if torch_compile.hooks_suspended():
             return
-        _native.settle_all((output,))
-        shapes.forward_ends()
-        if not torch.is_grad_enabled():  # no backward will end the phase
-            _native.set_phase(self._enter.before)
+        native.settle_all((output,))
+        shapes.remove_probes()
+        if not torch.is_grad_enabled():  # there will be no backward pass, which would end the phase
+            native.set_phase(self._pre_hook.previous_phase)
 
 
 def owned_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters, each once, with the name of its owner: the first module that has it, but of modules inside one
-    another the innermost, where it is used (DPLSTM shows its cells' parameters as its own too)."""
+    """The parameters, each once, with the name of the module that owns it.
+
+    The owner is the first module that has the parameter; of nested modules that have it, the innermost, which uses it
+    (DPLSTM registers its cells' parameters as its own too).
+    """
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for name, module in named_modules(root):
         for parameter in module._parameters.values():
@@ -139,87 +146,89 @@ def owned_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     yield from found.values()
 
 
-def tag_residents(root: nn.Module) -> None:
-    """Parameters, buffers and whatever the parameters hold already."""
+def tag_parameters_and_buffers(root: nn.Module) -> None:
+    """Tags parameters, buffers, and the gradients and per-sample gradients that exist already."""
     for name, parameter in owned_parameters(root):
-        module_id = _native.module_id(name)
-        _native.retag(parameter, MODEL_PARAMETERS, module_id)
+        module_id = native.module_id(name)
+        native.retag(parameter, MODEL_PARAMETERS, module_id)
         if parameter.grad is not None:
-            _native.retag(parameter.grad, GRADIENTS, module_id)
-        _native.retag((getattr(parameter, "grad_sample", None),), PER_SAMPLE_GRADIENTS, module_id)
+            native.retag(parameter.grad, GRADIENTS, module_id)
+        native.retag((getattr(parameter, "grad_sample", None),), PER_SAMPLE_GRADIENTS, module_id)
     for name, module in named_modules(root):
         buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
-        _native.retag(buffers, BUFFERS, _native.module_id(name))
+        native.retag(buffers, BUFFERS, native.module_id(name))
 
 
-def hook_parameters(attachment: Attachment, root: nn.Module) -> None:
-    """Makes the parameters' owners known, and follows their gradients."""
+def follow_parameters(attachment: Attachment, root: nn.Module) -> None:
+    """Records which module owns each parameter, and follows the parameters' gradients."""
     follow_gradients(root)
     attachment.on_detach(partial(_unfollow_gradients, weakref.ref(root)))
     keys: list[int] = []
     attachment.on_detach(partial(_forget_owners, keys))
     for name, parameter in owned_parameters(root):
-        _native.set_owner(parameter, _native.module_id(name))
+        native.set_owner(parameter, native.module_id(name))
         keys.append(id(parameter))
 
 
 def _forget_owners(keys: list[int]) -> None:
     for key in keys:
-        _native.forget_owner(key)
+        native.forget_owner(key)
 
 
 def follow_gradients(root: nn.Module) -> None:
+    """Has the core retag each gradient whenever autograd has accumulated into it."""
     for name, parameter in owned_parameters(root):
-        _native.follow_gradient(parameter, _native.module_id(name))
+        native.follow_gradient(parameter, native.module_id(name))
 
 
 def _unfollow_gradients(reference: "weakref.ref[nn.Module]") -> None:
     root = reference()
     for parameter in () if root is None else root.parameters():
-        _native.unfollow_gradient(parameter)
+        native.unfollow_gradient(parameter)
 
 
-def hook_modules(attachment: Attachment, root: nn.Module) -> None:
-    """Every module of the user's says when its forward begins and ends, also when it raises.
+def wrap_forwards(attachment: Attachment, root: nn.Module) -> None:
+    """Wraps the forward of every module of the user's in a tag, and hooks the outermost one.
 
-    Not inside what torch compiles, nor under nn.DataParallel, whose replicas share their originals' attributes.
+    Modules inside compiled ones are left out, and those under nn.DataParallel, whose replicas share the attributes of
+    the original modules.
     """
     skipped: set[nn.Module] = set()
     scoped: list[tuple[str, nn.Module]] = []
     for name, module in named_modules(root):
-        if module in skipped or compiling.compiled(module) or isinstance(module, nn.DataParallel):
+        if module in skipped or torch_compile.is_compiled(module) or isinstance(module, nn.DataParallel):
             skipped.update(module.children())
         else:
             scoped.append((name, module))
-            _scope_forward(attachment, module, _native.module_id(name))
-    shapes.watch(attachment, scoped)
-    enter = EnterModel()
-    leave = LeaveModel(enter)
-    compiling.follow(attachment, root, (enter, leave))
-    if not tracing.is_result(root):
-        attachment.on_detach(root.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove)
-        attachment.on_detach(root.register_forward_hook(leave).remove)
+            _wrap_forward(attachment, module, native.module_id(name))
+    shapes.watch_modules(attachment, scoped)
+    pre_hook = ModelForwardPreHook()
+    hook = ModelForwardHook(pre_hook)
+    torch_compile.follow(attachment, root, (pre_hook, hook))
+    if not tracing.is_compile_result(root):
+        attachment.on_detach(root.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=True).remove)
+        attachment.on_detach(root.register_forward_hook(hook).remove)
 
 
-def _scope_forward(attachment: Attachment, module: nn.Module, module_id: int) -> None:
-    """Stands in for `module.forward`, which costs a fraction of what a pair of forward hooks would."""
+def _wrap_forward(attachment: Attachment, module: nn.Module, module_id: int) -> None:
+    """Replaces `module.forward` by a wrapper, which costs a fraction of a pair of forward hooks."""
     reference = weakref.ref(module)
-    before = module.__dict__.get("forward")
-    if before is not None:  # somebody patched the instance
-        scoped = _native.ScopedForward(before, reference, module_id, False)
+    patched = module.__dict__.get("forward")
+    if patched is not None:  # the program has patched this instance
+        scoped = native.ScopedForward(patched, reference, module_id, False)
     else:
         method = inspect.getattr_static(type(module), "forward")
         if method is nn.Module.forward or not inspect.isfunction(method):
-            return  # a container without one, or torch.jit's
-        scoped = _native.ScopedForward(method, reference, module_id, True)
+            return  # a container without a forward, or a module of torch.jit
+        scoped = native.ScopedForward(method, reference, module_id, True)
     module.__dict__["forward"] = scoped
-    attachment.on_detach(partial(_unscope, reference))
+    attachment.on_detach(partial(_unwrap_forward, reference))
 
 
-def _unscope(reference: "weakref.ref[nn.Module]") -> None:
+def _unwrap_forward(reference: "weakref.ref[nn.Module]") -> None:
     if (module := reference()) is not None:
-        tracing.unscope(module)
+        tracing.remove_scoped_forward(module)
 
 
-for _hook in (EnterModel, LeaveModel):
-    copyreg.pickle(_hook, tracing.reduce_to_nothing)
+for _hook in (ModelForwardPreHook, ModelForwardHook):
+    copyreg.pickle(_hook, tracing.reduce_to_noop)

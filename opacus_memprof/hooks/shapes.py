@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes the shapes of what is trained in `workload`: once for a model, and in a forward pass only where the batch is
-larger than any before."""
+"""Records the layer shapes of attached models, and the shapes of activations in the forward pass of each batch that is
+larger than all before it. They are stored in `recording.layer_shapes`."""
 
 import math
 import weakref
@@ -23,12 +23,13 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from opacus_memprof import _native, workload
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.hooks.attach import Attachment
+from opacus_memprof.hooks.attachment import Attachment
+from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape
+from opacus_memprof.recording import layer_shapes, native
 
-# Tensors of a parameter's shape that torch.optim keeps for each, and that its step over lists of tensors makes of all
-# of them at once (denominators). Options that keep one more: `_ONE_MORE`.
+# By optimizer: how many tensors of a parameter's shape it keeps as state of each parameter, and how many temporary ones
+# its foreach step makes for all parameters at once (such as denominators).
 _STATES = {
     "Adadelta": (2, 2),
     "Adagrad": (1, 1),
@@ -41,24 +42,30 @@ _STATES = {
     "Rprop": (2, 2),
     "SGD": (0, 0),
 }
-_ONE_MORE = ("amsgrad", "momentum", "centered")
+_STATE_OPTIONS = ("amsgrad", "momentum", "centered")  # each adds one state tensor
 
-_largest = 0  # elements of the largest batch that was looked at
-_looking: "list[RemovableHandle]" = []
-_watched: "list[tuple[str, weakref.ref[nn.Module]]]" = []
+_largest_batch = 0  # elements of the largest batch whose shapes were recorded
+_probe_handles: "list[RemovableHandle]" = []
+_watched_modules: "list[tuple[str, weakref.ref[nn.Module]]]" = []
 
 
-def model_attached(model: nn.Module | AbstractGradSampleHooks, named: Sequence[tuple[str, nn.Module]]) -> None:
-    """A model is followed from now on; `named` are the user's modules with their names. Of several the last one counts,
-    but one without Opacus not after one with it."""
-    global _largest
-    known, mode = workload.current(), _mode(model)
-    if known.mode and not mode:
+def record_model(model: nn.Module | AbstractGradSampleHooks, named: Sequence[tuple[str, nn.Module]]) -> None:
+    """Records the shapes of a model's parameters.
+
+    They replace those of the model before, but a plain model does not replace one of Opacus'.
+
+    Args:
+        model: the model.
+        named: the user's modules with their names, the model itself first.
+    """
+    global _largest_batch
+    shapes, mode = layer_shapes.current(), _grad_sample_mode(model)
+    if shapes.mode and not mode:
         return
-    _largest = 0
-    known.mode, known.mean = mode, getattr(model, "loss_reduction", "mean") == "mean"
-    known.forwards.clear()
-    known.modules = {}
+    _largest_batch = 0
+    shapes.mode, shapes.mean_loss = mode, getattr(model, "loss_reduction", "mean") == "mean"
+    shapes.forwards.clear()
+    shapes.modules = {}
     seen: set[int] = set()
     for name, module in named:
         trained = {
@@ -68,15 +75,16 @@ def model_attached(model: nn.Module | AbstractGradSampleHooks, named: Sequence[t
         }
         if trained:
             seen.update(map(id, trained.values()))
-            known.modules[name] = _module(module, trained)
-    known.flash_clip_refusal = partial(_flash_clip_refusal, weakref.ref(named[0][1]))
+            shapes.modules[name] = layer_shape_of(module, trained)
+    shapes.flash_clip_refusal = partial(_flash_clip_refusal, weakref.ref(named[0][1]))
 
 
-def _module(module: nn.Module, trained: dict[str, nn.Parameter]) -> workload.Module:
+def layer_shape_of(module: nn.Module, trained: dict[str, nn.Parameter]) -> LayerShape:
+    """The shape of a module whose trained parameters are `trained`."""
     weight = trained.get("weight")
     shape = weight.shape if weight is not None and weight.dim() > 1 else None
     bias = trained["bias"].numel() if "bias" in trained else 0
-    return workload.Module(
+    return LayerShape(
         kind=type(module).__name__,
         bytes=sum(parameter.nbytes for parameter in trained.values()),
         weight=sum(parameter.numel() for parameter in trained.values()) - bias,
@@ -85,11 +93,11 @@ def _module(module: nn.Module, trained: dict[str, nn.Parameter]) -> workload.Mod
         columns=shape[1:].numel() if shape else 0,
         norm_sampler=type(module) in GradSampleHooksFastGradientClipping.NORM_SAMPLERS,
         groups=module.groups if isinstance(module, _ConvNd) else 1,
-        taps=math.prod(module.kernel_size) if isinstance(module, _ConvNd) else 1,
+        kernel_positions=math.prod(module.kernel_size) if isinstance(module, _ConvNd) else 1,
     )
 
 
-def _mode(model: Any) -> str:
+def _grad_sample_mode(model: Any) -> str:
     if isinstance(model, GradSampleHooksFastGradientClipping):
         return "ghost" if model.use_ghost_clipping else "fast"
     if isinstance(model, GradSampleHooksNoOp):
@@ -99,7 +107,7 @@ def _mode(model: Any) -> str:
     if isinstance(model, GradSampleHooks):
         return "functorch" if getattr(model, "force_functorch", False) else "hooks"
     if isinstance(model, AbstractGradSampleHooks):
-        return "flash_clip" if hasattr(model, "book") else "other"
+        return "flash_clip" if hasattr(model, "bookkeeping") else "other"
     return ""
 
 
@@ -116,62 +124,78 @@ def _flash_clip_refusal(model: "weakref.ref[nn.Module]") -> str | None:
     return None
 
 
-def optimizer_attached(optimizer: Optimizer) -> None:
+def record_optimizer(optimizer: Optimizer) -> None:
+    """Records how many state tensors and temporaries the optimizer has."""
     original = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
-    known, kind, defaults = workload.current(), type(original).__name__, original.defaults
-    states, temporaries = _STATES.get(kind, (0, 0))
-    known.optimizer = kind
-    known.states = states + sum(bool(defaults.get(option)) for option in _ONE_MORE)
-    lists = not defaults.get("fused") and defaults.get("foreach") is not False
-    known.temporaries = temporaries if lists else 0
+    shapes, class_name, defaults = layer_shapes.current(), type(original).__name__, original.defaults
+    states, temporaries = _STATES.get(class_name, (0, 0))
+    shapes.optimizer = class_name
+    shapes.state_tensors = states + sum(bool(defaults.get(option)) for option in _STATE_OPTIONS)
+    foreach = not defaults.get("fused") and defaults.get("foreach") is not False
+    shapes.step_temporaries = temporaries if foreach else 0
 
 
-def gradients_zeroed(optimizer: Optimizer, run: Callable[[], Any]) -> Any:
-    """Runs zero_grad, and sees whether it leaves gradients that were there."""
-    known = workload.current()
-    if known.keeps_gradients is not None:
-        return run()
-    first = next((p for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None)
-    result = run()
-    if first is not None:
-        known.keeps_gradients = first.grad is not None
+def run_zero_grad(optimizer: Optimizer, zero_grad: Callable[[], Any]) -> Any:
+    """Calls `zero_grad`, and records whether it keeps gradients that exist."""
+    shapes = layer_shapes.current()
+    if shapes.keeps_gradients is not None:
+        return zero_grad()
+    parameter = next((p for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None)
+    result = zero_grad()
+    if parameter is not None:
+        shapes.keeps_gradients = parameter.grad is not None
     return result
 
 
-def watch(attachment: Attachment, named: Sequence[tuple[str, nn.Module]]) -> None:
-    """Forward passes of these modules may be looked at."""
-    modules = workload.current().modules
-    _watched[:] = [(name, weakref.ref(module)) for name, module in named if name in modules]
-    attachment.on_detach(forward_ends)
-    attachment.on_detach(_watched.clear)
+def watch_modules(attachment: Attachment, named: Sequence[tuple[str, nn.Module]]) -> None:
+    """Registers the modules whose forward passes are probed."""
+    modules = layer_shapes.current().modules
+    _watched_modules[:] = [(name, weakref.ref(module)) for name, module in named if name in modules]
+    attachment.on_detach(remove_probes)
+    attachment.on_detach(_watched_modules.clear)
 
 
-def unwatch(gone: set[nn.Module]) -> None:
-    """Forward passes of these modules are looked at no more: they are compiled."""
-    _watched[:] = [(name, reference) for name, reference in _watched if reference() not in gone]
+def unwatch_modules(removed: set[nn.Module]) -> None:
+    """Stops probing these modules, which are about to be compiled."""
+    _watched_modules[:] = [(name, reference) for name, reference in _watched_modules if reference() not in removed]
 
 
-def batch_comes(samples: int, elements: int) -> None:
-    """A forward pass of the outermost model begins."""
-    global _largest
-    batches = workload.current().batches
+def on_batch(samples: int, elements: int, captures_outstanding: bool) -> None:
+    """Records the batch of a forward pass that begins, and probes the modules if it is the largest batch so far.
+
+    Args:
+        samples: the first dimension of the model's first input.
+        elements: of all inputs.
+        captures_outstanding: no backward has released Opacus' captures of an earlier forward pass.
+    """
+    global _largest_batch
+    shapes = layer_shapes.current()
+    batches = shapes.batches
+    if not captures_outstanding:
+        shapes.released = max(shapes.released, len(shapes.unreleased))
+        shapes.unreleased.clear()
+    if torch.is_grad_enabled():
+        shapes.unreleased.append(samples)
     if not batches or batches[-1][1] != samples:
-        batches.append((_native.step()[0], samples))
-    if _looking:  # the forward before has failed
-        forward_ends()
-    if elements > _largest:
-        _largest = elements
-        alive = [(name, reference()) for name, reference in _watched]
-        _looking[:] = [module.register_forward_hook(_Look(name)) for name, module in alive if module is not None]
+        batches.append((native.step()[0], samples))
+    if _probe_handles:  # the previous forward pass has raised
+        remove_probes()
+    if elements > _largest_batch:
+        _largest_batch = elements
+        alive = [(name, reference()) for name, reference in _watched_modules]
+        _probe_handles[:] = [
+            module.register_forward_hook(ShapeProbe(name)) for name, module in alive if module is not None
+        ]
 
 
-def forward_ends() -> None:
-    while _looking:
-        _looking.pop().remove()
+def remove_probes() -> None:
+    """Removes the probes of the forward pass that has ended."""
+    while _probe_handles:
+        _probe_handles.pop().remove()
 
 
-class _Look:
-    """A forward hook for one pass: hooks that stay would cost every pass."""
+class ShapeProbe:
+    """A forward hook that records a module's CaptureShape. It is there for one pass, as it would slow every other."""
 
     __slots__ = ("_name",)
 
@@ -181,41 +205,43 @@ class _Look:
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if is_compiling():
             return
-        taken = [tensor for tensor in inputs if isinstance(tensor, Tensor) and tensor.dim()]
-        if not taken or not isinstance(output, Tensor) or not output.numel():
+        tensors = [value for value in inputs if isinstance(value, Tensor) and value.dim()]
+        if not tensors or not isinstance(output, Tensor) or not output.numel():
             return
-        samples = taken[0].shape[0]
+        samples = tensors[0].shape[0]
         channels = output.shape[1 if isinstance(module, _ConvNd) else -1] if output.dim() > 1 else 1
-        workload.current().forwards[self._name] = workload.Forward(
+        layer_shapes.current().forwards[self._name] = CaptureShape(
             samples=samples,
             tokens=max(output.numel() // max(samples * channels, 1), 1),
-            input_bytes=sum(tensor.nbytes for tensor in taken),
+            input_bytes=sum(tensor.nbytes for tensor in tensors),
             output_bytes=output.nbytes,
-            width=output.element_size(),
-            from_leaf=not any(tensor.requires_grad for tensor in taken),
-            relaid=isinstance(module, _ConvNd) and _relaid(module, output),
+            element_bytes=output.element_size(),
+            from_leaf=not any(tensor.requires_grad for tensor in tensors),
+            layout_copied=isinstance(module, _ConvNd) and needs_layout_copy(module, output),
         )
 
 
-def _relaid(module: _ConvNd, output: Tensor) -> bool:
-    """Whether the library copies operands and results of this convolution into a layout of its own: cuDNN where it uses
-    tensor cores, which want channels innermost, and oneDNN, which wants them in blocks. Not where they are innermost
-    already. A kernel of one position is a matrix product, and cuDNN has kernels for single channels."""
-    point = max(module.kernel_size) == 1
+def needs_layout_copy(module: _ConvNd, output: Tensor) -> bool:
+    """Whether cuDNN or oneDNN copies this convolution's operands and results into another memory layout.
+
+    cuDNN does so where it uses tensor cores, which need channels last; oneDNN, because it blocks channels. Tensors that
+    are channels-last already are not copied. A 1x1 convolution is a matrix product, and for depthwise convolutions
+    cuDNN has kernels that need no copies."""
+    is_1x1 = max(module.kernel_size) == 1
     if not output.is_contiguous() or output.dtype == torch.float64:
         return False
     if not output.is_cuda:
-        return bool(torch._C._get_mkldnn_enabled()) and not (point and max(module.stride) == 1)
-    if point or module.groups == module.in_channels > 1 or not torch.backends.cudnn.enabled:
+        return bool(torch._C._get_mkldnn_enabled()) and not (is_1x1 and max(module.stride) == 1)
+    if is_1x1 or module.groups == module.in_channels > 1 or not torch.backends.cudnn.enabled:
         return False
-    return output.dtype != torch.float32 or _tf32()
+    return output.dtype != torch.float32 or _convolutions_use_tf32()
 
 
-def _tf32() -> bool:
+def _convolutions_use_tf32() -> bool:
     precision = getattr(getattr(torch.backends.cudnn, "conv", None), "fp32_precision", "none")
     if precision != "none":
         return bool(precision == "tf32")
     try:
         return bool(torch.backends.cudnn.allow_tf32)
-    except RuntimeError:  # what torch says where both of its settings are in use
+    except RuntimeError:  # torch raises it where the old and the new setting contradict each other
         return True

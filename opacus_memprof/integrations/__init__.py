@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks for the frameworks that people train with, one file each. docs/frameworks.md shows them.
-
-None is loaded before it is imported, and each needs its framework only.
-"""
+"""Callbacks for training frameworks, one file each (docs/frameworks.md). Each imports its framework only."""

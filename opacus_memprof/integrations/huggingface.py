@@ -4,18 +4,17 @@
 from collections.abc import Iterable
 from typing import Any
 
-from opacus.optimizers import DPOptimizer
 from transformers import TrainerCallback
 
 from opacus_memprof.integrations.loggers import Logger, StepLog
 
 
 class MemprofCallback(TrainerCallback):
-    """Follows the Trainer's model and optimizer in the session that is running, takes a snapshot at the end of each
-    epoch, and logs memory by category.
+    """Attaches the Trainer's model and optimizer to the running session, takes a snapshot at the end of each epoch, and
+    logs memory by category.
 
-    It also clears what a private optimizer keeps between steps: the Trainer clears the model's gradients only, and
-    Opacus refuses to step again while the optimizer's clipped sums are there.
+    It changes nothing of the training. The Trainer does not clear a private optimizer, as Opacus requires between
+    steps: the program does that, as examples/huggingface_trainer.py shows.
 
     Args:
         loggers: see `opacus_memprof.integrations.loggers`.
@@ -26,21 +25,18 @@ class MemprofCallback(TrainerCallback):
         self._log = StepLog(loggers, every)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raises MemprofError where no session is running."""
+        """Attaches model and optimizer. Raises MemprofError if no session is running."""
         self._log.session().attach(kwargs["model"], _unwrapped(kwargs["optimizer"]))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After the optimizer's step, and after the Trainer has cleared the model's gradients."""
+        """Logs memory, after the Trainer has cleared the model's gradients."""
         self._log.step_ended(state.global_step)
-        optimizer = _unwrapped(kwargs["optimizer"])
-        if isinstance(optimizer, DPOptimizer):
-            optimizer.zero_grad(set_to_none=True)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A snapshot in the profile."""
+        """Takes a snapshot."""
         self._log.session().snapshot(f"epoch {state.epoch:g}")
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """Without accelerate's wrapper."""
+    """The optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)

@@ -10,8 +10,8 @@ from opacus_memprof.integrations.loggers import Logger, StepLog
 
 
 class MemprofCallback(Callback):
-    """Follows the model and its optimizers in the session that is running, unless `make_private` has had them followed,
-    takes a snapshot at the end of each epoch, and logs memory by category.
+    """Attaches the model and its optimizers to the running session, takes a snapshot at the end of each epoch, and logs
+    memory by category. What `make_private` has returned is attached already.
 
     Args:
         loggers: see `opacus_memprof.integrations.loggers`.
@@ -22,13 +22,13 @@ class MemprofCallback(Callback):
         self._log = StepLog(loggers, every)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Raises MemprofError where no session is running."""
+        """Attaches model and optimizers. Raises MemprofError if no session is running."""
         self._log.session().attach(pl_module, *trainer.optimizers)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After the optimizer's step."""
+        """Logs memory after the optimizer's step."""
         self._log.step_ended(trainer.global_step)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """A snapshot in the profile."""
+        """Takes a snapshot."""
         self._log.session().snapshot(f"epoch {trainer.current_epoch}")

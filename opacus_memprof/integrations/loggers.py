@@ -1,75 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory as scalars, for TensorBoard, Weights & Biases or whatever else takes a name, a number and a step."""
+"""Logs memory as scalars to TensorBoard, Weights & Biases, or any other object with a `log` method."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from opacus_memprof import _native
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.profiles.categories import add_parts
+from opacus_memprof.profiles.live_memory import LiveDevice, LivePeak
+from opacus_memprof.profiles.profile import Profile
+from opacus_memprof.recording import live
 from opacus_memprof.session import Session, current
 
 
 class Logger(Protocol):
-    """Where scalars go."""
+    """A destination of scalars."""
 
     def log(self, scalars: Mapping[str, int], step: int) -> None:
-        """Keeps these values of one step."""
+        """Logs the values of one step."""
 
 
 class TensorBoardLogger:
-    """Writes to a `torch.utils.tensorboard.SummaryWriter`, which stays its owner's to close."""
+    """Logs to a `torch.utils.tensorboard.SummaryWriter`, which the caller closes."""
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
 
     def log(self, scalars: Mapping[str, int], step: int) -> None:
-        """A chart for each scalar."""
+        """Logs each scalar as a chart of its own."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
 
 class WandbLogger:
-    """Writes to a run that `wandb.init` has returned, online or offline, which stays its owner's to finish. Charts are
-    drawn against `memory/step`: the run's own steps may be others'."""
+    """Logs to a run that `wandb.init` has returned, online or offline, which the caller finishes. The x-axis of charts
+    is `memory/step`, because the run's steps may count something else."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
         run.define_metric("memory/*", step_metric="memory/step")
 
     def log(self, scalars: Mapping[str, int], step: int) -> None:
-        """A chart for each scalar."""
+        """Logs each scalar as a chart of its own."""
         self._run.log({**scalars, "memory/step": step})
 
 
 def scalars() -> dict[str, int]:
-    """What is live now and what was at the peak so far, in bytes: `memory/cuda:0/live/gradients`,
-    `memory/cuda:0/peak/gradients`, `…/live/total` and `…/peak/total`. It costs microseconds and leaves no event."""
-    result = {}
-    for kind, devices in (("live", _native.counters()["devices"]), ("peak", _native.peaks())):
-        for device, found in devices.items():
-            for category, size in add_parts(found["categories"]).items():
-                result[f"memory/{device}/{kind}/{category}"] = size
-            result[f"memory/{device}/{kind}/total"] = found["requested_bytes"]
+    """The bytes that are live now and those at the peak so far, by category: `memory/cuda:0/live/gradients`,
+    `memory/cuda:0/peak/gradients`, `…/live/total` and `…/peak/total`. Takes microseconds and writes no event."""
+    return {
+        **_scalars("live", live.read_live().devices),
+        **_scalars("peak", live.read_peaks()),
+    }
+
+
+def _scalars(kind: str, devices: Mapping[str, LiveDevice] | Mapping[str, LivePeak]) -> dict[str, int]:
+    result: dict[str, int] = {}
+    for name, device in devices.items():
+        result |= {f"memory/{name}/{kind}/{category}": size for category, size in device.categories.items()}
+        result[f"memory/{name}/{kind}/total"] = device.requested_bytes
     return result
 
 
-def log_steps(profile: Mapping[str, Any], loggers: Iterable[Logger]) -> None:
-    """Each step's highest instant by category, from a profile (`Session.close`, `load_profile`), after training:
+def log_steps(profile: Profile, loggers: Iterable[Logger]) -> None:
+    """Logs the peak of each step by category from a profile (`Session.close`, `load_profile`), after training:
     `memory/cuda:0/step_peak/gradients`, in bytes."""
-    for device, found in profile["devices"].items():
-        for step in found["steps"]:
-            values = {f"memory/{device}/step_peak/{name}": size for name, size in step["categories"].items()}
-            values[f"memory/{device}/step_peak/total"] = step["peak_bytes"]
+    for device, found in profile.devices.items():
+        for step in found.steps:
+            values = {f"memory/{device}/step_peak/{name}": size for name, size in step.categories.items()}
+            values[f"memory/{device}/step_peak/total"] = step.peak_bytes
             for logger in loggers:
-                logger.log(values, step["step"])
+                logger.log(values, step.step)
 
 
 class StepLog:
-    """What the frameworks' callbacks have in common: the session that is running, and scalars for its loggers.
+    """What the callbacks of frameworks have in common: the running session, and scalars for the loggers.
 
     Args:
-        loggers: they get `scalars()` at every `every`th step.
+        loggers: receive `scalars()`.
+        every: steps between two logs.
+
+    Raises:
+        MemprofError: `every` is less than 1.
     """
 
     def __init__(self, loggers: Iterable[Logger], every: int) -> None:
@@ -79,7 +89,7 @@ class StepLog:
         self._every = every
 
     def session(self) -> Session:
-        """Raises MemprofError where none is running."""
+        """The running session. Raises MemprofError if there is none."""
         running = current()
         if running is None:
             raise MemprofError(
@@ -89,7 +99,7 @@ class StepLog:
         return running
 
     def step_ended(self, step: int) -> None:
-        """`step` is the number of steps that have ended."""
+        """Logs, if it is time to. `step` is the number of steps that have ended."""
         if self._loggers and step % self._every == 0:
             values = scalars()
             for logger in self._loggers:

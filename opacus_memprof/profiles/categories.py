@@ -2,7 +2,7 @@
 """The table of categories: what each one means, how it is drawn, and what is known of it.
 
 Everything that knows a category by name reads this table. csrc/core/vocabulary.h, whose numbers are part of the event
-file's format, and the table in the README are checked against it by tests/unit/test_categories.py.
+file's format, and the table in docs/categories.md are checked against it by tests/unit/test_categories.py.
 
 Related categories have related hues: model state is blue, what autograd saves green, what only privacy needs red to
 purple, temporaries yellow, communication and libraries turquoise, the rest grey. Hues, lightness and chroma were chosen

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory regression tests with pytest. docs/pytest.md shows how; `plugin` is the entry point."""
+"""The pytest plugin for memory regression tests (docs/pytest.md). `plugin` is the entry point."""

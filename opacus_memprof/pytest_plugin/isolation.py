@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`@pytest.mark.memprof_isolated`: a test in a new process, whose reports come back as if it had run here.
+"""`@pytest.mark.memprof_isolated`: runs a test in a new process, and reports its results as if it had run here.
 
-A new process and not a fork: a fork of a process that has used CUDA cannot use it, and one with threads may hang.
+The process is not forked, because a fork of a process that has used CUDA cannot use CUDA, and a fork of a process with
+threads may hang.
 """
 
 import json
@@ -13,21 +14,26 @@ from pathlib import Path
 
 import pytest
 
-from opacus_memprof.pytest_plugin import child
+from opacus_memprof.pytest_plugin import report_writer
 
 
 def is_child(config: pytest.Config) -> bool:
-    return config.pluginmanager.hasplugin(child.__name__)
+    """Whether this is the process of an isolated test."""
+    return config.pluginmanager.hasplugin(report_writer.__name__)
 
 
 def run(item: pytest.Item) -> None:
-    """Runs the test and hands its reports on. A process that dies is a failure of the test that says how."""
+    """Runs the test in a new process and passes its reports to pytest. If the process dies, the test fails."""
     hook, location = item.ihook, item.location
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=location)
     with tempfile.TemporaryDirectory(prefix="memprof_isolated_") as folder:
         reports = Path(folder) / "reports"
         reports.touch()
-        environment = {**os.environ, child.REPORTS: str(reports), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {
+            **os.environ,
+            report_writer.REPORTS: str(reports),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
         environment.pop("PYTEST_ADDOPTS", None)
         completed = subprocess.run(
             _command(item),
@@ -43,21 +49,21 @@ def run(item: pytest.Item) -> None:
         for line in reports.read_text(encoding="utf-8").splitlines():
             report = item.config.hook.pytest_report_from_serializable(config=item.config, data=json.loads(line))
             if isinstance(report.longrepr, list):
-                report.longrepr = tuple(report.longrepr)  # of a skip: JSON has no tuples
+                report.longrepr = tuple(report.longrepr)  # of a skipped test: JSON has no tuples
             ended = report.when == "teardown"
             hook.pytest_runtest_logreport(report=report)
     if not ended:
         code = completed.returncode
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        message = f"the process of this isolated test {how} before the test was over\n{completed.stdout}"
+        ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        message = f"the process of this isolated test {ending} before the test was over\n{completed.stdout}"
         died = pytest.TestReport(item.nodeid, location, {}, "failed", message, "call")
         hook.pytest_runtest_logreport(report=died)
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=location)
 
 
 def _command(item: pytest.Item) -> list[str]:
-    """pytest for this one test, with the same root, configuration, plugins and memory options. Of the project's
-    `addopts` nothing is taken: parallel runs, reports and filters are the first process' affair."""
+    """The command that runs pytest for this test alone, with the same root, configuration, plugins and memory options.
+    The project's `addopts` are left out: parallel runs, reports and filters are for the parent process only."""
     config = item.config
     command = [
         sys.executable,
@@ -87,4 +93,4 @@ def _command(item: pytest.Item) -> list[str]:
     for option in ("--memprof", "--memprof-update-baselines"):
         if config.getoption(option):
             command.append(option)
-    return [*command, "-p", child.__name__]
+    return [*command, "-p", report_writer.__name__]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks around a profiled test, registered once there is one.
+"""pytest's hooks around each profiled test. They are registered if any test is profiled.
 
-A test's profile begins with its first fixture of function scope, after the wider ones, so that its figures do not
-depend on which test came first. Limits of memory are checked when the test function has returned, limits of leaks after
+The profile of a test begins with its first fixture of function scope, after those of wider scope, so that it does not
+depend on which test ran first. Memory limits are checked when the test function has returned, leak limits after
 teardown.
 """
 
@@ -17,41 +17,47 @@ from typing import Any
 
 import pytest
 
-from opacus_memprof.directory import DEFAULT_MAX_EVENTS, EVENT_BYTES
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.pytest_plugin import isolation, marks, recording, summary
+from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS, EVENT_BYTES
+from opacus_memprof.pytest_plugin import clean_session, isolation, limits, summary
+from opacus_memprof.pytest_plugin.clean_session import CleanSession
 from opacus_memprof.pytest_plugin.fixture import Memprof
-from opacus_memprof.pytest_plugin.recording import Recording
 from opacus_memprof.session import current, one_line, outcome
 
 
-class TestRecording(Recording):
-    """A test's session, how the test went, and the fixture's face of it."""
+class ProfiledTest(CleanSession):
+    """The session of a test, its outcome so far, and its `memprof` fixture."""
 
     __test__ = False
 
     def __init__(self, item: pytest.Item, directory: Path, *, keep: bool) -> None:
         super().__init__(directory, keep=keep)
         self.error: BaseException | None = None
-        self.failed_for = ""
+        self.failure_message = ""
         self.fixture = Memprof(self, item)
 
 
-_KEY = pytest.StashKey[TestRecording]()
+_KEY = pytest.StashKey[ProfiledTest]()
 
 
-def recording_of(item: pytest.Item) -> TestRecording:
-    found = item.stash.get(_KEY, None)
-    if found is None:
+def profiled_test_of(item: pytest.Item) -> ProfiledTest:
+    """The ProfiledTest of a pytest item. Raises MemprofError if the test is not profiled."""
+    test = item.stash.get(_KEY, None)
+    if test is None:
         raise MemprofError(
             "this test is not profiled: name memprof among its arguments, or use @pytest.mark.usefixtures"
         )
-    return found
+    return test
 
 
 class Lifecycle:
-    """Registered as a plugin; `wants_profile` and `is_isolated` say which tests are profiled, and which of them (or of
-    others) in processes of their own."""
+    """A pytest plugin that starts, checks and ends the profile of each test.
+
+    Args:
+        config: pytest's.
+        wants_profile: whether a test is profiled.
+        is_isolated: whether a test runs in a new process.
+    """
 
     def __init__(
         self,
@@ -61,9 +67,9 @@ class Lifecycle:
     ) -> None:
         self._wants_profile = wants_profile
         self._is_isolated = is_isolated
-        self._scratch = Path(tempfile.mkdtemp(prefix="memprof_pytest_", dir=_place_of_scratch()))
+        self._scratch = Path(tempfile.mkdtemp(prefix="memprof_pytest_", dir=_scratch_parent()))
         self._report = summary.report_folder(config)
-        recording.freeze_imported()
+        clean_session.freeze_imported_objects()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
@@ -78,26 +84,32 @@ class Lifecycle:
             self._begin(request.node)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._record_error(item, "setup", error)
+            raise
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         self._begin(item)
         running = item.stash.get(_KEY, None)
         try:
             yield
         except BaseException as error:
-            if running is not None and not isinstance(error, pytest.skip.Exception):
-                running.error = error
-                self._tell_of_failure(item, running)
+            self._record_error(item, "call", error)
             raise
         if running is not None:
             try:
-                devices = running.figures()
+                devices = running.devices_so_far()
                 item.user_properties.extend(summary.properties(devices))
-                said = marks.check_memory(item, devices)
+                message = limits.check_memory(item, devices)
             except MemprofError as error:
-                said = str(error)
-            if said:
-                running.failed_for = said
-                pytest.fail(said, pytrace=False)
+                message = str(error)
+            if message:
+                running.failure_message = message
+                pytest.fail(message, pytrace=False)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
@@ -110,72 +122,80 @@ class Lifecycle:
                 self._end(item, running)
             raise
         if running is not None:
-            said = self._end(item, running)
-            if said:
-                pytest.fail(said, pytrace=False)
+            message = self._end(item, running)
+            if message:
+                pytest.fail(message, pytrace=False)
 
     def pytest_unconfigure(self) -> None:
         running = current()
-        if isinstance(running, TestRecording):  # interrupted: pytest has not torn the test down
+        if isinstance(running, ProfiledTest):  # pytest was interrupted before it could tear the test down
             running.end("killed", 130)
         shutil.rmtree(self._scratch, ignore_errors=True)
-        recording.unfreeze()
+        clean_session.unfreeze()
 
     def _begin(self, item: pytest.Item) -> None:
         if _KEY in item.stash or not self._wants_profile(item):
             return
         folder = self._scratch / "profile" if self._report is None else self._report / folder_of(item.nodeid)
-        running = TestRecording(item, folder, keep=self._report is not None)
+        running = ProfiledTest(item, folder, keep=self._report is not None)
         try:
             running.start()
         except MemprofError as error:
             pytest.fail(f"opacus-memprof: {error}", pytrace=False)
         item.stash[_KEY] = running
 
-    def _tell_of_failure(self, item: pytest.Item, running: TestRecording) -> None:
+    def _record_error(self, item: pytest.Item, when: str, error: BaseException) -> None:
+        """Records that the test, or a fixture of it, has failed, and adds the test's memory to the report of that
+        phase (`when`: "setup" or "call")."""
+        running = item.stash.get(_KEY, None)
+        if running is None or isinstance(error, pytest.skip.Exception):
+            return
+        running.error = error
         try:
-            devices = running.figures()
-        except MemprofError as error:
-            item.add_report_section("call", "opacus-memprof", str(error))
+            devices = running.devices_so_far()
+        except MemprofError as trouble:
+            item.add_report_section(when, "opacus-memprof", str(trouble))
             return
         item.user_properties.extend(summary.properties(devices))
-        said = summary.out_of_memory(devices)
-        if said and outcome(running.error)[0] == "out_of_memory":
-            item.add_report_section("call", "opacus-memprof", said)
+        message = summary.out_of_memory(devices)
+        if message and outcome(error)[0] == "out_of_memory":
+            item.add_report_section(when, "opacus-memprof", message)
 
-    def _end(self, item: pytest.Item, running: TestRecording) -> str | None:
-        """Closes the session; what to say of leaks. A failed test's traceback keeps its frames: that is no leak."""
+    def _end(self, item: pytest.Item, running: ProfiledTest) -> str | None:
+        """Closes the session. Returns a message if the test leaks more than its limit. A failed test is not checked,
+        because its traceback keeps frames, and with them tensors, alive."""
         del item.stash[_KEY]
-        said = None
+        message = None
         try:
             if running.error is None:
-                left = running.left()
-                if left:  # pytest still holds the values of fixtures
+                leaked = running.leaked_blocks()
+                if leaked:  # pytest still refers to the values of fixtures
                     getattr(item, "funcargs", {}).clear()
-                    recording.empty_caches()
-                    left = running.left()
-                item.user_properties.extend(summary.leaks(left))
-                said = marks.check_leaks(item, left)
+                    clean_session.empty_caches()
+                    leaked = running.leaked_blocks()
+                item.user_properties.extend(summary.leaks(leaked))
+                message = limits.check_leaks(item, leaked)
         finally:
             status, code = outcome(running.error)
             error = one_line(running.error)
-            if problem := running.failed_for or said:
+            if problem := running.failure_message or message:
                 status, code, error = "failed", 1, problem.partition("\n")[0]
             running.end(status, code, error)
-        return said
+        return message
 
 
-def _place_of_scratch() -> Path | None:
-    """In memory where a whole event file fits: on a disk, making and removing one takes longer than a short test."""
-    memory = Path("/dev/shm")
+def _scratch_parent() -> Path | None:
+    """The parent of the scratch directory: /dev/shm if event files fit into it, because creating and removing one on a
+    disk takes longer than a short test. None: the default."""
+    shared_memory = Path("/dev/shm")
     try:
-        fits = shutil.disk_usage(memory).free > 2 * DEFAULT_MAX_EVENTS * EVENT_BYTES
+        fits = shutil.disk_usage(shared_memory).free > 2 * DEFAULT_MAX_EVENTS * EVENT_BYTES
     except OSError:
         return None
-    return memory if fits and os.access(memory, os.W_OK) else None
+    return shared_memory if fits and os.access(shared_memory, os.W_OK) else None
 
 
 def folder_of(nodeid: str) -> str:
-    """A directory's name for a test: readable, short enough, and no other test's."""
+    """The name of a test's profile directory: readable, short and unique."""
     readable = re.sub(r"[^A-Za-z0-9_.-]+", "_", nodeid).strip("._")[-80:]
     return f"{readable}-{hashlib.sha256(nodeid.encode()).hexdigest()[:8]}"

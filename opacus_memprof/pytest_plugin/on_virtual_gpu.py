@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--memprof-virtual-gpu`: gives pytest's process a virtual GPU before a conftest or a test imports torch."""
+"""`--memprof-virtual-gpu`: starts a virtual GPU in pytest's process before a conftest or a test imports torch."""
 
 import sys
 from types import ModuleType
@@ -8,23 +8,23 @@ import pytest
 
 from opacus_memprof import virtual_gpu
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.units import format_bytes, parse_size
+from opacus_memprof.profiles.units import format_bytes, parse_size
 
 OPTION = "memprof_virtual_gpu"
 MEMORY_OPTION = "memprof_virtual_memory"
 
 
 def kind_of(config: pytest.Config) -> str:
-    """The kind of GPU that the command line or, without it, the ini file asks for; empty for none."""
-    given = getattr(config.known_args_namespace, OPTION, None)
-    return str(config.getini(OPTION) if given is None else given)
+    """The kind of GPU from the command line or, by default, from the ini file; empty for none."""
+    option = getattr(config.known_args_namespace, OPTION, None)
+    return str(config.getini(OPTION) if option is None else option)
 
 
 def start(config: pytest.Config) -> None:
-    """Starts the virtual GPU that is asked for, unless it runs already.
+    """Starts the virtual GPU that the options ask for, unless it is running.
 
     Raises:
-        pytest.UsageError: an unknown kind or size, another kind runs already, or torch is imported already.
+        pytest.UsageError: the kind or the size is unknown, another kind is running, or torch has been imported.
     """
     kind = kind_of(config)
     running = virtual_gpu.active()
@@ -55,13 +55,13 @@ def header() -> str | None:
 
 
 def _torch_came_first(config: pytest.Config) -> str:
-    """What is wrong and what to do, with the plugins that hold torch by name."""
-    holders = [
+    """The message if torch has been imported, with the names of the plugins that have imported it."""
+    importers = [
         name
         for name, plugin in config.pluginmanager.list_name_plugin()
         if isinstance(plugin, ModuleType) and isinstance(vars(plugin).get("torch"), ModuleType)
     ]
-    by = f" by the plugin {', '.join(holders)}" if holders else ""
+    by = f" by the plugin {', '.join(importers)}" if importers else ""
     return (
         f"torch was imported{by} before the virtual GPU could start: let plugins import torch inside their hooks or "
         "leave them out with -p no:NAME, and let pytest load this plugin by itself or with -p opacus_memprof, not from "

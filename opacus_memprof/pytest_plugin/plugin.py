@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pytest's entry point: options, markers and the `memprof` fixture. Loads neither torch nor the profiler until a
-collected test asks for them."""
+"""The entry point of the pytest plugin: options, markers and the `memprof` fixture. Imports neither torch nor the
+profiler until a collected test needs them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from opacus_memprof.pytest_plugin.marker_names import ISOLATED, LIMITS
+
 if TYPE_CHECKING:
     from opacus_memprof.pytest_plugin.fixture import Memprof
 
-LIMITS = ("limit_gpu_memory", "limit_gpu_leaks")
-ISOLATED = "memprof_isolated"
 _MARKERS = (
     'limit_gpu_memory(limit, category=None, module=None, phase=None): fail above this peak, such as "1.2 GB"; '
     "of a category, of a module and those inside it, or in a phase",
     'limit_gpu_leaks(limit): fail when more than this, such as "1 MB", outlives the test and its fixtures',
-    "memprof_isolated: run the test in a process of its own",
+    "memprof_isolated: run the test in a new process",
 )
 
 
@@ -35,18 +35,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--memprof-update-baselines", action="store_true", help="write what is measured as the new baselines"
     )
-    group.addoption("--memprof-isolated", action="store_true", help="run every profiled test in a process of its own")
+    group.addoption("--memprof-isolated", action="store_true", help="run every profiled test in a new process")
     kind = "run on a virtual GPU of this kind, such as h200: memory is exact, values are not computed"
     group.addoption("--memprof-virtual-gpu", metavar="KIND", help=kind)
     parser.addini("memprof_virtual_gpu", f"{kind} (as --memprof-virtual-gpu)", default="")
-    memory = 'memory of the virtual GPU in place of its kind\'s, such as "24 GiB"'
+    memory = 'memory of the virtual GPU instead of its kind\'s, such as "24 GiB"'
     group.addoption("--memprof-virtual-memory", metavar="SIZE", help=memory)
     parser.addini("memprof_virtual_memory", f"{memory} (as --memprof-virtual-memory)", default="")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Starts the virtual GPU: torch must not have been imported, and conftests import it."""
+    """Starts the virtual GPU before conftest files import torch."""
     _start_virtual_gpu(early_config)
 
 
@@ -58,13 +58,13 @@ def _start_virtual_gpu(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    _start_virtual_gpu(config)  # where a conftest or a worker of pytest-xdist has loaded this plugin late
+    _start_virtual_gpu(config)  # if a conftest or a worker of pytest-xdist has loaded this plugin late
     for marker in _MARKERS:
         config.addinivalue_line("markers", marker)
     folder = config.getoption("--memprof-baseline-dir")
     if folder is not None and (config.invocation_params.dir / folder).is_file():
         raise pytest.UsageError(f"--memprof-baseline-dir: {folder} is a file: give a directory")
-    if _profiles_all(config) and not hasattr(config, "workerinput"):  # workers of pytest-xdist report to the first
+    if _profiles_all(config) and not hasattr(config, "workerinput"):  # not in workers of pytest-xdist
         from opacus_memprof.pytest_plugin.summary import Summary
 
         config.pluginmanager.register(Summary(config), "memprof_summary")
@@ -80,13 +80,13 @@ def pytest_report_header() -> str | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
-    """A marker that cannot be meant fails the collection of its file."""
+    """Fails the collection of a file with an invalid marker."""
     made = yield
     for item in made if isinstance(made, list) else [made]:
         if isinstance(item, pytest.Item) and any(item.get_closest_marker(name) for name in LIMITS):
-            from opacus_memprof.pytest_plugin.marks import refuse_wrong_markers
+            from opacus_memprof.pytest_plugin.limits import check_markers
 
-            refuse_wrong_markers(item)
+            check_markers(item)
     return made
 
 
@@ -100,10 +100,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def memprof(request: pytest.FixtureRequest) -> Memprof:
-    """This test's profile: what is allocated from its first fixture on."""
-    from opacus_memprof.pytest_plugin.lifecycle import recording_of
+    """The profile of this test: memory that is allocated from its first fixture on."""
+    from opacus_memprof.pytest_plugin.lifecycle import profiled_test_of
 
-    return recording_of(request.node).fixture
+    return profiled_test_of(request.node).fixture
 
 
 def _profiles_all(config: pytest.Config) -> bool:
@@ -119,5 +119,5 @@ def _wants_profile(item: pytest.Item) -> bool:
 
 
 def _is_isolated(item: pytest.Item) -> bool:
-    everything = item.config.getoption("--memprof-isolated") and _wants_profile(item)
-    return everything or item.get_closest_marker(ISOLATED) is not None
+    isolates_all = item.config.getoption("--memprof-isolated") and _wants_profile(item)
+    return isolates_all or item.get_closest_marker(ISOLATED) is not None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told of all tests: a table in the terminal, the same as Markdown and JSON, and properties of each test.
+"""The summary of all tests: a table in the terminal, as Markdown and as JSON, made from properties of each test.
 
-Properties travel with pytest's reports, through pytest-xdist and into JUnit XML; the tables are made from them.
+The properties are part of pytest's reports, so that pytest-xdist passes them on, and JUnit XML contains them.
 """
 
 import json
@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.files import write_text
-from opacus_memprof.units import format_bytes
+from opacus_memprof.profiles.files import write_text
+from opacus_memprof.profiles.profile import Device
+from opacus_memprof.profiles.units import format_bytes
 
 Properties = list[tuple[str, object]]
 
@@ -22,40 +23,40 @@ _SUMMARY = "summary"
 _TITLES = ("test", "device", "peak", "in", "mostly", "left", "outcome")
 
 
-def properties(devices: Mapping[str, Any]) -> Properties:
-    """Of a test, from the devices of its profile: `memprof.cuda:0.peak_bytes`, `.phase`, `.step`, and the bytes of
-    each category at the peak as `memprof.cuda:0.categories.gradients`."""
+def properties(devices: Mapping[str, Device]) -> Properties:
+    """The properties of a test, from the devices of its profile: `memprof.cuda:0.peak_bytes`, `.phase`, `.step`, and
+    the bytes of each category at the peak as `memprof.cuda:0.categories.gradients`."""
     result: Properties = []
     for name, device in devices.items():
-        peak = device["peak"]
+        peak = device.peak
         result += [
-            (f"{_PREFIX}{name}.peak_bytes", peak["requested_bytes"]),
-            (f"{_PREFIX}{name}.phase", peak["phase"]),
-            (f"{_PREFIX}{name}.step", peak["step"]),
+            (f"{_PREFIX}{name}.peak_bytes", peak.requested_bytes),
+            (f"{_PREFIX}{name}.phase", peak.phase),
+            (f"{_PREFIX}{name}.step", peak.step),
         ]
-        result += [(f"{_PREFIX}{name}.categories.{key}", size) for key, size in peak["categories"].items() if size]
+        result += [(f"{_PREFIX}{name}.categories.{key}", size) for key, size in peak.categories.items() if size]
     return result
 
 
-def leaks(left: Iterable[Mapping[str, Any]]) -> Properties:
-    """`memprof.cuda:0.left_bytes`: what outlives a test and its fixtures, where there is any."""
+def leaks(blocks: Iterable[Mapping[str, Any]]) -> Properties:
+    """The property `memprof.cuda:0.left_bytes`, from the blocks that outlive a test and its fixtures, if any."""
     sizes: dict[str, int] = {}
-    for block in left:
+    for block in blocks:
         sizes[block["device"]] = sizes.get(block["device"], 0) + block["bytes"]
     return [(f"{_PREFIX}{name}.left_bytes", size) for name, size in sizes.items()]
 
 
-def out_of_memory(devices: Mapping[str, Any]) -> str | None:
-    """What was asked for when memory ran out, and what was live then."""
+def out_of_memory(devices: Mapping[str, Device]) -> str | None:
+    """A text about the last allocation that failed, and what was live then. None if none failed."""
     for name, device in devices.items():
-        if device["out_of_memory"]:
-            last = device["out_of_memory"][-1]
-            of = f" of {last['module']}" if last["module"] else ""
-            sizes = sorted(last["categories"].items(), key=lambda row: -row[1])
+        if device.out_of_memory:
+            last = device.out_of_memory[-1]
+            of = f" of {last.module}" if last.module else ""
+            sizes = sorted(last.categories.items(), key=lambda row: -row[1])
             return "\n".join(
                 [
-                    f"{name} ran out of memory: {format_bytes(last['requested_bytes'])} of {last['category']}{of} in "
-                    f"{last['phase']} of step {last['step']}, with {format_bytes(last['live_bytes'])} of the test live",
+                    f"{name} ran out of memory: {format_bytes(last.requested_bytes)} of {last.category}{of} in "
+                    f"{last.phase} of step {last.step}, with {format_bytes(last.live_bytes)} of the test live",
                     *(f"  {format_bytes(size):>11}  {category}" for category, size in sizes),
                 ]
             )
@@ -63,15 +64,16 @@ def out_of_memory(devices: Mapping[str, Any]) -> str | None:
 
 
 def report_folder(config: pytest.Config) -> Path | None:
-    """Of --memprof-report."""
-    given = config.getoption("--memprof-report")
-    return None if given is None else config.invocation_params.dir / given
+    """The directory of --memprof-report, or None."""
+    option = config.getoption("--memprof-report")
+    return None if option is None else config.invocation_params.dir / option
 
 
 class Summary:
-    """Registered as a plugin where reports arrive: in the process without workers, or the first of several.
+    """A pytest plugin that collects properties and writes the summary. With pytest-xdist, it runs in the controller.
 
-    Raises pytest's UsageError when the directory of the report cannot be made.
+    Raises:
+        pytest.UsageError: the directory of the report cannot be created.
     """
 
     def __init__(self, config: pytest.Config) -> None:

@@ -6,12 +6,15 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from opacus_memprof.files import replacing
+from msgspec import UNSET
+
+from opacus_memprof.profiles.files import replacing
+from opacus_memprof.profiles.profile import Device, Profile
 
 COLUMNS = ("device", "table", "name", "step", "phase", "category", "bytes")
 
 
-def write_csv(profile: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+def write_csv(profile: Profile, path: str | os.PathLike[str]) -> None:
     """Writes the bytes by category at the peak and at the peaks of phases and steps; those without bytes are left out.
 
     `table` is what a row belongs to: `peak`, `module` and `component` (each a part of the peak, by `name`), `phase` and
@@ -23,26 +26,25 @@ def write_csv(profile: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     Raises:
         MemprofError: `path` cannot be written.
     """
-    virtual = profile.get("virtual")
-    mark = {} if virtual is None else {"virtual_gpu": virtual["gpu"]}
+    mark = {} if profile.virtual is UNSET else {"virtual_gpu": profile.virtual.gpu}
     with replacing(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow((*COLUMNS, *mark))
-        for name, device in profile["devices"].items():
+        for name, device in profile.devices.items():
             writer.writerows((name, *row, *mark.values()) for row in _rows(device))
 
 
-def _rows(device: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    peak = device["peak"]
-    where = (peak["step"], peak["phase"])
-    yield from _sizes("peak", "", where, peak["categories"])
-    for table in ("module", "component"):
-        for name, categories in peak[f"{table}s"].items():
+def _rows(device: Device) -> Iterator[tuple[Any, ...]]:
+    peak = device.peak
+    where = (peak.step, peak.phase)
+    yield from _sizes("peak", "", where, peak.categories)
+    for table, groups in (("module", peak.modules), ("component", peak.components)):
+        for name, categories in groups.items():
             yield from _sizes(table, name, where, categories)
-    for name, phase in device["phases"].items():
-        yield from _sizes("phase", name, (phase["step"], name), phase["categories"])
-    for step in device["steps"]:
-        yield from _sizes("step", str(step["step"]), (step["step"], step["phase"]), step["categories"])
+    for name, phase in device.phases.items():
+        yield from _sizes("phase", name, (phase.step, name), phase.categories)
+    for step in device.steps:
+        yield from _sizes("step", str(step.step), (step.step, step.phase), step.categories)
 
 
 def _sizes(table: str, name: str, where: tuple[Any, Any], categories: Mapping[str, int]) -> Iterator[tuple[Any, ...]]:

@@ -2,14 +2,14 @@
 """What changed between two profiles, for a terminal and for a pull request."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from opacus_memprof.analysis.diff import growth
+from opacus_memprof.analysis.diff import DeviceDiff, Diff, DiffPhase, growth
+from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.reports.moments import when
 from opacus_memprof.reports.tables import largest_changes, shortened, signed_bytes, table_of
-from opacus_memprof.units import format_bytes
 
 _TOP_MODULES = 10
 _NONE = "none"
@@ -19,9 +19,9 @@ Row = tuple[str, ...]
 Table = tuple[str, Row, list[Row]]
 
 
-def print_diff(diff: Mapping[str, Any], console: Console, exceeded: Sequence[str] = ()) -> None:
+def print_diff(diff: Diff, console: Console, exceeded: Sequence[str] = ()) -> None:
     """Prints what analysis.diff.diff_profiles returned, and what analysis.diff.exceeded found."""
-    for name, device in diff["devices"].items():
+    for name, device in diff.devices.items():
         console.print(f"[bold]{escape(name)}[/]: {escape(_headline(device))}", highlight=False)
         for title, columns, rows in _tables(device):
             table = table_of(title, columns[:3], columns[3:])
@@ -29,51 +29,51 @@ def print_diff(diff: Mapping[str, Any], console: Console, exceeded: Sequence[str
                 table.add_row(escape(shortened(first)), *map(escape, rest))
             console.print()
             console.print(table)
-    for note in diff["notes"]:
+    for note in diff.notes:
         console.print(f"\n[yellow]note:[/] {escape(note)}", highlight=False)
     for sentence in exceeded:
         console.print(f"\n[bold red]{escape(sentence)}[/]", highlight=False)
 
 
-def diff_markdown(diff: Mapping[str, Any], exceeded: Sequence[str] = ()) -> str:
+def diff_markdown(diff: Diff, exceeded: Sequence[str] = ()) -> str:
     """The same for a comment on a pull request (GitHub's Markdown): modules and phases are folded."""
-    parts = ["### GPU memory"] if any("cuda" in name for name in diff["devices"]) else ["### Memory"]
+    parts = ["### GPU memory"] if any("cuda" in name for name in diff.devices) else ["### Memory"]
     parts += [f"**{_plain(sentence)}**" for sentence in exceeded]
-    for name, device in diff["devices"].items():
+    for name, device in diff.devices.items():
         parts.append(f"**{_plain(name)}**: {_plain(_headline(device))}")
         for title, columns, rows in _tables(device):
             table = _markdown_table(title, columns, rows)
             parts.append(table if title == "category" else _folded(f"By {title}", table))
-    parts += [f"Note: {_plain(note)}." for note in diff["notes"]]
+    parts += [f"Note: {_plain(note)}." for note in diff.notes]
     return "\n\n".join(parts) + "\n"
 
 
-def _headline(device: Mapping[str, Any]) -> str:
-    old, new = device["before"], device["after"]
-    sizes = f"{format_bytes(old['requested_bytes'])} → {format_bytes(new['requested_bytes'])}"
-    if not device["total"]:
+def _headline(device: DeviceDiff) -> str:
+    old, new = device.before, device.after
+    sizes = f"{format_bytes(old.requested_bytes)} → {format_bytes(new.requested_bytes)}"
+    if not device.total:
         change = "no change"
     else:
-        percent = growth(device["total"], old["requested_bytes"])
-        change = signed_bytes(device["total"]) + (f", {percent}" if percent else "")
-    places = [f"{moment['phase']} of step {moment['step']}" for moment in (old, new)]
+        percent = growth(device.total, old.requested_bytes)
+        change = signed_bytes(device.total) + (f", {percent}" if percent else "")
+    places = [when(moment.phase, moment.step) for moment in (old, new)]
     where = places[0] if places[0] == places[1] else f"{places[0]} → {places[1]}"
     return f"peak {sizes} ({change}), in {where}"
 
 
-def _tables(device: Mapping[str, Any]) -> Iterator[Table]:
+def _tables(device: DeviceDiff) -> Iterator[Table]:
     if categories := list(_category_rows(device)):
         yield "category", ("before", "after", "change"), categories
-    if modules := list(_module_rows(device["modules"])):
+    if modules := list(_module_rows(device.modules)):
         yield "module", ("change", "mostly"), modules
-    phases = [row for name, phase in device["phases"].items() if (row := _phase_row(name, phase))]
+    phases = [row for name, phase in device.phases.items() if (row := _phase_row(name, phase))]
     if phases:
         yield "phase", ("before", "after", "change", "mostly"), phases
 
 
-def _category_rows(device: Mapping[str, Any]) -> Iterator[Row]:
-    for category, change in largest_changes(device["categories"]):
-        sizes = [device[run]["categories"].get(category, 0) for run in ("before", "after")]
+def _category_rows(device: DeviceDiff) -> Iterator[Row]:
+    for category, change in largest_changes(device.categories):
+        sizes = [run.categories.get(category, 0) for run in (device.before, device.after)]
         yield category, *map(format_bytes, sizes), signed_bytes(change)
 
 
@@ -86,11 +86,11 @@ def _module_rows(modules: Mapping[str, Mapping[str, int]]) -> Iterator[Row]:
         yield f"{len(rest)} more", signed_bytes(sum(sum(sizes.values()) for _, sizes in rest)), ""
 
 
-def _phase_row(name: str, phase: Mapping[str, Any]) -> Row | None:
-    if not phase["total"] and not phase["categories"]:
+def _phase_row(name: str, phase: DiffPhase) -> Row | None:
+    if not phase.total and not phase.categories:
         return None
-    sizes = [_NONE if size is None else format_bytes(size) for size in (phase["before_bytes"], phase["after_bytes"])]
-    return name, *sizes, signed_bytes(phase["total"]), _mostly(phase["categories"])
+    sizes = [_NONE if size is None else format_bytes(size) for size in (phase.before_bytes, phase.after_bytes)]
+    return name, *sizes, signed_bytes(phase.total), _mostly(phase.categories)
 
 
 def _moved(sizes: Mapping[str, int]) -> int:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The formats of a report, by name."""
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from opacus_memprof.directory import EVENTS, META, OOM_REPORTS, PROFILE, RANKS, REPORT, SNAPSHOTS
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.files import write_text
-from opacus_memprof.optional import require
+from opacus_memprof.profiles.directory import EVENTS, META, OOM_REPORTS, PROFILE, RANKS, REPORT, SNAPSHOTS
+from opacus_memprof.profiles.files import write_text
+from opacus_memprof.profiles.json_object import to_json
+from opacus_memprof.profiles.optional import require
+from opacus_memprof.profiles.profile import Profile
 from opacus_memprof.reports.csv import write_csv
 from opacus_memprof.reports.html.page import write_html
 from opacus_memprof.reports.latex import write_latex
@@ -20,8 +20,7 @@ from opacus_memprof.reports.parquet import write_parquet
 from opacus_memprof.reports.perfetto import write_perfetto
 from opacus_memprof.reports.picture import write_pictures
 
-Profile = Mapping[str, Any]
-_THE_PROFILE_S_OWN = {EVENTS, META, PROFILE, SNAPSHOTS, RANKS, *OOM_REPORTS}
+_PROFILE_FILES = {EVENTS, META, PROFILE, SNAPSHOTS, RANKS, *OOM_REPORTS}
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Format:
 
 
 def _write_json(source: Source, path: Path) -> None:
-    write_text(path, json.dumps(source.profile, separators=(",", ":")) + "\n")
+    write_text(path, to_json(source.profile))
 
 
 FORMATS = {
@@ -105,7 +104,7 @@ def target(name: str, path: str | os.PathLike[str] | None, home: Path) -> Path:
     file = home / f"{REPORT}{format.suffixes[0]}" if path is None else Path(path)
     if file.suffix not in format.suffixes:
         raise MemprofError(f"{file} is no name for {name}: end it with {' or '.join(format.suffixes)}")
-    if file.name in _THE_PROFILE_S_OWN and file.resolve().parent == home.resolve():
+    if file.name in _PROFILE_FILES and file.resolve().parent == home.resolve():
         raise MemprofError(f"{file} is a file of the profile itself: choose another name")
     if file.is_dir():
         raise MemprofError(f"{file} is a directory: name a file in it")

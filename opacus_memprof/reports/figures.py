@@ -7,15 +7,16 @@ matplotlib's Agg canvas draws into files: no display, no pyplot, no state that o
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
-from opacus_memprof.files import replacing
-from opacus_memprof.optional import require
 from opacus_memprof.profiles.categories import stack_order
-from opacus_memprof.reports.palette import CATEGORY_COLORS, THEMES, Theme, category_color
+from opacus_memprof.profiles.files import replacing
+from opacus_memprof.profiles.optional import require
+from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.reports.palette import CATEGORY_COLORS, PHASE_COLORS, THEMES, Theme, category_color
 from opacus_memprof.reports.tables import shortened
-from opacus_memprof.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,55 +129,83 @@ def stacked_areas(axes: "Axes", x: Sequence[float], columns: Mapping[str, Sequen
 
 
 def stacked_bars(
-    axes: "Axes", names: Sequence[str], rows: Sequence[Mapping[str, int]], *, horizontal: bool = False
+    axes: "Axes",
+    names: Sequence[str],
+    rows: Sequence[Mapping[str, int]],
+    *,
+    colors: Mapping[str, str] | None = None,
+    texts: Sequence[str] | None = None,
 ) -> None:
-    """A bar of bytes by category for each name, with its sum written at its end.
+    """A horizontal bar of bytes for each name, from top to bottom, by category. Parts without bytes are left out.
 
-    Vertical bars run from left to right, horizontal ones from top to bottom. Categories without bytes are left out.
+    Args:
+        colors: of other parts than categories, in the order of the stack.
+        texts: at the ends of the bars, in the place of their sums.
     """
-    places = range(len(names))
     ends = [0] * len(rows)
-    for category in stack_order(category for row in rows for category, size in row.items() if size):
-        sizes = [row.get(category, 0) for row in rows]
-        look: dict[str, Any] = {"label": category_label(category), "color": category_color(category)}
-        if horizontal:
-            axes.barh(places, sizes, left=ends, **look)
-        else:
-            axes.bar(places, sizes, bottom=ends, **look)
-        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
-    _write_sums(axes, ends, horizontal)
-    _name_bars(axes, [shortened(name, _LABEL) for name in names], horizontal)
-    byte_axis(axes.xaxis if horizontal else axes.yaxis, max(ends, default=0))
-
-
-def _write_sums(axes: "Axes", sums: Sequence[int], horizontal: bool) -> None:
-    crowded = not horizontal and len(sums) > 12
-    for place, total in enumerate(sums):
+    parts = stack_order(part for row in rows for part in row) if colors is None else colors
+    for part in parts:
+        sizes = [row.get(part, 0) for row in rows]
+        if any(sizes):
+            color = category_color(part) if colors is None else colors[part]
+            axes.barh(range(len(rows)), sizes, left=ends, label=category_label(part), color=color)
+            ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+    for place, end in enumerate(ends):
         axes.annotate(
-            format_bytes(total),
-            (total, place) if horizontal else (place, total),
-            (3, 0) if horizontal else (0, 3),
+            format_bytes(end) if texts is None else texts[place],
+            (end, place),
+            (3, 0),
             textcoords="offset points",
-            ha="left" if horizontal or crowded else "center",
-            va="center" if horizontal else "bottom",
-            rotation=60 if crowded else 0,
+            va="center",
             fontsize=8,
         )
-    end = max(max(sums, default=0), 1) * (1.16 if horizontal or crowded else 1.08)  # room for what is written
-    axes.set(**{"xlim" if horizontal else "ylim": (0, end)})
+    name_bars(axes, names)
+    reach = max(max(ends, default=0), 1) * (1.16 if texts is None else 1.6)  # room for what is written
+    axes.set_xlim(0, reach)
+    byte_axis(axes.xaxis, reach)
 
 
-def _name_bars(axes: "Axes", names: Sequence[str], horizontal: bool) -> None:
-    if horizontal:
-        axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
-        axes.set_ylim(max(len(names), 3) - 0.5, -0.5)  # few bars are no thicker than many
-        axes.grid(axis="y", visible=False)
-        axes.grid(axis="x", visible=True)
-    else:
-        slanted = sum(map(len, names)) > 90
-        axes.set_xticks(range(len(names)), names, rotation=30 if slanted else 0, ha="right" if slanted else "center")
-        axes.set_xlim(-0.5, max(len(names), 3) - 0.5)
+def name_bars(axes: "Axes", names: Sequence[str]) -> None:
+    """Of horizontal bars at 0, 1 …, from top to bottom. Few are no thicker than many."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(max(len(names), 3) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", visible=True)
+
+
+def phase_strip(
+    axes: "Axes", events: Sequence[float], phases: Sequence[str], steps: Sequence[int], height: tuple[float, float]
+) -> None:
+    """What the program was doing from each event until the next. What is idle between two parts of one phase in one
+    step belongs to it: worker threads that allocate for a backward are in no phase of their own.
+
+    Args:
+        height: from where to where, in parts of the axes' height.
+    """
+    phases, last = list(phases), 0  # the last row that was not idle
+    for row, phase in enumerate(phases):
+        if phase != "idle":
+            if phases[last] == phase and steps[last] == steps[row]:
+                phases[last:row] = [phase] * (row - last)
+            last = row
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for phase, group in groupby(zip(pairwise(events), phases, strict=False), lambda row: row[1]):
+        stretch = [ends for ends, _ in group]
+        spans.setdefault(phase, []).append((stretch[0][0], stretch[-1][1] - stretch[0][0]))
+    for phase in spans.keys() & PHASE_COLORS.keys():
+        look: dict[str, Any] = {"color": PHASE_COLORS[phase], "linewidth": 0}
+        low, high = height
+        axes.broken_barh(spans[phase], (low, high - low), transform=axes.get_xaxis_transform(), **look)
+
+
+def phase_legend(owner: "Figure | SubFigure | Axes", phases: Iterable[str], **place: Any) -> None:
+    """One line of the phases in a strip."""
+    from matplotlib.patches import Patch
+
+    shown = [phase for phase in PHASE_COLORS if phase in set(phases)]
+    if shown:
+        handles = [Patch(color=PHASE_COLORS[phase], label=phase.replace("_", " ")) for phase in shown]
+        owner.legend(handles=handles, ncols=len(PHASE_COLORS), handlelength=1, **place)
 
 
 def legend(figure: "Figure | SubFigure", *axes: "Axes") -> None:

@@ -1,35 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """How reports in a terminal begin and end: what ended how, with which versions, and warnings."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 
-from opacus_memprof.analysis.virtual import virtual_mark
+from opacus_memprof.analysis.virtual import Virtual, virtual_mark
+from opacus_memprof.profiles.job_summary import JobSummary
+from opacus_memprof.profiles.profile import Profile
 
 _STYLE = {"finished": "green", "running": "cyan"}
 
 
-def status_of(profile: Mapping[str, Any]) -> str:
+def status_of(profile: Profile | JobSummary) -> str:
     """The status of a profile or a job, as markup in its colour."""
-    status = str(profile.get("status", "unknown"))
+    status = profile.status
     return f"[{_STYLE.get(status, 'red')}]{escape(status.replace('_', ' '))}[/]"
 
 
-def print_head(said: str, profile: Mapping[str, Any], console: Console) -> None:
-    """The first lines of a report. `said` is markup; `profile` is the content of profile.json or ranks.json."""
+def print_head(said: str, profile: Profile | JobSummary, console: Console) -> None:
+    """The first lines of a report. `said` is markup."""
     console.print(f"[bold]opacus-memprof[/]  {said}", highlight=False)
-    print_virtual_mark(profile, console)
-    versions = profile.get("versions") or {}
+    print_virtual_mark(profile.virtual, console)
+    versions = profile.versions
     if known := [f"{name} {versions[name]}" for name in ("torch", "opacus", "cuda") if versions.get(name)]:
         console.print(escape(", ".join(known)), style="dim", highlight=False)
 
 
-def print_virtual_mark(profile: Mapping[str, Any], console: Console) -> None:
+def print_virtual_mark(virtual: Virtual, console: Console) -> None:
     """Prints on which virtual GPU it was, where it was on one."""
-    if mark := virtual_mark(profile):
+    if mark := virtual_mark(virtual):
         console.print(f"[bold magenta]{escape(mark)}[/]", highlight=False)
 
 
@@ -38,4 +39,4 @@ def print_warnings(warnings: Sequence[str], console: Console) -> None:
     if warnings:
         console.print()
     for warning in warnings:
-        console.print(f"[yellow]warning:[/] {escape(str(warning))}", highlight=False)
+        console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False)

@@ -2,13 +2,14 @@
 """Tables for a paper, in the style of the booktabs package."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from opacus_memprof.analysis.virtual import virtual_gpu_of
-from opacus_memprof.files import write_text
+from opacus_memprof.profiles.files import write_text
+from opacus_memprof.profiles.profile import Device, Profile
+from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.reports.moments import when
 from opacus_memprof.reports.tables import largest_first
-from opacus_memprof.units import format_bytes
 
 _TOP_MODULES = 10
 _ESCAPED = {character: f"\\{character}" for character in "&%$#_{}"} | {
@@ -48,40 +49,38 @@ def _line(cells: Sequence[str]) -> str:
     return " & ".join(map(escape, cells)) + r" \\"
 
 
-def write_latex(profile: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+def write_latex(profile: Profile, path: str | os.PathLike[str]) -> None:
     """Writes three tables for each device: the peak by category, by module, and the peak of each phase.
 
     Raises:
         MemprofError: `path` cannot be written.
     """
-    virtual = virtual_gpu_of(profile)
-    names = {name: name if virtual is None else f"{name}, a {virtual}" for name in profile["devices"]}
-    tables = [text for name, device in profile["devices"].items() for text in _tables(names[name], device)]
+    virtual = virtual_gpu_of(profile.virtual)
+    names = {name: name if virtual is None else f"{name}, a {virtual}" for name in profile.devices}
+    tables = [text for name, device in profile.devices.items() for text in _tables(names[name], device)]
     head = "% \\usepackage{booktabs} goes into the preamble.\n"
     write_text(path, "\n".join([head, *tables]))
 
 
-def _tables(name: str, device: Mapping[str, Any]) -> list[str]:
-    peak = device["peak"]
-    whole = peak["requested_bytes"]
-    when = f"{format_bytes(whole)} in {peak['phase']} of step {peak['step']}"
-    categories = largest_first(peak["categories"])
+def _tables(name: str, device: Device) -> list[str]:
+    peak = device.peak
+    whole = peak.requested_bytes
+    highest = f"{format_bytes(whole)} in {when(peak.phase, peak.step, peak.logical_step)}"
+    categories = largest_first(peak.categories)
     tables = [
         table(
-            f"Requested memory at the peak of {name}, {when}, by category",
+            f"Requested memory at the peak of {name}, {highest}, by category",
             ("Category", "Memory", "Share"),
             [*(_row(category, size, whole) for category, size in categories), _row("total", whole, whole)],
         )
     ]
-    modules = largest_first({module: sum(sizes.values()) for module, sizes in peak["modules"].items()})
+    modules = largest_first({module: sum(sizes.values()) for module, sizes in peak.modules.items()})
     if modules:
         rows = [_row(module or "(no module)", size, whole) for module, size in modules[:_TOP_MODULES]]
         if rest := modules[_TOP_MODULES:]:
             rows.append(_row(f"{len(rest)} more", sum(size for _, size in rest), whole))
         tables.append(table(f"The same by module: {name}", ("Module", "Memory", "Share"), rows))
-    phases = [
-        (phase, format_bytes(moment["peak_bytes"]), str(moment["step"])) for phase, moment in device["phases"].items()
-    ]
+    phases = [(phase, format_bytes(moment.peak_bytes), str(moment.step)) for phase, moment in device.phases.items()]
     tables.append(table(f"Requested memory of {name} at the peak of each phase", ("Phase", "Memory", "Step"), phases))
     return tables
 

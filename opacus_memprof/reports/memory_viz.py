@@ -13,10 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from msgspec import UNSET, to_builtins
+
 from opacus_memprof.analysis.events import FREE, OOM, RETAG, Events, Rows
 from opacus_memprof.analysis.names import Names
 from opacus_memprof.analysis.window import Window, around_peak
-from opacus_memprof.files import replacing
+from opacus_memprof.profiles.files import replacing
+from opacus_memprof.profiles.profile import Profile
 
 MAX_EVENTS = 200_000  # of a device: the viewer holds each of them
 _PROTOCOL = 4  # the newest that the viewer reads
@@ -37,9 +40,7 @@ class _Block(NamedTuple):
     step: int
 
 
-def write_memory_viz(
-    profile: Mapping[str, Any], directory: str | os.PathLike[str], path: str | os.PathLike[str]
-) -> None:
+def write_memory_viz(profile: Profile, directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Writes the snapshot as a pickle. `cuda:i` is device i, the CPU the device after those (0 where there are none).
 
     Of a device with more than MAX_EVENTS events of blocks those around its peak are shown, and what was live before
@@ -61,7 +62,7 @@ def write_memory_viz(
     segments: list[Entry] = []
     for device, window in windows.items():
         number = device - 1 if device else cards
-        trace = _Trace(events.names, profile["started_unix_ns"])
+        trace = _Trace(events.names, profile.started_unix_ns)
         trace.replay(window)
         traces[number] = trace.entries
         segments += trace.segments(number)
@@ -71,8 +72,8 @@ def write_memory_viz(
         "allocator_settings": {},
         "external_annotations": [],
     }
-    if "virtual" in profile:  # the viewer passes over what it does not know
-        snapshot["virtual_gpu"] = profile["virtual"]
+    if profile.virtual is not UNSET:  # the viewer passes over what it does not know
+        snapshot["virtual_gpu"] = to_builtins(profile.virtual)
     with replacing(path) as temporary, open(temporary, "wb") as file:
         pickle.dump(snapshot, file, protocol=_PROTOCOL)
 
@@ -92,7 +93,7 @@ class _Trace:
     def replay(self, window: Window) -> None:
         """Takes a device's events."""
         begin = int(window.rows["time_ns"][0])
-        for number, block in _blocks(window.before):
+        for number, block in _blocks(window.already_live):
             self._alloc(number, block, begin)
         for row in _plain(window.rows):
             self._take(row)

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every event of a profile as a Parquet table, for pandas, polars and duckdb."""
 
-import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from opacus_memprof.analysis.events import ALLOC, FREE, KINDS, SEED, SNAPSHOT, STEP, Events, Rows, decoded
-from opacus_memprof.files import replacing
-from opacus_memprof.optional import require
+from opacus_memprof.analysis.events import ALLOC, FREE, KINDS, SEED, SNAPSHOT, STEP, Events, Rows, encode_names
+from opacus_memprof.profiles.files import replacing
+from opacus_memprof.profiles.json_object import to_json
+from opacus_memprof.profiles.optional import require
+from opacus_memprof.profiles.profile import Profile
 
 
-def write_parquet(profile: Mapping[str, Any], directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+def write_parquet(profile: Profile, directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Writes one row for each event of `directory`; docs/reports.md names the columns.
 
     Memory and time are those of one piece of the file at a time.
@@ -29,19 +30,18 @@ def write_parquet(profile: Mapping[str, Any], directory: str | os.PathLike[str],
     """
     pa = require("pyarrow", "Parquet tables")
     parquet = require("pyarrow.parquet", "Parquet tables")
-    said = {key: profile.get(key) for key in ("format", "versions", "status", "started_unix_ns")}
-    if "virtual" in profile:
-        said["virtual"] = profile["virtual"]
+    keys = ("format", "versions", "status", "started_unix_ns", "virtual")
+    said = {key: profile[key] for key in keys if key in profile}
     events = Events(directory)
     live = np.zeros(256, np.int64)
     with replacing(path) as temporary:
-        schema = _schema(pa).with_metadata({"opacus_memprof": json.dumps(said)})
+        schema = _schema(pa).with_metadata({"opacus_memprof": to_json(said)})
         with parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
 
             def take(rows: Rows) -> None:
                 writer.write_table(pa.Table.from_arrays(_columns(pa, rows, events, live), schema=schema))
 
-            events.each(take)
+            events.for_each_chunk(take)
 
 
 def _schema(pa: Any) -> Any:
@@ -62,7 +62,7 @@ def _columns(pa: Any, rows: Rows, events: Events, live: npt.NDArray[np.int64]) -
     everywhere = (kind == 0) | ((kind >= STEP) & (kind <= SNAPSHOT))  # of every device
 
     def named(ids: npt.NDArray[Any], name: Callable[[int], str], absent: npt.NDArray[np.bool_] | None = None) -> Any:
-        places, words = decoded(ids, name)
+        places, words = encode_names(ids, name)
         return pa.DictionaryArray.from_arrays(pa.array(places, mask=absent), pa.array(words, pa.string()))
 
     def number(values: npt.NDArray[Any], absent: npt.NDArray[np.bool_] | None = None) -> Any:

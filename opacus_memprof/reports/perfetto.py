@@ -11,10 +11,11 @@ import numpy as np
 from opacus_memprof.analysis.events import ALLOC, FREE, OOM, PHASE, ROW, STEP, Events, Rows
 from opacus_memprof.analysis.profile import read_timelines
 from opacus_memprof.analysis.virtual import virtual_gpu_of
-from opacus_memprof.files import replacing
-from opacus_memprof.optional import require
 from opacus_memprof.profiles.categories import stack_order
-from opacus_memprof.units import format_bytes
+from opacus_memprof.profiles.files import replacing
+from opacus_memprof.profiles.optional import require
+from opacus_memprof.profiles.profile import Profile, Timeline
+from opacus_memprof.profiles.units import format_bytes
 
 TIMELINE_ROWS = 20_000  # of a device; the peak is always among them
 MAX_SLICES = 50_000  # of steps, and of phases: of more, the longest
@@ -24,7 +25,7 @@ _SEQUENCE = 1
 _PROCESS = 1  # uuids of tracks count from here
 
 
-def write_perfetto(profile: Mapping[str, Any], directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+def write_perfetto(profile: Profile, directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Writes a Perfetto trace (protobuf). Times are nanoseconds since recording started.
 
     For each device a counter of its requested bytes and one for each category, exact at up to TIMELINE_ROWS instants
@@ -49,7 +50,7 @@ def write_perfetto(profile: Mapping[str, Any], directory: str | os.PathLike[str]
 
 
 class _Trace:
-    def __init__(self, proto: Any, profile: Mapping[str, Any]) -> None:
+    def __init__(self, proto: Any, profile: Profile) -> None:
         self._proto = proto
         self._profile = profile
         self._uuid = _PROCESS
@@ -71,9 +72,9 @@ class _Trace:
         # Incremental state starts here; there is none, and readers want to be told.
         packet.sequence_flags = self._proto.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
         packet.track_descriptor.uuid = _PROCESS
-        packet.track_descriptor.process.pid = self._profile["pid"]
-        name = " ".join(self._profile.get("command") or []) or "training"
-        virtual = virtual_gpu_of(self._profile)
+        packet.track_descriptor.process.pid = self._profile.pid
+        name = " ".join(self._profile.command) or "training"
+        virtual = virtual_gpu_of(self._profile.virtual)
         packet.track_descriptor.process.process_name = name if virtual is None else f"{name}, on a {virtual}"
         return packet
 
@@ -103,19 +104,19 @@ class _Trace:
                 note.string_value = str(value)
         return packet
 
-    def _counters(self, device: str, timeline: Mapping[str, Any]) -> Iterator[Any]:
+    def _counters(self, device: str, timeline: Timeline) -> Iterator[Any]:
         group = self._track(f"{device} requested bytes")
         group.track_descriptor.child_ordering = self._proto.TrackDescriptor.EXPLICIT
         yield group
-        columns = {"total": timeline["bytes"]}
-        columns |= {category: timeline["categories"][category] for category in stack_order(timeline["categories"])}
+        columns = {"total": timeline.bytes}
+        columns |= {category: timeline.categories[category] for category in stack_order(timeline.categories)}
         for rank, (name, column) in enumerate(columns.items()):
             track = self._track(name, parent=group.track_descriptor.uuid)
             track.track_descriptor.sibling_order_rank = rank
             track.track_descriptor.counter.unit = self._proto.CounterDescriptor.UNIT_SIZE_BYTES
             yield track
             before = None
-            for time, size in zip(timeline["time_ns"], column, strict=True):
+            for time, size in zip(timeline.time_ns, column, strict=True):
                 if size != before:
                     packet = self._event("COUNTER", track.track_descriptor.uuid, time)
                     packet.track_event.counter_value = size
@@ -133,12 +134,12 @@ class _Trace:
             for thread in np.unique(told["thread"]).tolist():
                 turns.setdefault(thread, []).append(_changes(told[told["thread"] == thread]))
 
-        events.each(take)
+        events.for_each_chunk(take)
         steps = np.concatenate(ends or [np.empty(0, ROW)])
         starts = np.concatenate([[0], steps["time_ns"]])[:-1]
         words = [f"step {number - 1}" for number in steps["step"].tolist()]
         yield from self._row_of_slices("steps", starts, steps["time_ns"], words)
-        end = self._profile["ended_unix_ns"] - self._profile["started_unix_ns"]
+        end = self._profile.ended_unix_ns - self._profile.started_unix_ns
         for thread, pieces in sorted(turns.items()):
             rows = _changes(np.concatenate(pieces))
             until = np.append(rows["time_ns"][1:], max(end, int(rows["time_ns"][-1])))
@@ -159,25 +160,25 @@ class _Trace:
             yield self._event("SLICE_END", uuid, int(ends[at]))
 
     def _instants(self, track: int) -> Iterator[Any]:
-        start = self._profile["started_unix_ns"]
+        start = self._profile.started_unix_ns
         peak_at = 0
-        for name, device in reversed(self._profile["devices"].items()):
-            peak = device["peak"]
-            peak_at = peak["unix_ns"] - start
-            said = {"requested_bytes": peak["requested_bytes"], "phase": peak["phase"], "step": peak["step"]}
-            yield self._event("INSTANT", track, peak_at, f"{name}: peak, {format_bytes(peak['requested_bytes'])}", said)
-            for failure in device["out_of_memory"]:
-                title = f"{name}: out of memory, {format_bytes(failure['requested_bytes'])}"
+        for name, device in reversed(self._profile.devices.items()):
+            peak = device.peak
+            peak_at = peak.unix_ns - start
+            said = {"requested_bytes": peak.requested_bytes, "phase": peak.phase, "step": peak.step}
+            yield self._event("INSTANT", track, peak_at, f"{name}: peak, {format_bytes(peak.requested_bytes)}", said)
+            for failure in device.out_of_memory:
+                title = f"{name}: out of memory, {format_bytes(failure.requested_bytes)}"
                 keys = ("requested_bytes", "live_bytes", "category", "module", "op", "phase", "step")
                 said = {key: failure[key] for key in keys}
-                yield self._event("INSTANT", track, failure["unix_ns"] - start, title, said)
-            for snapshot in device["snapshots"]:
-                said = {"requested_bytes": snapshot["requested_bytes"], "step": snapshot["step"]}
-                title = f"{name}: snapshot {snapshot['name']}"
-                yield self._event("INSTANT", track, snapshot["unix_ns"] - start, title, said)
-        for finding in self._profile["findings"]:
+                yield self._event("INSTANT", track, failure.unix_ns - start, title, said)
+            for snapshot in device.snapshots:
+                said = {"requested_bytes": snapshot.requested_bytes, "step": snapshot.step}
+                title = f"{name}: snapshot {snapshot.name}"
+                yield self._event("INSTANT", track, snapshot.unix_ns - start, title, said)
+        for finding in self._profile.findings:
             said = {key: finding[key] for key in ("module", "bytes", "evidence", "remedy")}
-            yield self._event("INSTANT", track, peak_at, f"finding: {finding['kind'].replace('_', ' ')}", said)
+            yield self._event("INSTANT", track, peak_at, f"finding: {finding.kind.replace('_', ' ')}", said)
 
 
 def _changes(rows: Rows) -> Rows:

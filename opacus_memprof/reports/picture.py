@@ -2,33 +2,43 @@
 """A device's memory as one picture: over time, at the peak, by module and by component."""
 
 import os
-from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opacus_memprof.analysis.device import thinned
 from opacus_memprof.analysis.virtual import virtual_gpu_of
-from opacus_memprof.reports.figures import byte_axis, drawn, event_axis, legend, stacked_areas, stacked_bars
-from opacus_memprof.reports.palette import PHASE_COLORS, THEMES, Theme
-from opacus_memprof.reports.tables import largest_first
-from opacus_memprof.units import format_bytes
+from opacus_memprof.profiles.profile import Device, FailedAllocation, Groups, Peak, Profile, Timeline
+from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.reports.figures import (
+    byte_axis,
+    drawn,
+    event_axis,
+    legend,
+    phase_legend,
+    phase_strip,
+    stacked_areas,
+    stacked_bars,
+)
+from opacus_memprof.reports.moments import when
+from opacus_memprof.reports.palette import THEMES, Theme
+from opacus_memprof.reports.tables import largest_first, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SIZE = (13.0, 10.0)  # inches
 _TOP = 10  # modules
+_LABEL = 28  # characters of a name
 _COLUMNS = 1000  # of the timeline: about one for each dot
 _MOST_STEPS = 60  # more lines than these would hide the picture
 _LABELLED_STEPS = 15
 
 
-def picture_paths(profile: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[tuple[str, str], Path]:
+def picture_paths(profile: Profile, path: str | os.PathLike[str]) -> dict[tuple[str, str], Path]:
     """The files that write_pictures writes, by device and theme: `a.png` and `a-dark.png`, or with the device's name
     between where there are several."""
     target = Path(path)
-    devices = list(profile["devices"]) or [""]
+    devices = list(profile.devices) or [""]
     paths = {}
     for device in devices:
         which = f"-{device.replace(':', '')}" if len(devices) > 1 else ""
@@ -38,7 +48,7 @@ def picture_paths(profile: Mapping[str, Any], path: str | os.PathLike[str]) -> d
     return paths
 
 
-def write_pictures(profile: Mapping[str, Any], path: str | os.PathLike[str]) -> list[Path]:
+def write_pictures(profile: Profile, path: str | os.PathLike[str]) -> list[Path]:
     """Draws each device in light and in dark, and returns the files.
 
     Raises:
@@ -47,27 +57,27 @@ def write_pictures(profile: Mapping[str, Any], path: str | os.PathLike[str]) -> 
     paths = picture_paths(profile, path)
     for (name, theme), file in paths.items():
         if name:
-            virtual = virtual_gpu_of(profile)
+            virtual = virtual_gpu_of(profile.virtual)
             title = name if virtual is None else f"{name}, a {virtual}"
-            _draw_device(title, profile["devices"][name], theme, file)
+            _draw_device(title, profile.devices[name], theme, file)
         else:
             with drawn(file, theme, (8, 2)) as figure:
                 figure.text(0.5, 0.5, "No memory was allocated on a device that was profiled.", ha="center")
     return list(paths.values())
 
 
-def _draw_device(title: str, device: Mapping[str, Any], theme: str, file: Path) -> None:
-    peak = device["peak"]
-    modules, components = (_summed(peak[key]) for key in ("modules", "components"))
+def _draw_device(title: str, device: Device, theme: str, file: Path) -> None:
+    peak = device.peak
+    modules, components = _summed(peak.modules), _summed(peak.components)
     with drawn(file, theme, _SIZE) as figure:
         grid = figure.add_gridspec(4, 2, height_ratios=(20, 1.5, 8 + len(modules), 8 + len(components)))
         timeline = figure.add_subplot(grid[0, :])
         timeline.set_title(f"Requested memory of {title}, event by event")
-        rows = _thinned(device["timeline"])
+        rows = _thinned(device.timeline)
         _draw_timeline(timeline, device, rows, THEMES[theme])
         _draw_phases(figure.add_subplot(grid[1, :], sharex=timeline), rows)
-        categories = {name: {name: size} for name, size in largest_first(peak["categories"])}
-        parts: list[tuple[Any, str, Mapping[str, Mapping[str, int]]]] = [
+        categories = {name: {name: size} for name, size in largest_first(peak.categories)}
+        parts: list[tuple[Any, str, Groups]] = [
             (grid[2:, 0], "category", categories),
             (grid[2, 1], "module", modules),
             (grid[3, 1], "component", components),
@@ -76,12 +86,12 @@ def _draw_device(title: str, device: Mapping[str, Any], theme: str, file: Path) 
         for place, what, groups in (part for part in parts if part[2]):  # one that counters saw has no modules
             axes = figure.add_subplot(place)
             axes.set_title(f"At the peak, by {what}")
-            stacked_bars(axes, list(groups), list(groups.values()), horizontal=True)
+            stacked_bars(axes, [shortened(name, _LABEL) for name in groups], list(groups.values()))
             bars.append(axes)
         legend(figure, timeline, *bars)
 
 
-def _summed(groups: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str, int]]:
+def _summed(groups: Groups) -> Groups:
     """The largest groups first, and the rest as one."""
     names = [name for name, _ in largest_first({name: sum(sizes.values()) for name, sizes in groups.items()})]
     shown = {name or "(no module)": groups[name] for name in names[:_TOP]}
@@ -93,33 +103,33 @@ def _summed(groups: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str, i
     return shown
 
 
-def _thinned(timeline: Mapping[str, Any]) -> dict[str, Any]:
+def _thinned(timeline: Timeline) -> Timeline:
     """The timeline with as many rows as can be seen, and one more where the last of them ends."""
-    rows = thinned(timeline, max(-(-len(timeline["bytes"]) // _COLUMNS), 1))
-    columns = {key: [*rows[key], *rows[key][-1:]] for key in ("event", "step", "phase")}
+    rows = thinned(timeline, max(-(-len(timeline.bytes) // _COLUMNS), 1))
+    columns = {name: [*column, *column[-1:]] for name, column in rows.items() if name != "categories"}
     columns["event"][-1:] = [event + 1 for event in columns["event"][-1:]]
-    categories = {category: [*column, *column[-1:]] for category, column in rows["categories"].items()}
-    return {**columns, "categories": categories}
+    categories = {category: [*column, *column[-1:]] for category, column in rows.categories.items()}
+    return Timeline(**columns, categories=categories)
 
 
-def _draw_timeline(axes: "Axes", device: Mapping[str, Any], timeline: Mapping[str, Any], theme: Theme) -> None:
-    peak, events = device["peak"], timeline["event"]
-    stacked_areas(axes, events, timeline["categories"])
+def _draw_timeline(axes: "Axes", device: Device, timeline: Timeline, theme: Theme) -> None:
+    peak, events = device.peak, timeline.event
+    stacked_areas(axes, events, timeline.categories)
     if not events:  # a device that came after the event file was full
         axes.set_xlim(0, 1)
     axes.tick_params(labelbottom=False)
-    highest = peak["requested_bytes"]
-    axes.set_ylim(0, max(highest, 1) * (1.2 if device["out_of_memory"] else 1.12))
+    highest = peak.requested_bytes
+    axes.set_ylim(0, max(highest, 1) * (1.2 if device.out_of_memory else 1.12))
     byte_axis(axes.yaxis, highest)
-    if peak["event"] is None:
+    if peak.event is None:
         axes.axhline(highest, color=theme.text, linestyle="--")
         _mark(axes, next(iter(events), 0), highest, f"peak, after these events: {_when(highest, peak)}", theme.text)
     else:
-        _mark(axes, peak["event"], highest, f"peak: {_when(highest, peak)}", theme.text)
-    for failure in device["out_of_memory"][-1:]:
-        text = f"out of memory: {_when(failure['requested_bytes'], failure)}"
-        _mark(axes, failure["event"], failure["live_bytes"], text, theme.accent, line=1)  # it is near the peak, mostly
-    steps = timeline["step"]
+        _mark(axes, peak.event, highest, f"peak: {_when(highest, peak)}", theme.text)
+    for failure in device.out_of_memory[-1:]:
+        text = f"out of memory: {_when(failure.requested_bytes, failure)}"
+        _mark(axes, failure.event, failure.live_bytes, text, theme.accent, line=1)  # it is near the peak, mostly
+    steps = timeline.step
     begins = [(events[row], steps[row]) for row in range(1, len(steps)) if steps[row] != steps[row - 1]]
     for event, step in begins if len(begins) <= _MOST_STEPS else []:
         axes.axvline(event, color=theme.muted, linewidth=0.6, linestyle=(0, (2, 3)))
@@ -133,8 +143,8 @@ def _draw_timeline(axes: "Axes", device: Mapping[str, Any], timeline: Mapping[st
             axes.annotate(f" step {step}", (event, 1), **place)
 
 
-def _when(size: int, moment: Mapping[str, Any]) -> str:
-    return f"{format_bytes(size)} in {moment['phase']} of step {moment['step']}"
+def _when(size: int, moment: Peak | FailedAllocation) -> str:
+    return f"{format_bytes(size)} in {when(moment.phase, moment.step, moment.logical_step)}"
 
 
 def _mark(axes: "Axes", event: int, size: int, text: str, color: str, line: int = 0) -> None:
@@ -153,21 +163,13 @@ def _mark(axes: "Axes", event: int, size: int, text: str, color: str, line: int 
     )
 
 
-def _draw_phases(axes: "Axes", timeline: Mapping[str, Any]) -> None:
+def _draw_phases(axes: "Axes", timeline: Timeline) -> None:
     """A strip of what the program was doing."""
-    for phase, color in PHASE_COLORS.items():
-        runs = [
-            (start, end - start)
-            for (start, end), at in zip(pairwise(timeline["event"]), timeline["phase"], strict=False)
-            if at == phase
-        ]
-        if runs:
-            axes.broken_barh(runs, (0, 1), color=color, linewidth=0, label=phase.replace("_", " "))
+    phase_strip(axes, timeline.event, timeline.phase, timeline.step, (0, 1))
     axes.set_ylim(0, 1)
     event_axis(axes.xaxis)
     axes.set_yticks([0.5], ["phase"])
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
     axes.margins(x=0)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.9), ncols=len(PHASE_COLORS), handlelength=1)
+    phase_legend(axes, timeline["phase"], loc="upper left", bbox_to_anchor=(0, -0.9))

@@ -2,42 +2,44 @@
 """The ranks of a job for a terminal."""
 
 from collections.abc import Mapping
-from typing import Any
 
+from msgspec import UNSET
+from msgspec.structs import replace
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from opacus_memprof.analysis.job import list_ranks
+from opacus_memprof.profiles.job_summary import Imbalance, JobSummary, Rank, Spread, Straggler
+from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.findings import print_findings
 from opacus_memprof.reports.head import print_head, print_warnings, status_of
-from opacus_memprof.units import format_bytes
 
 _MOST_ROWS = 16  # of ranks; beyond, the highest and the lowest are shown
 _LOWEST = 4
 _EVEN = 1.0005  # as printed, max / mean is 1.000
 
 
-def print_ranks(summary: Mapping[str, Any], console: Console) -> None:
+def print_ranks(summary: JobSummary, console: Console) -> None:
     """Prints the content of ranks.json."""
-    played = summary.get("played")  # a job of which only some ranks ran, without the others
-    of = f"{summary['world_size']} ranks" if played is None else f"{list_ranks(played)} of {summary['world_size']}"
+    played = summary.played  # a job of which only some ranks ran, without the others
+    of = f"{summary.world_size} ranks" if played is UNSET else f"{list_ranks(played)} of {summary.world_size}"
     print_head(f"{of}, {status_of(summary)}", summary, console)
-    imbalance = summary["imbalance"]
+    imbalance = summary.imbalance
     if imbalance is None:
         console.print("No memory was allocated on a device that was profiled.")
     else:
-        _print_ranks(summary["ranks"], imbalance["mean_bytes"], console)
+        _print_ranks(summary.ranks, imbalance.mean_bytes, console)
         _print_imbalance(imbalance, console)
-        _print_spread(imbalance["categories"], console)
-        _print_stragglers(summary["stragglers"], console)
-        total = format_bytes(summary["total"]["peaks_bytes"])
-        whose = "All peaks" if played is None else "The peaks of these ranks"
+        _print_spread(imbalance.categories, console)
+        _print_stragglers(summary.stragglers, console)
+        total = format_bytes(summary.total.peaks_bytes)
+        whose = "All peaks" if played is UNSET else "The peaks of these ranks"
         console.print(f"\n{whose} together: [bold]{total}[/]", highlight=False)
-        _print_reconciliation(summary["ranks"], console)
-    found = [{**one, "evidence": f"{list_ranks(one['ranks'])}: {one['evidence']}"} for one in summary["findings"]]
+        _print_reconciliation(summary.ranks, console)
+    found = [replace(one, evidence=f"{list_ranks(one.ranks or ())}: {one.evidence}") for one in summary.findings]
     print_findings(found, console)
-    print_warnings(summary["warnings"], console)
+    print_warnings(summary.warnings, console)
 
 
 def _print_table(columns: Mapping[str, list[str]], words: tuple[str, ...], console: Console) -> None:
@@ -60,28 +62,28 @@ def _bytes(size: int | None) -> str:
     return "" if size is None else format_bytes(size)
 
 
-def _print_ranks(rows: list[Mapping[str, Any]], mean: int, console: Console) -> None:
+def _print_ranks(rows: list[Rank], mean: int, console: Console) -> None:
     """Each rank's peak; of many the highest and the lowest."""
-    measured = [row for row in rows if row["peak"]]
+    measured = [(row, row.peak) for row in rows if row.peak]
     left_out = 0
     if len(measured) > _MOST_ROWS:
-        measured.sort(key=lambda row: (-row["peak"]["requested_bytes"], row["rank"]))
+        measured.sort(key=lambda pair: (-pair[1].requested_bytes, pair[0].rank))
         left_out = len(measured) - _MOST_ROWS
         del measured[_MOST_ROWS - _LOWEST : -_LOWEST]
-    several_hosts = len({row["host"] for row in rows}) > 1
-    peaks = [row["peak"] for row in measured]
+    several_hosts = len({row.host for row in rows}) > 1
+    shown, peaks = [row for row, _ in measured], [peak for _, peak in measured]
     columns = {
-        "rank": [str(row["rank"]) for row in measured],
-        "peak": [_bytes(peak["requested_bytes"]) for peak in peaks],
-        "of mean": [f"{100 * peak['requested_bytes'] / mean:.1f} %" if mean else "" for peak in peaks],
-        "reserved": [_bytes(peak["reserved_bytes"]) for peak in peaks],
-        "outside": [_bytes(row["outside_pytorch"]) for row in measured],
-        "steps": [str(row["steps"]) for row in measured],
-        "phase": [peak["phase"] for peak in peaks],
-        "mostly": [escape(max(peak["categories"], key=peak["categories"].get, default="")) for peak in peaks],
-        "device": [row["device"] for row in measured],
-        "host": [escape(str(row["host"])) if several_hosts else "" for row in measured],
-        "": ["" if row["status"] == "finished" else f"[red]{row['status'].replace('_', ' ')}[/]" for row in measured],
+        "rank": [str(row.rank) for row in shown],
+        "peak": [_bytes(peak.requested_bytes) for peak in peaks],
+        "of mean": [f"{100 * peak.requested_bytes / mean:.1f} %" if mean else "" for peak in peaks],
+        "reserved": [_bytes(peak.reserved_bytes) for peak in peaks],
+        "outside": [_bytes(row.outside_pytorch) for row in shown],
+        "steps": [str(row.steps) for row in shown],
+        "phase": [peak.phase for peak in peaks],
+        "mostly": [escape(max(peak.categories, key=peak.categories.__getitem__, default="")) for peak in peaks],
+        "device": [str(row.device) for row in shown],
+        "host": [escape(str(row.host)) if several_hosts else "" for row in shown],
+        "": ["" if row.status == "finished" else f"[red]{row.status.replace('_', ' ')}[/]" for row in shown],
     }
     _print_table(columns, ("phase", "mostly", "device", "host", ""), console)
     if left_out:
@@ -89,42 +91,42 @@ def _print_ranks(rows: list[Mapping[str, Any]], mean: int, console: Console) -> 
         console.print(f"the {highest} highest and the {_LOWEST} lowest; {left_out} more lie between", style="dim")
 
 
-def _print_imbalance(imbalance: Mapping[str, Any], console: Console) -> None:
-    above = imbalance["max_bytes"] - imbalance["mean_bytes"]
-    line = f"\nimbalance (max / mean): [bold]{imbalance['ratio']:.3f}[/]"
-    if above > 0 and imbalance["cause_bytes"] > 0:
+def _print_imbalance(imbalance: Imbalance, console: Console) -> None:
+    above = imbalance.max_bytes - imbalance.mean_bytes
+    line = f"\nimbalance (max / mean): [bold]{imbalance.ratio:.3f}[/]"
+    if above > 0 and imbalance.cause_bytes > 0:
         line += (
-            f", rank {imbalance['rank']} has {format_bytes(above)} more than the mean; of {imbalance['cause']} it has "
-            f"{format_bytes(imbalance['cause_bytes'])} more"
+            f", rank {imbalance.rank} has {format_bytes(above)} more than the mean; of {imbalance.cause} it has "
+            f"{format_bytes(imbalance.cause_bytes)} more"
         )
     console.print(line, highlight=False)
 
 
-def _print_spread(categories: Mapping[str, Mapping[str, Any]], console: Console) -> None:
-    rows = sorted(categories.items(), key=lambda item: (-item[1]["mean_bytes"], item[0]))
+def _print_spread(categories: Mapping[str, Spread], console: Console) -> None:
+    rows = sorted(categories.items(), key=lambda item: (-item[1].mean_bytes, item[0]))
     columns = {
         "at the peak": [escape(category) for category, _ in rows],
-        "mean": [format_bytes(spread["mean_bytes"]) for _, spread in rows],
-        "max": [format_bytes(spread["max_bytes"]) for _, spread in rows],
-        "max / mean": [f"{spread['ratio']:.3f}" for _, spread in rows],
-        "on rank": [str(spread["rank"]) if spread["ratio"] > _EVEN else "" for _, spread in rows],
+        "mean": [format_bytes(spread.mean_bytes) for _, spread in rows],
+        "max": [format_bytes(spread.max_bytes) for _, spread in rows],
+        "max / mean": [f"{spread.ratio:.3f}" for _, spread in rows],
+        "on rank": [str(spread.rank) if spread.ratio > _EVEN else "" for _, spread in rows],
     }
     _print_table(columns, ("at the peak",), console)
 
 
-def _print_stragglers(stragglers: list[Mapping[str, Any]], console: Console) -> None:
+def _print_stragglers(stragglers: list[Straggler], console: Console) -> None:
     if not stragglers:
         return
-    who, verb = list_ranks(row["rank"] for row in stragglers), "set" if len(stragglers) > 1 else "sets"
+    who, verb = list_ranks(row.rank for row in stragglers), "set" if len(stragglers) > 1 else "sets"
     console.print(
         f"\n[yellow]{who}[/] {verb} what batch fits everywhere: the highest has "
-        f"{format_bytes(stragglers[0]['above_median'])} more than the median rank",
+        f"{format_bytes(stragglers[0].above_median)} more than the median rank",
         highlight=False,
     )
 
 
-def _print_reconciliation(rows: list[Mapping[str, Any]], console: Console) -> None:
-    wrong = [row["rank"] for row in rows if row["peak"] and row["peak"]["remainder_bytes"]]
+def _print_reconciliation(rows: list[Rank], console: Console) -> None:
+    wrong = [row.rank for row in rows if row.peak and row.peak.remainder_bytes]
     if wrong:
         console.print(
             f"[red]Σ categories misses bytes of the requested ones on {list_ranks(wrong)}[/]", highlight=False

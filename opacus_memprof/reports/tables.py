@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from rich.table import Table
 
-from opacus_memprof.units import format_bytes
+from opacus_memprof.profiles.units import format_bytes
 
 _BAR = 20  # characters of the longest bar
 

@@ -2,32 +2,32 @@
 """The DP tax as text."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
+from opacus_memprof.analysis.tax import Tax
+from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.tables import largest_changes, signed_bytes, table_of
-from opacus_memprof.units import format_bytes
 
 _TOP_MODULES = 9
 
 
-def print_tax(tax: Mapping[str, Any], console: Console) -> None:
+def print_tax(tax: Tax, console: Console) -> None:
     """Prints what analysis.tax.dp_tax returned."""
-    for name, device in tax["devices"].items():
+    for name, device in tax.devices.items():
         console.print(
-            f"[bold]{escape(name)}[/]: privacy takes [bold]{signed_bytes(device['total'])}[/] at the peak: "
-            f"{format_bytes(device['private_bytes'])} with it, {format_bytes(device['vanilla_bytes'])} without",
+            f"[bold]{escape(name)}[/]: privacy takes [bold]{signed_bytes(device.total)}[/] at the peak: "
+            f"{format_bytes(device.private_bytes)} with it, {format_bytes(device.vanilla_bytes)} without",
             highlight=False,
         )
-        _print_table("category", device["categories"], console)
-        modules = {module: sum(sizes.values()) for module, sizes in device["modules"].items()}
+        _print_table("category", device.categories, console)
+        modules = {module: sum(sizes.values()) for module, sizes in device.modules.items()}
         _print_table("module", modules, console, _TOP_MODULES)
-        if device["opacus_only"]:
-            held = format_bytes(device["opacus_only"])
+        if device.opacus_only:
+            held = format_bytes(device.opacus_only)
             console.print(f"\n{held} of captured activations are held by Opacus alone", highlight=False)
-    for note in tax["notes"]:
+    for note in tax.notes:
         console.print(f"\n[yellow]note:[/] {escape(note)}", highlight=False)
 
 

@@ -3,16 +3,17 @@
 
 import io
 from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from opacus_memprof.profiles.profile import Device, DeviceSnapshot, FailedAllocation, Groups, Peak, PhasePeak, Profile
+from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.findings import print_findings
 from opacus_memprof.reports.head import print_head, print_warnings, status_of
+from opacus_memprof.reports.moments import explanation, when
 from opacus_memprof.reports.tables import bar, largest_first, share, shortened, table_of
-from opacus_memprof.units import format_bytes
 
 _TOP_MODULES = 10
 _MEANING = {
@@ -32,59 +33,54 @@ _LABEL = {
 _SPLIT_LABEL = {"shared_with_autograd": "autograd holds them as well", "opacus_only": "only Opacus holds them"}
 
 
-def print_summary(profile: Mapping[str, Any], console: Console) -> None:
-    """Prints a profile (the content of profile.json). Pieces that it lacks are left out."""
+def print_summary(profile: Profile, console: Console) -> None:
+    """Prints a profile."""
     if isinstance(console.file, io.TextIOWrapper):
         console.file.reconfigure(errors="replace")  # an ASCII terminal shows "?" for a bar
     _print_header(profile, console)
-    devices = profile.get("devices") or {}
-    if not devices:
+    if not profile.devices:
         console.print("No memory was allocated on a device that was profiled.")
-    for name, device in devices.items():
+    for name, device in profile.devices.items():
         _print_device(name, device, console)
-    print_findings(profile.get("findings") or [], console)
-    print_warnings(profile.get("warnings") or [], console)
+    print_findings(profile.findings, console)
+    print_warnings(profile.warnings, console)
 
 
-def _print_header(profile: Mapping[str, Any], console: Console) -> None:
-    code = profile.get("exit_code")
+def _print_header(profile: Profile, console: Console) -> None:
+    code = profile.exit_code
     ended = status_of(profile) if code is None else f"{status_of(profile)}, exit code {code}"
-    if launch := profile.get("launch"):
-        ended = f"rank {launch['rank']} of {launch['world_size']}, {ended}"
+    if launch := profile.launch:
+        ended = f"rank {launch.rank} of {launch.world_size}, {ended}"
     print_head(ended, profile, console)
 
 
-def _print_device(name: str, device: Mapping[str, Any], console: Console) -> None:
-    peak = device.get("peak") or {}
-    requested = peak.get("requested_bytes")
-    if requested is None:
-        console.print(f"\n[bold]{escape(name)}[/]: the profile has no peak")
-        return
-    where = f"in {peak.get('phase', '?')} of step {peak.get('step', '?')}"
+def _print_device(name: str, device: Device, console: Console) -> None:
+    peak, requested = device.peak, device.peak.requested_bytes
+    where = f"in {when(peak.phase, peak.step, peak.logical_step)}"
     console.print(
         f"\n[bold]{escape(name)}[/]: peak of [bold]{format_bytes(requested)}[/] {escape(where)}", highlight=False
     )
     _print_sums(peak, console)
     _print_categories(peak, requested, console)
     _print_modules(peak, requested, console)
-    _print_phases(device.get("phases") or {}, requested, console)
-    _print_failures(device.get("out_of_memory") or [], console)
-    _print_reconciliation(peak, device.get("snapshots") or [], console)
+    _print_phases(device.phases, requested, console)
+    _print_failures(device.out_of_memory, console)
+    _print_reconciliation(peak, device.snapshots, console)
 
 
-def _print_sums(peak: Mapping[str, Any], console: Console) -> None:
+def _print_sums(peak: Peak, console: Console) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")
     for key, label in _LABEL.items():
-        if peak.get(key) is not None:
-            table.add_row(label, format_bytes(peak[key]), _MEANING[key])
+        if (size := getattr(peak, key)) is not None:
+            table.add_row(label, format_bytes(size), _MEANING[key])
     console.print(table)
 
 
-def _print_categories(peak: Mapping[str, Any], requested: int, console: Console) -> None:
-    rows = largest_first(peak.get("categories") or {})
+def _print_categories(peak: Peak, requested: int, console: Console) -> None:
+    rows = largest_first(peak.categories)
     if not rows:
         return
     table = table_of("at the peak", ("bytes", "share"), ("",))
@@ -92,22 +88,20 @@ def _print_categories(peak: Mapping[str, Any], requested: int, console: Console)
     for category, size in rows:
         table.add_row(escape(category), format_bytes(size), share(size, requested), bar(size, largest))
         if category == "activation_hooks":
-            for part, held in largest_first(peak.get("activation_hooks") or {}):
+            for part, held in largest_first(dict(peak.activation_hooks)):
                 table.add_row(f"  {_SPLIT_LABEL.get(part, part)}", format_bytes(held), "", "", style="dim")
     console.print()
     console.print(table)
 
 
-def _print_modules(peak: Mapping[str, Any], requested: int, console: Console) -> None:
-    components = peak.get("components") or {}
-    if len(components) > 1:
-        _print_groups("component", components, requested, console)
-    modules = peak.get("modules") or {}
-    if any(name and any(sizes.values()) for name, sizes in modules.items()):
-        _print_groups("module", modules, requested, console)
+def _print_modules(peak: Peak, requested: int, console: Console) -> None:
+    if len(peak.components) > 1:
+        _print_groups("component", peak.components, requested, console)
+    if any(name and any(sizes.values()) for name, sizes in peak.modules.items()):
+        _print_groups("module", peak.modules, requested, console)
 
 
-def _print_groups(title: str, groups: Mapping[str, Mapping[str, int]], requested: int, console: Console) -> None:
+def _print_groups(title: str, groups: Groups, requested: int, console: Console) -> None:
     """Bytes by category of each of some modules or components: the largest, and the rest as one row."""
     totals = largest_first({name: sum(sizes.values()) for name, sizes in groups.items()})
     table = table_of(title, ("bytes", "share"), ("mostly",))
@@ -122,48 +116,48 @@ def _print_groups(title: str, groups: Mapping[str, Mapping[str, int]], requested
     console.print(table)
 
 
-def _print_phases(phases: Mapping[str, Any], requested: int, console: Console) -> None:
+def _print_phases(phases: Mapping[str, PhasePeak], requested: int, console: Console) -> None:
     if not phases:
         return
     table = table_of("phase", ("peak", "step"), ("", "mostly"))
     for name, phase in phases.items():
-        categories = largest_first(phase.get("categories") or {})
+        categories = largest_first(phase.categories)
         mostly = categories[0][0] if categories else ""
-        peak = phase.get("peak_bytes", 0)
-        table.add_row(
-            escape(name), format_bytes(peak), str(phase.get("step", "")), bar(peak, requested), escape(mostly)
-        )
+        peak = phase.peak_bytes
+        table.add_row(escape(name), format_bytes(peak), str(phase.step), bar(peak, requested), escape(mostly))
     console.print()
     console.print(table)
+    steps = [(phase.step, phase.logical_step) for phase in phases.values()]
+    console.print(explanation(phases, steps), style="dim", highlight=False)
 
 
-def _print_failures(failures: list[Mapping[str, Any]], console: Console) -> None:
+def _print_failures(failures: list[FailedAllocation], console: Console) -> None:
     if not failures:
         return
     last = failures[-1]
-    where = f" for {last['module']}" if last.get("module") else ""
+    where = f" for {last.module}" if last.module else ""
     more = f" ({len(failures)} allocations failed; this is the last)" if len(failures) > 1 else ""
+    moment = when(last.phase, last.step, last.logical_step)
     console.print(
-        f"\n[red]out of memory:[/] {format_bytes(last['requested_bytes'])} of {escape(last['category'] + where)} in "
-        f"{escape(last['phase'])} of step {last['step']}, with {format_bytes(last['live_bytes'])} live{more}",
+        f"\n[red]out of memory:[/] {format_bytes(last.requested_bytes)} of {escape(last.category + where)} in "
+        f"{escape(moment)}, with {format_bytes(last.live_bytes)} live{more}",
         highlight=False,
     )
 
 
-def _print_reconciliation(peak: Mapping[str, Any], snapshots: list[Mapping[str, Any]], console: Console) -> None:
-    remainder = peak.get("remainder_bytes", 0)
-    if remainder:
+def _print_reconciliation(peak: Peak, snapshots: list[DeviceSnapshot], console: Console) -> None:
+    if remainder := peak.remainder_bytes:
         console.print(f"\n[red]Σ categories misses {remainder} bytes of the requested ones[/]", highlight=False)
     else:
         console.print("\n[green]Σ categories = requested bytes: exact[/]", highlight=False)
     _print_counted(peak, console)
-    compared = [snapshot for snapshot in snapshots if snapshot.get("remainder") is not None]
-    wrong = [snapshot for snapshot in compared if snapshot["remainder"]]
+    compared = [(snapshot.remainder, snapshot.name) for snapshot in snapshots if isinstance(snapshot.remainder, int)]
+    wrong = [row for row in compared if row[0]]
     if wrong:
-        worst = max(wrong, key=lambda snapshot: abs(snapshot["remainder"]))
+        worst, name = max(wrong, key=lambda row: abs(row[0]))
         console.print(
             f"[red]{len(wrong)} of {len(compared)} snapshots differ from what the allocator counts[/], "
-            f'"{escape(str(worst.get("name")))}" by {worst["remainder"]} bytes',
+            f'"{escape(name)}" by {worst} bytes',
             highlight=False,
         )
     elif compared:
@@ -174,12 +168,12 @@ def _print_reconciliation(peak: Mapping[str, Any], snapshots: list[Mapping[str, 
         )
 
 
-def _print_counted(peak: Mapping[str, Any], console: Console) -> None:
+def _print_counted(peak: Peak, console: Console) -> None:
     """What the allocator itself counted at the peak, where it counts."""
-    counted = peak.get("counted_bytes")
+    counted = peak.counted_bytes
     if counted is None:
         return
-    beyond = counted - peak["requested_bytes"]
+    beyond = counted - peak.requested_bytes
     if beyond == 0:
         console.print("[green]and what the allocator itself counts, at the peak: exact[/]", highlight=False)
     else:

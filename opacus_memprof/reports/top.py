@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The view of a running profile for a terminal."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
+from opacus_memprof.analysis.live import RunningDevice, RunningProfile
 from opacus_memprof.analysis.virtual import virtual_mark
+from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.tables import bar, largest_first, share, shortened, table_of
-from opacus_memprof.units import format_bytes
 
 _TOP_MODULES = 8
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -18,49 +18,49 @@ _NEWEST_STEPS = 60  # of the trend's line
 _STYLE = {"running": "cyan", "ended": "green", "killed": "red"}
 
 
-def live_view(live: Mapping[str, Any]) -> RenderableType:
+def live_view(live: RunningProfile) -> RenderableType:
     """What analysis.live.Live.look returned."""
     parts: list[RenderableType] = [
         Text.from_markup(
-            f"[bold]opacus-memprof[/]  process {live['pid']} [{_STYLE[live['status']]}]{live['status']}[/]  "
-            f"step {live['step']} (logical {live['logical_step']})  {escape(live['phase'])}  "
-            f"[dim]{live['events']} events[/]"
+            f"[bold]opacus-memprof[/]  process {live.pid} [{_STYLE[live.status]}]{live.status}[/]  "
+            f"step {live.step} (logical step {live.logical_step})  {escape(live.phase)}  "
+            f"[dim]{live.events} events[/]"
         )
     ]
-    if mark := virtual_mark(live):
+    if mark := virtual_mark(live.virtual):
         parts.append(Text(mark, "bold magenta"))
-    if live["dropped"]:
-        parts.append(Text(f"the event file is full: {live['dropped']} events later than these are missing", "yellow"))
-    if live["out_of_memory"]:
-        parts.append(Text(f"{live['out_of_memory']} allocations failed for want of memory", "red"))
-    for name, device in live["devices"].items():
+    if live.dropped:
+        parts.append(Text(f"the event file is full: {live.dropped} events later than these are missing", "yellow"))
+    if live.out_of_memory:
+        parts.append(Text(f"{live.out_of_memory} allocations failed for want of memory", "red"))
+    for name, device in live.devices.items():
         parts += ["", *_device(name, device)]
-    if not live["devices"]:
+    if not live.devices:
         parts.append(Text("nothing is allocated yet", "dim"))
     return Group(*parts)
 
 
-def _device(name: str, device: Mapping[str, Any]) -> list[RenderableType]:
-    requested, peak = device["requested_bytes"], device["peak_bytes"]
+def _device(name: str, device: RunningDevice) -> list[RenderableType]:
+    requested, peak = device.requested_bytes, device.peak_bytes
     parts: list[RenderableType] = [
         Text.from_markup(
             f"[bold]{escape(name)}[/]  {format_bytes(requested)} live  {bar(requested, peak)}  "
-            f"peak {format_bytes(peak)} in step {device['peak_step']}"
+            f"peak {format_bytes(peak)} in step {device.peak_step}"
         )
     ]
-    if trend := _trend(device["step_ends"], device["bytes_per_step"]):
+    if trend := _trend(device.step_ends, device.bytes_per_step):
         parts.append(Text(trend, "dim"))
-    categories = largest_first(device["categories"])
+    categories = largest_first(device.categories)
     if categories:
         table = table_of("category", ("bytes", "share"), ("",))
         for category, size in categories:
             table.add_row(escape(category), format_bytes(size), share(size, requested), bar(size, categories[0][1]))
         parts += ["", table]
-    modules = largest_first({module: sum(sizes.values()) for module, sizes in device["modules"].items() if module})
+    modules = largest_first({module: sum(sizes.values()) for module, sizes in device.modules.items() if module})
     if modules:
         table = table_of("module", ("bytes", "share"), ("mostly",))
         for module, size in modules[:_TOP_MODULES]:
-            mostly = largest_first(device["modules"][module])[0][0]
+            mostly = largest_first(device.modules[module])[0][0]
             table.add_row(escape(shortened(module)), format_bytes(size), share(size, requested), escape(mostly))
         parts += ["", table]
     return parts

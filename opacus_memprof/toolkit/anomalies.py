@@ -1,35 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is wrong with the memory of a run or with a model, each with its evidence and a remedy.
 
-A finding is {"kind", "severity" ("warning" or "error"), "module" (a parameter's name or ""), "device", "bytes",
-"evidence", "remedy"}. The thresholds are the constants here; sizes in MB of 2**20 bytes.
+Findings are those of profiles, with a severity; `module` is a parameter's name. The thresholds are the constants here;
+sizes in MB of 2**20 bytes.
 """
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from opacus_memprof.toolkit.output import MB, say
+from opacus_memprof.profiles.profile import Finding
+from opacus_memprof.toolkit.output import LOGGER, MB
 from opacus_memprof.toolkit.readings import RESIDENT
 
 MONITOR = "monitor"  # the name of readings that are taken at an interval, at no particular point of a step
 
 # A leak: leaving out the first readings of a name (optimizer states and workspaces come to be in them), the rest is cut
 # into eight equal windows, and from each to the next both the lowest and the highest reading rise. Readings that only
-# vary do that by chance less than once in ten million; readings that grew once, as caches do, do not.
+# vary do that by chance less than once in ten million. What came once and lives on is no leak, however large it is: it
+# falls into at most two of the rises between windows, so the other five alone must come to the threshold. (Resident
+# memory grows while an allocation is being filled. Its windows last long enough for that.)
 WARM_UP_READINGS = 2
 LEAK_WINDOWS = 8
 LEAK_READINGS = 16  # beyond warm-up; of readings at an interval, LEAK_MONITOR_READINGS
 LEAK_MONITOR_READINGS = 40
-LEAK_MB = 1.0  # at least, from the first window to the last
+LEAK_ONCE = 2  # rises that one allocation can make
+LEAK_WINDOW_SECONDS = 2.0  # at least, of resident memory that is read at an interval
+LEAK_MB = 1.0  # at least, without the largest LEAK_ONCE rises
 LEAK_RESIDENT_MB = 32.0  # where only the process' resident memory is known, which creeps without a leak
 
-# Sudden growth: a reading that exceeds all before it under the same name by this much, after so many.
+# Sudden growth: a reading that exceeds all before it under the same name by this much, after so many. Between named
+# points of the program, of which there may be one reading each, it is for the program to say how much is too much.
 GROWTH_READINGS = 10
 GROWTH_RATIO = 1.5
 GROWTH_MB = 200.0
@@ -46,29 +53,31 @@ LARGE_PARAMETER_MB = 100.0
 EXPLODING_GRADIENT = 1e4  # root mean square of a parameter's gradient; fp16 ends at 6.5e4
 
 
-def in_history(history: Sequence[Mapping[str, Any]], growth_mb: float = GROWTH_MB) -> list[dict[str, Any]]:
+def in_history(history: Sequence[Mapping[str, Any]], growth_mb: float | None = None) -> list[Finding]:
     """Leaks and sudden growth among snapshots of the same name, and what the newest snapshot shows by itself.
 
     Args:
         history: snapshots as `memory_snapshot` returns them, oldest first.
-        growth_mb: what sudden growth must exceed, in MB.
+        growth_mb: what memory may grow by from one named snapshot to another, in MB. Without it only a reading that
+            exceeds many before it is sudden growth.
     """
     findings = []
-    series: dict[tuple[str, str, str], list[float]] = {}
+    series: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
     for snapshot in history:
         for reading in snapshot["devices"]:
             key = (reading["device"], reading["source"], snapshot["name"])
-            series.setdefault(key, []).append(reading["allocated_mb"])
-    largest_leak: dict[str, dict[str, Any]] = {}  # one leak shows at every point of the step
-    for (device, source, name), sizes in series.items():
-        findings += _sudden_growth(device, name, sizes, growth_mb)
-        leak = _leak(device, source, name, sizes)
-        if leak is not None and leak["bytes"] > largest_leak.get(device, {"bytes": 0})["bytes"]:
-            largest_leak[device] = leak
-    return [*largest_leak.values(), *findings, *(in_snapshot(history[-1]) if history else [])]
+            series.setdefault(key, []).append((reading["allocated_mb"], snapshot["timestamp"]))
+    leaks: list[Finding] = []  # one shows at every point of a step
+    for (device, source, name), readings in series.items():
+        if growth_mb is None or name == MONITOR:
+            findings += _sudden_growth(device, name, [size for size, _ in readings])
+        leaks += _leak(device, source, name, readings)
+    if growth_mb is not None:
+        findings += _growth_between([one for one in history if one["name"] != MONITOR], growth_mb)
+    return [*largest(leaks), *findings, *(in_snapshot(history[-1]) if history else [])]
 
 
-def in_snapshot(snapshot: Mapping[str, Any], threshold_mb: float | None = None) -> list[dict[str, Any]]:
+def in_snapshot(snapshot: Mapping[str, Any], threshold_mb: float | None = None) -> list[Finding]:
     """Overuse and fragmentation, and devices where more than `threshold_mb` is in use."""
     findings = []
     for reading in snapshot["devices"]:
@@ -92,7 +101,7 @@ def in_snapshot(snapshot: Mapping[str, Any], threshold_mb: float | None = None) 
     return findings
 
 
-def in_model(model: nn.Module) -> list[dict[str, Any]]:
+def in_model(model: nn.Module) -> list[Finding]:
     """Parameters that are very large or not finite, and gradients that are not finite, very large or for nothing.
 
     Allocates a few numbers for each parameter, no copy of it.
@@ -109,24 +118,22 @@ def in_model(model: nn.Module) -> list[dict[str, Any]]:
         if wrong := _not_finite(parameter):
             remedy = "go back to the last checkpoint that was finite, and lower the learning rate"
             findings.append(
-                _finding("nan_inf_parameter", size, f"parameter {wrong}: {name}", remedy, module=name, severity="error")
+                _finding("nan_inf_parameter", size, f"parameter {wrong}: {name}", remedy, module=name, error=True)
             )
         if parameter.grad is not None:
             findings += _gradient(name, parameter, parameter.grad)
     return findings
 
 
-def log(findings: Sequence[Mapping[str, Any]]) -> None:
-    """Says each finding's evidence, as a warning or an error."""
+def log(findings: Sequence[Finding]) -> None:
+    """Logs each finding's evidence, as a warning or an error."""
     for finding in findings:
-        say(finding["evidence"], logging.ERROR if finding["severity"] == "error" else logging.WARNING)
+        LOGGER.log(logging.ERROR if finding.severity == "error" else logging.WARNING, finding.evidence)
 
 
-def text(findings: Sequence[Mapping[str, Any]]) -> str:
-    """The findings for a report."""
-    if not findings:
-        return "no anomalies\n"
-    return "".join(f"{found['kind']}: {found['evidence']}\n  remedy: {found['remedy']}\n" for found in findings)
+def largest(findings: Iterable[Finding]) -> list[Finding]:
+    """Each device's with the most bytes."""
+    return list({finding.device: finding for finding in sorted(findings, key=lambda finding: finding.bytes)}.values())
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
@@ -142,51 +149,45 @@ def label(device: str) -> str:
 
 
 def _finding(
-    kind: str,
-    size_mb: float,
-    evidence: str,
-    remedy: str,
-    *,
-    module: str = "",
-    device: str = "",
-    severity: str = "warning",
-) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "severity": severity,
-        "module": module,
-        "device": device,
-        "bytes": round(size_mb * MB),
-        "evidence": evidence,
-        "remedy": remedy,
-    }
+    kind: str, size_mb: float, evidence: str, remedy: str, *, module: str = "", device: str = "", error: bool = False
+) -> Finding:
+    severity: Literal["warning", "error"] = "error" if error else "warning"
+    return Finding(kind, module, round(size_mb * MB), evidence, remedy, device=device, severity=severity)
 
 
-def _leak(device: str, source: str, name: str, sizes: Sequence[float]) -> dict[str, Any] | None:
+def _leak(device: str, source: str, name: str, readings: Sequence[tuple[float, str]]) -> list[Finding]:
     least = LEAK_MONITOR_READINGS if name == MONITOR else LEAK_READINGS
-    length = (len(sizes) - WARM_UP_READINGS) // LEAK_WINDOWS
+    length = (len(readings) - WARM_UP_READINGS) // LEAK_WINDOWS
     if length * LEAK_WINDOWS < least:
-        return None
-    steady = sizes[len(sizes) - length * LEAK_WINDOWS :]
-    windows = [steady[start : start + length] for start in range(0, len(steady), length)]
-    grew = min(windows[-1]) - min(windows[0])
-    if grew < (LEAK_RESIDENT_MB if source == RESIDENT else LEAK_MB):
-        return None
+        return []
+    steady = readings[len(readings) - length * LEAK_WINDOWS :]
+    if name == MONITOR and source == RESIDENT and _seconds(steady) < LEAK_WINDOWS * LEAK_WINDOW_SECONDS:
+        return []
+    windows = [[size for size, _ in steady[start : start + length]] for start in range(0, len(steady), length)]
     if any(min(before) >= min(after) or max(before) >= max(after) for before, after in pairwise(windows)):
-        return None
+        return []
+    rises = sorted(min(after) - min(before) for before, after in pairwise(windows))
+    if sum(rises[:-LEAK_ONCE]) < (LEAK_RESIDENT_MB if source == RESIDENT else LEAK_MB):
+        return []
+    grew = min(windows[-1]) - min(windows[0])
     each = grew / (len(steady) - length)
     evidence = (
         f'{label(device)} memory keeps growing: the last {len(steady)} readings of "{name}" went from '
         f"{min(windows[0]):.1f}MB to {min(windows[-1]):.1f}MB, {each:+.2f}MB each"
     )
     remedy = "look for losses or outputs that are kept with their graph (use .item() or .detach()), and for lists"
-    return _finding("leak", grew, evidence, remedy, device=device)
+    return [_finding("leak", grew, evidence, remedy, device=device)]
 
 
-def _sudden_growth(device: str, name: str, sizes: Sequence[float], growth_mb: float) -> list[dict[str, Any]]:
+def _seconds(readings: Sequence[tuple[float, str]]) -> float:
+    first, last = (datetime.fromisoformat(when) for _, when in (readings[0], readings[-1]))
+    return (last - first).total_seconds()
+
+
+def _sudden_growth(device: str, name: str, sizes: Sequence[float]) -> list[Finding]:
     highest = 0.0
     for index, size in enumerate(sizes):
-        if index >= GROWTH_READINGS and highest > 0 and size > highest * GROWTH_RATIO and size - highest > growth_mb:
+        if index >= GROWTH_READINGS and highest > 0 and size > highest * GROWTH_RATIO and size - highest > GROWTH_MB:
             evidence = (
                 f'{label(device)} memory grew suddenly: reading {index + 1} of "{name}" is {size:.1f}MB, and none '
                 f"before exceeded {highest:.1f}MB"
@@ -197,11 +198,39 @@ def _sudden_growth(device: str, name: str, sizes: Sequence[float], growth_mb: fl
     return []
 
 
-def _gradient(name: str, parameter: nn.Parameter, gradient: torch.Tensor) -> list[dict[str, Any]]:
+def _growth_between(history: Sequence[Mapping[str, Any]], growth_mb: float) -> list[Finding]:
+    """Growth by more than `growth_mb` to a snapshot: of a name that was there before, since the lowest one of that
+    name, which was taken at the same point of a step; of a new name, since the lowest snapshot. What was found once is
+    where it is counted from next. Of one name the largest."""
+    found: dict[tuple[str, str], Finding] = {}
+    lowest: dict[tuple[str, str, str | None], tuple[str, float]] = {}
+    for snapshot in history:
+        name = snapshot["name"]
+        for reading in snapshot["devices"]:
+            device, source, size = reading["device"], reading["source"], reading["allocated_mb"]
+            known = name if (device, source, name) in lowest else None
+            before, was = lowest.get((device, source, known), (name, size))
+            grew = size - was > growth_mb
+            if grew or size <= was:
+                lowest[device, source, known] = name, size
+            lowest.setdefault((device, source, name), (name, size))
+            if not grew:
+                continue
+            evidence = (
+                f'{label(device)} memory grew by {size - was:.1f}MB from "{before}" to "{name}", to {size:.1f}MB: more '
+                f"than the threshold of {growth_mb:.1f}MB"
+            )
+            remedy = "see which category grew (opacus_memprof.profile, compare_checkpoints), or raise the threshold"
+            growth = _finding("sudden_growth", size - was, evidence, remedy, device=device)
+            found[device, name] = max(found.get((device, name), growth), growth, key=lambda one: one.bytes)
+    return list(found.values())
+
+
+def _gradient(name: str, parameter: nn.Parameter, gradient: torch.Tensor) -> list[Finding]:
     size = bytes_of(gradient) / MB
     if wrong := _not_finite(gradient):
         remedy = "check the batch and the loss for NaN, lower the learning rate, or scale the loss under fp16"
-        return [_finding("gradient_anomaly", size, f"gradient {wrong}: {name}", remedy, module=name, severity="error")]
+        return [_finding("gradient_anomaly", size, f"gradient {wrong}: {name}", remedy, module=name, error=True)]
     if not parameter.requires_grad:
         remedy = "set its grad to None: it takes memory, and the optimizer has no use for it"
         return [_finding("gradient_anomaly", size, f"frozen parameter with a gradient: {name}", remedy, module=name)]

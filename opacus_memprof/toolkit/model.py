@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model's parameters, buffers and gradients take, for each parameter and layer. Sizes in MB of 2**20 bytes."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.toolkit import anomalies
-from opacus_memprof.toolkit.output import MB, say
+from opacus_memprof.toolkit import anomalies, journal
+from opacus_memprof.toolkit.output import LOGGER, MB
 
 
 def analyze_model(model: nn.Module, name: str = "model") -> dict[str, Any]:
     """Counts a model's parameters and bytes. Parameters that are shared count once. Opacus' wrapper is looked through.
+    The tables of parameters and layers, and the findings, stand in the reports from then on.
 
     Returns:
         {"name", "total", "trainable" (parameters), "memory_mb" (parameters and buffers), "param_efficiency" (percent
@@ -25,17 +27,18 @@ def analyze_model(model: nn.Module, name: str = "model") -> dict[str, Any]:
         MemprofError: it is no nn.Module.
     """
     analysis = analyze(model, name)
-    say(f"model analysis: {name}")
-    say(f"  total parameters: {analysis['total']:,}")
-    say(f"  trainable parameters: {analysis['trainable']:,}")
-    say(f"  memory: {analysis['memory_mb']:.2f} MB")
-    say(f"  parameter efficiency: {analysis['param_efficiency']:.2f}%")
+    LOGGER.info(f"model analysis: {name}")
+    LOGGER.info(f"  total parameters: {analysis['total']:,}")
+    LOGGER.info(f"  trainable parameters: {analysis['trainable']:,}")
+    LOGGER.info(f"  memory: {analysis['memory_mb']:.2f} MB")
+    LOGGER.info(f"  parameter efficiency: {analysis['param_efficiency']:.2f}%")
     anomalies.log(analysis["findings"])
+    journal.note("model", analysis)
     return analysis
 
 
 def analyze(model: nn.Module, name: str = "model") -> dict[str, Any]:
-    """As `analyze_model`, without saying anything."""
+    """As `analyze_model`, which nobody hears of."""
     if not isinstance(model, nn.Module):
         raise MemprofError(f"cannot analyze a {type(model).__name__}: pass an nn.Module")
     inner = getattr(model, "_module", None)  # of Opacus' GradSampleModule
@@ -70,6 +73,26 @@ def analyze(model: nn.Module, name: str = "model") -> dict[str, Any]:
         },
         "findings": anomalies.in_model(module),
     }
+
+
+def describe(analysis: Mapping[str, Any]) -> list[str]:
+    """Lines of a report: the model, its layers, and its parameters one by one."""
+    lines = [
+        f"model {analysis['name']}: {analysis['total']:,} parameters, {analysis['trainable']:,} of them trainable "
+        f"({analysis['param_efficiency']:.2f}%), {analysis['memory_mb']:.2f}MB with buffers"
+    ]
+    layers, parameters = analysis["layers"], analysis["parameters"]
+    width = max([len("parameter"), *map(len, layers), *(len(entry["name"]) for entry in parameters)])
+    lines.append(f"  {'layer':<{width}}{'parameters':>14}{'trainable':>14}{'MB':>12}")
+    for name, layer in layers.items():
+        lines.append(f"  {name:<{width}}{layer['total']:>14,}{layer['trainable']:>14,}{layer['memory_mb']:>12.2f}")
+    lines.append(f"  {'parameter':<{width}}{'elements':>14}{'trainable':>14}{'MB':>12}  shape, type, device")
+    for entry in parameters:
+        lines.append(
+            f"  {entry['name']:<{width}}{entry['numel']:>14,}{'yes' if entry['trainable'] else 'no':>14}"
+            f"{entry['memory_mb']:>12.2f}  {entry['shape']}, {entry['dtype']}, {entry['device']}"
+        )
+    return lines
 
 
 def layer_of(parameter: str) -> str:

@@ -2,9 +2,11 @@
 """A timeline of events: the memory in use at each, logged as it happens, reported and exported at the end."""
 
 import json
+import logging
 import os
 import time
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,15 @@ from rich.cells import cell_len
 from torch import nn
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.files import write_text
+from opacus_memprof.profiles.files import write_text
+from opacus_memprof.profiles.profile import Finding
 from opacus_memprof.toolkit import anomalies, readings
 from opacus_memprof.toolkit.model import analyze
-from opacus_memprof.toolkit.output import MB, claim, echo
-from opacus_memprof.toolkit.runlog import RunLog
-from opacus_memprof.toolkit.snapshots import describe, take
+from opacus_memprof.toolkit.output import MB, LineFile, claim, echo, run_logger
+from opacus_memprof.toolkit.report import describe, findings_text
+from opacus_memprof.toolkit.snapshots import checked_threshold, take
 
+INITIAL = "initialization"  # the timeline's first line
 _NAME_WIDTH = 20  # columns of an event's name in the timeline
 _COUNTS = ("allocated", "reserved", "max_allocated", "max_reserved")
 
@@ -30,6 +34,7 @@ class GPUMemoryProfiler:
     Args:
         log_dir: where memory_profiler_YYYYMMDD_HHMMSS.log and the other files go; made when the first is written.
         enable_file_logging: whether there is a log file beside the console, and a file of the summary.
+        threshold_mb: what may be in use, in MB; a record with more is a warning in the log, and a finding.
 
     Attributes:
         records: event → its records, each {"time" (seconds since the first record), "allocated", "reserved",
@@ -38,11 +43,18 @@ class GPUMemoryProfiler:
         log_file: the log's path, or None.
 
     Raises:
-        MemprofError: the log cannot be written; from every method but `cleanup`, that the profiler was cleaned up.
+        MemprofError: the log cannot be written, or the threshold is none; from every method but `cleanup`, that the
+            profiler was cleaned up.
     """
 
-    def __init__(self, log_dir: str | os.PathLike[str] = "logs", enable_file_logging: bool = True) -> None:
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] = "logs",
+        enable_file_logging: bool = True,
+        threshold_mb: float | None = None,
+    ) -> None:
         self.log_dir = Path(log_dir)
+        self.threshold_mb = None if threshold_mb is None else checked_threshold(threshold_mb)
         self.records: dict[str, list[dict[str, Any]]] = {}
         self._start: float | None = None  # at the first record
         self._device = readings.primary_device()
@@ -50,8 +62,14 @@ class GPUMemoryProfiler:
         self._source = ""
         self._described: set[str] = set()
         self._json_file: Path | None = None
-        self._log: RunLog | None = RunLog(self.log_dir, "MemoryProfiler", to_file=enable_file_logging)
-        self.log_file = self._log.path
+        self.log_file: Path | None = None
+        stamp = f"_{datetime.now():%Y%m%d_%H%M%S}"
+        file = LineFile(self.log_dir, "memory_profiler", ".log") if enable_file_logging else None
+        if file is not None:
+            self.log_file = file.make()
+            stamp = self.log_file.stem.removeprefix("memory_profiler")
+        self._log: logging.Logger | None = run_logger(f"MemoryProfiler{stamp}", file)
+        self._initial = take()
         self._write_header(self._log)
 
     def record(self, event: str, extra: object = "") -> None:
@@ -62,15 +80,15 @@ class GPUMemoryProfiler:
         now = time.perf_counter()
         self._start = now if self._start is None else self._start
         elapsed = now - self._start
-        sizes = {reading["device"]: {key: reading[f"{key}_mb"] for key in _COUNTS} for reading in taken["devices"]}
-        main = sizes.get(self._device) or next(iter(sizes.values()))
+        sizes = _sizes(taken)
+        main = self._main(sizes)
         entry: dict[str, Any] = {"time": elapsed, **main, "timestamp": taken["timestamp"]}
         if len(sizes) > 1:
             entry["devices"] = sizes
         self.records.setdefault(str(event), []).append(entry)
         self._history.append(taken)
-        self._say_devices(log, taken)
-        self._say_source(log, taken)
+        self._log_devices(log, taken)
+        self._log_source(log, taken)
         line = (
             f"event: {event} | allocated: {main['allocated']:8.1f}MB | reserved: {main['reserved']:8.1f}MB | "
             f"max allocated: {main['max_allocated']:8.1f}MB | max reserved: {main['max_reserved']:8.1f}MB | "
@@ -80,6 +98,8 @@ class GPUMemoryProfiler:
         if len(sizes) > 1:
             for reading in taken["devices"]:
                 log.info(f"  {describe(reading)}")
+        for found in self._over_threshold(taken):
+            log.warning(found.evidence)
 
     def record_detailed(
         self,
@@ -107,14 +127,15 @@ class GPUMemoryProfiler:
         for name, value in (model_info or {}).items():
             log.info(f"  model {name}: {f'{value:,}' if isinstance(value, (int, float)) else value}")
 
-    def findings(self) -> list[dict[str, Any]]:
-        """Leaks and sudden growth from one record of an event to the next, overuse, fragmentation: see
-        `opacus_memprof.toolkit.anomalies`."""
+    def findings(self) -> list[Finding]:
+        """Leaks and sudden growth from one record of an event to the next, overuse, fragmentation, and the record that
+        exceeds the threshold the most: see `opacus_memprof.toolkit.anomalies`."""
         self._open_log()
-        return anomalies.in_history(self._history)
+        over = (finding for taken in self._history for finding in self._over_threshold(taken))
+        return [*anomalies.in_history(self._history), *anomalies.largest(over)]
 
     def print_report(self) -> None:
-        """Prints the timeline: a line for each record, in order."""
+        """Prints the timeline: what was in use when the profiler was made, and a line for each record, in order."""
         self._open_log()
         echo(self._timeline())
 
@@ -122,7 +143,7 @@ class GPUMemoryProfiler:
         """The peak and where it came, each event's range, and findings; logged, and with file logging also written
         to memory_summary_*.txt. Returns the text."""
         log = self._open_log()
-        text = "\n".join([*self._summary(), "", anomalies.text(self.findings())])
+        text = "\n".join([*self._summary(), findings_text(self.findings())])
         for line in filter(None, text.splitlines()):
             log.info(line)
         if self.log_file is not None:
@@ -152,16 +173,23 @@ class GPUMemoryProfiler:
 
     # --- the log and the reports ---
 
-    def _open_log(self) -> RunLog:
+    def _open_log(self) -> logging.Logger:
         if self._log is None:
             raise MemprofError("this profiler was cleaned up: make another GPUMemoryProfiler to go on")
         return self._log
+
+    def _main(self, sizes: Mapping[str, dict[str, float]]) -> dict[str, float]:
+        """Of each device's, the sizes that there is room for in one line."""
+        return sizes.get(self._device) or next(iter(sizes.values()))
+
+    def _over_threshold(self, taken: Mapping[str, Any]) -> list[Finding]:
+        return [found for found in anomalies.in_snapshot(taken, self.threshold_mb) if found.kind == "over_threshold"]
 
     def _stamped(self, prefix: str, suffix: str) -> str:
         assert self.log_file is not None
         return f"{prefix}{self.log_file.stem.removeprefix('memory_profiler')}{suffix}"
 
-    def _write_header(self, log: RunLog) -> None:
+    def _write_header(self, log: logging.Logger) -> None:
         count = torch.cuda.device_count()
         log.info("=" * 80)
         log.info("GPU memory profiler started")
@@ -170,9 +198,10 @@ class GPUMemoryProfiler:
             log.info(f"log file: {self.log_file}")
         log.info(f"CUDA available: {count > 0}")
         log.info(f"GPUs: {count}")
-        self._say_devices(log, take())
+        log.info("sizes in MB of 2^20 bytes and GB of 2^30")
+        self._log_devices(log, self._initial)
 
-    def _say_devices(self, log: RunLog, taken: Mapping[str, Any]) -> None:
+    def _log_devices(self, log: logging.Logger, taken: Mapping[str, Any]) -> None:
         """Each device once, as soon as it is known: a GPU is not before the program has initialised CUDA."""
         for reading in taken["devices"]:
             device = reading["device"]
@@ -182,9 +211,9 @@ class GPUMemoryProfiler:
             name = "" if device == "cpu" else f": {torch.cuda.get_device_name(device)}"
             log.info(f"{anomalies.label(device)}{name} ({reading['total_mb'] / 1024:.1f}GB)")
 
-    def _say_source(self, log: RunLog, taken: Mapping[str, Any]) -> None:
+    def _log_source(self, log: logging.Logger, taken: Mapping[str, Any]) -> None:
         """At the first record, and whenever an allocator was installed or taken out in between."""
-        source = ", ".join(f"{anomalies.label(one['device'])} by {one['source']}" for one in taken["devices"])
+        source = _sources(taken)
         if source != self._source:
             self._source = source
             log.info(f"counted: {source}")
@@ -195,7 +224,10 @@ class GPUMemoryProfiler:
 
     def _timeline(self) -> str:
         lines = ["==== GPU Memory Timeline ====="]
-        for event, record in self._rows():
+        rows = self._rows()
+        if not self._history or _sources(self._initial) == _sources(self._history[0]):  # else it cannot be compared
+            rows = [(INITIAL, self._main(_sizes(self._initial))), *rows]
+        for event, record in rows:
             name = " ".join(event.splitlines())
             name += " " * (_NAME_WIDTH - cell_len(name))  # a Chinese character takes two columns
             lines.append(f"{name} | Allocated: {record['allocated']:8.1f}MB | Reserved: {record['reserved']:8.1f}MB")
@@ -221,6 +253,14 @@ class GPUMemoryProfiler:
             sizes = [record["allocated"] for record in records]
             lines.append(f"{event}: {len(records)} records, {min(sizes):.1f}MB to {max(sizes):.1f}MB allocated")
         return lines
+
+
+def _sources(taken: Mapping[str, Any]) -> str:
+    return ", ".join(f"{anomalies.label(reading['device'])} by {reading['source']}" for reading in taken["devices"])
+
+
+def _sizes(taken: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    return {reading["device"]: {key: reading[f"{key}_mb"] for key in _COUNTS} for reading in taken["devices"]}
 
 
 def _describe_tensor(tensor: object) -> str:

@@ -10,15 +10,20 @@
 Nothing here initialises CUDA.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from opacus_memprof.profiles.live_memory import DeviceCount, LivePeak
+from opacus_memprof.toolkit.output import MB
+
 try:
-    from opacus_memprof import adaptors, session, snapshots
-    from opacus_memprof._native import HAS_CUDA, cpu_reported_bytes, peaks
+    from opacus_memprof import session
+    from opacus_memprof.recording import allocators, snapshots
+    from opacus_memprof.recording.live import read_peaks
+    from opacus_memprof.recording.native import HAS_CUDA, cpu_reported_bytes
 except ImportError:  # the extension is missing or broken: nothing can be installed, and the rest still works
     _HAS_EXTENSION = False
 else:
@@ -32,29 +37,36 @@ _STATUS = Path("/proc/self/status")
 _MEMINFO = Path("/proc/meminfo")
 
 
-@dataclass(frozen=True)
-class Reading:
-    """One device at one moment, in bytes. `reserved` equals `allocated` where nothing caches, as on the CPU; `total`
-    is the device's memory, None while CUDA is not initialised. `categories` are for named readings of RECORDER."""
-
-    device: str
-    source: str
-    allocated: int
-    reserved: int
-    max_allocated: int
-    max_reserved: int
-    total: int | None
-    categories: dict[str, int] = field(default_factory=dict)
-
-
-def read(name: str | None = None) -> dict[str, Reading]:
-    """Every device's reading. One with a name counts categories as well and stays in the running session's profile as
-    a snapshot of that name; one without costs no more than a look at counters."""
+def read(name: str | None = None) -> list[dict[str, Any]]:
+    """A reading of every device, as `memory_snapshot` has them. One with a name counts categories as well and stays in
+    the running session's profile as a snapshot of that name; one without costs no more than a look at counters."""
     taken = _snapshot(name) if name is not None else {}
-    readings = [
-        _cpu(taken.get("cpu", {})) if device == "cpu" else _cuda(device, taken.get(device, {})) for device in devices()
-    ]
-    return {reading.device: reading for reading in readings}
+    return [_cpu(taken.get("cpu")) if device == "cpu" else _cuda(device, taken.get(device)) for device in devices()]
+
+
+def reading(
+    device: str,
+    source: str,
+    allocated: int,
+    reserved: int,
+    max_allocated: int,
+    max_reserved: int,
+    total: int | None,
+    categories: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """One device at one moment, from bytes. `reserved` equals `allocated` where nothing caches, as on the CPU; `total`
+    is the device's memory, None while CUDA is not initialised. `categories` are for named readings of RECORDER."""
+    return {
+        "device": device,
+        "source": source,
+        "allocated_mb": allocated / MB,
+        "reserved_mb": reserved / MB,
+        "max_allocated_mb": max_allocated / MB,
+        "max_reserved_mb": max_reserved / MB,
+        "total_mb": None if total is None else total / MB,
+        "utilization_percent": None if total is None else 100 * allocated / total,
+        "categories_mb": {category: size / MB for category, size in (categories or {}).items()},
+    }
 
 
 def devices() -> list[str]:
@@ -80,42 +92,40 @@ def peak_categories(device: str) -> dict[str, int]:
     """The bytes by category at the device's peak, without those that have none; empty where nobody records."""
     if not _recorded(device.partition(":")[0]):
         return {}
-    peak = peaks().get(device, {"categories": {}})
-    return {category: size for category, size in peak["categories"].items() if size}
+    return _categories(read_peaks().get(device))
 
 
 def _recorded(device: str) -> bool:
-    return _HAS_EXTENSION and (device == "cpu" or HAS_CUDA) and adaptors.installed(device)
+    return _HAS_EXTENSION and (device == "cpu" or HAS_CUDA) and allocators.is_installed(device)
 
 
-def _snapshot(name: str) -> dict[str, dict[str, Any]]:
+def _snapshot(name: str) -> dict[str, DeviceCount]:
     if not _recorded("cpu") and not _recorded("cuda"):
         return {}
     name = name.encode("utf-8", "backslashreplace").decode()  # the event file takes no lone surrogates
     running = session.current()
-    taken = snapshots.take(name) if running is None else running.snapshot(name)
-    devices: dict[str, dict[str, Any]] = taken["devices"]
-    return devices
+    return (snapshots.take(name) if running is None else running.snapshot(name)).devices
 
 
-def _cpu(taken: dict[str, Any]) -> Reading:
+def _cpu(taken: DeviceCount | None) -> dict[str, Any]:
     total, _ = system_memory()
     if not _recorded("cpu"):
         status = _kilobytes(_STATUS)
         resident, most = status["VmRSS"], max(status["VmHWM"], status["VmRSS"])
-        return Reading("cpu", RESIDENT, resident, resident, most, most, total)
-    live = taken["requested_bytes"] if taken else cpu_reported_bytes()
-    most = max(live, peaks().get("cpu", {}).get("requested_bytes", 0))
-    return Reading("cpu", RECORDER, live, live, most, most, total, _categories(taken))
+        return reading("cpu", RESIDENT, resident, resident, most, most, total)
+    live = taken.requested_bytes if taken else cpu_reported_bytes()
+    peak = read_peaks().get("cpu")
+    most = max(live, peak.requested_bytes) if peak else live
+    return reading("cpu", RECORDER, live, live, most, most, total, _categories(taken))
 
 
-def _cuda(device: str, taken: dict[str, Any]) -> Reading:
+def _cuda(device: str, taken: DeviceCount | None) -> dict[str, Any]:
     # The recording allocator passes memory_stats on: these are the same figures with it and without.
     stats, total = {}, None
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         stats = torch.cuda.memory_stats(device)
         total = torch.cuda.get_device_properties(device).total_memory
-    return Reading(
+    return reading(
         device,
         RECORDER if _recorded("cuda") else MEMORY_STATS,
         stats.get("allocated_bytes.all.current", 0),
@@ -127,8 +137,8 @@ def _cuda(device: str, taken: dict[str, Any]) -> Reading:
     )
 
 
-def _categories(taken: dict[str, Any]) -> dict[str, int]:
-    return {category: size for category, size in taken.get("categories", {}).items() if size}
+def _categories(found: DeviceCount | LivePeak | None) -> dict[str, int]:
+    return {category: size for category, size in found.categories.items() if size} if found else {}
 
 
 def _kilobytes(file: Path) -> dict[str, int]:

@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory snapshots: taken by a name, compared, looked at for trouble, and reported. Sizes in MB of 2**20 bytes."""
+"""Memory snapshots: taken by a name or around a function, compared, looked at for trouble, and reported. Sizes in MB of
+2**20 bytes."""
 
 import gc
-import logging
 import os
-from collections import deque
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.files import write_text
-from opacus_memprof.toolkit import anomalies, readings
-from opacus_memprof.toolkit.output import MB, say
+from opacus_memprof.profiles.files import write_text
+from opacus_memprof.profiles.profile import Finding
+from opacus_memprof.toolkit import anomalies, journal, readings
+from opacus_memprof.toolkit.output import LOGGER, MB
+from opacus_memprof.toolkit.report import describe, describe_difference, report_text
 
-_KEPT = 1000  # of the latest snapshots, for generate_report
-_history: deque[dict[str, Any]] = deque(maxlen=_KEPT)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def memory_snapshot(name: str = "snapshot") -> dict[str, Any]:
@@ -29,10 +31,10 @@ def memory_snapshot(name: str = "snapshot") -> dict[str, Any]:
         "available_mb", "used_percent"}}. `source` says who counted.
     """
     taken = take(name)
-    _history.append(taken)
-    say(f"memory snapshot: {name}")
+    journal.note("snapshot", taken)
+    LOGGER.info(f"memory snapshot: {name}")
     for reading in taken["devices"]:
-        say(f"  {describe(reading)}")
+        LOGGER.info(f"  {describe(reading)}")
     return taken
 
 
@@ -49,15 +51,14 @@ def compare_snapshots(before: Mapping[str, Any], after: Mapping[str, Any]) -> di
         MemprofError: not two snapshots, or ones of different devices or sources.
     """
     changes = compare(before, after)
-    say(f"memory snapshots compared: {before['name']} vs {after['name']}")
-    for change in changes["gpu_changes"]:
-        used = change["utilization_change"]
-        also = "" if used is None else f", utilization change {used:+.1f}%"
-        say(f"  {anomalies.label(change['device'])}: memory change {change['memory_change_mb']:+.1f}MB{also}")
+    journal.note("difference", changes)
+    LOGGER.info(f"memory snapshots compared: {before['name']} vs {after['name']}")
+    for line in describe_difference(changes):
+        LOGGER.info(f"  {line}")
     return changes
 
 
-def check_memory_status(threshold_mb: float = 1000.0) -> list[dict[str, Any]]:
+def check_memory_status(threshold_mb: float = 1000.0) -> list[Finding]:
     """Warns of devices where more than `threshold_mb` is in use, overuse and fragmentation; returns the findings.
 
     Raises:
@@ -65,9 +66,28 @@ def check_memory_status(threshold_mb: float = 1000.0) -> list[dict[str, Any]]:
     """
     findings = anomalies.in_snapshot(take(), checked_threshold(threshold_mb))
     anomalies.log(findings)
+    journal.note("finding", *findings)
     if not findings:
-        say(f"memory use is within {threshold_mb:.1f}MB")
+        LOGGER.info(f"memory use is within {threshold_mb:.1f}MB")
     return findings
+
+
+def monitor_function(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tuple[R, dict[str, Any]]:
+    """Calls the function; returns its result, and what its call changed.
+
+    The change is as `change_between` has it, with "duration_s". The function's exceptions pass as they are.
+
+    Raises:
+        MemprofError: it cannot be called.
+    """
+    if not callable(function):
+        raise MemprofError(f"cannot monitor a {type(function).__name__}: pass a function and then its arguments")
+    name = getattr(function, "__name__", type(function).__name__)
+    before = memory_snapshot(f"before {name}")
+    start = time.perf_counter()
+    result = function(*args, **kwargs)
+    duration = time.perf_counter() - start
+    return result, {**change_between(before, memory_snapshot(f"after {name}")), "duration_s": duration}
 
 
 def cleanup_memory() -> dict[str, Any]:
@@ -78,7 +98,7 @@ def cleanup_memory() -> dict[str, Any]:
         torch.cuda.empty_cache()
     changes = compare(before, take())
     for change in changes["gpu_changes"]:
-        say(
+        LOGGER.info(
             f"cleanup: {anomalies.label(change['device'])} allocated {change['memory_change_mb']:+.1f}MB, "
             f"reserved {change['reserved_change_mb']:+.1f}MB"
         )
@@ -86,22 +106,23 @@ def cleanup_memory() -> dict[str, Any]:
 
 
 def generate_report(output_file: str | os.PathLike[str] | None = None) -> str:
-    """The snapshots taken so far (the latest 1000), the memory in use now and what is wrong with it, as text; also
-    written to `output_file`. Raises MemprofError where that cannot be written."""
-    now = take("now")
-    report = report_text("memory report", [*_history, now], anomalies.in_history([*_history, now]))
+    """What the toolkit has seen in this process, as text: the snapshots (the latest 1000) and the memory in use now,
+    the models that were analysed, the differences, and everything that was found. Also written to `output_file`; raises
+    MemprofError where that cannot be written."""
+    history = [*journal.noted("snapshot"), take("now")]
+    report = report_text("memory report", history, anomalies.in_history(history))
     if output_file is not None:
         write_text(output_file, report)
     return report
 
 
 def take(name: str | None = None) -> dict[str, Any]:
-    """As `memory_snapshot`, said to nobody and kept by nobody. Without a name: no categories, not in the profile."""
+    """As `memory_snapshot`, logged and kept nowhere. Without a name: no categories, not in the profile."""
     total, available = readings.system_memory()
     return {
         "name": "now" if name is None else str(name),
         "timestamp": datetime.now().isoformat(),
-        "devices": [_in_mb(reading) for reading in readings.read(None if name is None else str(name)).values()],
+        "devices": readings.read(None if name is None else str(name)),
         "system": {
             "total_mb": total / MB,
             "available_mb": available / MB,
@@ -111,7 +132,7 @@ def take(name: str | None = None) -> dict[str, Any]:
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """As `compare_snapshots`, without saying anything."""
+    """As `compare_snapshots`, logged and kept nowhere."""
     try:
         pairs = [{reading["device"]: reading for reading in snapshot["devices"]} for snapshot in (before, after)]
     except (TypeError, KeyError) as error:
@@ -142,30 +163,8 @@ def change_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[
     try:
         return compare_snapshots(before, after)
     except MemprofError as error:
-        say(str(error), logging.WARNING)
+        LOGGER.warning(str(error))
         return {"before": before["name"], "after": after["name"], "gpu_changes": []}
-
-
-def describe(reading: Mapping[str, Any]) -> str:
-    """ "GPU 0: 1234.5MB / 11264.0MB (10.9%)"."""
-    of = f" / {reading['total_mb']:.1f}MB ({reading['utilization_percent']:.1f}%)" if reading["total_mb"] else ""
-    return f"{anomalies.label(reading['device'])}: {reading['allocated_mb']:.1f}MB{of}"
-
-
-def report_text(title: str, history: Iterable[Mapping[str, Any]], findings: list[dict[str, Any]]) -> str:
-    """A report: who counted, each snapshot in its turn, the categories of the last one, the findings."""
-    lines = [title, "=" * len(title)]
-    last: Mapping[str, Any] = {}
-    for last in history:
-        lines += [f"{last['timestamp']}  {last['name']}", *(f"  {describe(reading)}" for reading in last["devices"])]
-    for reading in last.get("devices", []):
-        lines += ["", f"{anomalies.label(reading['device'])}, counted by {reading['source']}"]
-        largest = sorted(reading["categories_mb"].items(), key=lambda item: -item[1])
-        lines += [f"  {category:<28}{size:>12.2f}MB" for category, size in largest]
-    if last:
-        system = last["system"]
-        lines += [f"machine: {system['available_mb']:.1f}MB of {system['total_mb']:.1f}MB available"]
-    return "\n".join([*lines, "", anomalies.text(findings)])
 
 
 def checked_threshold(threshold_mb: float) -> float:
@@ -173,20 +172,6 @@ def checked_threshold(threshold_mb: float) -> float:
     if not isinstance(threshold_mb, (int, float)) or not threshold_mb >= 0:
         raise MemprofError(f"a threshold of {threshold_mb!r} MB cannot be exceeded: give a number of MB from 0 on")
     return threshold_mb
-
-
-def _in_mb(reading: readings.Reading) -> dict[str, Any]:
-    return {
-        "device": reading.device,
-        "source": reading.source,
-        "allocated_mb": reading.allocated / MB,
-        "reserved_mb": reading.reserved / MB,
-        "max_allocated_mb": reading.max_allocated / MB,
-        "max_reserved_mb": reading.max_reserved / MB,
-        "total_mb": None if reading.total is None else reading.total / MB,
-        "utilization_percent": None if reading.total is None else 100 * reading.allocated / reading.total,
-        "categories_mb": {category: size / MB for category, size in reading.categories.items()},
-    }
 
 
 def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

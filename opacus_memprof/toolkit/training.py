@@ -4,23 +4,30 @@
 import copy
 import gc
 import io
-import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import torch
+from msgspec import to_builtins
 from rich.console import Console
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.files import write_text
+from opacus_memprof.profiles.files import write_text
+from opacus_memprof.profiles.profile import Finding, Profile
 from opacus_memprof.toolkit import anomalies, lora
 from opacus_memprof.toolkit.model import analyze_model
-from opacus_memprof.toolkit.output import MB, say
-from opacus_memprof.toolkit.snapshots import change_between, memory_snapshot, report_text, take
+from opacus_memprof.toolkit.output import LOGGER, MB
+from opacus_memprof.toolkit.report import report_text
+from opacus_memprof.toolkit.snapshots import change_between, memory_snapshot, take
 
 if TYPE_CHECKING:
     from opacus_memprof.session import Session
@@ -35,7 +42,8 @@ def memory_profiled_training(log_dir: str | os.PathLike[str] = DEFAULT_LOG_DIR) 
     """For a `with` block: stages of a training run are measured, and a report is written at its end.
 
     Records a session into `log_dir`/profile, for categories and the peak, unless one is running (then it is used) or
-    none can be had (then says why, and goes on without).
+    none can be had (then logs why, and goes on without). Attached to it are the models and optimizers that stages are
+    handed and return, whatever a PrivacyEngine makes, and optimizers that make their first step.
     """
     return TrainingProfiler(Path(log_dir))
 
@@ -53,27 +61,35 @@ class TrainingProfiler:
         self.log_dir = log_dir
         self.stages: list[dict[str, Any]] = []
         self.session: Session | None = None
-        self.profile: dict[str, Any] | None = None
+        self.profile: Profile | None = None
         self._own_session = False
         self._history: list[dict[str, Any]] = []
+        self._begun = time.monotonic()
+        self._follow_optimizers: RemovableHandle | None = None
 
     def __enter__(self) -> "TrainingProfiler":
         try:
             from opacus_memprof import session
-            from opacus_memprof.directory import DEFAULT_MAX_EVENTS
+            from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS
 
             self.session = session.current()
             if self.session is None:
                 started = session.Session(self.log_dir / "profile", max_events=DEFAULT_MAX_EVENTS)
                 started.start()
                 self.session, self._own_session = started, True
+            from opacus import PrivacyEngine
+
+            self.session.attach(PrivacyEngine)
+            self._follow_optimizers = register_optimizer_step_pre_hook(lambda optimizer, *_: self._attach(optimizer))
         except (ImportError, MemprofError) as error:
-            say(f"no session is recorded, so there are no categories: {error}", logging.WARNING)
+            LOGGER.warning(f"no session is recorded, so there are no categories: {error}")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._follow_optimizers is not None:
+            self._follow_optimizers.remove()
         try:
             if self.session is not None and self._own_session:
                 from opacus_memprof.session import one_line, outcome
@@ -83,15 +99,18 @@ class TrainingProfiler:
                 self.profile = self.session.close(*outcome(error), one_line(error))
             self.generate_training_report()
         except MemprofError as failure:  # the training is done, and its result must not be lost over this
-            say(str(failure), logging.WARNING)
+            LOGGER.warning(str(failure))
 
     def profile_stage(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function and returns its result; notes what the memory in use changed by. Its exceptions pass."""
+        """Calls the function and returns its result; notes what the memory in use changed by. Models and optimizers
+        among its arguments and in its result are attached to the session. The function's exceptions pass."""
+        self._attach(*args, *kwargs.values())
         before = memory_snapshot(f"{name}: start")
         start = time.perf_counter()
         failed = True
         try:
             result = function(*args, **kwargs)
+            self._attach(result)
             failed = False
             return result
         finally:
@@ -101,11 +120,22 @@ class TrainingProfiler:
             change = change_between(before, after)
             self.stages.append({"name": name, "duration_s": duration, "failed": failed, "change": change})
 
+    def _attach(self, *things: object) -> None:
+        """Attaches the models, then the optimizers, among these and in lists, dicts and dataclasses of them."""
+        if self.session is None or torch.compiler.is_compiling():
+            return
+        from opacus_memprof.hooks import is_attached
+
+        found = list(_trained(things))
+        for thing in sorted(found, key=lambda thing: isinstance(thing, Optimizer)):
+            if not is_attached(thing):
+                self.session.attach(thing)
+
     def note(self, name: str) -> None:
         """A reading at a point that comes again in every step: what leaks are found from."""
         self._history.append({**take(), "name": name})
 
-    def memory_issues(self) -> list[dict[str, Any]]:
+    def memory_issues(self) -> list[Finding]:
         """The findings of the stages and readings so far."""
         return anomalies.in_history(self._history)
 
@@ -120,7 +150,7 @@ class TrainingProfiler:
                     f"  {anomalies.label(change['device'])}: {change['memory_change_mb']:+.2f}MB, "
                     f"peak {change['peak_change_mb']:+.2f}MB"
                 )
-        report = "\n".join([*lines, "", report_text("training", self._history[-1:], self.memory_issues())])
+        report = "\n".join([*lines, "", report_text("training", self._history[-1:], self.memory_issues(), self._begun)])
         if self.profile is not None:
             report += "\n" + _summary(self.profile)
         write_text(self.log_dir / "training_report.txt" if output_file is None else output_file, report)
@@ -143,7 +173,9 @@ def debug_lora_training(
         config: a dict or object; `opacus_memprof.toolkit.lora.Settings` says what of it is used.
         dataloader: of dicts of tensors, (input_ids, labels) or input_ids; None trains on random tokens.
         precision: "fp32", "fp16" or "bf16".
-        pkg, version, knowledge_type: what the data is; they stand in the results, as "labels".
+        pkg: what the data is; it stands in the results, among the "labels".
+        version: likewise.
+        knowledge_type: likewise.
         log_dir: where the report and the profile go.
         token: of the Hugging Face hub; HF_TOKEN without it. Written nowhere.
 
@@ -158,29 +190,23 @@ def debug_lora_training(
     chosen = lora.settings(config)
     lora.dtype_of(precision)
     with memory_profiled_training(log_dir) as profiler:
-        if profiler.session is not None:
-            from opacus import PrivacyEngine
-
-            profiler.session.attach(PrivacyEngine)
         model = profiler.profile_stage("model_creation", lora.create, chosen, precision, token)
         creation = analyze_model(model, "model creation")
         if dataloader is None:
             dataloader = lora.synthetic_batches(chosen, lora.vocabulary_of(model))
         training = profiler.profile_stage("preparation", lora.prepare, model, dataloader, chosen)
-        if profiler.session is not None and chosen.noise_multiplier is None:
-            profiler.session.attach(training.model, training.optimizer)
         losses = profiler.profile_stage("training", lora.train, training, precision, lambda: profiler.note("step"))
         trained = analyze_model(model, "training")
         lora.finish(training)
     issues = [*creation["findings"], *trained["findings"], *profiler.memory_issues()]
-    devices = (profiler.profile or {}).get("devices", {})
+    devices = profiler.profile.devices if profiler.profile else {}
     return model, {
         "creation_analysis": creation,
         "training_analysis": trained,
         "memory_issues": [issue for index, issue in enumerate(issues) if issue not in issues[:index]],
         "stages": profiler.stages,
         "losses": losses,
-        "peak": {device: found["peak"] for device, found in devices.items()},
+        "peak": {device: to_builtins(found.peak) for device, found in devices.items()},
         "labels": {"pkg": pkg, "version": version, "knowledge_type": knowledge_type},
         "report_file": str(Path(log_dir) / "training_report.txt"),
     }
@@ -235,9 +261,25 @@ def debug_memory_with_different_configs(
     return results
 
 
-def _summary(profile: Mapping[str, Any]) -> str:
+def _trained(things: Iterable[object]) -> Iterator[nn.Module | Optimizer]:
+    for thing in things:
+        inside = _elements(thing)
+        for one in (thing,) if inside is None else inside:
+            if isinstance(one, Optimizer) or (isinstance(one, nn.Module) and any(True for _ in one.parameters())):
+                yield one
+
+
+def _elements(thing: object) -> Iterable[object] | None:
+    if isinstance(thing, (list, tuple)):
+        return thing
+    if isinstance(thing, Mapping):
+        return thing.values()
+    return vars(thing).values() if is_dataclass(thing) and not isinstance(thing, type) else None
+
+
+def _summary(profile: Profile) -> str:
     from opacus_memprof.reports.text import print_summary
 
     text = io.StringIO()
-    print_summary(profile, Console(file=text, width=100))
+    print_summary(profile, Console(file=text, width=100, force_jupyter=False))
     return text.getvalue()

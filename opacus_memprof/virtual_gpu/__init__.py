@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU that computes nothing and keeps books of everything: CUDA trainings run, and are profiled, without a GPU.
+"""The virtual GPU: CUDA trainings run and are profiled without a GPU. It computes nothing, and accounts for all memory.
 
-The libraries of csrc/virtual_gpu take the place of CUDA's in this process, and in this process alone: they are loaded
-before torch is, for everybody, so that torch's libraries find their symbols there first. No environment variable is
-involved, so that no other program can get a virtual GPU by accident.
+The libraries of csrc/virtual_gpu replace CUDA's in this process only. They are loaded before torch with RTLD_GLOBAL, so
+that torch's libraries resolve their symbols there first. No environment variable is used, so that no other program gets
+a virtual GPU by accident.
 """
 
-from opacus_memprof.virtual_gpu.mark import begin_run, describe_gpus, describe_limits, describe_run
+from opacus_memprof.virtual_gpu.describe import begin_run, describe_gpus, describe_limits, describe_run
 from opacus_memprof.virtual_gpu.no_weights import load_no_weights
+from opacus_memprof.virtual_gpu.played_rank import check_ranks, local_world_size, play_rank, played
 from opacus_memprof.virtual_gpu.process import active, default_answers, start
-from opacus_memprof.virtual_gpu.ranks import check_ranks, local_world_size, play_rank, played
 
 __all__ = [
     "active",

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch.distributed asks of other ranks on the host side, where NCCL sends nothing: Python objects and splits.
+"""Replaces collectives of Python objects, and the splitting of groups, in torch.distributed: the virtual NCCL sends
+nothing between ranks.
 
-Objects that ranks gather are copies of this rank's own, as every tensor is. Objects of one rank that others are given
-(broadcast_object_list, scatter_object_list) go through the job's store where the ranks are processes, as under
-torchrun: programs are written in the knowledge that only one rank has them.
+Gathered objects are copies of this rank's, as gathered tensors are. Objects that one rank gives to others
+(broadcast_object_list, scatter_object_list) go through the job's store if the ranks are processes, as under torchrun,
+because programs rely on getting that rank's object.
 """
 
 import ctypes
@@ -12,21 +13,21 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from opacus_memprof.imports import AfterImport
+from opacus_memprof.recording.after_import import AfterImport
 
 _NAME = "torch.distributed.distributed_c10d"
 
 
 def install(library: ctypes.CDLL) -> None:
-    """Prepares torch.distributed, as soon as it is imported, for the NCCL of `library`."""
+    """Patches torch.distributed, as soon as it is imported. `library` contains the virtual NCCL."""
 
-    def prepare() -> None:
+    def patch() -> None:
         from torch.distributed import distributed_c10d
 
         _replace_object_collectives(distributed_c10d)
-        _tell_sizes_of_splits(distributed_c10d, library)
+        _pass_split_sizes(distributed_c10d, library)
 
-    AfterImport(_NAME, prepare)
+    AfterImport(_NAME, patch)
 
 
 def _copy(value: Any) -> Any:
@@ -34,10 +35,10 @@ def _copy(value: Any) -> Any:
 
 
 def _replace_object_collectives(c10d: Any) -> None:
-    exchanges: dict[str, int] = {}  # how many there were in each group, by its name
+    exchanges: dict[str, int] = {}  # number of exchanges so far, by the group's name
 
     def exchange(group: Any, source: int, value: Any) -> Any:
-        """The source's value; on a rank that is played alone and is not the source, `value`."""
+        """The value of rank `source`; on a rank that is played without the others, `value`."""
         name = c10d._get_process_group_name(group)
         exchanges[name] = exchanges.get(name, 0) + 1
         key = f"virtual_gpu/objects/{name}/{exchanges[name]}"
@@ -45,7 +46,7 @@ def _replace_object_collectives(c10d: Any) -> None:
         if c10d.get_rank(group) == source:
             store.set(key, pickle.dumps(value))
             return value
-        return pickle.loads(store.get(key)) if store.check([key]) or not _plays_alone() else value
+        return pickle.loads(store.get(key)) if store.check([key]) or not _plays_one_rank() else value
 
     def root(group: Any, rank: int | None, group_rank: int | None) -> int:
         rank = 0 if rank is None and group_rank is None else rank
@@ -93,23 +94,23 @@ def _replace_object_collectives(c10d: Any) -> None:
         group = c10d._group_or_default_group(group)
         if c10d._rank_not_in_group(group):
             return
-        every = exchange(group, root(group, src, group_src), scatter_object_input_list)
-        if every is not None:
-            scatter_object_output_list[0] = every[c10d.get_rank(group)]
+        objects = exchange(group, root(group, src, group_src), scatter_object_input_list)
+        if objects is not None:
+            scatter_object_output_list[0] = objects[c10d.get_rank(group)]
 
     for replacement in (all_gather_object, gather_object, broadcast_object_list, scatter_object_list):
         name = replacement.__name__
         setattr(c10d, name, functools.wraps(getattr(c10d, name))(replacement))
 
 
-def _plays_alone() -> bool:
-    from opacus_memprof.virtual_gpu.ranks import played
+def _plays_one_rank() -> bool:
+    from opacus_memprof.virtual_gpu.played_rank import played
 
     return played() is not None
 
 
-def _tell_sizes_of_splits(c10d: Any, library: ctypes.CDLL) -> None:
-    """NCCL counts the ranks of a split by asking all of them; here it is told by who knows their list."""
+def _pass_split_sizes(c10d: Any, library: ctypes.CDLL) -> None:
+    """Tells the virtual NCCL the size of each new group. The real one finds it by communicating with all ranks."""
     color_of = c10d._process_group_color
 
     def color_with_size(ranks: list[int]) -> int:
@@ -119,9 +120,11 @@ def _tell_sizes_of_splits(c10d: Any, library: ctypes.CDLL) -> None:
 
     c10d._process_group_color = color_with_size
 
-    def during(method: Callable[..., Any], position: int) -> Callable[..., Any]:
+    def pass_size(method: Callable[..., Any], position: int) -> Callable[..., Any]:
+        """Wraps a method that splits a group; `position` is that of its argument `ranks`."""
+
         @functools.wraps(method)
-        def split(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             ranks = kwargs["ranks"] if "ranks" in kwargs else args[position]
             library.memprof_virtual_gpu_next_split(len(ranks))
             try:
@@ -129,10 +132,10 @@ def _tell_sizes_of_splits(c10d: Any, library: ctypes.CDLL) -> None:
             finally:
                 library.memprof_virtual_gpu_next_split(0)
 
-        return split
+        return wrapper
 
-    c10d.ProcessGroup.split_group = during(c10d.ProcessGroup.split_group, 0)
+    c10d.ProcessGroup.split_group = pass_size(c10d.ProcessGroup.split_group, 0)
     from torch._C._distributed_c10d import Backend
 
     if hasattr(Backend, "split"):  # since torch 2.12
-        Backend.split = during(Backend.split, 1)
+        Backend.split = pass_size(Backend.split, 1)

@@ -1,41 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets Triton and torch.compile work on the virtual GPU: what they link to, and where they keep what they measured."""
+"""Configures Triton and torch.compile for the virtual GPU: the library that they link to, and a separate cache."""
 
-import importlib.abc
-import importlib.machinery
+import importlib
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-
-def prepare(libraries: Path) -> None:
-    """Sets up Triton and Inductor when the program imports them. Children inherit nothing of it."""
-    sys.meta_path.insert(
-        0,
-        _AfterImport(
-            {
-                "triton.knobs": lambda module: _link_to(module, libraries),
-                "torch._inductor.runtime.cache_dir_utils": _separate_cache,
-                "torch._inductor.config": _compile_in_this_process,
-            }
-        ),
-    )
+from opacus_memprof.recording.after_import import AfterImport
 
 
-def _link_to(knobs: Any, libraries: Path) -> None:
-    """Triton links what it compiles to libcuda.so.1, which it would look for where ldconfig finds it."""
-    propagate, knobs.propagate_env = knobs.propagate_env, False  # to the environment
+def configure(libraries: Path) -> None:
+    """Configures Triton and Inductor as soon as the program imports them. Child processes inherit nothing of it."""
+    _on_import("triton.knobs", lambda knobs: _set_libcuda_path(knobs, libraries))
+    _on_import("torch._inductor.runtime.cache_dir_utils", _use_separate_cache)
+    _on_import("torch._inductor.config", _use_one_compile_thread)
+
+
+def _on_import(name: str, set_up: Callable[[Any], None]) -> None:
+    AfterImport(name, lambda: set_up(importlib.import_module(name)))
+
+
+def _set_libcuda_path(knobs: Any, libraries: Path) -> None:
+    """Lets Triton link what it compiles to the virtual libcuda.so.1. By default it asks ldconfig for the library."""
+    propagate, knobs.propagate_env = knobs.propagate_env, False  # do not set an environment variable
     knobs.nvidia.libcuda_path = str(libraries)
     knobs.propagate_env = propagate
 
 
-def _separate_cache(cache: Any) -> None:
-    """Inductor keeps which kernel was the fastest, and here none is: a real GPU must not be given what was kept.
+def _use_separate_cache(cache: Any) -> None:
+    """Gives Inductor a separate cache: it stores which kernels were fastest, which on a virtual GPU is meaningless and
+    must not be used on a real one.
 
-    Where the program names no folder, torch itself puts its own into this variable.
+    torch itself sets TORCHINDUCTOR_CACHE_DIR to its default folder if the program does not.
     """
     default = cache.default_cache_dir
     cache.default_cache_dir = lambda: default() + "_virtual_gpu"
@@ -43,31 +40,6 @@ def _separate_cache(cache: Any) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = chosen.removesuffix("_virtual_gpu") + "_virtual_gpu"
 
 
-def _compile_in_this_process(config: Any) -> None:
-    """Inductor's workers are programs of their own, which have no GPU where there is no real one."""
+def _use_one_compile_thread(config: Any) -> None:
+    """Compiles in this process, because Inductor's worker processes have no virtual GPU."""
     config.compile_threads = 1
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function once when a module has been imported; the module itself is found as ever."""
-
-    def __init__(self, calls: dict[str, Callable[[Any], None]]) -> None:
-        self.calls = calls
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        call = self.calls.pop(name, None)
-        if call is None:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_call(module: ModuleType) -> None:
-            execute(module)
-            call(module)
-
-        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
-        return spec

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPUs that can be played, and their properties.
+"""The kinds of virtual GPUs, and their properties.
 
-Where the figures come from:
+Sources of the figures:
 
 - `Limits`: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". 7.0 is in the guides up to
   CUDA 12.9.
-- multiprocessors, L2 cache, bus and clocks: published output of CUDA's `deviceQuery` on the GPU that is named. Of the
-  B200: `cudaGetDeviceProperties` and nvidia-smi (https://github.com/pytorch/ao/pull/4002).
-- total_memory: what `torch.cuda.get_device_properties(0).total_memory` says, which is what `deviceQuery` says. It is a
-  little below the label, since ECC and the driver keep some, and another driver says up to 0.4 % more or less. The
+- multiprocessors, L2 cache, bus and clocks: published output of CUDA's `deviceQuery` on that GPU. Of the B200:
+  `cudaGetDeviceProperties` and nvidia-smi (https://github.com/pytorch/ao/pull/4002).
+- total_memory: `torch.cuda.get_device_properties(0).total_memory`, which is also what `deviceQuery` prints. It is a
+  little less than the name says, since ECC and the driver reserve some, and differs by up to 0.4 % between drivers. The
   comment of each row names the driver, by the CUDA version that it supports.
 - context_memory: measured on the H200 only; see `Gpu.context_memory`.
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """What a compute capability allows. Bytes of shared memory."""
+    """The limits of a compute capability. Shared memory is in bytes."""
 
     threads_per_multiprocessor: int
     blocks_per_multiprocessor: int
@@ -41,14 +41,14 @@ LIMITS = {
     (10, 0): Limits(2048, 32, 228 * _KIB, 227 * _KIB),
 }
 
-# What a CUDA context takes on an H200, and the threads that the multiprocessors there can hold.
+# The memory of a CUDA context on an H200, in bytes, and the threads that can be resident there.
 _CONTEXT_OF_H200 = 552468480
 _THREADS_OF_H200 = 132 * 2048
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU. Bytes and kHz, as CUDA reports them.
+    """A kind of GPU. Sizes are in bytes, clocks in kHz, as CUDA reports them.
 
     Attributes:
         capability: the compute capability, major and minor.
@@ -72,24 +72,30 @@ class Gpu:
         return self.capability[1]
 
     def kernel_architecture(self, kernels: Sequence[int]) -> int:
-        """The architecture of the kernels that torch runs on it, as 90.
+        """The architecture, such as 90, of the kernels that torch runs on this GPU.
 
-        Of those that it has, the newest of the GPU's own major version that is not newer than itself; where none would
-        run on a real one, the oldest.
+        It is the newest one of the GPU's major version that is not newer than the GPU, or the oldest of all if a real
+        GPU of this kind could run none.
+
+        Args:
+            kernels: the architectures that torch has kernels for.
         """
-        own = 10 * self.major + self.minor
-        running = [kernel for kernel in kernels if kernel // 10 == self.major and kernel <= own]
-        return max(running, default=min(kernels, default=own))
+        capability = 10 * self.major + self.minor
+        runnable = [kernel for kernel in kernels if kernel // 10 == self.major and kernel <= capability]
+        return max(runnable, default=min(kernels, default=capability))
 
     @property
     def context_memory(self) -> int:
-        """What a CUDA context takes before the first allocation: estimated, for all but the H200, from what it takes
-        there, since most of it is local memory for every thread that can be resident."""
+        """The bytes that a CUDA context uses before the first allocation.
+
+        Measured on the H200. For others it is scaled by the number of threads that can be resident, because most of it
+        is their local memory.
+        """
         threads = self.multiprocessors * LIMITS[self.capability].threads_per_multiprocessor
         return _CONTEXT_OF_H200 * threads // _THREADS_OF_H200
 
     def as_structure(self, kernels: Sequence[int]) -> "DeviceProperties":
-        """The same for csrc/virtual_gpu, with a torch that has kernels for these architectures."""
+        """The properties as csrc/virtual_gpu takes them. `kernels`: the architectures that torch has kernels for."""
         limits = LIMITS[self.capability]
         return DeviceProperties(
             name=self.name.encode(),
@@ -125,14 +131,14 @@ GPUS = {
     "rtx4090": Gpu("NVIDIA GeForce RTX 4090", 25250627584, (8, 9), 128, 75497472, 384, 2520000, 10501000),  # 13.0
     "h100": Gpu("NVIDIA H100 80GB HBM3", 85017755648, (9, 0), 132, 52428800, 5120, 1980000, 2619000),  # 13.0
     "h200": Gpu("NVIDIA H200", 150109880320, (9, 0), 132, 62914560, 6016, 1980000, 3201000),  # 13.0
-    # torch says 182631 MB of 2^20 bytes (12.8); the clock is estimated
+    # torch prints 182631 MB of 2^20 bytes (12.8); the clock is estimated
     "b200": Gpu("NVIDIA B200", 182631 << 20, (10, 0), 148, 132644864, 7680, 1965000, 3996000),
 }
 # fmt: on
 
 
 class DeviceProperties(ctypes.Structure):
-    """csrc/virtual_gpu/device.h: the same fields in the same order."""
+    """The struct of csrc/virtual_gpu/device.h, with the same fields in the same order."""
 
     _fields_ = (
         ("name", ctypes.c_char * 64),

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the virtual GPU in the place of CUDA in this process."""
+"""Replaces CUDA by the virtual GPU in this process."""
 
 import ctypes
 import sys
 from dataclasses import dataclass, replace
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.imports import AfterImport
-from opacus_memprof.units import format_bytes
-from opacus_memprof.virtual_gpu import collectives, compilers, ending, spawning
+from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.recording.after_import import AfterImport
+from opacus_memprof.virtual_gpu import collectives, compilers, spawned_processes, wait_at_exit
 from opacus_memprof.virtual_gpu.devices import GPUS, Gpu
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES, check_machine
 
 _DRIVER_VERSION = 13020
-_MOST_DEVICES = 64  # of a process that torch and the event file can number
-_LARGEST_MEMORY = 2**40  # of a device: all of them together must find room in a process' addresses
-_SMALLEST_MEMORY = 2**28  # beside what the context takes
+_MAX_DEVICES = 64  # torch and the event file cannot number more
+_MAX_MEMORY = 2**40  # bytes of a device: all devices must fit into the address space of a process
+_MIN_MEMORY = 2**28  # bytes of a device, in addition to its context
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,22 @@ def active() -> VirtualGpu | None:
 
 
 def start(kind: str, *, memory: int | None = None, count: int = 1) -> VirtualGpu:
-    """Gives this process `count` virtual GPUs; before torch is imported, and once.
+    """Gives this process virtual GPUs. Call it once, before torch is imported.
+
+    Operations on small tensors compute real values (see `virtual_gpu.values`). Children that multiprocessing starts, by
+    fork or spawn, have the same virtual GPUs; other programs that this process starts have none.
 
     Args:
-        kind: a name in `GPUS`.
-        memory: bytes of each, in place of the kind's own.
-        count: how many there are.
-
-    Small tensors have true values from the program's import of torch on. Children that multiprocessing makes, by fork
-    or spawn, have the same virtual GPUs. Other programs that this process starts have none.
+        kind: a key of `GPUS`.
+        memory: bytes of each GPU. Default: the kind's.
+        count: the number of GPUs.
 
     Raises:
-        MemprofError: an unknown kind, a size or a number that makes no sense, this process has virtual GPUs or torch
-            already, or a virtual GPU cannot work on this machine or with its torch.
+        MemprofError: the kind is unknown, the memory or the count is out of range, this process has virtual GPUs or has
+            imported torch already, or a virtual GPU cannot work on this machine or with its torch.
     """
     global _active, _library
-    gpu = _choose(kind, memory, count)
+    gpu = _choose_gpu(kind, memory, count)
     if _active is not None:
         raise MemprofError(
             f"this process has virtual GPUs already ({_active.count} of {_active.kind}), and one cannot run inside "
@@ -69,15 +69,15 @@ def start(kind: str, *, memory: int | None = None, count: int = 1) -> VirtualGpu
     properties = gpu.as_structure(kernels)
     _library.memprof_virtual_gpu_start(ctypes.byref(properties), count, _DRIVER_VERSION)
     _active = VirtualGpu(kind, gpu, count)
-    AfterImport("torch", _compute_small_values)
+    AfterImport("torch", _install_values)
     collectives.install(_library)
-    compilers.prepare(LIBRARIES)
-    ending.wait_for_threads_at_exit()
-    spawning.give_to_children(kind, gpu.total_memory, count)
+    compilers.configure(LIBRARIES)
+    wait_at_exit.wait_for_threads_at_exit()
+    spawned_processes.pass_to_children(kind, gpu.total_memory, count)
     return _active
 
 
-def _compute_small_values() -> None:
+def _install_values() -> None:
     try:
         from opacus_memprof.virtual_gpu import values  # loads torch
 
@@ -86,36 +86,37 @@ def _compute_small_values() -> None:
         raise MemprofError(str(error)) from None
 
 
-def _choose(kind: str, memory: int | None, count: int) -> Gpu:
-    """The kind's properties, with `memory` in place of its own."""
+def _choose_gpu(kind: str, memory: int | None, count: int) -> Gpu:
+    """The properties of the kind, with `memory` if it is not None. Raises MemprofError as `start` does."""
     gpu = GPUS.get(kind)
     if gpu is None:
         raise MemprofError(f'there is no virtual GPU "{kind}": use one of {", ".join(GPUS)}')
-    if not 1 <= count <= _MOST_DEVICES:
-        raise MemprofError(f"a process cannot have {count} virtual GPUs: give a number from 1 to {_MOST_DEVICES}")
+    if not 1 <= count <= _MAX_DEVICES:
+        raise MemprofError(f"a process cannot have {count} virtual GPUs: give a number from 1 to {_MAX_DEVICES}")
     if memory is None:
         return gpu
-    smallest = gpu.context_memory + _SMALLEST_MEMORY
-    if not smallest <= memory <= _LARGEST_MEMORY:
+    smallest = gpu.context_memory + _MIN_MEMORY
+    if not smallest <= memory <= _MAX_MEMORY:
         raise MemprofError(
             f"a virtual GPU cannot have {format_bytes(memory)}: give at least {format_bytes(smallest)}, of which a "
-            f"CUDA context takes {format_bytes(gpu.context_memory)}, and at most {format_bytes(_LARGEST_MEMORY)}"
+            f"CUDA context takes {format_bytes(gpu.context_memory)}, and at most {format_bytes(_MAX_MEMORY)}"
         )
     return replace(gpu, total_memory=memory)
 
 
 def default_answers() -> dict[str, int]:
-    """How often each symbol was called that the virtual GPU answers by a default, the called ones alone."""
+    """The number of calls of each CUDA function that the virtual GPU answers by a default. Those never called are left
+    out."""
     if _library is None:
         return {}
     answer = _library.memprof_virtual_gpu_default
     answer.restype = ctypes.c_char_p
     answer.argtypes = [ctypes.c_size_t, ctypes.POINTER(ctypes.c_uint64)]
     calls = ctypes.c_uint64()
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     index = 0
     while (name := answer(index, ctypes.byref(calls))) is not None:
         if calls.value:
-            found[name.decode()] = calls.value
+            result[name.decode()] = calls.value
         index += 1
-    return found
+    return result

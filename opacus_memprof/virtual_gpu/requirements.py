@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a virtual GPU needs: Linux, and a torch with the CUDA that the libraries were built for. Imports no torch."""
+"""Checks the requirements of a virtual GPU: Linux, and a torch with the CUDA version that the libraries were built for.
+Does not import torch."""
 
 import importlib.util
 import json
@@ -17,11 +18,15 @@ _RUNTIME = re.compile(rb"libcudart(?:-[0-9a-f]+)?\.so\.(\d+)")
 
 
 def check_machine() -> list[int]:
-    """Finds out whether a virtual GPU works here, and returns the architectures that torch has kernels for, as 90.
+    """Checks that a virtual GPU works here.
+
+    Returns:
+        The architectures that torch has kernels for, such as 90.
 
     Raises:
-        MemprofError: another system than Linux, torch is missing or a build without CUDA or with a CUDA that is linked
-            statically, or the libraries were not built or were built for another CUDA.
+        MemprofError: the system is not Linux; torch is missing, or a build without CUDA or with a statically linked
+        CUDA;
+            or the libraries were not built, or were built for another CUDA.
     """
     if sys.platform != "linux":
         raise MemprofError(
@@ -44,17 +49,17 @@ def check_machine() -> list[int]:
 
 
 def _cuda_of_torch() -> int:
-    """The major version of the CUDA runtime that torch's libraries load."""
+    """The major version of the CUDA runtime library that torch loads."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise MemprofError(f"a virtual GPU needs torch, which is not installed: {_WHEEL}")
     library = Path(next(iter(spec.submodule_search_locations))) / "lib" / "libc10_cuda.so"
     if not library.is_file():
         raise MemprofError(f"the installed torch is a build without CUDA, which no virtual GPU can serve: {_WHEEL}")
-    found = _RUNTIME.search(library.read_bytes())
-    if found is None:
+    match = _RUNTIME.search(library.read_bytes())
+    if match is None:
         raise MemprofError(
             "the installed torch has CUDA's runtime linked into it, where no virtual GPU can take its place: "
             f"{_WHEEL} as libraries of its own"
         )
-    return int(found[1])
+    return int(match[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store of a rank that is played without the others, in the place of torch.distributed's TCPStore."""
+"""A store for a rank that is played without the others, instead of torch.distributed's TCPStore."""
 
 import re
 from collections.abc import Sequence
@@ -8,31 +8,32 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-_UNIQUE_ID = b"\1" * 128  # NCCL's, which rank 0 would give
+_UNIQUE_ID = b"\1" * 128  # an ncclUniqueId, which rank 0 would set
 _NUMBER = re.compile(r"\d+")
 
 
-class LonelyStore(Store):
-    """Answers as if every rank had done what this one has: nothing is waited for, counters count all ranks.
+class SingleRankStore(Store):
+    """A store that answers as if every rank had called what this rank has. It never waits, and counters count all
+    ranks.
 
-    Keys that only others would have set read as this rank's of the same form (`host/7` as what it has put into
-    `host/0`), and where there is none as the id by which NCCL's ranks find each other.
+    A key that only another rank would set has the value of this rank's key of the same pattern (`host/7` that of
+    `host/0`); without one, it is taken for the id by which NCCL's ranks find each other.
     """
 
     def __init__(self, world_size: int) -> None:
         super().__init__()
         self._world_size = world_size
         self._values: dict[str, bytes] = {}
-        self._alike: dict[str, bytes] = {}  # by key with every number replaced
+        self._by_pattern: dict[str, bytes] = {}  # by the key with every number replaced by #
 
     def set(self, key: str, value: str | bytes) -> None:
         stored = value.encode() if isinstance(value, str) else bytes(value)
-        self._values[key] = self._alike[_NUMBER.sub("#", key)] = stored
+        self._values[key] = self._by_pattern[_NUMBER.sub("#", key)] = stored
 
     def get(self, key: str) -> bytes:
         if key in self._values:
             return self._values[key]
-        return self._alike.get(_NUMBER.sub("#", key), _UNIQUE_ID)
+        return self._by_pattern.get(_NUMBER.sub("#", key), _UNIQUE_ID)
 
     def add(self, key: str, amount: int) -> int:
         total = int(self._values.get(key, b"0")) + amount * self._world_size
@@ -58,7 +59,7 @@ class LonelyStore(Store):
         return all(key in self._values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Returns at once: the others have set what is waited for."""
+        """Returns immediately, as if the other ranks had set the keys."""
 
     def delete_key(self, key: str) -> bool:
         return self._values.pop(key, None) is not None
@@ -69,15 +70,15 @@ class LonelyStore(Store):
     def has_extended_api(self) -> bool:
         return True
 
-    def clone(self) -> "LonelyStore":
+    def clone(self) -> "SingleRankStore":
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """There is nothing to wait for."""
+        """Does nothing, because nothing is waited for."""
 
 
-class LonelyTCPStore(LonelyStore):
-    """What a program gets that makes a TCPStore itself; takes its arguments."""
+class SingleRankTCPStore(SingleRankStore):
+    """Replaces TCPStore for programs that construct one. Takes the same arguments."""
 
     def __init__(self, host_name: str = "", port: int = 0, world_size: int | None = None, *_: Any, **__: Any) -> None:
         super().__init__(world_size or 1)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tries a virtual GPU in a process of its own, where nothing has imported torch and a failure harms nobody."""
+"""Tries a virtual GPU in a new process, where torch is not imported yet and a failure does no harm."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 _TIMEOUT_S = 120
-_REFUSED = 2
+_REFUSED = 2  # exit code
 _PROGRAM = f"""
 import sys
 sys.path.append({str(Path(__file__).parents[2])!r})
@@ -19,15 +19,19 @@ except MemprofError as error:
 import torch
 matrix = torch.ones(512, 512, device="cuda")
 product = matrix @ matrix
-held = torch.cuda.memory_stats()["requested_bytes.all.current"]
+requested = torch.cuda.memory_stats()["requested_bytes.all.current"]
 assert torch.cuda.get_device_name() == "NVIDIA H200", torch.cuda.get_device_name()
 assert product.shape == matrix.shape
-assert held >= 2 * matrix.nbytes, f"two matrices of 1 MiB are counted as {{held}} bytes"
+assert requested >= 2 * matrix.nbytes, f"two matrices of 1 MiB are counted as {{requested}} bytes"
 """
 
 
-def why_it_fails() -> tuple[str, bool] | None:
-    """Why a virtual GPU does not work here, and whether this was foreseen; None where it works."""
+def find_failure() -> tuple[str, bool] | None:
+    """Runs a small computation on a virtual GPU.
+
+    Returns:
+        None if it works. Otherwise a sentence, and whether it is a MemprofError's, which says what to do.
+    """
     try:
         ran = subprocess.run(
             [sys.executable, "-c", _PROGRAM],
@@ -37,7 +41,7 @@ def why_it_fails() -> tuple[str, bool] | None:
             timeout=_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        return f"a trial was not over after {_TIMEOUT_S} s", False
+        return f"a trial did not end within {_TIMEOUT_S} s", False
     if ran.returncode == 0:
         return None
     if ran.returncode == _REFUSED and ran.stdout.strip():

@@ -125,11 +125,12 @@ TEST(Follower, agrees_with_the_recorder_that_writes) {
   }
   recorder.stop_events().reset();
   follower.advance();
-  EXPECT_EQ(follower.reading().unknown_frees + follower.reading().double_allocations +
-                follower.reading().category_mismatches + follower.reading().unknown_retags,
+  EXPECT_EQ(follower.contradictions().unknown_frees + follower.contradictions().double_allocations +
+                follower.contradictions().category_mismatches +
+                follower.contradictions().unknown_retags,
             0U);
   EXPECT_TRUE(follower.header().closed);
-  EXPECT_EQ(follower.reading().events, follower.header().count);
+  EXPECT_EQ(follower.events(), follower.header().count);
 }
 
 }  // namespace

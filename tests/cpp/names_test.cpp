@@ -51,6 +51,19 @@ TEST(Names, AFullListMergesAndSaysSo) {
             static_cast<std::uint16_t>(Category::noise));
 }
 
+TEST(Names, AModuleHasTheComponentThatWasSetLast) {
+  Names names;
+  const auto head = names.intern(Kind::module, "h");
+  names.intern(Kind::module, "b.0");
+  names.set_component(head, "attention");
+  const auto version = names.version();
+  names.set_component(head, "head");
+  EXPECT_EQ(names.components(), (std::vector<std::string>{"", "head", ""}));
+  EXPECT_GT(names.version(), version);  // so that meta.json is written again
+  names.set_component(head, "");
+  EXPECT_EQ(names.components()[head], "");
+}
+
 TEST(Names, AnAdditionChangesTheVersion) {
   Names names;
   const auto before = names.version();

@@ -53,8 +53,8 @@ std::int64_t total(Recorder& recorder) {
 
 Peak peak_of(Recorder& recorder) {
   recorder.close_peak(kGpu);
-  for (const auto& [device, peak] : recorder.peaks()) {
-    if (device == kGpu) return peak;
+  for (const auto& peak : recorder.peaks()) {
+    if (peak.device == kGpu) return peak;
   }
   return {};
 }

@@ -297,8 +297,8 @@ TEST_P(ReplayModel, agrees) {
   const Model model(file);
   constexpr std::size_t kPoints = 25;
   const ReplayResult result = replay(file.write(), {.timeline_points = kPoints});
-  EXPECT_EQ(result.category_mismatches, 0U);
-  EXPECT_EQ(result.unknown_frees, 0U);
+  EXPECT_EQ(result.contradictions.category_mismatches, 0U);
+  EXPECT_EQ(result.contradictions.unknown_frees, 0U);
 
   const auto expect = [&](std::uint8_t device, const ReplayResult::Moment& moment,
                           std::optional<std::size_t> instant, bool exact, const std::string& what) {

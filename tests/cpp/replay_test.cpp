@@ -273,11 +273,11 @@ TEST(Replay, contradictions_are_counted_and_no_byte_is_lost) {
             .category = static_cast<Category>(200),
             .phase = static_cast<Phase>(99)});
   const ReplayResult result = replay(file.write());
-  EXPECT_EQ(result.unknown_frees, 1U);
-  EXPECT_EQ(result.unknown_retags, 1U);
-  EXPECT_EQ(result.double_allocations, 1U);
-  EXPECT_EQ(result.category_mismatches, 2U);
-  EXPECT_EQ(result.unreadable, 2U);
+  EXPECT_EQ(result.contradictions.unknown_frees, 1U);
+  EXPECT_EQ(result.contradictions.unknown_retags, 1U);
+  EXPECT_EQ(result.contradictions.double_allocations, 1U);
+  EXPECT_EQ(result.contradictions.category_mismatches, 2U);
+  EXPECT_EQ(result.contradictions.unreadable, 2U);
   const auto& device = result.devices.at(0);
   EXPECT_EQ(device.peak.bytes, 30);
   EXPECT_EQ(at(device.peak.categories, Category::gradients), 30);

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from opacus_memprof import _native
+from opacus_memprof.recording import native
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,7 +21,7 @@ def recording() -> Iterator[None]:
     """Our allocator is the current one; nothing that a test before this one left is cached."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    _native.cuda_install()
+    native.cuda_install()
     yield
     torch.cuda.synchronize()
-    _native.cuda_uninstall()
+    native.cuda_uninstall()

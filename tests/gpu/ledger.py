@@ -3,13 +3,13 @@
 
 import torch
 
-from opacus_memprof import _native
+from opacus_memprof.recording import native
 
 
 def live_bytes() -> int:
     """Requested bytes that the ledger holds on cuda:0, after it has forgotten seeded blocks that are gone."""
-    _native.cuda_refresh(0)
-    return sum(block["bytes"] for block in _native.live_blocks() if block["device"] == "cuda:0")
+    native.cuda_refresh(0)
+    return sum(block["bytes"] for block in native.live_blocks() if block["device"] == "cuda:0")
 
 
 def requested_bytes() -> int:
@@ -18,8 +18,8 @@ def requested_bytes() -> int:
 
 
 def assert_reconciled() -> None:
-    waiting = _native.cuda_refresh(0)
-    counters = _native.snapshot("reconcile")["devices"]["cuda:0"]
+    waiting = native.cuda_refresh(0)
+    counters = native.snapshot("reconcile")["devices"]["cuda:0"]
     assert counters["requested_bytes"] + waiting == requested_bytes()
     assert sum(counters["categories"].values()) == counters["requested_bytes"] == live_bytes()
 
@@ -27,5 +27,5 @@ def assert_reconciled() -> None:
 def block_of(tensor: torch.Tensor) -> dict[str, object]:
     """The ledger's entry for the tensor's storage."""
     address = tensor.untyped_storage().data_ptr()
-    (found,) = [block for block in _native.live_blocks() if block["address"] == address]
+    (found,) = [block for block in native.live_blocks() if block["address"] == address]
     return found

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from opacus_memprof import _native, virtual_gpu
+from opacus_memprof import virtual_gpu
+from opacus_memprof.recording import native
 from tests.gpu.ledger import assert_reconciled, block_of, live_bytes, requested_bytes
 
 pytestmark = pytest.mark.usefixtures("recording")
@@ -40,10 +41,10 @@ def figures(work: Callable[[], None]) -> dict[str, int]:
 def test_memory_stats_equal_those_of_the_native_allocator() -> None:
     some_work()  # libraries make their handles and workspaces
     ours = figures(some_work)
-    _native.cuda_uninstall()
-    native = figures(some_work)
-    assert ours == native
-    assert native["allocation.all.allocated"] > 8
+    native.cuda_uninstall()
+    torchs_own = figures(some_work)
+    assert ours == torchs_own
+    assert torchs_own["allocation.all.allocated"] > 8
 
 
 def test_snapshot_equals_that_of_the_native_allocator() -> None:
@@ -57,7 +58,7 @@ def test_snapshot_equals_that_of_the_native_allocator() -> None:
         return sorted((s["total_size"], [(b["requested_size"], b["state"]) for b in s["blocks"]]) for s in segments)
 
     ours = shape()
-    _native.cuda_uninstall()
+    native.cuda_uninstall()
     assert ours == shape()
 
 
@@ -93,7 +94,7 @@ def test_an_address_that_is_handed_out_again_at_once() -> None:
         thread.start()
     for _ in range(200):
         torch.empty(1000, device="cuda")
-        _native.live_blocks()
+        native.live_blocks()
     stop.set()
     for thread in threads:
         thread.join()
@@ -114,7 +115,7 @@ def test_record_stream_keeps_memory_until_the_side_stream_is_done() -> None:
     del source
     # The block would be handed out again here, and the side stream would read the new values.
     overwriting = [torch.full((1 << 22,), -1.0, device="cuda") for _ in range(4)]
-    waiting = _native.cuda_refresh(0)
+    waiting = native.cuda_refresh(0)
     assert waiting == 4 << 22
     assert_reconciled()
     torch.cuda.synchronize()
@@ -185,25 +186,25 @@ def test_memory_history_on_top() -> None:
 
 
 def test_late_attach_seeds_what_is_there_and_late_detach_leaves_tensors_valid() -> None:
-    _native.cuda_uninstall()
+    native.cuda_uninstall()
     before = torch.empty(1_000_000, dtype=torch.uint8, device="cuda")
     adopted = torch.empty(2_000_000, dtype=torch.uint8, device="cuda")
-    _native.cuda_install()
+    native.cuda_install()
     assert block_of(before)["seeded"]
     assert_reconciled()
-    _native.retag(adopted, _native.category_id("model_parameters"))
+    native.retag(adopted, native.category_id("model_parameters"))
     assert not block_of(adopted)["seeded"]
     address = adopted.untyped_storage().data_ptr()
     del adopted  # through our deleter now: seen at once
-    assert address not in {block["address"] for block in _native.live_blocks()}
+    assert address not in {block["address"] for block in native.live_blocks()}
     del before  # through the native deleter: seen at the next look
     assert_reconciled()
     during = torch.full((1000,), 5.0, device="cuda")
-    _native.cuda_uninstall()
+    native.cuda_uninstall()
     assert during.sum().item() == 5000
     del during
     torch.empty(1000, device="cuda")
-    _native.cuda_install()
+    native.cuda_install()
     assert_reconciled()
 
 
@@ -227,52 +228,54 @@ def test_cublas_workspaces_have_their_category() -> None:
         thread.start()
     for thread in handle_users:
         thread.join()
-    workspaces = [block for block in _native.live_blocks() if block["category"] == "library_workspace"]
+    workspaces = [block for block in native.live_blocks() if block["category"] == "library_workspace"]
     tensors = torch.randn(64, 64, device="cuda")
     assert block_of(tensors)["category"] != "library_workspace"
     tensors.resize_(1 << 20)
     assert block_of(tensors)["category"] != "library_workspace"
     if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
         torch._C._cuda_clearCublasWorkspaces()
-        assert not [b for b in _native.live_blocks() if b["category"] == "library_workspace" and b in workspaces]
+        assert not [b for b in native.live_blocks() if b["category"] == "library_workspace" and b in workspaces]
 
 
 def test_what_was_seeded_once_is_not_believed_at_the_next_attach() -> None:
     """Freed while nobody looked, and its address in use again, for other sizes."""
-    _native.cuda_uninstall()
+    native.cuda_uninstall()
     before = [torch.zeros(1000, device="cuda") for _ in range(8)]
-    _native.cuda_install()
+    native.cuda_install()
     assert all(block_of(tensor)["seeded"] for tensor in before)
-    _native.cuda_uninstall()
+    native.cuda_uninstall()
     addresses = {tensor.data_ptr() for tensor in before}
     before.clear()
     again = [torch.zeros(900, device="cuda") for _ in range(4)]
     assert {tensor.data_ptr() for tensor in again} <= addresses
-    _native.cuda_install()
+    native.cuda_install()
     assert all(block_of(tensor)["bytes"] == 3600 for tensor in again)
     requested = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    assert sum(block["bytes"] for block in _native.live_blocks() if block["device"] == "cuda:0") == requested
+    assert sum(block["bytes"] for block in native.live_blocks() if block["device"] == "cuda:0") == requested
 
 
 @pytest.mark.skipif(torch.__version__ >= "2.12", reason="workspaces of this torch live for one operation")
 def test_workspaces_from_before_a_late_attach_have_their_category() -> None:
-    _native.cuda_uninstall()
-    threading.Thread(target=some_work).start()
+    native.cuda_uninstall()
+    other = threading.Thread(target=some_work)
+    other.start()
     some_work()
+    other.join()  # what it freed later would be seen at the next look only, in another test
     torch.cuda.synchronize()
-    _native.cuda_install()
-    large = [block for block in _native.live_blocks() if block["bytes"] >= 8 << 20]
+    native.cuda_install()
+    large = [block for block in native.live_blocks() if block["bytes"] >= 8 << 20]
     assert {block["category"] for block in large} == {"library_workspace"}
 
 
 def test_the_peak_is_the_allocators_own() -> None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    _native.cuda_refresh(0)
+    native.cuda_refresh(0)
     torch.cuda.reset_peak_memory_stats()
-    _native.reset_peaks()
+    native.reset_peaks()
     some_work()
-    peak = _native.peaks()["cuda:0"]
+    peak = native.peaks()["cuda:0"]
     stats = torch.cuda.memory_stats()
     assert peak["requested_bytes"] == stats["requested_bytes.all.peak"]
     assert peak["upstream_requested_bytes"] == peak["requested_bytes"]

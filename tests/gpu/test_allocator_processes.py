@@ -13,7 +13,7 @@ from tests.on_virtual_gpu import interpreter
 
 PRELUDE = """
 import torch, opacus_memprof
-from opacus_memprof import _native
+from opacus_memprof.recording import native
 from tests.gpu.ledger import assert_reconciled, live_bytes
 """
 
@@ -124,14 +124,14 @@ def test_plug_in_entry_points() -> None:
         plug_in = torch.cuda.memory.CUDAPluggableAllocator(
             opacus_memprof.library_path(), "opacus_memprof_malloc", "opacus_memprof_free")
         torch.cuda.memory.change_current_allocator(plug_in)
-        noise = _native.Tag(category=_native.category_id("noise"))
+        noise = native.Tag(category=native.category_id("noise"))
         with noise:
             tensor = torch.ones(1000, device="cuda")
         assert tensor.sum().item() == 1000
-        counters = _native.snapshot("now")["devices"]["cuda:0"]["categories"]
+        counters = native.snapshot("now")["devices"]["cuda:0"]["categories"]
         assert counters["noise"] == 4000
         del tensor
-        assert _native.snapshot("later")["devices"]["cuda:0"]["categories"]["noise"] == 0
+        assert native.snapshot("later")["devices"]["cuda:0"]["categories"]["noise"] == 0
     """)
 
 
@@ -140,9 +140,9 @@ def test_without_caching_the_run_goes_on_and_blocks_are_known() -> None:
         """
         opacus_memprof.install()
         tensor = torch.ones(1000, device="cuda")
-        assert _native.snapshot("now")["devices"]["cuda:0"]["requested_bytes"] == 4000
+        assert native.snapshot("now")["devices"]["cuda:0"]["requested_bytes"] == 4000
         del tensor
-        assert _native.snapshot("later")["devices"]["cuda:0"]["requested_bytes"] == 0
+        assert native.snapshot("later")["devices"]["cuda:0"]["requested_bytes"] == 0
         """,
         PYTORCH_NO_CUDA_MEMORY_CACHING="1",
     )
@@ -154,9 +154,9 @@ def test_cuda_malloc_async_backend() -> None:
         opacus_memprof.install()
         assert torch.cuda.memory.get_allocator_backend() == "cudaMallocAsync"
         tensor = torch.ones(1 << 20, device="cuda")
-        assert _native.snapshot("now")["devices"]["cuda:0"]["requested_bytes"] == 4 << 20
+        assert native.snapshot("now")["devices"]["cuda:0"]["requested_bytes"] == 4 << 20
         del tensor
-        assert _native.snapshot("later")["devices"]["cuda:0"]["requested_bytes"] == 0
+        assert native.snapshot("later")["devices"]["cuda:0"]["requested_bytes"] == 0
         """,
         PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync",
         PYTORCH_ALLOC_CONF="backend:cudaMallocAsync",

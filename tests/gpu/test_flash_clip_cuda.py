@@ -2,12 +2,19 @@
 """flash_clip on a GPU: the kernels against float64, training against hooks mode, and what it keeps and allocates."""
 
 import copy
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import opacus_memprof
+from opacus_memprof.clipping import adopt_grad_samples, gram_triton
 from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda
 from opacus_memprof.clipping.layers import LAYERS
 from opacus_memprof.clipping.sum_triton import weighted_sum_cuda
@@ -24,6 +31,43 @@ def precision(request: pytest.FixtureRequest) -> Any:
     torch.set_float32_matmul_precision(request.param)
     yield request.param
     torch.set_float32_matmul_precision(before)
+
+
+class LaunchedWith:
+    """In the place of a Triton kernel: notes the constants of its launches."""
+
+    def __init__(self) -> None:
+        self.constants: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **constants: self.constants.append(constants)
+
+
+@pytest.mark.parametrize(
+    ("set_precision", "used"),
+    [
+        (lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"), "tf32"),
+        (lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee"), "ieee"),
+        (lambda: torch.set_float32_matmul_precision("high"), "tf32"),
+        (lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", False), "ieee"),
+    ],
+    ids=["tf32", "ieee", "high", "allow_tf32"],
+)
+def test_gram_kernel_follows_either_interface_to_tf32(
+    set_precision: Callable[[], None], used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a program has set fp32_precision, reading the old settings raises."""
+    launched = LaunchedWith()
+    monkeypatch.setattr(gram_triton, "gram_tile", launched)
+    g, a = torch.randn(2, 8, 64, device="cuda"), torch.randn(2, 64, 16, device="cuda")
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        set_precision()
+        gram_squared_norms_cuda(g, a)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert [constants["PRECISION"] for constants in launched.constants] == [used]
 
 
 @pytest.mark.true_numbers
@@ -93,7 +137,7 @@ def test_layers(case: Case, dtype: torch.dtype, tolerance: float, megabytes: flo
     exact = per_sample_gradients(module, x if case.indices else x.double(), lambda i: g[i : i + 1].double())
     factors = torch.rand(5, dtype=torch.float64)
     module, x, g = module.to("cuda", dtype), x.cuda(), g.cuda()
-    layer, workspace = LAYERS[type(module)]("layer", module), Workspace.of_megabytes(megabytes)
+    layer, workspace = LAYERS[type(module)]("layer", module), Workspace.from_mib(megabytes)
     kept = layer.keep(x, g, workspace)
     expected = sum(e.flatten(1).square().sum(1) for e in exact.values())
     assert relative_error(kept.squared_norms.cpu().double(), expected) < tolerance
@@ -191,8 +235,8 @@ def test_two_passes_where_one_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> N
 
     data = torch.utils.data.TensorDataset(torch.zeros(64, 1), torch.zeros(64))
     runs: list[int] = []
-    real = flash_module.run_twice
-    monkeypatch.setattr(flash_module, "run_twice", lambda *a: (runs.append(1), real(*a)))
+    real = flash_module.run_two_passes
+    monkeypatch.setattr(flash_module, "run_two_passes", lambda *a: (runs.append(1), real(*a)))
     for free, expected in ((64 << 30, 0), (0, 1)):
         module, optimizer, _ = make_private(Checkpointed().cuda(), data, "flash_clip", noise_generator=None)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda f=free: (f, 80 << 30))
@@ -201,3 +245,40 @@ def test_two_passes_where_one_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> N
         module(torch.randn(64, 32, 512, device="cuda")).square().mean().backward()
         optimizer.step()
         assert len(runs) == expected
+
+
+def test_grad_samples_without_a_copy(tmp_path: Path) -> None:
+    """The per-sample gradients of the largest layer are no longer held twice: the peak is lower by its bytes, or as far
+    as what comes next, the noise of the largest parameter beside all sums."""
+    samples, rows, columns = 24, 4096, 4096
+
+    def peak(name: str) -> tuple[int, str]:
+        gc.collect()  # the model before
+        torch.manual_seed(0)
+        model = nn.Linear(columns, rows, bias=False, device="cuda")
+        data = TensorDataset(torch.randn(samples, columns), torch.randint(rows, (samples,)))
+        with opacus_memprof.profile(tmp_path / name, device="cuda"):
+            module, optimizer, loader = opacus_memprof.PrivacyEngine().make_private(
+                module=model,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                data_loader=DataLoader(data, batch_size=samples),
+                noise_multiplier=1.0,
+                max_grad_norm=1.0,
+                poisson_sampling=False,
+            )
+            for inputs, labels in loader:
+                nn.functional.cross_entropy(module(inputs.cuda()), labels.cuda()).backward()
+                optimizer.step()
+        found = json.loads((tmp_path / name / "profile.json").read_text())["devices"]["cuda:0"]["peak"]
+        return found["requested_bytes"], found["phase"]
+
+    before, phase = peak("copied")
+    assert phase == "backward"
+    restore = adopt_grad_samples()
+    try:
+        after, phase = peak("adopted")
+    finally:
+        restore()
+    assert phase == "noise"
+    weight = 4 * rows * columns
+    assert samples * weight > before - after > (samples - 5) * weight

@@ -16,7 +16,9 @@ from opacus import PrivacyEngine
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_memprof import _native, core, hooks
+from opacus_memprof import hooks
+from opacus_memprof.profiles import core
+from opacus_memprof.recording import native
 
 BATCH, LENGTH, VOCABULARY, WIDTH, CLASSES = 8, 5, 11, 6, 3
 MODES = ("vanilla", "hooks", "functorch", "ew", "ghost")
@@ -104,7 +106,7 @@ def attached(training: Training) -> Iterator[None]:
 
 def categories() -> dict[str, int]:
     """Live CPU bytes by category."""
-    devices: dict[str, Any] = _native.snapshot("test")["devices"]
+    devices: dict[str, Any] = native.snapshot("test")["devices"]
     none_yet: dict[str, Any] = {"categories": dict.fromkeys(core.BUILTIN_CATEGORIES, 0)}
     counts: dict[str, int] = devices.get("cpu", none_yet)["categories"]
     return counts
@@ -114,7 +116,7 @@ def categories() -> dict[str, int]:
 def cpu() -> Iterator[None]:
     """The recording CPU allocator; no earlier test's model dies in the middle of this one."""
     gc.collect()
-    _native.cpu_install()
+    native.cpu_install()
     yield
-    _native.cpu_uninstall()
-    _native.set_phase(_native.phase_id("idle"))  # a forward pass that nothing follows leaves its own
+    native.cpu_uninstall()
+    native.set_phase(native.phase_id("idle"))  # a forward pass that nothing follows leaves its own

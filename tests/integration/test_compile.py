@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from opacus_memprof import _native, hooks
-from opacus_memprof.hooks import observe
+from opacus_memprof import hooks
+from opacus_memprof.hooks import observers
+from opacus_memprof.recording import native
 from tests.integration.opacus_training import Model, attached, cpu, prepare  # noqa: F401
 from tests.integration.test_opacus_detach import state_of
 
@@ -150,7 +151,7 @@ def test_one_graph_whose_forward_is_seen(
     assert expected == 1 or (compile, network) == (in_place, layers)
     graphs.clear()
     torch._dynamo.reset()
-    monkeypatch.setattr(observe, "forward_begins", lambda: begun.append(True))
+    monkeypatch.setattr(observers, "on_forward_begin", lambda: begun.append(True))
     training = prepare("vanilla", network)
     with attached(training):
         compiled = compile(training.model, **options)
@@ -181,7 +182,7 @@ def test_the_model_itself_is_followed_as_well(cpu: None, monkeypatch: pytest.Mon
     training = prepare("vanilla")
     with attached(training):
         compiled = torch.compile(training.model, backend="eager")
-        monkeypatch.setattr(observe, "forward_begins", lambda: begun.append(True))
+        monkeypatch.setattr(observers, "on_forward_begin", lambda: begun.append(True))
         for expected, model in enumerate((compiled, training.model, compiled), 1):
             assert tag_of(model(tokens())) == ("forward_undecided", "forward")
             assert len(begun) == expected
@@ -247,7 +248,7 @@ def tokens() -> torch.Tensor:
 
 def block_of(tensor: torch.Tensor) -> dict[str, Any]:
     address = tensor.untyped_storage().data_ptr()
-    (found,) = (block for block in _native.live_blocks() if block["address"] == address)
+    (found,) = (block for block in native.live_blocks() if block["address"] == address)
     return found
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from opacus_memprof.directory import claim
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments import process
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.ranks import together
+from opacus_memprof.profiles.directory import claim
 from tests.unit.event_files import EventFile
 
 

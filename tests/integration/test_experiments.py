@@ -12,13 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from opacus_memprof import cli
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments import process, training
-from opacus_memprof.experiments import suite as suites
+from opacus_memprof.experiments import presets, process, training
 from opacus_memprof.experiments.configuration import MODES, Configuration
+from opacus_memprof.experiments.engine import run_grid
+from opacus_memprof.experiments.grid import methods
+from opacus_memprof.experiments.presets import EXPERIMENTS
 from tests.unit.event_files import EventFile
+from tests.unit.sweep_results import out_of_memory
 
 VOCABULARY, WIDTH, LAYERS, TOKENS, BATCH = 256, 64, 2, 16, 4
 TINY = Configuration(seq_length=TOKENS, batch_size=BATCH, num_steps=2, warmup_steps=1, device="cpu")
@@ -58,6 +62,7 @@ def sizes(directory: Path) -> list[str]:
         "--num_iter=2",
         "--warmup-iter=1",
         f"--output-dir={directory}",
+        "--pause=0",
     ]
 
 
@@ -110,7 +115,7 @@ def test_the_figures_are_the_profile_s_and_the_formulas_(suite: Path, mode: str)
     categories = {key: size for key, size in result["breakdown"].items() if "_allocated_" not in key}
     assert sum(categories.values()) * MB == pytest.approx(peak, abs=1e-3)
     assert result["peak_memory_mb"] == result["breakdown"]["total_allocated_mb"] == peak / MB
-    assert max(result["timeline"]["bytes"]) == peak
+    assert max(result["timeline"]["bytes"]) == max(entry["peak_bytes"] for entry in result["snapshots"]) == peak
     # By hand: weights; two moments and one step counter of 4 bytes for each parameter.
     assert result["parameters"] == {"total": PARAMETERS, "trainable": PARAMETERS}
     assert categories["model_parameters_mb"] * MB == pytest.approx(4 * PARAMETERS)
@@ -132,11 +137,12 @@ def test_the_pictures_are_there_and_can_be_drawn_again(
     suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = {"memory_breakdown_comparison", "memory_timeline", "performance_tradeoff"}
-    wanted = {f"{name}{suffix}.png" for name in names for suffix in ("", "_dark")} | {"summary.txt", "memory_table.tex"}
+    wanted = {f"{name}{suffix}.png" for name in names for suffix in ("", "_dark")}
+    wanted |= {"summary.txt", "memory_table.tex", "memory_profile_summary.csv", "results.jsonl"}
     assert {path.name for path in (suite / "visualizations").iterdir()} == wanted
     alone = tmp_path / "results"  # the JSON files, and nothing else
     alone.mkdir()
-    for path in suite.glob("*.json"):
+    for path in suite.glob("*_result.json"):
         (alone / path.name).write_bytes(path.read_bytes())
     assert run_command(["draw", "--input_dir", str(alone), "--output-dir", str(tmp_path / "again")], monkeypatch) == 0
     for name in wanted:
@@ -183,27 +189,26 @@ def test_running_out_of_memory_is_a_result(tmp_path: Path) -> None:
     (failed,) = result["out_of_memory"]
     assert failed["requested_bytes"] == 4 * WIDTH * rows  # the embedding of positions
     assert failed["live_bytes"] == sum(failed["categories"].values()) >= 4 * VOCABULARY * WIDTH
+    assert result["oom_report"] == "profile/oom_report.txt"
+    assert (tmp_path / result["oom_report"]).exists()
 
 
-@pytest.mark.parametrize("rank", ["", "rank_1"])
 def test_the_command_says_where_memory_is_explained(
-    rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = tmp_path / "result.run/profile" / rank / "oom_report.txt"
-    report.parent.mkdir(parents=True)
-    report.write_text("")
-    result = {"status": "out_of_memory", "profile": "result.run/profile"}
+    result = out_of_memory(TINY) | {"oom_report": "result.run/profile/rank_1/oom_report.txt"}
     monkeypatch.setattr(process, "run_to", lambda *arguments, **options: result)
-    monkeypatch.setattr("opacus_memprof.experiments.summary.told", str)
     assert run_command(["experiment", "--experiment=ghost", f"--output={tmp_path / 'result.json'}"], monkeypatch) == 0
-    assert f"what would fit: {report}\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"report: {tmp_path}/result.run/profile/rank_1/oom_report.txt\n" in said
+    assert "suggestion: physical batches of 1 (predicted peak 512.00 MiB, which fits)\n" in said
 
 
 def test_a_killed_process_leaves_what_its_events_tell(tmp_path: Path) -> None:
     children: list[Any] = []
 
     def kill_after_two_steps(line: str) -> None:
-        if line.startswith("step 2"):
+        if line.startswith("2 of "):
             children[0].kill()
 
     result = process.run(
@@ -211,7 +216,7 @@ def test_a_killed_process_leaves_what_its_events_tell(tmp_path: Path) -> None:
     )
     assert result["status"] == "killed"
     assert re.fullmatch(
-        r'the process was killed by signal 9; the last that it said was "step \d+ of.*', result["error"]
+        r'the process was killed by signal 9; the last that it said was "\d+ of \d+ steps.*', result["error"]
     )
     assert result == read(tmp_path / "result.json")
     assert result["progress"]["steps_completed"] >= 2
@@ -323,8 +328,8 @@ def test_directories_without_results_are_refused(
         ("{", "cannot be read"),
         ("[]", "holds no JSON object"),
         ('{"experiment": "hooks"}', "is not an experiment's result"),
-        ('{"experiment": "hooks", "breakdown": {}, "format": 2}', "has format 2, and this release reads 1"),
-        ('{"experiment": "hooks", "breakdown": {}, "format": 1}', "is damaged, for it lacks status"),
+        ('{"experiment": "hooks", "breakdown": {}, "format": 2}', "has format 2, and this release reads up to 1"),
+        ('{"experiment": "hooks", "breakdown": {}, "format": 1}', "is not the profiler's, for it lacks config"),
     ):
         if content is not None:
             (tmp_path / "result.json").write_text(content)
@@ -357,13 +362,17 @@ def test_the_document_s_own_categories(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 REFUSING = """#!{python}
-import json, pathlib, sys
+import sys
+from pathlib import Path
 
-directory = pathlib.Path(sys.argv[3])
-mode = json.loads((directory / "configuration.json").read_text())["mode"]
-result = {{"experiment": mode, "status": "failed", "error": "no such layer", "refused": mode == "{refused}"}}
-result |= {{"peak": None, "out_of_memory": [], "avg_time_ms": None}}
-(directory / "result.json").write_text(json.dumps(result))
+sys.path.insert(0, {root!r})
+from opacus_memprof.experiments.configuration import Configuration
+from opacus_memprof.experiments.files import read_json, write_json
+from tests.unit.sweep_results import failed
+
+directory = Path(sys.argv[3])
+configuration = Configuration.from_json(read_json(directory / "configuration.json"))
+write_json(directory / "result.json", failed(configuration) | {{"refused": configuration.mode == {refused!r}}})
 """
 
 
@@ -373,15 +382,18 @@ def test_a_suite_ends_where_its_first_training_is_refused(
 ) -> None:
     """A later one may meet layers that its mode does not know: that is a result."""
     python = tmp_path / "python"
-    python.write_text(REFUSING.format(python=sys.executable, refused=refused))
+    root = str(Path(__file__).parents[2])
+    python.write_text(REFUSING.format(python=sys.executable, root=root, refused=refused))
     python.chmod(0o755)
     monkeypatch.setattr(process.sys, "executable", str(python))
-    both = [replace(TINY, mode="vanilla"), replace(TINY, mode="ghost")]
-    results = tmp_path / "results"
+    monkeypatch.setattr(presets.Preset, "draw", lambda *arguments: [])
+    cells, results = methods(TINY, ["ghost", "vanilla"]), tmp_path / "results"
     if refused == "vanilla":
-        with pytest.raises(MemprofError, match="no such layer"):
-            suites.run_all(both, results)
-        assert not list(results.glob("*.json"))
+        with pytest.raises(MemprofError, match="ValueError while loading"):
+            run_grid(EXPERIMENTS, cells, results, Console())
+        assert not results.exists()
     else:
-        assert [result["refused"] for result in suites.run_all(both, results)] == [False, True]
-        assert {path.name for path in results.glob("*.json")} == {"vanilla_result.json", "ghost_result.json"}
+        rows = run_grid(EXPERIMENTS, cells, results, Console())
+        assert [row.result["refused"] for row in rows] == [False, True]
+        names = {"vanilla_result.json", "ghost_result.json", "manifest.json"}
+        assert {path.name for path in results.glob("*.json")} == names

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients and noise that a training makes in vain, planted on the CPU and found with their bytes."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import opacus.optimizers.optimizer
 import pytest
 import torch
+from opacus.grad_sample import grad_sample_module
 from torch import nn
 
+from opacus_memprof.clipping import adopt_grad_samples
 from tests.integration.planted_findings import (
     BATCH,
     FLOAT,
@@ -86,6 +89,73 @@ def test_gradients_that_are_used(tmp_path: Path, mode: str) -> None:
             training.step(torch.randn(1, 8))
 
     assert "discarded_gradients" not in kinds(profiled(tmp_path, run))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+def test_per_sample_gradients_that_are_copied(mode: str, tmp_path: Path) -> None:
+    """One large Linear: what its sampler has returned, and the copy. The remedy halves them, and changes no bit."""
+    samples, parameter = 16, 201 * 100 * FLOAT
+    weight, bias = samples * 200 * 100 * FLOAT, samples * 100 * FLOAT
+    parameters: dict[str, list[torch.Tensor]] = {}
+    peaks: dict[str, Any] = {}
+
+    def run(name: str) -> set[str]:
+        def train(session: Any) -> None:
+            torch.manual_seed(0)
+            training = Training(nn.Sequential(nn.Linear(200, 100)), mode)
+            for _ in range(2):
+                training.step(torch.randn(samples, 200))
+            parameters[name] = [p.detach().clone() for p in training.trained]
+
+        gc.collect()
+        profile = profiled(tmp_path / name, train)
+        peaks[name] = profile["devices"]["cpu"]["peak"]
+        for found in of_kind(profile, "copied_per_sample_gradients"):
+            assert found["bytes"] in (weight, weight + bias)  # the bias' may be backprops, without a sum over tokens
+            assert found["module"] == "0"
+        return kinds(profile)
+
+    assert "copied_per_sample_gradients" in run("as it is")
+    before = vars(grad_sample_module)["create_or_accumulate_grad_sample"]
+    restore = adopt_grad_samples()
+    try:
+        assert "copied_per_sample_gradients" not in run("adopted")
+    finally:
+        restore()
+    assert vars(grad_sample_module)["create_or_accumulate_grad_sample"] is before
+    saved = peaks["as it is"]["requested_bytes"] - peaks["adopted"]["requested_bytes"]
+    assert peaks["adopted"]["phase"] == "noise"  # p.grad, sum, and noise three times: next to what is saved
+    assert weight > saved > weight - 6 * parameter
+    assert all(map(torch.equal, parameters["as it is"], parameters["adopted"]))
+
+
+class Twice(nn.Module):
+    """One Linear that is used twice, on inputs of two lengths of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shared(torch.relu(self.shared(x)))  # type: ignore[no-any-return]
+
+
+def test_copies_that_are_needed_stay(no_remains: None) -> None:
+    """Gradients of a parameter that is used twice add up, in the copy of the first."""
+
+    def gradients() -> list[torch.Tensor]:
+        training = Training(Twice())
+        torch.manual_seed(1)
+        training.criterion(training.model(torch.randn(BATCH, 8)), torch.zeros(BATCH)).backward()
+        return [p.grad_sample for p in training.trained]
+
+    wanted = gradients()
+    restore = adopt_grad_samples()
+    try:
+        assert all(map(torch.equal, gradients(), wanted))
+    finally:
+        restore()
 
 
 def big_head() -> nn.Module:

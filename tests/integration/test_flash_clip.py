@@ -216,7 +216,7 @@ def test_with_epsilon() -> None:
         flash_clip_workspace_mb=1,
     )
     assert private[0].passes == 2
-    assert private[0].book.workspace.bytes == 1 << 20
+    assert private[0].bookkeeping.workspace.bytes == 1 << 20
     for _ in range(2):
         train(private, steps=100)
     assert 0 < engine.get_epsilon(1e-3) <= 8.0

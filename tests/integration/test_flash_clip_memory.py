@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof import _native, hooks
+from opacus_memprof import hooks
+from opacus_memprof.recording import native
 from tests.integration.flash_clip_models import Transformer, criterion, make_private, token_data, vector_data
 from tests.integration.opacus_training import categories, cpu  # noqa: F401
 
@@ -38,7 +39,7 @@ def since(before: dict[str, int]) -> dict[str, int]:
 
 def kept_by_module() -> dict[tuple[str, str], int]:
     found: Counter[tuple[str, str]] = Counter()
-    for block in _native.live_blocks():
+    for block in native.live_blocks():
         if block["category"] in KEPT:
             found[block["module"], block["category"]] += block["bytes"]
     return dict(found)
@@ -100,6 +101,6 @@ def test_following_changes_nothing_and_ends(passes: int, cpu: None) -> None:  # 
             attachment.detach()
         return [parameter.detach().clone() for parameter in module.parameters()]
 
-    take = type(small(1)[0].book).take
+    add = type(small(1)[0].bookkeeping).add
     assert all(torch.equal(a, b) for a, b in zip(run(followed=True), run(followed=False), strict=True))
-    assert type(small(1)[0].book).take is take
+    assert type(small(1)[0].bookkeeping).add is add

@@ -39,7 +39,9 @@ def test_what_is_kept_is_the_smaller_and_goes_with_the_step() -> None:
     module, optimizer, _ = make_private(model, vector_data(8), "flash_clip", flash_clip_passes=1)
     module(torch.randn(4, 7, 6, dtype=torch.float64)).square().sum((1, 2)).mean().backward()
     shapes = [
-        (category, name, tuple(t.shape)) for category, name, t in module.book.holdings() if category[:4] != "norm"
+        (category, name, tuple(t.shape))
+        for category, name, t in module.bookkeeping.kept_tensors()
+        if category[:4] != "norm"
     ]
     assert sorted(shapes) == [
         ("activation_hooks", "1", (4, 7, 50)),  # 7 (50 + 50) elements a sample against 50 x 50
@@ -48,7 +50,7 @@ def test_what_is_kept_is_the_smaller_and_goes_with_the_step() -> None:
         ("per_sample_gradients", "0", (4, 50, 6)),  # 50 x 6 against 7 (50 + 6)
     ]
     optimizer.step()
-    assert list(module.book.holdings()) == []
+    assert list(module.bookkeeping.kept_tensors()) == []
 
 
 def test_two_passes_keep_norms_only() -> None:
@@ -56,7 +58,7 @@ def test_two_passes_keep_norms_only() -> None:
     module, _, _ = make_private(Transformer().double(), token_data(8), "flash_clip", flash_clip_passes=2)
     ids, target = token_data(4).tensors
     criterion("mean")(module(ids), target).backward()
-    assert {category for category, _, _ in module.book.holdings()} == {"norm_samples"}
+    assert {category for category, _, _ in module.bookkeeping.kept_tensors()} == {"norm_samples"}
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -72,9 +74,9 @@ def test_autocast_keeps_what_was_computed_with(passes: int) -> None:
             loss = criterion("mean")(module(data.tensors[0]), data.tensors[1])
         loss.backward()
         if mode == "flash_clip" and passes == 1:
-            holdings = list(module.book.holdings())
-            assert {t.dtype for category, _, t in holdings if category == "norm_samples"} == {torch.float32}
-            inputs = {name: t.dtype for category, name, t in holdings if category == "activation_hooks"}
+            tensors = list(module.bookkeeping.kept_tensors())
+            assert {t.dtype for category, _, t in tensors if category == "norm_samples"} == {torch.float32}
+            inputs = {name: t.dtype for category, name, t in tensors if category == "activation_hooks"}
             assert inputs.pop("tokens") == torch.int64
             assert inputs.keys() >= {"blocks.0.qkv", "blocks.1.up"}
             assert set(inputs.values()) == {torch.bfloat16}

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof import _native, hooks
+from opacus_memprof import hooks
+from opacus_memprof.recording import native
 
 
 def category_of(tensor: torch.Tensor) -> tuple[str, str]:
     """Category and module of its block, looked up by its address."""
-    (block,) = (block for block in _native.live_blocks() if block["address"] == tensor.data_ptr())
+    (block,) = (block for block in native.live_blocks() if block["address"] == tensor.data_ptr())
     return block["category"], block["module"]
 
 
@@ -29,9 +30,9 @@ class Seen:
 
 @pytest.fixture
 def model(no_remains: None) -> Iterator[nn.Sequential]:
-    _native.cpu_install()
+    native.cpu_install()
     yield nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1))
-    _native.cpu_uninstall()
+    native.cpu_uninstall()
 
 
 def backward(model: nn.Module) -> None:
@@ -98,7 +99,7 @@ def test_gradient_dropped_by_a_hook(model: nn.Sequential) -> None:
     backward(model)
     attachment.detach()
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert not [block for block in _native.live_blocks() if block["category"] == "gradients"]
+    assert not [block for block in native.live_blocks() if block["category"] == "gradients"]
 
 
 def test_frozen_parameter_that_is_trained_later(model: nn.Sequential) -> None:
@@ -116,9 +117,9 @@ def test_frozen_parameter_that_is_trained_later(model: nn.Sequential) -> None:
 def test_model_that_ends_before_detach() -> None:
     model = nn.Linear(3, 1)
     attachment = hooks.attach_model(model)
-    lost = _native.gradient_hooks_lost()
+    lost = native.gradient_hooks_lost()
     del model
-    assert _native.gradient_hooks_lost() == lost + 2  # weight and bias went at once: nothing holds them
+    assert native.gradient_hooks_lost() == lost + 2  # weight and bias went at once: nothing holds them
     attachment.detach()
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import opacus_memprof
-from opacus_memprof import _native
-from opacus_memprof.forensics import _attach
+from opacus_memprof.recording import native
+from opacus_memprof.session.out_of_memory import _attach
 from tests.planted_oom import PLANS, Changes, Plan, train
 
 # The others take as long and tell less here; all are planted on a GPU (tests/gpu/test_oom_cuda.py).
@@ -31,13 +31,14 @@ QUICK = (
     "outputs that are kept",
     "forwards without a backward",
 )
+FLASH_CLIP = {"kind": "grad_sample_mode", "value": "flash_clip"}
 REPORTS = ["oom_report.html", "oom_report.json", "oom_report.txt"]
 
 
 @pytest.fixture(autouse=True)
 def _unlimited() -> Any:
     yield
-    _native.cpu_limit(0)
+    native.cpu_limit(0)
 
 
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if plan.name in QUICK], ids=str)
@@ -59,18 +60,33 @@ def test_the_first_suggestion_makes_it_fit(plan: Plan, tmp_path: Path) -> None:
         assert failed.report["needed"]["bytes"] == pytest.approx(needs.peak, rel=0.2 if plan.quirk else 0.1)
 
 
+@pytest.mark.parametrize(("limit", "guessed"), [(150_000, True), (2_500_000, False)])
+def test_a_prediction_that_rests_on_no_whole_block_says_so(limit: int, guessed: bool, tmp_path: Path) -> None:
+    """In the first of the blocks that repeat nobody knows yet what one keeps."""
+    (plan,) = (plan for plan in PLANS if plan.name == "the same, in the first block")
+    report = train(plan, "cpu", tmp_path, limit + model_bytes(plan)).report
+    assert report is not None
+    assert report["request"]["module"].startswith("blocks.0") == guessed
+    (clipped,) = (one for one in report["suggestions"] if one["actions"] == [FLASH_CLIP])
+    assert ("what they keep is a guess" in clipped["computed"]) == guessed
+
+
+def model_bytes(plan: Plan) -> int:
+    return sum(parameter.nbytes for parameter in plan.build(plan.cpu).parameters())
+
+
 def fill(session: Any, blocks: list[torch.Tensor]) -> None:
     """Memory that a program holds, under names, and then a request that is one byte too many."""
     with opacus_memprof.tag("teacher"):
         blocks.append(torch.empty(3_000_000, dtype=torch.uint8))
     with opacus_memprof.tag("cache"):
         blocks.append(torch.empty(1_000_000, dtype=torch.uint8))
-    _native.cpu_limit(_native.cpu_reported_bytes() + 499_999)
+    native.cpu_limit(native.cpu_reported_bytes() + 499_999)
     try:
         with opacus_memprof.tag("cache"):
             torch.empty(500_000, dtype=torch.uint8)
     finally:
-        _native.cpu_limit(0)
+        native.cpu_limit(0)
 
 
 def report_of(directory: Path) -> dict[str, Any]:
@@ -163,7 +179,7 @@ def test_torchs_class_is_as_it_was_afterwards(tmp_path: Path) -> None:
 
 
 def test_trouble_in_explaining_does_not_hide_the_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opacus_memprof.forensics.build_report", lambda *_: 1 / 0)
+    monkeypatch.setattr("opacus_memprof.session.out_of_memory.build_report", lambda *_: 1 / 0)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with pytest.raises(torch.OutOfMemoryError), opacus_memprof.profile(tmp_path, device="cpu") as session:
@@ -177,10 +193,10 @@ def test_the_next_session_is_not_in_the_forward_that_failed(tmp_path: Path) -> N
     with opacus_memprof.profile(tmp_path / "failed", device="cpu") as session:
         session.attach(model)
         inputs = torch.randn(32, 64)
-        _native.cpu_limit(_native.cpu_reported_bytes() + 10_000)
+        native.cpu_limit(native.cpu_reported_bytes() + 10_000)
         with pytest.raises(torch.OutOfMemoryError):
             model(inputs)
-    _native.cpu_limit(0)
+    native.cpu_limit(0)
     with opacus_memprof.profile(tmp_path / "next", device="cpu") as session:
         held = torch.zeros(1_000_000, dtype=torch.uint8)
         assert session.breakdown()["cpu"]["unattributed"] == held.nbytes
@@ -191,7 +207,7 @@ def test_a_plain_model(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
     with opacus_memprof.profile(tmp_path, device="cpu") as session:
         session.attach(model)
-        _native.cpu_limit(_native.cpu_reported_bytes() + 100_000)
+        native.cpu_limit(native.cpu_reported_bytes() + 100_000)
         with pytest.raises(torch.OutOfMemoryError):
             model(torch.randn(32, 64)).sum().backward()
     report = report_of(tmp_path)

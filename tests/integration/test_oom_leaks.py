@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import opacus_memprof
-from opacus_memprof import _native
+from opacus_memprof.recording import native
 from tests.models import MeanCrossEntropy
 
 BATCH, CLASSES = 32, 2000
@@ -23,7 +23,7 @@ BATCH, CLASSES = 32, 2000
 @pytest.fixture(autouse=True)
 def _unlimited() -> Iterator[None]:
     yield
-    _native.cpu_limit(0)
+    native.cpu_limit(0)
 
 
 def train(mode: str, keep: Callable[[nn.Module, torch.Tensor], Any]) -> None:
@@ -43,7 +43,7 @@ def train(mode: str, keep: Callable[[nn.Module, torch.Tensor], Any]) -> None:
     criterion = criteria[0] if criteria else MeanCrossEntropy()
     for step, (inputs, targets) in enumerate(loader):
         if step == 3:
-            _native.cpu_limit(_native.cpu_reported_bytes() + 50_000)
+            native.cpu_limit(native.cpu_reported_bytes() + 50_000)
         output = module(inputs)
         criterion(output, targets).backward()
         optimizer.step()

@@ -16,7 +16,7 @@ from opacus.grad_sample import GradSampleHooks, register_grad_sampler
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 
-from opacus_memprof import _native
+from opacus_memprof.recording import native
 from tests.integration.opacus_training import (
     BATCH,
     CLASSES,
@@ -44,7 +44,7 @@ NUMEL = {
 PARAMETERS = {name: 1 if name == "embed" else 2 for name in NUMEL}
 FLOAT, INT = 4, 8
 PHASES, KINDS = (
-    _native.names()["phases"],
+    native.names()["phases"],
     ("none", "alloc", "free", "retag", "step", "phase", "snapshot", "seed", "oom"),
 )
 
@@ -52,7 +52,7 @@ PHASES, KINDS = (
 def by_module(category: str) -> dict[str, int]:
     """Live bytes of a category, by module."""
     total: dict[str, int] = defaultdict(int)
-    for block in _native.live_blocks():
+    for block in native.live_blocks():
         if block["category"] == category:
             total[block["module"]] += block["bytes"]
     return dict(total)
@@ -113,11 +113,11 @@ def test_captured_activations(mode: str, alone: None) -> None:
         # LayerNorm, Linear and Linear keep what they are given for their own backward as well.
         assert sum(by_module("activation_hooks_shared").values()) == positions * (WIDTH + WIDTH + 4 * WIDTH)
         assert by_module("activation_hooks_opacus_only") == {}
-        names = _native.names()["modules"]
-        assert {names[module]: count for module, count in _native.captures().items()} == dict.fromkeys(NUMEL, 1)
+        names = native.names()["modules"]
+        assert {names[module]: count for module, count in native.captures().items()} == dict.fromkeys(NUMEL, 1)
         next(steps)
         assert by_module("activation_hooks_shared") == by_module("activation_hooks_opacus_only") == {}
-        assert _native.captures() == {}
+        assert native.captures() == {}
 
 
 def events(directory: Path) -> Any:
@@ -163,9 +163,9 @@ def test_phases_and_steps(mode: str, cpu: None, tmp_path: Path) -> None:  # noqa
     training = prepare(mode)
     with attached(training):
         training.run()  # lazy states
-        _native.start_events(str(tmp_path), 100_000, "{}")
+        native.start_events(str(tmp_path), 100_000, "{}")
         training.run()
-        _native.stop_events()
+        native.stop_events()
 
     read = events(tmp_path)
     marks = [
@@ -178,7 +178,7 @@ def test_phases_and_steps(mode: str, cpu: None, tmp_path: Path) -> None:  # noqa
     assert {PHASES[phase] for phase in read["phase"][born]} == MADE_IN[mode]
     forward = born & (read["phase"] == PHASES.index("forward"))
     assert set(read["step"][forward].tolist()) == set(range(4))  # counted from where the events start
-    names = _native.names()["categories"]
+    names = native.names()["categories"]
     for phase, expected in MADE.items():
         inside = born & (read["phase"] == PHASES.index(phase))
         assert {names[category] for category in read["category"][inside]} <= expected
@@ -189,12 +189,12 @@ def test_backward_blocks_know_their_module(mode: str, cpu: None, tmp_path: Path)
     training = prepare(mode)
     with attached(training):
         training.run()
-        _native.start_events(str(tmp_path), 100_000, "{}")
+        native.start_events(str(tmp_path), 100_000, "{}")
         training.run()
-        _native.stop_events()
+        native.stop_events()
 
     read = events(tmp_path)
-    modules, names = _native.names()["modules"], _native.names()["categories"]
+    modules, names = native.names()["modules"], native.names()["categories"]
     for category in ("backprop_copies", "temp_matrices", "per_sample_gradients"):
         born = (read["kind"] == KINDS.index("alloc")) & (read["category"] == names.index(category))
         assert {modules[module] for module in read["module"][born]} <= set(NUMEL)
@@ -208,13 +208,13 @@ def test_physical_and_logical_steps(cpu: None) -> None:  # noqa: F811
     """BatchMemoryManager splits each logical batch; what is skipped is no update, and the sum waits for the rest."""
     training = prepare("hooks")
     with attached(training):
-        before = _native.step()
+        before = native.step()
         with BatchMemoryManager(
             data_loader=training.loader, max_physical_batch_size=BATCH // 2, optimizer=training.optimizer
         ) as parts:
             for number, (tokens, labels) in enumerate(parts, start=1):
                 training.step(tokens, labels)
-                physical, logical = (now - then for now, then in zip(_native.step(), before, strict=True))
+                physical, logical = (now - then for now, then in zip(native.step(), before, strict=True))
                 assert (physical, logical) == (number, number // 2)
                 waiting = FLOAT * sum(NUMEL.values()) if number % 2 else 0
                 assert categories()["summed_gradients"] == waiting
@@ -251,7 +251,7 @@ def test_sampler_that_is_registered_while_something_is_attached(cpu: None) -> No
                     assert [next(steps), next(steps)] == ["forward", "backward"]
                     samples = training.model._module[1].weight.grad_sample
                     assert samples.shape == (BATCH, WIDTH)
-                    (found,) = (b for b in _native.live_blocks() if b["address"] == samples.data_ptr())
+                    (found,) = (b for b in native.live_blocks() if b["address"] == samples.data_ptr())
                     assert (found["category"], found["module"]) == ("per_sample_gradients", "1")
                     list(steps)
         assert GradSampleHooks.GRAD_SAMPLERS[Scale] is sample

@@ -12,7 +12,8 @@ from opacus import PrivacyEngine
 from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
 from torch import nn
 
-from opacus_memprof import _native, hooks
+from opacus_memprof import hooks
+from opacus_memprof.recording import native
 from tests.integration.opacus_training import MODES, Training, attached, categories, cpu, prepare  # noqa: F401
 
 # Opacus warns of first layers whose input needs no gradient, functorch of float64 under autocast.
@@ -143,14 +144,14 @@ def test_second_make_private(cpu: None) -> None:  # noqa: F811
     )
     again = Training(model, optimizer, nn.CrossEntropyLoss(), loader, model)
     assert model is training.model
-    before = _native.step()
+    before = native.step()
 
     with attached(again):
         again.run()
         counts = categories()
 
     size = 4 * sum(p.numel() for p in model.parameters())
-    assert _native.step() == (before[0] + 4, before[1] + 4)
+    assert native.step() == (before[0] + 4, before[1] + 4)
     assert {name: counts[name] - others[name] for name in ("model_parameters", "gradients")} == {
         "model_parameters": size,
         "gradients": size,
@@ -182,18 +183,20 @@ def test_engine_class_attaches_what_it_returns(cpu: None) -> None:  # noqa: F811
             "DPDataLoader",
         ]
         assert categories()["model_parameters"] >= 4 * sum(p.numel() for p in hooked.model.parameters())
-        before = _native.step()
+        before = native.step()
         hooked.run()
-        assert _native.step()[0] == before[0] + 4
+        assert native.step()[0] == before[0] + 4
     finally:
         attachment.detach()
 
     assert state_of_opacus() == opacus_before
     hooked.run()
-    assert _native.step()[0] == before[0] + 4
+    assert native.step()[0] == before[0] + 4
 
 
-@pytest.mark.parametrize("part", ["modules.hook_modules", "capture.wrap_opacus_hooks", "optimizer.hook_steps"])
+@pytest.mark.parametrize(
+    "part", ["modules.wrap_forwards", "opacus_hooks.wrap_opacus_hooks", "optimizer.register_step_hooks"]
+)
 def test_failing_attachment_leaves_nothing_behind(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     training = prepare("hooks")
     before, opacus_before = state_of(training), state_of_opacus()

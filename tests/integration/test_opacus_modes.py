@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import opacus_memprof
-from opacus_memprof import _native
+from opacus_memprof.recording import native
 from tests.integration.opacus_training import (
     BATCH,
     CLASSES,
@@ -182,7 +182,7 @@ def test_same_run_and_every_byte_has_a_name(name: str, cpu: None) -> None:  # no
                  "activation_hooks_shared", "activation_hooks_opacus_only", "backward_temporaries",
                  "optimizer_temporaries")  # fmt: skip
     assert {category: mine[category] for category in leftovers} == dict.fromkeys(leftovers, 0)
-    assert _native.captures() == {}
+    assert native.captures() == {}
 
 
 def step_instants(training: Training) -> Iterator[dict[str, int]]:
@@ -216,10 +216,14 @@ def test_bias_only_keeps_inputs_that_autograd_does_not(cpu: None) -> None:  # no
     assert after_forward["activation_hooks_shared"] == 4 * positions * (WIDTH + 4 * WIDTH)  # block.0's and head's
 
 
-def test_samples_that_the_program_computes(cpu: None) -> None:  # noqa: F811
-    """Mode no_op: they are known once the optimizer is asked to use them."""
-    training = prepare("no_op")
+@pytest.mark.parametrize("detach_another", [False, True])
+def test_samples_that_the_program_computes(detach_another: bool, cpu: None) -> None:  # noqa: F811
+    """Mode no_op: they are known once the optimizer is asked to use them, be another such model detached or not."""
+    training, other = prepare("no_op"), prepare("no_op")
     with attached(training):
+        if detach_another:
+            with attached(other):
+                pass
         before = categories()
         tokens, labels = next(iter(training.loader))
         nn.CrossEntropyLoss()(training.model(tokens), labels).backward()
@@ -244,9 +248,9 @@ def test_accumulated_samples(cpu: None) -> None:  # noqa: F811
         assert categories()["per_sample_gradients"] - before["per_sample_gradients"] == 2 * BATCH * (
             size := 4 * sum(p.numel() for p in training.model.parameters())
         )
-        _native.reset_peaks()
+        native.reset_peaks()
         training.optimizer.step()
-    peak = _native.peaks()["cpu"]
+    peak = native.peaks()["cpu"]
     assert peak["phase"] == "clip"
     # All parameters' samples concatenated, while the norm of the last is taken.
     concatenated = peak["categories"]["clipping_temporaries"] - before["clipping_temporaries"]
@@ -269,11 +273,11 @@ def test_recurrent_layers_capture_every_time_step(cpu: None) -> None:  # noqa: F
     with attached(training):
         instants = step_instants(training)
         next(instants)
-        names = _native.names()["modules"]
-        captured = {names[module]: count for module, count in _native.captures().items()}
+        names = native.names()["modules"]
+        captured = {names[module]: count for module, count in native.captures().items()}
         assert captured == {"embed": 1, "lstm.l0.ih": LENGTH, "lstm.l0.hh": LENGTH, "head": 1}
         next(instants)
-        assert _native.captures() == {}
+        assert native.captures() == {}
 
 
 def test_drop_in_engine(cpu: None, tmp_path: Path) -> None:  # noqa: F811
@@ -285,7 +289,7 @@ def test_drop_in_engine(cpu: None, tmp_path: Path) -> None:  # noqa: F811
         training = prepare("ghost", engine=opacus_memprof.PrivacyEngine)
         assert training.run() == expected
         breakdown = session.breakdown()["cpu"]
-        assert _native.step() == (4, 4)
+        assert native.step() == (4, 4)
 
     parameters = list(training.model.parameters())
     assert breakdown["norm_samples"] == 4 * BATCH * len(parameters)

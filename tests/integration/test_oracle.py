@@ -12,7 +12,8 @@ from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleHooksFastGradientClipping
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 
-from opacus_memprof import _native, hooks
+from opacus_memprof import hooks
+from opacus_memprof.recording import native
 from tests.oracle import instants
 from tests.oracle.cases import Case, all_cases, prepare
 from tests.oracle.meter import no_collection
@@ -45,8 +46,8 @@ def scratch(case: Case, device: str) -> str | None:
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """The device, with the recording allocator in place."""
     install, uninstall = {
-        "cpu": (_native.cpu_install, _native.cpu_uninstall),
-        "cuda": (_native.cuda_install, _native.cuda_uninstall),
+        "cpu": (native.cpu_install, native.cpu_uninstall),
+        "cuda": (native.cuda_install, native.cuda_uninstall),
     }[request.param]
     install()
     if request.param == "cuda":
@@ -63,15 +64,15 @@ class Counts:
         self._before = self._now()
 
     def _now(self) -> dict[str, int]:
-        counts = _native.snapshot("oracle")["devices"].get(self._device)  # absent until its first block
+        counts = native.snapshot("oracle")["devices"].get(self._device)  # absent until its first block
         return {**counts["categories"], "total": counts["requested_bytes"]} if counts else {}
 
     def change(self) -> dict[str, int]:
         return self._from_before(self._now())
 
     def peak_change(self) -> dict[str, int]:
-        """At the instant of the highest total since `_native.reset_peaks()`."""
-        peak = _native.peaks()[self._device]
+        """At the instant of the highest total since `native.reset_peaks()`."""
+        peak = native.peaks()[self._device]
         return self._from_before({**peak["categories"], "total": peak["requested_bytes"]})
 
     def _from_before(self, counts: dict[str, int]) -> dict[str, int]:
@@ -87,7 +88,7 @@ def windows(device: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict
     @contextmanager
     def window(name: str) -> Iterator[None]:
         counts = Counts(device)
-        _native.reset_peaks()
+        native.reset_peaks()
         yield
         seen[name].append(counts.peak_change())
 

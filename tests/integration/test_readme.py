@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every python block of the README runs, each in a process of its own."""
+"""Every python block of docs/python.md runs, each in a process of its own; the README shows a report of today."""
 
 import os
 import re
@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+DOCUMENT = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
 
 # What the blocks take as given: a training program.
 PROGRAM = """
@@ -36,9 +37,9 @@ def train(model, optimizer, loader):
 def test_a_block_runs(block: str, tmp_path: Path) -> None:
     needs_cuda_build = "change_current_allocator" in block
     if needs_cuda_build:
-        from opacus_memprof import _native
+        from opacus_memprof.recording import native
 
-        if not _native.HAS_CUDA:
+        if not native.HAS_CUDA:
             pytest.skip("built without CUDA")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     completed = subprocess.run(
@@ -62,14 +63,24 @@ def test_the_blocks_show_the_whole_api() -> None:
         assert f"session.{method}(" in shown, method
 
 
+def test_the_reference_has_the_whole_api() -> None:
+    import opacus_memprof
+    from opacus_memprof import clipping
+
+    names = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    public = {f"opacus_memprof.{name}" for name in opacus_memprof.__all__} - {"opacus_memprof.session"}
+    public |= {f"opacus_memprof.clipping.{name}" for name in clipping.__all__}
+    assert public | {"opacus_memprof.session.current"} <= set(names)
+
+
 def test_the_output_speaks_todays_words() -> None:
-    from opacus_memprof import _native
     from opacus_memprof.hooks.vocabulary import DATASET
+    from opacus_memprof.recording import native
 
     output = re.search(r"<!-- output of make profile -->\n```text\n(.*?)```", README, re.DOTALL)
     assert output is not None
     rows = re.findall(r"^([a-z_]+) +[\d.]+ [KMG]?i?B +[\d.]+ %[^a-z\n]*$", output[1], re.MULTILINE)
-    categories = {re.sub("^activation_hooks_.*", "activation_hooks", name) for name in _native.names()["categories"]}
+    categories = {re.sub("^activation_hooks_.*", "activation_hooks", name) for name in native.names()["categories"]}
     assert {"model_parameters", "per_sample_gradients"} <= set(rows) <= categories
-    assert _native.names()["categories"][DATASET] in rows
+    assert native.names()["categories"][DATASET] in rows
     assert "Σ categories = requested bytes: exact" in output[1]

@@ -157,6 +157,52 @@ def test_a_script_that_a_signal_ends(tmp_path: Path, start: Start, number: signa
     assert_reconciled(profile, tmp_path / "out")
 
 
+HANGS = """
+import ctypes, sys, torch
+from opacus_memprof.cli import signals
+signals.GRACE_SECONDS = 0.3
+kept = torch.zeros(1000)
+libc = ctypes.CDLL(None)
+lock = ctypes.create_string_buffer(64)  # pthread_mutex_t
+libc.pthread_mutex_lock(lock)
+print("step 0 0.0", flush=True)
+libc.pthread_mutex_lock(lock)  # for ever: no signal interrupts it
+"""
+
+
+def test_a_script_that_hangs_in_a_library_call(tmp_path: Path, start: Start) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    process = start(*RUN, "-o", tmp_path / "out", tmp_path / "hangs.py", last=0)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == -signal.SIGTERM, rest_of(process)
+    profile = profile_of(tmp_path / "out")
+    assert (profile["status"], profile["exit_code"]) == ("killed", 128 + signal.SIGTERM)
+    assert profile["devices"]["cpu"]["end_bytes"] >= 4000
+
+
+SLOW_HANDLER = """
+import signal, time, torch
+from opacus_memprof.cli import signals
+signals.GRACE_SECONDS = 0.1
+def write_checkpoint(*_):
+    time.sleep(1.0)
+    print("checkpoint written", flush=True)
+    raise SystemExit(4)
+signal.signal(signal.SIGTERM, write_checkpoint)
+print("step 0 0.0", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_handler_that_takes_longer_than_the_grace(tmp_path: Path, start: Start) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_HANDLER)
+    process = start(*RUN, "-o", tmp_path / "out", tmp_path / "slow.py", last=0)
+    process.send_signal(signal.SIGTERM)
+    output, _ = rest_of(process)
+    assert process.wait(timeout=60) == 4
+    assert output.startswith("checkpoint written")
+
+
 def test_a_script_with_a_handler_of_its_own(tmp_path: Path, start: Start) -> None:
     process = start(*RUN, "-o", tmp_path / "out", SCRIPTS / "handlers.py", last=0)
     process.send_signal(signal.SIGTERM)

@@ -19,7 +19,7 @@ from opacus import PrivacyEngine
 from torch.nn.utils._expanded_weights.expanded_weights_impl import ExpandedWeight
 
 import opacus_memprof
-from opacus_memprof import _native
+from opacus_memprof.recording import native
 from tests import models
 from tests.models import MODELS, MODES, Model, Training
 from tests.oracle.meter import no_collection
@@ -87,7 +87,7 @@ def walk(training: Training, inputs: list[torch.Tensor], loss: Any) -> dict[str,
 def assert_agree(training: Training, inputs: list[torch.Tensor], loss: Any, foreign: set[int]) -> None:
     """`foreign` blocks belong to what was there before."""
     by_category: dict[str, set[int]] = {}
-    for block in _native.live_blocks():
+    for block in native.live_blocks():
         if block["address"] not in foreign:
             by_category.setdefault(block["category"], set()).add(block["address"])
     walked = walk(training, inputs, loss)
@@ -99,7 +99,7 @@ def assert_agree(training: Training, inputs: list[torch.Tensor], loss: Any, fore
 
 def assert_modules_agree(training: Training) -> None:
     """What hangs on a parameter belongs to one module, which has the parameter (DPLSTM renames its cells')."""
-    modules = {block["address"]: block["module"] for block in _native.live_blocks()}
+    modules = {block["address"]: block["module"] for block in native.live_blocks()}
     owners: dict[torch.Tensor, set[str]] = {}
     for name, module in training.module._module.named_modules():
         for parameter in module._parameters.values():
@@ -117,7 +117,7 @@ def assert_modules_agree(training: Training) -> None:
 def assert_somebody_holds_every_block(loss: Any, foreign: set[int]) -> None:
     objects = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
     held = addresses(objects) | addresses(saved_by_autograd(getattr(loss, "loss_per_sample", loss).grad_fn))
-    assert {block["address"] for block in _native.live_blocks()} - foreign <= held
+    assert {block["address"] for block in native.live_blocks()} - foreign <= held
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -125,7 +125,7 @@ def assert_somebody_holds_every_block(loss: Any, foreign: set[int]) -> None:
 def test_walked_storages_agree_with_the_ledger(model: Model, mode: str, tmp_path: Path) -> None:
     gc.collect()
     with opacus_memprof.profile(tmp_path / "profile", device="cpu") as session, no_collection():
-        foreign = {block["address"] for block in _native.live_blocks()}
+        foreign = {block["address"] for block in native.live_blocks()}
         engine = PrivacyEngine()
         session.attach(engine)
         training = models.prepare(model, mode, engine=engine)

@@ -20,7 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_memprof
-from opacus_memprof import _native
+from opacus_memprof.profiles.categories import REPORTED
+from opacus_memprof.recording import native
 
 MIB = 2**20
 BATCH = 8
@@ -31,12 +32,12 @@ WEIGHTS = (16 * 32 + 32 + 32 * 4 + 4) * 4  # bytes of the model below
 def torch_as_it_was() -> Iterator[None]:
     """No test leaves a session or an allocator behind, nor starts with what an earlier one's cycles keep alive."""
     gc.collect()
-    assert _native.live_blocks() == []
+    assert native.live_blocks() == []
     yield
     left = opacus_memprof.session.current()
     if left is not None:
         left.close()
-    installed = _native.cpu_installed()
+    installed = native.cpu_installed()
     opacus_memprof.uninstall()
     assert left is None
     assert not installed
@@ -196,6 +197,39 @@ def test_the_peak_without_room_for_events(tmp_path: Path) -> None:
     assert peak["requested_bytes"] == peak["categories"]["teacher"] == 8 * MIB
 
 
+def test_live_figures_are_the_same_during_and_after(tmp_path: Path) -> None:
+    """In the categories of reports."""
+    with opacus_memprof.profile(tmp_path / "out", device="cpu") as session:
+        session.attach(opacus.PrivacyEngine)
+        model, _, loader = private(opacus.PrivacyEngine())
+        features, _ = next(iter(loader))
+        loss = model(features).sum()
+        live, taken, peak = session.breakdown()["cpu"], session.snapshot("now").devices["cpu"], session.peak()["cpu"]
+        assert session.peak()["cpu"] is peak  # nothing has happened: the events were not read again
+        held = block(1)
+        at_end = session.breakdown()
+        assert session.peak()["cpu"].requested_bytes == sum(at_end["cpu"].values()) > MIB
+    assert live.keys() <= set(REPORTED) | {"forward_undecided"}
+    assert {name: size for name, size in taken.categories.items() if size} == live
+    assert sum(dict(taken.activation_hooks).values()) == live["activation_hooks"] > 0
+    assert session.breakdown() == at_end
+    assert session.peak()["cpu"] is session.result.devices["cpu"].peak
+    with pytest.raises(opacus_memprof.MemprofError, match="between its start and its end"):
+        session.snapshot("late")
+    assert [entry["name"] for entry in snapshots_of(tmp_path / "out")] == ["now", "end"]
+    del held, loss
+
+
+def test_without_a_profile_there_is_no_peak(tmp_path: Path) -> None:
+    session = opacus_memprof.profile(tmp_path / "out", device="cpu")
+    with pytest.raises(opacus_memprof.MemprofError, match="not started, or has left no profile"):
+        session.peak()
+    session.start()
+    session.discard()
+    with pytest.raises(opacus_memprof.MemprofError, match="not started, or has left no profile"):
+        session.peak()
+
+
 def test_tags(tmp_path: Path) -> None:
     @opacus_memprof.tag("inputs")
     def load() -> torch.Tensor:
@@ -219,20 +253,20 @@ def test_install_and_uninstall_at_any_time() -> None:
     for _ in range(2):
         opacus_memprof.install("cpu")
     during = block(2)
-    counted = _native.snapshot("during")["devices"]["cpu"]["requested_bytes"]
+    counted = native.snapshot("during")["devices"]["cpu"]["requested_bytes"]
     for _ in range(2):
         opacus_memprof.uninstall()
     after = block(4)
-    assert _native.snapshot("after")["devices"]["cpu"]["requested_bytes"] == counted >= 2 * MIB
+    assert native.snapshot("after")["devices"]["cpu"]["requested_bytes"] == counted >= 2 * MIB
     del before, during, after
-    assert _native.snapshot("freed")["devices"]["cpu"]["requested_bytes"] == counted - 2 * MIB
+    assert native.snapshot("freed")["devices"]["cpu"]["requested_bytes"] == counted - 2 * MIB
 
 
 def test_a_session_leaves_an_allocator_that_was_there(tmp_path: Path) -> None:
     opacus_memprof.install("cpu")
     with opacus_memprof.profile(tmp_path / "out", device="cpu"):
         pass
-    assert _native.cpu_installed()
+    assert native.cpu_installed()
     opacus_memprof.uninstall()
 
 
@@ -325,7 +359,7 @@ def test_a_start_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     for max_events in (0, 2**59, 2**64):
         with pytest.raises(opacus_memprof.MemprofError, match=f"max_events must be .*, not {max_events}"):
             opacus_memprof.profile(tmp_path / "out", device="cpu", max_events=max_events).start()
-    assert not _native.cpu_installed()
+    assert not native.cpu_installed()
     assert opacus_memprof.session.current() is None
     assert not (tmp_path / "out").exists()
 
@@ -355,20 +389,21 @@ def test_too_many_categories_are_refused() -> None:
     assert "MemprofError: no room for the category" in completed.stderr
 
 
-@pytest.mark.skipif(not _native.HAS_CUDA, reason="built without CUDA")
+@pytest.mark.skipif(not native.HAS_CUDA, reason="built without CUDA")
 def test_the_cuda_allocator_goes_where_torch_takes_it() -> None:
     program = """
 import opacus_memprof, torch
-from opacus_memprof import _native
+from opacus_memprof.profiles.categories import REPORTED
+from opacus_memprof.recording import native
 torch.cuda.memory.change_current_allocator(opacus_memprof.allocator())
-print(_native.cuda_installed(), torch.cuda.is_initialized())
+print(native.cuda_installed(), torch.cuda.is_initialized())
 opacus_memprof.uninstall()
-print(_native.cuda_installed())
+print(native.cuda_installed())
 """
     assert python(program) == "True False\nFalse\n"
 
 
-@pytest.mark.skipif(not _native.HAS_CUDA, reason="built without CUDA")
+@pytest.mark.skipif(not native.HAS_CUDA, reason="built without CUDA")
 def test_the_library_has_the_plain_c_entry_points() -> None:
     library = ctypes.CDLL(opacus_memprof.library_path())
     assert library.opacus_memprof_malloc

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from opacus_memprof import _native
+from opacus_memprof.recording import native
 
 CATEGORIES = ("unattributed", "forward_undecided", "temp_matrices", "per_sample_gradients", "state_machine")
 PHASES = ("idle", "setup", "forward", "clip", "noise", "optimizer_step", "zero_grad")
@@ -82,17 +82,17 @@ class Core(RuleBasedStateMachine):
         self.blocks: list[Block] = []
         self.snapshots: dict[int, Counter[str]] = {}
         self.directory = tempfile.TemporaryDirectory()
-        self.was_installed = _native.cpu_installed()
-        _native.cpu_install()
-        self.foreign = {block["address"] for block in _native.live_blocks()}
+        self.was_installed = native.cpu_installed()
+        native.cpu_install()
+        self.foreign = {block["address"] for block in native.live_blocks()}
         self.counts = Counter[str]()
-        for block in _native.live_blocks():
+        for block in native.live_blocks():
             self.counts[block["category"]] += block["bytes"]
-        self.reported = _native.cpu_reported_bytes() - self.counts.total()  # from before the profiler
+        self.reported = native.cpu_reported_bytes() - self.counts.total()  # from before the profiler
         for index in (0, 1):
-            self.on(index, lambda: _native.set_phase(_native.phase_id("idle")))
-        _native.start_events(self.directory.name, 1 << 16, "{}")
-        self.physical, self.logical = _native.step()
+            self.on(index, lambda: native.set_phase(native.phase_id("idle")))
+        native.start_events(self.directory.name, 1 << 16, "{}")
+        self.physical, self.logical = native.step()
         self.reset_peaks()
 
     def teardown(self) -> None:
@@ -105,12 +105,12 @@ class Core(RuleBasedStateMachine):
                 while stack:
                     self.release(module)
             self.snapshot()
-            _native.stop_events()
+            native.stop_events()
             self.replay()
         finally:
-            _native.stop_events()
+            native.stop_events()
             if not self.was_installed:
-                _native.cpu_uninstall()
+                native.cpu_uninstall()
             self.worker.shutdown()
             self.directory.cleanup()
             gc.enable()
@@ -188,7 +188,7 @@ class Core(RuleBasedStateMachine):
         ),
     )
     def enter_tag(self, index: int, fields: dict[str, str]) -> None:
-        tag = _native.Tag(**{name: getattr(_native, f"{name}_id")(value) for name, value in fields.items()})
+        tag = native.Tag(**{name: getattr(native, f"{name}_id")(value) for name, value in fields.items()})
         self.on(index, tag.__enter__)
         self.threads[index].tags.append((fields, tag))
 
@@ -200,27 +200,27 @@ class Core(RuleBasedStateMachine):
 
     @rule(index=EITHER_THREAD, phase=st.sampled_from(PHASES))
     def set_phase(self, index: int, phase: str) -> None:
-        before = self.on(index, lambda: _native.set_phase(_native.phase_id(phase)))
-        assert before == _native.phase_id(self.threads[index].phase)
+        before = self.on(index, lambda: native.set_phase(native.phase_id(phase)))
+        assert before == native.phase_id(self.threads[index].phase)
         self.threads[index].phase = phase
 
     # --- the hooks ---
 
     @rule(storage=storages, category=ANY_CATEGORY, module=st.none() | ANY_MODULE)
     def retag(self, storage: Storage, category: str, module: str | None) -> None:
-        self.expect_retag(storage, category, module, lambda tensors, *args: _native.retag(tensors, *args))
+        self.expect_retag(storage, category, module, lambda tensors, *args: native.retag(tensors, *args))
 
     @rule(storage=storages, expected=st.sets(ANY_CATEGORY), category=ANY_CATEGORY, module=st.none() | ANY_MODULE)
     def retag_if(self, storage: Storage, expected: set[str], category: str, module: str | None) -> None:
-        ids = [_native.category_id(name) for name in expected]
+        ids = [native.category_id(name) for name in expected]
         fitting = storage.block is not None and storage.block.base in expected
-        self.expect_retag(storage, category, module, lambda t, *args: _native.retag_if(t, ids, *args), fitting)
+        self.expect_retag(storage, category, module, lambda t, *args: native.retag_if(t, ids, *args), fitting)
 
     def expect_retag(
         self, storage: Storage, category: str, module: str | None, retag: Callable[..., int], fitting: bool = True
     ) -> None:
-        module_id = None if module is None else _native.module_id(module)
-        changed = retag([storage.tensors[0][:1]], _native.category_id(category), module_id)
+        module_id = None if module is None else native.module_id(module)
+        changed = retag([storage.tensors[0][:1]], native.category_id(category), module_id)
         block = storage.block
         if block is None or not fitting:
             assert changed == 0
@@ -235,7 +235,7 @@ class Core(RuleBasedStateMachine):
     def capture(self, module: str, held: list[Storage]) -> None:
         """As Opacus: detached views, of which the core is told. It counts those that were born in forward."""
         views = [storage.tensors[0].detach() for storage in held]
-        _native.capture(_native.module_id(module), views)
+        native.capture(native.module_id(module), views)
         record = []
         for storage, view in zip(held, views, strict=True):
             storage.tensors.append(view)
@@ -263,7 +263,7 @@ class Core(RuleBasedStateMachine):
     def release(self, module: str) -> None:
         if not self.captures[module]:
             return
-        _native.release(_native.module_id(module))
+        native.release(native.module_id(module))
         for storage, view, counted in self.captures[module].pop():
             if counted in self.blocks:
                 counted.captures -= 1
@@ -277,9 +277,9 @@ class Core(RuleBasedStateMachine):
     @rule(module=st.none() | ANY_MODULE)
     def settle(self, module: str | None) -> None:
         if module is None:
-            _native.settle_all(())
+            native.settle_all(())
         else:
-            _native.settle(_native.module_id(module))
+            native.settle(native.module_id(module))
         stacks = self.captures.values() if module is None else [self.captures[module]]
         for storage, _, counted in (held for stack in stacks for record in stack for held in record):
             if counted in self.blocks and counted.captures:
@@ -288,20 +288,20 @@ class Core(RuleBasedStateMachine):
 
     @rule(logical=st.booleans())
     def end_step(self, logical: bool) -> None:
-        _native.end_step(logical)
+        native.end_step(logical)
         self.physical, self.logical = self.physical + 1, self.logical + logical
 
     # --- what the core says ---
 
     @rule()
     def reset_peaks(self) -> None:
-        _native.reset_peaks()
+        native.reset_peaks()
         self.highest, self.peak_is_open = self.counts.total(), True
         self.peak_step, self.peak_phase = self.physical, self.threads[0].phase
 
     @rule()
     def peaks(self) -> None:
-        peak = _native.peaks().get("cpu")
+        peak = native.peaks().get("cpu")
         self.close_peak()
         if peak is None:
             assert self.highest == 0
@@ -312,24 +312,24 @@ class Core(RuleBasedStateMachine):
 
     @rule()
     def snapshot(self) -> None:
-        taken = _native.snapshot("state machine")
-        assert (taken["step"], taken["logical_step"]) == (self.physical, self.logical) == _native.step()
+        taken = native.snapshot("state machine")
+        assert (taken["step"], taken["logical_step"]) == (self.physical, self.logical) == native.step()
         counts = taken["devices"].get("cpu", {"requested_bytes": 0, "categories": {}})
         assert counts["requested_bytes"] == self.counts.total()
         assert without_zeros(counts["categories"]) == +self.counts
-        assert _native.cpu_reported_bytes() == self.counts.total() + self.reported
+        assert native.cpu_reported_bytes() == self.counts.total() + self.reported
         self.snapshots[taken["index"]] = +self.counts
 
     @invariant()
     def every_block_is_right(self) -> None:
-        ours = {block["address"]: block for block in _native.live_blocks() if block["address"] not in self.foreign}
+        ours = {block["address"]: block for block in native.live_blocks() if block["address"] not in self.foreign}
         assert ours.keys() == {block.address for block in self.blocks}
         for block in self.blocks:
             seen = ours[block.address]
             expected = (block.size, block.category, block.phase, block.module, block.op, block.step)
             assert tuple(seen[name] for name in ("bytes", "category", "phase", "module", "op", "step")) == expected
-        outstanding = {_native.module_id(name): len(stack) for name, stack in self.captures.items() if stack}
-        assert _native.captures() == outstanding
+        outstanding = {native.module_id(name): len(stack) for name, stack in self.captures.items() if stack}
+        assert native.captures() == outstanding
 
     # --- the event file ---
 
@@ -338,7 +338,7 @@ class Core(RuleBasedStateMachine):
         data = (Path(self.directory.name) / "events.bin").read_bytes()
         (count,) = struct.unpack_from("<Q", data, 16)
         assert len(data) == HEADER + 32 * count
-        names = _native.names()["categories"]
+        names = native.names()["categories"]
         counts, compared = Counter[str](), 0
         for head, where, what, who in struct.iter_unpack("<4Q", data[HEADER:]):
             kind, category = head >> 48 & 0xFF, names[head >> 56]
@@ -363,20 +363,20 @@ def without_zeros(counts: dict[str, int]) -> Counter[str]:
 
 def test_looking_at_a_storage_holds_nothing() -> None:
     """Once Python has looked at a storage, torch keeps the wrapper it made, and counts it as a holder."""
-    installed = _native.cpu_installed()
-    _native.cpu_install()
-    module = _native.module_id("looked at")
+    installed = native.cpu_installed()
+    native.cpu_install()
+    module = native.module_id("looked at")
     try:
-        with _native.Tag(category=_native.category_id("forward_undecided")):
+        with native.Tag(category=native.category_id("forward_undecided")):
             captured = torch.empty(100)
         address = captured.untyped_storage().data_ptr()
-        _native.capture(module, [captured])
-        _native.settle(module)
-        (category,) = (block["category"] for block in _native.live_blocks() if block["address"] == address)
-        _native.release(module)
+        native.capture(module, [captured])
+        native.settle(module)
+        (category,) = (block["category"] for block in native.live_blocks() if block["address"] == address)
+        native.release(module)
     finally:
         if not installed:
-            _native.cpu_uninstall()
+            native.cpu_uninstall()
     assert category == "activation_hooks_opacus_only"
 
 

@@ -14,9 +14,11 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 import opacus_memprof
-from opacus_memprof import _native
-from opacus_memprof.stream import read
-from opacus_memprof.stream.json_lines import JsonLines
+from opacus_memprof.profiles.live_memory import LiveDevice, LiveMemory
+from opacus_memprof.profiles.profile import HookedActivations
+from opacus_memprof.recording import native
+from opacus_memprof.recording.live import read_live
+from opacus_memprof.recording.stream.json_lines import JsonLines
 
 MIB = 2**20
 
@@ -79,11 +81,11 @@ def test_steps_and_phases_are_those_of_training(tmp_path: Path) -> None:
         for _ in range(3):
             optimizer.zero_grad()
             loss = model(torch.ones(8, 64)).square().mean()
-            seen.append(("forward", read()))
+            seen.append(("forward", read_live()))
             loss.backward()
-            seen.append(("backward", read()))
+            seen.append(("backward", read_live()))
             optimizer.step()
-            seen.append(("optimizer_step", read()))
+            seen.append(("optimizer_step", read_live()))
     assert [(reading["step"], reading["devices"]["cpu"]["phase"]) for _, reading in seen] == [
         (step + (phase == "optimizer_step"), phase)
         for step in range(3)
@@ -97,22 +99,28 @@ def test_steps_and_phases_are_those_of_training(tmp_path: Path) -> None:
     )  # two moments of each, and a step count for each of the two
 
 
+def reading(step: int) -> LiveMemory:
+    categories = {"noise": step, "inputs": 0}
+    device = LiveDevice(step, 999, "idle", categories, HookedActivations(0, 0))
+    return LiveMemory(unix_ns=0, pid=1, rank=None, step=step, logical_step=0, devices={"cpu": device})
+
+
 def test_a_file_of_lines_stays_bounded_and_whole(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "memory.jsonl", max_bytes=2000)
     sink.open()
     for number in range(200):
-        sink.write({"number": number, "devices": {"cpu": {"categories": {"noise": number, "inputs": 0}}}})
+        sink.write(reading(number))
     sink.close()
     older, newer = tmp_path / "memory.jsonl.1", tmp_path / "memory.jsonl"
     assert older.stat().st_size <= 2000
     assert newer.stat().st_size <= 2000
-    numbers = [line["number"] for line in lines(older) + lines(newer)]
+    numbers = [line["step"] for line in lines(older) + lines(newer)]
     assert numbers == list(range(numbers[0], 200))
-    assert lines(newer)[-1]["devices"] == {"cpu": {"categories": {"noise": 199}}}
+    assert lines(newer)[-1]["devices"]["cpu"]["categories"] == {"noise": 199}
     sink.open()  # a later run goes on
-    sink.write({"number": 200, "devices": {}})
+    sink.write(reading(200))
     sink.close()
-    assert lines(newer)[-1]["number"] == 200
+    assert lines(newer)[-1]["step"] == 200
 
 
 def test_prometheus_by_file_and_by_address(tmp_path: Path, unused_port: int) -> None:
@@ -126,7 +134,7 @@ def test_prometheus_by_file_and_by_address(tmp_path: Path, unused_port: int) -> 
             scraped = metrics(answer.read().decode())
         until(lambda: metrics(file.read_text()).get(key) == MIB)
         written = metrics(file.read_text())
-        counted = _native.counters()["devices"]["cpu"]
+        counted = native.counters()["devices"]["cpu"]
     assert scraped[key] == MIB
     assert scraped["opacus_memprof_phase", "cpu", "idle"] == 1
     assert sum(value for name, value in scraped.items() if name[0] == "opacus_memprof_phase") == 1
@@ -242,7 +250,7 @@ def test_what_is_refused(stream: dict[str, Any], said: str, tmp_path: Path, monk
     with pytest.raises(opacus_memprof.MemprofError, match=said), opacus_memprof.profile("p", device="cpu", **stream):
         pass
     assert opacus_memprof.session.current() is None
-    assert not _native.cpu_installed()
+    assert not native.cpu_installed()
     assert not (tmp_path / "p").exists()
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from opacus_memprof.cli import main
-from opacus_memprof.experiments.sweep import pictures
-from opacus_memprof.units import format_bytes
+from opacus_memprof.experiments import presets
+from opacus_memprof.profiles.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
@@ -75,8 +75,7 @@ def called(arguments: list[str], python: Path | str, monkeypatch: pytest.MonkeyP
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what comes before them."""
-    for name in ("draw_sweep", "draw_single_gpu"):
-        monkeypatch.setattr(pictures, name, lambda results, directory, **options: None)
+    monkeypatch.setattr(presets.Preset, "draw", lambda *arguments: [])
 
 
 def trained(tmp_path: Path) -> list[str]:
@@ -154,7 +153,6 @@ def test_what_is_refused_leaves_nothing(
 def test_single_runs_are_compared(
     tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("opacus_memprof.analysis.profile.load_profile", lambda directory: {})  # there is none
     results = tmp_path / "results"
     one = ["single-gpu", "--config", "tiny", "--device", "cpu", "--results_dir", str(results), "--seq_length", "16"]
     assert called([*one, "--batch_size", "8"], child(), monkeypatch) == 0
@@ -178,6 +176,27 @@ def test_all_single_runs(tmp_path: Path, child: Child, monkeypatch: pytest.Monke
     assert len(set(trained(tmp_path))) == 9
 
 
+@pytest.mark.usefixtures("no_pictures")
+def test_the_documented_detailed_analysis(
+    tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no list of ranks: its models have adapters of one."""
+    results = tmp_path / "detailed_results"
+    lists = ["--seq_lengths", "128", "256", "--batch_sizes", "8", "16", "--max_physical_batch_sizes", "1", "2"]
+    arguments = ["sweep", "--detailed", "--config", "tiny", "--device", "cpu", *lists, "--num_steps", "3"]
+    assert called([*arguments, "--token", "x", "--results_dir", str(results)], child(), monkeypatch) == 0
+    names = [f"seq{s}_batch{b}_physical{p}_lora16" for s in (128, 256) for b in (8, 16) for p in (1, 2)]
+    assert [row["name"] for row in summary(results)] == names
+    details = json.loads((results / "detailed_memory_results.json").read_text())["results"]
+    assert [entry["name"] for entry in details] == names
+    said = capsys.readouterr().out
+    ends = [line for line in said.splitlines() if line.startswith("seq") and " of 8, " in line]
+    assert [line.split()[0] for line in ends] == names
+    assert all("left]" in line for line in ends)
+    assert said.count("By component:") == 1  # of the largest
+    assert "8 finished. The results are in" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -191,6 +210,7 @@ def test_all_single_runs(tmp_path: Path, child: Child, monkeypatch: pytest.Monke
         (["single-gpu", "--config", "tiny", "--max_physical_batch_size", "64"], "max_physical_batch_size is 64 and"),
         (["single-gpu", "--config", "tiny", "--use_lora", "--lora_rank", "0"], "lora_rank is 0"),
         (["single-gpu", "--config", "tiny", "--sigma", "-1"], "sigma is -1"),
+        (["single-gpu", "--config", "tiny", "--mode", "ew", "--checkpointing"], "checkpointing does not go with this"),
     ],
 )
 def test_bad_input_is_one_sentence(

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,9 @@ import torch
 from torch import nn
 
 import opacus_memprof
-from opacus_memprof import MemprofError, _native
-from opacus_memprof.toolkit import readings, snapshots
+from opacus_memprof import MemprofError
+from opacus_memprof.recording import native
+from opacus_memprof.toolkit import journal, readings
 from opacus_memprof.toolkit.anomalies import MONITOR
 
 MB = 2**20
@@ -29,7 +31,7 @@ def recorder() -> Iterator[None]:
     """The recording CPU allocator, with no earlier test's tensors."""
     gc.collect()
     opacus_memprof.install("cpu")
-    _native.reset_peaks()
+    native.reset_peaks()
     yield
     opacus_memprof.uninstall()
 
@@ -95,12 +97,13 @@ def test_snapshots_that_cannot_be_compared() -> None:
             opacus_memprof.compare_snapshots(plain, wrong)  # type: ignore[arg-type]
 
 
-def test_a_snapshot_stays_in_the_running_profile(tmp_path: Path) -> None:
+def test_a_snapshot_stays_in_the_running_profile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opacus_memprof.profile(tmp_path / "profile", device="cpu"):
         held = block(1)
         taken = opacus_memprof.memory_snapshot("第一步")
         opacus_memprof.memory_snapshot("\udc80 of a file's name")
         opacus_memprof.memory_snapshot(7)  # type: ignore[arg-type]
+    caplog.text.encode()  # every handler can write what was logged
     profile = json.loads((tmp_path / "profile" / "profile.json").read_text())
     [kept] = [one for one in profile["devices"]["cpu"]["snapshots"] if one["name"] == "第一步"]
     assert kept["requested_bytes"] == allocated(taken) * MB >= held.nbytes
@@ -117,7 +120,7 @@ def test_status_cleanup_and_report(tmp_path: Path) -> None:
     del held
     [change] = opacus_memprof.cleanup_memory()["gpu_changes"]
     assert change["memory_change_mb"] == -2  # the cycle
-    snapshots._history.clear()
+    journal.clear()
     opacus_memprof.memory_snapshot("阶段")
     report = opacus_memprof.generate_report(tmp_path / "deep" / "report.txt")
     assert (tmp_path / "deep" / "report.txt").read_text(encoding="utf-8") == report
@@ -222,8 +225,6 @@ def test_checkpoints(tmp_path: Path) -> None:
 def test_monitoring_in_the_background(tmp_path: Path) -> None:
     debugger = opacus_memprof.create_memory_debugger(tmp_path)
     debugger.start_real_time_monitoring(interval=0.01)
-    with pytest.raises(MemprofError, match="already"):
-        debugger.start_real_time_monitoring(1.0)
     held = block(3)
     seen = _live()
     deadline = time.monotonic() + 10
@@ -242,15 +243,20 @@ def test_monitoring_in_the_background(tmp_path: Path) -> None:
 
 
 def _live() -> float:
-    return _native.cpu_reported_bytes() / MB
+    return native.cpu_reported_bytes() / MB
 
 
-def test_real_time_from_the_start(tmp_path: Path) -> None:
+def test_real_time_from_the_start_and_then_at_another_interval(tmp_path: Path) -> None:
     with opacus_memprof.create_memory_debugger(tmp_path, enable_real_time=True) as debugger:
-        with pytest.raises(MemprofError, match="already"):
-            debugger.start_real_time_monitoring()
+        threads = threading.active_count()
+        debugger.start_real_time_monitoring(interval=0.01)
+        assert threading.active_count() == threads  # it takes the place of the first
+        deadline = time.monotonic() + 10
+        while len(debugger.memory_history) < 5 and time.monotonic() < deadline:
+            time.sleep(0.01)
         debugger.stop()
         debugger.stop()
+    assert len(debugger.memory_history) >= 5
 
 
 @pytest.mark.parametrize("interval", [0, -1.0, float("nan"), float("inf"), "1"])
@@ -259,17 +265,16 @@ def test_an_interval_that_is_none(interval: Any, tmp_path: Path) -> None:
         opacus_memprof.create_memory_debugger(tmp_path).start_real_time_monitoring(interval)
 
 
-def test_monitoring_that_cannot_be_written_ends_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_monitoring_that_cannot_be_written_ends_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     debugger = opacus_memprof.create_memory_debugger(tmp_path / "file")
     debugger.start_real_time_monitoring(0.001)
-    deadline = time.monotonic() + 10
-    while not caplog.records and time.monotonic() < deadline:
+    printed, deadline = "", time.monotonic() + 10
+    while "monitoring ends" not in printed and time.monotonic() < deadline:
         time.sleep(0.01)
+        printed += capsys.readouterr().out
     debugger.stop()
-    assert "monitoring ends: cannot write" in caplog.text
+    assert "[WARNING] monitoring ends: cannot write" in printed
 
 
 @pytest.mark.usefixtures("recorder")

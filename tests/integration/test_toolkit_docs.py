@@ -9,6 +9,7 @@ import pytest
 import opacus_memprof
 from opacus_memprof.toolkit import anomalies
 
+pytest.importorskip("peft")  # before anything is recorded: its default arguments are tensors
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "toolkit.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
 
@@ -29,8 +30,10 @@ def test_a_block_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 anomalies.WARM_UP_READINGS,
                 anomalies.LEAK_MB,
                 anomalies.LEAK_RESIDENT_MB,
+                anomalies.LEAK_ONCE,
                 anomalies.WARM_UP_READINGS + anomalies.LEAK_READINGS,
                 anomalies.LEAK_MONITOR_READINGS,
+                anomalies.LEAK_WINDOW_SECONDS,
             ],
         ),
         ("sudden_growth", [anomalies.GROWTH_READINGS, anomalies.GROWTH_MB]),

@@ -7,13 +7,15 @@ import re
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import opacus_memprof
-from opacus_memprof import GPUMemoryProfiler, MemprofError, _native
+from opacus_memprof import GPUMemoryProfiler, MemprofError
+from opacus_memprof.recording import native
 from opacus_memprof.toolkit import readings
 
 MB = 2**20
@@ -25,7 +27,7 @@ on_cpu = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="the figures a
 def recorder() -> Iterator[None]:
     gc.collect()
     opacus_memprof.install("cpu")
-    _native.reset_peaks()
+    native.reset_peaks()
     yield
     opacus_memprof.uninstall()
 
@@ -71,12 +73,21 @@ def test_the_log_is_on_the_console_and_in_a_file(tmp_path: Path, capsys: pytest.
     name = profiler.log_file.stem.replace("memory_profiler", "MemoryProfiler")
     assert all(re.match(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d - {name} - INFO - ", line) for line in lines)
     assert "CUDA available: False" in lines[4]
+    assert "sizes in MB of 2^20 bytes" in lines[6]
     assert readings.RECORDER in lines[-2]
     assert re.search(
         r"event: 模型创建 第二行 \| allocated: +\d+\.\dMB \| reserved: +\d+\.\dMB \| max allocated: +\d+\.\dMB "
         r"\| max reserved: +\d+\.\dMB \| elapsed: \d+\.\d\ds \| loss=1$",
         lines[-1],
     )
+
+
+def test_a_log_may_be_removed_while_it_is_written(tmp_path: Path) -> None:
+    profiler = GPUMemoryProfiler(tmp_path)
+    assert profiler.log_file is not None
+    profiler.log_file.unlink()
+    profiler.record("event")
+    assert "event: event" in profiler.log_file.read_text()
 
 
 def test_without_a_file_nothing_is_written_but_what_is_asked_for(tmp_path: Path) -> None:
@@ -108,19 +119,56 @@ def test_details_of_tensors_and_models(tmp_path: Path) -> None:
 
 @on_cpu
 def test_the_timeline_is_in_order_and_aligned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held = native.cpu_reported_bytes() / MB
     profiler = GPUMemoryProfiler(tmp_path)
+    grown = block(3)
     for event in ("初始化", "forward", "初始化"):
         profiler.record(event)
     capsys.readouterr()
     profiler.print_report()
-    size = profiler.records["forward"][0]["allocated"]
+    size = held + grown.nbytes / MB
     columns = f"| Allocated: {size:8.1f}MB | Reserved: {size:8.1f}MB"
     assert capsys.readouterr().out.splitlines() == [
         "==== GPU Memory Timeline =====",
+        f"initialization       | Allocated: {held:8.1f}MB | Reserved: {held:8.1f}MB",
         f"初始化               {columns}",
         f"forward              {columns}",
         f"初始化               {columns}",
     ]
+
+
+@on_cpu
+def test_the_timeline_does_not_begin_with_what_another_has_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opacus_memprof.uninstall()
+    profiler = GPUMemoryProfiler(tmp_path)
+    opacus_memprof.install("cpu")
+    profiler.record("forward")
+    capsys.readouterr()
+    profiler.print_report()
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["forward"]
+
+
+@on_cpu
+def test_a_threshold_warns_and_is_a_finding(tmp_path: Path) -> None:
+    live = native.cpu_reported_bytes() / MB
+    profiler = GPUMemoryProfiler(tmp_path, threshold_mb=live + 5)
+    for size in (4, 6, 8, 1):
+        held = block(size)
+        profiler.record("step")
+        del held
+    assert profiler.log_file is not None
+    warnings = [line for line in profiler.log_file.read_text().splitlines() if " - WARNING - " in line]
+    assert [line.partition("threshold: ")[2] for line in warnings] == [
+        f"{live + 6:.1f}MB > {live + 5:.1f}MB",
+        f"{live + 8:.1f}MB > {live + 5:.1f}MB",
+    ]
+    [finding] = profiler.findings()
+    assert (finding["kind"], finding["bytes"]) == ("over_threshold", 3 * MB)
+    assert f"{live + 8:.1f}MB" in profiler.generate_summary_report()
+    with pytest.raises(MemprofError, match="threshold"):
+        GPUMemoryProfiler(tmp_path, threshold_mb=-1)
 
 
 @on_cpu
@@ -183,12 +231,12 @@ def test_after_cleanup_it_is_over(tmp_path: Path) -> None:
 
 
 def test_several_devices_stand_beside_the_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def two(name: str | None = None) -> dict[str, readings.Reading]:
+    def two(name: str | None = None) -> list[dict[str, Any]]:
         gpus = [("cuda:0", 1), ("cuda:1", 3)]
-        return {
-            device: readings.Reading(device, readings.MEMORY_STATS, size * MB, 2 * size * MB, size * MB, 0, 40 * MB)
+        return [
+            readings.reading(device, readings.MEMORY_STATS, size * MB, 2 * size * MB, size * MB, 0, 40 * MB)
             for device, size in gpus
-        }
+        ]
 
     profiler = GPUMemoryProfiler(tmp_path)
     monkeypatch.setattr(readings, "read", two)
@@ -210,8 +258,8 @@ def test_several_devices_stand_beside_the_shape(tmp_path: Path, monkeypatch: pyt
 
 def test_a_gpu_is_named_as_soon_as_cuda_is_initialised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def gpu(total: int | None) -> None:
-        found = readings.Reading("cuda:0", readings.MEMORY_STATS, 0, 0, 0, 0, total)
-        monkeypatch.setattr(readings, "read", lambda name=None: {"cuda:0": found})
+        found = readings.reading("cuda:0", readings.MEMORY_STATS, 0, 0, 0, 0, total)
+        monkeypatch.setattr(readings, "read", lambda name=None: [found])
 
     gpu(None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the name of {device}")

@@ -23,6 +23,7 @@ from opacus_memprof.cli.training_options import hide_token
 from opacus_memprof.toolkit import lora
 from opacus_memprof.toolkit.training import TrainingProfiler
 
+pytest.importorskip("peft")  # before anything is recorded: its default arguments are tensors
 MB = 2**20
 ROWS, COLUMNS = 64, 64  # of the adapted q_proj and v_proj of the tiny model's two layers
 TINY = 256 * 64 * 2 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64  # embedding, head, layers, norm
@@ -95,13 +96,106 @@ def test_a_stage_that_fails_is_noted_and_its_exception_passes(tmp_path: Path) ->
     assert (profiler.profile["status"], profiler.profile["error"]) == ("failed", "ValueError: no data")
 
 
-def test_without_a_place_for_a_session_it_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_place_for_a_session_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     with opacus_memprof.memory_profiled_training(tmp_path / "file") as profiler:
         assert profiler.profile_stage("stage", lambda: 7) == 7
     assert profiler.session is None
-    assert "no session is recorded" in caplog.text
-    assert "cannot write" in caplog.text
+    printed = capsys.readouterr().out
+    assert "[WARNING] no session is recorded" in printed
+    assert "cannot write" in printed
+
+
+# --- what is attached by itself ---
+
+
+def create_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+
+
+def train_model(model: nn.Module, *, batches: list[torch.Tensor]) -> nn.Module:
+    """Makes an optimizer of its own, as code that knows of no profiler does."""
+    optimizer = torch.optim.Adam(model.parameters())
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+def categories_at_peak(profiler: TrainingProfiler) -> dict[str, int]:
+    assert profiler.profile is not None
+    peak = profiler.profile["devices"]["cpu"]["peak"]
+    assert sum(peak["categories"].values()) == peak["requested_bytes"]
+    return dict(peak["categories"])
+
+
+def test_what_a_stage_returns_and_is_handed_is_attached(tmp_path: Path) -> None:
+    batches = [torch.randn(32, 256) for _ in range(4)]
+    gc.collect()
+    with opacus_memprof.memory_profiled_training(tmp_path) as profiler:
+        model = profiler.profile_stage("model_creation", create_model)
+        trained = profiler.profile_stage("training", train_model, model, batches=batches)
+    assert trained is model
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    created = profiler.stages[0]["change"]["gpu_changes"][0]["categories_change_mb"]
+    assert created == {"model_parameters": size / MB}
+    categories = categories_at_peak(profiler)
+    assert categories["model_parameters"] == size
+    assert categories["gradients"] == size
+    assert categories["optimizer_states"] == 2 * size + 4 * 4  # and the number of steps, of each parameter
+    assert categories["unattributed"] < 0.001 * sum(categories.values())  # earlier tests may have left some numbers
+    again = opacus_memprof.memory_profiled_training(tmp_path)  # the same model in the next session
+    with again:
+        again.profile_stage("training", train_model, model, batches=batches)
+    assert categories_at_peak(again)["model_parameters"] == size
+
+
+def test_models_and_optimizers_in_what_a_stage_returns_are_attached_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opacus_memprof.memory_profiled_training(tmp_path) as profiler:
+        assert profiler.session is not None
+        attached: list[object] = []
+        attach = profiler.session.attach
+        monkeypatch.setattr(profiler.session, "attach", lambda one: attached.append(one) or attach(one))
+        model, loss = create_model(), nn.MSELoss()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        profiler.profile_stage("preparation", lambda: (optimizer, {"model": model}, loss))
+        profiler.profile_stage("part", lambda: {"optimizer": optimizer, "part": [model[0], model]})
+        assert attached == [optimizer]  # the dict is one level too deep
+        profiler.profile_stage("training", train_model, model, batches=[torch.randn(3, 256)])
+    assert attached[:2] == [optimizer, model]
+
+
+def test_private_training_in_a_stage_is_attributed(tmp_path: Path) -> None:
+    from opacus import PrivacyEngine
+    from torch.utils.data import DataLoader, TensorDataset
+
+    def train_privately(model: nn.Module) -> None:
+        optimizer = torch.optim.Adam(model.parameters())
+        loader = DataLoader(TensorDataset(torch.randn(16, 256)), batch_size=8)
+        private, optimizer, loader = PrivacyEngine().make_private(
+            module=model,
+            optimizer=optimizer,
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            poisson_sampling=False,
+        )
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            private(batch).square().mean().backward()
+            optimizer.step()
+
+    with opacus_memprof.memory_profiled_training(tmp_path) as profiler:
+        model = profiler.profile_stage("model_creation", create_model)
+        profiler.profile_stage("training", train_privately, model)
+    categories = categories_at_peak(profiler)
+    assert categories["unattributed"] < 0.001 * sum(categories.values())
+    assert profiler.profile is not None
+    clipping = profiler.profile["devices"]["cpu"]["phases"]["clip"]["categories"]
+    assert clipping["per_sample_gradients"] == 8 * sum(parameter.nbytes for parameter in model.parameters())
 
 
 # --- LoRA ---
@@ -247,7 +341,6 @@ def test_a_model_that_is_given_is_compared_without_the_adapters_of_before(tmp_pa
         ({"grad_sample_mode": "fast"}, "grad_sample_mode is 'fast' in the configuration: use hooks, functorch"),
         (3, "cannot be a int"),
         ({"model": "no/such/path/at/all"}, "cannot be loaded"),
-        ({"model": nn.Linear(2, 2)}, "cannot be given LoRA adapters"),
     ],
 )
 def test_a_configuration_that_cannot_be_used(
@@ -267,6 +360,8 @@ def test_other_input_that_cannot_be_used(tmp_path: Path) -> None:
         opacus_memprof.debug_lora_training({}, ["text"], log_dir=tmp_path)
     with pytest.raises(MemprofError, match="needs a DataLoader of torch, and got a list"):
         opacus_memprof.debug_lora_training({"noise_multiplier": 1.0}, [torch.zeros(1, 2)], log_dir=tmp_path)
+    with pytest.raises(MemprofError, match="cannot be given LoRA adapters"):
+        opacus_memprof.debug_lora_training({"model": nn.Linear(2, 2)}, log_dir=tmp_path)
     with pytest.raises(MemprofError, match="no configurations"):
         opacus_memprof.debug_memory_with_different_configs({}, {})
     with pytest.raises(MemprofError, match='the variation "x" cannot be a int'):

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import opacus_memprof
-from opacus_memprof import _native
 from opacus_memprof.analysis.events import ALLOC
 from opacus_memprof.analysis.profile import load_profile
+from opacus_memprof.recording import native
 from tests.event_rows import made_by_op, rows_of
 from tests.integration.planted_findings import Training
 
@@ -44,7 +44,7 @@ def session(tmp_path: Path) -> Iterator[opacus_memprof.Session]:
 def said_of(tensors: Any) -> set[tuple[str, str]]:
     """The categories and modules of the blocks under tensors."""
     gc.collect()
-    blocks = {block["address"]: (block["category"], block["module"]) for block in _native.live_blocks()}
+    blocks = {block["address"]: (block["category"], block["module"]) for block in native.live_blocks()}
     return {blocks[tensor.untyped_storage().data_ptr()] for tensor in tensors}
 
 
@@ -123,7 +123,7 @@ def test_gradients_inside_a_forward(mode: str, session: Any) -> None:
         output = training.model(torch.randn(BATCH, WIDTHS[0]))
         (captured,) = training.model._module.after.activations[0]
         assert said_of([captured]) == {("activation_hooks_shared", "")}
-        assert {block["phase"] for block in _native.live_blocks() if block["bytes"] == captured.nbytes} == {"forward"}
+        assert {block["phase"] for block in native.live_blocks() if block["bytes"] == captured.nbytes} == {"forward"}
         del captured
         training.criterion(output, torch.zeros(BATCH)).backward()
         training.optimizer.step()
@@ -230,7 +230,7 @@ def test_what_the_program_alone_holds_besides_opacus_is_not_autograd_s(session: 
     _, (hidden,) = training.model(torch.randn(BATCH, WIDTHS[0]))
     assert said_of([hidden]) == {("activation_hooks_opacus_only", "first")}
     scaled = hidden.square()  # autograd saves it
-    _native.settle_all([hidden, scaled])
+    native.settle_all([hidden, scaled])
     assert said_of([hidden]) == {("activation_hooks_shared", "first")}
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What cuDNN takes on the virtual H200, against what was measured on a real one and against the sizes of weights.
 
-The numbers are those of benchmarks/virtual_gpu_workspaces.py on an H200 with torch 2.11 and cuDNN 9.19.
+The numbers are those of benchmarks/virtual_gpu_workspaces.py and recurrent_workspaces.py on an H200 with torch 2.11 and
+cuDNN 9.19.
 """
 
 import json
@@ -18,6 +19,7 @@ import pytest
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES
 
 ROOT = Path(__file__).parents[2]
+LAYERS = ROOT / "tests" / "data" / "recurrent_h200.tsv"
 TABLE = ROOT / "csrc" / "virtual_gpu" / "cudnn_workspaces.inc"
 needs_libraries = pytest.mark.skipif(not (LIBRARIES / "libcuda.so.1").is_file(), reason="the virtual GPU was not built")
 
@@ -58,8 +60,8 @@ def test_workspaces_of_convolutions() -> None:
 
         last = torch.channels_last
         found = {
-            "in the table": measure(64, 128, 32, 56, 3, torch.float16, last),
-            "no product": measure(32, 384, 128, 28, 1),
+            "in the table": [measure(32, 64, 256, 56, 1), measure(64, 64, 256, 56, 1, torch.bfloat16, last)],
+            "between": measure(40, 64, 256, 56, 1),
             "product": measure(24, 96, 40, 20, 1, torch.bfloat16),
         }
         torch.backends.cudnn.allow_tf32 = False
@@ -69,9 +71,10 @@ def test_workspaces_of_convolutions() -> None:
         found["cudnn"] = torch.backends.cudnn.version()
         print(json.dumps(found))
     """)
-    assert found["in the table"] == [131, 131, 3834519]
-    assert found["no product"] == [51380371, 400, 6291456]
-    assert found["product"] == [0, 0, 24 * 96 * 40 * 4]  # the weights' gradient of each sample, in fp32
+    assert found["in the table"] == [[0, 0, 2097152], [0, 0, 4325632]]
+    assert found["between"] == [400, 0, 3145728]  # of 40 samples, as of 48
+    sums = 64 * 96 * 40 * 4  # pieces in which the weights' gradient may be summed in fp32
+    assert found["product"] == [0, 0, 24 * 96 * 40 * 4 + sums]  # and that of each sample
     if found["cudnn"] == 91900:  # this one it chooses itself, and versions differ
         assert found["plain"] == [0, 0, 10436624]
     assert found["tried"][2] > 0  # the most of all engines that were tried
@@ -118,8 +121,40 @@ def test_memory_of_recurrent_layers() -> None:
     assert found["gradients"]
 
 
+@needs_libraries
+def test_sizes_of_recurrent_layers() -> None:
+    """Workspace, reserve and weights are those that cuDNN says on an H200 for layers of all kinds."""
+    found = run(f"""
+        import sys
+        sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+        from recurrent_workspaces import Cudnn, Layer
+
+        torch.zeros(1, device="cuda")
+        cudnn = Cudnn()
+        lines = open({str(LAYERS)!r}).read().splitlines()[1:]
+        wrong = []
+        for line in lines:
+            words = line.split("\\t")
+            numbers = [int(word) for word in words[2:10]]
+            flags = [word == "True" for word in words[11:13]]
+            layer = Layer(words[0], words[1], *numbers, float(words[10]), *flags)
+            sizes = cudnn.sizes(layer)
+            if list(sizes) != [int(word) for word in words[13:]]:
+                wrong.append([line, sizes])
+        print(json.dumps({{"wrong": wrong, "count": len(lines)}}))
+    """)
+    assert found["count"] > 200
+    assert not found["wrong"]
+
+
 def test_the_table_is_sorted() -> None:
-    rows = re.findall(r'^\{"([^"]+)", (\d+)\},$', TABLE.read_text(encoding="utf-8"), re.MULTILINE)
-    keys = [key.encode() for key, _ in rows]
+    """Of each convolution for three directions; batch sizes ascend, for the lookup stops at the first that serves."""
+    text = TABLE.read_text(encoding="utf-8")
+    rows = re.findall(r'^\{"([^"]+)", "([^"]*)", "([^"]*)", "([^"]*)"\},$', text, re.MULTILINE)
+    keys = [row[0].encode() for row in rows]
     assert len(rows) > 2000
     assert keys == sorted(set(keys))
+    for field in {field for row in rows for field in row[1:]} - {"", "="}:
+        assert re.fullmatch(r"\d+(?:=|:\d+)(?: \d+(?:=|:\d+))*", field), field
+        batches = [int(word.partition(":")[0].rstrip("=")) for word in field.split()]
+        assert batches == sorted(set(batches))

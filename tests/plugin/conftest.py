@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from opacus_memprof import adaptors
 from opacus_memprof.pytest_plugin import lifecycle, plugin, summary  # noqa: F401 (pytester unloads what a run loads first)
+from opacus_memprof.recording import allocators
 
 ROOT = Path(plugin.__file__).parents[2]
 PLUGIN = "opacus_memprof.pytest_plugin.plugin"
@@ -61,7 +61,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     # Entry points are left out, ours too where the package is installed: pytest refuses to register a plugin twice.
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(adaptors, "_cuda_available", lambda: False)
+    monkeypatch.setattr(allocators, "_cuda_available", lambda: False)
 
 
 @pytest.fixture

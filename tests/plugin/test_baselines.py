@@ -84,7 +84,7 @@ def test_baselines_that_cannot_be_used(run: Run, pytester: pytest.Pytester) -> N
     """One run: each test checks a file that is wrong in its own way."""
     folder = pytester.mkdir("memprof_baselines")
     good = {"device": "cpu", "torch": torch.__version__.partition("+")[0], "opacus": version("opacus"), "mode": "none"}
-    entry = {"key": good, "peak_bytes": 1, "modules": {}}
+    entry = {"key": good, "peak_bytes": 1, "modules": {}, "step": 0, "phase": "idle"}
     files = {
         "broken": "{",
         "list": "[]",
@@ -112,9 +112,9 @@ def test_rel(memprof, rel):
         [
             "*broken.json cannot be read (*): restore it from version control*",
             "*list.json cannot be read (it holds no JSON object): restore it from version control*",
-            "*foreign.json cannot be read (it is not a file of baselines): restore it*",
-            "*future.json has format 2, and this release reads 1: *",
-            "*partial.json cannot be read (an entry lacks *",
+            "*foreign.json is not the profiler's, for its format is None: restore it*",
+            "*future.json has format 2, and this release reads up to 1: *",
+            "*partial.json is not the profiler's, for baselines[[]0].peak_bytes should be a whole number and is text*",
             "*gpu.json has no baseline for cpu, *, but for NVIDIA H200, *: run with --memprof-update-baselines*",
             "*older.json has no baseline for cpu, *, but for cpu, torch 2.0.0, *",
             "*there is no baseline *absent.json: run with --memprof-update-baselines and commit the file",

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from opacus_memprof import _native, session
+from opacus_memprof import session
+from opacus_memprof.recording import native
 from tests.plugin.conftest import LOAD, Run
 
 MIB = 2**20
@@ -35,7 +36,7 @@ def test_step(memprof, time):
     result.assert_outcomes(passed=100)
     assert len(set(peaks(pytester.path / "out").values())) == 1
     assert session.current() is None
-    assert not _native.cpu_installed()
+    assert not native.cpu_installed()
 
 
 def test_figures_are_a_tests_own_in_any_order(run: Run, pytester: pytest.Pytester) -> None:
@@ -148,11 +149,42 @@ def test_keeps():
     assert [profile["error"][:25] for profile in said] == ["limit_gpu_leaks: 3.00 MiB", "limit_gpu_memory: 2.00 Mi"]
 
 
+def test_a_test_whose_fixture_fails_has_failed(run: Run, pytester: pytest.Pytester) -> None:
+    source = """
+@pytest.fixture
+def fails(memprof):
+    held = block(2)
+    raise ValueError("no data")
+
+@pytest.fixture
+def runs_out(memprof):
+    block(2**40)
+
+@pytest.fixture
+def skips(memprof):
+    pytest.skip("no GPU")
+
+def test_fails(fails): ...
+def test_runs_out(runs_out): ...
+def test_skips(skips): ...
+"""
+    result = run(source, "--memprof-report=out")
+    result.assert_outcomes(errors=2, skipped=1)
+    result.stdout.fnmatch_lines(["*Captured opacus-memprof setup*", "cpu ran out of memory: *"])
+    said = [json.loads(path.read_text()) for path in sorted((pytester.path / "out").glob("*/profile.json"))]
+    assert [(profile["status"], profile["error"]) for profile in said[::2]] == [
+        ("failed", "ValueError: no data"),
+        ("finished", None),
+    ]
+    assert said[1]["status"] == "out_of_memory"
+    assert said[0]["devices"]["cpu"]["peak"]["requested_bytes"] == 2 * 2**20
+
+
 def test_an_interrupted_run_leaves_nothing_running(run: Run, pytester: pytest.Pytester) -> None:
     with pytest.raises(KeyboardInterrupt):
         run("def test_it(memprof):\n    raise KeyboardInterrupt", "--memprof-report=out")
     assert session.current() is None
-    assert not _native.cpu_installed()
+    assert not native.cpu_installed()
     (profile,) = (pytester.path / "out").glob("*/profile.json")
     assert json.loads(profile.read_text())["status"] == "killed"
 
@@ -163,7 +195,7 @@ def test_unused_it_loads_nothing(pytester: pytest.Pytester) -> None:
 import sys
 
 def test_it():
-    heavy = {"torch", "opacus", "numpy", "opacus_memprof._native", "opacus_memprof.pytest_plugin.lifecycle"}
+    heavy = {"torch", "opacus", "numpy", "opacus_memprof.recording.native", "opacus_memprof.pytest_plugin.lifecycle"}
     assert not heavy & set(sys.modules)
 """
     )

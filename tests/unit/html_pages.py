@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiles for the HTML report."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 from event_files import CATEGORIES
 from large_event_files import one_step
+from made_profiles import a_live_peak, an_oom_report
+from msgspec.structs import replace
 
 from opacus_memprof.analysis.profile import build_profile
+from opacus_memprof.profiles.json_object import to_json
+from opacus_memprof.profiles.live_memory import LivePeak
+from opacus_memprof.profiles.profile import Finding, Profile
 
 MODULES = ["encoder.layers.0.attention", "encoder.layers.0.mlp", "encoder.layers.1.mlp", "encoder.norm", "head", ""]
 SIZES = [1, 1023, 1024, 1152, 1157, 1028, 10_235, 2**20 - 1, 2**20 - 6, 1_234_567, 2**30 + 5 * 2**20 + 5243, 2**41 + 1]
 
 
-def failed_training(directory: Path) -> dict[str, Any]:
+def failed_training(directory: Path) -> Profile:
     """The profile of a run on two GPUs that ended out of memory. At cuda:0's peak every category has bytes."""
     file = one_step(120, MODULES)
     file.add("alloc", 0x9000, 3000, "activation_hooks_shared", phase="forward", step=1, module="encoder.norm")
@@ -32,37 +35,36 @@ def failed_training(directory: Path) -> dict[str, Any]:
     counts = {"allocated_bytes": 2**42, "reserved_bytes": 2**43, "rounding": 12, "cached": 34, "outside_pytorch": 56}
     peaks = _live_peak(file.write(directory))
     profile = build_profile(directory, status="out_of_memory", exit_code=1, peaks=peaks, warnings=["mind the gap"])
-    (snapshot,) = profile["devices"]["cuda:0"]["snapshots"]
-    snapshot |= {**counts, "remainder": 0}
-    profile["findings"] = [
-        {"kind": "noise_allocated_twice", "module": "head", "bytes": 77, "evidence": "it is", "remedy": "do not"}
-    ]
+    (snapshot,) = profile.devices["cuda:0"].snapshots
+    profile.devices["cuda:0"].snapshots = [replace(snapshot, **counts, remainder=0)]
+    profile.findings = [Finding("noise_allocated_twice", "head", 77, evidence="it is", remedy="do not")]
     reduced = {"predicted_peak_bytes": 8001, "saved_bytes": 4002}
-    suggestions = [{"title": "a smaller batch", "code": "B = 1", "computed": "by hand", **reduced, "fits": True}]
-    report = {"device": "cuda:0", "needed": {"bytes": 12_003}, "suggestions": suggestions}
-    (directory / "oom_report.json").write_text(json.dumps(report))
+    suggestion = {"title": "a smaller batch", "actions": [], "code": "B = 1", "computed": "by hand", **reduced}
+    report = an_oom_report(needed={"bytes": 12_003}, suggestions=[{**suggestion, "fits": True}])
+    (directory / "oom_report.json").write_text(to_json(report))
     return profile
 
 
-def _live_peak(directory: Path) -> dict[str, Any]:
+def _live_peak(directory: Path) -> dict[str, LivePeak]:
     """What the live counters would have said at cuda:0's peak, had they been there."""
     peak = build_profile(directory, status="failed", exit_code=1)["devices"]["cuda:0"]["peak"]
     size = peak["requested_bytes"]
-    allocator = {"allocated_bytes": size + 512, "reserved_bytes": size + 2**20, "upstream_requested_bytes": size}
-    return {"cuda:0": {"requested_bytes": size, **allocator, "step": 1, "phase": "x", "unix_ns": 1, "categories": {}}}
+    allocator = {"counted_bytes": size, "allocated_bytes": size + 512, "reserved_bytes": size + 2**20}
+    return {"cuda:0": a_live_peak(requested_bytes=size, **allocator)}
 
 
-def half_of(profile: dict[str, Any]) -> dict[str, Any]:
+def half_of(profile: Profile) -> Profile:
     """The profile of a run without privacy that held half as much of everything."""
     devices = {}
-    for name, device in profile["devices"].items():
-        peak = device["peak"]
-        modules = {module: {key: size // 2 for key, size in held.items()} for module, held in peak["modules"].items()}
+    for name, device in profile.devices.items():
+        modules = {
+            module: {key: size // 2 for key, size in held.items()} for module, held in device.peak.modules.items()
+        }
         categories: dict[str, int] = {}
         for held in modules.values():
             for key, size in held.items():
                 categories[key] = categories.get(key, 0) + size
-        halves = {"modules": modules, "categories": categories, "requested_bytes": sum(categories.values())}
-        phases = {phase: found for phase, found in device["phases"].items() if phase not in ("clip", "noise")}
-        devices[name] = {**device, "phases": phases, "peak": {**peak, **halves}}
-    return {**profile, "devices": devices}
+        peak = replace(device.peak, modules=modules, categories=categories, requested_bytes=sum(categories.values()))
+        phases = {phase: found for phase, found in device.phases.items() if phase not in ("clip", "noise")}
+        devices[name] = replace(device, phases=phases, peak=peak)
+    return replace(profile, devices=devices)

@@ -3,20 +3,25 @@
 
 from typing import Any
 
+from msgspec import to_builtins
+
 from opacus_memprof.experiments.configuration import Configuration
+from tests.unit.made_profiles import a_device, a_peak
 
 GIB = 2**30
 BASE = Configuration(task="classification", device="cpu")
 # What cuDNN did without.
 HANDLED = {"requested_bytes": 5, "live_bytes": 0, "category": "library_workspace", "module": "", "phase": "forward"}
+SNAPSHOT = {"allocated_mb": None, "reserved_mb": None, "timestamp": 1.0}
 
 
 def finished(configuration: Configuration) -> dict[str, Any]:
     """Two steps. The parameters take 1 GiB, the activations 1 MiB for each token that goes through at once."""
     activations = configuration.seq_length * configuration.physical_batch_size * 2**20
     at_peak = {"model_parameters": GIB, "activations": activations, "activation_hooks": 300, "noise": 0}
+    requested = GIB + activations + 300
     peak = {
-        "requested_bytes": GIB + activations + 300,
+        "requested_bytes": requested,
         "event": 3,
         "unix_ns": 3 * 10**9,
         "phase": "backward",
@@ -30,38 +35,41 @@ def finished(configuration: Configuration) -> dict[str, Any]:
         "born_in": {"setup": {"model_parameters": GIB}, "forward": {"activations": activations + 300}},
         "modules": {"mlp": at_peak},
         "module_tree": {"": GIB},
-        "ops": {},
-        "streams": {},
-        "threads": {},
-        "largest_blocks": [],
-        "newest_blocks": [],
     }
-    sizes = [0, GIB, GIB + activations, peak["requested_bytes"], GIB]
+    sizes = [0, GIB, GIB + activations, requested, GIB]
+    phases = {
+        "forward": {"peak_bytes": GIB + activations, "categories": {"model_parameters": GIB, "activations": 1}},
+        "backward": {"peak_bytes": requested, "categories": at_peak},
+    }
+    snapshots = [
+        {"name": "0_model_loaded", "requested_bytes": GIB, "unix_ns": 8 * 10**9, "event": 2},
+        {"name": "1_step_0_forward", "requested_bytes": GIB + activations, "unix_ns": 9 * 10**9, "event": 3},
+        {"name": "2_step_0_optimizer", "requested_bytes": GIB, "unix_ns": 12 * 10**9, "event": 5},
+    ]
+    device = to_builtins(a_device(peak=a_peak(**peak), phases=phases, snapshots=snapshots, out_of_memory=[HANDLED]))
+    device["snapshots"] = [{**one, **SNAPSHOT} for one in device["snapshots"]]
+    device["snapshots"][0]["peak_bytes"] = GIB + 2**20
     return {
         "format": 1,
+        "experiment": configuration.mode,
         "config": configuration.to_json(),
         "status": "finished",
         "error": None,
         "refused": False,
         "progress": {"stage": "training", "steps_completed": 2, "steps": 2},
-        "environment": {"device_name": "a machine"},
+        "environment": {"device_name": "a machine", "torch": "2", "opacus": "1"},
         "data": {"source": "synthetic", "reason": "random tokens"},
         "started_unix_ns": 0,
+        "parameters": {"total": 1000, "trainable": 10},
+        "findings": [],
         "avg_time_ms": 12.5,
-        "peak_memory_mb": peak["requested_bytes"] / 2**20,
-        "peak": peak,
-        "phases": {
-            "forward": {"peak_bytes": GIB + activations, "categories": {"model_parameters": GIB, "activations": 1}},
-            "backward": {"peak_bytes": peak["requested_bytes"], "categories": at_peak},
-        },
-        "snapshots": [
-            {"name": "0_model_loaded", "requested_bytes": GIB, "unix_ns": 8 * 10**9, "event": 2},
-            {"name": "1_step_0_forward", "requested_bytes": GIB + activations, "unix_ns": 9 * 10**9, "event": 3},
-            {"name": "2_step_0_optimizer", "requested_bytes": GIB, "unix_ns": 12 * 10**9, "event": 5},
-        ],
+        "peak_memory_mb": requested / 2**20,
+        "breakdown": {},
+        **{key: device[key] for key in ("peak", "phases", "snapshots", "out_of_memory")},
         "timeline": {
             "event": [1, 2, 3, 4, 5],
             "time_ns": [0, 8 * 10**9, 9 * 10**9, 10 * 10**9, 12 * 10**9],
+            "step": [0, 0, 0, 0, 1],
             "logical_step": [0, 0, 0, 0, 1],
             "phase": ["idle", "forward", "backward", "backward", "zero_grad"],
             "bytes": sizes,
@@ -70,7 +78,10 @@ def finished(configuration: Configuration) -> dict[str, Any]:
                 "activations": [max(0, size - GIB) for size in sizes],
             },
         },
-        "out_of_memory": [HANDLED],
+        "allocator_peak": None,
+        "oom_suggestion": None,
+        "oom_report": None,
+        "profile": "profile",
     }
 
 
@@ -87,7 +98,15 @@ def out_of_memory(configuration: Configuration) -> dict[str, Any]:
         "status": "out_of_memory",
         "error": "OutOfMemoryError while training: tried to allocate 3 GiB",
         "avg_time_ms": None,
-        "out_of_memory": [HANDLED, failed],
+        "allocator_peak": {"max_allocated_bytes": GIB, "max_reserved_bytes": 2 * GIB},
+        "oom_suggestion": {
+            "title": "physical batches of 1",
+            "code": "max_physical_batch_size=1",
+            "predicted_peak_bytes": GIB // 2,
+            "fits": True,
+        },
+        "oom_report": "profile/oom_report.txt",
+        "out_of_memory": to_builtins(a_device(out_of_memory=[HANDLED, failed]))["out_of_memory"],
     }
 
 

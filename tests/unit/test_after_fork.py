@@ -9,7 +9,7 @@ import os, signal, threading
 
 import torch
 
-from opacus_memprof import _native
+from opacus_memprof.recording import native
 
 {prepare}
 
@@ -35,7 +35,7 @@ def end_of_children(prepare: str, child: str, forks: int) -> str:
 def test_a_child_allocates_on_the_cpu() -> None:
     prepare = """
 kept = torch.empty(1000)
-_native.cpu_install()
+native.cpu_install()
 born_under_us = torch.empty(1000)
 
 def allocate():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opacus_memprof.imports import AfterImport
+from opacus_memprof.recording.after_import import AfterImport
 
 
 @pytest.fixture

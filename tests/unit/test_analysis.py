@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from event_files import CATEGORIES, EventFile, unix_ns
+from made_profiles import a_live_peak, a_profile
 
 from opacus_memprof.analysis.profile import build_profile, load_profile, read_timelines, write_profile
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.live_memory import LivePeak
 
 PUBLIC = [name for name in CATEGORIES if not name.startswith("activation_hooks") and name != "forward_undecided"]
 
@@ -34,20 +36,26 @@ def built(file: EventFile, directory: Path, **given: Any) -> dict[str, Any]:
     return build_profile(file.write(directory), **{"status": "finished", "exit_code": 0, **given})
 
 
-def live_peak(requested: int, allocated: int = -1, reserved: int = -1, **categories: int) -> dict[str, Any]:
-    """As _native.peaks() has it."""
-    return {
-        "cuda:0": {
-            "requested_bytes": requested,
-            "upstream_requested_bytes": requested if allocated >= 0 else -1,
-            "allocated_bytes": allocated,
-            "reserved_bytes": reserved,
-            "step": 7,
-            "phase": "clip",
-            "unix_ns": 123,
-            "categories": dict.fromkeys(CATEGORIES, 0) | categories,
-        }
-    }
+def live_peak(
+    requested: int, allocated: int | None = None, reserved: int | None = None, shared: int = 0, **categories: int
+) -> dict[str, LivePeak]:
+    """As recording.live.read_peaks() has it; of activation_hooks `shared` bytes are autograd's as well."""
+    zeros = dict.fromkeys([*PUBLIC, "activation_hooks", "forward_undecided"], 0)
+    peak = a_live_peak(
+        requested_bytes=requested,
+        counted_bytes=None if allocated is None else requested,
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        unix_ns=123,
+        step=7,
+        phase="clip",
+        categories=zeros | categories,
+        activation_hooks={
+            "shared_with_autograd": shared,
+            "opacus_only": categories.get("activation_hooks", 0) - shared,
+        },
+    )
+    return {"cuda:0": peak}
 
 
 def test_the_peak_is_told_in_names(tmp_path: Path) -> None:
@@ -223,7 +231,7 @@ def test_counters_that_differ_are_told(tmp_path: Path) -> None:
 def test_a_peak_after_the_file_was_full_is_the_counters(tmp_path: Path) -> None:
     file = a_step()
     file.dropped = 40
-    peaks = live_peak(5000, 6144, 8192, forward_undecided=3500, activation_hooks_shared=1000, noise=500)
+    peaks = live_peak(5000, 6144, 8192, forward_undecided=3500, activation_hooks=1000, shared=1000, noise=500)
     profile = built(file, tmp_path, peaks=peaks)
     peak = profile["devices"]["cuda:0"]["peak"]
     assert (peak["source"], peak["requested_bytes"], peak["step"], peak["phase"]) == ("counters", 5000, 7, "clip")
@@ -319,8 +327,8 @@ def test_names_are_numbers_without_meta(tmp_path: Path) -> None:
         ("events.bin", EventFile().content()[:8] + b"\x09" + EventFile().content()[9:], "format version 9"),
         ("meta.json", b"{half", "cannot be read"),
         ("meta.json", b"[]", "holds no JSON object"),
-        ("meta.json", b'{"names": null}', "its names are no lists"),
-        ("meta.json", b'{"names": {"modules": null}}', "its names are no lists"),
+        ("meta.json", b'{"format": 1, "names": null}', "for names should be an object and is null"),
+        ("meta.json", b'{"format": 1, "names": {"modules": null}}', "for names.modules should be a list and is null"),
         ("profile.json", b"{half", "cannot be read"),
         ("profile.json", b'{"format": 2}', "has format 2"),
     ],
@@ -352,15 +360,15 @@ def test_what_is_written_is_loaded(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_leaves_the_old_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_profile({"format": 1}, tmp_path)
+    write_profile(a_profile(), tmp_path)
 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(MemprofError, match=r"the profile could not be written: .*No space"):
-        write_profile({"format": 1, "new": True}, tmp_path)
-    assert load_profile(tmp_path) == {"format": 1}
+        write_profile(a_profile(pid=7), tmp_path)
+    assert load_profile(tmp_path) == a_profile()
     assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from event_files import CATEGORIES, KINDS, PHASES, EventFile, unix_ns
 
-from opacus_memprof import _native
 from opacus_memprof.analysis.profile import build_profile
+from opacus_memprof.recording import native
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
@@ -76,7 +76,7 @@ def test_the_reader_of_the_document_reads_what_a_killed_process_has_left(tmp_pat
 def test_kinds_and_names_are_the_document_s(tmp_path: Path) -> None:
     rows = dict(re.findall(r"^\| (\d) \| `(\w+)` \|", section("## events.bin"), re.MULTILINE))
     assert {name: int(id) for id, name in rows.items()} == {"none": 0, **KINDS}
-    names = _native.names()
+    names = native.names()
     assert names["categories"][:23] == CATEGORIES
     assert names["phases"] == PHASES
 
@@ -96,8 +96,8 @@ def test_the_tables_name_every_key(tmp_path: Path) -> None:
 
 def test_meta_is_the_document_s(tmp_path: Path) -> None:
     info = {"versions": {}, "device": "cpu", "command": [], "launch": None}
-    _native.start_events(str(tmp_path), 100, json.dumps(info))
-    _native.stop_events()
+    native.start_events(str(tmp_path), 100, json.dumps(info))
+    native.stop_events()
     meta = json.loads((tmp_path / "meta.json").read_text())
     assert keys("## meta.json") == meta.keys()
     (row,) = [line for line in section("## meta.json").splitlines() if line.startswith("| `names` |")]

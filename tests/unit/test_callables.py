@@ -16,30 +16,30 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof import _native
+from opacus_memprof.recording import native
 
-TEMPORARIES, SAMPLES = _native.category_id("temp_matrices"), _native.category_id("per_sample_gradients")
-TAG = _native.Tag(category=TEMPORARIES, op=_native.op_id("of_a_callable"))
+TEMPORARIES, SAMPLES = native.category_id("temp_matrices"), native.category_id("per_sample_gradients")
+TAG = native.Tag(category=TEMPORARIES, op=native.op_id("of_a_callable"))
 
 
 @pytest.fixture(autouse=True)
 def cpu() -> Iterator[None]:
-    _native.cpu_install()
+    native.cpu_install()
     yield
-    _native.cpu_uninstall()
+    native.cpu_uninstall()
 
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
-    "CaptureActivations": lambda f: _native.CaptureActivations(f, 0, print),
-    "CaptureBackprops": lambda f: _native.CaptureBackprops(f, 0, TAG, TAG),
-    "Sampler": lambda f: _native.Sampler(f, TAG, SAMPLES, None),
-    "ParameterFunction": lambda f: _native.ParameterFunction(f, TAG, "grad_sample", SAMPLES, None),
+    "CaptureActivations": lambda f: native.CaptureActivations(f, 0, print),
+    "CaptureBackprops": lambda f: native.CaptureBackprops(f, 0, TAG, TAG),
+    "Sampler": lambda f: native.Sampler(f, TAG, SAMPLES, None),
+    "ParameterFunction": lambda f: native.ParameterFunction(f, TAG, "grad_sample", SAMPLES, None),
     "Tagged": lambda f: TAG(f),
 }
 
 
 def block_of(tensor: torch.Tensor) -> dict[str, Any]:
-    return next(block for block in _native.live_blocks() if block["address"] == tensor.untyped_storage().data_ptr())
+    return next(block for block in native.live_blocks() if block["address"] == tensor.untyped_storage().data_ptr())
 
 
 def made_now() -> str:
@@ -78,10 +78,10 @@ def test_an_argument_that_is_no_callable_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda wrong: _native.CaptureBackprops(print, 0, wrong, TAG),
-        lambda wrong: _native.CaptureBackprops(print, 0, TAG, wrong),
-        lambda wrong: _native.ParameterFunction(print, wrong, "grad_sample", SAMPLES, None),
-        lambda wrong: _native.Sampler(print, wrong, SAMPLES, None),
+        lambda wrong: native.CaptureBackprops(print, 0, wrong, TAG),
+        lambda wrong: native.CaptureBackprops(print, 0, TAG, wrong),
+        lambda wrong: native.ParameterFunction(print, wrong, "grad_sample", SAMPLES, None),
+        lambda wrong: native.Sampler(print, wrong, SAMPLES, None),
     ],
 )
 def test_an_argument_that_is_no_tag_is_refused(make: Callable[[Any], Any], wrong: Any) -> None:
@@ -93,25 +93,25 @@ TENSOR = torch.zeros(3)
 
 
 CALLS_WITH_A_NAME: list[Callable[[int], Any]] = [  # of a module or an operation
-    lambda number: _native.CaptureActivations(print, number, print),
-    lambda number: _native.CaptureBackprops(print, number, TAG, TAG),
-    lambda number: _native.Tag(module=number),
-    lambda number: _native.Tag(op=number),
-    lambda number: _native.capture(number, [TENSOR]),
-    lambda number: _native.follow_gradient(nn.Parameter(TENSOR), number),
-    lambda number: _native.retag(TENSOR, SAMPLES, number),
-    lambda number: _native.set_owner(TENSOR, number),
+    lambda number: native.CaptureActivations(print, number, print),
+    lambda number: native.CaptureBackprops(print, number, TAG, TAG),
+    lambda number: native.Tag(module=number),
+    lambda number: native.Tag(op=number),
+    lambda number: native.capture(number, [TENSOR]),
+    lambda number: native.follow_gradient(nn.Parameter(TENSOR), number),
+    lambda number: native.retag(TENSOR, SAMPLES, number),
+    lambda number: native.set_owner(TENSOR, number),
 ]
 CALLS_WITH_A_CATEGORY: list[Callable[[int], Any]] = [
-    lambda number: _native.ParameterFunction(print, TAG, "grad_sample", number, None),
-    lambda number: _native.Sampler(print, TAG, number, None),
-    lambda number: _native.Tag(category=number),
-    lambda number: _native.retag(TENSOR, number),
-    lambda number: _native.retag_attribute([TENSOR], "grad", number),
-    lambda number: _native.retag_gradients([TENSOR], number),
-    lambda number: _native.retag_if(TENSOR, [number], SAMPLES),
-    lambda number: _native.retag_if(TENSOR, [SAMPLES], number),
-    lambda number: _native.retag_if([], [SAMPLES], number),
+    lambda number: native.ParameterFunction(print, TAG, "grad_sample", number, None),
+    lambda number: native.Sampler(print, TAG, number, None),
+    lambda number: native.Tag(category=number),
+    lambda number: native.retag(TENSOR, number),
+    lambda number: native.retag_attribute([TENSOR], "grad", number),
+    lambda number: native.retag_gradients([TENSOR], number),
+    lambda number: native.retag_if(TENSOR, [number], SAMPLES),
+    lambda number: native.retag_if(TENSOR, [SAMPLES], number),
+    lambda number: native.retag_if([], [SAMPLES], number),
 ]
 
 
@@ -151,8 +151,8 @@ def test_a_copy_of_a_hook_is_the_hook_alone(name: str, make_copy: Any) -> None:
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda sampler: pickle.loads(pickle.dumps(sampler))])
 def test_a_copy_of_a_sampler_samples(make_copy: Any) -> None:
-    copied = make_copy(_native.Sampler(dict, TAG, SAMPLES, None))
-    assert type(copied) is _native.Sampler
+    copied = make_copy(native.Sampler(dict, TAG, SAMPLES, None))
+    assert type(copied) is native.Sampler
     assert copied.__wrapped__ is dict
     assert copied(a=1) == {"a": 1}
 
@@ -167,7 +167,7 @@ def test_sampler_names_what_was_born_inside_and_shows_it() -> None:
         return {"made": kept[1:], "view": outside[:2]}
 
     before = block_of(outside)["category"]
-    samples = _native.Sampler(sample, TAG, SAMPLES, lambda *seen: shown.append(seen))("layer", None, "backprops")
+    samples = native.Sampler(sample, TAG, SAMPLES, lambda *seen: shown.append(seen))("layer", None, "backprops")
     assert block_of(samples["made"])["category"] == "per_sample_gradients"
     assert block_of(outside)["category"] == before
     assert shown == [("layer", "backprops", samples)]
@@ -178,20 +178,20 @@ def test_an_observer_that_fails_is_heard() -> None:
         raise LookupError("observer")
 
     with pytest.raises(LookupError, match="observer"):
-        _native.Sampler(lambda *args: {}, TAG, SAMPLES, fail)(None, None, None)
+        native.Sampler(lambda *args: {}, TAG, SAMPLES, fail)(None, None, None)
 
 
 @pytest.mark.parametrize("via", [None, "orig_weight"])
 def test_parameter_function_names_what_it_sets_for_the_owner(via: str | None) -> None:
     parameter = nn.Parameter(torch.zeros(4))
-    _native.set_owner(parameter, _native.module_id("some.owner"))
+    native.set_owner(parameter, native.module_id("some.owner"))
 
     def set_samples(argument: Any, shape: int) -> None:
         parameter.grad_sample = torch.empty(shape)
 
-    function = _native.ParameterFunction(set_samples, TAG, "grad_sample", SAMPLES, via)
+    function = native.ParameterFunction(set_samples, TAG, "grad_sample", SAMPLES, via)
     function(parameter if via is None else SimpleNamespace(orig_weight=parameter), 1000)
-    _native.forget_owner(id(parameter))
+    native.forget_owner(id(parameter))
     block = block_of(parameter.grad_sample)
     assert (block["category"], block["module"]) == ("per_sample_gradients", "some.owner")
     function(SimpleNamespace(), 10)  # an argument without a parameter, or a parameter without samples
@@ -200,12 +200,12 @@ def test_parameter_function_names_what_it_sets_for_the_owner(via: str | None) ->
 def test_retag_attribute_skips_parameters_without() -> None:
     with_grad, without = nn.Parameter(torch.zeros(100)), nn.Parameter(torch.zeros(100))
     with_grad.grad = torch.zeros(100)
-    _native.set_owner(with_grad, _native.module_id("some.owner"))
-    gradients = _native.category_id("gradients")
-    assert _native.retag_gradients([without, with_grad], gradients) == 400
+    native.set_owner(with_grad, native.module_id("some.owner"))
+    gradients = native.category_id("gradients")
+    assert native.retag_gradients([without, with_grad], gradients) == 400
     with_grad.summed_grad = torch.zeros(50)  # type: ignore[attr-defined]
-    assert _native.retag_attribute([without, with_grad], "summed_grad", gradients) == 200
-    assert _native.retag_attribute([without, with_grad], "no_such", gradients) == 0
-    _native.forget_owner(id(with_grad))
-    assert _native.owner_of(with_grad) == 0
+    assert native.retag_attribute([without, with_grad], "summed_grad", gradients) == 200
+    assert native.retag_attribute([without, with_grad], "no_such", gradients) == 0
+    native.forget_owner(id(with_grad))
+    assert native.owner_of(with_grad) == 0
     assert block_of(with_grad.grad)["module"] == "some.owner"

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from opacus_memprof import _native, core
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles import core
 from opacus_memprof.profiles.categories import BY_NAME, CATEGORIES, FORWARD_UNDECIDED, NOT_IN_CORE, PARTS, REPORTED
-from opacus_memprof.pytest_plugin.marks import check_filters
+from opacus_memprof.pytest_plugin.limits import check_filters
+from opacus_memprof.recording import native
 from opacus_memprof.reports.palette import category_color
 
 ROOT = Path(__file__).parents[2]
@@ -22,13 +23,16 @@ def test_the_core_has_the_categories_that_the_table_says() -> None:
 
 def test_a_category_that_the_core_does_not_know_has_its_id_before_any_hook_is_imported() -> None:
     first = len(core.BUILTIN_CATEGORIES)
-    assert _native.names()["categories"][first : first + len(NOT_IN_CORE)] == list(NOT_IN_CORE)
+    assert native.names()["categories"][first : first + len(NOT_IN_CORE)] == list(NOT_IN_CORE)
 
 
-def test_the_readme_lists_the_categories_of_reports() -> None:
-    table = (ROOT / "README.md").read_text().partition("| category | what |\n|---|---|\n")[2].partition("\n\n")[0]
-    listed = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
-    assert sorted(listed) == sorted(REPORTED)
+def test_the_document_has_the_table_of_categories() -> None:
+    document = (ROOT / "docs" / "categories.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (yes|) \| (yes|) \|$", document, re.MULTILINE)
+    said = {True: "yes", False: ""}
+    assert rows == [
+        (name, BY_NAME[name].meaning, said[BY_NAME[name].per_sample], said[BY_NAME[name].private]) for name in REPORTED
+    ]
 
 
 @pytest.mark.parametrize("name", REPORTED)

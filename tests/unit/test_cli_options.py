@@ -30,11 +30,40 @@ def parsed(command: str, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("spelling", "field"),
-    [("--seq{}len", "seq_length"), ("--warmup{}iter", "warmup_steps"), ("--num{}layers", "num_layers")],
+    [
+        ("--seq{}length", "seq_length"),
+        ("--seq{}len", "seq_length"),
+        ("--num{}iter", "num_steps"),
+        ("--warmup{}iter", "warmup_steps"),
+        ("--num{}layers", "num_layers"),
+    ],
 )
 @pytest.mark.parametrize("letter", "-_")
 def test_both_spellings_are_one_option(spelling: str, field: str, letter: str) -> None:
     assert parsed("experiments", spelling.format(letter), "5")[field] == 5
+
+
+def test_the_same_thing_has_the_same_name_in_all_commands() -> None:
+    """And what earlier releases called it is accepted, but not listed."""
+    for command, given in (("experiments", ("--experiment", "ghost", "ew")), ("sweep", ("--experiment", "ghost"))):
+        values = parsed(command, *given, "--output-dir", "there", "--num-iter", "7")
+        assert values.get("modes", [values.get("mode")])[0] == "ghost"
+        assert (str(values["results_dir"]), values["num_steps"]) == ("there", 7)
+    shared = {
+        "mode",
+        "num-steps",
+        "warmup-steps",
+        "learning-rate",
+        "sigma",
+        "max-grad-norm",
+        "dtype",
+        "device",
+        "token",
+    }
+    for command in ("experiment", "experiments", "sweep", "single-gpu"):
+        listed = {name.lstrip("-") for option in COMMANDS.commands[command].params for name in option.opts}
+        assert shared <= listed
+        assert not listed & {"experiment", "num-iter", "warmup-iter", "seq-len", "output-dir"}
 
 
 def test_options_of_a_dataclass_reach_the_command_as_one() -> None:

@@ -59,7 +59,7 @@ class Backward:
 
     def check_sums_of_scaled(self, workspace: Workspace) -> None:
         scaled = self.g * self.factors.view(-1, *[1] * (self.g.dim() - 1))
-        sums = self.layer.sums_of_scaled(self.x, scaled, workspace)
+        sums = self.layer.sums_of_scaled_gradients(self.x, scaled, workspace)
         for name, parameter in self.module.named_parameters():
             assert relative_error(sums[parameter], self.expected_sum(name, self.factors)) < TOLERANCE
 

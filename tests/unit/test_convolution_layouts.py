@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof.hooks.shapes import _relaid
+from opacus_memprof.hooks.shapes import needs_layout_copy
 
 CONVOLUTION = nn.Conv2d(16, 32, 3)
 
@@ -36,13 +36,13 @@ def on_gpu(dtype: torch.dtype = torch.float32, *, contiguous: bool = True) -> An
 )
 def test_cudnn(module: nn.Conv1d | nn.Conv2d, output: Any, relaid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    assert _relaid(module, output) == relaid
+    assert needs_layout_copy(module, output) == relaid
 
 
 def test_cudnn_without_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    assert not _relaid(CONVOLUTION, on_gpu())
-    assert _relaid(CONVOLUTION, on_gpu(torch.float16))
+    assert not needs_layout_copy(CONVOLUTION, on_gpu())
+    assert needs_layout_copy(CONVOLUTION, on_gpu(torch.float16))
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="this torch has one setting for TF32")
@@ -51,16 +51,16 @@ def test_cudnn_where_convolutions_have_a_setting_of_their_own() -> None:
     try:
         for precision, relaid in (("ieee", False), ("tf32", True)):
             torch.backends.cudnn.conv.fp32_precision = precision
-            assert _relaid(CONVOLUTION, on_gpu()) == relaid
+            assert needs_layout_copy(CONVOLUTION, on_gpu()) == relaid
     finally:
         torch.backends.cudnn.conv.fp32_precision = before
 
 
 def test_onednn() -> None:
     x = torch.randn(2, 16, 8, 8)
-    assert _relaid(CONVOLUTION, CONVOLUTION(x))
-    assert not _relaid(nn.Conv2d(16, 32, 1), nn.Conv2d(16, 32, 1)(x))
+    assert needs_layout_copy(CONVOLUTION, CONVOLUTION(x))
+    assert not needs_layout_copy(nn.Conv2d(16, 32, 1), nn.Conv2d(16, 32, 1)(x))
     last = x.contiguous(memory_format=torch.channels_last)
-    assert not _relaid(CONVOLUTION, CONVOLUTION(last))
+    assert not needs_layout_copy(CONVOLUTION, CONVOLUTION(last))
     with torch.backends.mkldnn.flags(enabled=False):
-        assert not _relaid(CONVOLUTION, CONVOLUTION(x))
+        assert not needs_layout_copy(CONVOLUTION, CONVOLUTION(x))

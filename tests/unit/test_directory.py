@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from opacus_memprof.directory import ProfileDirectory
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.directory import ProfileDirectory
 
 PROFILE = {"events.bin": b"OMEMPROF...", "meta.json": b"{}", "snapshots.jsonl": b"", "profile.json": b"{}"}
 
@@ -91,7 +91,7 @@ def test_a_forked_child_neither_keeps_nor_ends_the_claim(tmp_path: Path) -> None
 
 def test_the_claim_of_a_killed_process_ends_with_it(tmp_path: Path) -> None:
     program = (
-        "import os, sys; from opacus_memprof.directory import ProfileDirectory\n"
+        "import os, sys; from opacus_memprof.profiles.directory import ProfileDirectory\n"
         "kept = ProfileDirectory(sys.argv[1]); print(flush=True); os.kill(os.getpid(), 9)"
     )
     killed = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, timeout=60)

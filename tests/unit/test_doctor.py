@@ -18,6 +18,7 @@ import torch
 import typer
 
 from opacus_memprof.cli.doctor import Check, doctor, examine
+from opacus_memprof.profiles.versions import LOWEST_OPACUS, TORCH_MINORS
 from opacus_memprof.virtual_gpu import trial
 from opacus_memprof.virtual_gpu.devices import GPUS
 
@@ -54,7 +55,7 @@ class Machine:
                 PYTHON="3.11.7",
                 COMPILER="g++ 12",
             ),
-            "opacus_memprof._native": module("_native", HAS_CUDA=True, cuda_current_name=lambda: "native"),
+            "opacus_memprof.recording.native": module("native", HAS_CUDA=True, cuda_current_name=lambda: "native"),
         }
         self.versions = {"opacus": "1.6.0", "opacus-memprof": "0.1.0"}
         self.driver: int | None = 13020
@@ -63,7 +64,7 @@ class Machine:
         monkeypatch.setattr(importlib.metadata, "version", self._version)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: "a spec" if name in self.versions else None)
         monkeypatch.setattr(ctypes, "CDLL", self._load)
-        monkeypatch.setattr(trial, "why_it_fails", lambda: self.virtual_gpu_fails)
+        monkeypatch.setattr(trial, "find_failure", lambda: self.virtual_gpu_fails)
         for variable in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             monkeypatch.delenv(variable, raising=False)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -138,28 +139,44 @@ def test_a_broken_torch_does_not_break_the_doctor(machine: Machine) -> None:
 
 
 def test_an_extension_that_cannot_be_used_is_explained(machine: Machine) -> None:
-    machine.modules["opacus_memprof._native"] = ImportError("built for torch 2.11.0: run `pip install`")
+    machine.modules["opacus_memprof.recording.native"] = ImportError("built for torch 2.11.0: run `pip install`")
     assert problems() == ["extension"]
     assert only("extension").remedy == "built for torch 2.11.0: run `pip install`"
 
 
 def test_an_extension_that_was_never_built(machine: Machine) -> None:
     machine.modules["opacus_memprof._build_info"] = ImportError("none")
-    machine.modules["opacus_memprof._native"] = ImportError("not built: run `pip install`")
+    machine.modules["opacus_memprof.recording.native"] = ImportError("not built: run `pip install`")
     del machine.versions["opacus-memprof"]
     assert only("opacus-memprof").found == "not installed, run from its source tree; its extension has not been built"
     assert problems() == ["extension"]
 
 
-@pytest.mark.parametrize(("version", "level"), [("1.4.1", "problem"), ("1.5", "ok"), ("1.10.0", "ok"), ("2.0", "ok")])
+@pytest.mark.parametrize(("version", "level"), [("1.5.4", "problem"), ("1.6", "ok"), ("1.10.0", "ok"), ("2.0", "ok")])
 def test_versions_of_opacus(machine: Machine, version: str, level: str) -> None:
     machine.versions["opacus"] = version
     assert only("Opacus").level == level
 
 
+@pytest.mark.parametrize(
+    ("version", "level"), [("2.10.0", "note"), ("2.11.0+cpu", "ok"), ("2.15.1", "ok"), ("2.16.0", "note")]
+)
+def test_versions_of_torch(machine: Machine, version: str, level: str) -> None:
+    machine.modules["torch"] = fake_torch(version)
+    assert (only("torch").level, only("torch").remedy) == (level, "tried are 2.11 to 2.15" if level == "note" else "")
+    assert problems() == []
+
+
+def test_docs_claim_what_is_tried() -> None:
+    """The figures that `make matrix` runs, in the words of docs/install.md."""
+    claimed = (Path(__file__).parents[2] / "docs" / "install.md").read_text()
+    assert f"torch {TORCH_MINORS[0]} to {TORCH_MINORS[-1]}" in claimed
+    assert f"Opacus {LOWEST_OPACUS}" in claimed
+
+
 def test_no_opacus(machine: Machine) -> None:
     del machine.versions["opacus"]
-    assert only("Opacus") == Check("Opacus", "not installed", "problem", 'install it: `pip install "opacus>=1.5"`')
+    assert only("Opacus") == Check("Opacus", "not installed", "problem", 'install it: `pip install "opacus>=1.6"`')
 
 
 def test_no_driver_leaves_the_cpu(machine: Machine) -> None:
@@ -198,14 +215,16 @@ def test_gpus_that_fail(machine: Machine) -> None:
 
 def test_torch_for_the_cpu_only(machine: Machine) -> None:
     machine.modules["torch"] = fake_torch("2.15.0+cpu", cuda=None)
-    machine.modules["opacus_memprof._native"] = module("_native", HAS_CUDA=False)
+    machine.modules["opacus_memprof.recording.native"] = module("native", HAS_CUDA=False)
     assert only("torch").found == "2.15.0+cpu, built for the CPU only"
     assert only("extension") == Check("extension", "loads; CPU only, as torch is")
     assert not [check for check in examine() if check.name in ("CUDA driver", "CUDA allocator", "GPUs")]
 
 
 def test_built_without_cuda_for_a_torch_with_it(machine: Machine) -> None:
-    machine.modules["opacus_memprof._native"] = module("_native", HAS_CUDA=False, mending_command=lambda: "MEND")
+    machine.modules["opacus_memprof.recording.native"] = module(
+        "native", HAS_CUDA=False, rebuild_command=lambda: "MEND"
+    )
     check = only("extension")
     assert check.level == "note"
     assert "`OPACUS_MEMPROF_CUDA=1 MEND`" in check.remedy
@@ -213,7 +232,7 @@ def test_built_without_cuda_for_a_torch_with_it(machine: Machine) -> None:
 
 @pytest.mark.parametrize("name", ["cudaMallocAsync", "pluggable"])
 def test_another_allocator(machine: Machine, name: str) -> None:
-    machine.modules["opacus_memprof._native"] = module("_native", HAS_CUDA=True, cuda_current_name=lambda: name)
+    machine.modules["opacus_memprof.recording.native"] = module("native", HAS_CUDA=True, cuda_current_name=lambda: name)
     check = only("CUDA allocator")
     assert name in check.found
     assert check.level == "note"
@@ -252,7 +271,7 @@ def test_a_virtual_gpu_that_cannot_be_is_explained(machine: Machine) -> None:
 )
 def test_how_a_trial_ends(monkeypatch: pytest.MonkeyPatch, program: str, failed: tuple[str, bool] | None) -> None:
     monkeypatch.setattr(trial, "_PROGRAM", program)
-    assert trial.why_it_fails() == failed
+    assert trial.find_failure() == failed
 
 
 def test_rmm(machine: Machine) -> None:
@@ -277,7 +296,7 @@ def test_what_is_printed_and_the_exit_code(machine: Machine, capsys: pytest.Capt
     assert capsys.readouterr().out.endswith("\nopacus-memprof can profile here.\n")
 
     command = "pip install --no-deps -e /" + "a/long/path/" * 20 + "[brackets]"
-    machine.modules["opacus_memprof._native"] = ImportError(f"run `{command}`")
+    machine.modules["opacus_memprof.recording.native"] = ImportError(f"run `{command}`")
     with pytest.raises(typer.Exit) as exit_:
         doctor()
     assert exit_.value.exit_code == 1

@@ -112,7 +112,7 @@ def test_pieces_lose_nothing(tmp_path: Path) -> None:
     for number in range(70_000):
         file.add("alloc", 512 * number, number, "noise")
     pieces: list[np.ndarray] = []
-    Events(file.write(tmp_path)).each(pieces.append)
+    Events(file.write(tmp_path)).for_each_chunk(pieces.append)
     assert len(pieces) > 1
     assert np.concatenate(pieces)["bytes"].tolist() == list(range(70_000))
 
@@ -129,4 +129,4 @@ def test_what_a_consumer_raises_comes_through(tmp_path: Path) -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        Events(a_run().write(tmp_path)).each(fail)
+        Events(a_run().write(tmp_path)).for_each_chunk(fail)

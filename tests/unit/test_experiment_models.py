@@ -4,6 +4,7 @@
 import os
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof import hub
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments import data, models, training
 from opacus_memprof.experiments.configuration import Configuration
+from opacus_memprof.integrations import hub
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 
@@ -224,12 +225,140 @@ def test_the_hub_is_left_alone_where_nothing_answers(monkeypatch: pytest.MonkeyP
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(socket, "create_connection", refuse)
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
-    hub.use_the_cache_where_there_is_no_hub()
+    hub.use_cache_if_hub_unreachable()
     assert "HF_HUB_OFFLINE" not in os.environ  # whether the proxy answers is not known
     monkeypatch.delenv("HTTPS_PROXY")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # so that it is restored, and the user's word holds
-    hub.use_the_cache_where_there_is_no_hub()
+    hub.use_cache_if_hub_unreachable()
     assert os.environ["HF_HUB_OFFLINE"] == "0"
     del os.environ["HF_HUB_OFFLINE"]
-    hub.use_the_cache_where_there_is_no_hub()
+    hub.use_cache_if_hub_unreachable()
     assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.mark.parametrize("model", ["tiny", "gpt2"])
+@pytest.mark.parametrize("rank", [None, 2])
+def test_checkpointing_trains_to_the_same_weights_with_fewer_activations(
+    model: str, rank: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adam makes much of rounding, and dropout is drawn anew: SGD, and none of it."""
+    build, kept = training.models.build, []
+
+    def build_and_keep(*arguments: Any) -> Any:
+        kept.append(build(*arguments))
+        for module in kept[-1].modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return kept[-1]
+
+    monkeypatch.setattr(training.models, "build", build_and_keep)
+    monkeypatch.setattr(torch.optim, "Adam", torch.optim.SGD)
+    sizes: dict[str, Any] = {"vocab_size": 50, "hidden_dim": 32, "num_layers": 4, "num_heads": 4, "batch_size": 2}
+    plain = Configuration(
+        model=model, seq_length=64, lora_rank=rank, num_steps=1, warmup_steps=0, device="cpu", **sizes
+    )
+    plain = replace(plain, sigma=0.0, learning_rate=0.1)
+    results = [
+        training.train(replace(plain, checkpointing=checkpointing), tmp_path / "profile")
+        for checkpointing in (False, True)
+    ]
+    assert [result["error"] for result in results] == [None, None]
+    weights = [torch.cat([parameter.detach().flatten() for parameter in built.parameters()]) for built in kept]
+    torch.testing.assert_close(*weights)
+    highest = [max(result["timeline"]["categories"]["activations"]) for result in results]
+    assert highest[1] < 0.6 * highest[0]
+
+
+@pytest.mark.parametrize("chosen", [{"mode": "ew"}, {"mode": "ghost", "nproc": 2}])
+def test_where_checkpointing_cannot_be_followed_it_is_refused(chosen: Any) -> None:
+    with pytest.raises(MemprofError, match="checkpointing does not go with this, for "):
+        Configuration(checkpointing=True, **chosen)
+
+
+OWN = """
+import torch
+
+
+def samples(configuration, tokenizer):
+    assert tokenizer is None
+    return [(torch.full((configuration.seq_length,), index), torch.tensor(index)) for index in (0, 2)]
+
+
+def long(configuration, tokenizer):
+    return [(torch.zeros(configuration.seq_length + 1, dtype=torch.long), torch.tensor(0))]
+
+
+def nothing(configuration, tokenizer):
+    return None
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_samples.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["my_samples:samples", "{}/my_samples.py:samples"])
+def test_a_function_makes_the_data(own: Path, name: str) -> None:
+    name = name.format(own)
+    chosen = Configuration(task="classification", seq_length=3, batch_size=2, num_steps=2, warmup_steps=0, dataset=name)
+    loaded = data.load(chosen, 10, None)
+    assert (loaded.source, loaded.reason) == ("own", name)
+    assert [(tokens.tolist(), targets.tolist()) for tokens, targets in loaded.loader] == 2 * [
+        ([[0, 0, 0], [2, 2, 2]], [0, 2])
+    ]
+
+
+def test_a_file_of_texts_makes_the_data(saved_gpt2: Path, tmp_path: Path) -> None:
+    lines, table = tmp_path / "texts.jsonl", tmp_path / "texts.csv"
+    lines.write_text('{"text": "a man sleeps", "label": 2}\n{"premise": "a man", "hypothesis": "runs", "label": 0}\n')
+    table.write_text("text,label\na man sleeps,2\na man runs,0\n")
+    for path in (lines, table):
+        chosen = Configuration(
+            model=str(saved_gpt2), pretrained=True, task="classification", seq_length=4, batch_size=2, dataset=str(path)
+        )
+        batches = list(data.load(chosen, 10, 9).loader)
+        assert len(batches) == 5
+        tokens, targets = batches[0]
+        assert tokens.tolist() == [[1, 2, 3, 9], [1, 2, 4, 9]]
+        assert targets.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "content", "sentence"),
+    [
+        ("texts.jsonl", '{"text": "a"}\n', "row 1 of .* lacks what is needed: .* and a `label`"),
+        ("texts.jsonl", '{"text": "a", "label": 7}\n', "row 1 of .* has the label 7: use 0 to 2"),
+        ("texts.jsonl", "{", "cannot be read"),
+        ("texts.csv", "text,label\n", "is empty"),
+        ("none.csv", None, "cannot be read"),
+        ("texts.parquet", None, "is no data set: give a .jsonl or .csv file, MODULE:FUNCTION"),
+        ("my_samples:absent", None, "cannot be imported"),
+        ("no_such_module:samples", None, "cannot be imported"),
+        ("my_samples:nothing", None, "returned no list of samples"),
+        (
+            "my_samples:long",
+            None,
+            r"the input_ids of the first sample .* shape \[5\]: return torch.int64 of shape \[4\]",
+        ),
+    ],
+)
+def test_other_data_is_refused_in_a_sentence(
+    dataset: str, content: str | None, sentence: str, saved_gpt2: Path, own: Path
+) -> None:
+    if ":" not in dataset:
+        dataset = str(own / dataset)
+    if content is not None:
+        Path(dataset).write_text(content)
+    chosen = Configuration(
+        model=str(saved_gpt2), pretrained=True, task="classification", seq_length=4, batch_size=2, dataset=dataset
+    )
+    with pytest.raises(MemprofError, match=sentence):
+        data.load(chosen, 10, 9)
+
+
+def test_texts_need_a_tokenizer() -> None:
+    with pytest.raises(MemprofError, match="random weights have no tokenizer: give --model-name, or a function"):
+        data.load(Configuration(dataset="texts.csv"), 10, None)

@@ -3,12 +3,16 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from opacus_memprof.experiments import comparison, pictures, summary
+from opacus_memprof.experiments import summary
+from opacus_memprof.experiments.figures import bars, timeline, tradeoff
+from opacus_memprof.experiments.rows import Row, difference, rows_by_mode, vanilla_of
+from opacus_memprof.reports.palette import PHASE_COLORS
 
 MIB = 2**20
 
@@ -23,17 +27,24 @@ def result(mode: str, mebibytes: dict[str, int], milliseconds: float | None = 10
         "experiment": mode,
         "status": "finished",
         "error": None,
-        "config": {"model": "tiny", "seq_length": 8, "batch_size": 2, "dtype": "fp32"},
+        "config": {"model": "tiny", "mode": mode, "seq_length": 8, "batch_size": 2, "dtype": "fp32"},
         "environment": {"device_name": "a GPU", "torch": "2", "opacus": "1"},
         "data": {"source": "synthetic", "reason": "random"},
         "avg_time_ms": milliseconds,
         "breakdown": {},
-        "peak": {"categories": sizes, "rounding": 0, "requested_bytes": total},
+        "peak": {"categories": sizes, "rounding": 0, "requested_bytes": total, "phase": "backward"},
         "out_of_memory": [],
-        "snapshots": [{"name": name, "event": event} for name, event in zip(names, (10, 11, 20), strict=True)],
+        "parameters": {"total": 1, "trainable": 1},
+        "findings": [],
+        "phases": {},
+        "snapshots": [
+            {"name": name, "event": event, "requested_bytes": event}
+            for name, event in zip(names, (10, 11, 20), strict=True)
+        ],
         "timeline": {
             "event": [0, 10, 20, 30, 40],
             "bytes": [0, total // 4, total // 2, total, total // 3],
+            "step": [0, 0, 0, 0, 0],
             "phase": ["idle", "idle", "forward", "backward", "backward"],
             "categories": {"model_parameters": [0, total // 4, total // 2, total, total // 3]},
         },
@@ -45,14 +56,14 @@ VANILLA = result("vanilla", {"model_parameters": 10, "activations": 30, "gradien
 GHOST = result("ghost", {"model_parameters": 10, "activations": 20, "temp_matrices": 33}, 30.0)
 RAN_OUT = result(
     "hooks",
-    {"model_parameters": 10},
+    {"model_parameters": 10, "activations": 9},
     None,
     status="out_of_memory",
     error="OutOfMemoryError while training: no more",
-    out_of_memory=[{"requested_bytes": 50 * MIB, "categories": {"model_parameters": 10 * MIB, "activations": 7 * MIB}}],
+    out_of_memory=[{"requested_bytes": 50 * MIB, "live_bytes": 17 * MIB, "category": "noise"}],
 )
 NOTHING = result("flash_clip", {}, None, status="failed", error="no", peak=None, snapshots=[], timeline={})
-FOUR = comparison.methods([("v", VANILLA), ("g", GHOST), ("h", RAN_OUT), ("f", NOTHING)])
+FOUR = rows_by_mode({"v": VANILLA, "g": GHOST, "h": RAN_OUT, "f": NOTHING})
 
 
 def test_methods_come_in_the_modes_order_and_same_ones_by_their_names() -> None:
@@ -62,23 +73,23 @@ def test_methods_come_in_the_modes_order_and_same_ones_by_their_names() -> None:
         "Ghost Clipping (DP-SGD)",
         "Flash Clipping (DP-SGD)",
     ]
-    twice = comparison.methods([("fp32", GHOST), ("bf16", GHOST)])
+    twice = rows_by_mode({"fp32": GHOST, "bf16": GHOST})
     assert [method.label for method in twice] == ["Ghost Clipping (DP-SGD) bf16", "Ghost Clipping (DP-SGD) fp32"]
-    assert comparison.vanilla_of(twice) is None
+    assert vanilla_of(twice) is None
 
 
 def test_what_a_method_takes_more_than_vanilla() -> None:
     vanilla, ran_out, ghost, _ = FOUR
-    more = comparison.difference(ghost, vanilla)
+    more = difference(ghost, vanilla)
     assert more == {"activations": -10 * MIB, "gradients": -2 * MIB, "temp_matrices": 33 * MIB}
-    assert (ran_out.total, ran_out.refused_bytes) == (17 * MIB, 50 * MIB)
+    assert (ran_out.total, ran_out.refused_bytes) == (19 * MIB, 50 * MIB)
 
 
 def test_the_summary() -> None:
     lines = summary.text(FOUR).splitlines()
     rows = [line.split() for line in lines[6:10]]
     assert rows[0] == ["Vanilla", "(No", "DP-SGD)", "42.00", "10.00", "4.20"]
-    assert rows[1] == ["Hooks", "(DP-SGD)", "17.00", "out", "of", "memory", "-"]
+    assert rows[1] == ["Hooks", "(DP-SGD)", "19.00", "out", "of", "memory", "-"]
     assert rows[2] == ["Ghost", "Clipping", "(DP-SGD)", "63.00", "30.00", "2.10"]
     assert rows[3] == ["Flash", "Clipping", "(DP-SGD)", "-", "failed", "-"]
     found = [" ".join(line.split()) for line in lines]
@@ -89,6 +100,7 @@ def test_the_summary() -> None:
         "Model Parameters 10.00 MB",
         "All, against vanilla +21.00 MB",
     ]
+    assert "In use when memory ran out 17.00 MB" in found
     assert "Wanted beyond that 50.00 MB" in found
     assert "Device: a GPU" in found
 
@@ -96,34 +108,34 @@ def test_the_summary() -> None:
 def test_a_change_that_rounds_to_nothing_is_not_told() -> None:
     slightly = result("ghost", {"model_parameters": 10, "activations": 20})
     slightly["peak"]["categories"]["model_parameters"] += 100
-    text = summary.text(comparison.methods([("v", VANILLA), ("g", slightly)]))
+    text = summary.text(rows_by_mode({"v": VANILLA, "g": slightly}))
     assert "+0.00 MB against vanilla" not in text
 
 
 def test_captures_that_autograd_holds_as_well_are_told_from_those_of_opacus_alone() -> None:
     hooks = result("hooks", {"activation_hooks": 10, "model_parameters": 10})
     hooks["peak"]["activation_hooks"] = {"shared_with_autograd": 7 * MIB, "opacus_only": 3 * MIB}
-    lines = summary.text(comparison.methods([("v", VANILLA), ("h", hooks)])).splitlines()
+    lines = summary.text(rows_by_mode({"v": VANILLA, "h": hooks})).splitlines()
     (line,) = (" ".join(line.split()) for line in lines if "Activation Hooks" in line)
     assert line == "Activation Hooks 10.00 MB <- captured for DP-SGD; autograd holds 7.00 MB of it anyway"
 
 
 def test_the_latex_table() -> None:
+    assert "Peak (MiB)" in summary.latex(FOUR)
     assert summary.latex(FOUR).splitlines()[4:8] == [
         r"Vanilla (No DP-SGD) & 42.00 & +0.0 & 10.00 & 1.00 \\",
-        r"Hooks (DP-SGD) & 17.00 & \multicolumn{3}{c}{out of memory} \\",
+        r"Hooks (DP-SGD) & 19.00 & \multicolumn{3}{c}{out of memory} \\",
         r"Ghost Clipping (DP-SGD) & 63.00 & +50.0 & 30.00 & 3.00 \\",
         r"Flash Clipping (DP-SGD) & -- & \multicolumn{3}{c}{failed} \\",
     ]
-    (named,) = comparison.methods([("x", {**GHOST, "experiment": "ghost"})])
-    assert "50\\% \\& \\_" in summary.latex([comparison.Method("50% & _", named.result)])
+    assert "50\\% \\& \\_" in summary.latex([Row("x", "50% & _", GHOST)])
 
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is drawn, before it is saved."""
     kept: list[Any] = []
-    drawn = pictures.drawn
+    drawn = bars.drawn
 
     @contextlib.contextmanager
     def keeping(*arguments: Any) -> Iterator[Any]:
@@ -131,55 +143,115 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             yield figure
             kept.append(figure)
 
-    monkeypatch.setattr(pictures, "drawn", keeping)
+    for module in (bars, timeline, tradeoff):
+        monkeypatch.setattr(module, "drawn", keeping)
     return kept
 
 
-def bars(axes: Any) -> dict[int, list[tuple[float, float]]]:
-    """By place: from where to where, those without an area left out."""
+def spans(axes: Any) -> dict[int, list[tuple[float, float]]]:
+    """Of bars by place: from where to where, those without an area and those that frame others left out."""
     found: dict[int, list[tuple[float, float]]] = {}
     for bar in axes.patches:
-        if bar.get_height():
-            ends = sorted((bar.get_y() / MIB, (bar.get_y() + bar.get_height()) / MIB))
-            found.setdefault(round(bar.get_x() + bar.get_width() / 2), []).append((ends[0], ends[1]))
+        if bar.get_width() and not bar.get_hatch():
+            ends = sorted((bar.get_x() / MIB, (bar.get_x() + bar.get_width()) / MIB))
+            found.setdefault(round(bar.get_y() + bar.get_height() / 2), []).append((ends[0], ends[1]))
     return found
 
 
 def test_the_bars_are_the_bytes(figures: list[Any], tmp_path: Path) -> None:
-    pictures.breakdown_comparison(FOUR, tmp_path / "a.png", "dark")
+    bars.breakdown_comparison(FOUR, tmp_path / "a.png", "dark")
     left, right = figures[0].axes
-    assert bars(left) == {
+    assert spans(left) == {
         0: [(0, 10), (10, 12), (12, 42)],  # parameters, gradients, activations
-        1: [(0, 10), (10, 17), (17, 67)],  # and what was not to be had
+        1: [(0, 10), (10, 19), (17, 67)],  # the peak; what was in use when memory ran out, and what was asked for
         2: [(0, 10), (10, 30), (30, 63)],
     }
-    assert bars(right) == {1: [(-2, 0), (-12, -2), (0, 33)]}
+    assert spans(right) == {2: [(-2, 0), (-12, -2), (0, 33)]}
     words = [text.get_text() for text in (*left.texts, *right.texts)]
     assert words.count("failed") == 2
-    assert {"out of memory\n+50.00 MiB", "out of memory", "+21.00 MiB"} <= set(words)
+    assert {"19.00 MiB, out of memory,\nasked 50.00 MiB more", "out of memory", "+21.00 MiB"} <= set(words)
+
+
+def test_no_tick_s_label_is_on_another(figures: list[Any], tmp_path: Path) -> None:
+    """Of axes whose room for words is as wide as their bars, and of those with bars on both sides."""
+    for factor in (1, 23, 300):
+        peaks = [row.peak | {"categories": scaled(row.bytes, factor)} for row in FOUR]
+        rows = [
+            replace(row, label="a configuration whose name is long", result=row.result | {"peak": peak})
+            for row, peak in zip(FOUR, peaks, strict=True)
+        ]
+        bars.breakdown_comparison(rows, tmp_path / "a.png", "light")
+        for axes in figures[-1].axes:
+            low, high = axes.get_xlim()
+            labels = [label for label in axes.get_xticklabels() if low <= label.get_position()[0] <= high]
+            boxes = [label.get_window_extent().padded(4) for label in labels]
+            assert len(boxes) > 1
+            assert not any(a.overlaps(b) for index, a in enumerate(boxes) for b in boxes[:index])
+
+
+def scaled(sizes: dict[str, int], factor: int) -> dict[str, int]:
+    return {category: size * factor for category, size in sizes.items()}
+
+
+def test_an_out_of_memory_run_has_one_figure_everywhere(figures: list[Any], tmp_path: Path) -> None:
+    """Its peak, which the JSON has as well; not what was in use when memory ran out."""
+    (row,) = rows_by_mode({"h": RAN_OUT})
+    assert f"{row.total / MIB:.2f}" == "19.00"
+    assert "Hooks (DP-SGD)                               19.00" in summary.text([row])
+    assert summary.line(row).startswith("out of memory, peak 19.00 MiB in backward, 50.00 MiB more for noise")
+    bars.breakdown_comparison([row], tmp_path / "a.png", "light")
+    assert figures[0].axes[0].texts[0].get_text().startswith("19.00 MiB, ")
 
 
 def test_the_timeline_starts_where_training_does(figures: list[Any], tmp_path: Path) -> None:
-    pictures.timeline(FOUR, tmp_path / "a.png", "light")
+    timeline.timelines(FOUR, tmp_path / "a.png", "light")
     panels = figures[0].axes
     assert [panel.get_title(loc="left") for panel in panels] == [
-        "Vanilla",
-        "Hooks: out of memory",
-        "Ghost Clipping",
-        "Flash Clipping: failed",
+        "Vanilla: 42.00 MiB in backward",
+        "Hooks: 19.00 MiB in backward, out of memory",
+        "Ghost Clipping: 63.00 MiB in backward",
+        "Flash Clipping, failed",
     ]
     assert panels[0].get_xlim() == (0, 20)
     assert len({panel.get_ylim() for panel in panels}) == 1
     (marker,) = (line for line in panels[0].lines if line.get_marker() == "v")
     assert (list(marker.get_xdata()), list(marker.get_ydata())) == ([10], [42 * MIB])
-    assert [text.get_text() for text in panels[0].texts] == ["forward", "backward"]
     assert [text.get_text() for text in panels[3].texts] == ["nothing was recorded"]
+
+
+def strip(panel: Any) -> dict[str, list[tuple[float, float]]]:
+    """By colour, from which event to which. Only categories have labels."""
+    from matplotlib.colors import to_hex
+
+    return {
+        to_hex(spans.get_facecolor()[0]): [(path.get_extents().x0, path.get_extents().x1) for path in spans.get_paths()]
+        for spans in panel.collections
+        if spans.get_label().startswith("_")
+    }
+
+
+def test_phases_have_a_strip_and_what_is_idle_within_a_backward_belongs_to_it(
+    figures: list[Any], tmp_path: Path
+) -> None:
+    interrupted = result("hooks", {"model_parameters": 8})
+    interrupted["timeline"] |= {
+        "event": [20, 22, 24, 26, 28, 30, 32],
+        "step": [0, 0, 0, 0, 0, 1, 1],
+        "phase": ["forward", "backward", "idle", "backward", "idle", "backward", "idle"],
+        "bytes": [1] * 7,
+        "categories": {"model_parameters": [1] * 7},
+    }
+    timeline.timelines(rows_by_mode({"h": interrupted}), tmp_path / "a.png", "light")
+    (panel,) = figures[0].axes
+    assert strip(panel) == {PHASE_COLORS["forward"]: [(0, 2)], PHASE_COLORS["backward"]: [(2, 8), (10, 12)]}
+    (legend,) = (one for one in figures[0].legends if one.get_texts()[0].get_text() == "forward")
+    assert [text.get_text() for text in legend.get_texts()] == ["forward", "backward"]
 
 
 def test_the_timeline_shows_set_up_where_the_peak_is_there(figures: list[Any], tmp_path: Path) -> None:
     early = result("hooks", {"model_parameters": 8})
     early["timeline"]["bytes"][1] = 9 * MIB
-    pictures.timeline(comparison.methods([("h", early)]), tmp_path / "a.png", "light")
+    timeline.timelines(rows_by_mode({"h": early}), tmp_path / "a.png", "light")
     (panel,) = figures[0].axes
     assert panel.get_xlim() == (-20, 20)
     assert {text.get_text().strip() for text in panel.texts} >= {"model loaded", "data prepared", "optimizer set up"}
@@ -189,26 +261,35 @@ def test_stages_of_set_up_have_names_where_there_is_room(figures: list[Any], tmp
     early = result("hooks", {"model_parameters": 8})
     early["timeline"]["bytes"][1] = 9 * MIB
     early["timeline"]["event"][-1] = 4000
-    pictures.timeline(comparison.methods([("h", early)]), tmp_path / "a.png", "light")
+    timeline.timelines(rows_by_mode({"h": early}), tmp_path / "a.png", "light")
     (panel,) = figures[0].axes
     assert panel.get_xlim() == (-20, 3980)
-    assert {text.get_text().strip() for text in panel.texts} == {"backward"}
+    assert not panel.texts
 
 
 def test_the_timeline_hides_set_up_that_is_a_single_row(figures: list[Any], tmp_path: Path) -> None:
     """As of a long run, whose rows are far apart."""
     long = result("hooks", {"model_parameters": 8})
-    for column in (*long["timeline"]["categories"].values(), *(long["timeline"][key] for key in ("event", "bytes"))):
+    columns = [long["timeline"][key] for key in ("event", "step", "phase", "bytes")]
+    for column in (*columns, *long["timeline"]["categories"].values()):
         del column[1:3]
-    del long["timeline"]["phase"][1:3]
-    pictures.timeline(comparison.methods([("h", long)]), tmp_path / "a.png", "light")
+    timeline.timelines(rows_by_mode({"h": long}), tmp_path / "a.png", "light")
     (panel,) = figures[0].axes
     assert panel.get_xlim() == (0, 20)
-    assert [text.get_text() for text in panel.texts] == ["backward"]
+    assert list(strip(panel)) == [PHASE_COLORS["backward"]]
+
+
+def test_a_panel_s_limit_is_not_another_s(figures: list[Any], tmp_path: Path) -> None:
+    """A small run after a large one does not cut it off."""
+    rows = rows_by_mode(
+        {"a": result("hooks", {"model_parameters": 100}), "b": result("hooks", {"model_parameters": 2})}
+    )
+    timeline.timelines(rows, tmp_path / "a.png", "light")
+    assert all(panel.get_ylim()[1] >= 100 * MIB for panel in figures[0].axes)
 
 
 def test_points_are_where_time_and_memory_are(figures: list[Any], tmp_path: Path) -> None:
-    pictures.tradeoff(FOUR, tmp_path / "a.png", "light")
+    tradeoff.performance_tradeoff(FOUR, tmp_path / "a.png", "light")
     (axes,) = figures[0].axes
     assert axes.collections[0].get_offsets().tolist() == [[10, 42 * MIB], [30, 63 * MIB]]
     assert {text.get_text() for text in axes.texts} == {
@@ -220,13 +301,12 @@ def test_points_are_where_time_and_memory_are(figures: list[Any], tmp_path: Path
 
 @pytest.mark.parametrize("count", [1, 20])
 def test_one_result_and_twenty(count: int, figures: list[Any], tmp_path: Path) -> None:
-    found: list[tuple[str, Any]] = [
-        (f"a_configuration_with_a_long_name_{number}", {**GHOST, "avg_time_ms": 10.0 + number})
-        for number in range(count)
-    ]
-    compared = comparison.methods(found)
-    for draw in (pictures.breakdown_comparison, pictures.tradeoff):
-        draw(compared, tmp_path / "a.png", "light")
+    found = {
+        f"a_configuration_with_a_long_name_{number}": {**GHOST, "avg_time_ms": 10.0 + number} for number in range(count)
+    }
+    rows = rows_by_mode(found)
+    for draw in (bars.breakdown_comparison, tradeoff.performance_tradeoff):
+        draw(rows, tmp_path / "a.png", "light")
     for figure in figures:  # all names within the picture, and no two points' labels on one another
         width, height = figure.bbox.size
         for axes in figure.axes:
@@ -237,3 +317,26 @@ def test_one_result_and_twenty(count: int, figures: list[Any], tmp_path: Path) -
     labels = [text.get_window_extent() for text in figures[-1].axes[0].texts]
     assert len(labels) == count
     assert not any(a.overlaps(b) for index, a in enumerate(labels) for b in labels[:index])
+
+
+def test_vanilla_s_name_stays_in_the_picture_beside_much_slower_methods(figures: list[Any], tmp_path: Path) -> None:
+    rows = rows_by_mode({"v": VANILLA, "g": GHOST | {"avg_time_ms": 5000.0}, "f": result("flash_clip", {"noise": 42})})
+    tradeoff.performance_tradeoff(rows, tmp_path / "a.png", "light")
+    (axes,) = figures[0].axes
+    inside = axes.get_window_extent()
+    for text in axes.texts:
+        box = text.get_window_extent()
+        assert inside.x0 <= box.x0 <= box.x1 <= inside.x1, text
+        assert inside.y0 <= box.y0 <= box.y1 <= inside.y1, text
+
+
+def test_next_to_no_overhead_looks_like_it_and_the_black_line_is_explained(figures: list[Any], tmp_path: Path) -> None:
+    """4 bytes more than vanilla are no bar of the panel's width."""
+    slightly = result("flash_clip", {"model_parameters": 10, "activations": 30, "gradients": 2})
+    slightly["peak"]["categories"]["noise"] = 4
+    bars.breakdown_comparison(rows_by_mode({"v": VANILLA, "f": slightly, "h": RAN_OUT}), tmp_path / "a.png", "light")
+    right = figures[0].axes[1]
+    low, high = right.get_xlim()
+    assert high - low > MIB
+    assert "+4 B" in {text.get_text() for text in right.texts}
+    assert "all together" in {text.get_text() for text in figures[0].legends[0].get_texts()}

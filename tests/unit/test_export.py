@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from event_files import EventFile
+from made_profiles import a_live_peak
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from random_profile import Oracle, write_random_profile
@@ -187,12 +188,11 @@ def test_pictures_of_every_device_in_both_themes(directory: Path, tmp_path: Path
 def test_a_profile_that_lacks_what_the_format_has_is_refused_in_a_sentence(
     directory: Path, keys: tuple[str, ...]
 ) -> None:
-    profile = load_profile(directory)
-    part = profile
+    profile = part = json.loads((directory / "profile.json").read_text())
     for key in keys[:-1]:
         part = part[key]
     del part[keys[-1]]
-    write_profile(profile, directory)
+    (directory / "profile.json").write_text(json.dumps(profile))
     for command in (["report", directory, "--html", "--perfetto"], ["diff", directory, directory]):
         error = CliRunner().invoke(app, [*map(str, command)]).exception
         assert isinstance(error, MemprofError)
@@ -218,14 +218,10 @@ def test_where_memory_runs_out_at_the_peak_both_can_be_read(tmp_path: Path) -> N
 def test_a_peak_after_the_event_file_was_full(tmp_path: Path) -> None:
     """It has neither an event nor modules; the second device has no event at all."""
     file = EventFile(dropped=10).add("alloc", 64, 1000, "gradients", module="fc", phase="forward")
-    live = {
-        "requested_bytes": 5000,
-        "allocated_bytes": -1,
-        "step": 3,
-        "phase": "clip",
-        "unix_ns": 1_700_000_000_000_000_500,
-    }
-    peaks = {name: {**live, "categories": {"gradients": 1000, "noise": 4000}} for name in ("cuda:0", "cuda:1")}
+    held = {"gradients": 1000, "noise": 4000}
+    when = {"step": 3, "phase": "clip", "unix_ns": 1_700_000_000_000_000_500}
+    live = a_live_peak(requested_bytes=5000, categories=held, **when)
+    peaks = {"cuda:0": live, "cuda:1": live}
     write_profile(build_profile(file.write(tmp_path), status="failed", exit_code=1, peaks=peaks), tmp_path)
     result = report(tmp_path, *_SUFFIXES)
     assert result.exit_code == 0, result.exception

@@ -35,7 +35,7 @@ def test_a_stack_ends_at_its_sum_and_the_legend_has_what_is_there(tmp_path: Path
         assert [text.get_text() for text in legend.get_texts()] == ["teacher", "noise", "gradients"]
         assert max(area.get_datalim(areas.transData).y1 for area in areas.collections) == 10
         assert [text.get_text() for text in bars.texts] == ["3 B", "6 B"]
-        assert max(bar.get_y() + bar.get_height() for bar in bars.patches) == 6
+        assert max(bar.get_x() + bar.get_width() for bar in bars.patches) == 6
         assert {bar.get_facecolor() for bar in bars.patches} == {
             (*(int(category_color(name)[at : at + 2], 16) / 255 for at in (1, 3, 5)), 1.0)
             for name in ("noise", "gradients", "teacher")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.files import read_object, replacing, write_text
+from opacus_memprof.profiles.files import read_object, replacing, write_text
 
 
 def test_a_file_is_replaced_whole_and_its_directory_made(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from opacus_memprof import _native
+from opacus_memprof.recording import native
 
-SOURCES = Path(__file__).parents[2] / "csrc" / "adaptors"
+SOURCES = Path(__file__).parents[2] / "csrc" / "allocators"
 INCLUDE = Path(torch.__file__).parent / "include" / "c10"
 # (header, class), base classes first
 CLASSES = [
@@ -24,7 +24,7 @@ CLASSES = [
     (INCLUDE / "core" / "CachingDeviceAllocator.h", "DeviceAllocator"),
     (INCLUDE / "cuda" / "CUDACachingAllocator.h", "CUDAAllocator"),
 ]
-# Reported methods: their bodies do more than forward (csrc/adaptors/cuda_allocator.cpp).
+# Reported methods: their bodies do more than forward (csrc/allocators/cuda_delegating.cpp).
 REPORTED = {
     "allocate",
     "allocateWithAddress",
@@ -68,7 +68,7 @@ def test_the_parser_reads_what_is_there() -> None:
     assert len(methods) >= 40
 
 
-@pytest.mark.skipif(not _native.HAS_CUDA, reason="built without CUDA")
+@pytest.mark.skipif(not native.HAS_CUDA, reason="built without CUDA")
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm, of binutils")
 def test_every_virtual_is_overridden_in_the_built_library() -> None:
     spec = importlib.util.find_spec("opacus_memprof._C")
@@ -76,19 +76,19 @@ def test_every_virtual_is_overridden_in_the_built_library() -> None:
     assert spec.origin is not None
     library = spec.origin
     symbols = subprocess.run(["nm", "-C", library], capture_output=True, text=True, check=True).stdout
-    overridden = set(re.findall(r"\bopacus_memprof::CudaAllocator::(\w+)(?:\[abi:cxx11\])?\(", symbols))
+    overridden = set(re.findall(r"\bopacus_memprof::DelegatingCudaAllocator::(\w+)(?:\[abi:cxx11\])?\(", symbols))
     assert virtual_methods() - overridden == set()
-    assert len(set(re.findall(r"CudaAllocator::recordStream\(.*\)", symbols))) == 2
+    assert len(set(re.findall(r"DelegatingCudaAllocator::recordStream\(.*\)", symbols))) == 2
 
 
 def test_every_other_override_forwards_to_its_namesake() -> None:
-    body = class_body(without_comments((SOURCES / "cuda_allocator.h").read_text()), "CudaAllocator")
+    body = class_body(without_comments((SOURCES / "cuda_delegating.h").read_text()), "DelegatingCudaAllocator")
     forwarded = dict(re.findall(r"(\w+)\([^{};]*\)[^{};]*override\s*{\s*(?:return\s+)?upstream_->(\w+)\(", body))
     assert {method for method, target in forwarded.items() if method != target} == set()
     assert virtual_methods() - REPORTED - set(forwarded) == set()
 
 
 def test_every_reported_override_calls_upstream() -> None:
-    text = without_comments((SOURCES / "cuda_allocator.cpp").read_text())
+    text = without_comments((SOURCES / "cuda_delegating.cpp").read_text())
     for method in REPORTED - {"raw_deleter"}:
         assert f"upstream_->{method}(" in text, method

@@ -13,9 +13,10 @@ import torch
 from opacus.grad_sample import GradSampleModule
 from torch import nn
 
-from opacus_memprof import _native, hooks, workload
-from opacus_memprof.hooks.attach import Attachment, Shared
+from opacus_memprof import hooks
+from opacus_memprof.hooks.attachment import Attachment, SharedPatch
 from opacus_memprof.hooks.modules import named_modules
+from opacus_memprof.recording import layer_shapes, native
 
 
 class TestAttachment:
@@ -69,8 +70,8 @@ class TestAttachment:
         table: OrderedDict[int, object] = OrderedDict({7: Hook()})
         reference = weakref.ref(table[7])
         attachment = Attachment()
-        attachment.replace_hook(table, 7, _native.CaptureActivations(table[7], 0, print))
-        assert isinstance(table[7], _native.CaptureActivations)
+        attachment.replace_hook(table, 7, native.CaptureActivations(table[7], 0, print))
+        assert isinstance(table[7], native.CaptureActivations)
         table.clear()
         gc.collect()
         assert reference() is None
@@ -80,7 +81,7 @@ class TestAttachment:
     def test_hook_comes_back(self) -> None:
         table: OrderedDict[int, object] = OrderedDict({7: print, 8: repr})
         attachment = Attachment()
-        attachment.replace_hook(table, 7, _native.CaptureActivations(print, 0, print))
+        attachment.replace_hook(table, 7, native.CaptureActivations(print, 0, print))
         attachment.detach()
         assert list(table.items()) == [(7, print), (8, repr)]
 
@@ -92,7 +93,7 @@ def test_shared_patches_last_until_the_last_user_leaves() -> None:
     def patch(attachment: Attachment) -> None:
         attachment.replace_attribute(module, "f", module.f + 1)
 
-    shared = Shared(patch)
+    shared = SharedPatch(patch)
     for _ in range(2):
         first, second = Attachment(), Attachment()
         shared.use(first)
@@ -118,7 +119,7 @@ def test_names_are_the_users() -> None:
 
 
 def owner(parameter: torch.Tensor) -> str:
-    return str(_native.names()["modules"][_native.owner_of(parameter)])
+    return str(native.names()["modules"][native.owner_of(parameter)])
 
 
 def test_models_whose_names_collide_are_kept_apart() -> None:
@@ -150,10 +151,10 @@ def test_tied_parameter_belongs_to_its_first_module() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
     attachment = hooks.attach_model(model)
-    named = _native.names()["modules"][_native.owner_of(model[0].weight)]
+    named = native.names()["modules"][native.owner_of(model[0].weight)]
     attachment.detach()
     assert named == "0"
-    assert _native.owner_of(model[0].weight) == 0
+    assert native.owner_of(model[0].weight) == 0
 
 
 def test_compiled_module_keeps_its_inside() -> None:
@@ -162,18 +163,18 @@ def test_compiled_module_keeps_its_inside() -> None:
     attachment = hooks.attach_model(model)
     try:
         assert "forward" in vars(model[0])
-        assert [isinstance(vars(module).get("forward"), _native.ScopedForward) for module in model[1].modules()] == [
+        assert [isinstance(vars(module).get("forward"), native.ScopedForward) for module in model[1].modules()] == [
             False
         ] * 4
-        _native.cpu_install()
+        native.cpu_install()
         model(torch.ones(1, 2)).sum().backward()
         gradients = {p.grad.data_ptr() for p in model.parameters() if p.grad is not None}
-        followed = {block["address"] for block in _native.live_blocks() if block["category"] == "gradients"}
+        followed = {block["address"] for block in native.live_blocks() if block["category"] == "gradients"}
         assert len(gradients) == 4
         assert gradients <= followed
     finally:
         attachment.detach()
-        _native.cpu_uninstall()
+        native.cpu_uninstall()
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError])
@@ -184,15 +185,15 @@ def test_raising_forward_leaves_no_tag_behind(error: type[Exception]) -> None:
 
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Raising()))
     attachment = hooks.attach_model(model)
-    _native.cpu_install()
+    native.cpu_install()
     try:
         with pytest.raises(error):
             model(torch.ones(2, 2))
         address = (after := torch.ones(1000)).untyped_storage().data_ptr()
-        (found,) = (block for block in _native.live_blocks() if block["address"] == address)
+        (found,) = (block for block in native.live_blocks() if block["address"] == address)
         assert (found["module"], after.numel()) == ("", 1000)
     finally:
-        _native.cpu_uninstall()
+        native.cpu_uninstall()
         attachment.detach()
 
 
@@ -200,12 +201,12 @@ def test_batches_are_noted_where_their_samples_change() -> None:
     """Empty ones too, as Poisson sampling draws them."""
     model = nn.Linear(3, 2)
     attachment = hooks.attach_model(model)
-    workload.current().batches.clear()
+    layer_shapes.current().batches.clear()
     for samples in (4, 4, 0, 6, 6):
         model(torch.zeros(samples, 3))
     model(torch.zeros(3))  # a sample alone: its first dimension is all there is to go by
     attachment.detach()
-    assert [samples for _, samples in workload.current().batches] == [4, 0, 6, 3]
+    assert [samples for _, samples in layer_shapes.current().batches] == [4, 0, 6, 3]
 
 
 def test_states_that_an_optimizer_computes_anew_are_its_states() -> None:
@@ -219,15 +220,15 @@ def test_states_that_an_optimizer_computes_anew_are_its_states() -> None:
                 state["average"] = 0.9 * state.get("average", 0) + parameter.detach()
 
     parameters = [nn.Parameter(torch.zeros(100)) for _ in range(2)]
-    _native.cpu_install()
+    native.cpu_install()
     optimizer = Averaging(parameters)
     attachment = hooks.attach_optimizer(optimizer)
     try:
         for _ in range(3):
             optimizer.step()
-            categories = {block["address"]: block["category"] for block in _native.live_blocks()}
+            categories = {block["address"]: block["category"] for block in native.live_blocks()}
             averages = [optimizer.state[parameter]["average"] for parameter in parameters]
             assert [categories[average.data_ptr()] for average in averages] == ["optimizer_states"] * 2
     finally:
         attachment.detach()
-        _native.cpu_uninstall()
+        native.cpu_uninstall()

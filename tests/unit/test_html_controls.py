@@ -13,8 +13,8 @@ from html_pages import MODULES, failed_training
 from large_event_files import one_step, write_repeated
 
 from opacus_memprof.analysis.profile import build_profile
+from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.html.page import write_html
-from opacus_memprof.units import format_bytes
 
 Open = Callable[..., Opened]
 

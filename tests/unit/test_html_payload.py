@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from event_files import EventFile
 from large_event_files import one_step, write_repeated
+from msgspec.structs import replace
 
 from opacus_memprof.analysis.profile import build_profile
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.profile import DeviceSnapshot, Profile
 from opacus_memprof.reports.html.page import html_of, html_of_runs, write_html
 from opacus_memprof.reports.html.payload import Run
 
@@ -36,14 +38,14 @@ def device_of(page: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], np.ndarray]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Profile, np.ndarray]:
     """20 000 events, their profile, and the live bytes after each of them."""
     directory = tmp_path_factory.mktemp("trained")
     _, live = write_repeated(one_step(500, [*LORA, "head", ""]), 20, directory)
     return directory, build_profile(directory, status="finished", exit_code=0), live
 
 
-def test_a_timeline_is_as_fine_as_the_events(trained: tuple[Path, dict[str, Any], np.ndarray]) -> None:
+def test_a_timeline_is_as_fine_as_the_events(trained: tuple[Path, Profile, np.ndarray]) -> None:
     directory, profile, live = trained
     timeline = device_of(html_of(profile, directory))["timeline"]
     a_row = timeline["events_a_row"]
@@ -58,7 +60,7 @@ def test_a_timeline_is_as_fine_as_the_events(trained: tuple[Path, dict[str, Any]
     assert [int(live[event]) for event in events] == sizes
 
 
-def test_without_events_the_profiles_own_timeline_is_drawn(trained: tuple[Path, dict[str, Any], np.ndarray]) -> None:
+def test_without_events_the_profiles_own_timeline_is_drawn(trained: tuple[Path, Profile, np.ndarray]) -> None:
     _, profile, live = trained
     given = profile["devices"]["cuda:0"]["timeline"]
     for directory in (None, Path("nowhere")):
@@ -70,17 +72,24 @@ def test_without_events_the_profiles_own_timeline_is_drawn(trained: tuple[Path, 
         assert timeline["events_a_row"] == -(-len(live) // 2000)
 
 
-def test_the_largest_profiles_stay_within_the_bound(trained: tuple[Path, dict[str, Any], np.ndarray]) -> None:
+def test_the_largest_profiles_stay_within_the_bound(trained: tuple[Path, Profile, np.ndarray]) -> None:
     directory, profile, live = trained
     large = copy.deepcopy(profile)
-    (device,) = large["devices"].values()
+    (device,) = large.devices.values()
     modules = {f"{LORA[0]}.{number}": {"noise": number, "buffers": 1, "gradients": number} for number in range(30_000)}
-    device["peak"]["modules"] = modules
-    device["peak"]["requested_bytes"] = sum(sum(sizes.values()) for sizes in modules.values())
-    place = {"name": "s" * 40, "requested_bytes": 1, "step": 1, "logical_step": 1, "phase": "idle", "event": 1}
-    device["snapshots"] = [{"index": number, **place, "unix_ns": 10, "categories": {}} for number in range(30_000)]
-    device["steps"] = [dict(device["steps"][0], step=number, peak_bytes=number) for number in range(600)]
-    large["devices"] = {f"cuda:{index}": device for index in range(8)}
+    device.peak.modules = modules
+    device.peak.requested_bytes = sum(sum(sizes.values()) for sizes in modules.values())
+    place: dict[str, Any] = {
+        "name": "s" * 40,
+        "requested_bytes": 1,
+        "step": 1,
+        "logical_step": 1,
+        "phase": "idle",
+        "event": 1,
+    }
+    device.snapshots = [DeviceSnapshot(index=number, **place, unix_ns=10, categories={}) for number in range(30_000)]
+    device.steps = [replace(device.steps[0], step=number, peak_bytes=number) for number in range(600)]
+    large.devices = {f"cuda:{index}": device for index in range(8)}
     page = html_of_runs([Run(f"rank {rank}", large, directory) for rank in range(8)])
     assert len(page.encode()) <= BOUND
     for shown in embedded(page)["runs"][7]["profile"]["devices"].values():
@@ -103,14 +112,14 @@ def test_names_cannot_leave_their_element(tmp_path: Path) -> None:
     name = "</script><!--<script>alert(1)</script>"
     file = EventFile().add("alloc", 0x1000, 100, name, module=name, op=name)
     profile = build_profile(file.write(tmp_path), status="finished", exit_code=0)
-    profile["command"] = [name]
+    profile.command = [name]
     page = html_of(profile, tmp_path)
     assert page.count("<script") == page.count("</script") == 2
     assert page.count("<!--") == 1  # the template's own
     assert name in device_of(page)["peak"]["modules"]
 
 
-def test_only_the_pages_own_scripts_and_styles_may_run(trained: tuple[Path, dict[str, Any], np.ndarray]) -> None:
+def test_only_the_pages_own_scripts_and_styles_may_run(trained: tuple[Path, Profile, np.ndarray]) -> None:
     page = html_of(trained[1])
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy is not None
@@ -121,17 +130,15 @@ def test_only_the_pages_own_scripts_and_styles_may_run(trained: tuple[Path, dict
         assert f"{rule} 'sha256-{digest}'" in policy[1]
 
 
-def test_the_page_explains_every_category_of_the_readme(trained: tuple[Path, dict[str, Any], np.ndarray]) -> None:
-    root = Path(__file__).parents[2]
-    readme = (root / "README.md").read_text(encoding="utf-8")
-    rows = readme.partition("\n| category | what |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
-    names = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+def test_the_page_explains_every_category_of_the_document(trained: tuple[Path, Profile, np.ndarray]) -> None:
+    document = (Path(__file__).parents[2] / "docs" / "categories.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"^\| `(\w+)` \|", document, re.MULTILINE))
     directory, profile, _ = trained
     meanings = embedded(html_of_runs([Run("a run", profile, directory)]))["meanings"]
     assert {"dataset", "noise"} <= names <= set(meanings)
 
 
-def test_several_runs_share_a_page(trained: tuple[Path, dict[str, Any], np.ndarray]) -> None:
+def test_several_runs_share_a_page(trained: tuple[Path, Profile, np.ndarray]) -> None:
     directory, profile, _ = trained
     runs = embedded(html_of_runs([Run("rank 0", profile, directory), Run("rank 1", profile)]))["runs"]
     assert [run["name"] for run in runs] == ["rank 0", "rank 1"]
@@ -140,20 +147,18 @@ def test_several_runs_share_a_page(trained: tuple[Path, dict[str, Any], np.ndarr
 
 
 def test_two_runs_that_cannot_be_compared_are_refused(
-    trained: tuple[Path, dict[str, Any], np.ndarray], tmp_path: Path
+    trained: tuple[Path, Profile, np.ndarray], tmp_path: Path
 ) -> None:
     _, profile, _ = trained
     page = tmp_path / "report.html"
     page.write_text("an earlier one")
     with pytest.raises(MemprofError, match="profile both on the same devices"):
-        write_html(profile, None, page, dict(profile, devices={"cpu": profile["devices"]["cuda:0"]}))
+        write_html(profile, None, page, replace(profile, devices={"cpu": profile.devices["cuda:0"]}))
     assert page.read_text() == "an earlier one"
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_the_page_is_written_where_it_is_asked_for(
-    trained: tuple[Path, dict[str, Any], np.ndarray], tmp_path: Path
-) -> None:
+def test_the_page_is_written_where_it_is_asked_for(trained: tuple[Path, Profile, np.ndarray], tmp_path: Path) -> None:
     directory, profile, _ = trained
     write_html(profile, directory, tmp_path / "new" / "report.html")
     assert (tmp_path / "new" / "report.html").read_text(encoding="utf-8") == html_of(profile, directory)

@@ -10,19 +10,21 @@ from browser import Opened
 from event_files import CATEGORIES, EventFile
 from html_pages import SIZES, failed_training, half_of
 from large_event_files import one_step, write_repeated
+from msgspec.structs import replace
 
 from opacus_memprof.analysis.profile import build_profile
 from opacus_memprof.analysis.tax import dp_tax
+from opacus_memprof.profiles.profile import Finding, Profile
+from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.html.page import html_of_runs, write_html
 from opacus_memprof.reports.html.payload import Run
 from opacus_memprof.reports.palette import category_color
-from opacus_memprof.units import format_bytes
 
 Open = Callable[..., Opened]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Profile]:
     """The page of a run that ended out of memory, and its profile."""
     directory = tmp_path_factory.mktemp("trained")
     profile = failed_training(directory)
@@ -30,7 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     return directory / "report.html", profile
 
 
-def test_the_peaks_figures_are_the_profiles(open_page: Open, trained: tuple[Path, dict[str, Any]]) -> None:
+def test_the_peaks_figures_are_the_profiles(open_page: Open, trained: tuple[Path, Profile]) -> None:
     path, profile = trained
     report, peak = open_page(path), profile["devices"]["cuda:0"]["peak"]
     assert report.bytes('[data-figure="peak"]') == [peak["requested_bytes"]]
@@ -49,7 +51,7 @@ def test_the_peaks_figures_are_the_profiles(open_page: Open, trained: tuple[Path
     assert "is what the allocator counted" in report.texts(".sums")[0]
 
 
-def test_the_other_cards_figures_are_the_profiles(open_page: Open, trained: tuple[Path, dict[str, Any]]) -> None:
+def test_the_other_cards_figures_are_the_profiles(open_page: Open, trained: tuple[Path, Profile]) -> None:
     path, profile = trained
     report, device = open_page(path), profile["devices"]["cuda:0"]
     peak = device["peak"]
@@ -59,6 +61,9 @@ def test_the_other_cards_figures_are_the_profiles(open_page: Open, trained: tupl
         assert groups == {name or "(none)": sum(sizes.values()) for name, sizes in peak[key].items()}
     phases = {row[0].replace(" ", "_"): int(row[1]) for row in report.rows("The highest instant of each phase")}
     assert phases == {name: phase["peak_bytes"] for name, phase in device["phases"].items()}
+    (explanation,) = report.texts("#phases .hint")
+    assert explanation.startswith("Steps count from 0.")
+    assert ("Idle is the time outside" in explanation) == ("idle" in phases)
     steps = [[int(row[0]), int(row[2]), int(row[4])] for row in report.rows("Steps")]
     assert steps == [[step["step"], step["peak_bytes"], step["end_bytes"]] for step in device["steps"]]
     blocks = [[int(row[0]), *row[1:4]] for row in report.rows("Largest live blocks at the peak")]
@@ -87,7 +92,7 @@ def test_the_other_cards_figures_are_the_profiles(open_page: Open, trained: tupl
     assert report.bytes(".finding") == [77]
 
 
-def test_what_privacy_costs(open_page: Open, trained: tuple[Path, dict[str, Any]]) -> None:
+def test_what_privacy_costs(open_page: Open, trained: tuple[Path, Profile]) -> None:
     path, profile = trained
     report, tax = open_page(path), dp_tax(profile, half_of(profile))["devices"]["cuda:0"]
     assert report.bytes("#tax .lead") == [tax["total"], tax["private_bytes"], tax["vanilla_bytes"]]
@@ -96,7 +101,7 @@ def test_what_privacy_costs(open_page: Open, trained: tuple[Path, dict[str, Any]
     assert modules == {name or "(no module)": sum(sizes.values()) for name, sizes in tax["modules"].items()}
 
 
-def test_sizes_read_as_in_the_terminal(open_page: Open, trained: tuple[Path, dict[str, Any]]) -> None:
+def test_sizes_read_as_in_the_terminal(open_page: Open, trained: tuple[Path, Profile]) -> None:
     report = open_page(trained[0])
     report.rows("Allocations that failed")
     shown = report.page.locator("[data-bytes]:not(.cell)").evaluate_all(
@@ -108,9 +113,10 @@ def test_sizes_read_as_in_the_terminal(open_page: Open, trained: tuple[Path, dic
         assert title == f"{size:,} bytes"
 
 
-def test_devices_and_runs_are_chosen(open_page: Open, trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_devices_and_runs_are_chosen(open_page: Open, trained: tuple[Path, Profile], tmp_path: Path) -> None:
     _, profile = trained
-    other = {**profile, "devices": {"cuda:1": profile["devices"]["cuda:1"]}, "status": "finished", "exit_code": 0}
+    only = {"cuda:1": profile.devices["cuda:1"]}
+    other = replace(profile, devices=only, status="finished", exit_code=0)
     page = tmp_path / "ranks.html"
     page.write_text(html_of_runs([Run("rank 0", profile), Run("rank 1", other)]))
     report = open_page(page)
@@ -169,7 +175,7 @@ def _pixels(report: Opened, x: float, y: float) -> list[list[int]]:
     return found
 
 
-def test_light_and_dark(open_page: Open, trained: tuple[Path, dict[str, Any]]) -> None:
+def test_light_and_dark(open_page: Open, trained: tuple[Path, Profile]) -> None:
     background = "() => getComputedStyle(document.body).backgroundColor"
     report = open_page(trained[0], color_scheme="dark")
     canvas = "() => document.querySelector('.chart canvas').toDataURL()"
@@ -192,8 +198,8 @@ def test_names_are_never_markup(open_page: Open, tmp_path: Path) -> None:
     file.add("alloc", 0x2000, 50, "noise", module="</script><script>window.hacked = 2</script>", op="<!-- <script>")
     file.add("oom", size=7, category=evil, module=evil, op=evil)
     profile = build_profile(file.write(tmp_path), status="finished", exit_code=0, warnings=[evil])
-    profile["command"] = [evil]
-    profile["findings"] = [{"kind": evil, "module": evil, "bytes": 1, "evidence": evil, "remedy": evil}]
+    profile.command = [evil]
+    profile.findings = [Finding(kind=evil, module=evil, bytes=1, evidence=evil, remedy=evil)]
     write_html(profile, tmp_path, tmp_path / "report.html", half_of(profile))
     report = open_page(tmp_path / "report.html")
     assert report.page.evaluate("window.hacked") is None
@@ -204,25 +210,26 @@ def test_names_are_never_markup(open_page: Open, tmp_path: Path) -> None:
     assert report.rows("Allocations that failed")[0][1:4] == [evil] * 3
 
 
-def test_pieces_that_are_not_there(open_page: Open, trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_pieces_that_are_not_there(open_page: Open, trained: tuple[Path, Profile], tmp_path: Path) -> None:
     _, profile = trained
-    write_html({**profile, "devices": {}, "findings": []}, None, tmp_path / "empty.html")
+    write_html(replace(profile, devices={}, findings=[]), None, tmp_path / "empty.html")
     report = open_page(tmp_path / "empty.html")
     assert "No memory was allocated" in report.texts("main")[0]
     assert report.texts("#warnings li") == ["mind the gap"]
 
     # A peak that only the live counters saw: without modules and without a place in the timeline.
-    device = profile["devices"]["cuda:1"]
-    unknown = {"modules": {}, "components": {}, "ops": {}, "born_in": {}, "streams": {}, "threads": {}}
-    peak = {**device["peak"], **unknown, "event": None, "logical_step": None, "largest_blocks": [], "newest_blocks": []}
-    write_html({**profile, "devices": {"cuda:1": {**device, "peak": peak}}}, None, tmp_path / "counters.html")
+    device = profile.devices["cuda:1"]
+    unknown: dict[str, Any] = {"modules": {}, "components": {}, "ops": {}, "born_in": {}, "streams": {}, "threads": {}}
+    blocks: dict[str, Any] = {"largest_blocks": [], "newest_blocks": []}
+    peak = replace(device.peak, **unknown, **blocks, event=None, logical_step=None)
+    write_html(replace(profile, devices={"cuda:1": replace(device, peak=peak)}), None, tmp_path / "counters.html")
     report = open_page(tmp_path / "counters.html")
     assert report.bytes('[data-figure="peak"]') == [4321]
     assert "after the event file was full" in report.texts("#timeline .caption")[0]
     assert not report.page.locator("#modules, #blocks, #groups").count()
 
 
-def test_the_keyboard_reaches_everything(open_page: Open, trained: tuple[Path, dict[str, Any]]) -> None:
+def test_the_keyboard_reaches_everything(open_page: Open, trained: tuple[Path, Profile]) -> None:
     report = open_page(trained[0], viewport={"width": 390, "height": 800})
     assert report.page.evaluate("document.documentElement.scrollWidth") == 390, "nothing is wider than a phone"
     reached = set()

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import opacus_memprof
-from opacus_memprof import _native
+from opacus_memprof.recording import native
 
 PACKAGE = Path(opacus_memprof.__file__).parent
 
 
 def load(monkeypatch: pytest.MonkeyPatch, tree: Path, built_for: str | None, extension: ModuleType | None) -> None:
-    """Runs _native.py anew, as a copy in `tree`, with this build and extension; None is one that is not there."""
+    """Runs native.py anew, as a copy in `tree`, with this build and extension; None is one that is not there."""
     build = None
     if built_for is not None:
         build = ModuleType("opacus_memprof._build_info")
@@ -30,9 +30,9 @@ def load(monkeypatch: pytest.MonkeyPatch, tree: Path, built_for: str | None, ext
             monkeypatch.delattr(opacus_memprof, name, raising=False)
         else:
             monkeypatch.setattr(opacus_memprof, name, module, raising=False)
-    copy = tree / "opacus_memprof" / "_native.py"
-    copy.parent.mkdir()
-    copy.write_bytes((PACKAGE / "_native.py").read_bytes())
+    copy = tree / "opacus_memprof" / "recording" / "native.py"
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes((PACKAGE / "recording" / "native.py").read_bytes())
     spec = importlib.util.spec_from_file_location("native_anew", copy)
     assert spec is not None
     assert spec.loader is not None
@@ -58,8 +58,8 @@ def stub_names() -> set[str]:
 
 
 def test_everything_that_the_stub_declares_is_let_through() -> None:
-    assert set(_native.__all__) == stub_names()
-    assert all(hasattr(_native, name) for name in stub_names())
+    assert set(native.__all__) == stub_names()
+    assert all(hasattr(native, name) for name in stub_names())
 
 
 def test_the_matching_torch_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -124,11 +124,11 @@ def test_a_thread_whose_name_was_cut_inside_a_character_costs_no_names(tmp_path:
         thread.start()
         thread.join()
         assert session.peak()["cpu"]["requested_bytes"] > 0
-    assert "Datenlader-K" in _native.names()["threads"]
+    assert "Datenlader-K" in native.names()["threads"]
 
 
-@pytest.mark.skipif(not _native.HAS_CUDA, reason="built without CUDA")
+@pytest.mark.skipif(not native.HAS_CUDA, reason="built without CUDA")
 def test_gpus_that_were_never_profiled_have_nothing_to_refresh() -> None:
     """As in a program that uses a GPU, and profiles the CPU alone."""
-    code = "from opacus_memprof import _native; assert _native.cuda_refresh(0) == 0"
+    code = "from opacus_memprof.recording import native; assert native.cuda_refresh(0) == 0"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

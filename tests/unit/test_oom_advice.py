@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from opacus_memprof.analysis.oom import build_report
+from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape, TrainingShapes
 from opacus_memprof.reports.oom_text import note, print_oom
-from opacus_memprof.workload import Forward, Module, Workload
 
 G = 2**30
 DEVICE = 80 * G
@@ -59,12 +59,12 @@ def failure(requested: int, holdings: list[dict[str, Any]], **upstream: int | No
     }
 
 
-def linear(n: int) -> Workload:
+def linear(n: int) -> TrainingShapes:
     """One Linear of 1024 inputs and 4096 outputs, trained by Opacus on batches of n."""
     elements = 1024 * 4096
-    workload = Workload(mode="hooks", optimizer="SGD")
-    workload.modules["head"] = Module("Linear", 4 * elements, elements, 0, 4096, 1024, True)
-    workload.forwards["head"] = Forward(n, 1, 4 * n * 1024, 4 * n * 4096, 4, True)
+    workload = TrainingShapes(mode="hooks", optimizer="SGD")
+    workload.modules["head"] = LayerShape("Linear", 4 * elements, elements, 0, 4096, 1024, True)
+    workload.forwards["head"] = CaptureShape(n, 1, 4 * n * 1024, 4 * n * 4096, 4, True)
     workload.batches.append((0, n))
     return workload
 
@@ -91,29 +91,31 @@ def test_the_physical_batch_that_fits() -> None:
 
 def test_fragments() -> None:
     held = [holding("teacher", 60 * G, step=0, phase="idle")]
-    report = build_report([failure(6 * G, held, reserved=70 * G, largest_free=2 * G, device_free=G)], Workload())
+    report = build_report([failure(6 * G, held, reserved=70 * G, largest_free=2 * G, device_free=G)], TrainingShapes())
     assert first(report) == {"kind": "allocator_setting", "value": "expandable_segments:True"}
     assert report["suggestions"][0]["fits"]
     assert report["room"]["cached_bytes"] == 10 * G
     expandable = failure(6 * G, held, reserved=70 * G, largest_free=2 * G, free_expandable=10 * G)
-    assert build_report([expandable], Workload())["suggestions"] == []
+    assert build_report([expandable], TrainingShapes())["suggestions"] == []
     not_enough = failure(20 * G, held, reserved=70 * G, largest_free=2 * G)
-    assert build_report([not_enough], Workload())["suggestions"] == []
+    assert build_report([not_enough], TrainingShapes())["suggestions"] == []
 
 
 def test_another_process() -> None:
     held = [holding("teacher", 20 * G, step=0, phase="idle")]
-    report = build_report([failure(10 * G, held, device_free=2 * G, device_total=DEVICE)], Workload())
+    report = build_report([failure(10 * G, held, device_free=2 * G, device_total=DEVICE)], TrainingShapes())
     assert first(report)["kind"] == "other_processes"
     assert report["room"]["others_bytes"] == DEVICE - 2 * G - 20 * G
     assert report["suggestions"][0]["fits"]
     alone = failure(10 * G, [holding("teacher", 78 * G, step=0, phase="idle")], device_free=2 * G, device_total=DEVICE)
-    assert build_report([alone], Workload())["suggestions"] == []
+    assert build_report([alone], TrainingShapes())["suggestions"] == []
 
 
 def test_a_limit_of_the_process_is_no_other_process() -> None:
     held = [holding("teacher", 20 * G, step=0, phase="idle")]
-    report = build_report([failure(10 * G, held, device_free=60 * G, device_total=DEVICE, limit=25 * G)], Workload())
+    report = build_report(
+        [failure(10 * G, held, device_free=60 * G, device_total=DEVICE, limit=25 * G)], TrainingShapes()
+    )
     assert report["suggestions"] == []
     assert report["room"]["limit_bytes"] == 25 * G
 
@@ -121,14 +123,14 @@ def test_a_limit_of_the_process_is_no_other_process() -> None:
 def test_what_steps_have_left_behind() -> None:
     leaked = [holding("forward_undecided", G, step=step, phase="forward") for step in range(5)]
     held = [holding("model_parameters", G, step=0, phase="idle"), *leaked, holding("forward_undecided", 3 * G)]
-    report = build_report([failure(2 * G, held)], Workload())
+    report = build_report([failure(2 * G, held)], TrainingShapes())
     assert report["left_behind"]["bytes"] == 5 * G
     assert report["left_behind"]["steps"] == [0, 1, 2, 3, 4]
     assert first(report) == {"kind": "let_go", "categories": ["activations"], "modules": ["head"]}
     assert report["suggestions"][0]["saved_bytes"] == 5 * G
     # What two steps have made is no leak: each may still use what the one before has left.
     two = [one for one in held if one["step"] in (0, 4, 5)]
-    assert build_report([failure(2 * G, two)], Workload())["left_behind"]["bytes"] == 0
+    assert build_report([failure(2 * G, two)], TrainingShapes())["left_behind"]["bytes"] == 0
 
 
 @pytest.mark.parametrize(
@@ -147,25 +149,25 @@ def test_what_the_first_two_steps_have_left_behind(
     held = [holding("model_parameters", G, step=0, phase="idle")]
     held += [holding(category, size, step=step, phase="forward") for step in steps]
     failed = failure(2 * G, held) | {"step": 3, "logical_step": 3}
-    assert build_report([failed], Workload())["left_behind"]["bytes"] == leaks * len(steps) * size
+    assert build_report([failed], TrainingShapes())["left_behind"]["bytes"] == leaks * len(steps) * size
 
 
 def test_convolutions_as_an_h200_measured_them() -> None:
     """The planted convolutions, which ran out of memory under hooks, where the second one's input is unfolded.
     flash_clip then peaked at 5 561 811 119 bytes, in the second one's backward, where cuDNN has a layout of its own."""
     n, positions, image = 96, 192 * 192, 96 * 192 * 192 * 4
-    workload = Workload(mode="hooks", optimizer="SGD", processors=132)
+    workload = TrainingShapes(mode="hooks", optimizer="SGD", multiprocessors=132)
     workload.modules |= {
-        "0": Module("Conv2d", 4 * 1792, 1728, 64, 64, 27, False, taps=9),
-        "1": Module("GroupNorm", 4 * 128, 64, 64, 0, 0, False),
-        "3": Module("Conv2d", 4 * 36928, 36864, 64, 64, 576, False, taps=9),
-        "7": Module("Linear", 4 * 102500, 102400, 100, 100, 1024, True),
+        "0": LayerShape("Conv2d", 4 * 1792, 1728, 64, 64, 27, False, kernel_positions=9),
+        "1": LayerShape("GroupNorm", 4 * 128, 64, 64, 0, 0, False),
+        "3": LayerShape("Conv2d", 4 * 36928, 36864, 64, 64, 576, False, kernel_positions=9),
+        "7": LayerShape("Linear", 4 * 102500, 102400, 100, 100, 1024, True),
     }
     workload.forwards |= {
-        "0": Forward(n, positions, 3 * image, 64 * image, 4, True, True),
-        "1": Forward(n, 64 * 192, 64 * image, 64 * image, 4, False),
-        "3": Forward(n, positions, 64 * image, 64 * image, 4, False, True),
-        "7": Forward(n, 1, 4 * n * 1024, 4 * n * 100, 4, False),
+        "0": CaptureShape(n, positions, 3 * image, 64 * image, 4, True, True),
+        "1": CaptureShape(n, 64 * 192, 64 * image, 64 * image, 4, False),
+        "3": CaptureShape(n, positions, 64 * image, 64 * image, 4, False, True),
+        "7": CaptureShape(n, 1, 4 * n * 1024, 4 * n * 100, 4, False),
     }
     workload.batches.append((0, n))
     workload.flash_clip_refusal = lambda: None
@@ -193,11 +195,11 @@ def test_norms_without_squares_as_an_h200_measured_them() -> None:
     """Five Linears of 8192 tokens in ghost clipping. With norms in tiles they peaked at 1 467 897 004 bytes, where a
     bias' sum over tokens takes 132 MiB."""
     n, wide, small = 12, 12 * 8192 * 256 * 4, 12 * 8192 * 64 * 4
-    workload = Workload(mode="ghost", optimizer="SGD", processors=132)
+    workload = TrainingShapes(mode="ghost", optimizer="SGD", multiprocessors=132)
     workload.flash_clip_refusal = lambda: None
     for name, rows in (("0", 256), ("2", 256), ("4", 256), ("6", 256), ("8", 64)):
-        workload.modules[name] = Module("Linear", 4 * 257 * rows, 256 * rows, rows, rows, 256, True)
-        workload.forwards[name] = Forward(n, 8192, wide, wide * rows // 256, 4, name == "0")
+        workload.modules[name] = LayerShape("Linear", 4 * 257 * rows, 256 * rows, rows, rows, 256, True)
+        workload.forwards[name] = CaptureShape(n, 8192, wide, wide * rows // 256, 4, name == "0")
     workload.batches.append((0, n))
     held = [holding("activations", wide, 0, str(module), "forward") for module in range(8)]
     held += [holding("activations", small, 0, module, "forward") for module in ("8", "")]
@@ -217,14 +219,14 @@ def test_norms_without_squares_as_an_h200_measured_them() -> None:
 
 def test_nobody_counts() -> None:
     nothing = dict.fromkeys(failure(1, [])["upstream"])
-    report = build_report([failure(G, [holding("teacher", 2 * G)], **nothing)], Workload())
+    report = build_report([failure(G, [holding("teacher", 2 * G)], **nothing)], TrainingShapes())
     assert report["room"]["capacity_bytes"] == 2 * G  # that much has fitted
     assert report["room"]["may_reserve_bytes"] is None
     text(report)
 
 
 def test_nothing_is_live_at_all() -> None:
-    report = build_report([failure(G, [])], Workload())
+    report = build_report([failure(G, [])], TrainingShapes())
     assert (report["live_bytes"], report["needed"]["bytes"]) == (0, G)
     assert "Nothing is known" in text(report)
 
@@ -238,7 +240,7 @@ def text(report: dict[str, Any], width: int = 80) -> str:
 def test_reports_show_names_as_they_are() -> None:
     name = "model[0].<b>x</b>." + "very_long_name." * 12
     held = [holding("[red]mine[/red]", G, module=name)]
-    report = build_report([failure(G, held) | {"module": name}], Workload())
+    report = build_report([failure(G, held) | {"module": name}], TrainingShapes())
     assert "[red]mine[/red]" in text(report, 300)
     assert name in text(report, 500)
     assert name in note(report, "oom_report.txt")

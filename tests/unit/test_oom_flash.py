@@ -13,10 +13,10 @@ from torch.profiler import record_function
 from opacus_memprof.analysis.oom import flash
 from opacus_memprof.analysis.oom.layers import Layer
 from opacus_memprof.clipping.layers import LAYERS
-from opacus_memprof.clipping.layers.base import Kept
+from opacus_memprof.clipping.layers.base import KeptTensors
 from opacus_memprof.clipping.workspace import Workspace
-from opacus_memprof.hooks.shapes import _Look, _module
-from opacus_memprof.workload import current
+from opacus_memprof.hooks.shapes import ShapeProbe, layer_shape_of
+from opacus_memprof.recording.layer_shapes import current
 from tests.oracle.meter import WINDOW, storage_bytes, window_peaks
 
 BATCH = 6
@@ -44,16 +44,16 @@ LAYERS_AND_INPUTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = 
 @pytest.mark.parametrize("ceiling", [256 * 2**20, 3 * 2**19], ids=["all samples at once", "some at a time"])
 @pytest.mark.parametrize("name", LAYERS_AND_INPUTS)
 def test_a_layer(name: str, ceiling: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "CEILING", ceiling)
+    monkeypatch.setattr(flash, "WORKSPACE_BYTES", ceiling)
     build, shape = LAYERS_AND_INPUTS[name]
     module, x = build(), torch.randn(BATCH, *shape, requires_grad=True)
     y = module(x)
-    _Look("layer")(module, (x,), y)
-    seen = Layer("layer", _module(module, dict(module.named_parameters())), current().forwards.pop("layer"), 0)
-    said = flash.FlashClip(seen, fused=False)
+    ShapeProbe("layer")(module, (x,), y)
+    seen = Layer("layer", layer_shape_of(module, dict(module.named_parameters())), current().forwards.pop("layer"), 0)
+    said = flash.FlashClip(seen, in_registers=False)
     layer, workspace = LAYERS[type(module)]("layer", module), Workspace(ceiling)
     x, g, factors = x.detach(), torch.randn_like(y), torch.ones(BATCH)
-    kept: list[Kept] = []
+    kept: list[KeptTensors] = []
 
     def norms() -> None:
         with record_function(WINDOW + "norms"):
@@ -67,17 +67,19 @@ def test_a_layer(name: str, ceiling: int, monkeypatch: pytest.MonkeyPatch) -> No
 
     peak = window_peaks(norms)["norms"]
     statistics = 2 * 4 * BATCH * shape[0] if isinstance(module, nn.LayerNorm) else 0  # of every token
-    assert said.made(BATCH) + said.norms(BATCH) + statistics == pytest.approx(peak, rel=2e-3, abs=ROUNDING)
-    holdings = storage_bytes(tensor for _, tensor in kept[0].holdings())
-    assert said.kept(BATCH) == pytest.approx(holdings, abs=ROUNDING)
+    assert said.new_bytes(BATCH) + said.norm_temporaries(BATCH) + statistics == pytest.approx(
+        peak, rel=2e-3, abs=ROUNDING
+    )
+    kept_bytes = storage_bytes(tensor for _, tensor in kept[0].tensors())
+    assert said.kept_bytes(BATCH) == pytest.approx(kept_bytes, abs=ROUNDING)
     pair = kept[0].pair is not None
     assert pair == ("pair" in name or "token" in name)
     parameters, peak = sum(p.nbytes for p in module.parameters()), window_peaks(sums)["sums"]
     if pair:
-        assert said.sums(BATCH) + parameters == pytest.approx(peak, rel=0.02)
+        assert said.sum_temporaries(BATCH) + parameters == pytest.approx(peak, rel=0.02)
         assert peak <= ceiling + 2 * parameters  # the sum, and the sum over some samples
     else:
-        assert said.sums(BATCH) == 0
+        assert said.sum_temporaries(BATCH) == 0
         assert peak <= parameters
 
 
@@ -86,13 +88,13 @@ def test_norms_of_which_nothing_is_kept(samples: int) -> None:
     """As ghost clipping uses them; a convolution's input is unfolded all the same."""
     module, x = nn.Conv2d(8, 16, 3, padding=1), torch.randn(samples, 8, 40, 40)
     y = module(x)
-    _Look("layer")(module, (x,), y)
-    seen = Layer("layer", _module(module, dict(module.named_parameters())), current().forwards.pop("layer"), 0)
-    layer, workspace, g = LAYERS[nn.Conv2d]("layer", module), Workspace(flash.CEILING), torch.randn_like(y)
+    ShapeProbe("layer")(module, (x,), y)
+    seen = Layer("layer", layer_shape_of(module, dict(module.named_parameters())), current().forwards.pop("layer"), 0)
+    layer, workspace, g = LAYERS[nn.Conv2d]("layer", module), Workspace(flash.WORKSPACE_BYTES), torch.randn_like(y)
 
     def norms() -> None:
         with record_function(WINDOW + "norms"):
             layer.parameter_squared_norms(x, g, workspace)
 
-    said = flash.FlashClip(seen, fused=False).norms(samples, keep=False)
+    said = flash.FlashClip(seen, in_registers=False).norm_temporaries(samples, keep=False)
     assert said == pytest.approx(window_peaks(norms)["norms"], rel=0.01, abs=ROUNDING)

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from opacus_memprof.analysis.oom.layers import Layer, reduction
-from opacus_memprof.workload import Forward, Module
+from opacus_memprof.analysis.oom.layers import Layer, reduction_workspace
+from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape
 from tests.oracle import formulas
 from tests.oracle.layer import Layer as OracleLayer
 from tests.oracle.layer import peak
@@ -17,8 +17,12 @@ from tests.oracle.layer import peak
 def layer(kind: str, oracle: OracleLayer, tokens: int, rows: int = 0, columns: int = 0) -> Layer:
     """The layer as hooks see it. The oracle's last of two parameters is the bias."""
     weight, *bias = [parameter.numel for parameter in oracle.parameters]
-    module = Module(kind, 4 * (weight + sum(bias)), weight, sum(bias), rows, columns, kind in ("Linear", "Embedding"))
-    return Layer("layer", module, Forward(oracle.batch, tokens, oracle.captured, oracle.backprop, oracle.s, False), 0)
+    module = LayerShape(
+        kind, 4 * (weight + sum(bias)), weight, sum(bias), rows, columns, kind in ("Linear", "Embedding")
+    )
+    return Layer(
+        "layer", module, CaptureShape(oracle.batch, tokens, oracle.captured, oracle.backprop, oracle.s, False), 0
+    )
 
 
 def with_copies(oracle: OracleLayer) -> int:
@@ -38,18 +42,23 @@ LINEARS = [
 def test_linear(oracle: formulas.Linear) -> None:
     ours = layer("Linear", oracle, oracle.positions, oracle.p, oracle.d)
     n = oracle.batch
-    assert ours.gradients(n) == sum(oracle.per_sample_results)
+    assert ours.per_sample_gradients(n) == sum(oracle.per_sample_results)
     assert ours.sampler(n) == pytest.approx(with_copies(oracle), rel=0.05)  # the bias is copied after the weight
-    assert ours.flowing(n, mean=True) == 2 * oracle.backprop + oracle.captured
+    assert ours.passed_gradients(n, mean_loss=True) == 2 * oracle.backprop + oracle.captured
     norms = oracle.norm_sampler()
     assert norms is not None
     if len(oracle.middle) == 1:
-        assert ours.ghost(n) == pytest.approx(peak(norms.timeline), rel=0.01)  # but for norms of a few bytes
+        assert ours.ghost_norms(n) == pytest.approx(peak(norms.timeline), rel=0.01)  # but for norms of a few bytes
 
 
 def test_what_scales_with_the_number_of_samples() -> None:
     ours = layer("Linear", LINEARS[2], 64, 40, 24)
-    for size in (ours.gradients, ours.sampler, ours.ghost, lambda n: ours.flowing(n, mean=True)):
+    for size in (
+        ours.per_sample_gradients,
+        ours.sampler,
+        ours.ghost_norms,
+        lambda n: ours.passed_gradients(n, mean_loss=True),
+    ):
         assert 3 * size(2) == size(6)
 
 
@@ -57,7 +66,7 @@ def test_embedding() -> None:
     oracle = formulas.Embedding(batch=4, s=4, length=6, entries=50, dim=16)
     ours = layer("Embedding", oracle, 6, 50, 16)
     assert ours.sampler(4) == with_copies(oracle)
-    assert ours.ghost(4) < ours.sampler(4)
+    assert ours.ghost_norms(4) < ours.sampler(4)
 
 
 def test_layer_norm() -> None:
@@ -74,8 +83,8 @@ def test_convolution(padding: int) -> None:
 
 def test_casts_of_clipping() -> None:
     half = formulas.Linear(batch=6, s=2, d=24, p=40)
-    assert layer("Linear", half, 1, 40, 24).cast(6) == 4 * 6 * 24 * 40
-    assert layer("Linear", LINEARS[0], 1, 40, 24).cast(6) == 0
+    assert layer("Linear", half, 1, 40, 24).clipping_casts(6) == 4 * 6 * 24 * 40
+    assert layer("Linear", LINEARS[0], 1, 40, 24).clipping_casts(6) == 0
 
 
 @pytest.mark.parametrize(
@@ -89,5 +98,5 @@ def test_casts_of_clipping() -> None:
     ],
 )
 def test_what_sums_took_on_an_h200(outputs: int, rows: int, measured: int) -> None:
-    assert reduction(outputs, rows, 132) == measured
-    assert reduction(outputs, rows, 0) == 0
+    assert reduction_workspace(outputs, rows, 132) == measured
+    assert reduction_workspace(outputs, rows, 0) == 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from browser import Opened
+from made_profiles import an_oom_report
 
 from opacus_memprof.reports.html.oom import oom_page
 from opacus_memprof.reports.palette import category_color
@@ -18,9 +19,9 @@ REQUEST = {"bytes": 1029, "category": "noise", "module": LONG, "op": "mm", "phas
 MODULES = {LONG: {"activations": 5000, "mine": 30}, "": {"activations": 1}} | {
     f"layers.{index}": {"gradients": 100 + index} for index in range(30)
 }
-SUGGESTION = {"code": "x = 1\n", "computed": "by hand", "predicted_peak_bytes": 8001, "saved_bytes": 4002}
+_FIGURES = {"predicted_peak_bytes": 8001, "saved_bytes": 4002}
+SUGGESTION: dict[str, Any] = {"actions": [], "code": "x = 1\n", "computed": "by hand", **_FIGURES}
 REPORT: dict[str, Any] = {
-    "device": "cuda:0",
     "request": REQUEST,
     "live_bytes": 8500,
     "needed": {"bytes": 12_003, "parts": {"temp_matrices": 10_000, "resident": 2003, "noise": 0}},
@@ -45,21 +46,13 @@ REPORT: dict[str, Any] = {
     ],
     "suggestions": [{"title": f"{fits}", "fits": fits, **SUGGESTION} for fits in (True, False, None)],
 }
-EMPTY = REPORT | {
-    "live_bytes": 0,
-    "needed": {"bytes": 1029, "parts": {}},
-    "holders": {"categories": {}, "modules": {}, "steps": []},
-    "room": dict.fromkeys(REPORT["room"]),
-    "batch": dict.fromkeys(REPORT["batch"]),
-    "layers": [],
-    "suggestions": [],
-}
+EMPTY: dict[str, Any] = {"request": REQUEST, "needed": {"bytes": 1029}}
 
 
 @pytest.fixture
 def opened(open_page: Open, tmp_path: Path) -> Callable[[dict[str, Any]], Opened]:
     def opening(report: dict[str, Any]) -> Opened:
-        (tmp_path / "oom_report.html").write_text(oom_page(report), encoding="utf-8")
+        (tmp_path / "oom_report.html").write_text(oom_page(an_oom_report(**report)), encoding="utf-8")
         return open_page(tmp_path / "oom_report.html", viewport={"width": 500, "height": 900})
 
     return opening
@@ -110,6 +103,6 @@ def test_nothing_is_known(opened: Callable[[dict[str, Any]], Opened]) -> None:
 
 
 def test_without_scripts_it_says_where_to_look() -> None:
-    page = oom_page(REPORT)
+    page = oom_page(an_oom_report(**REPORT))
     assert "needs JavaScript. The same figures: oom_report.txt." in page
     assert "http" not in page.replace("http-equiv", "")

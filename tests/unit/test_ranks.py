@@ -4,22 +4,27 @@
 import json
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 from typer.testing import CliRunner
 
 from opacus_memprof.analysis import ranks
 from opacus_memprof.analysis.job import list_ranks
 from opacus_memprof.cli import app
-from opacus_memprof.directory import ProfileDirectory, claim, rank_directories
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.launch import Launch
+from opacus_memprof.profiles.directory import ProfileDirectory, claim, rank_directories
+from opacus_memprof.profiles.job_summary import JobSummary
+from opacus_memprof.profiles.json_object import to_json
+from opacus_memprof.profiles.launch import Launch
+from opacus_memprof.profiles.schemas import schema_of
 from opacus_memprof.reports.ranks import print_ranks
 from tests.unit.event_files import EventFile
+from tests.unit.made_profiles import a_device, a_peak, a_profile
 
 JOB = Launch(0, 4, 0, "a", "job", 100, "0")
 VERSIONS = {"torch": "2.15.0", "opacus": "1.6.0"}
@@ -27,65 +32,42 @@ VERSIONS = {"torch": "2.15.0", "opacus": "1.6.0"}
 
 def write(
     path: Path, rank: int, *, launch: Launch = JOB, modules: tuple[str, ...] = ("", "head"), **categories: int
-) -> dict[str, Any]:
-    """A rank's directory with a finished profile, whose peak has these categories; returns its profile."""
+) -> None:
+    """A rank's directory with a finished profile, whose peak has these categories."""
     folder = path / f"rank_{rank}"
     folder.mkdir(parents=True, exist_ok=True)
-    said = replace(launch, rank=rank, local_rank=rank).to_json()
+    said = replace(launch, rank=rank, local_rank=rank)
     size = sum(categories.values())
-    profile = {
-        "format": 1,
-        "versions": VERSIONS,
-        "status": "finished",
-        "exit_code": 0,
-        "error": None,
-        "launch": said,
-        "started_unix_ns": 10,
-        "ended_unix_ns": 20,
-        "events": {"recorded": 5, "dropped": 0},
-        "devices": {
-            f"cuda:{rank}": {
-                "peak": {
-                    "requested_bytes": size,
-                    "allocated_bytes": size,
-                    "reserved_bytes": 2 * size,
-                    "step": 1,
-                    "phase": "backward",
-                    "categories": {**categories, "noise": 0},
-                    "modules": {},
-                    "components": {},
-                    "remainder_bytes": 0,
-                },
-                "phases": {},
-                "steps": [{"step": 0, "complete": True}, {"step": 1, "complete": True}],
-                "snapshots": [{"outside_pytorch": 7}, {"outside_pytorch": 9}, {"outside_pytorch": None}],
-                "out_of_memory": [],
-                "timeline": {},
-                "steps_left_out": 0,
-                "end_bytes": 0,
-            }
-        },
-        "pid": 1,
-        "findings": [],
-        "warnings": [],
-    }
-    (folder / "meta.json").write_text(json.dumps({"format": 1, "launch": said, "names": {"modules": modules}}))
-    (folder / "profile.json").write_text(json.dumps(profile))
-    return profile
+    peak = a_peak(
+        requested_bytes=size,
+        allocated_bytes=size,
+        reserved_bytes=2 * size,
+        step=1,
+        phase="backward",
+        categories={**categories, "noise": 0},
+    )
+    device = a_device(
+        peak=peak,
+        steps=[{"step": 0}, {"step": 1}],
+        snapshots=[{"outside_pytorch": 7}, {"outside_pytorch": 9}, {"outside_pytorch": None}],
+    )
+    profile = a_profile(versions=VERSIONS, launch=said, devices={f"cuda:{rank}": device})
+    (folder / "meta.json").write_text(to_json({"format": 1, "launch": said, "names": {"modules": modules}}))
+    (folder / "profile.json").write_text(to_json(profile))
 
 
 def change(path: Path, rank: int, **keys: Any) -> None:
     file = path / f"rank_{rank}" / "profile.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+    file.write_text(to_json(json.loads(file.read_text()) | keys))
 
 
-def printed(summary: dict[str, Any]) -> str:
+def printed(summary: JobSummary) -> str:
     console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     print_ranks(summary, console)
     return console.export_text()
 
 
-def four(path: Path) -> dict[str, Any]:
+def four(path: Path) -> JobSummary:
     for rank in range(4):
         write(path, rank, activations=1000, gradients=400 if rank == 2 else 100)
     return ranks.load_ranks(path)
@@ -132,8 +114,8 @@ def test_a_killed_rank_counts_as_far_as_it_got(tmp_path: Path) -> None:
     (tmp_path / "rank_1").mkdir()
     file.write(tmp_path / "rank_1")
     meta = json.loads((tmp_path / "rank_1/meta.json").read_text())
-    meta |= {"launch": replace(JOB, rank=1, world_size=2).to_json(), "versions": VERSIONS}
-    (tmp_path / "rank_1/meta.json").write_text(json.dumps(meta))
+    meta |= {"launch": replace(JOB, rank=1, world_size=2), "versions": VERSIONS}
+    (tmp_path / "rank_1/meta.json").write_text(to_json(meta))
     found = ranks.load_ranks(tmp_path)
     assert found["status"] == "killed"
     assert [row["peak"]["requested_bytes"] for row in found["ranks"]] == [100, 300]
@@ -169,7 +151,7 @@ def test_what_does_not_fit_together_is_said(tmp_path: Path) -> None:
     four(tmp_path)
     change(tmp_path, 1, versions={**VERSIONS, "torch": "2.11.0"}, status="failed", error="ValueError: no data")
     write(tmp_path, 3, modules=("", "tail"), activations=1000, gradients=100)
-    hosts = [{**replace(JOB, rank=rank, host=host).to_json()} for rank, host in ((0, "a"), (2, "b"))]
+    hosts = [replace(JOB, rank=rank, host=host) for rank, host in ((0, "a"), (2, "b"))]
     change(tmp_path, 0, launch=hosts[0])
     change(tmp_path, 2, launch=hosts[1], started_unix_ns=2_000_000_020, ended_unix_ns=3_000_000_000)
     found = ranks.load_ranks(tmp_path)
@@ -242,7 +224,9 @@ def test_only_the_last_one_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "kept").rename(tmp_path / "rank_1/profile.json")
     summary = ranks.finish(both[1])
     assert summary is not None
-    assert json.loads((tmp_path / "ranks.json").read_text()) == summary
+    written = json.loads((tmp_path / "ranks.json").read_text())
+    assert written == summary
+    jsonschema.validate(written, schema_of(JobSummary))
     assert ranks.finish(both[0]) is None  # it is done
     for claimed in both:
         claimed.release()

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from opacus_memprof import _native, snapshots
+from opacus_memprof.profiles.live_memory import DeviceCount
+from opacus_memprof.recording import native, snapshots
 
 LEDGER = {"model_parameters": 3000, "noise": 1000, "pending_free": 0}
 
@@ -48,16 +49,17 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "memory_stats", machine.memory_stats)
     monkeypatch.setattr(torch.cuda, "mem_get_info", machine.mem_get_info)
-    monkeypatch.setattr(_native, "HAS_CUDA", True)
-    monkeypatch.setattr(_native, "cuda_refresh", machine.refresh)
-    taken = {"name": "now", "devices": {"cuda:0": {"requested_bytes": 4000, "categories": dict(LEDGER)}}}
-    monkeypatch.setattr(_native, "snapshot", lambda name: taken)
+    monkeypatch.setattr(native, "HAS_CUDA", True)
+    monkeypatch.setattr(native, "cuda_refresh", machine.refresh)
+    counts = {"cuda:0": {"requested_bytes": 4000, "categories": dict(LEDGER)}}
+    taken = {"index": 0, "name": "now", "unix_ns": 0, "step": 0, "logical_step": 0, "devices": counts}
+    monkeypatch.setattr(native, "snapshot", lambda name: taken)
     return machine
 
 
-def take() -> dict[str, Any]:
+def take() -> DeviceCount:
     assert gc.isenabled()
-    device = snapshots.take("now")["devices"]["cuda:0"]
+    device = snapshots.take("now").devices["cuda:0"]
     assert gc.isenabled()
     assert sum(device["categories"].values()) == device["requested_bytes"]
     return device
@@ -80,6 +82,15 @@ def test_what_waits_for_a_side_stream_is_counted_once(cuda: Any) -> None:
     assert device["categories"]["pending_free"] == 500
     assert device["remainder"] == 0
     assert device["requested_bytes"] + device["rounding"] + device["cached"] == 2**21
+
+
+def test_captures_are_one_category_and_its_two_parts(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {"activation_hooks_shared": 1000, "activation_hooks_opacus_only": 500, "noise": 2500}
+    taken = native.snapshot("now")
+    taken["devices"]["cuda:0"]["categories"] = held
+    device = take()
+    assert device.categories == {"activation_hooks": 1500, "noise": 2500}
+    assert device.activation_hooks == {"shared_with_autograd": 1000, "opacus_only": 500}
 
 
 def test_a_difference_shows(cuda: Any) -> None:

@@ -12,21 +12,21 @@ import torch
 from torch import nn
 from torch.func import vmap
 
-from opacus_memprof import _native
+from opacus_memprof.recording import native
 
-GRADIENTS, STATES = _native.category_id("gradients"), _native.category_id("optimizer_states")
+GRADIENTS, STATES = native.category_id("gradients"), native.category_id("optimizer_states")
 
 
 @pytest.fixture(autouse=True)
 def cpu() -> Iterator[None]:
-    _native.cpu_install()
+    native.cpu_install()
     yield
-    _native.cpu_uninstall()
+    native.cpu_uninstall()
 
 
 def category_of(tensor: torch.Tensor) -> str:
     address = tensor.untyped_storage().data_ptr()
-    return next(str(block["category"]) for block in _native.live_blocks() if block["address"] == address)
+    return next(str(block["category"]) for block in native.live_blocks() if block["address"] == address)
 
 
 A, B, C, D = (torch.zeros(1) for _ in range(4))
@@ -47,21 +47,21 @@ A, B, C, D = (torch.zeros(1) for _ in range(4))
     ],
 )
 def test_tensors_in_what_programs_pass_around(value: Any, found: list[torch.Tensor]) -> None:
-    assert [t.data_ptr() for t in _native.tensors_in(value)] == [t.data_ptr() for t in found]
+    assert [t.data_ptr() for t in native.tensors_in(value)] == [t.data_ptr() for t in found]
 
 
 @pytest.mark.parametrize("value", [7, object(), 2.5])
 def test_what_nests_nothing_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="not iterable"):
-        _native.retag(value, GRADIENTS)
+        native.retag(value, GRADIENTS)
 
 
 def test_a_list_that_holds_itself_is_refused() -> None:
     endless: list[Any] = [A]
     endless.append(endless)
     with pytest.raises(RecursionError):
-        _native.tensors_in(endless)
-    assert _native.tensors_in([A])  # the interpreter's count is as it was
+        native.tensors_in(endless)
+    assert native.tensors_in([A])  # the interpreter's count is as it was
 
 
 def test_a_mapping_that_fails_is_heard() -> None:
@@ -70,7 +70,7 @@ def test_a_mapping_that_fails_is_heard() -> None:
             raise LookupError("values")
 
     with pytest.raises(LookupError, match="values"):
-        _native.tensors_in([Broken()])
+        native.tensors_in([Broken()])
 
 
 @pytest.mark.parametrize(
@@ -85,21 +85,21 @@ def test_a_mapping_that_fails_is_heard() -> None:
     ],
 )
 def test_a_batch_is_its_samples_and_elements(make: Callable[[], Any], expected: tuple[int, int]) -> None:
-    assert _native.tag_inputs(make()) == expected
+    assert native.tag_inputs(make()) == expected
 
 
 def test_inputs_are_what_nobody_has_computed_or_claimed() -> None:
     given, weight, claimed = torch.zeros(100), torch.zeros(100).requires_grad_(), torch.zeros(100)
     computed = 2 * weight
-    _native.retag(claimed, GRADIENTS)
-    _native.tag_inputs([given, weight, computed, claimed])
+    native.retag(claimed, GRADIENTS)
+    native.tag_inputs([given, weight, computed, claimed])
     categories = [category_of(tensor) for tensor in (given, weight, computed, claimed)]
     assert categories == ["inputs", "unattributed", "unattributed", "gradients"]
 
 
 def test_nested_tensors_are_inputs_without_a_size() -> None:
     values = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)])
-    assert _native.tag_inputs((values,)) == (-1, 0)
+    assert native.tag_inputs((values,)) == (-1, 0)
     assert category_of(values.values()) == "inputs"
 
 
@@ -114,53 +114,53 @@ def test_nested_tensors_are_inputs_without_a_size() -> None:
 def test_a_target_from_forward_is_inputs_where_nobody_else_holds_it(
     made: Callable[[], torch.Tensor], category: str
 ) -> None:
-    with _native.Tag(category=_native.category_id("forward_undecided")):
+    with native.Tag(category=native.category_id("forward_undecided")):
         target = made()
-    _native.tag_target(target)
+    native.tag_target(target)
     assert category_of(target) == category
 
 
 def test_a_target_that_something_else_holds_is_left_alone() -> None:
-    with _native.Tag(category=_native.category_id("forward_undecided")):
+    with native.Tag(category=native.category_id("forward_undecided")):
         activation = torch.zeros(100)
     target = activation.detach()
-    _native.tag_target(target)
+    native.tag_target(target)
     assert category_of(target) == "forward_undecided"
     del activation
-    _native.tag_target(target)
+    native.tag_target(target)
     assert category_of(target) == "inputs"
 
 
 def test_targets_without_memory_of_their_own_are_passed_over() -> None:
     def loss(target: torch.Tensor) -> torch.Tensor:
-        _native.tag_target(target)
+        native.tag_target(target)
         return target.sum()
 
     assert vmap(loss)(torch.ones(3, 2)).tolist() == [2, 2, 2]
     for target in (None, 7, "text", torch.zeros(3, device="meta"), torch.sparse_coo_tensor(size=(2, 2))):
-        _native.tag_target(target)
+        native.tag_target(target)
 
 
 def test_the_first_state_speaks_for_all() -> None:
     first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     states = {first: {"step": 3, "moments": [torch.zeros(100)]}, second: {"moments": [torch.zeros(100)]}}
-    assert _native.retag_first_state({}, STATES) == 0
-    assert _native.retag_first_state({"step": 7}, STATES) == 0
-    assert _native.retag_first_state(states, STATES) == 400
-    assert _native.retag_first_state(states, STATES) == 0
+    assert native.retag_first_state({}, STATES) == 0
+    assert native.retag_first_state({"step": 7}, STATES) == 0
+    assert native.retag_first_state(states, STATES) == 400
+    assert native.retag_first_state(states, STATES) == 0
     states[first]["moments"] = [torch.zeros(50)]
-    assert _native.retag_first_state(states, STATES) == 200
+    assert native.retag_first_state(states, STATES) == 200
 
 
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda: _native.set_phase(-1), ValueError),
-        (lambda: _native.set_phase(200), ValueError),
-        (lambda: _native.set_phase("forward"), TypeError),  # type: ignore[arg-type]
-        (lambda: _native.retag(A), TypeError),  # type: ignore[call-arg]
-        (lambda: _native.retag_attribute([A], 3, GRADIENTS), TypeError),  # type: ignore[arg-type]
-        (lambda: _native.retag_first_state([A], GRADIENTS), TypeError),  # type: ignore[arg-type]
+        (lambda: native.set_phase(-1), ValueError),
+        (lambda: native.set_phase(200), ValueError),
+        (lambda: native.set_phase("forward"), TypeError),  # type: ignore[arg-type]
+        (lambda: native.retag(A), TypeError),  # type: ignore[call-arg]
+        (lambda: native.retag_attribute([A], 3, GRADIENTS), TypeError),  # type: ignore[arg-type]
+        (lambda: native.retag_first_state([A], GRADIENTS), TypeError),  # type: ignore[arg-type]
     ],
 )
 def test_arguments_of_another_kind_are_refused(call: Callable[[], object], error: type[Exception]) -> None:
@@ -169,7 +169,7 @@ def test_arguments_of_another_kind_are_refused(call: Callable[[], object], error
 
 
 def test_set_phase_returns_the_one_before() -> None:
-    idle, clip = _native.phase_id("idle"), _native.phase_id("clip")
-    before = _native.set_phase(clip)
-    assert _native.set_phase(idle) == clip
-    _native.set_phase(before)
+    idle, clip = native.phase_id("idle"), native.phase_id("clip")
+    before = native.set_phase(clip)
+    assert native.set_phase(idle) == clip
+    native.set_phase(before)

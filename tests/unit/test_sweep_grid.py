@@ -4,7 +4,7 @@
 import pytest
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments.sweep.grid import comparison, grid
+from opacus_memprof.experiments.grid import grid, methods, one_at_a_time
 from tests.unit.sweep_results import BASE
 
 Sizes = tuple[int, int, int | None, int | None]
@@ -70,7 +70,7 @@ def test_names_tell_cells_apart() -> None:
 
 
 def test_the_comparison_varies_one_thing_at_a_time() -> None:
-    cells = sizes(comparison(BASE))
+    cells = sizes(one_at_a_time(BASE))
     middle = (128, 8, 1, None)
     assert cells[0] == middle
     assert all(sum(one != other for one, other in zip(cell, middle, strict=True)) == 1 for cell in cells[1:])
@@ -78,3 +78,12 @@ def test_the_comparison_varies_one_thing_at_a_time() -> None:
     assert {cell[1] for cell in cells} == {8, 16, 32}
     assert {cell[2] for cell in cells} == {1, 2, 4}
     assert {cell[3] for cell in cells} == {None, 16, 32}
+
+
+def test_methods_come_with_vanilla_first() -> None:
+    assert [cell.name for cell in methods(BASE, [])] == ["vanilla", "hooks", "functorch", "ew", "ghost", "flash_clip"]
+    chosen = methods(BASE, ["flash-clip", "vanilla", "vanilla"])
+    assert [cell.name for cell in chosen] == ["vanilla", "flash_clip"]
+    assert [cell.label for cell in chosen] == ["Vanilla (No DP-SGD)", "Flash Clipping (DP-SGD)"]
+    with pytest.raises(MemprofError, match='there is no mode "fast"'):
+        methods(BASE, ["fast"])

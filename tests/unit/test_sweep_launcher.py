@@ -2,13 +2,15 @@
 """How cells are spread over GPUs."""
 
 import threading
+import time
 from collections import Counter
 from contextlib import closing
+from itertools import pairwise
 
 import pytest
 
-from opacus_memprof.experiments.sweep.grid import Cell, grid
-from opacus_memprof.experiments.sweep.launcher import Local
+from opacus_memprof.experiments.grid import Cell, grid
+from opacus_memprof.experiments.launcher import Local
 from tests.unit.sweep_results import BASE
 
 
@@ -94,3 +96,17 @@ def test_a_cell_that_cannot_be_run_ends_the_others(cells: list[Cell]) -> None:
     with pytest.raises(OSError, match="the disk is full"):
         list(Local(run_cell, stopped.set, [0, 1]).run(cells))
     assert stopped.is_set()
+
+
+def test_a_gpu_rests_between_two_cells_and_not_before_the_first(cells: list[Cell]) -> None:
+    times: dict[int | None, list[float]] = {0: [], 1: []}
+
+    def run_cell(cell: Cell, gpu: int | None) -> dict[str, object]:
+        times[gpu].append(time.monotonic())
+        return {}
+
+    begin = time.monotonic()
+    list(Local(run_cell, lambda: None, [0, 1], pause=0.2).run(cells[:4]))
+    for begun in times.values():
+        assert begun[0] - begin < 0.15
+        assert all(later - earlier >= 0.2 for earlier, later in pairwise(begun))

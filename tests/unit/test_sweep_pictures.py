@@ -1,31 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the pictures of several results show; that they look right is for the eye."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from opacus_memprof.experiments.sweep import pictures
-from opacus_memprof.experiments.sweep.details import COMPONENT_COLORS, TYPE_COLORS, component_bytes, operation_bytes
-from opacus_memprof.experiments.sweep.grid import grid
-from opacus_memprof.experiments.sweep.heatmap import cells_by_sizes
-from opacus_memprof.experiments.sweep.memory_types import MEMORY_TYPES
-from opacus_memprof.experiments.sweep.overview import lines_over, varied_sizes
-from opacus_memprof.experiments.sweep.reading import categories, failure, label, outcome, peak_bytes
+import pytest
+
+from opacus_memprof.experiments.figures import details, overview
+from opacus_memprof.experiments.figures.details import COMPONENT_COLORS, TYPE_COLORS
+from opacus_memprof.experiments.figures.heatmap import rows_by_sizes
+from opacus_memprof.experiments.figures.overview import lines_over, varied_sizes
+from opacus_memprof.experiments.grid import grid
+from opacus_memprof.experiments.memory_types import MEMORY_TYPES
+from opacus_memprof.experiments.presets import DETAILED_SWEEP, SINGLE_GPU
+from opacus_memprof.experiments.rows import Row
 from tests.unit.sweep_results import BASE, GIB, failed, finished, out_of_memory
 
 CELLS, _ = grid(BASE, [16, 32], [8], [1, 2, 4], [0, 8])
-ROWS = [finished(cell.configuration) for cell in CELLS]
-ROWS[-1] = out_of_memory(CELLS[-1].configuration)
-ROWS[-2] = failed(CELLS[-2].configuration)
+MADE = [finished] * 10 + [failed, out_of_memory]
+ROWS = [Row(cell.name, cell.label, made(cell.configuration)) for cell, made in zip(CELLS, MADE, strict=True)]
 
 
 def test_what_is_read_from_a_result() -> None:
-    assert label(ROWS[0]) == "S 16 · B 8/1 · full"
-    assert peak_bytes(ROWS[0]) == GIB + 16 * 2**20 + 300
-    assert categories(ROWS[0]) == {"model_parameters": GIB, "activations": 16 * 2**20, "activation_hooks": 300}
-    assert failure(ROWS[0]) is None
-    assert [outcome(ROWS[place]) for place in (0, -1, -2)] == ["", " (OOM)", " (failed)"]
-    assert failure(ROWS[-1]) == "out of memory, asked 3.00 GiB more"
-    assert (failure(ROWS[-2]), peak_bytes(ROWS[-2]), categories(ROWS[-2])) == ("failed", None, {})
+    assert ROWS[0].short == "S 16 · B 8/1 · full"
+    assert ROWS[0].total == GIB + 16 * 2**20 + 300
+    assert ROWS[0].bytes == {"model_parameters": GIB, "activations": 16 * 2**20, "activation_hooks": 300}
+    assert [ROWS[place].outcome for place in (0, -1, -2)] == ["finished", "out of memory", "failed"]
+    assert [ROWS[place].refused_bytes for place in (0, -1, -2)] == [0, 3 * GIB, 0]
+    assert (ROWS[-2].total, ROWS[-2].bytes) == (0, {})
 
 
 def test_a_line_differs_in_one_size_only() -> None:
@@ -35,47 +39,98 @@ def test_a_line_differs_in_one_size_only() -> None:
     for line in lines:
         sizes = [value for value, _ in line]
         assert sizes == sorted(sizes)
-        tokens = line[0][1]["config"]["seq_length"]
-        assert [peak_bytes(result) for _, result in line] == [GIB + tokens * size * 2**20 + 300 for size in sizes]
+        tokens = line[0][1].result["config"]["seq_length"]
+        assert [row.total for _, row in line] == [GIB + tokens * size * 2**20 + 300 for size in sizes]
     ranks = lines_over("lora_rank", ROWS)
     assert {tuple(value for value, _ in line) for line in ranks} == {(0, 8), (8,)}
 
 
 def test_the_heat_map_finds_every_cell() -> None:
-    cells = cells_by_sizes(ROWS)
+    cells = rows_by_sizes(ROWS)
     assert len(cells) == 12
-    assert cells[8, 8, 32, 4]["status"] == "out_of_memory"
-    assert cells[0, 8, 16, 2]["config"]["max_physical_batch_size"] == 2
-    whole = finished(BASE)  # no physical batch size of its own: all of the batch at once
-    assert list(cells_by_sizes([whole])) == [(0, 1, 128, 1)]
+    assert cells[8, 8, 32, 4].ran_out
+    assert cells[0, 8, 16, 2].result["config"]["max_physical_batch_size"] == 2
+    whole = Row("", "", finished(BASE))  # no physical batch size of its own: all of the batch at once
+    assert list(rows_by_sizes([whole])) == [(0, 1, 128, 1)]
 
 
 def test_components_kinds_and_operations() -> None:
-    assert component_bytes(ROWS[0]) == {"mlp": GIB + 300, "other": 16 * 2**20}
-    assert component_bytes(ROWS[-2]) == {}
-    assert operation_bytes(ROWS[0], "backward") == ROWS[0]["peak"]["categories"]
-    assert operation_bytes(ROWS[0], "noise") == {}
+    assert {name: sum(sizes.values()) for name, sizes in ROWS[0].components.items()} == {
+        "mlp": GIB + 300,
+        "other": 16 * 2**20,
+    }
+    assert ROWS[-2].components == {}
+    assert ROWS[0].operation("backward") == ROWS[0].peak["categories"]
+    assert ROWS[0].operation("noise") == {}
     assert TYPE_COLORS.keys() == MEMORY_TYPES.keys()
 
 
 def test_every_component_has_a_colour() -> None:
-    from opacus_memprof.analysis.components import OTHER, RULES
+    from opacus_memprof.analysis.components import BLOCK, OTHER, RULES
 
-    assert COMPONENT_COLORS.keys() == {*RULES.values(), OTHER}
+    assert COMPONENT_COLORS.keys() == {*RULES.values(), BLOCK, OTHER}
 
 
 def test_all_pictures_are_there(tmp_path: Path) -> None:
-    results = {CELLS[0].name: ROWS[0], CELLS[-1].name: ROWS[-1], CELLS[-2].name: ROWS[-2]}
-    pictures.draw_sweep(results, tmp_path, detailed=True)
-    timelines = {f"memory_timeline_config_{name}" for name in results}
+    rows = [ROWS[0], ROWS[-1], ROWS[-2]]
+    drawn = DETAILED_SWEEP.draw(rows, tmp_path)
+    timelines = {f"memory_timeline_config_{row.name}" for row in rows}
     summaries = {"memory_analysis_overview", "memory_heatmap", "detailed_memory_analysis", "operation_level_breakdown"}
     expected = {f"{stem}{suffix}.png" for stem in timelines | summaries for suffix in ("", "_dark")}
-    assert {path.name for path in tmp_path.iterdir()} == expected
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in drawn} == expected
 
 
 def test_nothing_was_measured(tmp_path: Path) -> None:
     """Every run failed: there are pictures all the same, and they say so."""
-    results = {CELLS[0].name: failed(CELLS[0].configuration)}
-    pictures.draw_sweep(results, tmp_path, detailed=True)
-    pictures.draw_single_gpu(results, tmp_path)
+    rows = [Row(CELLS[0].name, CELLS[0].label, failed(CELLS[0].configuration))]
+    DETAILED_SWEEP.draw(rows, tmp_path)
+    SINGLE_GPU.draw(rows, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2 * 7
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is drawn, before it is saved."""
+    kept: list[Any] = []
+    for module in (details, overview):
+        drawn = module.drawn
+
+        @contextlib.contextmanager
+        def keeping(*arguments: Any, drawn: Any = drawn) -> Iterator[Any]:
+            with drawn(*arguments) as figure:
+                yield figure
+                kept.append(figure)
+
+        monkeypatch.setattr(module, "drawn", keeping)
+    return kept
+
+
+def test_two_rows_of_operations_lose_no_entry_of_the_legend_and_no_tick(figures: list[Any], tmp_path: Path) -> None:
+    from opacus_memprof.profiles.categories import REPORTED
+
+    rows = [Row(cell.name, cell.label, finished(cell.configuration)) for cell in CELLS[:2]]
+    for place, phase in enumerate(("forward", "backward", "clip", "noise", "optimizer_step")):
+        sizes = dict.fromkeys(REPORTED[4 * place : 4 * place + 4], 100 * 2**20)
+        for row in rows:
+            row.result["phases"][phase] = {"peak_bytes": 400 * 2**20, "categories": sizes}
+    details.operation_breakdown(rows, tmp_path / "a.png", "light")
+    (figure,) = figures
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == 20
+    assert all(text.get_window_extent().y0 >= 0 for text in legend.get_texts())
+    for axes in figure.axes:
+        ticks = [tick.get_window_extent() for tick in axes.get_xticklabels() if tick.get_window_extent().width]
+        low, high = axes.get_window_extent().x0 - 1, axes.get_window_extent().x1 + 1
+        shown = [box for box in ticks if low <= (box.x0 + box.x1) / 2 <= high]
+        assert shown
+        assert not any(a.overlaps(b) for index, a in enumerate(shown) for b in shown[:index])
+
+
+def test_the_lines_of_the_trends_are_explained(figures: list[Any], tmp_path: Path) -> None:
+    overview.analysis_overview(ROWS, tmp_path / "a.png", "dark")
+    panels = figures[0].get_children()[-1].axes
+    assert [panel.get_title(loc="left") for panel in panels] == ["Sequence length", "Physical batch size", "LoRA rank"]
+    said = [text.get_text() for text in panels[0].get_legend().get_texts()]
+    assert said == ["Physical batch size:", "1", "2", "4", "LoRA rank:", "full", "8", "did not finish"]
+    looks = {(line.get_color(), line.get_marker()) for line in panels[0].lines if line.get_linestyle() != "None"}
+    assert len(looks) == 6  # one for each combination

@@ -6,7 +6,8 @@ import io
 import pytest
 from rich.console import Console
 
-from opacus_memprof.experiments.sweep.progress import board, line, time_left
+from opacus_memprof.experiments.progress import board, time_left
+from opacus_memprof.experiments.rows import Row
 from tests.unit.sweep_results import BASE, failed, finished, out_of_memory
 
 
@@ -21,18 +22,20 @@ def test_the_others_take_as_long_as_those_before() -> None:
 def test_what_is_said_of_a_cell() -> None:
     text = io.StringIO()
     with board(Console(file=text, width=200), 3, 2) as ended:
-        ended("one", finished(BASE))
-        ended("two", out_of_memory(BASE))
-        ended("three", failed(BASE))
+        ended(Row("one", "", finished(BASE)))
+        ended(Row("two", "", out_of_memory(BASE)))
+        ended(Row("three", "", failed(BASE)))
     lines = text.getvalue().splitlines()
-    assert lines[0] == "one  finished, peak 1.13 GiB in backward, 12 ms a step"  # 1 GiB, 128 MiB, 300 B
-    assert (
-        lines[1] == "two  out of memory, peak 1.13 GiB in backward, 3.00 GiB more for per_sample_gradients did not fit"
-    )
-    assert lines[2] == "three  failed: ValueError while loading the model: no"
+    said = "one  finished, peak 1.13 GiB in backward, 12.5 ms a step"  # 1 GiB, 128 MiB, 300 B
+    assert lines[0] == f"{said}  [1 of 3, about 0:00:00 left]"
+    said = "two  out of memory, peak 1.13 GiB in backward, 3.00 GiB more for per_sample_gradients did not fit"
+    assert lines[1].startswith(f"{said}  [2 of 3, ")
+    assert lines[2].startswith("three  failed: ValueError while loading the model: no  [3 of 3, ")
     assert "3/3 configurations, 2 at once," in lines[-1]
 
 
 def test_brackets_of_an_error_are_no_markup() -> None:
-    said = line("name", failed(BASE) | {"error": "IndexError: [/] a[0]"})
-    assert "[/] a[0]" in Console(file=io.StringIO(), width=200).render_str(said).plain
+    text = io.StringIO()
+    with board(Console(file=text, width=200), 1, 1) as ended:
+        ended(Row("one", "", failed(BASE) | {"error": "IndexError: [/] a[0]"}))
+    assert text.getvalue().startswith("one  failed: IndexError: [/] a[0]")

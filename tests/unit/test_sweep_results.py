@@ -8,26 +8,32 @@ from pathlib import Path
 import pytest
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.experiments.configuration import Configuration
+from opacus_memprof.experiments.directory import ResultsDirectory
 from opacus_memprof.experiments.files import write_json
-from opacus_memprof.experiments.sweep.grid import Cell, grid
-from opacus_memprof.experiments.sweep.results import ResultsDirectory
+from opacus_memprof.experiments.grid import Cell, grid, methods
+from opacus_memprof.experiments.presets import EXPERIMENTS, SINGLE_GPU, SWEEP
 from tests.unit.sweep_results import BASE, failed, finished, out_of_memory
 
 CELLS, _ = grid(BASE, [16, 32], [8], [1, 2], [0])
 
 
 def sweep(path: Path, cells: list[Cell] = CELLS, *, resume: bool = False) -> ResultsDirectory:
-    return ResultsDirectory(path, "sweep", cells, grows=False, resume=resume)
+    return ResultsDirectory(path, SWEEP, cells, resume=resume)
 
 
 def single(path: Path, cells: list[Cell], *, resume: bool = False) -> ResultsDirectory:
-    return ResultsDirectory(path, "single-gpu", cells, grows=True, resume=resume)
+    return ResultsDirectory(path, SINGLE_GPU, cells, resume=resume)
 
 
 def put(directory: ResultsDirectory, cell: Cell, result: dict) -> None:
     folder = directory.run_directory(cell.name)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "result.json", result)
+
+
+def names(directory: ResultsDirectory) -> list[str]:
+    return [row.name for row in directory.rows()]
 
 
 def content(path: Path) -> dict[str, bytes]:
@@ -42,7 +48,7 @@ def test_what_has_ended_is_not_run_again(tmp_path: Path) -> None:
         put(directory, CELLS[2], failed(CELLS[2].configuration))
     with sweep(tmp_path / "r", resume=True) as directory:
         assert directory.missing() == CELLS[2:]
-        assert list(directory.results()) == [cell.name for cell in CELLS[:3]]
+        assert names(directory) == [cell.name for cell in CELLS[:3]]
 
 
 def test_resume_begins_where_there_is_nothing(tmp_path: Path) -> None:
@@ -57,7 +63,7 @@ def test_single_runs_gather(tmp_path: Path) -> None:
             put(directory, cell, finished(cell.configuration))
     with single(tmp_path, CELLS[1:], resume=True) as directory:
         assert directory.missing() == CELLS[2:]
-        assert list(directory.results()) == directory.names[:2] == [cell.name for cell in CELLS[:2]]
+        assert names(directory) == directory.names[:2] == [cell.name for cell in CELLS[:2]]
     with single(tmp_path, CELLS[:1]) as directory:
         assert directory.missing() == CELLS[:1]  # measured anew
         assert directory.names == [cell.name for cell in CELLS]
@@ -130,7 +136,10 @@ def test_a_damaged_result_is_refused_in_a_sentence(tmp_path: Path, part: tuple[s
     with sweep(tmp_path, resume=True) as directory, pytest.raises(MemprofError) as refused:
         directory.missing()
     lacking = ".".join([*part, key])
-    assert str(refused.value) == f"{file} is damaged, for it lacks {lacking}: remove it, or run the experiment again"
+    assert (
+        str(refused.value)
+        == f"{file} is not the profiler's, for it lacks {lacking}: remove it, or run the experiment again"
+    )
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
@@ -175,3 +184,44 @@ def test_a_call_that_was_refused_leaves_nothing(tmp_path: Path) -> None:
         ended_by(refused, sweep(tmp_path / name, resume=True), {})
         assert content(tmp_path / name) == before
         assert "manifest.json" in before
+
+
+def test_methods_gather_each_with_its_result_beside_its_run(tmp_path: Path) -> None:
+    def run(modes: list[str], *, resume: bool = False, base: Configuration = BASE) -> list[str]:
+        """What had to be run; the names of all rows are checked."""
+        cells = methods(base, modes)
+        with ResultsDirectory(tmp_path, EXPERIMENTS, cells, resume=resume) as directory:
+            missing = directory.missing()
+            for cell in missing:
+                put(directory, cell, finished(cell.configuration) | {"oom_report": "profile/oom_report.txt"})
+                row = directory.add(cell, json.loads((directory.run_directory(cell.name) / "result.json").read_text()))
+                assert row.oom_report == f"{cell.name}_result.run/profile/oom_report.txt"
+            assert directory.outputs == tmp_path / "visualizations"
+            seen.append(names(directory))
+        return [cell.name for cell in missing]
+
+    seen: list[list[str]] = []
+    assert run(["ghost"]) == ["ghost"]
+    assert run(["vanilla", "ghost"], resume=True) == ["vanilla"]
+    assert run(["vanilla"]) == ["vanilla"]  # measured anew
+    assert seen == [["ghost"], ["vanilla", "ghost"], ["vanilla", "ghost"]]
+    assert json.loads((tmp_path / "ghost_result.json").read_text())["profile"] == "ghost_result.run/profile"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "ghost_result.json",
+        "ghost_result.run",
+        "manifest.json",
+        "vanilla_result.json",
+        "vanilla_result.run",
+    }
+    with pytest.raises(MemprofError, match="holds results with num_steps 3, and this call has 9"):
+        run(["hooks"], base=replace(BASE, num_steps=9))
+
+
+def test_a_directory_of_an_earlier_release_has_the_defaults_of_what_it_does_not_name(tmp_path: Path) -> None:
+    with single(tmp_path, CELLS[:1]):
+        pass
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    del manifest["shared"]["checkpointing"], manifest["shared"]["dataset"]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with single(tmp_path, CELLS[:1]) as directory:
+        assert directory.missing() == CELLS[:1]

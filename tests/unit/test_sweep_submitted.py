@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments.sweep import submitted
-from opacus_memprof.experiments.sweep.grid import Cell, grid
-from opacus_memprof.experiments.sweep.results import ResultsDirectory
-from opacus_memprof.experiments.sweep.submitted import Submitted
+from opacus_memprof.experiments import submitted
+from opacus_memprof.experiments.directory import ResultsDirectory
+from opacus_memprof.experiments.grid import Cell, grid
+from opacus_memprof.experiments.presets import SWEEP
+from opacus_memprof.experiments.submitted import Submitted
 from tests.unit.sweep_results import BASE
 
 pytest.importorskip("submitit")
@@ -26,7 +27,7 @@ def cells() -> list[Cell]:
 
 @pytest.fixture
 def directory(tmp_path: Path, cells: list[Cell]) -> Iterator[ResultsDirectory]:
-    with ResultsDirectory(tmp_path / "results", "sweep", cells, grows=False, resume=False) as directory:
+    with ResultsDirectory(tmp_path / "results", SWEEP, cells) as directory:
         yield directory
 
 

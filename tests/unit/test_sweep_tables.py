@@ -4,23 +4,28 @@
 import csv
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
-from opacus_memprof.experiments.sweep.grid import grid
-from opacus_memprof.experiments.sweep.memory_types import MEMORY_TYPES, memory_types
-from opacus_memprof.experiments.sweep.tables import detail, summary_csv, write_tables
+import pytest
+
+from opacus_memprof.experiments import summary
+from opacus_memprof.experiments.grid import grid
+from opacus_memprof.experiments.memory_types import MEMORY_TYPES, memory_types
+from opacus_memprof.experiments.presets import DETAILED_SWEEP, SWEEP
+from opacus_memprof.experiments.rows import Row
+from opacus_memprof.experiments.tables import detail, results_lines, summary_csv
 from tests.unit.sweep_results import BASE, GIB, failed, finished, out_of_memory
 
 CELLS, _ = grid(BASE, [16, 32, 64], [8], [2], [4])
-RESULTS = {
-    CELLS[0].name: finished(CELLS[0].configuration),
-    CELLS[1].name: out_of_memory(CELLS[1].configuration),
-    CELLS[2].name: failed(CELLS[2].configuration),
-}
+ROWS = [
+    Row(cell.name, cell.label, made(cell.configuration))
+    for cell, made in zip(CELLS, (finished, out_of_memory, failed), strict=True)
+]
 
 
 def test_the_summary_has_a_line_for_each() -> None:
-    one, two, three = csv.DictReader(io.StringIO(summary_csv(RESULTS)))
+    one, two, three = csv.DictReader(io.StringIO(summary_csv(ROWS)))
     assert one["name"] == "seq16_batch8_physical2_lora4"
     assert (one["seq_length"], one["batch_size"], one["max_physical_batch_size"], one["lora_rank"]) == (
         "16",
@@ -39,37 +44,87 @@ def test_the_summary_has_a_line_for_each() -> None:
     assert three["status"] == "failed"
     assert (three["peak_memory_mb"], three["activations_mb"], three["failed_allocation_mb"]) == ("", "", "")
     assert three["error"] == "ValueError while loading the model: no"
+    assert (one["parameters"], one["trainable_parameters"], one["reserved_memory_mb"]) == ("1000", "10", "")
+    assert (two["reserved_memory_mb"], two["oom_suggestion_peak_mb"]) == ("2048.0", "512.0")
+    assert two["oom_suggestion"] == "physical batches of 1"
+    assert (float(one["component_mlp_mb"]), float(one["stage_model_loaded_peak_mb"])) == (1024 + 300 / 2**20, 1025)
+
+
+def test_the_summary_says_what_was_found_and_what_would_fit() -> None:
+    def finding(kind: str, size: int) -> dict[str, object]:
+        return {"kind": kind, "module": "mlp", "bytes": size, "evidence": "it is there", "remedy": f"mend {kind}"}
+
+    small, large = finding("discarded_gradients", GIB), finding("discarded_gradients", 2 * GIB)
+    three = [finding(f"kind_{number}", number * 2**20) for number in (3, 2, 1)]
+    found = [replace(ROWS[0], result=ROWS[0].result | {"findings": [small, *three]})]
+    found.append(replace(ROWS[1], result=ROWS[1].result | {"findings": [large]}, folder="runs/two"))
+    lines = [" ".join(line.split()) for line in summary.text(found).splitlines()]
+    assert lines[lines.index("TOP FINDINGS:") + 2] == (
+        "discarded gradients in mlp, 2.00 GiB (S 32 · B 8/2 · r 4, and 1 more)"
+    )
+    assert {"remedy: mend kind_3", "remedy: mend kind_2"} <= set(lines)
+    assert "remedy: mend kind_1" not in lines  # the top three
+    assert "suggestion: physical batches of 1 (predicted peak 512.00 MiB, which fits)" in lines
+    assert "report: runs/two/profile/oom_report.txt" in lines
+    assert f"report: {Path('there/runs/two/profile/oom_report.txt')}" in summary.closing(found, Path("there"))
+    assert "mlp 1024.00 MB" in lines
+    assert lines[lines.index("By stage: peak live after it") + 1] == "model loaded 1025.00 MB 1024.00 MB"
+    (first, second) = csv.DictReader(io.StringIO(summary_csv(found)))
+    assert first["findings"].startswith("discarded_gradients 1024.00 MB; kind_3 3.00 MB")
+    assert (first["top_finding_remedy"], second["oom_report"]) == (
+        "mend discarded_gradients",
+        "runs/two/profile/oom_report.txt",
+    )
+    rows = [json.loads(line) for line in results_lines(found).splitlines()]
+    assert [row["status"] for row in rows] == ["finished", "out_of_memory"]
+
+
+def test_of_many_runs_a_terminal_shows_the_parts_of_the_largest_alone() -> None:
+    many = [replace(ROWS[0], name=str(number), label=f"run {number}") for number in range(6)] + [ROWS[1]]
+    said = summary.closing(many, Path())
+    assert said.count("By component:") == 1
+    assert summary.text(many).count("By component:") == 7
+
+
+def test_memory_over_time_of_a_slow_run_is_not_nothing() -> None:
+    slow = replace(ROWS[0], result=ROWS[0].result | {"avg_time_ms": 5e6})
+    row = next(line for line in summary.text([slow]).splitlines() if line.startswith(slow.label))
+    assert float(row.split()[-1]) == pytest.approx(slow.total / 2**20 / 5e6, rel=0.05)
 
 
 def test_the_files(tmp_path: Path) -> None:
-    write_tables(RESULTS, tmp_path, detailed=False)
-    assert {path.name for path in tmp_path.iterdir()} == {"memory_profile_results.json", "memory_profile_summary.csv"}
+    SWEEP.write_tables(ROWS, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "memory_profile_results.json",
+        "memory_profile_summary.csv",
+        "results.jsonl",
+        "summary.txt",
+    }
     content = json.loads((tmp_path / "memory_profile_results.json").read_text())
     assert content["format"] == 1
-    assert [entry["name"] for entry in content["results"]] == list(RESULTS)
+    assert [entry["name"] for entry in content["results"]] == [row.name for row in ROWS]
     assert "modules" not in content["results"][0]["peak"]
-    for entry, result in zip(content["results"], RESULTS.values(), strict=True):
-        assert {key: entry[key] for key in result if key != "peak"} == {
-            key: value for key, value in result.items() if key != "peak"
+    for entry, row in zip(content["results"], ROWS, strict=True):
+        assert {key: entry[key] for key in row.result if key != "peak"} == {
+            key: value for key, value in row.result.items() if key != "peak"
         }
-    write_tables(RESULTS, tmp_path, detailed=True)
+    DETAILED_SWEEP.write_tables(ROWS, tmp_path)
     details = json.loads((tmp_path / "detailed_memory_results.json").read_text())["results"]
     assert [entry["status"] for entry in details] == ["finished", "out_of_memory", "failed"]
 
 
 def test_details_sum_up_to_the_peak() -> None:
-    result = RESULTS[CELLS[0].name]
-    found = detail(CELLS[0].name, result)
+    found = detail(ROWS[0])
     assert found["components"] == {"mlp": GIB + 300, "other": 32 * 2**20}
     for parts in (found["components"], found["memory_types"]):
-        assert sum(parts.values()) == found["peak_bytes"] == result["peak"]["requested_bytes"]
+        assert sum(parts.values()) == found["peak_bytes"] == ROWS[0].peak["requested_bytes"]
     assert list(found["operations"]) == ["forward", "backward"]
     assert [stage["added_bytes"] for stage in found["stages"]] == [GIB, 32 * 2**20, -32 * 2**20]
-    assert detail(CELLS[2].name, RESULTS[CELLS[2].name])["components"] == {}
+    assert detail(ROWS[2])["components"] == {}
 
 
 def test_kinds_of_memory() -> None:
-    found = memory_types(RESULTS[CELLS[0].name]["peak"])
+    found = memory_types(ROWS[0].peak)
     assert found == {
         "parameters": GIB,
         "optimizer": 0,
@@ -89,10 +144,10 @@ def test_kinds_of_memory() -> None:
 
 def test_every_category_has_a_kind() -> None:
     """But those that are nobody's."""
-    from opacus_memprof import _native
+    from opacus_memprof.recording import native
 
     listed = {category for categories in MEMORY_TYPES.values() for category in categories}
-    assert set(_native.names()["categories"][:23]) - listed == {
+    assert set(native.names()["categories"][:23]) - listed == {
         "unattributed",
         "communication",
         "library_workspace",

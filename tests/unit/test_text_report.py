@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from event_files import EventFile
+from made_profiles import a_device, a_peak, a_profile
 from rich.console import Console
 from typer.testing import CliRunner
 
 from opacus_memprof.analysis.profile import build_profile
 from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.profile import Device, Profile
 from opacus_memprof.reports.text import print_summary
 
 LONG = "base_model.model.model.layers.31.self_attn.q_proj.lora_A.default"
 
 
-def printed(profile: dict[str, Any], width: int = 80) -> str:
+def printed(profile: Profile, width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     print_summary(profile, console)
     assert isinstance(console.file, io.StringIO)
@@ -29,27 +32,25 @@ def row(text: str, name: str) -> str:
     return line
 
 
-def device(**peak: Any) -> dict[str, Any]:
-    """A device at a peak of 4 MiB."""
+def device(snapshots: Sequence[Any] = (), out_of_memory: Sequence[Any] = (), **peak: Any) -> Device:
+    """At a peak of 4 MiB."""
     sizes = {"model_parameters": 2**20, "activation_hooks": 3 * 2**20, "noise": 0}
-    return {
-        "peak": {
-            "requested_bytes": 4 * 2**20,
-            "step": 3,
-            "phase": "backward",
-            "categories": sizes,
-            "activation_hooks": {"shared_with_autograd": 2**20, "opacus_only": 2 * 2**20},
-            "modules": {LONG: {"activation_hooks": 3 * 2**20}, "": {"model_parameters": 2**20}},
-            "remainder_bytes": 0,
-            **peak,
-        },
-        "phases": {"backward": {"peak_bytes": 4 * 2**20, "step": 3, "categories": sizes}},
-        "snapshots": [],
+    at_peak: dict[str, Any] = {
+        "requested_bytes": 4 * 2**20,
+        "step": 3,
+        "phase": "backward",
+        "categories": sizes,
+        "activation_hooks": {"shared_with_autograd": 2**20, "opacus_only": 2 * 2**20},
+        "modules": {LONG: {"activation_hooks": 3 * 2**20}, "": {"model_parameters": 2**20}},
     }
+    phases = {"backward": {"peak_bytes": 4 * 2**20, "step": 3, "categories": sizes}}
+    return a_device(
+        peak=a_peak(**at_peak | peak), phases=phases, snapshots=[*snapshots], out_of_memory=[*out_of_memory]
+    )
 
 
-def profile_of(**pieces: Any) -> dict[str, Any]:
-    return {"format": 1, "status": "finished", "exit_code": 0, "devices": {"cuda:0": device()}, **pieces}
+def profile_of(**pieces: Any) -> Profile:
+    return a_profile(**{"devices": {"cuda:0": device()}, **pieces})
 
 
 def test_the_breakdown_is_sorted_and_has_no_zeros() -> None:
@@ -119,8 +120,8 @@ def test_markup_in_names_is_text() -> None:
     peak = {"modules": {evil: {evil: 4 * 2**20}}, "categories": {evil: 4 * 2**20}, "phase": evil}
     finding = {"kind": evil, "module": evil, "bytes": 1, "evidence": evil, "remedy": evil}
     failure = {"requested_bytes": 1, "live_bytes": 0, "category": evil, "module": evil, "phase": evil, "step": 0}
-    profile = {**device(**peak), "out_of_memory": [failure]}
-    text = printed(profile_of(devices={evil: profile}, warnings=[evil], findings=[finding], status=evil))
+    at = device(out_of_memory=[failure], **peak)
+    text = printed(profile_of(devices={evil: at}, warnings=[evil], findings=[finding], status=evil))
     assert text.count(evil) >= 13
 
 
@@ -145,9 +146,9 @@ def test_snapshots_that_differ_are_shown() -> None:
         {"name": "c", "remainder": 8},
         {"name": "d", "remainder": None},
     ]
-    text = printed(profile_of(devices={"cuda:0": {**device(), "snapshots": snapshots}}))
+    text = printed(profile_of(devices={"cuda:0": device(snapshots)}))
     assert '2 of 3 snapshots differ from what the allocator counts, "b" by -512 bytes' in text
-    text = printed(profile_of(devices={"cuda:0": {**device(), "snapshots": snapshots[:1]}}))
+    text = printed(profile_of(devices={"cuda:0": device(snapshots[:1])}))
     assert "and what the allocator itself counts, at 1 snapshot: exact" in text
 
 
@@ -186,7 +187,7 @@ def test_warnings_failures_and_findings() -> None:
         profile_of(
             status="out_of_memory",
             exit_code=1,
-            devices={"cuda:0": {**device(), "out_of_memory": [failure, failure]}},
+            devices={"cuda:0": device(out_of_memory=[failure, failure])},
             warnings=["mind this"],
             findings=[finding],
         )
@@ -201,20 +202,9 @@ def test_warnings_failures_and_findings() -> None:
     assert "remedy: call backward" in text
 
 
-@pytest.mark.parametrize(
-    "profile",
-    [
-        {},
-        {"devices": {}},
-        {"devices": {"cpu": {}}},
-        {"devices": {"cpu": {"peak": {}}}},
-        {"devices": {"cpu": {"peak": {"requested_bytes": 0}}}},
-        {"devices": {"cpu": {"peak": {"requested_bytes": 0, "categories": {}, "modules": {"a": {}}}, "phases": {}}}},
-        {"devices": {"cpu": device()}, "versions": None, "events": None, "warnings": None, "findings": None},
-    ],
-)
-def test_missing_pieces_are_left_out(profile: dict[str, Any]) -> None:
-    assert printed(profile).startswith("opacus-memprof")
+@pytest.mark.parametrize("devices", [{}, {"cpu": a_device()}, {"cpu": a_device(peak=a_peak(modules={"a": {}}))}])
+def test_of_nothing_something_is_printed(devices: dict[str, Device]) -> None:
+    assert printed(a_profile(devices=devices)).startswith("opacus-memprof")
 
 
 def test_a_terminal_without_unicode() -> None:
@@ -236,3 +226,21 @@ def test_the_command_prints_a_directory(tmp_path: Path) -> None:
 def test_the_command_refuses_what_is_no_profile(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert isinstance(result.exception, MemprofError)  # which main() turns into exit code 2
+
+
+def test_what_steps_and_idle_are() -> None:
+    """Steps are numbered from 0; physical and logical ones are told apart where their numbers differ."""
+    text = unwrapped_text(profile_of())
+    assert "Steps count from 0." in text
+    assert "logical" not in text
+    assert "Idle is" not in text
+    phases = {"idle": {"peak_bytes": 4 * 2**20, "step": 3, "logical_step": 1, "categories": {"noise": 4 * 2**20}}}
+    peak = a_peak(requested_bytes=4 * 2**20, phase="idle", step=3, logical_step=1)
+    text = unwrapped_text(profile_of(devices={"cuda:0": a_device(peak=peak, phases=phases)}))
+    assert "peak of 4.00 MiB in idle time of step 3 (logical step 1)" in text
+    assert "a logical step, of one or more of them, updates the parameters" in text
+    assert "Idle is the time outside forward, backward, clipping and the optimizer's step." in text
+
+
+def unwrapped_text(profile: Profile) -> str:
+    return " ".join(printed(profile).split())

@@ -2,16 +2,20 @@
 """What the toolkit calls an anomaly: planted ones are found and named, ordinary runs raise none."""
 
 import random
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from opacus_memprof.toolkit import anomalies
 from opacus_memprof.toolkit.readings import MEMORY_STATS, RECORDER, RESIDENT
+from opacus_memprof.toolkit.report import findings_text
 
 GPU_MB = 10_000.0
+START = datetime(2024, 1, 15, 10, 30)
 
 
 def snapshot(
@@ -22,6 +26,7 @@ def snapshot(
     peak: float | None = None,
     reserved: float | None = None,
     total: float | None = GPU_MB,
+    seconds: float = 0.0,
 ) -> dict[str, Any]:
     most = allocated if peak is None else peak
     reading = {
@@ -35,15 +40,18 @@ def snapshot(
         "utilization_percent": None if total is None else 100 * allocated / total,
         "categories_mb": {},
     }
-    return {"name": name, "devices": [reading]}
+    return {"name": name, "timestamp": (START + timedelta(seconds=seconds)).isoformat(), "devices": [reading]}
 
 
 def kinds(findings: list[dict[str, Any]]) -> list[str]:
     return [finding["kind"] for finding in findings]
 
 
-def series(sizes: list[float], **options: Any) -> list[dict[str, Any]]:
-    return anomalies.in_history([snapshot(size, **options) for size in sizes])
+def series(sizes: list[float], interval: float = 1.0, **options: Any) -> list[dict[str, Any]]:
+    """The findings in readings that are `interval` seconds apart."""
+    return anomalies.in_history(
+        [snapshot(size, seconds=interval * index, **options) for index, size in enumerate(sizes)]
+    )
 
 
 def test_steady_growth_is_a_leak_of_its_size() -> None:
@@ -109,6 +117,63 @@ def test_readings_at_an_interval_need_more_of_them() -> None:
     sizes = [100.0 + 5 * step for step in range(30)]
     assert series(sizes, name=anomalies.MONITOR) == []
     assert kinds(series([100.0 + 5 * step for step in range(60)], name=anomalies.MONITOR)) == ["leak"]
+
+
+def creeping(sizes: list[float]) -> list[float]:
+    """With what a running program and the readings themselves add."""
+    return [size + 0.01 * index for index, size in enumerate(sizes)]
+
+
+def test_one_large_allocation_is_no_leak_whatever_else_creeps() -> None:
+    for before in range(2, 58):
+        sizes = creeping([500.0] * before + [1300.0] * (60 - before))
+        for source in (RECORDER, MEMORY_STATS, RESIDENT):
+            assert "leak" not in kinds(series(sizes, name=anomalies.MONITOR, source=source))
+            assert "leak" not in kinds(series(sizes, source=source))
+
+
+@pytest.mark.parametrize("filling", [0.4, 0.8, 1.5])
+def test_an_allocation_that_is_being_filled_is_no_leak(filling: float) -> None:
+    """800 MB read every 20 ms as resident memory, page by page over `filling` seconds, for 1 to 40 seconds."""
+    for length in range(50, 2000, 50):
+        for begins in (0, length // 3, length - 25):
+            fills = [min(1.0, max(0.0, 0.02 * (index - begins) / filling)) for index in range(length)]
+            sizes = creeping([500 + 800 * full for full in fills])
+            assert series(sizes, interval=0.02, name=anomalies.MONITOR, source=RESIDENT) == []
+
+
+def test_a_leak_that_is_read_every_20_ms_is_found_in_time() -> None:
+    options: dict[str, Any] = {"interval": 0.02, "name": anomalies.MONITOR}
+    sizes = [500 + 0.5 * index for index in range(1000)]  # 20 seconds
+    assert kinds(series(sizes, source=RESIDENT, **options)) == ["leak"]
+    assert kinds(series(sizes[:60], source=RECORDER, **options)) == ["leak"]  # which knows what lives
+
+
+def test_a_leak_beside_one_large_allocation_is_found() -> None:
+    sizes = [100.0 + 2 * step + (800 if step > 10 else 0) for step in range(30)]
+    assert kinds(series(sizes)) == ["leak", "sudden_growth"]
+
+
+def grown(*readings: tuple[str, float], threshold: float = 200.0) -> list[tuple[str, int]]:
+    """The growth between named snapshots: what its evidence says of their names, and MB."""
+    found = anomalies.in_history([snapshot(size, name) for name, size in readings], growth_mb=threshold)
+    assert all(one["kind"] == "sudden_growth" for one in found)
+    return [(one["evidence"].split("from ")[1].split(", to")[0], one["bytes"] // 2**20) for one in found]
+
+
+def test_growth_between_checkpoints_is_held_against_the_threshold() -> None:
+    assert grown(("start", 100.0), ("after", 700.0)) == [('"start" to "after"', 600)]
+    assert grown(("start", 100.0), ("after", 300.0)) == []
+    assert grown(("start", 100.0), ("after", 300.0), threshold=199.0) == [('"start" to "after"', 200)]
+    assert grown(("a", 100.0), ("b", 250.0), ("c", 400.0)) == [('"a" to "c"', 300)]  # not at once
+    assert grown(("a", 900.0), ("b", 100.0), ("c", 400.0)) == [('"b" to "c"', 300)]
+    assert grown(("a", 0.0), ("b", 300.0), ("c", 310.0), ("d", 700.0)) == [('"a" to "b"', 300), ('"b" to "d"', 400)]
+
+
+def test_points_of_a_step_are_held_against_the_same_point_of_the_step_before() -> None:
+    step = [("forward", 500.0), ("backward", 900.0), ("end", 100.0)]
+    assert grown(("start", 450.0), *step, *step, *step) == [('"start" to "backward"', 450)]
+    assert grown(*step[:1], *step[2:], *step[:1], ("end", 350.0)) == [('"end" to "end"', 250)]
 
 
 def test_sudden_growth() -> None:
@@ -221,6 +286,9 @@ def test_a_parameter_that_is_large_for_its_model() -> None:
 
 def test_the_text_has_evidence_and_remedy() -> None:
     findings = anomalies.in_snapshot(snapshot(0.95 * GPU_MB))
-    assert anomalies.text(findings).count("remedy: ") == 1
-    assert "95.0% full" in anomalies.text(findings)
-    assert anomalies.text([]) == "no anomalies\n"
+    text = findings_text([*findings, *findings])
+    assert text.count("remedy: ") == 1
+    assert "95.0% full" in text
+    assert findings_text([]) == "\nno anomalies\n"
+    many = [replace(findings[0], evidence=f"number {number}.") for number in range(9)]
+    assert all(f"number {number}." in findings_text(many) for number in range(9))

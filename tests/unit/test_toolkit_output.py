@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that grow by lines, and words that reach the program's logging or the console."""
+"""Files that grow by lines, and words that reach the console whatever the root logger is set to."""
 
 import io
 import logging
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -25,10 +27,45 @@ def test_a_place_that_is_none(tmp_path: Path) -> None:
         output.claim(blocked, "x", ".log")
 
 
-def test_a_line_is_one_line(tmp_path: Path) -> None:
-    output.append_line(tmp_path / "log", "one\ntwo")
-    output.append_line(tmp_path / "log", "three")
-    assert (tmp_path / "log").read_text() == "one two\nthree\n"
+def test_threads_share_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(directory: Path, prefix: str, suffix: str) -> Path:
+        time.sleep(0.05)  # so that the other threads come in between
+        return claim(directory, prefix, suffix)
+
+    claim = output.claim
+    monkeypatch.setattr(output, "claim", slowly)
+    file = output.LineFile(tmp_path, "history", ".jsonl")
+    threads = [threading.Thread(target=file.append, args=(f"line {number}",)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    [written] = tmp_path.iterdir()
+    assert written == file.path
+    assert sorted(written.read_text().splitlines()) == [f"line {number}" for number in range(8)]
+
+
+def test_a_record_is_one_line_on_the_console_and_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = output.LineFile(tmp_path, "run", ".log")
+    logger = output.run_logger("Name_1", file)
+    logger.info("one\ntwo")
+    logger.warning("three")
+    assert file.path is not None
+    lines = file.path.read_text().splitlines()
+    assert capsys.readouterr().out.splitlines() == lines
+    assert [line.split(" - ", 1)[1] for line in lines] == ["Name_1 - INFO - one two", "Name_1 - WARNING - three"]
+
+
+def test_a_log_that_cannot_be_written_ends_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    logger = output.run_logger("run", output.LineFile(tmp_path / "file", "run", ".log"))
+    logger.info("first")
+    logger.info("second")
+    printed = capsys.readouterr().out
+    assert printed.count("the log ends: cannot write") == 1
+    assert "INFO - second" in printed
 
 
 def test_an_ascii_terminal_shows_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,18 +75,15 @@ def test_an_ascii_terminal_shows_question_marks(monkeypatch: pytest.MonkeyPatch)
     assert terminal.buffer.getvalue() == b"?? ok\n"  # type: ignore[attr-defined]
 
 
-def test_the_programs_logging_decides_where_it_is_set_up(
-    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+def test_the_root_logger_neither_silences_nor_repeats_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with caplog.at_level(logging.INFO):
-        output.say("hello")
-    assert [(record.name, record.message) for record in caplog.records] == [("opacus_memprof.toolkit", "hello")]
-    assert capsys.readouterr().out == ""
-
-
-def test_it_is_printed_where_it_is_not(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    output.say("hello")
-    output.say("detail", logging.DEBUG)
-    output.say("trouble", logging.WARNING)
-    assert capsys.readouterr().out == "[INFO] hello\n[WARNING] trouble\n"
+    root = logging.StreamHandler(io.StringIO())
+    monkeypatch.setattr(logging.getLogger(), "handlers", [root])
+    for level in (logging.CRITICAL, logging.DEBUG):
+        monkeypatch.setattr(logging.getLogger(), "level", level)
+        output.LOGGER.info("hello\nthere")
+        output.LOGGER.debug("detail")
+        output.LOGGER.warning("trouble")
+        assert capsys.readouterr().out == "[INFO] hello there\n[WARNING] trouble\n"
+    assert root.stream.getvalue() == ""

@@ -2,10 +2,12 @@
 """Where figures come from, on a machine with GPUs that torch makes believe."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from opacus_memprof.profiles.live_memory import DeviceCount, Snapshot
 from opacus_memprof.toolkit import readings, snapshots
 
 STATS = {
@@ -30,11 +32,15 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readings, "_recorded", lambda device: False)
 
 
+def by_device(name: str | None = None) -> dict[str, dict[str, Any]]:
+    return {reading["device"]: reading for reading in readings.read(name)}
+
+
 def test_without_the_allocator_they_are_torchs_statistics() -> None:
-    found = readings.read("name")
+    found = by_device("name")
     assert list(found) == ["cuda:0", "cuda:1"]
-    assert found["cuda:0"] == readings.Reading("cuda:0", readings.MEMORY_STATS, 100, 200, 150, 250, 1000)
-    assert found["cuda:1"].max_reserved == 4
+    assert found["cuda:0"] == readings.reading("cuda:0", readings.MEMORY_STATS, 100, 200, 150, 250, 1000)
+    assert found["cuda:1"]["max_reserved_mb"] == 4 / 2**20
     assert readings.primary_device() == "cuda:1"
     assert readings.peak_categories("cuda:1") == {}
 
@@ -46,26 +52,27 @@ def test_cuda_is_not_initialised_by_looking(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     for name in ("current_device", "memory_stats", "get_device_properties"):
         monkeypatch.setattr(torch.cuda, name, refuse)
-    assert readings.read()["cuda:1"] == readings.Reading("cuda:1", readings.MEMORY_STATS, 0, 0, 0, 0, None)
+    assert by_device()["cuda:1"] == readings.reading("cuda:1", readings.MEMORY_STATS, 0, 0, 0, 0, None)
     assert readings.primary_device() == "cuda:0"
 
 
 def test_with_the_allocator_there_are_categories(monkeypatch: pytest.MonkeyPatch) -> None:
     categories = {"gradients": 60, "inputs": 40, "noise": 0}
-    taken = {"devices": {"cuda:0": {"requested_bytes": 100, "categories": categories}}}
+    devices = {"cuda:0": DeviceCount(requested_bytes=100, categories=categories)}
+    taken = Snapshot(index=0, name="name", unix_ns=0, step=0, logical_step=0, devices=devices)
     monkeypatch.setattr(readings, "_recorded", lambda device: device == "cuda")
     monkeypatch.setattr(readings.session, "current", lambda: None)
     monkeypatch.setattr(readings.snapshots, "take", lambda name: taken)
-    found = readings.read("name")
-    assert found["cuda:0"].categories == {"gradients": 60, "inputs": 40}
-    assert found["cuda:0"].allocated == 100
-    assert {reading.source for reading in found.values()} == {readings.RECORDER}
-    assert found["cuda:1"].categories == readings.read()["cuda:0"].categories == {}
+    found = by_device("name")
+    assert found["cuda:0"]["categories_mb"] == {"gradients": 60 / 2**20, "inputs": 40 / 2**20}
+    assert found["cuda:0"]["allocated_mb"] == 100 / 2**20
+    assert {reading["source"] for reading in found.values()} == {readings.RECORDER}
+    assert found["cuda:1"]["categories_mb"] == by_device()["cuda:0"]["categories_mb"] == {}
 
 
 def test_a_cpu_that_is_recorded_stands_beside_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readings, "_recorded", lambda device: device == "cpu")
-    assert list(readings.read()) == ["cuda:0", "cuda:1", "cpu"]
+    assert list(by_device()) == ["cuda:0", "cuda:1", "cpu"]
     assert readings.primary_device() == "cpu"
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.units import format_bytes, parse_size
+from opacus_memprof.profiles.units import format_bytes, parse_size
 
 
 @pytest.mark.parametrize(

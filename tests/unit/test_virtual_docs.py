@@ -12,10 +12,9 @@ import typer
 
 from opacus_memprof import cli
 from opacus_memprof.cli.virtual_options import VirtualGpuOptions
-from opacus_memprof.units import format_bytes
-from opacus_memprof.virtual_gpu import mark
+from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.virtual_gpu import describe
 from opacus_memprof.virtual_gpu.devices import GPUS
-from opacus_memprof.virtual_gpu.process import VirtualGpu
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "virtual_gpu.md").read_text(encoding="utf-8")
@@ -48,7 +47,7 @@ def test_its_example_runs_and_its_keys_are_those_of_a_profile(tmp_path: Path) ->
         cwd=tmp_path,
     )
     assert ran.returncode == 0, ran.stderr
-    keys = re.findall(r"^\| (`[a-z_`, ]+`) \|", DOCUMENT.partition("## The mark")[2], re.MULTILINE)
+    keys = re.findall(r"^\| (`[a-z_`, ]+`) \|", DOCUMENT.partition("## How reports mark it")[2], re.MULTILINE)
     listed = [name for cell in keys for name in re.findall(r"`([a-z_]+)`", cell)]
     assert ran.stdout.splitlines() == ["keys:", *listed]
 
@@ -76,6 +75,6 @@ def test_which_kernels_run_on_what(
     gpu = next(gpu for gpu in GPUS.values())
     object.__setattr__(fake := object.__new__(type(gpu)), "name", "a GPU")
     object.__setattr__(fake, "capability", capability)
-    said = mark._about_kernels(VirtualGpu("fake", fake, 1))
-    assert len(said) == (not runs)
-    assert runs or f"(compute capability {capability[0]}.{capability[1]})" in said[0]
+    warnings = describe._kernel_warnings(fake)
+    assert len(warnings) == (not runs)
+    assert runs or f"(compute capability {capability[0]}.{capability[1]})" in warnings[0]

@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import UNSET
+from msgspec.structs import replace
 from rich.console import Console
 
 from opacus_memprof.analysis.diff import diff_profiles
 from opacus_memprof.analysis.job import Job
 from opacus_memprof.analysis.live import Live
+from opacus_memprof.analysis.oom import build_report
 from opacus_memprof.analysis.profile import build_profile, load_profile
 from opacus_memprof.analysis.tax import dp_tax
 from opacus_memprof.analysis.virtual import virtual_mark
+from opacus_memprof.profiles.layer_shapes import TrainingShapes
+from opacus_memprof.profiles.profile import Profile, VirtualGpus
 from opacus_memprof.reports.diff import diff_markdown
 from opacus_memprof.reports.export import FORMATS, Source
 from opacus_memprof.reports.oom_text import note
@@ -26,7 +31,7 @@ from opacus_memprof.reports.text import print_summary
 from opacus_memprof.reports.top import live_view
 from tests.unit.event_files import EventFile
 
-H200 = {"gpu": "h200", "name": "NVIDIA H200", "memory_bytes": 3 * 2**29, "devices": 1}
+H200: dict[str, Any] = {"gpu": "h200", "name": "NVIDIA H200", "memory_bytes": 3 * 2**29, "devices": 1}
 NAME = "virtual NVIDIA H200 (1.50 GiB)"
 
 
@@ -46,7 +51,7 @@ def killed(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def real(tmp_path: Path) -> dict[str, Any]:
+def real(tmp_path: Path) -> Profile:
     return load_profile(events(tmp_path / "real", None))
 
 
@@ -56,19 +61,19 @@ def printed(show: Any, *arguments: Any) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
-def test_a_killed_run_and_its_summary(killed: Path, real: dict[str, Any]) -> None:
+def test_a_killed_run_and_its_summary(killed: Path, real: Profile) -> None:
     profile = load_profile(killed)
     assert profile["status"] == "killed"
     assert profile["virtual"] == H200
     assert f"on a {NAME}: " in printed(print_summary, profile)
     assert "virtual" not in real
-    assert virtual_mark(real) is None
+    assert virtual_mark(real.virtual) is None
     assert "virtual" not in printed(print_summary, real)
 
 
 def test_what_the_end_knows_replaces_what_the_start_knew(killed: Path) -> None:
-    whole = H200 | {"default_answers": {"cudaFoo": 3}}
-    assert build_profile(killed, status="finished", exit_code=0, virtual=whole)["virtual"] == whole
+    whole = VirtualGpus(**H200, default_answers={"cudaFoo": 3})
+    assert build_profile(killed, status="finished", exit_code=0, virtual=whole).virtual == whole
 
 
 def test_a_running_one(killed: Path) -> None:
@@ -77,10 +82,10 @@ def test_a_running_one(killed: Path) -> None:
     assert f"on a {NAME}: " in printed(lambda console: console.print(live_view(seen)))
 
 
-def test_files(killed: Path, real: dict[str, Any], tmp_path: Path) -> None:
+def test_files(killed: Path, real: Profile, tmp_path: Path) -> None:
     """Every format; the profile of a real GPU has the mark in none."""
 
-    def contents(profile: dict[str, Any], folder: Path) -> dict[str, bytes]:
+    def contents(profile: Profile, folder: Path) -> dict[str, bytes]:
         folder.mkdir()
         source = Source(profile, killed)
         for name in set(FORMATS) - {"png", "parquet"}:
@@ -88,8 +93,7 @@ def test_files(killed: Path, real: dict[str, Any], tmp_path: Path) -> None:
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
     marked = contents(load_profile(killed), tmp_path / "marked")
-    unmarked = {key: value for key, value in load_profile(killed).items() if key != "virtual"}
-    plain = contents(unmarked, tmp_path / "plain")
+    plain = contents(replace(load_profile(killed), virtual=UNSET), tmp_path / "plain")
     for name, content in marked.items():
         mark = NAME.encode() if name in ("html", "latex", "perfetto") else b"h200"
         assert mark in content, name
@@ -122,8 +126,8 @@ def test_parquet(killed: Path, tmp_path: Path) -> None:
     assert json.loads(metadata)["virtual"] == H200
 
 
-def test_comparisons(killed: Path, real: dict[str, Any]) -> None:
-    virtual, real = load_profile(killed) | {"status": "finished"}, real | {"status": "finished"}
+def test_comparisons(killed: Path, real: Profile) -> None:
+    virtual, real = replace(load_profile(killed), status="finished"), replace(real, status="finished")
     assert diff_profiles(real, real)["notes"] == []
     (said,) = diff_profiles(real, virtual)["notes"]
     assert (
@@ -135,7 +139,7 @@ def test_comparisons(killed: Path, real: dict[str, Any]) -> None:
     assert "note" not in printed(print_tax, dp_tax(real, real))
 
 
-def test_ranks(killed: Path, real: dict[str, Any]) -> None:
+def test_ranks(killed: Path, real: Profile) -> None:
     job = Job(None)
     job.add(0, "rank_0", load_profile(killed), frozenset())
     assert job.summary()["virtual"] == H200
@@ -150,7 +154,8 @@ def test_ranks(killed: Path, real: dict[str, Any]) -> None:
 
 
 def test_the_note_of_an_exception() -> None:
-    request = {"category": "gradients", "module": "", "op": "", "phase": "backward", "step": 1, "bytes": 7}
-    report = {"device": "cuda:0", "request": request, "live_bytes": 9, "holders": {"categories": {}}, "suggestions": []}
-    assert f"on a {NAME}: " in note(report | {"virtual": H200}, "path")
-    assert "virtual" not in note(report, "path")
+    place = {"step": 1, "logical_step": 1, "unix_ns": 3, "device": "cuda:0"}
+    request = {"category": "gradients", "module": "", "op": "", "phase": "backward", "requested": 7}
+    failure = {"number": 0, "holdings": [], "upstream": {}, **place, **request}
+    assert f"on a {NAME}: " in note(build_report([failure], TrainingShapes(), virtual=VirtualGpus(**H200)), "path")
+    assert "virtual" not in note(build_report([failure], TrainingShapes()), "path")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations that Opacus captured in a forward pass and no backward pass has used."""
+"""Finds activations that Opacus captured in a forward pass and that no backward pass has used."""
 
 from collections.abc import Iterator
-from typing import Any
 
-from opacus_memprof.analysis.findings.run import Run, common_module, finding, largest
-from opacus_memprof.units import format_bytes
+from opacus_memprof.analysis.findings.run import Run, common_module, largest
+from opacus_memprof.profiles.profile import Finding
+from opacus_memprof.profiles.units import format_bytes
 
 _EVALUATE = (
     "run forwards that no backward follows under torch.no_grad() or in model.eval(); to go on after one, delete "
@@ -17,9 +17,9 @@ _CHECKPOINT = (
 )
 
 
-def without_backward(run: Run) -> Iterator[dict[str, Any]]:
-    """Hooks noted captures that outlived several forwards, or that were left when an optimizer step failed."""
-    facts = run.noted("captures")
+def without_backward(run: Run) -> Iterator[Finding]:
+    """Finds captures that were outstanding through several forwards, or when an optimizer step failed."""
+    facts = run.facts_of("captures")
     if not facts:
         return
     captured = {module: fact for module, fact in facts if fact["captures"]}
@@ -35,7 +35,7 @@ def without_backward(run: Run) -> Iterator[dict[str, Any]]:
     else:
         consequence = "the next optimizer step will fail, because grad_sample stays None"
     places = f"{len(captured)} module{'s' if len(captured) > 1 else ''}"
-    yield finding(
+    yield Finding(
         "checkpoint_captures" if checkpointing else "captures_without_backward",
         common_module(captured),
         total,

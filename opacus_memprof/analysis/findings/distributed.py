@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank of a distributed training holds without need."""
+"""Finds memory that each rank of a distributed training uses unnecessarily."""
 
 from collections.abc import Iterator
-from typing import Any
 
-from opacus_memprof.analysis.findings.run import Run, finding
-from opacus_memprof.units import format_bytes
+from opacus_memprof.analysis.findings.run import Run
+from opacus_memprof.profiles.profile import Finding
+from opacus_memprof.profiles.units import format_bytes
 
 
-def noise_of_whole_parameters(run: Run) -> Iterator[dict[str, Any]]:
-    """FSDP gives each rank a shard of a parameter. _generate_noise takes the shape of the DTensor, which is the whole
-    parameter's, and makes zeros and noise of it on every rank."""
-    sharded = run.noted("sharded_parameter")
+def noise_of_whole_parameters(run: Run) -> Iterator[Finding]:
+    """Finds noise for whole parameters under FSDP, where each rank has a shard: _generate_noise uses the shape of the
+    DTensor, which is that of the whole parameter."""
+    sharded = run.facts_of("sharded_parameter")
     if not sharded:
         return
-    module, largest = max(sharded, key=lambda one: one[1]["bytes"])
+    module, largest = max(sharded, key=lambda named_fact: named_fact[1]["bytes"])
     whole, shard = int(largest["bytes"]), int(largest["shard_bytes"])
     for device in run.devices:
-        if run.material(device, 2 * (whole - shard)):
-            yield finding(
+        if run.is_material(device, 2 * (whole - shard)):
+            yield Finding(
                 "noise_of_whole_parameters",
                 module,
                 2 * (whole - shard),
@@ -32,14 +32,14 @@ def noise_of_whole_parameters(run: Run) -> Iterator[dict[str, Any]]:
             )
 
 
-def gradients_reduced_twice(run: Run) -> Iterator[dict[str, Any]]:
-    """DDP reduces p.grad in backward, through buckets; Opacus' distributed optimizers reduce what they make of it."""
-    if not run.noted("gradients_reduced"):
+def gradients_reduced_twice(run: Run) -> Iterator[Finding]:
+    """Finds DDP's buckets, which reduce p.grad in backward, where Opacus' optimizer reduces the gradients again."""
+    if not run.facts_of("gradients_reduced"):
         return
     for device, entry in run.devices.items():
-        size = entry["peak"]["ops"].get("DistributedDataParallel", {}).get("communication", 0)
-        if run.material(device, size):
-            yield finding(
+        size = entry.peak.ops.get("DistributedDataParallel", {}).get("communication", 0)
+        if run.is_material(device, size):
+            yield Finding(
                 "gradients_reduced_twice",
                 "",
                 size,

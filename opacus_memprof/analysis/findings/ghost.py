@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ghost clipping: norms that cost more memory than they save, and norms that are not computed at all."""
+"""Finds norms of ghost clipping that cost more memory than they save, and norms that are not computed at all."""
 
 from collections.abc import Iterator
-from typing import Any
 
-from opacus_memprof.analysis.findings.run import Run, common_module, finding, largest
-from opacus_memprof.units import format_bytes
+from opacus_memprof.analysis.findings.run import Run, common_module, largest
+from opacus_memprof.profiles.profile import Finding
+from opacus_memprof.profiles.units import format_bytes
 
 
-def ghost_matrices(run: Run) -> Iterator[dict[str, Any]]:
-    """A Linear of p outputs and d inputs, B samples of T tokens, s bytes an element: the norm sampler holds s·B·T²
-    bytes three times (twice without a bias), to avoid a per-sample gradient of s·B·(p·d + p). Found where it holds
-    more than it avoids."""
-    noted = run.noted("norm_matrices")
-    if not noted:
+def ghost_matrices(run: Run) -> Iterator[Finding]:
+    """Finds norm samplers whose T x T matrices are larger than per-sample gradients would be.
+
+    For a Linear of p outputs and d inputs, B samples of T tokens and s bytes per element, the norm sampler allocates
+    s·B·T² bytes three times (twice without a bias), to avoid per-sample gradients of s·B·(p·d + p) bytes.
+    """
+    facts = run.facts_of("norm_matrices")
+    if not facts:
         return
-    sizes = {module: fact["bytes"] for module, fact in noted}
-    # One layer's are gone before the next one's are made: what they cost at any time is the largest.
-    _, fact = max(noted, key=lambda one: one[1]["bytes"])
+    sizes = {module: fact["bytes"] for module, fact in facts}
+    # The matrices of a layer are freed before those of the next one are allocated, so the largest count.
+    _, fact = max(facts, key=lambda named_fact: named_fact[1]["bytes"])
     p, d = fact["features"]
     layers = f", and likewise in {len(sizes) - 1} more layers" if len(sizes) > 1 else ""
-    yield finding(
+    yield Finding(
         "ghost_matrices",
         common_module(sizes),
         fact["bytes"],
@@ -33,11 +35,12 @@ def ghost_matrices(run: Run) -> Iterator[dict[str, Any]]:
     )
 
 
-def stale_norm_samples(run: Run) -> Iterator[dict[str, Any]]:
-    """The norm sampler of Linear returns nothing for backprops of more than three dimensions."""
-    for module, fact in run.noted("norms_missing"):
+def stale_norm_samples(run: Run) -> Iterator[Finding]:
+    """Finds Linear layers without norms: their norm sampler returns none for backprops of more than three
+    dimensions."""
+    for module, fact in run.facts_of("norms_missing"):
         what = "it keeps an earlier batch's" if fact["bytes"] else "it has none, and clipping fails"
-        yield finding(
+        yield Finding(
             "stale_norm_samples",
             module,
             fact["bytes"],

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients and noise that are made and never used."""
+"""Finds gradients and noise that are allocated and never used."""
 
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
-from opacus_memprof.analysis.findings.run import Run, common_module, finding, largest
-from opacus_memprof.units import format_bytes
+from opacus_memprof.analysis.findings.run import Run, common_module, largest
+from opacus_memprof.profiles.profile import Finding
+from opacus_memprof.profiles.units import format_bytes
 
-# Before these, a p.grad is what autograd made of it; from noise on, it is what the update uses.
+# Phases in which p.grad is what autograd has accumulated. From the phase noise on, it is what the update uses.
 _BEFORE_NOISE = ("forward", "backward", "second_backward", "clip")
+_COPIES = "create_or_accumulate_grad_sample"
 
 
-def frozen_per_sample_gradients(run: Run) -> Iterator[dict[str, Any]]:
-    """functorch computes per-sample gradients for every parameter of a module that has one to train."""
-    for module, fact in run.noted("frozen_samples"):
-        yield finding(
+def frozen_per_sample_gradients(run: Run) -> Iterator[Finding]:
+    """Finds per-sample gradients of frozen parameters: functorch computes them for all parameters of a module that has
+    one to train."""
+    for module, fact in run.facts_of("frozen_samples"):
+        yield Finding(
             "frozen_per_sample_gradients",
             module,
             fact["bytes"],
@@ -25,22 +28,22 @@ def frozen_per_sample_gradients(run: Run) -> Iterator[dict[str, Any]]:
         )
 
 
-def discarded_gradients(run: Run) -> Iterator[dict[str, Any]]:
-    """Autograd fills p.grad, nobody reads it, and add_noise puts another tensor in its place."""
-    built = {module: int(fact["bytes"]) for module, fact in run.noted("replaced_gradients")}
+def discarded_gradients(run: Run) -> Iterator[Finding]:
+    """Finds p.grad of autograd that nothing reads before add_noise replaces it."""
+    built = {module: int(fact["bytes"]) for module, fact in run.facts_of("replaced_gradients")}
     for device, entry in run.devices.items():
-        peak = entry["peak"]
-        if peak["phase"] in _BEFORE_NOISE:
-            live = {module: categories.get("gradients", 0) for module, categories in peak["modules"].items()}
+        peak = entry.peak
+        if peak.phase in _BEFORE_NOISE:
+            live = {module: categories.get("gradients", 0) for module, categories in peak.modules.items()}
             sizes = {module: min(size, live.get(module, 0)) for module, size in built.items()}
             total = sum(sizes.values())
-        elif peak["phase"] == "noise":  # here noised gradients are among them
-            total = min(peak["born_in"].get("backward", {}).get("gradients", 0), sum(built.values()))
+        elif peak.phase == "noise":  # gradients include those with noise already
+            total = min(peak.born_in.get("backward", {}).get("gradients", 0), sum(built.values()))
             sizes = built
         else:
             continue
-        if run.material(device, total):
-            yield finding(
+        if run.is_material(device, total):
+            yield Finding(
                 "discarded_gradients",
                 common_module(built),
                 total,
@@ -54,17 +57,41 @@ def discarded_gradients(run: Run) -> Iterator[dict[str, Any]]:
             )
 
 
-def noise_allocated_twice(run: Run) -> Iterator[dict[str, Any]]:
-    """_generate_noise makes zeros of the parameter's shape and then, for any std but 0, noise of the same shape."""
+def copied_per_sample_gradients(run: Run) -> Iterator[Finding]:
+    """Finds copies of per-sample gradients: create_or_accumulate_grad_sample copies a grad sampler's result into zeros
+    of the same size."""
     for device, entry in run.devices.items():
-        newest = entry["peak"]["newest_blocks"][:2]
-        drawn = [block for block in newest if (block["category"], block["op"]) == ("noise", "_generate_noise")]
-        if entry["peak"]["phase"] != "noise" or len(drawn) < 2 or drawn[0]["bytes"] != drawn[1]["bytes"]:
+        peak = entry.peak
+        gradients = [block for block in peak.newest_blocks if block.category == "per_sample_gradients"]
+        results = Counter(block.bytes for block in gradients if block.op != _COPIES)
+        copies = [block for block in gradients if block.op == _COPIES and results[block.bytes]]
+        size = sum(block.bytes for block in copies)
+        if peak.phase == "backward" and run.is_material(device, size):
+            yield Finding(
+                "copied_per_sample_gradients",
+                copies[0].module,
+                size,
+                f"at the peak of {device}, Opacus holds per-sample gradients twice: it copies what its grad sampler "
+                f"has returned into new zeros, {format_bytes(size)}",
+                "opacus_memprof.clipping.adopt_grad_samples() before training: Opacus then keeps what the sampler has "
+                "returned, where a parameter is used once in a forward; or use "
+                'grad_sample_mode="flash_clip", which makes neither',
+                device=device,
+            )
+
+
+def noise_allocated_twice(run: Run) -> Iterator[Finding]:
+    """Finds zeros beside the noise: _generate_noise allocates zeros of the parameter's shape and then, unless std is 0,
+    noise of the same shape."""
+    for device, entry in run.devices.items():
+        newest = entry.peak.newest_blocks[:2]
+        drawn = [block for block in newest if (block.category, block.op) == ("noise", "_generate_noise")]
+        if entry.peak.phase != "noise" or len(drawn) < 2 or drawn[0].bytes != drawn[1].bytes:
             continue
-        size = int(drawn[1]["bytes"])
-        if run.material(device, size):
-            module = next((one for one, fact in run.noted("largest_parameter") if fact["bytes"] == size), "")
-            yield finding(
+        size = drawn[1].bytes
+        if run.is_material(device, size):
+            module = next((name for name, fact in run.facts_of("largest_parameter") if fact["bytes"] == size), "")
+            yield Finding(
                 "noise_allocated_twice",
                 module,
                 size,

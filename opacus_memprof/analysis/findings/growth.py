@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that grows step by step.
+"""Finds memory that grows step by step.
 
-Told by birth, not by differences between steps, which vary with the batch: at the end of the last step, who holds
-blocks that many different steps have made? Steady training frees what a step makes by the end of the next one. What is
-made once, parameters, optimizer states, workspaces, caches, has one step of birth, or few. A tensor that each step
-replaces by a longer one has one step of birth as well, and is not found.
+The evidence is blocks that are live at the end of the last step and that many different steps have allocated.
+Differences between steps would vary with the batch. Steady training frees what a step has allocated by the end of the
+next one; parameters, optimizer states, workspaces and caches are allocated in one step, or in few. A tensor that each
+step replaces by a longer one is allocated in one step too, and is not found.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from opacus_memprof.analysis.findings.run import Run, common_module, finding, largest
-from opacus_memprof.units import format_bytes
+from opacus_memprof.analysis.findings.run import Run, common_module, largest
+from opacus_memprof.profiles.profile import Finding, GrowthSite
+from opacus_memprof.profiles.units import format_bytes
 
-# Blocks of one site (module, category, phase and op of birth) count when they come from this many steps, and from
-# this share of the steps that the replay looks at (all but the first two and the last two).
+# Blocks of one site (the module, category, phase and op of their allocation) count if this many steps, and this share
+# of the steps that the replay considers (all but the first two and the last two), have allocated some.
 MIN_STEPS = 3
 MIN_SHARE = 0.25
-# A site that adds to itself in nearly every one of this many steps is reported however small it is: it has no end.
+# A site that grows in nearly every one of at least this many steps is reported however small it is: it never stops.
 REGULAR_STEPS = 6
 REGULAR_SHARE = 0.9
 _MARGIN = 4  # kWarmUpSteps + kRecentSteps of csrc/core/replay.h
@@ -36,21 +37,22 @@ _ANY = (
 )
 
 
-def growing_memory(run: Run) -> Iterator[dict[str, Any]]:
+def growing_memory(run: Run) -> Iterator[Finding]:
+    """Finds categories of blocks that steps leave behind."""
     for device, replayed in run.replayed.items():
-        looked_at = replayed["last_step_end"]["step"] - _MARGIN
+        considered = replayed["last_step_end"]["step"] - _MARGIN
         sites: dict[str, list[dict[str, Any]]] = {}
         for residue in replayed["residue"]:
-            if residue["steps"] >= max(MIN_STEPS, MIN_SHARE * looked_at):
+            if residue["steps"] >= max(MIN_STEPS, MIN_SHARE * considered):
                 sites.setdefault(run.names.public_category(residue["category"]), []).append(residue)
         for category, found in sites.items():
             steps = max(site["steps"] for site in found)
-            regular = steps >= max(REGULAR_STEPS, REGULAR_SHARE * looked_at)
-            if regular or run.material(device, sum(site["bytes"] for site in found)):
+            regular = steps >= max(REGULAR_STEPS, REGULAR_SHARE * considered)
+            if regular or run.is_material(device, sum(site["bytes"] for site in found)):
                 yield _growth(run, device, category, found, replayed["last_step_end"]["step"] - 1)
 
 
-def _growth(run: Run, device: str, category: str, found: Sequence[dict[str, Any]], end: int) -> dict[str, Any]:
+def _growth(run: Run, device: str, category: str, found: Sequence[dict[str, Any]], end: int) -> Finding:
     modules: dict[str, int] = {}
     for site in found:
         module = run.names.module(site["module"])
@@ -58,8 +60,8 @@ def _growth(run: Run, device: str, category: str, found: Sequence[dict[str, Any]
     total = sum(modules.values())
     first, last = min(site["first_step"] for site in found), max(site["last_step"] for site in found)
     steps = max(site["steps"] for site in found)
-    sites = sorted((_site(run, site) for site in found), key=lambda site: -site["bytes"])
-    return finding(
+    sites = sorted((_site(run, site) for site in found), key=lambda site: -site.bytes)
+    return Finding(
         "growing_memory",
         common_module(modules),
         total,
@@ -74,19 +76,19 @@ def _growth(run: Run, device: str, category: str, found: Sequence[dict[str, Any]
     )
 
 
-def _site(run: Run, residue: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "module": run.names.module(residue["module"]),
-        "phase": run.names.phase(residue["phase"]),
-        "op": run.names.op(residue["op"]),
-        "bytes": residue["bytes"],
-        "blocks": residue["blocks"],
-        "steps": residue["steps"],
-    }
+def _site(run: Run, residue: dict[str, Any]) -> GrowthSite:
+    return GrowthSite(
+        module=run.names.module(residue["module"]),
+        phase=run.names.phase(residue["phase"]),
+        op=run.names.op(residue["op"]),
+        bytes=residue["bytes"],
+        blocks=residue["blocks"],
+        steps=residue["steps"],
+    )
 
 
-def _where(site: dict[str, Any]) -> str:
-    """Where the largest site's blocks were allocated, in words."""
-    op = f" by {site['op']}" if site["op"] else ""
-    module = f" of {site['module']}" if site["module"] else ", outside every module"
-    return f"{site['phase']}{op}{module}"
+def _where(site: GrowthSite) -> str:
+    """A phrase for the phase, op and module of a site."""
+    op = f" by {site.op}" if site.op else ""
+    module = f" of {site.module}" if site.module else ", outside every module"
+    return f"{site.phase}{op}{module}"

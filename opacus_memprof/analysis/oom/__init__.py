@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forensics of an allocation that failed: who holds what, what would have fitted, and what to change.
+"""Explains an allocation that failed: what was live, what would have fitted, and what to change.
 
-failure, left      what was asked for, what was live, and what should not have been
-history            the run's highest instants before
-room               what would have fitted
-layers, step       what a step takes, from shapes; estimate: the run's own step
-predict            the peak as it is and after a change
-advice             the changes
-report             all of it, as oom_report.json
+failure, leftovers    what was requested, what was live, and what should have been released before
+history               the peaks of the run before
+capacity              what would have fitted
+layers, flash, step   the memory of a training step, from shapes; estimate: of the run's own
+predict               the peak, unchanged and after a change
+advice                the changes
+report                all of it, as oom_report.json
 """
 
 from opacus_memprof.analysis.oom.report import build_report

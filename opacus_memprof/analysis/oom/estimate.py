@@ -1,143 +1,206 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run's own step as step.Step: what hooks saw of it, completed where the run ended before the forward did."""
+"""Estimates the memory of the run's own training step (step.Step) from what hooks have recorded. If the run ended
+before its first forward did, the remaining layers are estimated too."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from opacus_memprof.analysis.oom.failure import ACTIVATIONS, Failure, totals
+from opacus_memprof.analysis.oom.failure import ACTIVATIONS, Failure, sum_by
 from opacus_memprof.analysis.oom.history import History
 from opacus_memprof.analysis.oom.layers import Layer
-from opacus_memprof.analysis.oom.places import homes_of, repeated_units, spread, unit_of, with_residuals
+from opacus_memprof.analysis.oom.leftovers import Leftovers
+from opacus_memprof.analysis.oom.model_structure import (
+    distribute_missing,
+    releasing_layers,
+    repeated_units,
+    unit_prefix,
+    with_residual_gradients,
+)
 from opacus_memprof.analysis.oom.step import Step
 from opacus_memprof.profiles.categories import PER_SAMPLE, RESIDENT
-from opacus_memprof.workload import Forward, Module, Workload
+from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape, TrainingShapes
+
+# cuBLAS' workspace for one thread, on Hopper and later; GPUs before have a quarter of it.
+_WORKSPACE = 32 * 2**20
 
 
-def step_of(failure: Failure, workload: Workload, history: History, freed: int = 0) -> Step | None:
-    """None where nothing is known of the model or its batch.
-
-    Args:
-        freed: bytes of `failure` that an earlier step, or a forward without a backward, has left.
-    """
-    samples = workload.batch_of(failure.step)
-    if not workload.modules or not samples:
+def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, leftovers: Leftovers) -> Step | None:
+    """The run's own step, without leftovers. None if the model or its batch size is unknown."""
+    samples = shapes.batch_size_in(failure.step)
+    if not shapes.modules or not samples:
         return None
-    kept = totals((one for one in failure.holdings if one.category in ACTIVATIONS), lambda one: one.module)
-    excess = freed / max(sum(kept.values()), 1)
-    live = {module: int(size * (1 - min(excess, 1.0))) for module, size in kept.items()}
-    blocks: dict[str, int] = {}
-    for one in failure.holdings:
-        if one.category in ACTIVATIONS:
-            blocks[one.module] = max(blocks.get(one.module, 0), one.largest)
-    known = {name: _scaled(forward, samples) for name, forward in workload.forwards.items()}
-    began = failure.phase == "forward" and not history.steps
-    layers = _layers(workload, known, live, blocks, samples, complete=not began)
-    seen = {layer.name for layer in layers}
-    tail = live.get("", 0) if "" not in seen else 0
-    missing = history.activations - freed - tail - sum(layer.activations for layer in layers)
-    if missing > 0 and layers:
-        layers = spread(layers, missing, failure.module if failure.phase == "backward" else "")
-    if began and layers:
-        tail = max(tail, layers[-1].forward.output_bytes)
-    by_category = failure.totals(lambda one: one.category)
-    resident = sum(size for category, size in by_category.items() if _is_resident(category))
-    trained = workload.trained_bytes
-    largest = max(module.bytes for module in workload.modules.values())
-    # On a GPU torch updates all parameters at once, on the CPU one after the other.
-    update = workload.temporaries * trained if failure.device != "cpu" else 2 * largest * bool(workload.temporaries)
+    activations = [group for group in failure.block_groups if group.category in ACTIVATIONS]
+    left_behind = leftovers.by_module if leftovers.are_captures else {}
+    by_module = sum_by(activations, lambda group: group.module)
+    live = {module: max(size - left_behind.get(module, 0), 0) for module, size in by_module.items()}
+    largest_blocks: dict[str, int] = {}
+    for group in activations:
+        largest_blocks[group.module] = max(largest_blocks.get(group.module, 0), group.largest)
+    if leftovers.stray_samples:
+        stray = max(leftovers.stray_samples)
+        largest_blocks |= {module: largest_blocks.get(module, 0) * samples // stray for module in left_behind}
+    seen = {name: _with_samples(forward, samples) for name, forward in shapes.forwards.items()}
+    in_first_forward = failure.phase == "forward" and not history.step_peaks
+    reached = failure.module if in_first_forward else None
+    layers = _layers(shapes, seen, live, largest_blocks, samples, reached=reached)
+    if not layers:
+        return None
+    last = layers[-1]
+    produced = last.forward.output_bytes
+    output = min(live.get(last.name, 0), produced)
+    loss = live.get("", 0) if "" not in {layer.name for layer in layers} else 0
+    present = sum(left_behind.values()) + loss + sum(layer.activations for layer in layers)
+    missing = history.most_activations - present
+    if in_first_forward:
+        output, loss = produced, max(loss, produced * 4 // last.forward.element_bytes)  # losses compute in float32
+    elif missing > 0:  # backward releases the loss's activations first
+        released = min(missing, produced) if failure.phase == "backward" else 0
+        loss += released
+        layers = distribute_missing(layers, missing - released, failure.module if failure.phase == "backward" else "")
+    layers[-1] = replace(layers[-1], activations=max(layers[-1].activations - output, 0))
+    by_category = failure.sum_by(lambda group: group.category)
+    trained = shapes.trained_bytes
+    largest = max(module.bytes for module in shapes.modules.values())
+    on_gpu = failure.device != "cpu"
+    # On a GPU torch updates all parameters at once (foreach), on the CPU one after the other.
+    update = shapes.step_temporaries * trained if on_gpu else 2 * largest * bool(shapes.step_temporaries)
     return Step(
-        mode=workload.mode,
-        mean=workload.mean,
+        mode=shapes.mode,
+        mean_loss=shapes.mean_loss,
         samples=samples,
         layers=tuple(layers),
-        resident=resident,
+        resident=sum(size for category, size in by_category.items() if _is_resident(category)),
         trained=trained,
         largest=largest,
-        states=max(workload.states * trained, by_category.get("optimizer_states", 0)),
+        states=max(shapes.state_tensors * trained, by_category.get("optimizer_states", 0)),
         update=update,
-        tail=tail,
+        loss=loss,
         inputs=by_category.get("inputs", 0),
-        keeps_gradients=keeps_gradients(workload),
-        processors=workload.processors if failure.device != "cpu" else 0,
+        keeps_gradients=keeps_gradients(shapes),
+        output=output,
+        multiprocessors=shapes.multiprocessors if on_gpu else 0,
+        is_guessed=in_first_forward and not _has_seen_whole_unit(shapes, seen),
+        workspace=_WORKSPACE if on_gpu and not by_category.get("library_workspace") else 0,
     )
 
 
-def keeps_gradients(workload: Workload) -> bool:
-    """Whether p.grad outlives zero_grad. Where no zero_grad was seen: Opacus' optimizers keep it, torch's do not."""
-    if workload.keeps_gradients is not None:
-        return workload.keeps_gradients
-    return workload.mode not in ("", "flash_clip")
+def keeps_gradients(shapes: TrainingShapes) -> bool:
+    """Whether p.grad outlives zero_grad. If no zero_grad was seen: Opacus' optimizers keep it, torch's do not."""
+    if shapes.keeps_gradients is not None:
+        return shapes.keeps_gradients
+    return shapes.mode not in ("", "flash_clip")
 
 
 def _is_resident(category: str) -> bool:
-    """Also the program's own categories."""
-    made = {"gradients", "optimizer_states", "summed_gradients", "noise", "optimizer_temporaries", "pending_free"}
-    return category in RESIDENT or category not in PER_SAMPLE | made
+    """Whether blocks of a category live through all steps. The program's own categories are taken to."""
+    transient = {"gradients", "optimizer_states", "summed_gradients", "noise", "optimizer_temporaries", "pending_free"}
+    return category in RESIDENT or category not in PER_SAMPLE | transient
 
 
-def _scaled(forward: Forward, samples: int) -> Forward:
+def _with_samples(forward: CaptureShape, samples: int) -> CaptureShape:
     """The same forward with another number of samples."""
     if forward.samples == samples or not forward.samples:
         return forward
-
-    def of(size: int) -> int:
-        return size * samples // forward.samples
-
-    return replace(forward, samples=samples, input_bytes=of(forward.input_bytes), output_bytes=of(forward.output_bytes))
+    return replace(
+        forward,
+        samples=samples,
+        input_bytes=forward.input_bytes * samples // forward.samples,
+        output_bytes=forward.output_bytes * samples // forward.samples,
+    )
 
 
 def _layers(
-    workload: Workload,
-    known: Mapping[str, Forward],
+    shapes: TrainingShapes,
+    seen: Mapping[str, CaptureShape],
     live: Mapping[str, int],
-    blocks: Mapping[str, int],
+    largest_blocks: Mapping[str, int],
     samples: int,
     *,
-    complete: bool,
+    reached: str | None,
 ) -> list[Layer]:
-    """The layers in forward order, with the activations that are live now; where the forward had not ended, those
-    that were still to come are taken from their twins, or from their shapes."""
-    order = list(known)
-    units = repeated_units(workload.modules)
-    if not complete:
-        order += [name for name in workload.modules if name not in known]
-    homes = homes_of(live, [name for name in order if name in workload.modules])
-    taken: dict[str, int] = {}
+    """The layers in forward order, with their activations.
+
+    Args:
+        shapes: of the model.
+        seen: the forwards that hooks have recorded, for `samples` samples.
+        live: bytes of activations by module.
+        largest_blocks: the largest activation by module.
+        samples: of the batch.
+        reached: the module in which the first forward ended. Layers behind it are taken to be like layers that have the
+            same place in another repeated unit; if there are none, they are estimated from their shapes. None: the
+            forward was complete.
+    """
+    order = list(seen)
+    units = repeated_units(shapes.modules)
+    begun = [prefix for prefix in units if any(unit_prefix(name) == prefix for name in seen)]
+    unfinished = unit_prefix(reached or "")
+    unfinished = unfinished if unfinished in units else (begun or [""])[-1]
+    if reached is not None:
+        order += [name for name in shapes.modules if name not in seen]
+    releasing = releasing_layers(live, [name for name in order if name in shapes.modules])
+    containers = {name[:end] for name in order for end in range(len(name)) if name[end] == "."}
+    by_layer = {name: live[name] for name, layer in releasing.items() if name == layer}
+    saved_before: dict[str, int] = {}
     largest: dict[str, int] = {}
-    for name, home in homes.items():
-        taken[home] = taken.get(home, 0) + live[name]
-        largest[home] = max(largest.get(home, 0), blocks.get(name, 0))
-    ended = [prefix for prefix in units if any(name.startswith(f"{prefix}.") for name in known)]
-    models = {units[prefix].signature: prefix for prefix in reversed(ended[:-1] or ended)}  # the last may be half done
+    largest_squares: dict[str, int] = {}
+    for name, layer in releasing.items():
+        block = largest_blocks.get(name, 0)
+        largest[layer] = max(largest.get(layer, 0), block)
+        if name != layer:
+            saved_before[layer] = saved_before.get(layer, 0) + live[name]
+            if name in containers and layer in seen and _is_square(block, seen[layer]):
+                largest_squares[layer] = max(largest_squares.get(layer, 0), block)
     layers: list[Layer] = []
     for name in order:
-        module = workload.modules.get(name)
+        module = shapes.modules.get(name)
         if module is None:
             continue
-        forward, size, block = known.get(name), taken.get(name, 0), largest.get(name, 0)
-        prefix = unit_of(name)
-        if not complete and prefix in units and (forward is None or prefix == (ended or [""])[-1]):
-            model = models.get(units[prefix].signature)
-            twin = model + name[len(prefix) :] if model else name
-            forward = forward or known.get(twin)
-            size, block = max(size, taken.get(twin, 0)), max(block, largest.get(twin, 0))
+        prefix, forward = unit_prefix(name), seen.get(name)
+        twins = [name]
+        if reached is not None and prefix in units and (forward is None or prefix == unfinished):
+            alike = [
+                other
+                for other in dict.fromkeys([*begun, unfinished])
+                if units[other].signature == units[prefix].signature
+            ]
+            # What an unfinished unit has may be temporary, unless it is a single layer.
+            finished = [other for other in alike if other != unfinished or other in shapes.modules] or alike
+            twins += [other + name[len(prefix) :] for other in finished]
+            forward = forward or next((seen[twin] for twin in twins if twin in seen), None)
+        saved, before = (max(sizes.get(twin, 0) for twin in twins) for sizes in (by_layer, saved_before))
         if forward is None:
-            forward = _guess(module, layers[-1] if layers else None, samples)
-            size = max(size, forward.output_bytes)
-        layers.append(Layer(name, module, forward, size, block))
-    return with_residuals(layers, blocks, units)
+            forward = _guess_forward(module, layers[-1] if layers else None, samples)
+            saved = max(saved, forward.output_bytes)
+            before = max(before, forward.input_bytes)  # saved by an operation between the two layers
+        block, square = (max(sizes.get(twin, 0) for twin in twins) for sizes in (largest, largest_squares))
+        layers.append(Layer(name, module, forward, saved + before, block, saved_before=before, largest_square=square))
+    return with_residual_gradients(layers, largest_blocks, units)
 
 
-def _guess(module: Module, before: Layer | None, samples: int) -> Forward:
-    """A layer that the forward had not come to: as many tokens as the one before it, but for a Linear behind
-    convolutions, which sees a sample as a whole."""
-    tokens, width = (before.forward.tokens, before.forward.width) if before else (1, 4)
+def _has_seen_whole_unit(shapes: TrainingShapes, seen: Mapping[str, CaptureShape]) -> bool:
+    """Whether the forward of a repeated unit has been seen as a whole, or nothing repeats."""
+    units = repeated_units(shapes.modules)
+    unseen = {unit_prefix(name) for name in shapes.modules if name not in seen}
+    return not units or any(prefix not in unseen for prefix in units)
+
+
+def _is_square(block: int, forward: CaptureShape) -> bool:
+    """Whether a block can be the attention weights of a layer's heads, tokens by tokens."""
+    square = forward.samples * forward.tokens**2 * forward.element_bytes
+    return forward.tokens > 1 and block > 0 and block % square == 0
+
+
+def _guess_forward(module: LayerShape, previous: Layer | None, samples: int) -> CaptureShape:
+    """The forward of a layer that was not reached: it has as many tokens as the previous layer, but a Linear behind
+    convolutions has one per sample."""
+    tokens, element_bytes = (previous.forward.tokens, previous.forward.element_bytes) if previous else (1, 4)
     rows, columns = (module.rows, module.columns) if module.rows else (module.weight, module.weight)
-    columns = columns * module.groups // module.taps
+    columns = columns * module.groups // module.kernel_positions
     if module.kind == "Embedding":
         rows, columns = columns, 1
-    if module.kind == "Linear" and before is not None and (before.convolves or before.module.kind == "GroupNorm"):
+    behind_convolutions = previous is not None and (previous.is_convolution or previous.module.kind == "GroupNorm")
+    if module.kind == "Linear" and behind_convolutions:
         tokens = 1
-    size = samples * tokens * width
-    relaid = before is not None and before.forward.relaid and module.taps > 1
-    return Forward(samples, tokens, size * columns, size * rows, width, before is None, relaid)
+    size = samples * tokens * element_bytes
+    layout_copied = previous is not None and previous.forward.layout_copied and module.kernel_positions > 1
+    return CaptureShape(samples, tokens, size * columns, size * rows, element_bytes, previous is None, layout_copied)

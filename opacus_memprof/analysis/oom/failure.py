@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An allocation that failed, and what was live then, in the words of reports."""
+"""An allocation that failed, and the blocks that were live then, with the category names of reports."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,8 +11,14 @@ ACTIVATIONS = ("activations", ACTIVATION_HOOKS)
 
 
 @dataclass(frozen=True)
-class Holding:
-    """Live blocks of one origin: their category, and module, op, phase and step of their birth."""
+class BlockGroup:
+    """Live blocks of the same category that were allocated by the same module and op, in the same phase and step.
+
+    Attributes:
+        bytes: of all blocks.
+        blocks: their number.
+        largest: bytes of the largest one.
+    """
 
     bytes: int
     blocks: int
@@ -26,12 +32,12 @@ class Holding:
 
 @dataclass(frozen=True)
 class Failure:
-    """Bytes throughout.
+    """An allocation that failed. Sizes are in bytes.
 
     Attributes:
-        requested: what was not to be had; `category`, `module`, `op`, `phase` and `step` say for what.
-        holdings: what was live on `device`, the largest first.
-        upstream: what allocator and device said (_native.failures).
+        requested: the size of the allocation, which was for `category`, `module`, `op`, `phase` and `step`.
+        block_groups: what was live on `device`, the largest first.
+        upstream: what torch's allocator and the device counted (see native.failures).
     """
 
     number: int
@@ -44,31 +50,37 @@ class Failure:
     step: int
     logical_step: int
     unix_ns: int
-    holdings: tuple[Holding, ...]
+    block_groups: tuple[BlockGroup, ...]
     upstream: Mapping[str, int | None]
 
     @property
-    def live(self) -> int:
-        return sum(holding.bytes for holding in self.holdings)
+    def live_bytes(self) -> int:
+        return sum(group.bytes for group in self.block_groups)
 
-    def totals(self, key: Callable[[Holding], Any]) -> dict[Any, int]:
+    def sum_by(self, key: Callable[[BlockGroup], Any]) -> dict[Any, int]:
         """Live bytes by `key`, the largest first."""
-        return totals(self.holdings, key)
+        return sum_by(self.block_groups, key)
 
 
-def totals(holdings: Iterable[Holding], key: Callable[[Holding], Any]) -> dict[Any, int]:
-    found: dict[Any, int] = {}
-    for holding in holdings:
-        found[key(holding)] = found.get(key(holding), 0) + holding.bytes
-    return dict(sorted(found.items(), key=lambda item: (-item[1], str(item[0]))))
+def sum_by(block_groups: Iterable[BlockGroup], key: Callable[[BlockGroup], Any]) -> dict[Any, int]:
+    """The bytes of groups by `key`, the largest first."""
+    sizes: dict[Any, int] = {}
+    for group in block_groups:
+        sizes[key(group)] = sizes.get(key(group), 0) + group.bytes
+    return dict(sorted(sizes.items(), key=lambda item: (-item[1], str(item[0]))))
 
 
-def read(native: Mapping[str, Any]) -> Failure:
-    """One of _native.failures(). What was made in forward and is live when memory runs out is an activation."""
-    holdings = [Holding(**{**one, "category": _public(one["category"])}) for one in native["holdings"] if one["bytes"]]
+def read_failure(native: Mapping[str, Any]) -> Failure:
+    """Reads one of native.failures(). What a forward has allocated counts as activations, if it is live when memory
+    runs out."""
+    groups = [
+        BlockGroup(**{**group, "category": _reported(group["category"])})
+        for group in native["holdings"]
+        if group["bytes"]
+    ]
     rest = {key: value for key, value in native.items() if key not in ("holdings", "category")}
-    return Failure(**rest, category=_public(native["category"]), holdings=tuple(holdings))
+    return Failure(**rest, category=_reported(native["category"]), block_groups=tuple(groups))
 
 
-def _public(category: str) -> str:
+def _reported(category: str) -> str:
     return "activations" if category == FORWARD_UNDECIDED else reported_name(category)

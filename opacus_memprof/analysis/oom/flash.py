@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that flash_clip takes for one layer and `n` samples, from its shapes alone. Source: opacus_memprof.clipping,
-read line by line.
+"""The bytes that flash_clip needs for one layer and `n` samples, from its shapes. Source: opacus_memprof.clipping.
 
 s is the bytes of an element of the output's gradients g, x the input, T the tokens of a sample (a convolution's output
-positions), G its groups, K the positions of its kernel. A weight of p x d elements is G matrices of p/G x d; a
-convolution has c = G d / K input channels, so that its unfolded input is s n c K T = s n G d T bytes.
+positions), G its groups, K the positions of its kernel. A weight of p x d elements is G matrices of p/G x d. A
+convolution has c = G d / K input channels, so its unfolded input has s n c K T = s n G d T bytes.
 """
 
 from dataclasses import dataclass
@@ -12,74 +11,91 @@ from dataclasses import dataclass
 from opacus_memprof.analysis.oom.layers import NORMS, Layer
 from opacus_memprof.clipping import cost
 
-CEILING = 256 * 2**20  # flash_clip's own, on the temporaries of a layer
-_SUM = 4  # bytes of an element of norms and sums
+WORKSPACE_BYTES = 256 * 2**20  # flash_clip's default ceiling on the temporaries of a layer
+_INDEX_BYTES = 64  # for each token of an embedding, as in clipping.layers.embedding
+_SUM_BYTES = 4  # of an element of norms and sums
 
 
 @dataclass(frozen=True)
 class FlashClip:
-    """Of `layer`. `fused`: Gram products are formed in a GPU's registers; elsewhere two tiles of them in memory."""
+    """What flash_clip needs for a layer.
+
+    Attributes:
+        layer: the layer.
+        in_registers: Gram products are formed in a GPU's registers (Triton); otherwise two tiles are formed in memory.
+    """
 
     layer: Layer
-    fused: bool
+    in_registers: bool
 
-    def kept(self, n: int) -> int:
-        """From the layer's backward until its clipped sum is formed."""
+    def kept_bytes(self, n: int) -> int:
+        """The bytes that are kept from the layer's backward until its clipped sum is formed."""
         forward = self.layer.forward
-        pair = self.layer.of(forward.input_bytes + forward.output_bytes, n) if self._keeps_pair(n) else 0
-        return pair + self.made(n)
+        pair = self.layer.scale(forward.input_bytes + forward.output_bytes, n) if self._keeps_pair(n) else 0
+        return pair + self.new_bytes(n)
 
-    def made(self, n: int) -> int:
-        """What of that is new in the layer's backward: of a pair, x is an activation and g flows anyway."""
+    def shared_bytes(self, n: int) -> int:
+        """The part of `kept_bytes` that is also in the previous layer's activations: the input, if it is that layer's
+        output."""
+        layer, input_bytes = self.layer, self.layer.forward.input_bytes
+        is_output = not layer.forward.from_leaf and layer.saved_before < input_bytes
+        return layer.scale(input_bytes, n) if is_output and self._keeps_pair(n) else 0
+
+    def new_bytes(self, n: int) -> int:
+        """The part of `kept_bytes` that the layer's backward allocates. Not a pair: x is an activation, and g exists in
+        backward anyway."""
         forward, module = self.layer.forward, self.layer.module
-        wide = max(forward.width, _SUM)
+        wide = max(forward.element_bytes, _SUM_BYTES)
         if module.kind in NORMS:
             return wide * n * self.layer.elements
         weight = 0 if self._keeps_pair(n) else module.weight
-        bias = 0 if forward.tokens == 1 and not self.layer.convolves else module.bias  # of a single token it is g
-        return n * (forward.width * weight + wide * bias)
+        # With a single token the bias' gradient is g itself.
+        bias = 0 if forward.tokens == 1 and not self.layer.is_convolution else module.bias
+        return n * (forward.element_bytes * weight + wide * bias)
 
-    def norms(self, n: int, *, keep: bool = True) -> int:
-        """Temporaries of the per-sample norms. Without `keep` (Opacus' ghost clipping with these norm samplers)
-        nothing outlives them."""
+    def norm_temporaries(self, n: int, *, keep: bool = True) -> int:
+        """The temporaries of computing per-sample norms. `keep` is False in Opacus' ghost clipping with these norm
+        samplers, where nothing is kept."""
         layer, forward, module = self.layer, self.layer.forward, self.layer.module
-        if module.kind in NORMS:  # one normalised input, of which three are reckoned with
-            sample = layer.of(forward.output_bytes, 1)
-            return min(sample * max(CEILING // (3 * sample), 1), sample * n, CEILING // 3)
-        if module.kind == "Embedding":  # of the indices, sorted; and the rows of equal ones added up
-            return min(n * forward.tokens * _INDEX + layer.of(forward.output_bytes, n), CEILING)
+        if module.kind in NORMS:  # one normalized input; flash_clip sizes its tiles for three
+            sample = layer.scale(forward.output_bytes, 1)
+            return min(sample * max(WORKSPACE_BYTES // (3 * sample), 1), sample * n, WORKSPACE_BYTES // 3)
+        if module.kind == "Embedding":  # sorted indices, and sums of rows with equal indices
+            return min(n * forward.tokens * _INDEX_BYTES + layer.scale(forward.output_bytes, n), WORKSPACE_BYTES)
         if not module.rows:
             return 0
         choice = self._choice(n, keep)
         if keep and choice.keep == "gradient":
-            samples, unfolded, copies = self._unfold(n, CEILING)
-            part = forward.width * samples * module.weight if samples < n else 0  # which joins those of all samples,
-            first = unfolded + max(copies - forward.width * n * module.weight, part)  # made with the first part
+            samples, unfolded, copies = self._unfold(n, WORKSPACE_BYTES)
+            # The gradients of some samples, which are copied into those of all samples. These are allocated with the
+            # first part, after its copies have been freed.
+            part = forward.element_bytes * samples * module.weight if samples < n else 0
+            first = unfolded + max(copies - forward.element_bytes * n * module.weight, part)
             return max(first, (unfolded + copies) * min(n - samples, samples) // samples)
-        ceiling = CEILING // 2 if layer.convolves else CEILING  # one half for what is unfolded
+        ceiling = WORKSPACE_BYTES // 2 if layer.is_convolution else WORKSPACE_BYTES  # half of it is for unfolding
         samples, unfolded, copies = self._unfold(n, ceiling)
         if choice.norm == "gradient":
-            return unfolded + max(copies, min(forward.width * samples * module.weight, ceiling))
+            return unfolded + max(copies, min(forward.element_bytes * samples * module.weight, ceiling))
         return unfolded + max(copies, self._gram(samples * module.groups, ceiling))
 
-    def sums(self, n: int) -> int:
-        """Temporaries of the clipped sum, besides what is kept and the sum."""
+    def sum_temporaries(self, n: int) -> int:
+        """The temporaries of forming the clipped sum, without what is kept and without the sum itself."""
         layer, forward, module = self.layer, self.layer.forward, self.layer.module
         if not self._keeps_pair(n):
             return 0
-        if module.kind == "Embedding":  # g, scaled
-            return min(layer.of(forward.output_bytes, n), CEILING // 2)
+        if module.kind == "Embedding":  # the scaled copy of g
+            return min(layer.scale(forward.output_bytes, n), WORKSPACE_BYTES // 2)
         rows, columns = module.rows // module.groups, module.columns
-        token = forward.width * module.groups * forward.tokens  # bytes of one row or column of a sample
+        token = forward.element_bytes * module.groups * forward.tokens  # bytes of one row or column of a sample
         scaled = token * min(rows, columns)
-        if not layer.convolves:
-            return min(n * scaled, CEILING)
-        # Samples and tokens become one dimension, which neither g nor the unfolded input has next to each other.
-        samples, unfolded, made = self._unfold(n, CEILING // 2)
-        folded = max(min(samples, CEILING // 2 // (2 * token * (rows + columns))), 1)
+        if not layer.is_convolution:
+            return min(n * scaled, WORKSPACE_BYTES)
+        # Samples and tokens are folded into one dimension, which copies g and the unfolded input.
+        samples, unfolded, input_copies = self._unfold(n, WORKSPACE_BYTES // 2)
+        folded = max(min(samples, WORKSPACE_BYTES // 2 // (2 * token * (rows + columns))), 1)
         copies = token * (rows + columns) if folded > 1 else 0
-        part = forward.width * module.weight if folded < n else 0  # of some samples, before it joins the others'
-        return unfolded + max(made, folded * (scaled + copies) + part)
+        part = forward.element_bytes * module.weight if folded < n else 0  # the sum over some samples
+        return unfolded + max(input_copies, folded * (scaled + copies) + part)
 
     def _keeps_pair(self, n: int) -> bool:
         kind = self.layer.module.kind
@@ -92,35 +108,36 @@ class FlashClip:
             forward.tokens,
             module.rows // module.groups,
             module.columns,
-            forward.width,
-            pair_elements=self.layer.of(forward.input_bytes + forward.output_bytes, n) // forward.width,
+            forward.element_bytes,
+            pair_elements=self.layer.scale(forward.input_bytes + forward.output_bytes, n) // forward.element_bytes,
             keep=keep,
         )
 
     def _unfold(self, n: int, ceiling: int) -> tuple[int, int, int]:
-        """Samples that are unfolded at a time, the bytes of their unfolded input, and what making it takes besides: as
-        many as fit with two copies of their input, and where not even one does, some of its channels. torch's im2col
-        makes a result of the input's size before it knows better. A kernel of one position unfolds nothing."""
+        """How a convolution's input is unfolded: the number of samples at a time, the bytes of their unfolded input,
+        and the bytes of copies of their input.
+
+        As many samples are unfolded as fit with two copies of their input; if not even one fits, some of its channels.
+        torch's im2col allocates a tensor of the input's size first. A 1x1 kernel unfolds nothing.
+        """
         layer, forward, module = self.layer, self.layer.forward, self.layer.module
-        if not layer.convolves:
+        if not layer.is_convolution:
             return n, 0, 0
-        unfolded = forward.width * module.groups * module.columns * forward.tokens
-        given = layer.of(forward.input_bytes, 1)
-        samples = max(min(n, ceiling // (unfolded + 2 * given)), 1)
-        if module.taps == 1:  # a view, unless strided or padded
-            return samples, 0 if unfolded == given else samples * unfolded, 0
+        unfolded = forward.element_bytes * module.groups * module.columns * forward.tokens
+        input_bytes = layer.scale(forward.input_bytes, 1)
+        samples = max(min(n, ceiling // (unfolded + 2 * input_bytes)), 1)
+        if module.kernel_positions == 1:  # a view, unless strided or padded
+            return samples, 0 if unfolded == input_bytes else samples * unfolded, 0
         share = min(samples * unfolded, ceiling) / (samples * unfolded)
-        return samples, int(share * samples * unfolded), int(share * samples * given)
+        return samples, int(share * samples * unfolded), int(share * samples * input_bytes)
 
     def _gram(self, count: int, ceiling: int) -> int:
-        """Of `count` products: two matrices of T x T each, as many as fit at a time; or a number for every tile."""
+        """The temporaries of `count` Gram products: two T x T matrices each, as many as fit; or, in registers, a number
+        for every tile."""
         tokens = self.layer.forward.tokens
         if tokens == 1:
             return 0
-        if self.fused and self.layer.forward.width <= _SUM:
+        if self.in_registers and self.layer.forward.element_bytes <= _SUM_BYTES:
             side = 128 if tokens >= 512 else 64 if tokens > 32 else 32
-            return _SUM * count * (-(-tokens // side)) ** 2
-        return min(2 * _SUM * count * tokens**2, ceiling)
-
-
-_INDEX = 64  # bytes for each token, as reckoned there
+            return _SUM_BYTES * count * (-(-tokens // side)) ** 2
+        return min(2 * _SUM_BYTES * count * tokens**2, ceiling)

@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that Opacus' hooks take for one layer and `n` samples, from its shapes alone.
+"""The bytes that Opacus' hooks need for one layer and `n` samples, from its shapes.
 
 s is the bytes of an element of the output's gradients, T the tokens of a sample, p and d the rows and columns of the
-weight, w all trained elements. Source: the samplers of Opacus 1.6 (opacus/grad_sample), read line by line.
+weight, w all trained elements. Source: the samplers of Opacus 1.6 (opacus/grad_sample).
 """
 
 import math
 from dataclasses import dataclass
 
-from opacus_memprof.workload import Forward, Module
+from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape
 
 NORMS = ("LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d")
 
 
-def reduction(outputs: int, rows: int, processors: int) -> int:
-    """What torch's sum of `rows` rows takes on a GPU with so many multiprocessors: partial sums of all blocks of
-    threads, as ATen/native/cuda/Reduce.cuh launches them: four outputs a thread, 128 threads a block, 2048 a
-    multiprocessor, 16 to 256 values a thread."""
+def reduction_workspace(outputs: int, rows: int, multiprocessors: int) -> int:
+    """The workspace of torch's sum over `rows` rows on a GPU: partial sums of all thread blocks.
+
+    Source: ATen/native/cuda/Reduce.cuh, which launches four outputs per thread, 128 threads per block, 2048 threads per
+    multiprocessor and 16 to 256 values per thread.
+    """
     width = min(1 << max((outputs // 4).bit_length() - 1, 0), 32)
-    values, grid, most = math.ceil(rows * width / 128), math.ceil(outputs / (4 * width)), 16 * processors
+    values, grid, most = math.ceil(rows * width / 128), math.ceil(outputs / (4 * width)), 16 * multiprocessors
     if values < 256 or grid > most:
         return 0
     blocks = max(min(math.ceil(most / grid), math.ceil(values / 16)), math.ceil(values / 256))
@@ -27,83 +29,92 @@ def reduction(outputs: int, rows: int, processors: int) -> int:
 
 @dataclass(frozen=True)
 class Layer:
-    """A module, its forward pass, and `activations`: what of all samples lives from its forward to its backward, of
-    which `largest` is one block. That includes what operations without parameters around it have saved. `passing`: of
-    the gradient that lives through its backward, to be added to where a residual branch began."""
+    """A module, its forward pass, and the activations that live from its forward to its backward. Sizes are in bytes.
+
+    Attributes:
+        activations: including what operations without parameters around the module have saved.
+        largest: the largest block of them.
+        residual_gradient: the gradient of a residual stream that lives through the module's backward.
+        saved_before: the part of `activations` that was saved before the module's forward began.
+        largest_square: the largest block of `saved_before` that can be attention weights, tokens by tokens.
+    """
 
     name: str
-    module: Module
-    forward: Forward
+    module: LayerShape
+    forward: CaptureShape
     activations: int
     largest: int = 0
-    passing: int = 0
+    residual_gradient: int = 0
+    saved_before: int = 0
+    largest_square: int = 0
 
     @property
     def elements(self) -> int:
         return self.module.weight + self.module.bias
 
     @property
-    def convolves(self) -> bool:
+    def is_convolution(self) -> bool:
         return self.module.kind.startswith("Conv") and self.module.columns > 0
 
-    def of(self, size: int, n: int) -> int:
-        """What `size` bytes of the forward's samples are for n of them."""
+    def scale(self, size: int, n: int) -> int:
+        """The bytes for n samples of what takes `size` bytes for the forward's samples."""
         return size * n // max(self.forward.samples, 1)
 
-    def gradients(self, n: int) -> int:
-        """Per-sample gradients: s·n·w."""
-        return self.forward.width * n * self.elements
+    def per_sample_gradients(self, n: int) -> int:
+        """The bytes of per-sample gradients: s·n·w."""
+        return self.forward.element_bytes * n * self.elements
 
-    def flowing(self, n: int, mean: bool) -> int:
-        """The gradients of output and input, what passes by, and for a mean loss the scaled copy of the first."""
-        output, given = self.of(self.forward.output_bytes, n), self.of(self.forward.input_bytes, n)
-        given = 0 if self.forward.from_leaf else given
-        return output * (2 if mean else 1) + given + self.of(self.passing, n)
+    def passed_gradients(self, n: int, mean_loss: bool) -> int:
+        """The bytes of the gradients of output and input and of the residual stream, and, for a mean loss, of Opacus'
+        scaled copy of the output's."""
+        output, grad_input = self.scale(self.forward.output_bytes, n), self.scale(self.forward.input_bytes, n)
+        grad_input = 0 if self.forward.from_leaf else grad_input
+        return output * (2 if mean_loss else 1) + grad_input + self.scale(self.residual_gradient, n)
 
-    def relayout(self, n: int) -> int:
-        """What a convolution's backward takes besides the gradients of its output and input, if its library computes in
-        a layout of its own: it copies the first into it, and the second from it, and the weight. On an H200 cuDNN's
-        workspace was that to within 1 KiB (benchmarks/convolution_workspace.py)."""
-        if not self.forward.relaid:
+    def layout_copies(self, n: int) -> int:
+        """The workspace of a convolution's backward, if its library computes in another memory layout: copies of the
+        gradients of output and input, and of the weight. On an H200 cuDNN's workspace was that to within 1 KiB
+        (benchmarks/convolution_workspace.py)."""
+        if not self.forward.layout_copied:
             return 0
-        return (
-            self.of(self.forward.input_bytes + self.forward.output_bytes, n) + self.forward.width * self.module.weight
-        )
+        gradients = self.scale(self.forward.input_bytes + self.forward.output_bytes, n)
+        return gradients + self.forward.element_bytes * self.module.weight
 
-    def sums(self, n: int, processors: int, *, by_sample: bool) -> int:
-        """What summing the gradients of a Linear's output over tokens takes on a GPU, for the bias; over samples too
-        where autograd does it."""
+    def bias_sum_workspace(self, n: int, multiprocessors: int, *, by_sample: bool) -> int:
+        """The workspace, on a GPU, of the sum that is the gradient of a Linear's bias: over tokens, by sample, or (as
+        autograd does it) over samples too."""
         if self.module.kind != "Linear" or not self.module.bias:
             return 0
         rows, tokens = self.module.bias, self.forward.tokens
-        return reduction(n * rows, tokens, processors) if by_sample else reduction(rows, n * tokens, processors)
+        outputs, summed = (n * rows, tokens) if by_sample else (rows, n * tokens)
+        return reduction_workspace(outputs, summed, multiprocessors)
 
     def sampler(self, n: int) -> int:
-        """The most that making per-sample gradients takes, they themselves included: s·n·w twice, for the sampler's
-        result is copied into zeros; or what a convolution unfolds; or a norm's normalised copies."""
-        twice = 2 * self.gradients(n)
+        """The peak of Opacus' grad sampler, including its result: 2·s·n·w, because the result is copied into zeros; or
+        more if a convolution's unfolded input or the normalized copies of a norm are larger."""
+        twice = 2 * self.per_sample_gradients(n)
         forward = self.forward
-        if self.convolves:
-            unfolded = forward.width * n * forward.tokens * self.module.columns * self.module.groups
-            dense = self.gradients(n) * self.module.groups  # of all pairs of groups, of which the diagonal is taken
-            made = dense + self.gradients(n) if self.module.groups > 1 else dense
-            return max(self.of(forward.input_bytes, n) + unfolded, unfolded + made, twice)
+        if self.is_convolution:
+            unfolded = forward.element_bytes * n * forward.tokens * self.module.columns * self.module.groups
+            all_pairs = self.per_sample_gradients(n) * self.module.groups  # of groups; the diagonal is the result
+            results = all_pairs + self.per_sample_gradients(n) if self.module.groups > 1 else all_pairs
+            return max(self.scale(forward.input_bytes, n) + unfolded, unfolded + results, twice)
         if self.module.kind in NORMS:
-            return max(2 * self.of(forward.output_bytes, n), twice)
+            return max(2 * self.scale(forward.output_bytes, n), twice)
         return twice
 
-    def ghost(self, n: int) -> int:
-        """The most that norms take in ghost clipping: a Linear of T > 1 tokens makes matrices of T·T, s·n·T² each, two
-        for the weight and with them one for the bias. Layers without a norm sampler make per-sample gradients."""
+    def ghost_norms(self, n: int) -> int:
+        """The peak of Opacus' norm sampler in ghost clipping. A Linear with T > 1 tokens forms T x T matrices, s·n·T²
+        bytes each: two for the weight and one for the bias. Layers without a norm sampler form per-sample gradients."""
         forward, module = self.forward, self.module
         if not module.norm_sampler:
             return self.sampler(n)
         if module.kind == "Embedding":
-            return 48 * n * forward.tokens + 2 * self.of(forward.output_bytes, n)
+            return 48 * n * forward.tokens + 2 * self.scale(forward.output_bytes, n)
         squares = 2 * bool(module.weight) + bool(module.bias)
-        return forward.width * n * forward.tokens**2 * squares if forward.tokens > 1 else 0
+        return forward.element_bytes * n * forward.tokens**2 * squares if forward.tokens > 1 else 0
 
-    def cast(self, n: int) -> int:
-        """Clipping casts per-sample gradients to the parameter's type, where theirs is narrower."""
+    def clipping_casts(self, n: int) -> int:
+        """The bytes of per-sample gradients that clipping casts to the parameter's dtype, if that is wider."""
         wide = self.module.bytes // max(self.elements, 1)
-        return wide * n * self.module.weight if self.forward.width < wide else 0
+        return wide * n * self.module.weight if self.forward.element_bytes < wide else 0

@@ -1,180 +1,215 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peak of a whole step, as it is and after a change.
+"""Predicts the peak of a whole step, unchanged and after a change.
 
-As long as the mode stays, what the run has shown counts: the failure itself and the highest instants before it, their
-scaling categories times samples then over samples now. Only what a step that has never ended still needs comes from
-its shapes (step.Step), and all of a step in another mode.
+In the run's own mode, the prediction uses what was recorded: the failure and the peaks before it, with the categories
+that grow with the batch scaled to the number of samples. From shapes (step.Step) come only the rest of a step that has
+never been completed, and steps in another mode.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from opacus_memprof.analysis.oom.failure import Failure
-from opacus_memprof.analysis.oom.history import History, Moment
-from opacus_memprof.analysis.oom.left import Left
-from opacus_memprof.analysis.oom.room import Room
+from opacus_memprof.analysis.oom.capacity import DeviceMemory
+from opacus_memprof.analysis.oom.failure import ACTIVATIONS, Failure
+from opacus_memprof.analysis.oom.history import History, RecordedInstant
+from opacus_memprof.analysis.oom.leftovers import SIZED_BY_CAPTURES, Leftovers
 from opacus_memprof.analysis.oom.step import Instant, Step
 from opacus_memprof.profiles.categories import PER_SAMPLE
-from opacus_memprof.workload import Workload
+from opacus_memprof.profiles.layer_shapes import TrainingShapes
 
 Gradients = Literal["kept", "zeroed", "dropped"]
-_LENT = "library_workspace"
-_ORDER = ("forward", "backward", "second_backward", "clip", "noise", "optimizer_step")
+_WORKSPACE = "library_workspace"
+_PHASE_ORDER = ("forward", "backward", "second_backward", "clip", "noise", "optimizer_step")
 
 
 @dataclass(frozen=True)
 class Case:
-    """All that is known of one failure.
+    """All that is known of a failure.
 
     Attributes:
-        step: the run's own; None where no model and no batch were seen.
-        samples: of the physical batch; None where it was not seen.
-        left: what steps or forwards before have left behind.
+        failure: the allocation that failed.
+        shapes: of the model.
+        history: of the run before.
+        memory: of the device.
+        step: the run's own; None if no model or no batch was seen.
+        samples: of the physical batch; None if it was not seen.
+        leftovers: of earlier steps or forwards.
     """
 
     failure: Failure
-    workload: Workload
+    shapes: TrainingShapes
     history: History
-    room: Room
+    memory: DeviceMemory
     step: Step | None
     samples: int | None
-    left: Left
+    leftovers: Leftovers
 
     def fits(self, size: int) -> bool | None:
-        return None if self.room.capacity is None else size <= self.room.capacity
+        """Whether a peak of `size` bytes fits; None if the capacity is unknown."""
+        return None if self.memory.capacity is None else size <= self.memory.capacity
 
     def largest_block(self, n: int) -> int:
-        """Of what grows with the batch, with n samples."""
-        scaled = [one.largest for one in self.failure.holdings if one.category in PER_SAMPLE]
+        """The bytes of the largest block that grows with the batch, with n samples."""
+        scaled = [group.largest for group in self.failure.block_groups if group.category in PER_SAMPLE]
         if self.failure.category in PER_SAMPLE:
             scaled.append(self.failure.requested)
         return max(scaled, default=0) * n // max(self.samples or 1, 1)
 
-    def peak(self, n: int | None = None, *, left: bool = True, gradients: Gradients = "kept") -> Instant:
-        """The peak of the run's own mode with n samples at a time (None: as many as now).
+    def peak(self, n: int | None = None, *, with_leftovers: bool = True, gradients: Gradients = "kept") -> Instant:
+        """The peak of a step in the run's own mode.
 
         Args:
-            left: what earlier steps have left behind stays; False: it is let go.
-            gradients: p.grad outlives zero_grad as far as it does now ("kept"), goes with it ("zeroed"), or goes as
-                soon as autograd has made it ("dropped").
+            n: samples of the physical batch. Default: as many as in the failed step.
+            with_leftovers: whether leftovers stay.
+            gradients: p.grad outlives zero_grad if it does so now ("kept"), is dropped by it ("zeroed"), or is dropped
+                as soon as autograd has accumulated it ("dropped").
         """
-        return max(self._instants(n, left, gradients), key=lambda instant: instant.bytes)
+        return max(self._instants(n, with_leftovers, gradients), key=lambda instant: instant.bytes)
 
-    def changed(self, step: Step, n: int | None = None) -> Instant:
-        """The peak of another step, with what earlier steps have left behind."""
-        now = self.samples or 1
-        accumulates = n is not None and n < now
-        rest = {"left_behind": self.left.bytes} if self.left.bytes else {}
+    def peak_of(self, step: Step, n: int | None = None) -> Instant:
+        """The peak of another step, with leftovers, for n samples (default: as many as in the failed step)."""
+        samples = self.samples or 1
+        accumulates = n is not None and n < samples
         instants = [
-            *step.instants(now if n is None else n, accumulates=accumulates),
-            *self._forwards(step, n, accumulates),
+            *step.instants(samples if n is None else n, accumulates=accumulates),
+            *self._forward_instants(step, n, accumulates),
         ]
-        instant = max(instants, key=lambda one: one.bytes)
-        return Instant(instant.phase, instant.module, {**instant.parts, **rest})
+        instant = max(instants, key=lambda each: each.bytes)
+        return replace(instant, parts={**instant.parts, **self._leftover_part()})
 
-    def _forwards(self, step: Step, n: int | None, accumulates: bool) -> Iterator[Instant]:
-        """The forward passes that the run has shown: they are the same in every mode."""
-        before = step.trained if step.keeps_gradients else 0
-        for moment in self.history.moments:
-            if moment.phase == "forward" and not (self.left.bytes and moment.step == self.failure.step):
-                sizes = self._at(moment, n)
-                for category, size in self.left.before(moment.step).items():
-                    sizes[category] = sizes.get(category, 0) - size
-                sizes |= {"optimizer_states": step.states, "gradients": before, "per_sample_gradients": 0}
+    def _leftover_part(self) -> dict[str, int]:
+        return {"left_behind": self.leftovers.bytes} if self.leftovers.bytes else {}
+
+    def _forward_instants(self, step: Step, n: int | None, accumulates: bool) -> Iterator[Instant]:
+        """The recorded peaks of forward passes, which are the same in every mode."""
+        gradients = step.trained if step.keeps_gradients else 0
+        for recorded in self.history.peaks:
+            if recorded.phase == "forward" and not (self.leftovers.bytes and recorded.step == self.failure.step):
+                sizes = self._scale_instant(recorded, n)
+                _subtract(sizes, self.leftovers.from_before(recorded.step))
+                sizes |= {"optimizer_states": step.states, "gradients": gradients, "per_sample_gradients": 0}
                 if accumulates and step.mode:
                     sizes["summed_gradients"] = step.trained
                 yield Instant("forward", "", sizes)
 
-    def _at(self, moment: Moment, n: int | None) -> dict[str, int]:
-        """The moment's bytes with n samples (None: as many as now)."""
+    def _scale_instant(self, recorded: RecordedInstant, n: int | None) -> dict[str, int]:
+        """The bytes of a recorded instant with n samples (default: as many as in the failed step)."""
         wanted = self.samples if n is None else n
-        then = self.workload.batch_of(moment.step) or wanted
-        share = wanted / then if wanted and then else 1.0
-        sizes = {name: int(size * share) if name in PER_SAMPLE else size for name, size in moment.categories.items()}
-        if _LENT in sizes:  # what is live between operations is cuBLAS', of one size; the rest grows with operands
-            kept = min(sum(one.bytes for one in self.failure.holdings if one.category == _LENT), sizes[_LENT])
-            sizes[_LENT] = kept + int((sizes[_LENT] - kept) * share)
+        recorded_samples = self.shapes.batch_size_in(recorded.step) or wanted
+        ratio = wanted / recorded_samples if wanted and recorded_samples else 1.0
+        sizes = {name: int(size * ratio) if name in PER_SAMPLE else size for name, size in recorded.categories.items()}
+        if _WORKSPACE in sizes:  # cuBLAS' workspace, which lives on, has one size; others grow with their operands
+            live = sum(group.bytes for group in self.failure.block_groups if group.category == _WORKSPACE)
+            fixed = min(live, sizes[_WORKSPACE])
+            sizes[_WORKSPACE] = fixed + int((sizes[_WORKSPACE] - fixed) * ratio)
         return sizes
 
-    # --- as it is ---
+    # --- the run's own mode ---
 
-    def _instants(self, n: int | None, left: bool, gradients: Gradients) -> Iterator[Instant]:
+    def _instants(self, n: int | None, with_leftovers: bool, gradients: Gradients) -> Iterator[Instant]:
         samples = self.samples
         accumulates = n is not None and samples is not None and n < samples
-        yield self._failed(n, left, gradients, accumulates)
-        for moment in self.history.moments:
-            if not left and self.left.bytes and moment.step == self.failure.step:
-                continue  # the failure says the same, and what of it is left behind
-            sizes = self._at(moment, n)
-            for category, size in self.left.before(moment.step).items() if not left else ():
-                sizes[category] = sizes.get(category, 0) - size
-            yield Instant(moment.phase, "", self._steady(sizes, moment.phase, accumulates, gradients))
-        if self.step is not None and not self.history.steps:
-            yield from self._to_come(self.step, n, left, gradients, accumulates)
+        if not with_leftovers and self.leftovers.stray_samples and self.step is not None:
+            yield from self._instants_without_strays(self.step, self.leftovers.stray_samples)
+            return
+        yield self._failure_instant(n, with_leftovers, gradients, accumulates)
+        for recorded in self.history.peaks:
+            if not with_leftovers and self.leftovers.bytes and recorded.step == self.failure.step:
+                continue  # the failure's instant is the same, and tells what of it is left over
+            sizes = self._scale_instant(recorded, n)
+            if not with_leftovers:
+                _subtract(sizes, self.leftovers.from_before(recorded.step))
+            yield Instant(recorded.phase, "", self._in_later_step(sizes, recorded.phase, accumulates, gradients))
+        if self.step is not None and not self.history.step_peaks:
+            yield from self._remaining_instants(self.step, n, with_leftovers, gradients, accumulates)
 
-    def _failed(self, n: int | None, left: bool, gradients: Gradients, accumulates: bool) -> Instant:
-        """The failure itself, with what was asked for."""
+    def _instants_without_strays(self, step: Step, stray_samples: tuple[int, ...]) -> Iterator[Instant]:
+        """The whole step, whose per-sample gradients then have the size of its own batch. The stray forwards save
+        nothing: they need an operation's input and output, and as much again that its caller refers to."""
+        yield from step.instants(step.samples)
+        widest = max((layer.forward.input_bytes + 2 * layer.forward.output_bytes for layer in step.layers), default=0)
+        temporaries = widest * max(stray_samples) // step.samples
+        for recorded in self.history.peaks:
+            if recorded.phase == "forward" and recorded.step == self.failure.step:
+                parts = {name: size for name, size in recorded.categories.items() if name not in ACTIVATIONS}
+                yield Instant("forward", "", {**parts, "forward_temporaries": temporaries})
+
+    def _failure_instant(self, n: int | None, with_leftovers: bool, gradients: Gradients, accumulates: bool) -> Instant:
+        """The instant of the failure, including the requested bytes."""
         failure = self.failure
-        share = 1.0 if n is None or not self.samples else n / self.samples
+        ratio = 1.0 if n is None or not self.samples else n / self.samples
         sizes: dict[str, float] = {}
-        for holding in failure.holdings:
-            scaled = holding.category in PER_SAMPLE and not self._of_parameters(holding.module, holding.largest)
-            sizes[holding.category] = sizes.get(holding.category, 0) + holding.bytes * (share if scaled else 1)
-        for category, size in self.left.by_category.items():
-            sizes[category] -= size * share  # it does not scale
-            sizes["left_behind"] = sizes.get("left_behind", 0) + (size if left else 0)
-        scaled = failure.category in PER_SAMPLE and not self._of_parameters(failure.module, failure.requested)
-        sizes[failure.category] = sizes.get(failure.category, 0) + failure.requested * (share if scaled else 1)
-        whole = {category: int(size) for category, size in sizes.items()}
-        return Instant(failure.phase, failure.module, self._steady(whole, failure.phase, accumulates, gradients))
+        for group in failure.block_groups:
+            grows = self._grows_with_batch(group.category, group.module, group.op, group.largest)
+            sizes[group.category] = sizes.get(group.category, 0) + group.bytes * (ratio if grows else 1)
+        for category, size in self.leftovers.by_category.items():
+            sizes[category] -= size * ratio  # leftovers do not grow
+            sizes["left_behind"] = sizes.get("left_behind", 0) + (size if with_leftovers else 0)
+        grows = self._grows_with_batch(failure.category, failure.module, failure.op, failure.requested)
+        sizes[failure.category] = sizes.get(failure.category, 0) + failure.requested * (ratio if grows else 1)
+        parts = {category: int(size) for category, size in sizes.items()}
+        return Instant(failure.phase, failure.module, self._in_later_step(parts, failure.phase, accumulates, gradients))
 
-    def _steady(self, sizes: dict[str, int], phase: str, accumulates: bool, gradients: Gradients) -> dict[str, int]:
-        """The same instant in a later step: optimizer states are there, and gradients that outlive zero_grad; in a
-        part of a logical batch, clipped sums as well."""
-        if phase not in _ORDER:
+    def _in_later_step(
+        self, sizes: dict[str, int], phase: str, accumulates: bool, gradients: Gradients
+    ) -> dict[str, int]:
+        """The same instant in a later step, where optimizer states exist, and gradients that outlive zero_grad; if the
+        batch is part of a logical one, clipped sums too."""
+        if phase not in _PHASE_ORDER:
             return sizes
-        if self.step is not None and not self.history.steps:
+        if self.step is not None and not self.history.step_peaks:
             sizes = _with_states(sizes, self.step.states)
             if self.step.keeps_gradients and gradients == "kept":
                 sizes["gradients"] = max(sizes.get("gradients", 0), self.step.trained)
-        if accumulates and self.workload.mode:
-            sizes["summed_gradients"] = max(sizes.get("summed_gradients", 0), self.workload.trained_bytes)
-        if gradients == "dropped" and phase in _ORDER[:4]:
+        if accumulates and self.shapes.mode:
+            sizes["summed_gradients"] = max(sizes.get("summed_gradients", 0), self.shapes.trained_bytes)
+        if gradients == "dropped" and phase in _PHASE_ORDER[:4]:
             sizes.pop("gradients", None)
         if gradients == "zeroed" and phase == "forward":
             sizes.pop("gradients", None)
         return sizes
 
-    def _to_come(
-        self, step: Step, n: int | None, left: bool, gradients: Gradients, accumulates: bool
+    def _remaining_instants(
+        self, step: Step, n: int | None, with_leftovers: bool, gradients: Gradients, accumulates: bool
     ) -> Iterator[Instant]:
-        """What the step that failed would have needed from there on."""
+        """The instants of the failed step that come after the failure."""
         failure = self.failure
-        reached = _ORDER.index(failure.phase) if failure.phase in _ORDER else -1
+        reached_phase = _PHASE_ORDER.index(failure.phase) if failure.phase in _PHASE_ORDER else -1
         order = [layer.name for layer in step.layers]
-        at = order.index(failure.module) if failure.module in order else len(order)
+        reached_layer = order.index(failure.module) if failure.module in order else len(order)
         keeps = step.keeps_gradients and gradients == "kept"
-        own = step.changed(keeps_gradients=keeps, drops_gradients=gradients == "dropped")
-        rest = {"left_behind": self.left.bytes} if left and self.left.bytes else {}
-        for instant in own.instants(n or step.samples, accumulates=accumulates):
-            phase = _ORDER.index(instant.phase)
-            if phase < reached:
+        changed = step.with_changes(keeps_gradients=keeps, drops_gradients=gradients == "dropped")
+        leftovers = self._leftover_part() if with_leftovers else {}
+        for instant in changed.instants(n or step.samples, accumulates=accumulates):
+            phase = _PHASE_ORDER.index(instant.phase)
+            if phase < reached_phase:
                 continue
-            if phase == reached and "backward" in instant.phase and order.index(instant.module) > at:
+            if phase == reached_phase and "backward" in instant.phase and order.index(instant.module) > reached_layer:
                 continue
-            yield Instant(instant.phase, instant.module, {**instant.parts, **rest})
+            yield replace(instant, parts={**instant.parts, **leftovers})
 
-    def _of_parameters(self, module: str, size: int) -> bool:
-        """A block as large as the module's weight is a gradient on its way, whatever it is called."""
-        known = self.workload.modules.get(module)
-        if known is None or not known.weight:
+    def _grows_with_batch(self, category: str, module: str, op: str, size: int) -> bool:
+        """Whether a block of this size grows with the batch. Not if Opacus sizes it by a stray forward's batch."""
+        sized_by_stray = bool(self.leftovers.stray_samples) and op == SIZED_BY_CAPTURES
+        return category in PER_SAMPLE and not sized_by_stray and not self._is_gradient(module, size)
+
+    def _is_gradient(self, module: str, size: int) -> bool:
+        """Whether a block has the size of the module's weight: then it is the weight's gradient, not yet accumulated,
+        whatever its category is."""
+        shape = self.shapes.modules.get(module)
+        if shape is None or not shape.weight:
             return False
-        return size == known.bytes * known.weight // (known.weight + known.bias)
+        return size == shape.bytes * shape.weight // (shape.weight + shape.bias)
+
+
+def _subtract(sizes: dict[str, int], others: Mapping[str, int]) -> None:
+    for category, size in others.items():
+        sizes[category] = sizes.get(category, 0) - size
 
 
 def _with_states(sizes: dict[str, int], states: int) -> dict[str, int]:
-    """With all optimizer states. In the step that makes them, those that are there count as its temporaries."""
-    held, working = sizes.get("optimizer_states", 0), sizes.get("optimizer_temporaries", 0)
-    making = min(max(states - held, 0), working)
-    return {**sizes, "optimizer_states": max(held, states), "optimizer_temporaries": working - making}
+    """The sizes with all optimizer states. In the step that creates them, new states count as its temporaries."""
+    present, temporaries = sizes.get("optimizer_states", 0), sizes.get("optimizer_temporaries", 0)
+    new = min(max(states - present, 0), temporaries)
+    return {**sizes, "optimizer_states": max(present, states), "optimizer_temporaries": temporaries - new}

@@ -1,104 +1,125 @@
 # SPDX-License-Identifier: Apache-2.0
-"""oom_report.json. docs/oom.md documents its fields."""
+"""Builds the content of oom_report.json, whose fields docs/oom.md documents."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from msgspec import UNSET
+
 from opacus_memprof.analysis.names import Names
 from opacus_memprof.analysis.oom import failure as failures
 from opacus_memprof.analysis.oom import history as histories
 from opacus_memprof.analysis.oom.advice import advise
-from opacus_memprof.analysis.oom.advice.batch import largest_that_fits, slope_of
-from opacus_memprof.analysis.oom.estimate import step_of
+from opacus_memprof.analysis.oom.advice.batch import bytes_per_sample, largest_that_fits
+from opacus_memprof.analysis.oom.capacity import device_memory_at
+from opacus_memprof.analysis.oom.estimate import estimate_step
 from opacus_memprof.analysis.oom.failure import Failure
 from opacus_memprof.analysis.oom.flash import FlashClip
 from opacus_memprof.analysis.oom.layers import Layer
-from opacus_memprof.analysis.oom.left import left_behind
+from opacus_memprof.analysis.oom.leftovers import find_leftovers
 from opacus_memprof.analysis.oom.predict import Case
-from opacus_memprof.analysis.oom.room import room_of
 from opacus_memprof.analysis.oom.step import Step
-from opacus_memprof.workload import Workload
+from opacus_memprof.analysis.virtual import Virtual
+from opacus_memprof.profiles.layer_shapes import TrainingShapes
+from opacus_memprof.profiles.meta import NameLists
+from opacus_memprof.profiles.oom_report import (
+    FittingBatch,
+    HeldBlocks,
+    HeldSince,
+    Holders,
+    LayerCost,
+    LeftBehind,
+    NeededPeak,
+    OomReport,
+    Request,
+)
+from opacus_memprof.profiles.profile import Groups
 
-FORMAT = 1
 _TOP = 20
 
 
 def build_report(
     failed: Sequence[Mapping[str, Any]],
-    workload: Workload,
+    shapes: TrainingShapes,
     captures: Mapping[int, int] | None = None,
     replayed: Mapping[str, Any] | None = None,
-    names: Mapping[str, Sequence[str]] | None = None,
-) -> dict[str, Any]:
-    """The report of the last of `failed`.
+    names: NameLists | None = None,
+    virtual: Virtual = UNSET,
+) -> OomReport:
+    """Builds the report of the last failure.
 
     Args:
-        failed: _native.failures(), at least one.
-        workload: what is being trained.
+        failed: native.failures(), at least one.
+        shapes: what is being trained.
         captures: of Opacus, by module id, where several forwards in a row began with some that await a backward.
-        replayed: core.replay() of the run's events so far, where there are any; `names`: _native.names().
+        replayed: core.replay() of the run's events so far, if there are any.
+        names: of its ids.
+        virtual: of a run on virtual GPUs, what they were and could not know.
     """
-    failure = failures.read(failed[-1])
-    known = None if replayed is None else Names({"names": names or {}}, replayed)
-    history = histories.read(_device(replayed, failure.device), known, failure.step)
-    modules = (names or {}).get("modules", ())
-    waiting = {modules[id]: count for id, count in (captures or {}).items() if count > 1 and id < len(modules)}
-    left = left_behind(failure, waiting)
-    own = step_of(failure, workload, history, left.by_category.get("activation_hooks", 0) if waiting else 0)
-    case = Case(failure, workload, history, room_of(failure), own, workload.batch_of(failure.step), left)
+    failure = failures.read_failure(failed[-1])
+    names = names or NameLists()
+    names_by_id = None if replayed is None else Names(names, replayed)
+    history = histories.read_history(_device(replayed, failure.device), names_by_id, failure.step)
+    waiting = {
+        names.modules[id]: count for id, count in (captures or {}).items() if count > 1 and id < len(names.modules)
+    }
+    samples = shapes.batch_size_in(failure.step)
+    left = find_leftovers(failure, waiting, shapes.stray_samples, samples or 0)
+    own = estimate_step(failure, shapes, history, left)
+    case = Case(failure, shapes, history, device_memory_at(failure), own, samples, left)
     needed = case.peak()
     fitting = largest_that_fits(case, case.peak)
-    return {
-        "format": FORMAT,
-        "device": failure.device,
-        "request": _request(failure),
-        "live_bytes": failure.live,
-        "needed": {
-            "bytes": needed.bytes,
-            "phase": needed.phase,
-            "module": needed.module,
-            "parts": {name: size for name, size in needed.parts.items() if size},
-        },
-        "mode": workload.mode,
-        "holders": _holders(failure),
-        "left_behind": {
-            "bytes": left.bytes,
-            "categories": left.by_category,
-            "modules": left.by_module,
-            "steps": left.steps,
-            "captures": left.captures,
-        },
-        "room": case.room.as_dict(),
-        "batch": {
-            "samples": case.samples,
-            "bytes_per_sample": None if case.samples is None else slope_of(case, case.peak),
-            "largest_that_fits": None if fitting is None else fitting[0],
-            "predicted_peak_bytes": None if fitting is None else fitting[1].bytes,
-        },
-        "layers": [] if own is None else [_layer(layer, own.samples, own.gpu) for layer in _costliest(own)],
-        "suggestions": [one.as_dict() for one in advise(case)],
-        "earlier_failures": [_request(failures.read(one)) for one in failed[:-1]],
-    }
+    return OomReport(
+        device=failure.device,
+        request=_request(failure),
+        live_bytes=failure.live_bytes,
+        needed=NeededPeak(
+            bytes=needed.bytes,
+            phase=needed.phase,
+            module=needed.module,
+            parts={name: size for name, size in needed.parts.items() if size},
+        ),
+        mode=shapes.mode,
+        holders=_holders(failure),
+        left_behind=LeftBehind(
+            bytes=left.bytes,
+            categories=left.by_category,
+            modules=left.by_module,
+            steps=left.steps,
+            captures=left.are_captures,
+        ),
+        room=case.memory.for_report(),
+        batch=FittingBatch(
+            samples=case.samples,
+            bytes_per_sample=None if case.samples is None else bytes_per_sample(case, case.peak),
+            largest_that_fits=None if fitting is None else fitting[0],
+            predicted_peak_bytes=None if fitting is None else fitting[1].bytes,
+        ),
+        layers=[] if own is None else [_layer(layer, own.samples, own.on_gpu) for layer in _costliest(own)],
+        suggestions=[each.for_report() for each in advise(case)],
+        earlier_failures=[_request(failures.read_failure(earlier)) for earlier in failed[:-1]],
+        virtual=virtual,
+    )
 
 
 def _costliest(step: Step) -> list[Layer]:
     """The layers for which privacy takes the most, in any mode."""
     n = step.samples
-    return sorted(step.layers, key=lambda one: -max(one.gradients(n), one.ghost(n)))[:_TOP]
+    return sorted(step.layers, key=lambda layer: -max(layer.per_sample_gradients(n), layer.ghost_norms(n)))[:_TOP]
 
 
-def _layer(layer: Layer, n: int, gpu: bool) -> dict[str, Any]:
-    return {
-        "module": layer.name,
-        "kind": layer.module.kind,
-        "samples": n,
-        "tokens": layer.forward.tokens,
-        "activations_bytes": layer.activations,
-        "per_sample_gradients_bytes": layer.gradients(n),
-        "ghost_bytes": layer.ghost(n),
-        "flash_clip_bytes": FlashClip(layer, fused=gpu).kept(n),
-    }
+def _layer(layer: Layer, n: int, gpu: bool) -> LayerCost:
+    return LayerCost(
+        module=layer.name,
+        kind=layer.module.kind,
+        samples=n,
+        tokens=layer.forward.tokens,
+        activations_bytes=layer.activations,
+        per_sample_gradients_bytes=layer.per_sample_gradients(n),
+        ghost_bytes=layer.ghost_norms(n),
+        flash_clip_bytes=FlashClip(layer, in_registers=gpu).kept_bytes(n),
+    )
 
 
 def _device(replayed: Mapping[str, Any] | None, name: str) -> Mapping[str, Any] | None:
@@ -107,21 +128,29 @@ def _device(replayed: Mapping[str, Any] | None, name: str) -> Mapping[str, Any] 
     return next((device for device in devices if device["id"] == wanted), None)
 
 
-def _request(failure: Failure) -> dict[str, Any]:
-    keys = ("category", "module", "op", "phase", "step", "logical_step", "unix_ns")
-    return {"bytes": failure.requested, **{key: getattr(failure, key) for key in keys}}
+def _request(failure: Failure) -> Request:
+    return Request(
+        bytes=failure.requested,
+        category=failure.category,
+        module=failure.module,
+        op=failure.op,
+        phase=failure.phase,
+        step=failure.step,
+        logical_step=failure.logical_step,
+        unix_ns=failure.unix_ns,
+    )
 
 
-def _holders(failure: Failure) -> dict[str, Any]:
-    modules: dict[str, dict[str, int]] = {}
-    for (module, category), size in failure.totals(lambda one: (one.module, one.category)).items():
+def _holders(failure: Failure) -> Holders:
+    modules: Groups = {}
+    for (module, category), size in failure.sum_by(lambda group: (group.module, group.category)).items():
         modules.setdefault(module, {})[category] = size
-    return {
-        "categories": failure.totals(lambda one: one.category),
-        "modules": dict(sorted(modules.items(), key=lambda item: -sum(item[1].values()))),
-        "steps": [
-            {"step": step, "age": failure.step - step, "bytes": size}
-            for step, size in failure.totals(lambda one: one.step).items()
+    return Holders(
+        categories=failure.sum_by(lambda group: group.category),
+        modules=dict(sorted(modules.items(), key=lambda item: -sum(item[1].values()))),
+        steps=[
+            HeldSince(step=step, age=failure.step - step, bytes=size)
+            for step, size in failure.sum_by(lambda group: group.step).items()
         ],
-        "largest": [{**asdict(one), "age": failure.step - one.step} for one in failure.holdings[:_TOP]],
-    }
+        largest=[HeldBlocks(**asdict(group), age=failure.step - group.step) for group in failure.block_groups[:_TOP]],
+    )

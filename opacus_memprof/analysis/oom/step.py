@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a whole training step holds at once, for a mode and a number of samples that need not be the run's own.
+"""A model of the memory of a whole training step, for any mode and any number of samples.
 
-A step is a row of instants, each a sum of named parts in bytes; its peak is the largest. Source: the order in which
-autograd frees and Opacus 1.6 makes tensors (forward, backward layer by layer from the last, clip, noise, update).
-"""
+A step is a sequence of instants, each a sum of named parts in bytes; its peak is the largest. Source: the order in
+which autograd frees and Opacus 1.6 allocates tensors (forward, backward layer by layer from the last, clip, noise,
+update)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from opacus_memprof.analysis.oom.flash import FlashClip
 from opacus_memprof.analysis.oom.layers import Layer
 
-SAMPLES = ("hooks", "functorch", "ew")  # the modes that keep per-sample gradients
+PER_SAMPLE_MODES = ("hooks", "functorch", "ew")  # the modes that keep per-sample gradients
 
 
 @dataclass(frozen=True)
 class Instant:
-    """Bytes by name of the part. They are settled to come, unless seen."""
+    """A predicted instant: bytes by name of the part."""
 
     phase: str
     module: str
@@ -29,24 +29,31 @@ class Instant:
 
 @dataclass(frozen=True)
 class Step:
-    """Bytes throughout.
+    """A training step. Sizes are in bytes.
 
     Attributes:
-        mode: as workload.Workload.mode.
-        mean: as there.
-        layers: in the order of the forward pass. `samples` is theirs.
-        resident: lives all the time: parameters, buffers, whatever else does not grow with the batch.
-        trained: of the parameters that are trained; `largest` of the largest layer among them.
-        states: of the optimizer, once it has made them. `update`: temporaries of its step.
-        tail: after the last layer, of the loss, from forward to backward. `inputs`: the batch.
+        mode: see TrainingShapes.
+        mean_loss: see TrainingShapes.
+        samples: of the batch that the sizes are for.
+        layers: in forward order.
+        resident: parameters, buffers and all else that lives through all steps.
+        trained: the parameters that are trained.
+        largest: those of the largest layer.
+        states: the optimizer's states, once they exist.
+        update: temporaries of the optimizer's step.
+        loss: activations of the loss, from forward to backward.
+        inputs: the batch.
         keeps_gradients: p.grad lives from one step to the next.
-        processors: multiprocessors of the GPU, 0 on the CPU.
-        drops_gradients: p.grad is dropped as soon as autograd has made it.
-        squares: ghost clipping makes matrices of tokens by tokens.
+        output: the model's output, which a variable of the program keeps alive through the step.
+        multiprocessors: of the GPU; 0 on the CPU.
+        workspace: cuBLAS' workspace, if it is not allocated yet.
+        is_guessed: the activations of repeated units are guessed, because none has been seen as a whole.
+        drops_gradients: p.grad is dropped as soon as autograd has accumulated it.
+        forms_squares: ghost clipping forms T x T matrices of tokens by tokens.
     """
 
     mode: str
-    mean: bool
+    mean_loss: bool
     samples: int
     layers: Sequence[Layer]
     resident: int
@@ -54,29 +61,33 @@ class Step:
     largest: int
     states: int
     update: int
-    tail: int
+    loss: int
     inputs: int
     keeps_gradients: bool
-    processors: int = 0
+    output: int = 0
+    multiprocessors: int = 0
+    workspace: int = 0
+    is_guessed: bool = False
     drops_gradients: bool = False
-    squares: bool = True
+    forms_squares: bool = True
 
     @property
-    def gpu(self) -> bool:
-        return self.processors > 0
+    def on_gpu(self) -> bool:
+        return self.multiprocessors > 0
 
-    def changed(self, **changes: object) -> "Step":
+    def with_changes(self, **changes: object) -> "Step":
+        """The step with other values of these attributes."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def instants(self, n: int, *, accumulates: bool = False) -> Iterator[Instant]:
-        """With n samples at a time. `accumulates`: several physical batches make a logical one, and its sum lives
-        through all of them."""
-        base = {"resident": self.resident, "optimizer_states": self.states}
+        """The instants of the step with a physical batch of n samples. `accumulates`: it is part of a logical batch,
+        whose clipped sums live through all parts."""
+        base = {"resident": self.resident, "optimizer_states": self.states, "output": self._scale(self.output, n)}
         summed = {"summed_gradients": self.trained} if accumulates and self.mode else {}
         if self.mode in ("ghost", "fast"):
             backward = self._two_passes(n)
         elif self.mode == "flash_clip":
-            backward = self._flash(n, accumulates=accumulates)
+            backward = self._flash_clip(n, accumulates=accumulates)
         else:
             backward = self._one_pass(n)
         for instant in backward:
@@ -89,131 +100,143 @@ class Step:
     def _activations(self, n: int) -> int:
         return self._scale(sum(layer.activations for layer in self.layers), n)
 
-    def _gradients_before(self) -> int:
+    def _kept_gradients(self) -> int:
+        """The bytes of p.grad from the step before."""
         return self.trained if self.keeps_gradients and not self.drops_gradients else 0
 
-    def _loss(self, n: int, gradients: int) -> Instant:
-        """Forward has ended, and backward begins at the loss: the gradient of the last layer's output is made."""
-        output = self._scale(self.layers[-1].forward.output_bytes, n) if self.layers else 0
-        alive = self._activations(n) + self._scale(self.tail + self.inputs, n)
-        return Instant("forward", "", {"activations": alive, "gradients": gradients, "backward_temporaries": output})
+    def _loss_backward(self, n: int, gradients: int) -> Instant:
+        """The beginning of backward: the gradient of the last layer's output is computed from the gradient of what the
+        loss has saved (for cross entropy, the logarithms of as many probabilities)."""
+        output = self.layers[-1].forward.output_bytes if self.layers else 0
+        temporaries = self._scale(output + min(self.loss, output), n)
+        live = self._activations(n) + self._scale(self.loss + self.inputs, n)
+        return Instant(
+            "forward", "", {"activations": live, "gradients": gradients, "backward_temporaries": temporaries}
+        )
 
     def _one_pass(self, n: int) -> Iterator[Instant]:
-        """hooks, functorch, ew, no_op: per-sample gradients pile up while activations go. Without Opacus: neither."""
+        """The backward of hooks, functorch, ew and no_op, where per-sample gradients accumulate while activations are
+        released; and that of a model without Opacus."""
         private = self.mode not in ("", "other")
-        yield self._loss(n, self._gradients_before())
-        alive = self._activations(n) + self._scale(self.inputs, n)
-        made = samples = 0
+        yield self._loss_backward(n, self._kept_gradients())
+        live = self._activations(n) + self._scale(self.inputs, n)
+        gradients = per_sample_gradients = 0
         for layer in reversed(self.layers):
             if not self.drops_gradients:
-                made += layer.module.bytes
-            parts = {"activations": alive, "gradients": max(made, self._gradients_before())}
-            parts = {**parts, "per_sample_gradients": samples}
-            yield self._node(layer, n, parts)
+                gradients += layer.module.bytes
+            parts = {"activations": live, "gradients": max(gradients, self._kept_gradients())}
+            parts = {**parts, "per_sample_gradients": per_sample_gradients}
+            yield self._layer_backward(layer, n, parts)
             if private:
-                yield self._bias(layer, n, {**parts, "temp_matrices": layer.gradients(n)})
+                yield self._bias_gradients(layer, n, {**parts, "temp_matrices": layer.per_sample_gradients(n)})
             yield Instant(
                 "backward",
                 layer.name,
                 {
                     **parts,
-                    "backward_temporaries": layer.flowing(n, self.mean and private),
+                    "backward_temporaries": layer.passed_gradients(n, self.mean_loss and private),
                     "temp_matrices": layer.sampler(n) if private else 0,
                 },
             )
-            samples += layer.gradients(n) if private else 0
-            yield self._between(layer, n, {**parts, "per_sample_gradients": samples})
-            alive -= self._scale(layer.activations, n)
+            per_sample_gradients += layer.per_sample_gradients(n) if private else 0
+            yield self._backward_before(layer, n, {**parts, "per_sample_gradients": per_sample_gradients})
+            live -= self._scale(layer.activations, n)
 
-    def _between(self, layer: Layer, n: int, parts: Mapping[str, int]) -> Instant:
-        """Operations without parameters: the gradients of output and input of the one that saved the most."""
-        flowing = 2 * self._scale(layer.largest, n) + self._scale(layer.passing, n)
-        return Instant("backward", layer.name, {**parts, "backward_temporaries": flowing})
+    def _backward_before(self, layer: Layer, n: int, parts: Mapping[str, int]) -> Instant:
+        """The backward of operations without parameters before a layer: the gradients of output and input of the one
+        that has saved the most. On a GPU a softmax allocates their product too."""
+        largest = max(2 * layer.largest, 3 * layer.largest_square if self.on_gpu else 0)
+        temporaries = self._scale(largest + layer.residual_gradient, n)
+        return Instant("backward", layer.name, {**parts, "backward_temporaries": temporaries})
 
-    def _node(self, layer: Layer, n: int, parts: Mapping[str, int]) -> Instant:
-        """The layer's own backward: the gradients of its output and input, and a library's workspace."""
-        workspace = 0 if layer.forward.from_leaf else layer.relayout(n)
+    def _layer_backward(self, layer: Layer, n: int, parts: Mapping[str, int]) -> Instant:
+        """A layer's backward in autograd: the gradients of its output and input, and a library's workspace."""
+        workspace = 0 if layer.forward.from_leaf else layer.layout_copies(n)
         if self.mode != "flash_clip":
-            workspace = max(workspace, layer.sums(n, self.processors, by_sample=False))
-        flowing = layer.flowing(n, False)
+            workspace = max(workspace, layer.bias_sum_workspace(n, self.multiprocessors, by_sample=False))
+        temporaries = layer.passed_gradients(n, False)
         return Instant(
-            "backward", layer.name, {**parts, "backward_temporaries": flowing, "library_workspace": workspace}
+            "backward", layer.name, {**parts, "backward_temporaries": temporaries, "library_workspace": workspace}
         )
 
-    def _bias(self, layer: Layer, n: int, parts: Mapping[str, int]) -> Instant:
-        """Per-sample gradients of a bias."""
-        temporaries = layer.flowing(n, self.mean)
-        workspace = layer.sums(n, self.processors, by_sample=True)
+    def _bias_gradients(self, layer: Layer, n: int, parts: Mapping[str, int]) -> Instant:
+        """The computation of a bias' per-sample gradients."""
+        temporaries = layer.passed_gradients(n, self.mean_loss)
+        workspace = layer.bias_sum_workspace(n, self.multiprocessors, by_sample=True)
         return Instant(
             "backward", layer.name, {**parts, "backward_temporaries": temporaries, "library_workspace": workspace}
         )
 
     def _two_passes(self, n: int) -> Iterator[Instant]:
-        """ghost: what autograd saved survives the pass for the norms, and goes in the one for the gradients."""
-        yield self._loss(n, self._gradients_before())
-        alive = self._activations(n) + self._scale(self.tail + self.inputs, n)
-        made = 0
+        """The two backward passes of ghost clipping: activations survive the one for the norms, and are released in the
+        one for the gradients."""
+        yield self._loss_backward(n, self._kept_gradients())
+        live = self._activations(n) + self._scale(self.loss + self.inputs, n)
+        gradients = 0
         for layer in reversed(self.layers):
-            made += layer.module.bytes
-            norms = layer.ghost(n) if self.mode == "ghost" else layer.sampler(n)
-            parts = {"activations": alive, "gradients": max(made, self._gradients_before())}
-            if not self.squares:
-                norms = FlashClip(layer, fused=self.gpu).norms(n, keep=False)
-                yield self._bias(layer, n, parts)
-            yield self._node(layer, n, parts)
+            gradients += layer.module.bytes
+            norms = layer.ghost_norms(n) if self.mode == "ghost" else layer.sampler(n)
+            parts = {"activations": live, "gradients": max(gradients, self._kept_gradients())}
+            if not self.forms_squares:
+                norms = FlashClip(layer, in_registers=self.on_gpu).norm_temporaries(n, keep=False)
+                yield self._bias_gradients(layer, n, parts)
+            yield self._layer_backward(layer, n, parts)
             yield Instant(
                 "backward",
                 layer.name,
-                {**parts, "backward_temporaries": layer.flowing(n, self.mean), "temp_matrices": norms},
+                {**parts, "backward_temporaries": layer.passed_gradients(n, self.mean_loss), "temp_matrices": norms},
             )
-            yield self._between(layer, n, parts)
+            yield self._backward_before(layer, n, parts)
         for layer in reversed(self.layers):
-            node = self._node(layer, n, {"activations": alive, "gradients": self.trained})
-            temporaries = node.parts["backward_temporaries"] + layer.module.bytes
-            yield Instant("second_backward", layer.name, {**node.parts, "backward_temporaries": temporaries})
-            alive -= self._scale(layer.activations, n)
+            instant = self._layer_backward(layer, n, {"activations": live, "gradients": self.trained})
+            temporaries = instant.parts["backward_temporaries"] + layer.module.bytes
+            yield Instant("second_backward", layer.name, {**instant.parts, "backward_temporaries": temporaries})
+            live -= self._scale(layer.activations, n)
 
-    def _flash(self, n: int, *, accumulates: bool) -> Iterator[Instant]:
-        """flash_clip: autograd makes no gradients. Each layer keeps what its clipped sum will need, before its own
-        backward; the sums are formed from the first layer to the last, and let go of what was kept."""
-        yield self._loss(n, 0)
-        alive = self._activations(n) + self._scale(self.inputs, n)
-        layers = [(layer, FlashClip(layer, fused=self.gpu)) for layer in self.layers]
-        kept = 0
+    def _flash_clip(self, n: int, *, accumulates: bool) -> Iterator[Instant]:
+        """The backward and the clipping of flash_clip. Autograd forms no gradients. Each layer keeps what its clipped
+        sum needs, before its own backward; the sums are formed from the first layer to the last, releasing what was
+        kept."""
+        yield self._loss_backward(n, 0)
+        live = self._activations(n) + self._scale(self.inputs, n)
+        layers = [(layer, FlashClip(layer, in_registers=self.on_gpu)) for layer in self.layers]
+        kept = counted_twice = 0
         for layer, clip in reversed(layers):
-            parts = {"activations": alive, "per_sample_gradients": kept + clip.made(n)}
-            output = layer.of(layer.forward.output_bytes + layer.passing, n)
+            shared = min(counted_twice, self._scale(layer.activations - layer.saved_before, n))
+            parts = {"activations": live - shared, "per_sample_gradients": kept + clip.new_bytes(n)}
+            output = layer.scale(layer.forward.output_bytes + layer.residual_gradient, n)
             temporaries = {**parts, "backward_temporaries": output}
-            summing = layer.sums(n, self.processors, by_sample=True)
-            yield Instant("backward", layer.name, {**temporaries, "library_workspace": summing})
-            yield Instant("backward", layer.name, {**temporaries, "temp_matrices": clip.norms(n)})
-            yield self._node(layer, n, parts)
-            yield self._between(layer, n, parts)
-            kept += clip.kept(n)
-            alive -= self._scale(layer.activations, n)
+            workspace = layer.bias_sum_workspace(n, self.multiprocessors, by_sample=True)
+            yield Instant("backward", layer.name, {**temporaries, "library_workspace": workspace})
+            yield Instant("backward", layer.name, {**temporaries, "temp_matrices": clip.norm_temporaries(n)})
+            yield self._layer_backward(layer, n, parts)
+            yield self._backward_before(layer, n, parts)
+            kept += clip.kept_bytes(n)
+            live -= self._scale(layer.activations, n)
+            counted_twice = clip.shared_bytes(n)
         summed = self.trained if accumulates else 0
         for layer, clip in layers:
             sums = {"summed_gradients": summed + layer.module.bytes, "inputs": self._scale(self.inputs, n)}
-            parts = {"per_sample_gradients": kept, **sums}
-            yield Instant("clip", layer.name, {**parts, "clipping_temporaries": clip.sums(n)})
-            kept -= clip.kept(n)
+            parts = {"per_sample_gradients": kept, "library_workspace": self.workspace, **sums}
+            yield Instant("clip", layer.name, {**parts, "clipping_temporaries": clip.sum_temporaries(n)})
+            kept -= clip.kept_bytes(n)
             summed += 0 if accumulates else layer.module.bytes
 
     def _update(self, n: int, base: Mapping[str, int]) -> Iterator[Instant]:
-        """Clipped sums, noise, and the optimizer's own step. Noise is the largest parameter's twice, zeros and noise,
-        and one more while the one before lives."""
+        """Clipped sums, noise, and the optimizer's step. Noise takes the size of the largest layer twice: zeros, and
+        the noise that is drawn."""
         trained = self.trained
-        held = sum(layer.gradients(n) for layer in self.layers) if self.mode in SAMPLES else 0
-        made = 0 if self.mode == "flash_clip" else trained
-        if self.mode:
-            parts = {**base, "per_sample_gradients": held, "summed_gradients": trained}
-            gradients = 0 if self.drops_gradients else made
-            casts = max((layer.cast(n) for layer in self.layers), default=0) if self.mode in SAMPLES else 0
-            yield Instant("clip", "", {**parts, "gradients": gradients, "clipping_temporaries": casts})
-            noise = 2 * self.largest
-            last = trained if self.drops_gradients else made
-            yield Instant("noise", "", {**parts, "gradients": last, "noise": noise})
-            made = trained if self.mode != "flash_clip" else 0
-            yield Instant("optimizer_step", "", {**parts, "gradients": made, "optimizer_temporaries": self.update})
-        else:
+        if not self.mode:
             yield Instant("optimizer_step", "", {**base, "gradients": trained, "optimizer_temporaries": self.update})
+            return
+        per_sample_gradients = casts = 0
+        if self.mode in PER_SAMPLE_MODES:
+            per_sample_gradients = sum(layer.per_sample_gradients(n) for layer in self.layers)
+            casts = max((layer.clipping_casts(n) for layer in self.layers), default=0)
+        parts = {**base, "per_sample_gradients": per_sample_gradients, "summed_gradients": trained}
+        gradients = 0 if self.mode == "flash_clip" else trained  # flash_clip's p.grad is a view of summed_grad
+        in_clip = 0 if self.drops_gradients else gradients
+        yield Instant("clip", "", {**parts, "gradients": in_clip, "clipping_temporaries": casts})
+        in_noise = trained if self.drops_gradients else gradients
+        yield Instant("noise", "", {**parts, "gradients": in_noise, "noise": 2 * self.largest})
+        yield Instant("optimizer_step", "", {**parts, "gradients": gradients, "optimizer_temporaries": self.update})

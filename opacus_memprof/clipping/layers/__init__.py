@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One class for each kind of layer that flash_clip clips: what its per-sample gradients are made of."""
+"""One class for each type of layer that flash_clip clips, which computes its per-sample norms and clipped sums."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from opacus_memprof.clipping.layers.base import Kept, Layer
+from opacus_memprof.clipping.layers.base import KeptTensors, Layer
 from opacus_memprof.clipping.layers.convolution import ConvolutionLayer
 from opacus_memprof.clipping.layers.embedding import EmbeddingLayer
 from opacus_memprof.clipping.layers.linear import LinearLayer
@@ -20,6 +20,6 @@ LAYERS: dict[type[nn.Module], type[Layer]] = {
     nn.Conv2d: ConvolutionLayer,
     nn.GroupNorm: GroupNormLayer,
 }
-"""By exact type: a subclass may compute something else in its forward."""
+"""By exact type, because a subclass may have another forward."""
 
-__all__ = ["LAYERS", "Kept", "Layer"]
+__all__ = ["LAYERS", "KeptTensors", "Layer"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every kind of layer answers: its exact per-sample norms, what to keep, and its clipped sums."""
+"""The base class of all layers: exact per-sample norms, what to keep, and clipped sums."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.cost import Choice
-from opacus_memprof.clipping.grads import scale_only_sample, sum_stack
 from opacus_memprof.clipping.norms import squared_norms
+from opacus_memprof.clipping.sums import scale_single_sample, sum_stack
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
 from opacus_memprof.errors import MemprofError
 
 
 @dataclass
-class Kept:
-    """What one layer's backward leaves behind until the clip factors are known.
+class KeptTensors:
+    """What one layer's backward keeps until the clip factors are known.
 
     Attributes:
-        squared_norms: [B], float32 (float64), of all the layer's parameters together.
+        squared_norms: [B], float32 (float64), of all parameters of the layer together.
         stacks: per-sample gradients, [B, *parameter.shape], by parameter.
-        pair: input and output gradient, where these are smaller than the weight's per-sample gradients.
+        pair: input and output gradient, if these are smaller than the weight's per-sample gradients.
     """
 
     squared_norms: torch.Tensor
     stacks: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     pair: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def holdings(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(the profiler's category, tensor)"""
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors: (the profiler's category, tensor)."""
         yield "norm_samples", self.squared_norms
         yield from (("per_sample_gradients", stack) for stack in self.stacks.values())
         if self.pair is not None:
@@ -40,10 +40,13 @@ class Kept:
 
 
 class Layer:
-    """A layer whose parameters all have small per-sample gradients. Subclasses add a weight that may be deferred.
+    """A layer of the model.
 
-    ``x`` is the layer's input, ``g`` the gradient of its output, both with the batch first; neither is changed.
-    """
+    The per-sample gradients of some parameters are small and are always formed; those of a large weight may be deferred
+    (not formed, if keeping input and output gradient is smaller).
+
+    In all methods ``x`` is the layer's input and ``g`` the gradient of its output, both with the batch first. Neither
+    is changed."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
@@ -60,36 +63,36 @@ class Layer:
         return f"layer {self.name!r} ({type(self.module).__name__})"
 
     # --- what subclasses define ---
-    def least_dimensions(self) -> int:
-        """Dimensions of an input with a batch."""
+    def min_dimensions(self) -> int:
+        """The least number of dimensions of an input that has a batch dimension."""
         raise NotImplementedError
 
     def cast(self, x: torch.Tensor) -> torch.Tensor:
-        """The input as autocast will cast it, so that what is kept is what the layer computed with."""
+        """The input as autocast will cast it, so that the tensor that is kept is the one the layer computes with."""
         return x
 
     def small_gradients(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> dict[str, torch.Tensor]:
-        """Per-sample gradients, by parameter name, of the parameters that are never deferred."""
+        """The per-sample gradients, by parameter name, of the parameters that are never deferred."""
         raise NotImplementedError
 
     def choose(self, x: torch.Tensor, g: torch.Tensor, keep: bool) -> Choice | None:
-        """The choice for the weight that may be deferred; only shapes and dtypes are read. None if there is none."""
+        """How to clip the weight that may be deferred, from shapes and dtypes. None if the layer has no such weight."""
         return None
 
     def weight_gradients(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-        """[B, *weight.shape]"""
+        """The per-sample gradients of the weight, [B, *weight.shape]."""
         raise NotImplementedError
 
     def weight_squared_norms(
         self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
     ) -> torch.Tensor:
-        """[B], without keeping the gradients."""
+        """The squared norms of the weight's per-sample gradients, [B], without keeping the gradients."""
         raise NotImplementedError
 
     def weight_sum(
         self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor | None, workspace: Workspace
     ) -> torch.Tensor:
-        """The clipped sum, of the weight's shape; ``factors`` None means that ``g`` was scaled."""
+        """The clipped sum, of the weight's shape. ``factors`` is None if ``g`` has been scaled already."""
         raise NotImplementedError
 
     # --- what is the same for all ---
@@ -99,21 +102,21 @@ class Layer:
             raise MemprofError(
                 f"{self.describe()} was not called with a tensor as its first argument; pass it by position."
             )
-        if x.dim() < self.least_dimensions():
+        if x.dim() < self.min_dimensions():
             raise MemprofError(
                 f"{self.describe()} got an input of shape {tuple(x.shape)}, which has no batch dimension; "
-                f"flash_clip needs at least {self.least_dimensions()} dimensions, the batch first (use unsqueeze(0))."
+                f"flash_clip needs at least {self.min_dimensions()} dimensions, the batch first (use unsqueeze(0))."
             )
         return x
 
     def kept_bytes(self, x: torch.Tensor, y: torch.Tensor) -> int:
-        """Bytes that one pass will keep, with the input where that is part of it; from shapes alone."""
+        """The bytes that backward will keep for the deferred weight, from shapes alone. ``y`` is the output."""
         choice = self.choose(x, y, keep=True)
         return 0 if choice is None else choice.kept_bytes
 
-    def keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> Kept:
-        """One pass: exact norms, and whichever is smaller of per-sample gradients and (x, g)."""
-        kept = Kept(torch.zeros(len(g), dtype=accumulation_dtype(g.dtype), device=g.device))
+    def keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
+        """Computes the exact norms, and keeps per-sample gradients or (x, g), whichever is smaller."""
+        kept = KeptTensors(torch.zeros(len(g), dtype=accumulation_dtype(g.dtype), device=g.device))
         for name, stack in self._small(x, g, workspace):
             kept.stacks[getattr(self.module, name)] = stack
             kept.squared_norms += squared_norms(stack)
@@ -132,32 +135,32 @@ class Layer:
     def parameter_squared_norms(
         self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace
     ) -> dict[nn.Parameter, torch.Tensor]:
-        """Exact squared norms, [B] by parameter, nothing kept."""
+        """The exact squared norms by parameter, [B], without keeping anything."""
         norms = {getattr(self.module, name): squared_norms(stack) for name, stack in self._small(x, g, workspace)}
         choice = self._choice(x, g, keep=False)
         if choice is not None and x is not None:
             norms[self._weight()] = self.weight_squared_norms(x, g, choice, workspace)
         return norms
 
-    def sums_of_scaled(
+    def sums_of_scaled_gradients(
         self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace
     ) -> dict[nn.Parameter, torch.Tensor]:
-        """Two passes: the sums, where ``g`` carries the clip factors already."""
+        """The clipped sums by parameter, in the second of two passes: ``g`` has been scaled by the clip factors."""
         sums = {getattr(self.module, name): stack.sum(0) for name, stack in self._small(x, g, workspace)}
         if self._choice(x, g, keep=False) is not None and x is not None:
             sums[self._weight()] = self.weight_sum(x, g, None, workspace)
         return sums
 
     def clipped_sums(
-        self, kept: Kept, factors: torch.Tensor, workspace: Workspace
+        self, kept: KeptTensors, factors: torch.Tensor, workspace: Workspace
     ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """The clipped sums, in the parameters' dtypes; what was kept is released as it is used."""
+        """Yields the clipped sums, in the parameters' dtypes. Releases what was kept as it is used."""
         while kept.stacks:
             parameter, stack = kept.stacks.popitem()
-            # Only the weight's gradients are memory of our own: others may be views of what autograd passed on.
-            ours = self.owns_weight_gradients and parameter is self.module._parameters.get("weight")
-            if len(stack) == 1 and ours and stack.dtype == parameter.dtype:
-                total = scale_only_sample(stack, factors)
+            # Only the weight's gradients may be overwritten: others may be views of gradients that autograd uses.
+            is_owned = self.owns_weight_gradients and parameter is self.module._parameters.get("weight")
+            if len(stack) == 1 and is_owned and stack.dtype == parameter.dtype:
+                total = scale_single_sample(stack, factors)
             else:
                 total = sum_stack(stack, factors, parameter.dtype, workspace)
             del stack

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nn.Conv1d and nn.Conv2d: a linear map of the unfolded input, one for each group.
+"""nn.Conv1d and nn.Conv2d: for each group a linear map of the unfolded input.
 
-The input is unfolded for some samples (groups, channels) at a time.
+The input is unfolded for some samples (or groups, or channels) at a time.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch.nn import functional
 
 from opacus_memprof.clipping.layers.linear import autocast_input
 from opacus_memprof.clipping.layers.matrix import Block, MatrixLayer, Sizes
-from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, pieces
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 
 
 class ConvolutionLayer(MatrixLayer):
     module: nn.Conv1d | nn.Conv2d
     unfolds = True
 
-    def least_dimensions(self) -> int:
+    def min_dimensions(self) -> int:
         return 4 if isinstance(self.module, nn.Conv2d) else 3
 
     def cast(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,20 +45,21 @@ class ConvolutionLayer(MatrixLayer):
         taps = size.columns // channels
         x = x.reshape(size.samples, size.groups, channels, *x.shape[2:])
         g = g.reshape(size.samples, size.groups, size.rows, size.tokens)
-        # Unfolded columns, and at most two copies of the input (a cast or slice of it, and its padding).
+        # Bytes of one channel: its unfolded columns, and at most two copies of the input (cast or sliced, and padded).
         unit = (taps * size.tokens + 2 * self._padded_numel(x)) * g.element_size()
-        together = workspace.fit(channels * unit, size.groups)  # groups of one sample
+        groups = workspace.fit(channels * unit, size.groups)  # of one sample
         samples = max(1, workspace.fit(size.groups * channels * unit, size.samples))
-        width = channels if together else workspace.require(unit, channels, f"one channel of {self.describe()}")
-        for n in pieces(size.samples, samples):
-            for k in pieces(size.groups, max(1, together)):
-                for c in pieces(channels, width):
+        one_channel = f"one channel of {self.describe()}"
+        width = channels if groups else workspace.fit_at_least_one(unit, channels, one_channel)
+        for n in slices(size.samples, samples):
+            for k in slices(size.groups, max(1, groups)):
+                for c in slices(channels, width):
                     a = self._unfold(x[n, k, c].to(g.dtype).flatten(0, 1)).mT
                     yield Block(n, k, slice(c.start * taps, c.stop * taps), g[n, k].flatten(0, 1), a)
                     del a
 
     def _unfold(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, columns, tokens] from inputs [N, channels, ...]."""
+        """The unfolded input, [N, columns, tokens], of an input [N, channels, ...]."""
         module: Any = self.module
         padding = module.padding
         if isinstance(padding, str) or module.padding_mode != "zeros":
@@ -70,11 +71,11 @@ class ConvolutionLayer(MatrixLayer):
             x = x.unsqueeze(2)
             kernel, stride, dilation, padding = (1, *kernel), (1, *stride), (1, *dilation), (0, *padding)
         if kernel == (1, 1) and padding == (0, 0):
-            return x[..., :: stride[0], :: stride[1]].flatten(2)  # nothing to unfold: a view, unless strided
+            return x[..., :: stride[0], :: stride[1]].flatten(2)  # a view, unless strided
         return functional.unfold(x, kernel, dilation=dilation, padding=padding, stride=stride)
 
     def _padded_numel(self, x: torch.Tensor) -> int:
-        """Elements of one channel of one sample with its padding."""
+        """The number of elements of one channel of one sample, including padding."""
         pads = self.module._reversed_padding_repeated_twice
         sides = [n + pads[2 * i] + pads[2 * i + 1] for i, n in enumerate(reversed(x.shape[3:]))]
         return torch.Size(sides).numel()

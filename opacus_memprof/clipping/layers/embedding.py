@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nn.Embedding: the gradient of a sample is the output gradients, summed over equal indices.
+"""nn.Embedding: the gradient of a sample is the sum of its output gradients over equal indices.
 
 As in PyTorch, the row at ``padding_idx`` has no gradient. (Opacus' own samplers give it one.)
 """
@@ -11,18 +11,18 @@ from torch import nn
 
 from opacus_memprof.clipping.cost import Choice, Cost
 from opacus_memprof.clipping.layers.base import Layer
-from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, pieces
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 
-_INDEX_BYTES = 64  # per token: sorted indices, order, run numbers and the temporaries of sorting, all int64
+_INDEX_BYTES = 64  # per token: sorted indices, order, slots and the temporaries of sorting, all int64
 
 
 class EmbeddingLayer(Layer):
-    """The pair is kept always: it is smaller than the gradients wherever a sample has fewer tokens than the table
-    has rows, and the norm comes from the pair at no further cost."""
+    """nn.Embedding. The pair is always kept: it is smaller than per-sample gradients unless a sample has more tokens
+    than the table has rows, and the norm can be computed from it."""
 
     module: nn.Embedding
 
-    def least_dimensions(self) -> int:
+    def min_dimensions(self) -> int:
         return 1
 
     def small_gradients(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> dict[str, torch.Tensor]:
@@ -46,25 +46,28 @@ class EmbeddingLayer(Layer):
             return total
         copied = 0 if g.is_contiguous() else width * g.element_size()
         cast = 0 if g.dtype == dtype else dtype.itemsize
-        # Indices of some samples, then their sums for some columns at a time.
+        # Processes some samples at a time, and of these some columns.
         samples = max(1, workspace.fit(tokens * (_INDEX_BYTES + copied + width * (dtype.itemsize + cast)), len(x)))
-        left = Workspace(workspace.bytes - samples * tokens * (_INDEX_BYTES + copied))
-        columns = left.require(samples * tokens * (dtype.itemsize + cast), width, f"one column of {self.describe()}")
-        for n in pieces(len(x), samples):
+        remaining = Workspace(workspace.bytes - samples * tokens * (_INDEX_BYTES + copied))
+        column_bytes = samples * tokens * (dtype.itemsize + cast)
+        columns = remaining.fit_at_least_one(column_bytes, width, f"one column of {self.describe()}")
+        for n in slices(len(x), samples):
             rows = g[n].reshape(-1, width)
-            target, padding = self._runs(ids[n])
-            for c in pieces(width, columns):
+            slots, padding = self._slots(ids[n])
+            for c in slices(width, columns):
                 sums = torch.zeros(len(rows), c.stop - c.start, dtype=dtype, device=g.device)
-                sums.index_add_(0, target, rows[:, c].to(dtype))
+                sums.index_add_(0, slots, rows[:, c].to(dtype))
                 squares = torch.linalg.vector_norm(sums, dim=1).square_()
                 del sums
-                squares[target] *= ~padding
+                squares[slots] *= ~padding
                 total[n] += squares.view(-1, tokens).sum(1)
         return total
 
-    def _runs(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each token, a slot that it shares with exactly the equal tokens of its sample, and whether it is
-        padding. Sorting within samples, unlike ``unique``, does not make the host wait for the device."""
+    def _slots(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each token an index that exactly the equal tokens of its sample share, and whether it is padding.
+
+        Sorting, unlike ``unique``, does not make the host wait for the device.
+        """
         ordered, order = ids.sort(dim=1)
         new = torch.zeros_like(ordered)
         new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nn.Linear, with any number of dimensions between batch and features."""
+"""nn.Linear, with any number of dimensions between the batch and the features."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
 
 
 def autocast_input(x: torch.Tensor) -> torch.Tensor:
-    """As autocast casts the operands of a matrix product or convolution: everything but float64."""
+    """Casts ``x`` as autocast casts the operands of a matrix product or convolution: everything but float64."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(device))
@@ -20,7 +20,7 @@ def autocast_input(x: torch.Tensor) -> torch.Tensor:
 
 
 class LinearLayer(MatrixLayer):
-    def least_dimensions(self) -> int:
+    def min_dimensions(self) -> int:
         return 2
 
     def cast(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers whose weight gradient is a matrix product: linear layers, and convolutions on their unfolded input."""
+"""The base class of layers whose weight gradient is a matrix product: linear layers, and convolutions of their unfolded
+input."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from typing import NamedTuple
 import torch
 
 from opacus_memprof.clipping.cost import Choice, choose
-from opacus_memprof.clipping.grads import sum_products
 from opacus_memprof.clipping.layers.base import Layer
 from opacus_memprof.clipping.norms import gradient_squared_norms, gram_squared_norms
+from opacus_memprof.clipping.sums import sum_products
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
 
 
 class Sizes(NamedTuple):
-    """Of the products: [samples groups, rows, tokens] @ [samples groups, tokens, columns]."""
+    """The sizes of the products [samples groups, rows, tokens] @ [samples groups, tokens, columns]."""
 
     samples: int
     groups: int
@@ -26,7 +27,7 @@ class Sizes(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Operands of some samples, some groups and some columns of the weight."""
+    """The operands ``g`` and ``a`` for some samples, some groups and some columns of the weight."""
 
     samples: slice
     groups: slice
@@ -36,7 +37,11 @@ class Block(NamedTuple):
 
 
 class MatrixLayer(Layer):
-    """Subclasses say how input and output gradient become operands."""
+    """A layer whose weight gradient is a matrix product. Subclasses turn input and output gradient into operands.
+
+    Attributes:
+        unfolds: whether ``blocks`` unfolds the input, which takes a part of the workspace.
+    """
 
     owns_weight_gradients = True
     unfolds = False
@@ -45,19 +50,19 @@ class MatrixLayer(Layer):
         raise NotImplementedError
 
     def blocks(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Iterator[Block]:
-        """Cuts the products so that what a block unfolds stays within the ceiling."""
+        """Splits the products into blocks whose operands fit into the workspace."""
         raise NotImplementedError
 
     def choose(self, x: torch.Tensor, g: torch.Tensor, keep: bool) -> Choice:
         size = self.sizes(x, g)
-        held = x.numel() + g.numel()
+
         return choose(
             size.samples * size.groups,
             size.tokens,
             size.rows,
             size.columns,
             g.element_size(),
-            pair_elements=held,
+            pair_elements=x.numel() + g.numel(),
             keep=keep,
         )
 
@@ -66,7 +71,7 @@ class MatrixLayer(Layer):
         shape = (size.samples, size.groups, size.rows, size.columns)
         stack: torch.Tensor | None = None
         for block in self.blocks(x, g, workspace):
-            # For one sample a plain product, as in training without privacy, rather than a batch of one.
+            # For a single sample a plain matrix product, as in training without privacy.
             part = torch.mm(block.g[0], block.a[0]) if len(block.g) == 1 else torch.bmm(block.g, block.a)
             part = part.view(-1, block.groups.stop - block.groups.start, size.rows, block.a.shape[2])
             if part.shape == shape:
@@ -85,10 +90,10 @@ class MatrixLayer(Layer):
         size, share = self.sizes(x, g), self._share(workspace)
         total = torch.zeros(size.samples, dtype=accumulation_dtype(g.dtype), device=g.device)
         for block in self.blocks(x, g, share):
-            # The Gram product needs all columns at once; gradients add up over columns.
+            # The Gram product needs all columns at once; squared norms of gradients add up over columns.
             all_columns = block.a.shape[2] == size.columns
-            by = gram_squared_norms if choice.norm == "gram" and all_columns else gradient_squared_norms
-            norms = by(block.g, block.a, share)
+            compute = gram_squared_norms if choice.norm == "gram" and all_columns else gradient_squared_norms
+            norms = compute(block.g, block.a, share)
             total[block.samples] += norms.view(-1, block.groups.stop - block.groups.start).sum(1)
             del block
         return total
@@ -114,5 +119,5 @@ class MatrixLayer(Layer):
         return total.view(self._weight().shape)
 
     def _share(self, workspace: Workspace) -> Workspace:
-        """Where the input is unfolded, one half for that and one for what is done with it."""
+        """The workspace for blocks and for what is computed from them: half of it each, if blocks are unfolded."""
         return workspace.half() if self.unfolds else workspace

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nn.LayerNorm, nn.RMSNorm and nn.GroupNorm: per-sample gradients as small as the parameters, always kept.
+"""nn.LayerNorm, nn.RMSNorm and nn.GroupNorm: their per-sample gradients are small and always kept.
 
-The normalised input is formed again, for some samples (or tokens, or groups) at a time.
+The normalized input is recomputed, for some samples (or tokens, or groups) at a time.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch.nn import functional
 from opacus_memprof.clipping.layers.base import Layer
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
 
-_COPIES = 3  # live at once: the normalised input, a cast of the input where dtypes differ, and statistics
+_COPIES = 3  # live at once: the normalized input, a cast of the input if dtypes differ, and statistics
 
 
 class _LastDimensionsNorm(Layer):
-    """Normalises over the last dimensions, each token on its own."""
+    """A layer that normalizes over the last dimensions, each token separately."""
 
     module: nn.LayerNorm | nn.RMSNorm
 
-    def least_dimensions(self) -> int:
+    def min_dimensions(self) -> int:
         return 1 + len(self.module.normalized_shape)
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class RMSNormLayer(_LastDimensionsNorm):
 class GroupNormLayer(Layer):
     module: nn.GroupNorm
 
-    def least_dimensions(self) -> int:
+    def min_dimensions(self) -> int:
         return 2
 
     def small_gradients(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ function peakFigures({ device }) {
 }
 
 function ofLogical(peak) {
-  return peak.logical_step === null ? "" : `, logical step ${peak.logical_step}`;
+  return peak.logical_step === null || peak.logical_step === peak.step ? "" : ` (logical step ${peak.logical_step})`;
 }
 
 function breakdown({ device }) {

@@ -11,7 +11,8 @@ function phasesCard({ device }) {
     { title: "by category", as: "wide", cell: (row) => stackedBar(row.categories, device.peak.requested_bytes) },
     { title: "mostly", as: "category", cell: (row) => largestFirst(row.categories)[0]?.[0] ?? "" },
   ];
-  return card("phases", "Phases", table("The highest instant of each phase", columns, rows));
+  const hint = element("p", { class: "hint" }, device.explanation);
+  return card("phases", "Phases", table("The highest instant of each phase", columns, rows), hint);
 }
 
 function phaseSwatch(phase) {
@@ -34,7 +35,7 @@ function stepsCard({ device, chart }) {
     );
   const columns = [
     { title: "step", number: true, value: (row) => row.step, cell: (row) => formatCount(row.step) },
-    { title: "logical", number: true, value: (row) => row.logical_step, cell: (row) => formatCount(row.logical_step) },
+    { title: "logical step", number: true, value: (row) => row.logical_step, cell: (row) => formatCount(row.logical_step) },
     { title: "peak", number: true, value: (row) => row.peak_bytes, cell: (row) => bytes(row.peak_bytes) },
     { title: "in phase", as: "when", cell: (row) => words(row.phase) },
     { title: "left at its end", number: true, value: (row) => row.end_bytes, cell: (row) => bytes(row.end_bytes) },

@@ -5,9 +5,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from opacus_memprof.files import write_text
+from opacus_memprof.profiles.files import write_text
+from opacus_memprof.profiles.profile import Profile
 from opacus_memprof.reports.html.payload import Run, categories, payload
-from opacus_memprof.reports.html.shell import joined
+from opacus_memprof.reports.html.shell import build_page
 
 _SCRIPTS = [
     "base.js",
@@ -36,19 +37,19 @@ _SCRIPTS = [
 
 
 def write_html(
-    profile: Mapping[str, Any],
+    profile: Profile,
     directory: str | os.PathLike[str] | None,
     path: str | os.PathLike[str],
-    without_dp: Mapping[str, Any] | None = None,
+    without_dp: Profile | None = None,
 ) -> None:
     """Writes html_of's page to `path`, atomically. Raises MemprofError as html_of does, and where it cannot."""
     write_text(path, html_of(profile, directory, without_dp))
 
 
 def html_of(
-    profile: Mapping[str, Any],
+    profile: Profile,
     directory: str | os.PathLike[str] | None = None,
-    without_dp: Mapping[str, Any] | None = None,
+    without_dp: Profile | None = None,
 ) -> str:
     """The report of a profile (the content of profile.json) as one page of at most 5 MB.
 
@@ -70,11 +71,11 @@ def html_of_runs(runs: Sequence[Run], job: Mapping[str, Any] | None = None) -> s
         job: of runs that are ranks, what the page says of all of them (reports.html.ranks).
     """
     content = payload(runs)
-    return joined(
+    return build_page(
         runs[0].name, _SCRIPTS, {"runs": content, "job": job}, categories(content), "opacus-memprof report DIRECTORY"
     )
 
 
-def _name(profile: Mapping[str, Any]) -> str:
-    command = profile.get("command") or []
+def _name(profile: Profile) -> str:
+    command = profile.command
     return " ".join([os.path.basename(command[0]), *command[1:]]) if command else "a profile"

@@ -14,9 +14,12 @@ from opacus_memprof.analysis.device import thinned
 from opacus_memprof.analysis.profile import TIMELINE_POINTS, read_timelines
 from opacus_memprof.analysis.tax import dp_tax
 from opacus_memprof.analysis.virtual import virtual_mark
-from opacus_memprof.directory import OOM_REPORTS
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.files import read_object
+from opacus_memprof.profiles.directory import OOM_REPORTS
+from opacus_memprof.profiles.json_object import JsonObject, read_json_object
+from opacus_memprof.profiles.oom_report import OomReport
+from opacus_memprof.profiles.profile import Device, DeviceSnapshot, FailedAllocation, Groups, Profile, Timeline
+from opacus_memprof.reports.moments import explanation
 from opacus_memprof.reports.palette import CATEGORY_COLORS
 
 # Of the page's 5 MB; the rest is for everything else, and the scripts.
@@ -48,9 +51,9 @@ class Run:
     """
 
     name: str
-    profile: Mapping[str, Any]
+    profile: Profile
     directory: str | os.PathLike[str] | None = None
-    without_dp: Mapping[str, Any] | None = None
+    without_dp: Profile | None = None
 
 
 def payload(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -58,25 +61,25 @@ def payload(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
     Raises MemprofError where a run cannot be compared with the one without privacy (see analysis.tax.dp_tax).
     """
-    share = 1 / max(sum(len(run.profile["devices"]) for run in runs), 1)  # of each device in what the page may hold
+    share = 1 / max(sum(len(run.profile.devices) for run in runs), 1)  # of each device in what the page may hold
     return [_run(run, share) for run in runs]
 
 
 def _run(run: Run, share: float) -> dict[str, Any]:
     profile = run.profile
-    start = profile["started_unix_ns"]
+    start = profile.started_unix_ns
     timelines = _timelines(run, int(share * _TIMELINE_BYTES))
     return {
         "name": run.name,
         "profile": {
             **{key: profile.get(key) for key in _OF_A_PROFILE},
-            "virtual_mark": virtual_mark(profile),
-            "duration_ns": profile["ended_unix_ns"] - start,
+            "virtual_mark": virtual_mark(profile.virtual),
+            "duration_ns": profile.ended_unix_ns - start,
             "findings": [
-                {key: finding[key] for key in _OF_A_FINDING if key in finding} for finding in profile["findings"]
+                {key: finding[key] for key in _OF_A_FINDING if key in finding} for finding in profile.findings
             ],
             "devices": {
-                name: _device(device, timelines[name], start, share) for name, device in profile["devices"].items()
+                name: _device(device, timelines[name], start, share) for name, device in profile.devices.items()
             },
         },
         "advice": _advice(run),
@@ -89,49 +92,56 @@ def _advice(run: Run) -> dict[str, Any] | None:
     path = None if run.directory is None else Path(run.directory) / OOM_REPORTS[1]
     if path is None or not path.is_file():
         return None
-    with contextlib.suppress(MemprofError, KeyError):
-        report = read_object(path)
-        suggestions = [{key: one[key] for key in _OF_A_SUGGESTION} for one in report["suggestions"]]
-        return {"device": report["device"], "needed_bytes": report["needed"]["bytes"], "suggestions": suggestions}
+    with contextlib.suppress(MemprofError):
+        report = read_json_object(path, OomReport)
+        suggestions = [{key: one[key] for key in _OF_A_SUGGESTION} for one in report.suggestions]
+        return {"device": report.device, "needed_bytes": report.needed.bytes, "suggestions": suggestions}
     return None
 
 
-def _device(device: Mapping[str, Any], timeline: Mapping[str, Any], start: int, share: float) -> dict[str, Any]:
-    peak, snapshots, failures = device["peak"], device["snapshots"], device["out_of_memory"]
+def _device(device: Device, timeline: dict[str, Any], start: int, share: float) -> dict[str, Any]:
+    peak, snapshots, failures = device.peak, device.snapshots, device.out_of_memory
     snapshots = snapshots[: int(share * _MOST_SNAPSHOTS)]
     failures = failures[-max(int(share * _MOST_FAILURES), 1) :]
-    highest = sorted(device["steps"], key=lambda step: -step["peak_bytes"])[: int(share * _MOST_STEPS)]
-    steps = sorted(highest, key=lambda step: step["step"])
+    highest = sorted(device.steps, key=lambda step: -step.peak_bytes)[: int(share * _MOST_STEPS)]
+    steps = sorted(highest, key=lambda step: step.step)
     return {
         "peak": {
             **_without(peak, _NOT_OF_A_PEAK),
-            "modules": _largest_modules(peak["modules"], int(share * _MOST_MODULES)),
+            "modules": _largest_modules(peak.modules, int(share * _MOST_MODULES)),
         },
-        "phases": {name: _without(moment, _NOT_OF_A_MOMENT) for name, moment in device["phases"].items()},
+        "phases": {name: _without(moment, _NOT_OF_A_MOMENT) for name, moment in device.phases.items()},
+        "explanation": explanation(
+            device.phases,
+            [(phase.step, phase.logical_step) for phase in device.phases.values()]
+            + [(step.step, step.logical_step) for step in device.steps],
+        ),
         "steps": [_without(step, {*_NOT_OF_A_MOMENT, "categories"}) for step in steps],
-        "steps_left_out": device["steps_left_out"] + len(device["steps"]) - len(steps),
+        "steps_left_out": device.steps_left_out + len(device.steps) - len(steps),
         "snapshots": [_moment(snapshot, start, {"categories"}) for snapshot in snapshots],
-        "snapshots_left_out": len(device["snapshots"]) - len(snapshots),
+        "snapshots_left_out": len(device.snapshots) - len(snapshots),
         "out_of_memory": [_moment(failure, start) for failure in failures],
-        "out_of_memory_left_out": len(device["out_of_memory"]) - len(failures),
+        "out_of_memory_left_out": len(device.out_of_memory) - len(failures),
         "timeline": timeline,
-        "end_bytes": device["end_bytes"],
+        "end_bytes": device.end_bytes,
     }
 
 
-def _without(fields: Mapping[str, Any], unwanted: set[str]) -> dict[str, Any]:
+def _without(fields: JsonObject, unwanted: set[str]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key not in unwanted}
 
 
-def _moment(moment: Mapping[str, Any], start: int, unwanted: frozenset[str] | set[str] = frozenset()) -> dict[str, Any]:
+def _moment(
+    moment: DeviceSnapshot | FailedAllocation, start: int, unwanted: frozenset[str] | set[str] = frozenset()
+) -> dict[str, Any]:
     """With its time since the start: JavaScript's numbers do not hold nanoseconds since 1970."""
-    return {**_without(moment, {"unix_ns", *unwanted}), "time_ns": moment["unix_ns"] - start}
+    return {**_without(moment, {"unix_ns", *unwanted}), "time_ns": moment.unix_ns - start}
 
 
-def _largest_modules(modules: Mapping[str, Mapping[str, int]], most: int) -> dict[str, Mapping[str, int]]:
+def _largest_modules(modules: Groups, most: int) -> Groups:
     """The largest, and all others as one entry, so that the sum stays the peak."""
     ordered = sorted(modules, key=lambda name: -sum(modules[name].values()))
-    kept: dict[str, Mapping[str, int]] = {name: modules[name] for name in ordered[:most]}
+    kept = {name: modules[name] for name in ordered[:most]}
     if rest := ordered[most:]:
         total: dict[str, int] = {}
         for name in rest:
@@ -145,8 +155,8 @@ def _timelines(run: Run, room: int) -> dict[str, dict[str, Any]]:
     """The timelines of a run's devices, each encoded and at most `room` bytes long where that is possible: as the
     profile has them, or finer from the events, if they are there and no longer growing."""
     profile = run.profile
-    events = profile["events"]["recorded"]
-    given = {name: device["timeline"] for name, device in profile["devices"].items()}
+    events = profile.events.recorded
+    given = {name: device.timeline for name, device in profile.devices.items()}
     a_row = max(-(-events // TIMELINE_POINTS), 1)
     coarse = {name: _encoded(timeline, a_row) for name, timeline in given.items()}
     longest = max((len(json.dumps(timeline, separators=(",", ":"))) for timeline in coarse.values()), default=1)
@@ -154,7 +164,7 @@ def _timelines(run: Run, room: int) -> dict[str, dict[str, Any]]:
     if points < TIMELINE_POINTS:
         together = -(-TIMELINE_POINTS // max(points, 1))
         return {name: _encoded(thinned(timeline, together), together * a_row) for name, timeline in given.items()}
-    if run.directory is None or profile["status"] == "running" or min(points, events) <= TIMELINE_POINTS:
+    if run.directory is None or profile.status == "running" or min(points, events) <= TIMELINE_POINTS:
         return coarse
     try:
         fine = read_timelines(run.directory, points)
@@ -163,16 +173,16 @@ def _timelines(run: Run, room: int) -> dict[str, dict[str, Any]]:
     return {name: _encoded(fine[name], -(-events // points)) if name in fine else coarse[name] for name in coarse}
 
 
-def _encoded(timeline: Mapping[str, Any], events_a_row: int) -> dict[str, Any]:
+def _encoded(timeline: Timeline, events_a_row: int) -> dict[str, Any]:
     """Differences from row to row, most of which are 0. A row's bytes are the sum of its categories. `events_a_row`:
     of how many events in a row each shows the highest."""
-    phases = list(dict.fromkeys(timeline["phase"]))
+    phases = list(dict.fromkeys(timeline.phase))
     return {
         **{key: _differences(timeline[key]) for key in ("event", "time_ns", "step", "logical_step")},
         "events_a_row": events_a_row,
         "phases": phases,
-        "phase": _differences([phases.index(phase) for phase in timeline["phase"]]),
-        "categories": [[name, _differences(sizes)] for name, sizes in timeline["categories"].items()],
+        "phase": _differences([phases.index(phase) for phase in timeline.phase]),
+        "categories": [[name, _differences(sizes)] for name, sizes in timeline.categories.items()],
     }
 
 

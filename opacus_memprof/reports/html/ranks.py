@@ -2,13 +2,13 @@
 """The ranks of a job as one page: all of them in a table, and some with all that their profiles have."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from opacus_memprof.analysis.whole import load_whole_profile
+from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.files import write_text
+from opacus_memprof.profiles.files import write_text
+from opacus_memprof.profiles.job_summary import JobSummary, Rank
 from opacus_memprof.reports.html.page import html_of_runs
 from opacus_memprof.reports.html.payload import Run
 
@@ -17,9 +17,7 @@ _HIGHEST, _LOWEST = 12, 4
 _MOST_ROWS = 2000
 
 
-def write_ranks_html(
-    summary: Mapping[str, Any], directory: str | os.PathLike[str], path: str | os.PathLike[str]
-) -> None:
+def write_ranks_html(summary: JobSummary, directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Writes one page of all ranks to `path`, atomically.
 
     Args:
@@ -29,28 +27,32 @@ def write_ranks_html(
     Raises:
         MemprofError: no rank has a peak, or the file cannot be written.
     """
-    rows = sorted((row for row in summary["ranks"] if row["peak"]), key=lambda row: -row["peak"]["requested_bytes"])
+    rows = sorted((row for row in summary.ranks if row.peak), key=_peak_bytes, reverse=True)
     if not rows:
         raise MemprofError("no rank has allocated memory on a device that was profiled: there is nothing to draw")
     chosen = rows if len(rows) <= _HIGHEST + _LOWEST else [*rows[:_HIGHEST], *rows[-_LOWEST:]]
     runs = []
-    for row in sorted(chosen, key=lambda row: int(row["rank"])):
-        folder = Path(directory) / row["directory"]
-        runs.append(Run(f"rank {row['rank']}", load_whole_profile(folder), folder))
+    for row in sorted(chosen, key=lambda row: row.rank):
+        folder = Path(directory) / row.directory
+        runs.append(Run(f"rank {row.rank}", load_profile(folder), folder))
     write_text(path, html_of_runs(runs, job=_job(summary, rows[:_MOST_ROWS])))
 
 
-def _job(summary: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> dict[str, Any]:
+def _peak_bytes(row: Rank) -> int:
+    return row.peak.requested_bytes if row.peak else 0
+
+
+def _job(summary: JobSummary, rows: list[Rank]) -> dict[str, Any]:
     return {
         "ranks": [
             {
                 **{key: row[key] for key in ("rank", "host", "status", "steps")},
-                "peak_bytes": row["peak"]["requested_bytes"],
-                "categories": row["peak"]["categories"],
+                "peak_bytes": _peak_bytes(row),
+                "categories": row.peak.categories if row.peak else {},
             }
-            for row in sorted(rows, key=lambda row: int(row["rank"]))
+            for row in sorted(rows, key=lambda row: row.rank)
         ],
-        "world_size": summary["world_size"],
-        "imbalance": summary["imbalance"],
-        "warnings": summary["warnings"],
+        "world_size": summary.world_size,
+        "imbalance": summary.imbalance,
+        "warnings": summary.warnings,
     }

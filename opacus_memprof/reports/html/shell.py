@@ -1,33 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all pages have in common: template, style, scripts and figures are joined to one file."""
+"""Builds HTML pages: template, style, scripts and data in one file."""
 
 import base64
 import hashlib
 import html
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
 
-import opacus_memprof
 from opacus_memprof.profiles.categories import CATEGORIES, stack_order
+from opacus_memprof.profiles.json_object import to_json
+from opacus_memprof.profiles.versions import VERSION
 from opacus_memprof.reports.palette import THEMES, category_color
 
 _HERE = Path(__file__).parent
 
 
-def joined(
+def build_page(
     title: str, scripts: Sequence[str], content: Mapping[str, Any], categories: Iterable[str], elsewhere: str
 ) -> str:
-    """A page.
+    """Builds a page.
 
     Args:
-        title: what the browser calls it.
-        scripts: names of files. Each uses names of those before it when it is loaded; functions may use names of any.
-        content: what the scripts find in REPORT (data.js), beside the version, the colours of `categories` and what
-            each category means.
-        elsewhere: who runs no scripts finds the same figures there.
+        title: of the browser's tab.
+        scripts: names of files, in the order in which they are loaded.
+        content: the object REPORT of data.js, to which the version, colours and meanings of categories are added.
+        categories: those whose colours the page needs.
+        elsewhere: the file with the same figures, named where scripts are disabled.
     """
     style = _theme_variables() + (_HERE / "report.css").read_text(encoding="utf-8")
     script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in scripts)
@@ -41,7 +41,7 @@ def joined(
         style_hash=_hash(style),
         script=script,
         script_hash=_hash(script),
-        data=_embedded({"version": opacus_memprof.__version__, "colors": colors, "meanings": meanings, **content}),
+        data=_embedded({"version": VERSION, "colors": colors, "meanings": meanings, **content}),
     )
 
 
@@ -58,4 +58,4 @@ def _hash(text: str) -> str:
 
 def _embedded(content: Mapping[str, Any]) -> str:
     """JSON that may stand inside a script element: no `<` can end it or begin a comment."""
-    return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
+    return to_json(content).replace("<", "\\u003c")

@@ -17,7 +17,7 @@ from opacus_memprof import virtual_gpu
 if "without" in sys.argv:
     from opacus_memprof.virtual_gpu import process
 
-    process._compute_small_values = lambda: None
+    process._install_values = lambda: None
 virtual_gpu.start("h200")
 
 import torch  # noqa: E402

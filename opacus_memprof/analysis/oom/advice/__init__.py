@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to change so that the run fits, each with the bytes that it saves and how they were computed."""
+"""Suggestions of what to change so that the run fits, with the bytes that each saves and how they were computed."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,11 +10,11 @@ from opacus_memprof.analysis.oom.predict import Case
 __all__ = ["Suggestion", "advise"]
 
 ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
-    defects.let_go,
+    defects.release_leftovers,
     allocator.expandable_segments,
     allocator.other_processes,
-    defects.discarded_gradients,
-    defects.gradients_set_to_none,
+    defects.drop_unused_gradients,
+    defects.set_gradients_to_none,
     modes.norms_without_squares,
     batch.physical_batch,
     modes.another_mode,
@@ -24,7 +24,9 @@ ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
 
 
 def advise(case: Case) -> list[Suggestion]:
-    """Those that fit first, the smallest change of the program before larger ones; then those that do not fit alone,
-    the one that saves most first. What saves nothing is left out."""
-    found = [one for adviser in ADVISERS for one in adviser(case) if one.saved > 0]
-    return sorted(found, key=lambda one: (one.fits is False, one.change if one.fits is not False else 0, -one.saved))
+    """All suggestions that save memory. First those that fit, the smallest change of the program first; then those that
+    do not fit alone, the one that saves the most first."""
+    found = [each for adviser in ADVISERS for each in adviser(case) if each.saved > 0]
+    return sorted(
+        found, key=lambda each: (each.fits is False, each.change if each.fits is not False else 0, -each.saved)
+    )

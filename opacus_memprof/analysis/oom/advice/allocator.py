@@ -1,55 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that is there and cannot be had: fragments, and what other processes use."""
+"""Suggestions about memory that exists but cannot be used: fragments, and what other processes use."""
 
 from collections.abc import Iterator
 
-from opacus_memprof.analysis.oom.advice.base import SETTING, Suggestion, sum_of
+from opacus_memprof.analysis.oom.advice.base import SETTING, Suggestion, format_sum
+from opacus_memprof.analysis.oom.capacity import MARGIN, is_crowded_by_others, is_fragmented
 from opacus_memprof.analysis.oom.predict import Case
-from opacus_memprof.analysis.oom.room import MARGIN, crowded, fragmented
-from opacus_memprof.units import format_bytes
+from opacus_memprof.profiles.oom_report import Action
+from opacus_memprof.profiles.units import format_bytes
 
 
 def expandable_segments(case: Case) -> Iterator[Suggestion]:
-    """Segments that grow and shrink by pages leave next to no fragments."""
-    room = case.room
-    if not fragmented(room, case.failure) or room.may_reserve is None:
+    """Suggests expandable segments, which grow and shrink by pages and hardly fragment, if memory is fragmented."""
+    memory = case.memory
+    if not is_fragmented(memory, case.failure) or memory.may_reserve is None:
         return
     instant = case.peak()
     yield Suggestion(
-        actions=({"kind": "allocator_setting", "value": "expandable_segments:True"},),
+        actions=(Action(kind="allocator_setting", value="expandable_segments:True"),),
         title="expandable segments",
         code="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # in the environment, before the program starts",
-        computed=f"{format_bytes(room.cached or 0)} are reserved and free, but the largest block is "
-        f"{format_bytes(room.largest_free or 0)}; with {format_bytes(room.unreserved or 0)} that the device still has, "
-        f"they make room for the {format_bytes(case.failure.requested)} asked for: {sum_of(instant)}",
+        computed=f"{format_bytes(memory.cached or 0)} are reserved and free, but the largest block is "
+        f"{format_bytes(memory.largest_free or 0)}; with {format_bytes(memory.unreserved or 0)} that the device still "
+        f"has, they make room for the {format_bytes(case.failure.requested)} asked for: {format_sum(instant)}",
         peak=instant.bytes,
-        saved=room.cached or 0,
-        fits=instant.bytes * room.rounding <= room.may_reserve * (1 - MARGIN),
+        saved=memory.cached or 0,
+        fits=instant.bytes * memory.rounding <= memory.may_reserve * (1 - MARGIN),
         change=SETTING,
     )
 
 
 def other_processes(case: Case) -> Iterator[Suggestion]:
-    """Others on the same device hold what this run lacks."""
-    room = case.room
-    if not crowded(room) or room.others is None or room.may_reserve is None or room.limit is not None:
+    """Suggests ending other processes on the device, if this run lacks the memory that they use."""
+    memory = case.memory
+    if (
+        not is_crowded_by_others(memory)
+        or memory.others is None
+        or memory.may_reserve is None
+        or memory.limit is not None
+    ):
         return
     instant = case.peak()
-    would = room.may_reserve + room.others - _CONTEXT
-    lacking = int(instant.bytes * room.rounding / (1 - MARGIN)) - room.may_reserve
+    without_others = memory.may_reserve + memory.others - _CONTEXT
+    lacking = int(instant.bytes * memory.rounding / (1 - MARGIN)) - memory.may_reserve
     if lacking <= 0:
         return
     yield Suggestion(
-        actions=({"kind": "other_processes", "bytes": room.others, "lacking_bytes": lacking},),
+        actions=(Action(kind="other_processes", bytes=memory.others, lacking_bytes=lacking),),
         title="ending what else runs on this device",
         code="nvidia-smi  # shows it",
-        computed=f"others use {format_bytes(room.others)} of the device's {format_bytes(room.device or 0)}; this run "
-        f"lacks {format_bytes(lacking)}: {sum_of(instant)}",
+        computed=f"others use {format_bytes(memory.others)} of the device's {format_bytes(memory.device or 0)}; this "
+        f"run lacks {format_bytes(lacking)}: {format_sum(instant)}",
         peak=instant.bytes,
-        saved=room.others,
-        fits=instant.bytes * room.rounding <= would * (1 - MARGIN),
+        saved=memory.others,
+        fits=instant.bytes * memory.rounding <= without_others * (1 - MARGIN),
         change=SETTING,
     )
 
 
-_CONTEXT = 600 * 2**20  # what CUDA itself keeps for this process, about
+_CONTEXT = 600 * 2**20  # the approximate size of this process' CUDA context

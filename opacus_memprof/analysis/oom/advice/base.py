@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a suggestion is."""
+"""Suggestion, and how it is made from a predicted peak."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.step import Instant
-from opacus_memprof.units import format_bytes
+from opacus_memprof.profiles.oom_report import Action, SuggestedChange
+from opacus_memprof.profiles.units import format_bytes
 
-# How much of the program changes: suggestions that fit are ordered by it.
+# How much of the program a suggestion changes. Suggestions that fit are sorted by it.
 DEFECT, VARYING, SETTING, LINE, BATCH, MODE, SMALL_BATCH, OTHER_MODE, MODE_AND_BATCH, TRAINING = range(10)
 
 
@@ -17,15 +17,17 @@ class Suggestion:
     """Bytes throughout.
 
     Attributes:
-        actions: what to change, for programs: [{"kind", ...}].
-        title: the same for people, and `code` as they would write it.
+        actions: what to change, for programs.
+        title: the same for people.
+        code: the same as code.
         computed: how the prediction was made.
-        peak: predicted with the change. `saved`: the same without the change less this.
-        fits: whether that fits; None where nobody knows how much does.
+        peak: predicted with the change.
+        saved: the peak that is predicted without the change, less `peak`.
+        fits: whether `peak` fits; None if the capacity is unknown.
         change: how much of the program changes (DEFECT … TRAINING).
     """
 
-    actions: tuple[dict[str, Any], ...]
+    actions: tuple[Action, ...]
     title: str
     code: str
     computed: str
@@ -34,28 +36,30 @@ class Suggestion:
     fits: bool | None
     change: int
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "title": self.title,
-            "actions": list(self.actions),
-            "code": self.code,
-            "computed": self.computed,
-            "predicted_peak_bytes": self.peak,
-            "saved_bytes": self.saved,
-            "fits": self.fits,
-        }
+    def for_report(self) -> SuggestedChange:
+        return SuggestedChange(
+            title=self.title,
+            actions=list(self.actions),
+            code=self.code,
+            computed=self.computed,
+            predicted_peak_bytes=self.peak,
+            saved_bytes=self.saved,
+            fits=self.fits,
+        )
 
 
-def suggestion(
-    case: Case, instant: Instant, change: int, title: str, code: str, computed: str, *actions: dict[str, Any]
+def suggest(
+    case: Case, instant: Instant, change: int, title: str, code: str, computed: str, *actions: Action
 ) -> Suggestion:
-    """One whose step peaks at `instant`."""
+    """Makes a suggestion after which the step's peak is `instant`."""
     peak = instant.bytes
+    if case.step is not None and case.step.is_guessed:
+        computed += " The run ended in the first of the layers that repeat: what they keep is a guess, and may be more."
     return Suggestion(
         actions=actions,
         title=title,
         code=code,
-        computed=f"{computed} The peak is then in {where(instant)}: {sum_of(instant)}",
+        computed=f"{computed} The peak is then in {phase_and_module(instant)}: {format_sum(instant)}",
         peak=peak,
         saved=case.peak().bytes - peak,
         fits=case.fits(peak),
@@ -63,14 +67,14 @@ def suggestion(
     )
 
 
-def where(instant: Instant) -> str:
+def phase_and_module(instant: Instant) -> str:
     return (
         f"{instant.phase.replace('_', ' ')} of {instant.module}" if instant.module else instant.phase.replace("_", " ")
     )
 
 
-def sum_of(instant: Instant) -> str:
-    """The parts of an instant as a sum, the largest first."""
+def format_sum(instant: Instant) -> str:
+    """The parts of an instant as a sum, the largest first: `gradients 2.00 GiB + … = 5.00 GiB`."""
     parts = sorted(((size, name) for name, size in instant.parts.items() if size > 0), reverse=True)
     shown = [f"{name.replace('_', ' ')} {format_bytes(size)}" for size, name in parts[:6]]
     if rest := sum(size for size, _ in parts[6:]):

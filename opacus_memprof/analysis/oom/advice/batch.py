@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fewer samples at a time, with the same logical batch."""
+"""The suggestion of a smaller physical batch, with the same logical batch."""
 
 import math
 from collections.abc import Callable, Iterator
 
-from opacus_memprof.analysis.oom.advice.base import BATCH, SMALL_BATCH, VARYING, Suggestion, suggestion
+from opacus_memprof.analysis.oom.advice.base import BATCH, SMALL_BATCH, VARYING, Suggestion, suggest
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.step import Instant
-from opacus_memprof.units import format_bytes
+from opacus_memprof.profiles.oom_report import Action
+from opacus_memprof.profiles.units import format_bytes
 
 
 def physical_batch(case: Case) -> Iterator[Suggestion]:
-    """BatchMemoryManager with the largest physical batch whose predicted peak fits. Where batches vary, as Poisson
-    sampling has it, a larger one may come, which nothing else bounds."""
+    """Suggests BatchMemoryManager with the largest physical batch whose predicted peak fits. If batch sizes vary, as in
+    Poisson sampling, it also bounds larger batches that may come."""
     found = largest_that_fits(case, case.peak)
-    if found is None or case.samples is None or not case.workload.mode:
+    if found is None or case.samples is None or not case.shapes.mode:
         return
     n, instant = found
-    varies = len({samples for _, samples in case.workload.batches}) > 1
-    slope = slope_of(case, case.peak)
-    yield suggestion(
+    varies = len({samples for _, samples in case.shapes.batches}) > 1
+    slope = bytes_per_sample(case, case.peak)
+    yield suggest(
         case,
         instant,
         VARYING if varies else BATCH if 2 * n >= case.samples else SMALL_BATCH,
@@ -30,8 +31,8 @@ def physical_batch(case: Case) -> Iterator[Suggestion]:
     )
 
 
-def batch_action(n: int) -> dict[str, object]:
-    return {"kind": "max_physical_batch_size", "value": n}
+def batch_action(n: int) -> Action:
+    return Action(kind="max_physical_batch_size", value=n)
 
 
 def batch_code(n: int) -> str:
@@ -42,17 +43,16 @@ def batch_code(n: int) -> str:
 
 
 def largest_that_fits(case: Case, peak: Callable[[int], Instant]) -> tuple[int, Instant] | None:
-    """The largest part of a logical batch whose peak fits, as BatchMemoryManager cuts it: into the fewest parts, of
-    equal sizes. Where nobody knows what fits, half of the batch; None where not even one sample does.
+    """The largest physical batch whose peak fits, and that peak. BatchMemoryManager splits a logical batch into the
+    fewest parts of equal sizes. If the capacity is unknown, half of the batch. None if not even one sample fits.
 
-    The next physical batch meets the clipped sums of the one before, which may lie in the midst of what it needs: a
-    fifth of the peak, or the largest block, is left for that as long as a sample fits.
-    """
+    The clipped sums of the previous physical batch may fragment the memory that the next one needs. A fifth of the
+    peak, or the largest block if that is more, is left free for this, as long as at least one sample fits."""
     if case.samples is None:
         return None
     parts = [math.ceil(case.samples / count) for count in range(2, case.samples + 1)]
     sizes = {n: peak(n) for n in dict.fromkeys(parts)}
-    for spares in (case.room.fragments, False):
+    for spares in (case.memory.fragments, False):
         for n, instant in sizes.items():
             spare = max(instant.bytes // 5, case.largest_block(n)) if spares else 0
             if case.fits(instant.bytes + spare) is not False:
@@ -60,8 +60,8 @@ def largest_that_fits(case: Case, peak: Callable[[int], Instant]) -> tuple[int, 
     return None
 
 
-def slope_of(case: Case, peak: Callable[[int], Instant]) -> int:
-    """Bytes a sample, from the peaks of the whole batch and of half of it."""
+def bytes_per_sample(case: Case, peak: Callable[[int], Instant]) -> int:
+    """The bytes per sample, from the peaks of the whole batch and of half of it."""
     whole = case.samples or 1
     half = max(whole // 2, 1)
     return (peak(whole).bytes - peak(half).bytes) // max(whole - half, 1) if whole > half else peak(whole).bytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another way to the same clipped gradients: for the whole model, or for the layers where it matters."""
+"""Suggestions of another way to compute the same clipped gradients."""
 
 from collections.abc import Iterator
 
@@ -9,28 +9,29 @@ from opacus_memprof.analysis.oom.advice.base import (
     MODE_AND_BATCH,
     OTHER_MODE,
     Suggestion,
-    suggestion,
+    suggest,
 )
 from opacus_memprof.analysis.oom.advice.batch import batch_action, batch_code, largest_that_fits
 from opacus_memprof.analysis.oom.flash import FlashClip
 from opacus_memprof.analysis.oom.predict import Case
-from opacus_memprof.analysis.oom.step import SAMPLES, Step
-from opacus_memprof.units import format_bytes
+from opacus_memprof.analysis.oom.step import PER_SAMPLE_MODES, Step
+from opacus_memprof.profiles.oom_report import Action
+from opacus_memprof.profiles.units import format_bytes
 
 
 def norms_without_squares(case: Case) -> Iterator[Suggestion]:
-    """Ghost clipping with norm samplers that make no matrices of tokens by tokens."""
+    """Suggests ghost clipping with norm samplers that form no T x T matrices."""
     step = case.step
-    if step is None or step.mode != "ghost" or not step.squares:
+    if step is None or step.mode != "ghost" or not step.forms_squares:
         return
     n = step.samples
-    costly = {layer.name: layer.ghost(n) for layer in step.layers if layer.forward.tokens > 1}
+    costly = {layer.name: layer.ghost_norms(n) for layer in step.layers if layer.forward.tokens > 1}
     costly = {name: size for name, size in costly.items() if size > 64 * 2**20 or size > case.peak().bytes // 20}
-    if not costly or case.workload.flash_clip_refusal() is not None:
+    if not costly or case.shapes.flash_clip_refusal() is not None:
         return
-    instant = case.changed(step.changed(squares=False))
+    instant = case.peak_of(step.with_changes(forms_squares=False))
     largest = max(costly, key=lambda name: costly[name])
-    yield suggestion(
+    yield suggest(
         case,
         instant,
         LINE,
@@ -38,30 +39,28 @@ def norms_without_squares(case: Case) -> Iterator[Suggestion]:
         "opacus_memprof.clipping.register_norm_samplers()  # before training; ghost clipping stays",
         f"Norms of {largest} make T x T matrices of {format_bytes(costly[largest])} (s n T^2, three with a bias, two "
         "without); these samplers work in tiles.",
-        {"kind": "register_norm_samplers"},
+        Action(kind="register_norm_samplers"),
     )
 
 
 def another_mode(case: Case) -> Iterator[Suggestion]:
-    """flash_clip, ghost or hooks instead of what there is, alone, or with a smaller physical batch where alone it does
-    not fit."""
+    """Suggests flash_clip, ghost or hooks instead of the current mode; with a smaller physical batch if the mode alone
+    does not fit."""
     step = case.step
-    if step is None or step.mode not in (*SAMPLES, "ghost", "fast"):
+    if step is None or step.mode not in (*PER_SAMPLE_MODES, "ghost", "fast"):
         return
     for mode, change in (("flash_clip", MODE), ("ghost", OTHER_MODE), ("hooks", OTHER_MODE)):
-        if mode == step.mode or (mode == "hooks" and step.mode in SAMPLES):
+        if mode == step.mode or (mode == "hooks" and step.mode in PER_SAMPLE_MODES):
             continue
-        if mode == "flash_clip" and case.workload.flash_clip_refusal() is not None:
+        if mode == "flash_clip" and case.shapes.flash_clip_refusal() is not None:
             continue
-        other = step.changed(mode=mode, keeps_gradients=step.keeps_gradients and mode != "flash_clip")
-        instant = case.changed(other)
-        yield suggestion(
-            case, instant, change, f'grad_sample_mode="{mode}"', _code(mode), _why(step, mode), _action(mode)
-        )
+        other = step.with_changes(mode=mode, keeps_gradients=step.keeps_gradients and mode != "flash_clip")
+        instant = case.peak_of(other)
+        yield suggest(case, instant, change, f'grad_sample_mode="{mode}"', _code(mode), _why(step, mode), _action(mode))
         if case.fits(instant.bytes) is False:
-            found = largest_that_fits(case, lambda n, other=other: case.changed(other, n))  # type: ignore[misc]
+            found = largest_that_fits(case, lambda n, other=other: case.peak_of(other, n))  # type: ignore[misc]
             if found is not None:
-                yield suggestion(
+                yield suggest(
                     case,
                     found[1],
                     MODE_AND_BATCH,
@@ -73,8 +72,8 @@ def another_mode(case: Case) -> Iterator[Suggestion]:
                 )
 
 
-def _action(mode: str) -> dict[str, str]:
-    return {"kind": "grad_sample_mode", "value": mode}
+def _action(mode: str) -> Action:
+    return Action(kind="grad_sample_mode", value=mode)
 
 
 def _code(mode: str) -> str:
@@ -90,15 +89,15 @@ def _code(mode: str) -> str:
 
 def _why(step: Step, mode: str) -> str:
     n = step.samples
-    samples = sum(layer.gradients(n) for layer in step.layers)
+    samples = sum(layer.per_sample_gradients(n) for layer in step.layers)
     if mode == "hooks":
-        squares = max((layer.ghost(n) for layer in step.layers), default=0)
+        squares = max((layer.ghost_norms(n) for layer in step.layers), default=0)
         return (
             f"Per-sample gradients of all layers are {format_bytes(samples)} (s n w), and norms of a single layer "
             f"take {format_bytes(squares)} here."
         )
     if mode == "flash_clip":
-        kept = sum(FlashClip(layer, fused=step.gpu).kept(n) for layer in step.layers)
+        kept = sum(FlashClip(layer, in_registers=step.on_gpu).kept_bytes(n) for layer in step.layers)
         return (
             f"Per-sample gradients of all layers would be {format_bytes(samples)} (s n w); this mode keeps "
             f"{format_bytes(kept)}, of each layer whichever is less of its gradients and what they are made of, and no "

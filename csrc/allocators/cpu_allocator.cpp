@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0
+// Wraps c10's CPU allocator: the whole tool without a GPU.
+#include <c10/core/CPUAllocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+
+#include "allocators/profiled_allocator.h"
+#include "allocators/reporting.h"
+
+namespace opacus_memprof {
+
+namespace {
+
+constexpr Device kCpu = 0;
+
+// Adds up what c10's CPU memory reporter says of each block, an account independent of our ledger.
+// c10 keeps the size of a block only while a thread-local listener asks for it, so one stands there
+// during each upstream call and passes on to whoever listened before (torch.profiler). The
+// reporter's own total will not do: it keeps blocks whose free had no listener, such as those that
+// torch.profiler saw the birth of.
+//
+// In a forked child none stands there: c10's reporter takes a mutex for a listener, which another
+// thread may have held at the fork, and then nobody is left to release it.
+class Listener final : public c10::MemoryReportingInfoBase {
+ public:
+  void reportMemoryUsage(void* pointer, std::int64_t size, std::size_t allocated,
+                         std::size_t reserved, c10::Device device) override {
+    total += size;
+    if (auto* outer = listening_outside; outer != nullptr && outer->memoryProfilingEnabled()) {
+      outer->reportMemoryUsage(pointer, size, allocated, reserved, device);
+    }
+  }
+  [[nodiscard]] bool memoryProfilingEnabled() const override { return true; }
+
+  static c10::MemoryReportingInfoBase* outside() {
+    return dynamic_cast<c10::MemoryReportingInfoBase*>(
+        c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE));
+  }
+
+  std::atomic<std::int64_t> total{0};
+  static inline thread_local c10::MemoryReportingInfoBase* listening_outside = nullptr;
+};
+
+const std::shared_ptr<Listener>& listener() {
+  static const auto* const instance = new std::shared_ptr<Listener>(std::make_shared<Listener>());
+  return *instance;
+}
+
+class Listening {
+ public:
+  Listening() {
+    if (c10::ThreadLocalDebugInfo::current() == nullptr) {
+      Listener::listening_outside = nullptr;
+      c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(alone());
+    } else {
+      Listener::listening_outside = Listener::outside();
+      beside_others_.emplace(c10::DebugInfoKind::PROFILER_STATE, listener());
+    }
+  }
+  Listening(const Listening&) = delete;
+  Listening& operator=(const Listening&) = delete;
+  ~Listening() {
+    if (!beside_others_) c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(nullptr);
+  }
+
+ private:
+  // Our listener and nothing else, made once: a guard makes it anew each time, which takes longer
+  // than the allocation. Called where there is nothing else.
+  static const std::shared_ptr<c10::ThreadLocalDebugInfo>& alone() {
+    static const auto* const instance = [] {
+      const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, listener());
+      return new std::shared_ptr<c10::ThreadLocalDebugInfo>(c10::ThreadLocalDebugInfo::current());
+    }();
+    return *instance;
+  }
+
+  std::optional<c10::DebugInfoGuard> beside_others_;
+};
+
+// The upstream of every wrapped block; set once, since blocks outlive uninstall().
+c10::Allocator* upstream = nullptr;
+c10::DeleterFnPtr upstream_deleter = nullptr;
+std::atomic<std::int64_t> adopted_bytes{0};
+std::atomic<std::int64_t> limit{0};  // of cpu_reported_bytes(); 0: none
+
+// As a device of that size would.
+void refuse_beyond_limit(std::size_t size) {
+  if (limit.load(std::memory_order_relaxed) == 0) return;
+  const std::int64_t room = limit - cpu_reported_bytes();
+  TORCH_CHECK_WITH(OutOfMemoryError, static_cast<std::int64_t>(size) <= room,
+                   "CPU out of memory. Tried to allocate ", size, " bytes; ", limit.load(),
+                   " bytes are allowed, of which ", room, " are free.");
+}
+
+void free_block(void* pointer) {
+  if (!recorder().records()) {
+    upstream_deleter(pointer);
+    return;
+  }
+  report_free(pointer);
+  const Listening listening;
+  upstream_deleter(pointer);
+}
+
+// c10 never counted it, and would complain of a block of unknown size.
+void free_adopted(void* pointer) {
+  adopted_bytes -= static_cast<std::int64_t>(recorder().size_of(address_of(pointer)));
+  report_free(pointer);
+  upstream_deleter(pointer);
+}
+
+class DelegatingCpuAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t size) override {
+    // Uninstalled, but a storage asks the allocator that it was made by when it is resized.
+    const bool retired = c10::GetAllocator(c10::DeviceType::CPU) == upstream;
+    if (retired || !recorder().records()) return upstream->allocate(size);
+    c10::DataPtr data;
+    try {
+      refuse_beyond_limit(size);
+      const Listening listening;
+      data = upstream->allocate(size);
+    } catch (...) {
+      const std::uint64_t number = recorder().on_oom(size, kCpu, tag_of_allocation());
+      if (limit > 0) recorder().note_upstream_at_failure(number, {.limit = limit});
+      throw;
+    }
+    if (data && data.compare_exchange_deleter(upstream_deleter, &free_block)) {
+      report_alloc(data.get(), size, kCpu, 0);
+    }
+    return data;
+  }
+  [[nodiscard]] c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+  void copy_data(void* destination, const void* source, std::size_t count) const override {
+    upstream->copy_data(destination, source, count);
+  }
+  [[nodiscard]] bool is_simple_data_ptr(const c10::DataPtr& data) const override {
+    return upstream->is_simple_data_ptr(data);
+  }
+};
+
+class ProfiledCpuAllocator final : public ProfiledAllocator {
+ public:
+  void install() override {
+    c10::Allocator* current = c10::GetAllocator(c10::DeviceType::CPU);
+    if (current == &allocator_) return;
+    if (upstream == nullptr) {
+      if (current->raw_deleter() == nullptr) {
+        throw std::runtime_error(
+            "the current CPU allocator has no raw deleter, so frees cannot be followed; profile "
+            "before the library that replaced torch's own allocator is imported");
+      }
+      upstream = current;
+      upstream_deleter = current->raw_deleter();
+    } else if (current != upstream) {
+      throw std::runtime_error(
+          "the CPU allocator is not the one that was wrapped first; start a new process to profile "
+          "with the new one");
+    }
+    make_current(&allocator_);
+  }
+
+  void uninstall() override {
+    if (installed()) make_current(upstream);
+  }
+
+  [[nodiscard]] bool installed() const override {
+    return c10::GetAllocator(c10::DeviceType::CPU) == &allocator_;
+  }
+
+  bool adopt(c10::DataPtr& data, std::size_t bytes) override {
+    if (upstream == nullptr || data.get_deleter() != upstream_deleter || !data ||
+        data.get() != data.get_context() || recorder().knows(address_of(data.get())) ||
+        !data.compare_exchange_deleter(upstream_deleter, &free_adopted)) {
+      return false;
+    }
+    recorder().seed(address_of(data.get()), bytes, kCpu, 0);
+    recorder().adopt(address_of(data.get()));
+    adopted_bytes += static_cast<std::int64_t>(bytes);
+    return true;
+  }
+
+  // No allocator statistics on the CPU; the reporter's count is read at snapshots instead.
+  void note_peak(Device /*device*/) noexcept override {}
+
+ private:
+  // At the lowest priority that c10 accepts, since it ignores whoever comes later with a lower one:
+  // that is the one of the allocator now, which c10 does not tell.
+  static void make_current(c10::Allocator* allocator) {
+    for (int priority = 0; c10::GetAllocator(c10::DeviceType::CPU) != allocator; ++priority) {
+      c10::SetAllocator(c10::DeviceType::CPU, allocator, static_cast<std::uint8_t>(priority));
+    }
+  }
+
+  DelegatingCpuAllocator allocator_;
+};
+
+}  // namespace
+
+ProfiledAllocator& cpu_allocator() {
+  static auto* const instance = new ProfiledCpuAllocator;
+  return *instance;
+}
+
+void cpu_limit(std::int64_t bytes) { limit = bytes; }
+
+std::int64_t cpu_reported_bytes() { return listener()->total + adopted_bytes; }
+
+}  // namespace opacus_memprof

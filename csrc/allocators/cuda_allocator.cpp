@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+// Puts the delegating allocator in torch's place and takes it out again, at any time.
+#include "allocators/cuda_allocator.h"
+
+#include <shared_mutex>
+#include <stdexcept>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "allocators/cuda_call_site.h"
+#include "allocators/cuda_delegating.h"
+#include "allocators/reporting.h"
+
+// The header wants those of the libraries, which not every installation has.
+#if defined(OPACUS_MEMPROF_HAS_WorkspaceMapWithMutex) && __has_include(<cusolverDn.h>) && \
+    __has_include(<cusparse.h>) && __has_include(<cublasLt.h>)
+#include <ATen/cuda/CUDAContextLight.h>
+#define OPACUS_MEMPROF_READS_WORKSPACES
+#endif
+
+namespace opacus_memprof {
+
+namespace {
+
+c10::DeviceIndex device_index(Device device) noexcept {
+  return static_cast<c10::DeviceIndex>(device - 1);
+}
+
+#ifdef OPACUS_MEMPROF_READS_WORKSPACES
+const void* pointer_of(const c10::DataPtr& workspace) { return workspace.get(); }
+template <typename Size>  // newer torches keep it with its size
+const void* pointer_of(const std::pair<c10::DataPtr, Size>& workspace) {
+  return workspace.first.get();
+}
+#endif
+
+// cuBLAS' workspaces from before: one for each thread and stream that multiplied, some 32 MiB each.
+void name_seeded_workspaces() {
+#ifdef OPACUS_MEMPROF_READS_WORKSPACES
+  for (auto* workspaces : {&at::cuda::cublas_handle_stream_to_workspace(),
+                           &at::cuda::cublaslt_handle_stream_to_workspace()}) {
+    const std::shared_lock guard(workspaces->mutex);
+    for (const auto& [user, workspace] : workspaces->map) {
+      recorder().retag(address_of(pointer_of(workspace)),
+                       static_cast<std::uint8_t>(Category::library_workspace), kKeep16);
+    }
+  }
+#endif
+}
+
+class ProfiledCudaAllocator final : public ProfiledAllocator {
+ public:
+  void install() override {
+    DelegatingCudaAllocator& ours = delegating();
+    if (installed()) return;
+    if (cca::get() != ours.upstream()) {
+      throw std::runtime_error("the current CUDA allocator ('" + cca::name() +
+                               "') is not the one that was wrapped first ('" +
+                               ours.upstream()->name() +
+                               "'): another library replaced it; start a new process and install "
+                               "opacus-memprof after that library");
+    }
+    seed();
+    cca::allocator.store(&ours);
+    c10::SetAllocator(c10::DeviceType::CUDA, &ours);
+  }
+
+  void uninstall() override {
+    if (!installed()) return;
+    cca::allocator.store(delegating_->upstream());
+    c10::SetAllocator(c10::DeviceType::CUDA, delegating_->upstream());
+  }
+
+  [[nodiscard]] bool installed() const override {
+    return delegating_ != nullptr && cca::get() == delegating_;
+  }
+
+  bool adopt(c10::DataPtr& data, std::size_t bytes) override {
+    if (delegating_ == nullptr || !data) return false;
+    if (data.get_deleter() == delegating_->raw_deleter()) return false;  // nearly always
+    const bool adopted = data.compare_exchange_deleter(delegating_->upstream()->raw_deleter(),
+                                                       delegating_->raw_deleter());
+    if (adopted) {
+      // A block that was there when the ledger was seeded is known already.
+      recorder().seed(address_of(data.get()), bytes, static_cast<Device>(1 + data.device().index()),
+                      0);
+      recorder().adopt(address_of(data.get()));
+    }
+    return adopted;
+  }
+
+  void note_peak(Device device) noexcept override {
+    std::int64_t requested = -1;
+    std::int64_t allocated = -1;
+    std::int64_t reserved = -1;
+    try {
+      constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+      const auto stats = delegating().upstream()->getDeviceStats(device_index(device));
+      requested = stats.requested_bytes[kAll].current;
+      allocated = stats.allocated_bytes[kAll].current;
+      reserved = stats.reserved_bytes[kAll].current;
+    } catch (...) {
+      // An upstream without statistics (a plug-in allocator): the figures stay unknown.
+    }
+    recorder().note_upstream_at_peak(device, requested, allocated, reserved);
+  }
+
+  // Made on first use and never destroyed: tensors keep pointers to it.
+  DelegatingCudaAllocator& delegating() {
+    if (delegating_ == nullptr) {
+      if (cca::get()->raw_deleter() == nullptr) {
+        throw std::runtime_error("the current CUDA allocator ('" + cca::name() +
+                                 "') has no raw deleter, so frees cannot be followed; install "
+                                 "opacus-memprof before it is replaced");
+      }
+      find_libtorch_cuda();
+      delegating_ = new DelegatingCudaAllocator(cca::get());
+    }
+    return *delegating_;
+  }
+
+  std::int64_t refresh(c10::DeviceIndex device) {
+    if (delegating_ == nullptr) return 0;  // a program that uses a GPU, and profiles the CPU alone
+    std::int64_t pending = 0;
+    std::unordered_set<std::uint64_t> alive;
+    for_each_block(*delegating_->upstream(),
+                   [&](std::uint64_t address, const auto& block, c10::DeviceIndex owner) {
+                     if (owner != device) return;
+                     if (block.allocated) alive.insert(address);
+                     if (block.active && !block.allocated) {
+                       pending += static_cast<std::int64_t>(block.requested_size);
+                     }
+                   });
+    for (const std::uint64_t address : recorder().seeded(static_cast<Device>(1 + device))) {
+      if (alive.contains(address)) continue;
+      note_peak_ended_by_free(recorder().on_free(address, this_thread().phase()));
+    }
+    return pending;
+  }
+
+ private:
+  // Tensors from before have the native deleter: their frees go past us (refresh notices). What the
+  // ledger holds of an earlier install may be gone since, and its address somebody else's.
+  void seed() {
+    if (!delegating_->upstream()->initialized()) return;
+    struct Found {
+      std::uint64_t bytes;
+      c10::DeviceIndex device;
+    };
+    std::unordered_map<std::uint64_t, Found> alive;
+    try {
+      for_each_block(*delegating_->upstream(),
+                     [&](std::uint64_t address, const auto& block, c10::DeviceIndex device) {
+                       if (block.allocated) alive.insert({address, {block.requested_size, device}});
+                     });
+    } catch (const c10::Error&) {
+      // An upstream without snapshots: blocks from before stay unknown and show as a remainder.
+      return;
+    }
+    for (const Block& block : recorder().live_blocks()) {
+      if (block.device == 0) continue;
+      const auto found = alive.find(block.address);
+      const bool same = found != alive.end() && found->second.bytes == block.size();
+      if (block.seeded || !same) recorder().on_free(block.address, Phase::idle);
+    }
+    for (const auto& [address, found] : alive) {
+      recorder().seed(address, found.bytes, static_cast<Device>(1 + found.device), 0);
+    }
+    name_seeded_workspaces();
+  }
+
+  DelegatingCudaAllocator* delegating_ = nullptr;
+};
+
+ProfiledCudaAllocator& the_cuda_allocator() {
+  static auto* const instance = new ProfiledCudaAllocator;
+  return *instance;
+}
+
+}  // namespace
+
+ProfiledAllocator* cuda_allocator() { return &the_cuda_allocator(); }
+
+c10::cuda::CUDACachingAllocator::CUDAAllocator* delegating_cuda_allocator() {
+  return &the_cuda_allocator().delegating();
+}
+
+std::string cuda_current_name() {
+  return the_cuda_allocator().installed() ? "opacus_memprof over " + cca::name() : cca::name();
+}
+
+std::int64_t cuda_refresh(int device) {
+  return the_cuda_allocator().refresh(static_cast<c10::DeviceIndex>(device));
+}
+
+}  // namespace opacus_memprof

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "allocators/cuda_call_site.h"
+
+#include <dlfcn.h>
+#include <link.h>
+
+#include <string_view>
+#include <unordered_map>
+
+namespace opacus_memprof {
+
+namespace detail {
+
+LibraryRange libtorch_cuda;
+
+bool resizes_storage(const void* return_address) {
+  // A handful of call sites, each looked up once a thread.
+  thread_local std::unordered_map<const void*, bool> known;
+  const auto found = known.find(return_address);
+  if (found != known.end()) return found->second;
+  Dl_info info{};
+  const bool resizes = dladdr(return_address, &info) != 0 && info.dli_sname != nullptr &&
+                       std::string_view(info.dli_sname).find("resize") != std::string_view::npos;
+  known.emplace(return_address, resizes);
+  return resizes;
+}
+
+namespace {
+
+int visit(dl_phdr_info* info, std::size_t /*size*/, void* /*data*/) {
+  if (std::string_view(info->dlpi_name).find("libtorch_cuda.so") == std::string_view::npos)
+    return 0;
+  for (int i = 0; i < info->dlpi_phnum; ++i) {
+    const ElfW(Phdr)& header = info->dlpi_phdr[i];
+    if (header.p_type != PT_LOAD || (header.p_flags & PF_X) == 0) continue;
+    const auto* begin = reinterpret_cast<const char*>(info->dlpi_addr + header.p_vaddr);
+    libtorch_cuda.begin.store(begin);
+    libtorch_cuda.end.store(begin + header.p_memsz);
+  }
+  return 1;
+}
+
+}  // namespace
+
+}  // namespace detail
+
+void find_libtorch_cuda() { dl_iterate_phdr(detail::visit, nullptr); }
+
+}  // namespace opacus_memprof

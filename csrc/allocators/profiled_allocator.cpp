@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "allocators/profiled_allocator.h"
+
+namespace opacus_memprof {
+
+ProfiledAllocator* allocator_of(c10::DeviceType type) {
+  if (type == c10::DeviceType::CPU) return &cpu_allocator();
+  return type == c10::DeviceType::CUDA ? cuda_allocator() : nullptr;
+}
+
+std::vector<Recorder::DevicePeak> closed_peaks() {
+  for (const auto& peak : recorder().peaks()) {
+    if (!recorder().close_peak(peak.device)) continue;
+    const auto type = peak.device == 0 ? c10::DeviceType::CPU : c10::DeviceType::CUDA;
+    if (auto* allocator = allocator_of(type)) allocator->note_peak(peak.device);
+  }
+  return recorder().peaks();
+}
+
+}  // namespace opacus_memprof

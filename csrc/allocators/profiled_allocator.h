@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// The contract of a device type's allocator under the profiler: install() puts one that delegates
+// to torch's own in its place, and reports what passes to the recorder; uninstall() puts torch's
+// back. Neither is ever destroyed: tensors keep pointers to them.
+#pragma once
+
+#include <c10/core/Allocator.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "core/recorder.h"
+
+namespace opacus_memprof {
+
+class ProfiledAllocator {
+ public:
+  virtual ~ProfiledAllocator() = default;
+
+  // Both are idempotent. Throw std::runtime_error with one sentence where it cannot be done.
+  virtual void install() = 0;
+  virtual void uninstall() = 0;
+  [[nodiscard]] virtual bool installed() const = 0;
+
+  // Makes the free of a block that was allocated before us visible; false if it is not such a
+  // block.
+  virtual bool adopt(c10::DataPtr& data, std::size_t bytes) = 0;
+  // Asks upstream what it counts, for the peak that has just been closed on `device`.
+  virtual void note_peak(Device device) noexcept = 0;
+};
+
+ProfiledAllocator& cpu_allocator();
+// nullptr in a build without CUDA.
+ProfiledAllocator* cuda_allocator();
+
+// nullptr where this build has none for the device.
+ProfiledAllocator* allocator_of(c10::DeviceType type);
+
+// The peaks of all devices. Closes those that no free has ended, and asks the allocators what they
+// count there.
+std::vector<Recorder::DevicePeak> closed_peaks();
+
+// c10's own count of the bytes that its CPU allocator has out since install, blocks adopted
+// included.
+std::int64_t cpu_reported_bytes();
+
+// The CPU runs out of memory beyond so many of these bytes, as a device of that size would; 0 lifts
+// the limit. A machine without a GPU can so rehearse what one would refuse.
+void cpu_limit(std::int64_t bytes);
+
+}  // namespace opacus_memprof

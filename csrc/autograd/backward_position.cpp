@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "autograd/backward_position.h"
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
+#include <c10/util/Type.h>
+#include <pthread.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <deque>
+#include <mutex>
+#include <string>
+#include <typeinfo>
+#include <unordered_map>
+#include <vector>
+
+#include "core/names.h"
+#include "core/recorder.h"
+#include "core/spin_lock.h"
+
+namespace opacus_memprof {
+
+namespace {
+
+// From sequence number `begin` on, new nodes belong to `module`, until the next boundary.
+struct Boundary {
+  std::uint64_t begin;
+  std::uint16_t module;
+};
+
+// Boundaries in rising order of their numbers. Not thread safe.
+class SequenceRanges {
+ public:
+  void begin(std::uint64_t sequence, std::uint16_t module) {
+    while (!boundaries_.empty() && boundaries_.back().begin >= sequence) boundaries_.pop_back();
+    if (boundaries_.size() >= kKept) {
+      boundaries_.erase(boundaries_.begin(), boundaries_.begin() + kKept / 2);
+    }
+    boundaries_.push_back({.begin = sequence, .module = module});
+  }
+
+  // `hint` is where the caller found its last number. Backward runs through the numbers downwards
+  // from the newest, so the search goes down in growing steps: the next range is near.
+  [[nodiscard]] SequenceRange find(std::uint64_t sequence, std::size_t hint) const noexcept {
+    if (boundaries_.empty() || sequence < boundaries_.front().begin) return {};
+    std::size_t low = std::min(hint, boundaries_.size() - 1);
+    if (const SequenceRange same = range(low); same.holds(sequence)) return same;
+    if (boundaries_[low].begin < sequence) low = boundaries_.size() - 1;  // another pass
+    std::size_t high = boundaries_.size();
+    for (std::size_t step = 1; boundaries_[low].begin > sequence; step *= 2) {
+      high = low;
+      low -= std::min(low, step);
+    }
+    const auto after = std::upper_bound(
+        boundaries_.begin() + static_cast<std::ptrdiff_t>(low),
+        boundaries_.begin() + static_cast<std::ptrdiff_t>(high), sequence,
+        [](std::uint64_t value, const Boundary& boundary) { return value < boundary.begin; });
+    return range(static_cast<std::size_t>(after - boundaries_.begin()) - 1);
+  }
+
+ private:
+  [[nodiscard]] SequenceRange range(std::size_t at) const noexcept {
+    return {.begin = boundaries_[at].begin,
+            .end = at + 1 < boundaries_.size() ? boundaries_[at + 1].begin : UINT64_MAX,
+            .place = static_cast<std::uint32_t>(at),
+            .module = boundaries_[at].module};
+  }
+
+  static constexpr std::size_t kKept = std::size_t{1} << 17U;
+  std::vector<Boundary> boundaries_;
+};
+
+// The ranges of every thread that runs forwards: each numbers its own nodes, and a node knows the
+// thread that made it. (Reentrant activation checkpointing recomputes on autograd's thread.)
+class ForwardThreads {
+ public:
+  // Of the calling thread, from `sequence` on.
+  void begin(std::uint64_t sequence, std::uint16_t module) {
+    thread_local Mine mine(*this);
+    const std::lock_guard guard(lock_);
+    mine.ranges->begin(sequence, module);
+    changed();
+  }
+
+  // Goes up with each range that begins or is forgotten; 0 is none that anybody has seen.
+  [[nodiscard]] std::uint32_t changes() const noexcept {
+    return changes_.load(std::memory_order_relaxed);
+  }
+
+  [[nodiscard]] SequenceRange find(std::uint64_t thread, std::uint64_t sequence,
+                                   std::size_t hint) noexcept {
+    const std::lock_guard guard(lock_);
+    const auto found = threads_.find(thread);
+    return found == threads_.end() ? SequenceRange{} : found->second.find(sequence, hint);
+  }
+
+  // For pthread_atfork: nobody is inside while the process forks.
+  void lock() noexcept { lock_.lock(); }
+  void unlock() noexcept { lock_.unlock(); }
+
+ private:
+  // A thread's own ranges, which outlive it: its graph may.
+  struct Mine {
+    explicit Mine(ForwardThreads& of)
+        : all(of), thread(at::RecordFunction::currentThreadId()), ranges(of.enter(thread)) {}
+    Mine(const Mine&) = delete;
+    Mine& operator=(const Mine&) = delete;
+    ~Mine() { all.leave(thread); }
+
+    ForwardThreads& all;
+    std::uint64_t thread;
+    SequenceRanges* ranges;
+  };
+
+  SequenceRanges* enter(std::uint64_t thread) {
+    const std::lock_guard guard(lock_);
+    return &threads_[thread];  // stays where it is
+  }
+
+  void leave(std::uint64_t thread) {
+    const std::lock_guard guard(lock_);
+    ended_.push_back(thread);
+    if (ended_.size() <= kKept) return;
+    threads_.erase(ended_.front());
+    ended_.pop_front();
+    changed();
+  }
+
+  void changed() noexcept {  // under the lock
+    changes_.store(changes() + 1, std::memory_order_relaxed);
+  }
+
+  static constexpr std::size_t kKept = 64;  // threads that have ended
+  SpinLock lock_;
+  std::unordered_map<std::uint64_t, SequenceRanges> threads_;
+  std::deque<std::uint64_t> ended_;
+  std::atomic<std::uint32_t> changes_{1};
+};
+
+ForwardThreads& forward_threads() {
+  static auto* const instance = [] {
+    const auto release = [] { forward_threads().unlock(); };
+    // Its lock is a leaf: it may be taken before the recorder's and that of the names, or after.
+    pthread_atfork([] { forward_threads().lock(); }, release, release);
+    return new ForwardThreads;
+  }();
+  return *instance;
+}
+
+// Whose forward made the node. Most nodes are of the same module as the one before.
+[[gnu::hot]] std::uint16_t module_of(ThreadTags::LastNode& last, const torch::autograd::Node& node,
+                                     std::uint64_t sequence) noexcept {
+  constexpr std::uint64_t kAccumulateGrad = UINT64_MAX;  // belongs to no forward
+  if (sequence == kAccumulateGrad) return 0;
+  ForwardThreads& threads = forward_threads();
+  const std::uint64_t thread = node.thread_id();
+  const std::uint32_t changes = threads.changes();
+  if (!last.range.holds(sequence) || last.forward_thread != thread ||
+      last.range_changes != changes) {
+    last.range = threads.find(thread, sequence, last.range.place);
+    last.forward_thread = thread;
+    last.range_changes = changes;
+  }
+  return last.range.module;
+}
+
+// Node types are few: each is named once, then found by its type's address. (A node's own name()
+// may need Python, and builds a string each time.) A slot is a type's address above its op's id, so
+// that one load reads both.
+class OpNames {
+ public:
+  std::uint16_t of(const torch::autograd::Node& node) {
+    const std::type_info& type = typeid(node);
+    const auto address = reinterpret_cast<std::uint64_t>(&type);
+    std::atomic<std::uint64_t>& slot = slots_[(address >> 4U) % slots_.size()];
+    const std::uint64_t known = slot.load(std::memory_order_relaxed);
+    if (known >> 16U == (address & kAddressBits)) return static_cast<std::uint16_t>(known);
+    const std::uint16_t id = names().intern(Names::Kind::op, short_name(type));
+    slot.store(address << 16U | id, std::memory_order_relaxed);
+    return id;
+  }
+
+ private:
+  static constexpr std::uint64_t kAddressBits = (std::uint64_t{1} << 48U) - 1;
+
+  static std::string short_name(const std::type_info& type) {
+    std::string name = c10::demangle(type.name());
+    if (const auto colons = name.rfind("::"); colons != std::string::npos) {
+      name.erase(0, colons + 2);
+    }
+    return name;
+  }
+
+  std::array<std::atomic<std::uint64_t>, 256> slots_{};
+};
+
+OpNames op_names;
+
+}  // namespace
+
+int backward_task() noexcept {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task >= 0) backward_state.note(task);
+  return task;
+}
+
+[[gnu::hot]] const BackwardPosition& backward_position() {
+  static constexpr BackwardPosition kOutside;
+  const int task = backward_task();
+  if (task < 0) return kOutside;
+  const auto node = torch::autograd::get_current_node();
+  ThreadTags::LastNode& last = this_thread().last_node;
+  if (node == nullptr) {
+    last.node = nullptr;
+    last.position = {.task = task};
+    return last.position;
+  }
+
+  // A node usually allocates more than once.
+  const std::uint64_t sequence = node->sequence_nr();
+  if (last.node != node.get() || last.sequence != sequence || last.position.task != task) {
+    last.node = node.get();
+    last.sequence = sequence;
+    last.position = {
+        .task = task, .module = module_of(last, *node, sequence), .op = op_names.of(*node)};
+  }
+  return last.position;
+}
+
+ModuleScope::ModuleScope(std::uint16_t module)
+    : tags_(this_thread()), depth_(tags_.depth()), recomputes_(backward_task() >= 0) {
+  if (tags_.phase() != Phase::forward && tags_.top().phase == kKeep8 && !recomputes_) {
+    recorder().set_phase(Phase::forward);
+  }
+  tags_.begin_forward();
+  tags_.push({.module = module});
+  forward_threads().begin(at::sequence_number::peek(), module);
+}
+
+ModuleScope::~ModuleScope() {
+  tags_.unwind(depth_);
+  tags_.end_forward(recomputes_);
+  if (failed_ && tags_.outside_forwards() && !recomputes_) recorder().set_phase(Phase::idle);
+  const std::uint16_t outer = tags_.top().module;
+  forward_threads().begin(at::sequence_number::peek(), outer == kKeep16 ? std::uint16_t{0} : outer);
+}
+
+}  // namespace opacus_memprof

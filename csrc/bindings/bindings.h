@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parts of _C's definition that have files of their own; _C.pyi says what each function means.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace opacus_memprof {
+
+void bind_counters(pybind11::module_& module);
+
+// The functions whose names start with cuda_; HAS_CUDA. One definition a build.
+void bind_cuda(pybind11::module_& module);
+
+}  // namespace opacus_memprof

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// What sessions ask of the recorder: counters, peaks, live blocks, failures, the event file.
+#include <list>
+#include <mutex>
+#include <utility>
+
+#include "core/clock.h"
+#include "core/names.h"
+#include "core/recorder.h"
+
+namespace opacus_memprof {
+
+// Memory for the devices is reserved: nothing is allocated under the lock.
+void Recorder::read_counters(State& state) noexcept {
+  state.unix_ns = unix_ns();
+  state.step = physical_.load();
+  state.logical_step = logical_.load();
+  live_.for_each_device([&](Device device, const DeviceCounters& counters) {
+    state.devices.push_back({{device, counters.total(), counters.categories()},
+                             counters.highest(),
+                             counters.newest_phase()});
+  });
+}
+
+Recorder::State Recorder::state() {
+  State result;
+  result.devices.reserve(kMaxDevices);
+  const std::lock_guard guard(lock_);
+  read_counters(result);
+  return result;
+}
+
+Recorder::Snapshot Recorder::snapshot(const std::string& name) {
+  const std::uint16_t op = names().intern(Names::Kind::op, name);
+  const ThreadTags& thread = this_thread();
+  Snapshot result;
+  result.name = name;
+  result.devices.reserve(kMaxDevices);
+  const std::lock_guard guard(lock_);
+  result.index = snapshots_++;
+  read_counters(result);
+  write_mark(EventKind::snapshot, thread, static_cast<std::uint8_t>(thread.phase()), op,
+             result.index);
+  return result;
+}
+
+std::vector<Recorder::DevicePeak> Recorder::peaks() {
+  std::vector<DevicePeak> result;
+  result.reserve(kMaxDevices);
+  const std::lock_guard guard(lock_);
+  live_.for_each_device([&](Device device, DeviceCounters& counters) {
+    result.push_back({counters.peak(), device});
+  });
+  return result;
+}
+
+void Recorder::reset_peaks() noexcept {
+  const auto phase = static_cast<std::uint8_t>(this_thread().phase());
+  const std::lock_guard guard(lock_);
+  live_.reset_peaks(phase, step());
+}
+
+std::vector<Block> Recorder::live_blocks() {
+  std::vector<Block> blocks;
+  std::size_t expected = 0;
+  do {  // memory is asked for outside the lock
+    {
+      const std::lock_guard guard(lock_);
+      expected = live_.size();
+    }
+    blocks.reserve(expected + expected / 8 + 64);
+    const std::lock_guard guard(lock_);
+    expected = live_.size();
+    if (expected <= blocks.capacity()) {
+      live_.for_each_block([&](const Block& block) { blocks.push_back(block); });
+    }
+  } while (blocks.size() < expected);
+  return blocks;
+}
+
+std::vector<Failure> Recorder::failures() {
+  const std::lock_guard guard(lock_);
+  return {failures_.newest().begin(), failures_.newest().end()};
+}
+
+void Recorder::start_events(std::unique_ptr<EventFile> file) {
+  std::list<Failure> forgotten;
+  const std::lock_guard guard(lock_);
+  log_.start(std::move(file));
+  physical_ = logical_ = 0;  // a profile counts its own steps
+  forgotten = failures_.clear();
+  live_.for_each_block([&](Block& block) {
+    block.step = 0;
+    log_.write(EventKind::seed, block, block.phase, block.op, block.step);
+  });
+}
+
+std::unique_ptr<EventFile> Recorder::stop_events() noexcept {
+  const std::lock_guard guard(lock_);
+  return log_.stop();
+}
+
+EventLog::Status Recorder::events_status() {
+  const std::lock_guard guard(lock_);
+  return log_.status();
+}
+
+}  // namespace opacus_memprof

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "hooks/arguments.h"
+
+#include <optional>
+
+#include "core/names.h"
+
+namespace py = pybind11;
+
+namespace opacus_memprof {
+
+namespace {
+
+// nullopt with a Python error set.
+std::optional<long> id_below(PyObject* object, std::size_t limit, const char* what) {
+  const long id = PyLong_AsLong(object);
+  if (id == -1 && PyErr_Occurred() != nullptr) return std::nullopt;
+  if (id >= 0 && static_cast<std::size_t>(id) < limit) return id;
+  PyErr_Format(PyExc_ValueError, "a %s id is below %zu; take it from %s_id()", what, limit, what);
+  return std::nullopt;
+}
+
+template <typename Id>
+bool to_id(PyObject* object, std::size_t limit, const char* what, Id& to) {
+  const auto id = id_below(object, limit, what);
+  if (id) to = static_cast<Id>(*id);
+  return id.has_value();
+}
+
+}  // namespace
+
+PyObject* raise_current_exception() noexcept {
+  try {
+    throw;
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+bool refuse(PyObject* object, const char* expected) {
+  PyErr_Format(PyExc_TypeError, "%s is expected, not '%s'", expected, Py_TYPE(object)->tp_name);
+  return false;
+}
+
+bool from_python(PyObject* object, Tag& tag) {
+  if (!py::isinstance<Tag>(object)) return refuse(object, "a Tag");
+  tag = py::handle(object).cast<const Tag&>();
+  return true;
+}
+
+bool from_python(PyObject* object, std::uint8_t& category) {
+  return to_id(object, names().size(Names::Kind::category), "category", category);
+}
+
+bool from_python(PyObject* object, std::uint16_t& module) {
+  return to_id(object, names().size(Names::Kind::module), "module", module);
+}
+
+bool from_python(PyObject* object, ModuleOrKeep& module) {
+  return object == Py_None || from_python(object, module.id);
+}
+
+bool from_python(PyObject* object, Phase& phase) { return to_id(object, kPhases, "phase", phase); }
+
+bool from_python(PyObject* object, bool& value) {
+  const int is = PyObject_IsTrue(object);
+  value = is == 1;
+  return is >= 0;
+}
+
+}  // namespace opacus_memprof

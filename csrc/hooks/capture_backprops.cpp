@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// CaptureBackprops: Opacus' full backward hook. The module's own backward has run: autograd has let
+// go of what it saved. What the hook allocates is under one tag until its sampler has returned, and
+// under another one from then on.
+#include "allocators/tensor.h"
+#include "core/tag_stack.h"
+#include "hooks/attributes.h"
+#include "hooks/hook_type.h"
+#include "hooks/hooks.h"
+
+namespace py = pybind11;
+
+namespace opacus_memprof {
+
+namespace {
+
+// The tag that what runs on this thread goes on under once a sampler has returned; nullptr outside
+// of CaptureBackprops.
+thread_local const Tag* tag_after_sampling = nullptr;
+
+class SamplingScope {
+ public:
+  SamplingScope(const Tag& before, const Tag& after) : scope_(before), outer_(tag_after_sampling) {
+    tag_after_sampling = &after;
+  }
+  SamplingScope(const SamplingScope&) = delete;
+  SamplingScope& operator=(const SamplingScope&) = delete;
+  ~SamplingScope() { tag_after_sampling = outer_; }
+
+ private:
+  TagScope scope_;
+  const Tag* outer_;
+};
+
+struct CaptureBackprops {
+  py::function wrapped;
+  std::uint16_t module;
+  Tag before;  // of the sampler's return
+  Tag after;
+
+  static constexpr const char* kName = "CaptureBackprops";
+  static constexpr auto arguments() {
+    using Hook = CaptureBackprops;
+    return std::tuple(&Hook::wrapped, &Hook::module, &Hook::before, &Hook::after);
+  }
+
+  [[gnu::hot]] PyObject* call(const Call& call) const {
+    const Py_ssize_t captures = call.positional() == 0 ? 0 : captures_on(call.args[0]);
+    // Nothing was captured, or this is ghost clipping's second pass.
+    if (captures == 0) return call.pass_to(wrapped);
+    settle_captures(module);
+    PyObject* result = pass_under_tags(call);
+    const py::error_scope raised;  // by the hook, if it has
+    if (captures_on(call.args[0]) < captures) release_captures(module);
+    return result;
+  }
+
+  [[gnu::hot]] PyObject* pass_under_tags(const Call& call) const {
+    const SamplingScope scope(before, after);
+    return call.pass_to(wrapped);
+  }
+
+  [[nodiscard]] py::object reduce(py::handle protocol) const {
+    return reduce_to(wrapped, protocol);
+  }
+};
+
+}  // namespace
+
+void end_sampling() noexcept {
+  if (tag_after_sampling != nullptr) this_thread().change(*tag_after_sampling);
+}
+
+void add_capture_backprops(py::module_& module) { HookType<CaptureBackprops>::add(module); }
+
+}  // namespace opacus_memprof

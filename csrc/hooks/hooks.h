@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// The callables that stand in hot Python paths; _C.pyi says what each one does.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace opacus_memprof {
+
+// Each adds its type, or its functions, to the module. They throw pybind11::error_already_set.
+void add_tagged(pybind11::module_& module);
+void add_scoped_forward(pybind11::module_& module);
+void add_capture_activations(pybind11::module_& module);
+void add_capture_backprops(pybind11::module_& module);
+void add_sampler(pybind11::module_& module);
+void add_parameter_function(pybind11::module_& module);
+void add_step_functions(pybind11::module_& module);
+
+// Samplers let every layer be observed once more.
+void look_again() noexcept;
+
+// The sampler that a CaptureBackprops on this thread has called, if one has, is about to return.
+void end_sampling() noexcept;
+
+}  // namespace opacus_memprof

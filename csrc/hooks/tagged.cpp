@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tagged: runs a callable under a tag.
+#include "allocators/tensor.h"
+#include "hooks/hook_type.h"
+#include "hooks/hooks.h"
+
+namespace py = pybind11;
+
+namespace opacus_memprof {
+
+namespace {
+
+struct Tagged {
+  Tag tag;
+  py::function wrapped;
+  OrNone<py::str> module_of;  // the name of an argument whose block says the module
+
+  static constexpr const char* kName = "Tagged";
+  static constexpr bool kForwardsAttributes = true;
+  static constexpr auto arguments() {
+    return std::tuple(&Tagged::tag, &Tagged::wrapped, &Tagged::module_of);
+  }
+
+  [[gnu::hot]] PyObject* call(const Call& call) const {
+    if (module_of.is_none()) return call.pass_to(wrapped, tag);
+    Tag with_module = tag;
+    if (PyObject* tensor = argument(call); tensor != nullptr) {
+      with_module.module = module_of_tensor(tensor);
+    }
+    return call.pass_to(wrapped, with_module);
+  }
+
+  // The argument that was passed by the name; nullptr if it was not.
+  [[nodiscard]] PyObject* argument(const Call& call) const {
+    for (Py_ssize_t i = 0; i < call.named(); ++i) {
+      if (PyUnicode_Compare(PyTuple_GET_ITEM(call.names, i), module_of.ptr()) == 0) {
+        return call.args[call.positional() + i];
+      }
+    }
+    return nullptr;
+  }
+
+  [[nodiscard]] py::object doc() const { return wrapped.attr("__doc__"); }
+  static std::vector<PyGetSetDef> properties();
+  static std::vector<PyType_Slot> slots();
+};
+using Type = HookType<Tagged>;
+
+// On a class it binds like the function it stands for.
+PyObject* bind(PyObject* self, PyObject* instance, PyObject* /*owner*/) {
+  if (instance == nullptr || instance == Py_None) return Py_NewRef(self);
+  return PyMethod_New(self, instance);
+}
+
+PyObject* repr(PyObject* self) {
+  return PyUnicode_FromFormat("<opacus_memprof.Tagged %R>", Type::of(self).wrapped.ptr());
+}
+
+std::vector<PyGetSetDef> Tagged::properties() {
+  return {Type::property<&Tagged::doc>("__doc__"), Type::property<&Tagged::tag>("tag")};
+}
+
+std::vector<PyType_Slot> Tagged::slots() {
+  return {Type::slot(Py_tp_descr_get, bind), Type::slot(Py_tp_repr, repr)};
+}
+
+}  // namespace
+
+void add_tagged(py::module_& module) { Type::add(module); }
+
+}  // namespace opacus_memprof

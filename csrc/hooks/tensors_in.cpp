@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "hooks/tensors_in.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "allocators/tensor.h"
+
+namespace py = pybind11;
+
+namespace opacus_memprof {
+
+namespace {
+
+// What asking for an abstract class would take far longer for.
+bool is_plain(PyObject* value) {
+  return value == Py_None || PyLong_Check(value) || PyFloat_Check(value) || PyUnicode_Check(value);
+}
+
+bool is_mapping(PyObject* value) {
+  if (PyDict_Check(value)) return true;
+  static PyObject* const mapping =
+      py::object(py::module_::import("collections.abc").attr("Mapping")).release().ptr();
+  const int is = PyObject_IsInstance(value, mapping);
+  if (is < 0) throw py::error_already_set();
+  return is != 0;
+}
+
+// Sequences may hold themselves.
+class OneDeeper {
+ public:
+  OneDeeper() {
+    if (Py_EnterRecursiveCall(" in the search for tensors") != 0) throw py::error_already_set();
+  }
+  OneDeeper(const OneDeeper&) = delete;
+  OneDeeper& operator=(const OneDeeper&) = delete;
+  ~OneDeeper() { Py_LeaveRecursiveCall(); }
+};
+
+py::object or_raise(PyObject* made) {
+  if (made == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(made);
+}
+
+}  // namespace
+
+TensorsIn::TensorsIn(py::handle value) {
+  if (nested(value.ptr()) || value.is_none()) return;
+  items(or_raise(PySequence_List(value.ptr())).ptr());
+}
+
+bool TensorsIn::nested(PyObject* value) {
+  if (THPVariable_Check(value)) {
+    tensors_.push_back(value);
+    kept_.push_back(py::reinterpret_borrow<py::object>(value));
+  } else if (PyTuple_Check(value) || PyList_Check(value)) {
+    items(value);
+  } else if (!is_plain(value) && is_mapping(value)) {
+    items(or_raise(PyMapping_Values(value)).ptr());
+  } else {
+    return false;
+  }
+  return true;
+}
+
+void TensorsIn::items(PyObject* sequence) {
+  const OneDeeper here;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence); ++i) {
+    const auto item = py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(sequence, i));
+    nested(item.ptr());
+  }
+}
+
+std::uint64_t retag_tensors(py::handle tensors, std::uint8_t category, std::uint16_t module,
+                            std::uint64_t expected) {
+  std::uint64_t bytes = 0;
+  for (PyObject* tensor : TensorsIn(tensors)) {
+    bytes += retag_tensor(tensor, category, module, expected);
+  }
+  return bytes;
+}
+
+}  // namespace opacus_memprof

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The capacity of the device when an allocation failed: how much memory was free, and how much of it could be used."""
+
+from dataclasses import dataclass
+
+from opacus_memprof.analysis.oom.failure import Failure
+from opacus_memprof.profiles.oom_report import RoomBytes
+
+MARGIN = 0.03  # the part of what may be reserved that predictions leave free
+_BLOCK = 2 * 2**20  # the caching allocator takes whole blocks of this size from the device
+_WORTH_A_SUGGESTION = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of the device when an allocation failed, in bytes. None: unknown.
+
+    Attributes:
+        capacity: requested bytes that fit at once, with the rounding and the fragments of this run, less a margin.
+        may_reserve: what the allocator could reserve in total, if other processes stay as they are.
+        reserved: what it had reserved.
+        allocated: what it had handed out.
+        cached: what it had reserved and not handed out.
+        largest_free: the largest free block of `cached`.
+        unreserved: what it could still reserve.
+        free_segments: what empty_cache would give back.
+        free_expandable: what was free in expandable segments.
+        others: what others used on the device: other processes, and CUDA itself.
+        device: the device's total memory.
+        limit: what this process was allowed to use, if less.
+        rounding: allocated bytes divided by requested bytes.
+    """
+
+    capacity: int | None
+    may_reserve: int | None = None
+    reserved: int | None = None
+    allocated: int | None = None
+    cached: int | None = None
+    largest_free: int | None = None
+    unreserved: int | None = None
+    free_segments: int | None = None
+    free_expandable: int | None = None
+    others: int | None = None
+    device: int | None = None
+    limit: int | None = None
+    rounding: float = 1.0
+
+    @property
+    def fragments(self) -> bool:
+        """Whether memory fragments: a caching allocator hands out parts of segments, which do not grow."""
+        return self.cached is not None and not self.free_expandable
+
+    def for_report(self) -> RoomBytes:
+        return RoomBytes(**{f"{key}_bytes" if key != "rounding" else key: value for key, value in vars(self).items()})
+
+
+def device_memory_at(failure: Failure) -> DeviceMemory:
+    """The device's memory at a failure, from what allocator and device counted."""
+    upstream = failure.upstream
+    reserved, allocated = upstream.get("reserved"), upstream.get("allocated")
+    free, total, limit = upstream.get("device_free"), upstream.get("device_total"), upstream.get("limit")
+    if reserved is None or allocated is None or free is None or total is None:
+        return DeviceMemory(capacity=failure.live_bytes if limit is None else limit, limit=limit)
+    used = allocated + (upstream.get("pending") or 0)
+    may_reserve = reserved + free if limit is None else min(limit, reserved + free)
+    rounding = max(used / max(failure.live_bytes, 1), 1.0)
+    wasted = (reserved - used) / max(reserved, 1)
+    return DeviceMemory(
+        capacity=int(may_reserve * (1 - MARGIN) * (1 - wasted) / rounding),
+        may_reserve=may_reserve,
+        reserved=reserved,
+        allocated=allocated,
+        cached=reserved - used,
+        largest_free=upstream.get("largest_free"),
+        unreserved=max(may_reserve - reserved, 0) // _BLOCK * _BLOCK,
+        free_segments=upstream.get("free_segments"),
+        free_expandable=upstream.get("free_expandable"),
+        others=max(total - free - reserved, 0),
+        device=total,
+        limit=limit if limit is not None and limit < total else None,
+        rounding=rounding,
+    )
+
+
+def is_fragmented(memory: DeviceMemory, failure: Failure) -> bool:
+    """Whether cached and unreserved memory together would have been enough, but no single block was."""
+    if memory.cached is None or memory.unreserved is None or memory.cached < _WORTH_A_SUGGESTION:
+        return False
+    return memory.cached + memory.unreserved >= failure.requested * memory.rounding and not memory.free_expandable
+
+
+def is_crowded_by_others(memory: DeviceMemory) -> bool:
+    """Whether others use much of the device, and no lower limit applies to this process."""
+    return (
+        memory.others is not None
+        and memory.device is not None
+        and memory.others >= max(_WORTH_A_SUGGESTION, memory.device // 50)
+        and memory.may_reserve is not None
+        and (memory.limit is None or memory.may_reserve < memory.limit)
+    )

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attaches models that a script trains without a PrivacyEngine: without privacy, as a baseline, or with Opacus' modules
+and optimizers constructed by hand.
+
+Every training constructs an optimizer. The outermost modules that contain its parameters are taken to be models, and
+are attached in their first forward pass with gradients: a script calls `make_private` before that, and if it has,
+nothing is left to do. If no such forward pass is seen, the models are attached at the optimizer's first step."""
+
+import copyreg
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.jit import _recursive
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.hooks import RemovableHandle
+
+from opacus_memprof.recording import layer_shapes, tracing
+from opacus_memprof.session import Session
+
+T = TypeVar("T")
+
+
+class FollowWithoutEngine:
+    """Patches torch so that models which train without a PrivacyEngine are attached to `session`. Does nothing once
+    anything else has attached a model to it."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._lock = threading.RLock()
+        self._compiled: list[tuple[weakref.ref[Any], bool]] = []  # what torch.compile was called with, and fullgraph
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._attached: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()  # by this object
+        self._waiting: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
+        self._modules_when_attached = layer_shapes.current().modules  # hooks replace it when they attach a model
+        self._patch_optimizer()
+        self._patch_compile()
+        _recursive.create_script_module = tracing.hide_profiler_hooks(_recursive.create_script_module)
+
+    def _patch_optimizer(self) -> None:
+        init = Optimizer.__init__
+        on_new_optimizer = self._warn_on_error(self._on_new_optimizer)
+        on_step = self._warn_on_error(self._on_step)
+
+        @functools.wraps(init)
+        def wrapper(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            init(optimizer, *args, **kwargs)
+            on_new_optimizer(optimizer)
+
+        def step_pre_hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if not torch.compiler.is_compiling():
+                on_step(optimizer)
+
+        register_optimizer_step_pre_hook(step_pre_hook)
+        Optimizer.__init__ = wrapper  # type: ignore[method-assign, assignment]
+
+    def _patch_compile(self) -> None:
+        compile, on_compile = torch.compile, self._warn_on_error(self._on_compile)
+
+        @functools.wraps(compile)
+        def wrapper(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                on_compile(model, kwargs.get("fullgraph", False))
+            return compile(model, *args, **kwargs)
+
+        torch.compile = wrapper
+
+    def _warn_on_error(self, call: Callable[..., None]) -> Callable[..., None]:
+        """Turns exceptions of `call` into warnings, because the script did not ask for its models to be attached."""
+
+        def wrapper(*args: Any) -> None:
+            try:
+                call(*args)
+            except Exception as error:
+                self._session.warnings.append(f"a model that trains without Opacus could not be followed ({error})")
+
+        return wrapper
+
+    def _on_new_optimizer(self, optimizer: Optimizer) -> None:
+        if self._attached_by_others():
+            return
+        self._optimizers.add(optimizer)
+        for model in _models(optimizer):
+            if model not in self._waiting:
+                hook = _FirstForwardHook(self._warn_on_error(self._on_first_forward))
+                self._waiting[model] = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+    def _on_compile(self, target: Any, fullgraph: bool) -> None:
+        if target is not None:  # None if torch.compile is used as a decorator with arguments: it is called again
+            self._compiled.append((weakref.ref(getattr(target, "__self__", target)), fullgraph))
+
+    def _on_first_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        parameters = list(model.parameters())
+        ids = _ids(parameters)
+        trained = any(not ids.isdisjoint(_ids(_parameters(optimizer))) for optimizer in self._optimizers)
+        if not trained or any(is_lazy(parameter) for parameter in parameters):
+            return  # torch.func.functional_call has swapped the parameters, or they have no shape yet
+        if self._is_traced(model):
+            return
+        root = self._attach(model)
+        from opacus_memprof.hooks.modules import ModelForwardPreHook
+
+        for hook in list(
+            root._forward_pre_hooks.values()
+        ):  # too late for this call: torch has listed its hooks already
+            if isinstance(hook, ModelForwardPreHook):
+                hook(root, args, kwargs)
+
+    def _on_step(self, optimizer: Optimizer) -> None:
+        """Attaches models whose forward was not seen, because they are compiled, or the script calls their submodules
+        instead."""
+        if optimizer in self._stepped or optimizer not in self._optimizers or self._attached_by_others():
+            return
+        self._stepped.add(optimizer)
+        if optimizer in self._attached:
+            return
+        for model in _models(optimizer):
+            if not self._is_traced(model):
+                self._attach(model)
+
+    def _attached_by_others(self) -> bool:
+        return layer_shapes.current().modules is not self._modules_when_attached
+
+    def _is_traced(self, model: nn.Module) -> bool:
+        """Whether code that was compiled before may call the model: hooks on it would break its graphs. What is
+        compiled after attaching is handled by `hooks.torch_compile`."""
+        modules = set(_uncompiled_modules(model))
+        for reference, fullgraph in self._compiled if modules else ():
+            compiled = reference()
+            if compiled is None:
+                continue
+            if fullgraph and not isinstance(compiled, nn.Module):
+                return True
+            if any(not modules.isdisjoint(module.modules()) for module in tracing.reachable_modules(compiled)):
+                return True
+        return False
+
+    def _attach(self, model: nn.Module) -> nn.Module:
+        """Attaches the model and its optimizers. Returns the module that is attached: the model, or the
+        GradSampleModule around it."""
+        with self._lock:  # several threads may run their first forward at once
+            return self._attach_locked(model)
+
+    def _attach_locked(self, model: nn.Module) -> nn.Module:
+        self._stop_waiting(model)
+        if self._attached_by_others():
+            return model
+        ids = _ids(model.parameters())
+        optimizers = [each for each in self._optimizers if not ids.isdisjoint(_ids(_parameters(each)))]
+        if model in self._attached:  # attaching it again would remove hooks that torch is about to call
+            new = [optimizer for optimizer in optimizers if optimizer not in self._attached]
+            self._session.attach(*_dp_optimizers(new))
+            self._attached.update(new)
+            return model
+        import opacus  # noqa: F401  # first, because the session attaches PrivacyEngine when Opacus is imported
+
+        from opacus_memprof.hooks.inputs import tag_dataset
+
+        opacus_model = _opacus_model(model)
+        root = opacus_model if isinstance(opacus_model, nn.Module) else model
+        for (
+            module
+        ) in root.modules():  # one of them may have been attached as a model before it became a part of this one
+            self._attached.discard(module)
+            self._stop_waiting(module)
+        self._session.attach(model if opacus_model is None else opacus_model, *_dp_optimizers(optimizers))
+        self._attached.update((root, *optimizers))
+        self._modules_when_attached = layer_shapes.current().modules
+        for iterator in _instances(_BaseDataLoaderIter):  # later ones are tagged by hooks.inputs
+            tag_dataset(iterator._dataset)
+        return root
+
+    def _stop_waiting(self, model: nn.Module) -> None:
+        if (handle := self._waiting.pop(model, None)) is not None:
+            handle.remove()
+
+
+class _FirstForwardHook:
+    """A forward pre-hook that calls `callback(model, args, kwargs)` if a backward pass can follow."""
+
+    __slots__ = ("_callback",)
+
+    def __init__(self, callback: Callable[[nn.Module, Any, Any], None]) -> None:
+        self._callback = callback
+
+    # torch passes no kwargs if the hook was removed during this call.
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any = None) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not torch._C._get_tracing_state():
+            self._callback(model, args, kwargs)
+
+
+copyreg.pickle(_FirstForwardHook, tracing.reduce_to_noop)
+
+
+def _uncompiled_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that hooks would be on: not those inside compiled modules."""
+    if not tracing.is_compiled(model):
+        yield model
+        for child in model.children():
+            yield from _uncompiled_modules(child)
+
+
+def _instances(cls: type[T]) -> list[T]:
+    """All live instances of a class. `type(...)` instead of isinstance, which would evaluate weak proxies."""
+    return [instance for instance in gc.get_objects() if issubclass(type(instance), cls)]
+
+
+def _opacus_model(model: nn.Module) -> Any:
+    """The GradSampleModule that the model is or is in, or the GradSampleHooks on it; None without Opacus."""
+    from opacus.grad_sample import AbstractGradSampleHooks
+
+    for hooks in _instances(AbstractGradSampleHooks):
+        if model is hooks or any(model is module for module in hooks._module.modules()):
+            return hooks
+    return None
+
+
+def _dp_optimizers(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """For each optimizer the DPOptimizer around it, or itself if there is none."""
+    from opacus.optimizers import DPOptimizer
+
+    wrappers = {wrapper.original_optimizer: wrapper for wrapper in _instances(DPOptimizer)}
+    return [wrappers.get(optimizer, optimizer) for optimizer in optimizers]
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _ids(tensors: Iterable[Any]) -> set[int]:
+    return set(map(id, tensors))
+
+
+def _models(optimizer: Optimizer) -> list[nn.Module]:
+    """The outermost modules that contain parameters of the optimizer. None that FSDP2 has sharded: its modules have
+    other parameters during forward."""
+    trained = [parameter for parameter in _parameters(optimizer) if isinstance(parameter, nn.Parameter)]
+    if not trained or any(hasattr(parameter, "_local_tensor") for parameter in trained):
+        return []
+    modules = [module for module in _instances(nn.Module) if isinstance(vars(module).get("_modules"), dict)]
+    children = {id(child) for module in modules for child in module._modules.values()}
+    ids = _ids(trained)
+    return [
+        module for module in modules if id(module) not in children and not ids.isdisjoint(_ids(module.parameters()))
+    ]

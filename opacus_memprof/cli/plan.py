@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`opacus-memprof plan`: whether a training fits on a GPU, the largest batch that does, and in which mode."""
+
+import json
+import shutil
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.planning import report
+from opacus_memprof.planning.arguments import Range, parse_modes, parse_range, with_argument
+from opacus_memprof.planning.draws import TOLERATED, assess_draws
+from opacus_memprof.planning.runs import PlannedRuns, open_runs
+from opacus_memprof.planning.table import Cell, fill
+from opacus_memprof.planning.verdict import judge
+from opacus_memprof.planning.virtual_run import Configuration, Program, VirtualRun
+from opacus_memprof.profiles.directory import PLAN, PROFILE
+from opacus_memprof.profiles.files import read_object, write_text
+from opacus_memprof.profiles.units import format_bytes, parse_size
+from opacus_memprof.virtual_gpu.devices import GPUS
+
+_DOES_NOT_FIT = 3  # exit code
+
+
+def plan(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT.py", show_default=False, help="The script, or the module.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", show_default=False, help="Arguments of the script.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
+    gpu: Annotated[str, typer.Option(metavar="KIND,...", help="Kinds of GPU, see `doctor`.")] = "h100",
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Their memory, such as 24GiB, instead of the kind's.", show_default=False),
+    ] = None,
+    search: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ARG=LOW..HIGH",
+            help="Find the largest value of an argument of the script that fits: batch-size=1..4096.",
+            show_default=False,
+        ),
+    ] = None,
+    modes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[ARG=]MODE,...",
+            help="Compare values of the script's argument for the mode (default: mode): hooks,ghost,flash_clip.",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Steps of the whole training, of which Poisson sampling draws the batches: how probable is it that "
+            "memory runs out?",
+            show_default=False,
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the runs that are there, and run the others.")] = False,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where the plan goes.")] = Path(
+        "memprof_plan"
+    ),
+) -> None:
+    """Tell whether a training fits on a GPU, by running it on a virtual one.
+
+    Exits with 0 if it fits and with 3 if it does not, or with --steps if it may run out of memory with a probability
+    above 1e-6.
+    """
+    if not module and not Path(script).is_file():
+        raise MemprofError(f"the script {script} {'is a directory' if Path(script).is_dir() else 'does not exist'}")
+    searched = None if search is None else parse_range(search)
+    if steps is not None and (search is not None or modes is not None or "," in gpu):
+        raise MemprofError("--steps is for one configuration: leave --search and --modes out, and name one GPU")
+    mode_argument, names = (None, []) if modes is None else parse_modes(modes)
+    program = Program(script, tuple(arguments or ()), module)
+    size = None if memory is None else parse_size(memory)
+    cells = []
+    for mode in names or (None,):
+        changed = program if mode is None else _with_mode(program, str(mode_argument), mode)
+        cells += [Cell(mode, Configuration(changed, kind, size)) for kind in _kinds(gpu)]
+    console = Console()
+    with _Board(console) as board, open_runs(output, resume=resume, on_end=board.on_end) as runs:
+        if runs.kept:
+            console.print(f"{runs.kept} runs are there already", highlight=False)
+        if searched is None and len(cells) == 1:
+            fits = _judge(runs, cells[0].configuration, mode_argument, steps, board, console)
+        else:
+            fits = _compare(runs, cells, searched, board, console)
+    console.print(f"the plan is in {output.absolute()}", highlight=False, soft_wrap=True)
+    if not fits:
+        raise typer.Exit(_DOES_NOT_FIT)
+
+
+def _judge(
+    runs: PlannedRuns,
+    configuration: Configuration,
+    mode_argument: str | None,
+    steps: int | None,
+    board: "_Board",
+    console: Console,
+) -> bool:
+    board.on_round(1)
+    verdict = judge(runs, configuration, mode_argument)
+    board.stop()
+    profile = _adopt(runs, verdict.run)
+    content = {"verdict": report.verdict_to_json(verdict)}
+    report.print_verdict(verdict, _doubts(profile), console)
+    fits = verdict.run.fits
+    if steps is not None:
+        draws = assess_draws(runs, configuration, verdict.run, steps, board.on_round)
+        content["draws"] = report.draws_to_json(draws)
+        report.print_draws(draws, console)
+        fits = draws.probability <= TOLERATED
+    _write(runs, configuration.program, content)
+    return fits
+
+
+def _compare(runs: PlannedRuns, cells: list[Cell], searched: Range | None, board: "_Board", console: Console) -> bool:
+    fill(runs, cells, searched, board.on_round)
+    board.stop()
+    fitting = [cell for cell in cells if cell.answer is not None and cell.answer.fits]
+    chosen = (fitting or [cell for cell in cells if cell.answer is not None])[0].answer
+    assert chosen is not None
+    _adopt(runs, chosen)
+    search = None if searched is None else {"argument": searched.name, "low": searched.low, "high": searched.high}
+    _write(
+        runs, cells[0].configuration.program, {"search": search, "cells": [report.cell_to_json(cell) for cell in cells]}
+    )
+    report.print_cells(cells, searched, console)
+    return bool(fitting)
+
+
+def _with_mode(program: Program, argument: str, mode: str) -> Program:
+    return replace(program, arguments=with_argument(program.arguments, argument, mode))
+
+
+def _kinds(listed: str) -> list[str]:
+    kinds = list(dict.fromkeys(kind.strip() for kind in listed.split(",") if kind.strip()))
+    unknown = [kind for kind in kinds if kind not in GPUS]
+    if unknown or not kinds:
+        raise MemprofError(f'there is no virtual GPU "{", ".join(unknown)}": use some of {", ".join(GPUS)}')
+    return kinds
+
+
+def _adopt(runs: PlannedRuns, run: VirtualRun) -> dict[str, Any]:
+    """Makes the plan's directory also the profile of this run, whose profile.json is returned."""
+    shutil.copytree(run.profile, runs.directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*"))
+    return read_object(runs.directory / PROFILE)
+
+
+def _doubts(profile: dict[str, Any]) -> list[str]:
+    """What the run decided by values that a virtual GPU does not compute, or could not know."""
+    return [warning for warning in profile.get("warnings", []) if "virtual GPU" in warning or "real GPU" in warning]
+
+
+def _write(runs: PlannedRuns, program: Program, content: dict[str, Any]) -> None:
+    head = {"format": report.FORMAT, "program": program.target, "arguments": list(program.arguments)}
+    write_text(runs.directory / PLAN, json.dumps({**head, **content}, indent=1) + "\n")
+
+
+class _Board:
+    """A line for each run that has ended, and a bar with an estimate of the time left for those that are started."""
+
+    def __init__(self, console: Console) -> None:
+        columns = [BarColumn(), MofNCompleteColumn(), TextColumn("runs,"), TimeElapsedColumn()]
+        self._progress = Progress(*columns, TextColumn("{task.fields[left]}"), console=console, transient=True)
+        self._task = self._progress.add_task("", total=0, left="")
+        self._total = self._ended = 0
+
+    def __enter__(self) -> "_Board":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+    def on_round(self, started: int) -> None:
+        self._total += started
+        self._progress.update(self._task, total=self._total)
+
+    def on_end(self, configuration: Configuration, run: VirtualRun) -> None:
+        self._ended += 1
+        self._total = max(self._total, self._ended)
+        elapsed = self._progress.tasks[self._task].elapsed or 0.0
+        left = timedelta(seconds=round(elapsed / self._ended * (self._total - self._ended)))
+        self._progress.update(self._task, completed=self._ended, total=self._total, left=f"about {left} left")
+        peak = f", peak {format_bytes(run.requested)}" if run.fits and run.requested is not None else ""
+        words = " ".join([configuration.gpu, *configuration.program.arguments])
+        changes = ", ".join(f"{one['kind']} {one.get('value', '')}".strip() for one in configuration.changes)
+        status = "fits" if run.fits else run.status.replace("_", " ")
+        line = Text(f"{words}{f' with {changes}' if changes else ''}  ")
+        line.append(f"{status}{peak}", "green" if run.fits else "magenta")
+        line.append(f"  {run.seconds:.0f} s", "dim")
+        self._progress.console.print(line, soft_wrap=True)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of one planned run: `python -m opacus_memprof.cli.planned_run CONFIGURATION DIRECTORY`.
+
+Runs a program on a virtual GPU under the profiler, as `opacus-memprof run --virtual-gpu` does, applies the changes that
+are to be tried, and leaves in facts.json what the profile does not have.
+"""
+
+import atexit
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opacus_memprof import virtual_gpu
+from opacus_memprof.cli.program import Program
+from opacus_memprof.cli.program_recording import ProgramRecording
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.planning.virtual_run import FACTS, PROFILE_OF_RUN, Configuration
+from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS, ProfileDirectory
+from opacus_memprof.profiles.files import write_text
+from opacus_memprof.recording.after_import import AfterImport
+
+if TYPE_CHECKING:
+    from opacus_memprof.planning.changes import OpacusSetup
+
+
+class RunFacts:
+    """Writes facts.json when the process ends.
+
+    Attributes:
+        refused: why the program was not run; "" if it was.
+    """
+
+    def __init__(self, configuration: Configuration, directory: Path) -> None:
+        self.refused = ""
+        self._configuration = configuration
+        self._directory = directory
+        self._setup: OpacusSetup | None = None
+        self._reserved = 0  # the highest peak before the program has reset torch's
+        self._torch_imported = False
+        atexit.register(self._write)
+        AfterImport("torch", self._on_torch_import)
+        AfterImport("opacus", self._on_opacus_import)
+
+    def _on_torch_import(self) -> None:
+        import torch
+
+        self._torch_imported = True
+        reset = torch.cuda.memory.reset_peak_memory_stats
+
+        def reset_peak_memory_stats(device: Any = None) -> None:
+            self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
+            reset(device)
+
+        torch.cuda.reset_peak_memory_stats = reset_peak_memory_stats
+        torch.cuda.memory.reset_peak_memory_stats = reset_peak_memory_stats
+
+    def _on_opacus_import(self) -> None:
+        from opacus_memprof.planning.changes import OpacusSetup
+
+        self._setup = OpacusSetup(self._configuration.changes)
+
+    def _write(self) -> None:
+        facts: dict[str, Any] = {"refused": self.refused}
+        if self._torch_imported:
+            facts |= self._of_gpu()
+        if self._setup is not None:
+            facts["poisson"] = self._setup.poisson
+        write_text(self._directory / FACTS, json.dumps(facts) + "\n")
+
+    def _of_gpu(self) -> dict[str, Any]:
+        import torch
+
+        from opacus_memprof.recording import layer_shapes
+
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return {}
+        stats = torch.cuda.memory_stats()
+        free, total = torch.cuda.mem_get_info()
+        held = torch.cuda.memory_reserved()
+        return {
+            "reserved": max(self._reserved, torch.cuda.max_memory_reserved()),
+            "may_reserve": held + free,
+            "context": total - free - held,
+            "retries": stats.get("num_alloc_retries", 0),
+            "samples": max((samples for _, samples in layer_shapes.current().batches), default=None),
+        }
+
+
+def main() -> None:
+    """Runs what sys.argv says, and exits as the program does."""
+    configuration, directory = Configuration.from_json(json.loads(sys.argv[1])), Path(sys.argv[2])
+    program = configuration.program
+    # Made first, for the exit handler that writes the facts must run after the recording's own.
+    facts = RunFacts(configuration, directory)
+    try:
+        running = Program(program.target, program.arguments, module=program.module)
+        virtual_gpu.start(configuration.gpu, memory=configuration.memory)
+        ProgramRecording(ProfileDirectory(directory / PROFILE_OF_RUN), "cuda", DEFAULT_MAX_EVENTS).record(running)
+    except MemprofError as error:
+        facts.refused = str(error)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records a program that runs in this process, from its import of torch until the process ends.
+
+How the program ends does not change: its exit code, its traceback, its exit handlers and the signal that it dies of.
+"""
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+from rich.console import Console
+
+from opacus_memprof.cli.program import Program, print_exception
+from opacus_memprof.cli.signals import BackgroundSignalHandler, die_of
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.directory import ProfileDirectory
+from opacus_memprof.profiles.profile import Profile
+from opacus_memprof.recording.after_import import AfterImport
+from opacus_memprof.reports.text import print_summary
+
+if TYPE_CHECKING:
+    from opacus_memprof.session import Session
+
+T = TypeVar("T")
+
+
+class ProgramRecording:
+    """The recording of a program.
+
+    Args:
+        directory: where the profile goes.
+        device: "auto", "cuda" or "cpu".
+        max_events: see `opacus_memprof.profile`.
+    """
+
+    def __init__(self, directory: ProfileDirectory, device: str, max_events: int) -> None:
+        self._directory = directory
+        self._device = device
+        self._max_events = max_events
+        self._session: Session | None = None
+        self._torch_imported = False
+        self._start_error: MemprofError | None = None  # why the session could not start
+        self._error: BaseException | None = None  # that ended the program
+        self._signal: int | None = None  # that the process must die of
+        self._finished = False
+        self._sigterm_handled = threading.Event()
+        self._pid = os.getpid()
+
+    def record(self, program: Program) -> None:
+        """Runs and records the program.
+
+        Raises:
+            SystemExit: the program exits with another code than 0, or has raised.
+            MemprofError: recording could not start; the program has not got beyond its import of torch.
+        """
+        atexit.register(self._finish)  # registered before the program's own exit handlers, so it runs after them
+        AfterImport("torch", self._on_torch_import)
+        AfterImport("opacus", self._on_opacus_import)
+        self._intercept_exits()
+        try:
+            program.run()
+        except SystemExit as error:
+            self._error = error
+            raise
+        except BaseException as error:
+            if self._start_error is not None:
+                start_error, self._start_error = self._start_error, None
+                raise start_error from None
+            if self._session is None and isinstance(error, MemprofError):  # such as a virtual GPU that cannot start
+                self._finished = True
+                self._directory.release()
+                raise
+            self._error = error
+            if self._session is not None:
+                self._session.explain(error)
+            if isinstance(error, KeyboardInterrupt):
+                self._signal = signal.SIGINT
+            print_exception(error)
+            sys.exit(1)
+
+    # --- the beginning of the recording ---
+
+    def _on_torch_import(self) -> None:
+        self._torch_imported = True
+        try:
+            from opacus_memprof.session import Session
+
+            session = Session(self._directory, device=self._device, max_events=self._max_events)
+            session.start()
+        except (MemprofError, ImportError) as error:
+            # Kept, because a script may catch an ImportError of torch and go on, but must not go on unrecorded.
+            self._start_error = MemprofError(str(error))
+            raise self._start_error from None
+        self._session = session
+        from opacus_memprof.cli.follow_without_engine import FollowWithoutEngine
+
+        FollowWithoutEngine(session)
+
+    def _on_opacus_import(self) -> None:
+        if self._session is None:
+            return
+        import opacus
+
+        try:
+            self._session.attach(opacus.PrivacyEngine)
+        except (ImportError, AttributeError) as error:
+            self._session.warnings.append(
+                f"Opacus {opacus.__version__} is not one that this release knows ({error}): nothing is attributed to it"
+            )
+
+    def _intercept_exits(self) -> None:
+        """Finishes the recording also on SIGTERM and in os._exit, which skip exit handlers."""
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+            BackgroundSignalHandler(signal.SIGTERM, self._sigterm_handled, self._on_unhandled_sigterm)
+            os.register_at_fork(after_in_child=self._reset_sigterm_in_child)
+        original_exit = os._exit
+
+        def finish_and_exit(status: int) -> NoReturn:
+            if status:
+                self._error = SystemExit(status)
+            try:
+                self._finish()
+            finally:
+                original_exit(status)
+
+        os._exit = finish_and_exit
+
+    def _reset_sigterm_in_child(self) -> None:
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    # --- the end of the recording ---
+
+    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        if signal.getsignal(signum) != self._on_sigterm:
+            return  # the program's own handler has called this one, and decides whether the process ends
+        self._sigterm_handled.set()
+        self._signal = signum
+        self._finish()
+
+    def _on_unhandled_sigterm(self) -> None:
+        """Finishes in another thread, because the main thread does not return from a library call."""
+        is_ours = signal.getsignal(signal.SIGTERM) == self._on_sigterm  # the program's own handler takes its time
+        if is_ours and not self._finished:  # otherwise the main thread is finishing already
+            self._signal = signal.SIGTERM
+            self._finish()
+
+    def _finish(self) -> None:
+        """Closes the session and prints the summary, once; then ends the process by the signal, if there was one."""
+        if os.getpid() != self._pid:
+            return  # a forked child
+        try:
+            if not self._finished:
+                self._finished = True
+                self._close()
+        finally:
+            if self._signal is not None:
+                die_of(self._signal)
+
+    def _close(self) -> None:
+        if self._session is None:
+            self._directory.release()
+            if not self._torch_imported:
+                _print_note("the program did not import torch: there is nothing to profile")
+            elif self._start_error is not None:
+                _print_note(str(self._start_error))
+            return
+        from opacus_memprof.recording import layer_shapes
+        from opacus_memprof.session import one_line, outcome
+
+        if not layer_shapes.current().modules:
+            self._session.warnings.append(
+                "no PrivacyEngine.make_private was seen, and no training of a model without it: nothing is attributed "
+                "to Opacus or to modules (a model can be passed to opacus_memprof.session.current().attach)"
+            )
+        status, exit_code = outcome(self._error)
+        if self._signal is not None:
+            status, exit_code = "killed", 128 + self._signal
+        try:
+            profile = self._session.close(status, exit_code, one_line(self._error))
+        except MemprofError as error:
+            _print_note(str(error))
+        else:
+            self._print_result(self._session, profile)
+
+    def _print_result(self, session: "Session", profile: Profile) -> None:
+        """Prints the summary. Of several ranks, the last one to end prints that of all."""
+        launch = self._directory.launch
+        if launch is None or launch.played == [launch.rank]:
+            _print_summary(print_summary, profile)
+            which = "" if launch is None else f" of rank {launch.rank} of {launch.world_size}"
+            _print_note(f"the profile{which} is in {session.directory}")
+        elif session.job is not None:
+            from opacus_memprof.reports.ranks import print_ranks
+
+            _print_summary(print_ranks, session.job)
+            _print_note(f"the profiles of all ranks are in {session.directory.parent}")
+        elif profile.status != "finished":
+            _print_note(
+                f"rank {launch.rank} ended early ({profile.status.replace('_', ' ')}), its profile is in "
+                f"{session.directory}: `opacus-memprof report {session.directory.parent}` shows all ranks"
+            )
+
+
+def _print_summary(render: Callable[[T, Console], None], profile: T) -> None:
+    """Prints to the original stdout. The program may have replaced or closed sys.stdout, or its pipe may be broken."""
+    stdout = sys.__stdout__
+    console = Console(file=stdout)
+    with console.capture() as summary:  # written below, because rich would exit the process at a broken pipe
+        render(profile, console)
+    try:
+        sys.stdout.flush()
+        if stdout is not None:
+            stdout.write(summary.get())
+            stdout.flush()
+    except BrokenPipeError:  # Python flushes stdout again at exit, which must not change the exit code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except (OSError, ValueError) as error:
+        _print_note(f"the summary could not be printed ({error})")
+
+
+def _print_note(sentence: str) -> None:
+    print(f"opacus-memprof: {sentence}", file=sys.__stderr__)

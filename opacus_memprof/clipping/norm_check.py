@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that the norms of a batch are finite, without making the device wait for the host."""
+
+from __future__ import annotations
+
+import torch
+
+from opacus_memprof.errors import MemprofError
+
+
+class NormCheck:
+    """An asynchronous check: the result is copied to the host when the norms are ready, and read after more work has
+    been queued.
+
+    Args:
+        norms: per-sample norms, [B].
+        squared_norms: by layer, [layers, B].
+        layers: descriptions of the layers, in the order of backward.
+    """
+
+    def __init__(self, norms: torch.Tensor, squared_norms: torch.Tensor, layers: list[str]) -> None:
+        self.norms, self.squared_norms, self.layers = norms, squared_norms, layers
+        self._finite = torch.isfinite(norms).all()
+        self._ready: torch.cuda.Event | None = None
+        if norms.is_cuda:
+            host_copy = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._finite = host_copy.copy_(self._finite, non_blocking=True)
+            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._ready.record(torch.cuda.current_stream(norms.device))
+
+    def raise_unless_finite(self) -> None:
+        """Raises MemprofError, with the samples and the first layer, unless all norms are finite."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        if bool(self._finite):
+            return
+        samples = torch.nonzero(~self.norms.isfinite()).flatten().tolist()
+        layers = torch.nonzero(~self.squared_norms.isfinite().all(1)).flatten().tolist()
+        raise MemprofError(
+            f"the gradient norm of samples {samples} of the batch is not finite (first seen in "
+            f"{self.layers[layers[0]] if layers else 'the sum over layers'}); no parameter was changed. Look for NaN "
+            "or infinity in inputs and loss, and lower the learning rate; float16 needs a smaller loss scale, or "
+            "bfloat16."
+        )

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forms clipped sums, ``sum_n factors[n] (gradient of sample n)``, from what was kept."""
+
+from __future__ import annotations
+
+import torch
+
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, has_triton, slices
+
+
+def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, workspace: Workspace) -> torch.Tensor:
+    """The weighted sum of kept per-sample gradients.
+
+    Args:
+        stack: per-sample gradients, [N, ...].
+        factors: clip factors, [N], float32 (float64).
+        dtype: of the result.
+        workspace: ceiling on temporaries.
+    """
+    if stack.is_cuda and stack.dtype != torch.float64 and has_triton():
+        from opacus_memprof.clipping.sum_triton import weighted_sum_cuda
+
+        return weighted_sum_cuda(stack.contiguous(), factors.float(), dtype)
+    flat = stack.flatten(1)
+    if flat.dtype == factors.dtype:
+        return (factors @ flat).view(stack.shape[1:]).to(dtype)
+    # Rounding the factors to a low-precision dtype would let a sample exceed the bound: sum in float32.
+    total = torch.empty(flat.shape[1], dtype=dtype, device=stack.device)
+    width = workspace.fit_at_least_one(
+        len(stack) * factors.element_size(), flat.shape[1], "one element of every sample"
+    )
+    for part in slices(flat.shape[1], width):
+        total[part] = factors @ flat[:, part].to(factors.dtype)
+    return total.view(stack.shape[1:])
+
+
+def scale_single_sample(stack: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """The clipped sum of a single sample: its gradient is scaled in place, which takes no memory."""
+    return stack.mul_(factors.view(-1, *[1] * (stack.dim() - 1)))[0]
+
+
+def sum_products(
+    g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor | None, groups: int, workspace: Workspace
+) -> torch.Tensor:
+    """The weighted sum of weight gradients ``g[n] @ a[n]``: one matrix product over samples and tokens together, as in
+    training without privacy.
+
+    Args:
+        g: output gradients, [N groups, rows, T], sample-major.
+        a: inputs, [N groups, T, columns].
+        factors: clip factors, [N], or None if ``g`` has been scaled already (the second of two passes).
+        groups: of a grouped convolution; otherwise 1.
+        workspace: ceiling on temporaries.
+
+    Returns:
+        [groups, rows, columns], in the operands' dtype if one product suffices, otherwise accumulated in float32
+        (float64).
+    """
+    count, rows, tokens = g.shape
+    columns, samples = a.shape[2], count // groups
+    g = g.view(samples, groups, rows, tokens)
+    a = a.view(samples, groups, tokens, columns)
+    if samples == 0 or tokens == 0:
+        return torch.zeros(groups, rows, columns, dtype=g.dtype, device=g.device)
+    if factors is not None and samples == 1:
+        return torch.bmm(g[0], a[0]).mul_(factors.to(accumulation_dtype(g.dtype)))
+    # Scaling copies the narrower operand. Folding samples into tokens copies both if there are groups, or if the
+    # columns of a token are not contiguous, as in an unfolded input.
+    folds = groups == 1 and a.stride(3) == 1
+    width = groups * (min(rows, columns) if folds else 2 * (rows + columns)) * g.element_size()
+    total: torch.Tensor | None = None
+    for n, t in workspace.tiles(samples, tokens, width, "one token of a clipped sum"):
+        left, right = g[n, ..., t], a[n, :, t]
+        if factors is not None:
+            scale = factors[n].view(-1, 1, 1, 1)
+            if rows < columns:
+                left = torch.mul(left, scale, out=torch.empty_like(left))
+            else:
+                right = torch.mul(right, scale, out=torch.empty_like(right))
+        part = torch.bmm(
+            left.permute(1, 2, 0, 3).reshape(groups, rows, -1),
+            right.permute(1, 0, 2, 3).reshape(groups, -1, columns),
+        )
+        if total is None:
+            is_only_part = (n.stop - n.start, t.stop - t.start) == (samples, tokens)
+            total = part if is_only_part else part.to(accumulation_dtype(part.dtype))
+        else:
+            total += part
+        del left, right, part
+    assert total is not None  # there was at least one piece
+    return total

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of a grid's results. It says what it holds, so that nothing else is mixed in.
+
+manifest.json   the command, what all configurations share, and their names
+and of each run, as the preset has it: its result, and a directory with configuration.json, log.txt, profile/
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.experiments import process
+from opacus_memprof.experiments.configuration import Configuration
+from opacus_memprof.experiments.files import MANIFEST, read_json, read_result, write_json
+from opacus_memprof.experiments.grid import Cell
+from opacus_memprof.experiments.presets import Preset
+from opacus_memprof.experiments.rows import Row, in_order
+from opacus_memprof.profiles.directory import LOCK, lock
+from opacus_memprof.profiles.json_object import FORMAT
+
+_DONE = ("finished", "out_of_memory")
+
+
+class ResultsDirectory:
+    """The directory of `cells` for the length of a `with` block, in which nobody else writes to it.
+
+    Args:
+        path: made where it is not there.
+        preset: of the command that has written it or will. Where its directories grow, other cells may be there
+            already, and stay; otherwise the directory is of these cells alone.
+        cells: what is to be run; they share all but what their kind varies.
+        resume: results that are there are kept, and not run again. Without it they are run again where the directory
+            grows, and refused where it does not.
+
+    Attributes:
+        path: absolute.
+        names: of all cells that the directory is of, in the order in which they were asked for.
+
+    Raises:
+        MemprofError: on entering, when the directory holds anything else, another process writes to it, or it cannot be
+            written. What is there has not been changed then.
+    """
+
+    def __init__(self, path: Path, preset: Preset, cells: Sequence[Cell], *, resume: bool = False) -> None:
+        self.path = path.absolute()
+        self.names = [cell.name for cell in cells]
+        self.outputs = self.path / preset.outputs
+        self._preset, self._cells, self._resume = preset, cells, resume
+        shared = cells[0].configuration.to_json()
+        self._shared = {key: value for key, value in shared.items() if key not in preset.cell.varied}
+        self._rows: dict[str, Row] = {}
+
+    def __enter__(self) -> "ResultsDirectory":
+        self._refuse_others()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = lock(self.path)
+            try:
+                self._refuse_others()  # which another process may have written until now
+                self._new = not (self.path / MANIFEST).exists()
+                manifest = {"format": FORMAT, "command": self._preset.command, "shared": self._shared}
+                write_json(self.path / MANIFEST, {**manifest, "names": self.names})
+            except BaseException:
+                self._release()
+                raise
+        except OSError as error:
+            raise MemprofError(
+                f"cannot write results to {self.path} ({error.strerror}): choose another --results-dir"
+            ) from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        refused = kind is not None and issubclass(kind, MemprofError)
+        if refused and self._new and not self.any_done():  # then the next call may have other settings
+            for name in self.names:
+                shutil.rmtree(self.run_directory(name), ignore_errors=True)
+                self._result(name).unlink(missing_ok=True)
+            (self.path / MANIFEST).unlink(missing_ok=True)
+        self._release()
+        if refused:
+            for folder in (self.path / "runs", self.path):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()  # where it is empty
+
+    def _release(self) -> None:
+        with contextlib.suppress(OSError):
+            (self.path / LOCK).unlink()
+        os.close(self._lock)
+
+    def run_directory(self, name: str) -> Path:
+        return self.path / self._preset.run.format(name)
+
+    def _result(self, name: str) -> Path:
+        return self.path / self._preset.result.format(name)
+
+    def missing(self) -> list[Cell]:
+        """The cells that are to be run now. A run that failed or was killed is run again."""
+        return [cell for cell in self._cells if not (self._resume and self._is_done(cell.name))]
+
+    def add(self, cell: Cell, result: dict[str, Any]) -> Row:
+        """Adds what `process.run` has left in the cell's directory. Raises MemprofError where it cannot be written."""
+        if self._result(cell.name).parent != self.run_directory(cell.name):
+            process.move_result(result, self.run_directory(cell.name), self._result(cell.name))
+        self._rows[cell.name] = row = self._made(cell, result)
+        return row
+
+    def rows(self) -> list[Row]:
+        """Of the results that are there, in the order of `names`, vanilla first."""
+        return in_order([found for name in self.names if (found := self._row(name)) is not None])
+
+    def any_done(self) -> bool:
+        """Whether any cell has finished or run out of memory."""
+        return any(self._is_done(name) for name in self.names)
+
+    def _row(self, name: str) -> Row | None:
+        if name not in self._rows and self._result(name).exists():
+            result = read_result(self._result(name))
+            cell = self._preset.cell(Configuration.from_json(result["config"]))
+            self._rows[name] = self._made(cell, result)
+        return self._rows.get(name)
+
+    def _made(self, cell: Cell, result: Mapping[str, Any]) -> Row:
+        return Row(cell.name, cell.label, result, os.path.dirname(self._preset.result.format(cell.name)))
+
+    def _is_done(self, name: str) -> bool:
+        found = self._row(name)
+        return found is not None and found.result["status"] in _DONE
+
+    # --- what is there already ---
+
+    def _refuse_others(self) -> None:
+        if not self.path.is_dir() or not any(entry.name != LOCK for entry in self.path.iterdir()):
+            return
+        there = read_json(self.path / MANIFEST) if (self.path / MANIFEST).is_file() else {}
+        if there.get("format", FORMAT) != FORMAT:
+            raise MemprofError(
+                f"{self.path} holds results of format {there['format']!r}, and this release writes {FORMAT}: "
+                "choose another --results-dir"
+            )
+        if not there.keys() >= {"format", "command", "shared", "names"}:
+            raise MemprofError(
+                f"{self.path} holds files that are no results, which stay as they are: choose another --results-dir"
+            )
+        if there["command"] != self._preset.command:
+            raise MemprofError(
+                f"{self.path} holds results of `opacus-memprof {there['command']}`: choose another --results-dir"
+            )
+        self._refuse_other_settings(there["shared"])
+        if self._preset.grows:
+            self.names = list(dict.fromkeys([*there["names"], *self.names]))
+        elif there["names"] != self.names:
+            raise MemprofError(
+                f"{self.path} holds another grid, of {len(there['names'])} configurations: "
+                "give the same sizes and ranks as then, or choose another --results-dir"
+            )
+        elif not self._resume:
+            raise MemprofError(f"{self.path} holds results: add --resume to go on, or choose another --results-dir")
+
+    def _refuse_other_settings(self, there: Mapping[str, Any]) -> None:
+        there = {**Configuration().to_json(), **there}  # an earlier release knew fewer
+        differs = [key for key in self._shared if there[key] != self._shared[key]]
+        if differs:
+            key = differs[0]
+            raise MemprofError(
+                f"{self.path} holds results with {key} {there[key]!r}, and this call has {self._shared[key]!r}: "
+                "they cannot be compared, so choose another --results-dir"
+            )

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Horizontal bars, one for each run: what it takes, what it takes more than vanilla, and how long its steps are."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opacus_memprof.experiments.rows import Row, difference, vanilla_of
+from opacus_memprof.profiles.categories import stack_order
+from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.reports.figures import byte_axis, category_label, drawn, legend, name_bars, stacked_bars
+from opacus_memprof.reports.palette import THEMES, Theme, category_color
+from opacus_memprof.reports.tables import shortened, signed_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_LABEL = 60  # characters: each part tells a run from others
+
+
+def breakdown_comparison(rows: Sequence[Row], path: Path, theme: str) -> None:
+    """memory_breakdown_comparison.png. Left: each run's peak by category. Right: what it takes more than vanilla."""
+    with drawn(path, theme, (14, height(rows))) as figure:
+        left, right = figure.subplots(1, 2, sharey=True)
+        peaks(left, rows, THEMES[theme])
+        overheads(right, rows, THEMES[theme])
+        legend(figure, left, right)
+
+
+def peak_comparison(rows: Sequence[Row], path: Path, theme: str) -> None:
+    """peak_memory_comparison.png: what each run takes, and how long its steps are."""
+    with drawn(path, theme, (13, height(rows))) as figure:
+        left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
+        peaks(left, rows, THEMES[theme])
+        step_times(right, rows, THEMES[theme])
+        legend(figure, left)
+
+
+def height(rows: Sequence[Row]) -> float:
+    """Of a picture with a bar for each row, and a legend beside them, in inches."""
+    categories = {category for row in rows for category in row.bytes}
+    return max(1.3 + 0.3 * max(len(rows), 4), 0.7 + 0.19 * (len(categories) + 1))
+
+
+def labels(rows: Sequence[Row]) -> list[str]:
+    return [shortened(row.short, _LABEL) for row in rows]
+
+
+def peaks(axes: "Axes", rows: Sequence[Row], theme: Theme) -> None:
+    """The peak of each by category. One that did not finish is hatched: it shows how far it got; what was not to be had
+    has dashes, above what was in use then."""
+    texts = [_peak_text(row) for row in rows]
+    failed = [row for row in rows if not row.finished]
+    stacked_bars(axes, labels(rows), [row.bytes for row in rows], texts=texts if failed else None)
+    axes.set_title("Memory at the peak, by category")
+    most, reach = max((row.total for row in rows), default=0), 0
+    for place, row in enumerate(rows):
+        end = row.total
+        if not row.finished:
+            axes.barh(place, end, fill=False, hatch="////", edgecolor=theme.accent, linewidth=0)
+        if row.failed_allocation is not None:
+            in_use = row.failed_allocation["live_bytes"]
+            wanted = min(row.refused_bytes, most)  # with all of it no other bar could be seen
+            look: dict[str, Any] = {"fill": False, "edgecolor": theme.accent, "linewidth": 1.2, "linestyle": "--"}
+            axes.barh(place, wanted, left=in_use, **look)
+            end = max(end, in_use + wanted)
+        text: Any = axes.texts[place]
+        text.xy, reach = (end, place), max(reach, end)
+        text.set_color(theme.text if row.finished else theme.accent)
+    if failed:
+        axes.set_xlim(0, 1.65 * max(reach, 1))
+        byte_axis(axes.xaxis, 1.65 * reach)
+
+
+def _peak_text(row: Row) -> str:
+    words = [format_bytes(row.total)] if row.total else []
+    words += [] if row.finished else [row.outcome]
+    asked = f",\nasked {format_bytes(row.refused_bytes)} more" if row.refused_bytes else ""
+    return ", ".join(words) + asked
+
+
+def overheads(axes: "Axes", rows: Sequence[Row], theme: Theme) -> None:
+    """What each takes more than vanilla by category, to the right, and less, to the left; a line where both sum up."""
+    axes.set_title("More than vanilla")
+    vanilla = vanilla_of(rows)
+    if vanilla is None or len(rows) == 1:
+        why = "no other run to compare" if vanilla else "no finished vanilla run to compare with"
+        axes.text(0.5, 0.5, why, transform=axes.transAxes, ha="center", color=theme.muted)
+        axes.tick_params(left=False, bottom=False, labelbottom=False)
+        axes.grid(visible=False)
+        return
+    changes = [difference(row, vanilla) if row.finished else {} for row in rows]
+    more, less = [0] * len(rows), [0] * len(rows)
+    for category in stack_order(category for change in changes for category in change):
+        sizes = [change.get(category, 0) for change in changes]
+        starts = [above if size > 0 else below for size, above, below in zip(sizes, more, less, strict=True)]
+        axes.barh(range(len(rows)), sizes, left=starts, label=category_label(category), color=category_color(category))
+        more = [end + max(size, 0) for end, size in zip(more, sizes, strict=True)]
+        less = [end + min(size, 0) for end, size in zip(less, sizes, strict=True)]
+    for place, (row, change) in enumerate(zip(rows, changes, strict=True)):
+        words = row.outcome if not row.finished else "" if row is vanilla else signed_bytes(sum(change.values()))
+        if words and row.finished:
+            total = sum(change.values())
+            ends = [place - 0.45, place + 0.45]
+            axes.plot([total, total], ends, color=theme.text, linewidth=1.5, label="all together")
+        color = theme.text if row.finished else theme.accent
+        look: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": color}
+        axes.annotate(words, (more[place], place), (5, 0), **look)
+    axes.axvline(0, color=theme.muted, linewidth=0.8)
+    # What is next to nothing beside the whole should look like it.
+    reach = max(*more, *(-end for end in less), vanilla.total // 20, 1)
+    low, high = min(less) - 0.05 * reach, max(*more, reach // 2) + 0.3 * reach
+    axes.set_xlim(low, high)
+    name_bars(axes, labels(rows))
+    axes.tick_params(axis="y", length=0, labelleft=False)
+    byte_axis(axes.xaxis, high - low)
+
+
+def step_times(axes: "Axes", rows: Sequence[Row], theme: Theme) -> None:
+    """The mean time of each one's measured steps."""
+    times = [row.milliseconds or 0.0 for row in rows]
+    axes.barh(range(len(times)), times, color=theme.muted)
+    for place, time in enumerate(times):
+        if time:
+            words = f"{time:,.0f} ms" if time >= 100 else f"{time:.3g} ms"
+            axes.annotate(words, (time, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_title("Time of a step")
+    axes.set_xlim(0, 1.35 * max([*times, 1e-9]))
+    name_bars(axes, labels(rows))
+    axes.tick_params(axis="y", length=0, labelleft=False)
+    axes.set_xlabel("ms")

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""detailed_memory_analysis.png and operation_level_breakdown.png: components, kinds of memory, and operations."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from opacus_memprof.experiments.figures.bars import height, labels
+from opacus_memprof.experiments.memory_types import memory_types
+from opacus_memprof.experiments.rows import OPERATIONS, Row
+from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.reports.figures import byte_axis, category_label, drawn, legend, stacked_bars
+from opacus_memprof.reports.palette import category_color
+
+# Told apart also without colours of their own names: Okabe and Ito's, for who sees colours differently.
+COMPONENT_COLORS = {
+    "embedding": "#0072b2",
+    "attention": "#e69f00",
+    "mlp": "#009e73",
+    "norm": "#cc79a7",
+    "lora": "#d55e00",
+    "head": "#56b4e9",
+    "conv": "#f0e442",
+    "recurrent": "#8c6d31",
+    "block": "#7b6fd0",
+    "other": "#8e8d96",
+}
+# Of each kind of memory, the colour of its most common category.
+TYPE_COLORS = {
+    "parameters": category_color("model_parameters"),
+    "optimizer": category_color("optimizer_states"),
+    "gradients": category_color("gradients"),
+    "activations": category_color("activations"),
+    "privacy": category_color("per_sample_gradients"),
+    "temporaries": category_color("backward_temporaries"),
+    "other": category_color("unattributed"),
+}
+
+
+def detailed_analysis(rows: Sequence[Row], path: Path, theme: str) -> None:
+    """The peaks by component and by kind of memory; and the components of the largest peak by category."""
+    largest = max(rows, key=lambda row: row.total)
+    components = sorted(largest.components.items(), key=lambda item: -sum(item[1].values()))
+    by_component = [{name: sum(sizes.values()) for name, sizes in row.components.items()} for row in rows]
+    by_type = [memory_types(row.peak) if row.peak else {} for row in rows]
+    upper, lower = height(rows) + 0.5, max(1.3 + 0.3 * len(components), height([largest]))
+    with drawn(path, theme, (13, upper + lower)) as figure:
+        top, bottom = figure.subfigures(2, 1, height_ratios=(upper, lower), squeeze=False).flat
+        left, right = top.subplots(1, 2, sharey=True)
+        names = [name + _outcome(row) for name, row in zip(labels(rows), rows, strict=True)]
+        for axes, title, parts, colors in (
+            (left, "Memory at the peak, by component", by_component, COMPONENT_COLORS),
+            (right, "By kind of memory", by_type, TYPE_COLORS),
+        ):
+            stacked_bars(axes, names, parts, colors=colors)
+            axes.set_title(title)
+            if axes.patches:
+                axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.5 / upper), ncols=4)
+        axes = bottom.subplots()
+        stacked_bars(axes, [name for name, _ in components], [sizes for _, sizes in components])
+        axes.set_title(f"Components of the largest peak ({largest.short}), by category")
+        legend(bottom, axes)
+
+
+def operation_breakdown(rows: Sequence[Row], path: Path, theme: str) -> None:
+    """What was live at the highest instant within each operation, side by side."""
+    names = [name + _outcome(row) for name, row in zip(labels(rows), rows, strict=True)]
+    reached = [operation for operation in OPERATIONS if any(row.operation(operation) for row in rows)]
+    sizes = {operation: [row.operation(operation) for row in rows] for operation in reached}
+    highest = max((sum(parts.values()) for found in sizes.values() for parts in found), default=1)
+    categories = {category for found in sizes.values() for parts in found for category in parts}
+    tall = max(height(rows), 0.7 + 0.19 * len(categories)) + 0.4
+    with drawn(path, theme, (15, tall)) as figure:
+        figure.suptitle("The highest instant within each operation, by category", fontweight="bold")
+        panels = figure.subplots(1, max(len(reached), 1), sharex=True, sharey=True, squeeze=False)[0]
+        for axes, operation in zip(panels, reached, strict=False):
+            texts = [format_bytes(sum(parts.values())) if parts else "not reached" for parts in sizes[operation]]
+            stacked_bars(axes, names, sizes[operation], texts=texts)
+            axes.set_title(category_label(operation))
+        panels[0].set_xlim(0, 1.5 * highest)
+        for axes in panels:
+            byte_axis(axes.xaxis, highest, ticks=2)
+        legend(figure, *panels)
+
+
+def _outcome(row: Row) -> str:
+    """To put behind a label: nothing where it finished."""
+    return "" if row.finished else " (OOM)" if row.ran_out else f" ({row.outcome})"

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""memory_analysis_overview.png: every configuration's peak, and how it grows with each size of the grid."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opacus_memprof.experiments.figures.bars import height, peaks
+from opacus_memprof.experiments.grid import Cell
+from opacus_memprof.experiments.rows import Row
+from opacus_memprof.reports.figures import byte_axis, drawn, legend
+from opacus_memprof.reports.palette import THEMES, Theme
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_TITLES = {
+    "seq_length": "Sequence length",
+    "batch_size": "Batch size",
+    "max_physical_batch_size": "Physical batch size",
+    "lora_rank": "LoRA rank",
+}
+_TREND = 3.1  # inches, and for each line of its legends
+_LEGEND_LINE = 0.19
+_MARKERS = "osD^vPX*<>"
+_STYLES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (6, 2, 1, 2, 1, 2)))
+
+Line = list[tuple[int, Row]]
+
+
+def analysis_overview(rows: Sequence[Row], path: Path, theme: str) -> None:
+    """memory_analysis_overview.png."""
+    varied = varied_sizes(rows)
+    values = {size: sorted({_value(row, size) for row in rows}) for size in varied}
+    entries = max(
+        (sum(1 + len(found) for other, found in values.items() if other != size) for size in varied), default=0
+    )
+    bars, trend = height(rows), _TREND + _LEGEND_LINE * entries
+    with drawn(path, theme, (13, bars + (trend if varied else 0))) as figure:
+        parts = figure.subfigures(2, 1, height_ratios=(bars, trend), squeeze=False).flat if varied else [figure]
+        upper, *lower = parts
+        axes = upper.subplots()
+        peaks(axes, rows, THEMES[theme])
+        axes.set_xlabel("S: sequence length · B: batch / physical batch · r: LoRA rank")
+        legend(upper, axes)
+        for below in lower:
+            panels = below.subplots(1, len(varied), sharey=True, squeeze=False)[0]
+            for panel, size in zip(panels, varied, strict=True):
+                others = {other: found for other, found in values.items() if other != size}
+                _trend(panel, size, lines_over(size, rows), others, THEMES[theme])
+            panels[0].set_ylabel("memory at the peak")
+
+
+def varied_sizes(rows: Sequence[Row]) -> list[str]:
+    """Those of Cell.varied that have more than one value."""
+    return [size for size in Cell.varied if len({_value(row, size) for row in rows}) > 1]
+
+
+def lines_over(size: str, rows: Sequence[Row]) -> list[Line]:
+    """Results that differ in `size` only, as lines of (size, row) from the smallest on; those with no peak are left
+    out."""
+    lines: dict[tuple[int, ...], Line] = defaultdict(list)
+    for row in rows:
+        if row.peak:
+            others = tuple(_value(row, other) for other in Cell.varied if other != size)
+            lines[others].append((_value(row, size), row))
+    return [sorted(line, key=lambda point: point[0]) for line in lines.values()]
+
+
+def _value(row: Row, size: str) -> int:
+    return int(row.result["config"][size] or 0)  # no LoRA is rank 0
+
+
+def _trend(axes: "Axes", size: str, lines: Sequence[Line], others: Mapping[str, Sequence[int]], theme: Theme) -> None:
+    """One line for each combination of the other sizes, of which the one with most values is told by colour, the next
+    by markers, the last by dashes."""
+    ordered = sorted(others, key=lambda other: -len(others[other]))
+    looks = {other: _looks(kind, others[other], theme) for other, kind in zip(ordered, _KINDS, strict=False)}
+    values = sorted({value for line in lines for value, _ in line})
+    place = {value: index for index, value in enumerate(values)}
+    for line in lines:
+        look: dict[str, Any] = {"color": theme.muted, "marker": "o", "linewidth": 1, "markersize": 4}
+        for other, found in looks.items():
+            look |= found[_value(line[0][1], other)]
+        sizes = [row.total for _, row in line]
+        axes.plot([place[value] for value, _ in line], sizes, **look)
+        for (value, row), reached in zip(line, sizes, strict=True):
+            if not row.finished:
+                axes.plot(place[value], reached, marker="x", markersize=10, color=theme.accent, linestyle="")
+    axes.set_title(_TITLES[size])
+    axes.set_xticks(range(len(values)), [_name(size, value) for value in values])
+    axes.margins(x=0.15)
+    largest = max((row.total for line in lines for _, row in line), default=0)
+    axes.set_ylim(0, 1.1 * max(largest, 1))
+    byte_axis(axes.yaxis, largest)
+    _explain(axes, looks, theme, failed=any(not row.finished for line in lines for _, row in line))
+
+
+_KINDS = ("color", "marker", "linestyle")
+
+
+def _looks(kind: str, values: Sequence[int], theme: Theme) -> dict[int, dict[str, Any]]:
+    """Of lines by a size's value."""
+    if kind == "color":
+        from matplotlib import colormaps
+
+        ends = (0.15, 0.85) if theme.background == THEMES["light"].background else (0.35, 1.0)
+        shades = [ends[0] + (ends[1] - ends[0]) * index / max(len(values) - 1, 1) for index in range(len(values))]
+        return {value: {"color": colormaps["viridis"](shade)} for value, shade in zip(values, shades, strict=True)}
+    choices = _MARKERS if kind == "marker" else _STYLES
+    return {value: {kind: choices[index % len(choices)]} for index, value in enumerate(values)}
+
+
+def _explain(axes: "Axes", looks: Mapping[str, Mapping[int, dict[str, Any]]], theme: Theme, *, failed: bool) -> None:
+    """A legend below: what the colours, the markers and the dashes are."""
+    from matplotlib.lines import Line2D
+
+    entries: list[Line2D] = []
+    for other, found in looks.items():
+        entries.append(Line2D([], [], linestyle="", label=f"{_TITLES[other]}:"))
+        for value, look in found.items():
+            own: dict[str, Any] = {"color": theme.muted, "linewidth": 1.5, **look}
+            entries.append(Line2D([], [], label=_name(other, value), **own))
+    if failed:
+        entries.append(Line2D([], [], linestyle="", marker="x", color=theme.accent, label="did not finish"))
+    if entries:
+        axes.legend(handles=entries, loc="upper center", bbox_to_anchor=(0.5, -0.1), handlelength=3)
+
+
+def _name(size: str, value: int) -> str:
+    return "full" if size == "lora_rank" and value == 0 else str(value)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory by category over the time of runs.
+
+Time is counted in events of the allocator. In seconds, a GPU's picture would be of the host's waiting: it allocates all
+of a forward in a few milliseconds, and then waits for the device.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opacus_memprof.experiments.rows import SET_UP, Row
+from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.reports.figures import (
+    byte_axis,
+    category_label,
+    drawn,
+    event_axis,
+    legend,
+    phase_legend,
+    phase_strip,
+    stacked_areas,
+)
+from opacus_memprof.reports.palette import THEMES, Theme
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_AXIS = "allocations, frees and retags since training began"
+_LINE = 0.12  # inches that a name takes beside its mark
+_STRIP = (0.94, 1.0)  # of the height: the phases
+
+
+def timelines(rows: Sequence[Row], path: Path, theme: str) -> None:
+    """A panel for each run, on the same scale of bytes: what is live, by category, while it trains, and its phases.
+    Set-up is shown too where the peak is there."""
+    columns = 1 if len(rows) <= 6 else 2 if len(rows) <= 12 else 3
+    lines = math.ceil(len(rows) / columns)
+    size = (12, 5) if len(rows) == 1 else (11 if columns == 1 else 8 * columns, 1 + 2.5 * lines)
+    with drawn(path, theme, size) as figure:
+        panels = figure.subplots(lines, columns, squeeze=False).flatten()
+        used = panels[: len(rows)]
+        for axes, row in zip(used, rows, strict=True):
+            _panel(axes, row.result, _title(row), THEMES[theme])
+        for axes in panels[len(rows) :]:
+            axes.set_axis_off()
+        top = max(axes.get_ylim()[1] for axes in used)
+        for axes in used:
+            axes.set_ylim(0, top)
+            byte_axis(axes.yaxis, top)
+        for axes in used[-columns:]:
+            axes.set_xlabel(_AXIS)
+        legend(figure, *used)
+        phases = {phase for row in rows if row.result["timeline"] for phase in row.result["timeline"]["phase"]}
+        phase_legend(figure, phases, loc="outside lower center")
+
+
+def _title(row: Row) -> str:
+    peak = f": {format_bytes(row.total)} in {category_label(row.peak['phase'])}" if row.peak else ""
+    return row.short + peak + ("" if row.finished else f", {row.outcome}")
+
+
+def _panel(axes: "Axes", result: Mapping[str, Any], title: str, theme: Theme) -> None:
+    """Stacked categories, the peak, and phases above. Events count from the end of set-up."""
+    axes.set_title(title)
+    rows = result["timeline"]
+    if not rows or not rows["event"]:
+        axes.text(0.5, 0.5, "nothing was recorded", transform=axes.transAxes, ha="center", color=theme.muted)
+        return
+    set_up = _set_up(result)
+    origin = max(set_up.values(), default=0)
+    events = [event - origin for event in rows["event"]]
+    peak = max(range(len(events)), key=rows["bytes"].__getitem__)
+    in_set_up = events[peak] < 0
+    first = 0 if in_set_up else max((index for index, event in enumerate(events) if event <= 0), default=0)
+    stacked_areas(axes, events[first:], {name: column[first:] for name, column in rows["categories"].items()})
+    start, end = events[0] if in_set_up else 0, events[-1]
+    axes.set_xlim(start, end if end > start else start + 1)
+    event_axis(axes.xaxis)
+    marker = "X" if result["status"] == "out_of_memory" else "v"
+    axes.plot(events[peak], rows["bytes"][peak], marker=marker, color=theme.accent, markersize=6, clip_on=False)
+    axes.set_ylim(0, rows["bytes"][peak] * 1.22)  # room for the phases
+    phase_strip(axes, events[first:], rows["phase"][first:], rows["step"][first:], _STRIP)
+    if in_set_up:
+        _mark_stages(axes, {name: event - origin for name, event in set_up.items()})
+
+
+def _set_up(result: Mapping[str, Any]) -> dict[str, int]:
+    """The stages of set-up, and the event after which each was done."""
+    found = {}
+    for entry in result["snapshots"]:
+        stage = entry["name"].partition("_")[2]
+        if stage in SET_UP and entry["event"] is not None:
+            found[stage.replace("_", " ")] = int(entry["event"])
+    return found
+
+
+def _mark_stages(axes: "Axes", set_up: Mapping[str, int]) -> None:
+    """Lines where they end; names where there is room for them."""
+    color = axes.xaxis.label.get_color()
+    start, end = axes.get_xlim()
+    inches = 0.75 * axes.get_window_extent().width / axes.figure.dpi
+    before = start
+    for name, event in set_up.items():
+        if event <= start:
+            continue
+        axes.axvline(event, color=color, linewidth=0.8, linestyle="--")
+        if (event - before) * inches / (end - start) >= _LINE:
+            look: dict[str, Any] = {"color": color, "fontsize": 7, "transform": axes.get_xaxis_transform()}
+            axes.text(event, 0.5, f"{name} ", rotation=90, ha="right", va="center", **look)
+            before = event

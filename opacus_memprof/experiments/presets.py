@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each command makes of a grid of configurations: where results go, and which tables and pictures there are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from opacus_memprof.experiments.figures import draw_figure
+from opacus_memprof.experiments.grid import Cell, MethodCell
+from opacus_memprof.experiments.rows import Row
+from opacus_memprof.experiments.tables import TABLES
+from opacus_memprof.profiles.files import write_text
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A command's.
+
+    Attributes:
+        command: its name, which the directory keeps.
+        cell: what tells its configurations apart.
+        grows: whether a directory takes further configurations, and results of the same ones are replaced.
+        side_by_side: whether several GPUs work at once. Not where times are compared.
+        result, run: a run's result, and the directory of everything else of it, from its name.
+        outputs: the directory of tables and pictures.
+        tables, figures: files there; keys of tables.TABLES and of figures.FIGURES.
+    """
+
+    command: str
+    cell: type[Cell]
+    grows: bool
+    tables: tuple[str, ...]
+    figures: tuple[str, ...]
+    side_by_side: bool = True
+    result: str = "runs/{}/result.json"
+    run: str = "runs/{}"
+    outputs: str = "."
+
+    def write_tables(self, rows: Sequence[Row], directory: Path) -> list[Path]:
+        """Into `directory`, each replaced atomically. Raises MemprofError where they cannot be written."""
+        return [write_text(directory / name, TABLES[name](rows)) for name in self.tables]
+
+    def draw(self, rows: Sequence[Row], directory: Path) -> list[Path]:
+        """Into `directory`, light and `_dark`. Raises MemprofError where they cannot be written."""
+        return [path for name in self.figures for path in draw_figure(name, rows, directory)]
+
+
+EXPERIMENTS = Preset(
+    "experiments",
+    MethodCell,
+    grows=True,
+    side_by_side=False,
+    result="{}_result.json",
+    run="{}_result.run",
+    outputs="visualizations",
+    tables=("results.jsonl", "memory_profile_summary.csv", "summary.txt", "memory_table.tex"),
+    figures=("memory_breakdown_comparison", "memory_timeline", "performance_tradeoff"),
+)
+SWEEP = Preset(
+    "sweep",
+    Cell,
+    grows=False,
+    tables=("results.jsonl", "memory_profile_results.json", "memory_profile_summary.csv", "summary.txt"),
+    figures=("memory_analysis_overview", "memory_heatmap", "memory_timeline_config_{}"),
+)
+DETAILED_SWEEP = replace(
+    SWEEP,
+    tables=(*SWEEP.tables, "detailed_memory_results.json"),
+    figures=(*SWEEP.figures, "detailed_memory_analysis", "operation_level_breakdown"),
+)
+SINGLE_GPU = replace(
+    SWEEP, command="single-gpu", grows=True, figures=("memory_usage_timeline", "peak_memory_comparison")
+)

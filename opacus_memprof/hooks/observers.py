@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observers: functions that wrappers call, and that record facts for findings which the event file does not contain.
+
+Examples are shapes of layers, captures that pile up, and gradients that are about to be replaced. Each costs a fraction
+of the Opacus call that it observes.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from opacus.optimizers import DPOptimizerFastGradientClipping
+from torch import Tensor, nn
+
+from opacus_memprof.recording import hook_facts, native
+
+_CAPTURE_CATEGORIES = ("activation_hooks_shared", "activation_hooks_opacus_only")
+# Forwards in a row that must begin while captures are outstanding before that is a fact: fewer may share one backward.
+_FORWARDS_IN_A_ROW = 3
+
+_at_forward_begin: "deque[dict[int, int]]" = deque(maxlen=_FORWARDS_IN_A_ROW)  # captures by module
+_recorded = 0  # captures that were outstanding when their bytes were last recorded
+_most_outstanding = 0  # at the beginning of a forward, since the last one that began with none
+_most_released = 0  # the highest `_most_outstanding` that a backward has brought down to 0
+_recomputed: set[int] = set()  # ids of modules whose forward ran inside a backward pass
+_noise_optimizers: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those that on_add_noise has seen
+_reducing_optimizers: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those that on_reduce_gradients has seen
+
+
+def _reset() -> None:
+    global _recorded, _most_outstanding, _most_released
+    _recorded = _most_outstanding = _most_released = 0
+    _at_forward_begin.clear()
+    _recomputed.clear()
+    _noise_optimizers.clear()
+    native.look_again()
+    _reducing_optimizers.clear()
+
+
+hook_facts.on_clear(_reset)
+
+
+def on_forward_begin() -> bool:
+    """Records captures that no backward pass will release. Returns whether any are outstanding.
+
+    Counts forwards that begin while captures are outstanding. Three in a row mean that no backward will release them,
+    unless one has released as many before. The facts are updated each time that the number of captures has doubled.
+    """
+    global _recorded, _most_outstanding, _most_released
+    outstanding = hook_facts.captures()
+    if not outstanding:
+        if _at_forward_begin or _recorded:
+            _recorded, _most_outstanding, _most_released = 0, 0, max(_most_released, _most_outstanding)
+            _at_forward_begin.clear()
+            hook_facts.discard("captures")
+        return False
+    _at_forward_begin.append(outstanding)
+    _most_outstanding = max(_most_outstanding, sum(outstanding.values()))
+    if len(_at_forward_begin) < _FORWARDS_IN_A_ROW or _most_outstanding <= _most_released:
+        return True
+    outlasted = {module: min(counts.get(module, 0) for counts in _at_forward_begin) for module in outstanding}
+    if sum(outlasted.values()) >= 2 * _recorded:
+        _record_captures(failed=False)
+    return True
+
+
+def on_recapture(module: int, in_backward: bool, refused: bool) -> None:
+    """Observes a module's forward that ran again before its captures were released.
+
+    Args:
+        module: its id.
+        in_backward: the forward ran inside a backward pass, as activation checkpointing does.
+        refused: Opacus refused to capture, because an earlier capture is still outstanding.
+    """
+    if in_backward:
+        _recomputed.add(module)
+    if refused and hook_facts.captures():
+        _record_captures(failed=True, refused=True)
+
+
+def on_step_failure() -> None:
+    """Records outstanding captures when Opacus' step has raised: they may be why per-sample gradients are missing or
+    have another batch size."""
+    if hook_facts.captures():
+        _record_captures(failed=True)
+
+
+def _record_captures(*, failed: bool, refused: bool = False) -> None:
+    global _recorded
+    outstanding = hook_facts.captures()
+    _recorded = sum(outstanding.values())
+    sizes = dict.fromkeys(outstanding, 0)
+    for block in native.live_blocks():
+        if block["category"] in _CAPTURE_CATEGORIES:
+            module = native.module_id(block["module"])
+            sizes[module] = sizes.get(module, 0) + block["bytes"]
+    for module, size in sizes.items():
+        details = {"captures": outstanding.get(module, 0), "recomputed": module in _recomputed}
+        hook_facts.record("captures", module, size, **details, failed=failed, refused=refused)
+
+
+def on_functorch_samples(layer: nn.Module, backprops: Tensor, samples: Mapping[Any, Tensor]) -> None:
+    """Records per-sample gradients of frozen parameters: functorch's sampler ignores `requires_grad`."""
+    frozen = [(parameter, sample) for parameter, sample in samples.items() if not parameter.requires_grad]
+    if frozen:
+        size = sum(sample.nbytes for _, sample in frozen)
+        hook_facts.record("frozen_samples", native.owner_of(frozen[0][0]), size, samples=len(backprops))
+
+
+def on_linear_norm_samples(layer: nn.Linear, backprops: Tensor, samples: Mapping[Any, Tensor]) -> None:
+    """Records where Opacus' norm sampler of Linear is wasteful or computes nothing.
+
+    With backprops of 3 dimensions it makes (n, t, t) matrices for n samples of t tokens, which may be larger than
+    per-sample gradients would be. With more than 3 dimensions it returns no norms.
+    """
+    shape = backprops.shape
+    if len(shape) == 2:
+        return
+    weight, bias = layer.weight.requires_grad, layer.bias is not None and layer.bias.requires_grad
+    if len(shape) > 3:
+        if not samples:
+            stale = getattr(layer.weight if weight else layer.bias, "_norm_sample", None)
+            size = 0 if stale is None else stale.nbytes * (weight + bias)
+            hook_facts.record("norms_missing", native.owner_of(layer.weight), size, dimensions=len(shape))
+        return
+    n, tokens, out = shape
+    width = backprops.element_size()
+    matrices = width * n * tokens**2 * (2 * weight + bias)
+    gradients = width * n * (weight * layer.weight.numel() + bias * out)
+    if matrices > gradients:
+        details = {"gradient_bytes": gradients, "samples": n, "tokens": tokens, "features": tuple(layer.weight.shape)}
+        hook_facts.record("norm_matrices", native.owner_of(layer.weight), matrices, **details)
+
+
+def on_reduce_gradients(optimizer: Any) -> None:
+    """Records that Opacus' optimizer sums up the ranks' gradients itself."""
+    if optimizer not in _reducing_optimizers:
+        _reducing_optimizers.add(optimizer)
+        hook_facts.record("gradients_reduced", 0, 0)
+
+
+def on_add_noise(optimizer: Any) -> None:
+    """Records, once per optimizer, the largest parameter and the gradients that `add_noise` is about to replace.
+
+    `add_noise` draws noise of each parameter's shape, and assigns a new tensor to each `p.grad`. The gradient that
+    autograd has accumulated there is used by ghost clipping only, not in the modes that clip per-sample gradients.
+    """
+    if optimizer in _noise_optimizers:
+        return
+    _noise_optimizers.add(optimizer)
+    sizes: dict[int, int] = {}
+    parameters: list[Any] = native.tensors_in(optimizer.param_groups)
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        owner, gradient = native.owner_of(parameter), parameter.grad
+        hook_facts.record("largest_parameter", owner, parameter.nbytes)
+        if (shard := getattr(parameter, "_local_tensor", None)) is not None:
+            hook_facts.record("sharded_parameter", owner, parameter.nbytes, shard_bytes=shard.nbytes)
+        if isinstance(optimizer, DPOptimizerFastGradientClipping) or gradient is None:
+            continue
+        if gradient.data_ptr() != parameter.summed_grad.data_ptr():
+            sizes[owner] = sizes.get(owner, 0) + gradient.nbytes
+    for owner, size in sizes.items():
+        hook_facts.record("replaced_gradients", owner, size)

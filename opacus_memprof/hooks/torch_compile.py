@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follows models through torch.compile and torch.jit.script.
+
+What they trace must be the program's own code, or their graphs would break. So scoped forwards are removed from what is
+compiled, and the model's two forward hooks run around the compiled call instead of inside it.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+from torch.jit import _recursive
+
+from opacus_memprof.hooks import shapes
+from opacus_memprof.hooks.attachment import Attachment
+from opacus_memprof.hooks.vocabulary import FORWARD, IDLE
+from opacus_memprof.recording import native, tracing
+
+# A model's forward pre-hook and forward hook.
+ModelHooks = tuple[Callable[[nn.Module, Any, Any], None], Callable[[nn.Module, Any, Any], None]]
+
+_followed: "weakref.WeakKeyDictionary[nn.Module, tuple[Attachment, ModelHooks]]" = weakref.WeakKeyDictionary()
+_compiled_results: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]]" = weakref.WeakKeyDictionary()
+# Compiling, at the first call, may run a backward pass, which resets the phase; the tag keeps it at forward.
+_FORWARD = native.Tag(phase=FORWARD)
+_METHODS_INSIDE_HOOKS = ("forward", "_call_impl")  # nn.Module calls them inside its hooks; Module.compile compiles one
+_running_calls = 0  # compiled calls of followed models that have not returned
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile traces the inside of `module`, where hooks would break its graphs."""
+    return tracing.is_compiled(module) or bool(_compiled_results.get(module))
+
+
+def hooks_suspended() -> bool:
+    """Whether the model's hooks must do nothing: they are being traced, or a wrapper around the compiled call has
+    called them already."""
+    return is_compiling() or _running_calls > 0
+
+
+def follow(attachment: Attachment, root: nn.Module, hooks: ModelHooks) -> None:
+    """Calls `hooks` around every compiled call of `root`, whether it is compiled already or later."""
+    attachment.set_entry(_followed, root, (attachment, hooks))
+    if root._compiled_call_impl is not None:
+        _wrap_compiled_call(attachment, root, "_compiled_call_impl", root)
+    for result in (root,) if tracing.is_compile_result(root) else _compiled_results.get(root, ()):
+        _wrap_compiled_call(attachment, result, "forward", root)
+
+
+def wrap_torch_compile(attachment: Attachment) -> None:
+    """Patches torch.compile, nn.Module.compile and torch.jit.script. A program that has imported `compile` by name
+    before gets the same results, from more graphs."""
+    attachment.replace_attribute(torch, "compile", _wrap_compile(torch.compile))
+    attachment.replace_attribute(nn.Module, "compile", _wrap_module_compile(nn.Module.compile))
+    create_script_module = tracing.hide_profiler_hooks(_recursive.create_script_module)
+    attachment.replace_attribute(_recursive, "create_script_module", create_script_module)
+
+
+def _wrap_compile(compile: Any) -> Any:
+    @functools.wraps(compile)
+    def wrapper(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        while isinstance(model, native.ScopedForward):  # from `torch.compile(model.forward)`
+            model = model.__wrapped__
+        modules = tracing.reachable_modules(model)
+        for module in modules:
+            _remove_wrappers(module)
+        result = compile(model, *args, **kwargs)
+        root = next((inside for module in modules for inside in module.modules() if inside in _followed), None)
+        if isinstance(model, nn.Module) and isinstance(result, nn.Module) and result is not model:
+            _compiled_results.setdefault(model, weakref.WeakSet()).add(result)
+            if root is not None:
+                _compiled_results.setdefault(root, weakref.WeakSet()).add(result)
+                _wrap_compiled_call(_followed[root][0], result, "forward", root)
+        elif root is not None and getattr(model, "__name__", "") not in _METHODS_INSIDE_HOOKS:
+            # A compiled function may be a whole training step, so its phase is left to what it calls.
+            result = _call_hooks_around(result, weakref.ref(root), contextlib.nullcontext())
+        return result
+
+    return wrapper
+
+
+def _wrap_module_compile(compile: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(compile)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        compile(self, *args, **kwargs)
+        if self in _followed:
+            _wrap_compiled_call(_followed[self][0], self, "_compiled_call_impl", self)
+
+    return wrapper
+
+
+def _remove_wrappers(module: nn.Module) -> None:
+    modules = set(module.modules())
+    for each in modules:
+        tracing.remove_scoped_forwards(each)
+    shapes.unwatch_modules(modules)
+
+
+def _wrap_compiled_call(attachment: Attachment, holder: nn.Module, name: str, root: nn.Module) -> None:
+    """Wraps the attribute `name` of `holder`, which is a compiled call of `root`."""
+    wrapper = _call_hooks_around(holder.__dict__[name], weakref.ref(root), _FORWARD)
+    holder.__dict__[name] = wrapper
+    attachment.on_detach(functools.partial(_restore, weakref.ref(holder), name, weakref.ref(wrapper)))
+
+
+def _restore(holder_ref: "weakref.ref[nn.Module]", name: str, wrapper_ref: "weakref.ref[Any]") -> None:
+    holder, wrapper = holder_ref(), wrapper_ref()
+    current: Any = None if holder is None else holder.__dict__.get(name)
+    if holder is not None and wrapper is not None and current is wrapper:
+        holder.__dict__[name] = wrapper.__wrapped__
+
+
+def _call_hooks_around(
+    call: Callable[..., Any], root_ref: "weakref.ref[nn.Module]", tag: AbstractContextManager[Any]
+) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        global _running_calls
+        root = root_ref()
+        if root is None or root not in _followed or hooks_suspended():
+            return call(*args, **kwargs)
+        forward_pre_hook, forward_hook = _followed[root][1]
+        forward_pre_hook(root, args, kwargs)
+        _running_calls += 1
+        try:
+            with tag:
+                output = call(*args, **kwargs)
+        except BaseException:
+            native.set_phase(IDLE)
+            raise
+        finally:
+            _running_calls -= 1
+        forward_hook(root, args, output)
+        return output
+
+    return wrapper

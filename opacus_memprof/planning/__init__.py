@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planning: what fits on a GPU, from runs of the program on virtual ones.
+
+virtual_run      one run in a process of its own, and what came of it
+changes          in that process: what a suggestion changes, and what Opacus was set up with
+arguments        values for the program's arguments
+search           the largest value that fits, by few runs
+runs             many runs side by side, kept in runs.jsonl
+verdict          whether one configuration fits, and what would make it fit
+table            the largest value for each mode and GPU
+poisson, draws   how probable it is that memory runs out where batch sizes are drawn
+report           plan.json, and a plan in plain words
+"""

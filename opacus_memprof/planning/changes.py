@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In the process of a planned run: applies what a suggestion changes, where the program need not be edited for it, and
+notes what Opacus was set up with. Imports Opacus, which the program has imported then."""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import opacus
+from opacus.utils import batch_memory_manager
+from opacus.utils.batch_memory_manager import BatchMemoryManager, wrap_data_loader
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+
+from opacus_memprof.clipping import FlashClipEngineMixin, register_norm_samplers
+
+_TWO_PASSES = ("ghost", "ghost_fsdp")  # their make_private returns the criterion too
+
+
+class OpacusSetup:
+    """Wraps make_private and BatchMemoryManager of Opacus, which the program is about to use.
+
+    Args:
+        changes: actions of a suggestion, and `drawn_batch`, the size of all batches that Poisson sampling draws;
+            `allocator_setting` is not applied here.
+
+    Attributes:
+        poisson: of the last loader that draws batch sizes its "samples", "rate" and "steps"; {} without one.
+    """
+
+    def __init__(self, changes: Sequence[Mapping[str, Any]]) -> None:
+        self.poisson: dict[str, Any] = {}
+        values = {change["kind"]: change.get("value", True) for change in changes}
+        self._mode: str | None = values.get("grad_sample_mode")
+        self._physical: int | None = values.get("max_physical_batch_size")
+        self._drops_gradients = "drop_gradients" in values
+        self._sets_to_none = "set_to_none" in values
+        if "drawn_batch" in values:
+            _fix_drawn_batches(values["drawn_batch"])
+        if "register_norm_samplers" in values:
+            register_norm_samplers()
+        original = opacus.PrivacyEngine.make_private
+
+        @functools.wraps(original)
+        def make_private(engine: Any, **kwargs: Any) -> Any:
+            return self._changed(original, engine, kwargs)
+
+        opacus.PrivacyEngine.make_private = make_private
+        if self._physical is not None:
+            self._limit_manager(self._physical)
+
+    def _changed(self, original: Any, engine: Any, kwargs: dict[str, Any]) -> Any:
+        before = kwargs.get("grad_sample_mode", "hooks")
+        mode = self._mode or before
+        if mode == "flash_clip" and not isinstance(engine, FlashClipEngineMixin):
+            engine.__class__ = type("PrivacyEngine", (FlashClipEngineMixin, type(engine)), {})
+        prepared = list(original(engine, **{**kwargs, "grad_sample_mode": mode}))
+        if before in _TWO_PASSES and mode not in _TWO_PASSES:
+            prepared.insert(2, kwargs["criterion"])
+        module, optimizer, loader = prepared[0], prepared[1], prepared[-1]
+        self._note_sampling(loader)
+        if self._drops_gradients:
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        if self._sets_to_none:
+            zero_grad = optimizer.zero_grad
+            optimizer.zero_grad = lambda set_to_none=True: zero_grad(True)
+        if self._physical is not None:
+            prepared[-1] = wrap_data_loader(data_loader=loader, max_batch_size=self._physical, optimizer=optimizer)
+        return tuple(prepared)
+
+    def _limit_manager(self, physical: int) -> None:
+        """A program that uses BatchMemoryManager already has a loader that is split twice: the smaller size counts."""
+        enter = BatchMemoryManager.__enter__
+
+        def __enter__(manager: Any) -> Any:  # noqa: N807
+            # The loader that make_private has returned is split already.
+            split = isinstance(manager.data_loader.batch_sampler, batch_memory_manager.BatchSplittingSampler)
+            return manager.data_loader if split else enter(manager)
+
+        BatchMemoryManager.__enter__ = __enter__
+
+    def _note_sampling(self, loader: Any) -> None:
+        sampler = getattr(loader, "batch_sampler", None)
+        rate = getattr(sampler, "sample_rate", None)
+        if rate is not None:
+            self.poisson = {"samples": len(loader.dataset), "rate": float(rate), "steps": len(loader)}
+
+
+def _fix_drawn_batches(size: int) -> None:
+    """Makes Poisson sampling draw this many samples for every batch, always the same."""
+
+    def __iter__(sampler: Any) -> Iterator[list[int]]:  # noqa: N807
+        yield from (list(range(min(size, sampler.num_samples))) for _ in range(sampler.steps))
+
+    UniformWithReplacementSampler.__iter__ = __iter__

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""plan.json, and a plan in plain words."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from opacus_memprof.planning.arguments import Range
+from opacus_memprof.planning.draws import TOLERATED, Draws
+from opacus_memprof.planning.table import Cell
+from opacus_memprof.planning.verdict import Advice, Verdict
+from opacus_memprof.planning.virtual_run import VirtualRun
+from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.virtual_gpu.devices import GPUS
+
+FORMAT = 1
+_MOST_WARNINGS = 3
+
+
+def gpu_name(kind: str, memory: int | None) -> str:
+    """`a virtual NVIDIA H200 (139.80 GiB)`."""
+    return f"a virtual {GPUS[kind].name} ({format_bytes(GPUS[kind].total_memory if memory is None else memory)})"
+
+
+def run_to_json(run: VirtualRun) -> dict[str, Any]:
+    """A run's part of plan.json, with units in the names of sizes."""
+    sizes = ("requested", "reserved", "may_reserve", "context")
+    return {f"{key}_bytes" if key in sizes else key: value for key, value in asdict(run).items()}
+
+
+def verdict_to_json(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "gpu": verdict.configuration.gpu,
+        "memory_bytes": verdict.configuration.memory,
+        "fits": verdict.run.fits,
+        "needed_bytes": verdict.needed,
+        "spare_bytes": verdict.spare,
+        "run": run_to_json(verdict.run),
+        "with_more_memory": None if verdict.whole is None else run_to_json(verdict.whole),
+        "advice": [
+            {
+                "title": one.title,
+                "code": one.code,
+                "predicted_peak_bytes": one.predicted,
+                "tried": None if one.tried is None or one.failure else run_to_json(one.tried),
+                "failure": one.failure,
+            }
+            for one in verdict.advice
+        ],
+    }
+
+
+def draws_to_json(draws: Draws) -> dict[str, Any]:
+    return {
+        **asdict(draws.largest),
+        "largest_batch_that_fits": draws.fits,
+        "ran": list(draws.ran),
+        "out_of_memory_probability": draws.probability,
+        "peaks": [
+            {"probability": probability, "batch": size, "requested_bytes": requested}
+            for probability, (size, requested) in draws.peaks.items()
+        ],
+        "max_physical_batch_size": draws.physical,
+        "with_it": None if draws.physical_run is None else run_to_json(draws.physical_run),
+    }
+
+
+def print_draws(draws: Draws, console: Console) -> None:
+    """The peak of the planned steps, and what is to be done against a batch that is too large."""
+    drawn = draws.largest
+    _print(
+        console,
+        f"\nbatches are drawn: each of {drawn.samples} samples with probability {drawn.rate:g}, {drawn.steps} times; "
+        "computed:",
+    )
+    for probability, (size, requested) in draws.peaks.items():
+        _print(
+            console,
+            f"  no batch is above {size} with probability {probability:g}; its peak is {format_bytes(requested)}",
+        )
+    ran = ", ".join(map(str, draws.ran))
+    color = "red" if draws.probability > TOLERATED else "green"
+    _print(console, f"  batches of up to {draws.fits} fit (ran: {ran})")
+    _print(console, f"  [{color}]probability of running out of memory: {draws.probability:.2g}[/]")
+    if draws.physical is not None and draws.physical_run is not None:
+        _print(
+            console,
+            f"  max_physical_batch_size={draws.physical} brings it below {TOLERATED:g}: tried, with "
+            f"{format_bytes(draws.physical_run.reserved or 0)} reserved",
+        )
+
+
+def cell_to_json(cell: Cell) -> dict[str, Any]:
+    line = cell.line
+    return {
+        "mode": cell.mode,
+        "gpu": cell.configuration.gpu,
+        "memory_bytes": cell.configuration.memory,
+        "largest": cell.largest,
+        "error": cell.error,
+        "computed": None if line is None else {"base_bytes": line.base, "bytes_per_value": line.slope},
+        "runs": [{"value": value, **run_to_json(run)} for value, run in sorted(cell.runs.items())],
+    }
+
+
+def print_verdict(verdict: Verdict, warnings: Sequence[str], console: Console) -> None:
+    """Whether it fits and by how much, because of what, and what to do."""
+    run, gpu = verdict.run, gpu_name(verdict.configuration.gpu, verdict.configuration.memory)
+    room = f"{format_bytes(run.may_reserve or 0)} that it may reserve"
+    taken = f"CUDA's context and libraries take {format_bytes(run.context or 0)}"
+    if run.fits:
+        _print(console, f"[bold green]fits[/] on {gpu}, with {format_bytes(verdict.spare)} to spare")
+        _print(console, f"  it reserves {format_bytes(verdict.needed)} at most of the {room} ({taken})")
+        if run.retries:
+            times = "once" if run.retries == 1 else f"{run.retries} times"
+            _print(console, f"  only just: torch had to give cached memory back {times} to go on")
+    else:
+        about = "" if verdict.whole is not None else "about "
+        lacking = format_bytes(max(-verdict.spare, 0))
+        if verdict.spare < 0:
+            _print(console, f"[bold red]does not fit[/] on {gpu}: {about}{lacking} too much")
+        else:  # fragments: with more memory it would have reserved less than it had here
+            _print(console, f"[bold red]does not fit[/] on {gpu}, for its memory is in fragments")
+        _print(console, f"  it needs {about}{format_bytes(verdict.needed)} of the {room} ({taken})")
+        _print(console, f"  memory ran out at {_place(run)}")
+    peak = run if run.fits else verdict.whole
+    if peak is not None and peak.requested is not None:
+        _print(console, f"  its peak of {format_bytes(peak.requested)} is mostly {_place(peak)}")
+    for number, one in enumerate(verdict.advice, 1):
+        _print(console, f"\n[bold]{number}. {escape(one.title)}[/]: {_outcome(one)}")
+        _print(console, f"   [cyan]{escape(one.code)}[/]")
+    if not run.fits and not verdict.advice:
+        _print(console, "\nNothing is known that would make it fit but a GPU with more memory.")
+    for warning in warnings[:_MOST_WARNINGS]:
+        _print(console, f"[yellow]note: {escape(warning)}[/]")
+
+
+def _outcome(advice: Advice) -> str:
+    run = advice.tried
+    if run is None:
+        return f"not tried, predicted peak {format_bytes(advice.predicted)}; it takes an edit of the program"
+    if advice.failure:
+        return f"not tried, predicted peak {format_bytes(advice.predicted)}; with it, {escape(advice.failure)}"
+    if not run.fits:
+        return "[yellow]tried: does not fit[/]"
+    return (
+        f"[green]tried: fits[/], with a peak of {format_bytes(run.requested or 0)} and "
+        f"{format_bytes(run.reserved or 0)} reserved"
+    )
+
+
+def _place(run: VirtualRun) -> str:
+    of = f" of {run.module}" if run.module else ""
+    return escape(f"{run.category.replace('_', ' ')}{of} in {run.phase.replace('_', ' ')}")
+
+
+def print_cells(cells: Sequence[Cell], searched: Range | None, console: Console) -> None:
+    """A line for each cell: the largest value that fits, and what it takes then."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    columns = ["mode"] if cells[0].mode is not None else []
+    columns += ["gpu", "fits" if searched is None else f"largest {searched.name}", "peak", "reserved", "may reserve"]
+    for column in columns:
+        table.add_column(escape(column), no_wrap=True)
+    for cell in cells:
+        name = [cell.mode] if cell.mode is not None else []
+        if cell.error and (searched is None or cell.largest is None):
+            table.add_row(*name, cell.configuration.gpu, "none" if cell.runs else "failed")
+            continue
+        run = cell.answer
+        assert run is not None
+        sizes = [format_bytes(size or 0) for size in (run.requested, run.reserved, run.may_reserve)]
+        what = ("yes" if run.fits else "no") if searched is None else str(cell.largest)
+        table.add_row(*name, cell.configuration.gpu, what, *sizes)
+    console.print(table)
+    for cell in cells:
+        if cell.error:
+            label = " on ".join([*([cell.mode] if cell.mode else []), cell.configuration.gpu])
+            _print(console, f"[yellow]{escape(label)}: {escape(cell.error)}[/]")
+        elif searched is not None and cell.largest is not None:
+            _print(console, _explained(cell, searched))
+
+
+def _explained(cell: Cell, searched: Range) -> str:
+    best, line = cell.largest, cell.line
+    assert best is not None
+    label = " on ".join([*([cell.mode] if cell.mode else []), cell.configuration.gpu])
+    end = "it is the range's end" if best == searched.high else f"{best + 1} was run and does not fit"
+    ran = ", ".join(str(value) for value in sorted(cell.runs))
+    grows = "" if line is None else f"; computed between the runs: {format_bytes(round(line.slope))} for each"
+    return f"{escape(label)}: {searched.name}={best} was run and fits, {end} (ran: {ran}){grows}"
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The largest value of an argument that fits, by few runs.
+
+A peak is the largest of many instants, each of which grows linearly with the batch: it is piecewise linear. A line
+through two runs that fit says where the memory ends; the value there and the next one are run, and where the line was
+wrong, what lies between is bisected. Reserved bytes say where memory ends while the allocator need not give anything
+back to the GPU; requested bytes, where it ends in any case.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_FEW_RUNS = 6  # then lines have been wrong too often, and each round also bisects
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run with one value: whether it fitted, and its peaks and what it may reserve, in bytes."""
+
+    fits: bool
+    requested: int
+    reserved: int
+    may_reserve: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """Bytes at a value: `base` + `slope` · value."""
+
+    base: float
+    slope: float
+
+    @classmethod
+    def through(cls, first: tuple[int, int], second: tuple[int, int]) -> "Line":
+        slope = (second[1] - first[1]) / (second[0] - first[0])
+        return cls(first[1] - slope * first[0], slope)
+
+    def value_at(self, size: int) -> int | None:
+        """The largest whole value with at most this size; None where the line does not grow."""
+        return None if self.slope <= 0 else int((size - self.base) // self.slope)
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """What runs have shown: `fitting` values below `bad`, the smallest that does not fit (None if not known)."""
+
+    fitting: tuple[int, ...]
+    bad: int | None
+
+    @classmethod
+    def of(cls, points: Mapping[int, Point]) -> "Bracket":
+        bad = min((value for value, point in points.items() if not point.fits), default=None)
+        return cls(tuple(sorted(value for value in points if bad is None or value < bad)), bad)
+
+
+def largest(points: Mapping[int, Point]) -> int | None:
+    """The largest value that has fitted, below the smallest that has not; None where none has."""
+    return max(Bracket.of(points).fitting, default=None)
+
+
+def requested_line(points: Mapping[int, Point]) -> Line | None:
+    """Requested bytes near the largest value that fits; None where fewer than two have fitted."""
+    anchors = _anchors(Bracket.of(points).fitting)
+    return None if anchors is None else _line(points, anchors, "requested")
+
+
+def next_values(points: Mapping[int, Point], low: int, high: int, width: int = 2) -> list[int]:
+    """The values from `low` to `high` to run next, side by side.
+
+    Args:
+        points: the runs so far.
+        width: how many there are processes for.
+
+    Returns:
+        [] when the largest value is known: it has fitted, and the next one has not or is beyond `high`; or `low` has
+        not fitted.
+    """
+    if low not in points:
+        return sorted({low, min(high, max(2 * low, low + 7))})
+    found = Bracket.of(points)
+    if not found.fitting:
+        return []
+    good, top = found.fitting[-1], high + 1 if found.bad is None else found.bad
+    if top == good + 1:
+        return []
+    anchors = _anchors(found.fitting)
+    by_reserved = by_requested = None
+    if anchors is not None:
+        room = points[good].may_reserve
+        by_reserved = _line(points, anchors, "reserved").value_at(room)
+        by_requested = _line(points, anchors, "requested").value_at(room)
+    if by_requested is None and found.bad is None:
+        return [high]  # nothing grows so far
+    contradicted = found.bad is not None and by_reserved is not None and by_reserved >= found.bad
+    if by_reserved is not None and good < by_reserved and not contradicted:
+        guess = min(by_reserved, top - 1)
+        chosen = {guess, guess + 1}
+        if len(points) >= _FEW_RUNS:
+            chosen.add((good + top) // 2)
+    else:
+        end = top if by_requested is None or by_requested < good else min(top, by_requested + 2)
+        chosen = {good + (end - good) * part // (width + 1) for part in range(1, width + 1)} | {good + 1}
+        if end < top:
+            chosen.add(end)
+        if len(chosen) > width:
+            chosen.discard(good + 1)
+    return sorted(value for value in chosen or {good + 1} if good < value < top and value not in points) or [good + 1]
+
+
+def _anchors(fitting: tuple[int, ...]) -> tuple[int, int] | None:
+    """Two values for a line that holds at the largest, not too close to each other: reserved bytes grow in steps."""
+    if len(fitting) < 2:
+        return None
+    good = fitting[-1]
+    return next((value for value in reversed(fitting) if value <= 0.9 * good), fitting[0]), good
+
+
+def _line(points: Mapping[int, Point], anchors: tuple[int, int], name: str) -> Line:
+    first, second = ((value, getattr(points[value], name)) for value in anchors)
+    return Line.through(first, second)

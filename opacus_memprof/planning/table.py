@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of a plan: a cell for each mode and GPU, with the largest value of an argument that fits there."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.planning.arguments import Range
+from opacus_memprof.planning.runs import PlannedRuns, Waiting
+from opacus_memprof.planning.search import Line, Point, largest, next_values, requested_line
+from opacus_memprof.planning.verdict import check_run
+from opacus_memprof.planning.virtual_run import Configuration, VirtualRun
+from opacus_memprof.profiles.units import format_bytes
+
+# What argparse, click and others print of an argument that they do not know.
+_REFUSALS = ("unrecognized arguments", "no such option", "unknown option", "unrecognized option")
+
+
+@dataclass
+class Cell:
+    """A mode on a GPU.
+
+    Attributes:
+        mode: what --modes names; None where it names none.
+        configuration: without a value for the argument that is searched.
+        runs: by value of the argument; by 0 where none is searched.
+        error: why the cell has no answer; "" otherwise.
+    """
+
+    mode: str | None
+    configuration: Configuration
+    runs: dict[int, VirtualRun] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def points(self) -> dict[int, Point]:
+        return {
+            value: Point(run.fits, run.requested or 0, run.reserved or 0, run.may_reserve or 0)
+            for value, run in self.runs.items()
+        }
+
+    @property
+    def largest(self) -> int | None:
+        """The largest value that fits; None where none does."""
+        return largest(self.points)
+
+    @property
+    def answer(self) -> VirtualRun | None:
+        """The run of the largest value that fits; where none is searched the only run."""
+        value = self.largest
+        return self.runs.get(0) if value is None else self.runs[value]
+
+    @property
+    def line(self) -> Line | None:
+        """Requested bytes by value, computed from the runs near the largest."""
+        return requested_line(self.points)
+
+
+def fill(runs: PlannedRuns, cells: Sequence[Cell], searched: Range | None, on_round: Callable[[int], object]) -> None:
+    """Runs what the cells need, side by side.
+
+    Args:
+        searched: the argument; None runs each cell once, as it is.
+        on_round: called with the number of runs that are started, whenever that has grown.
+
+    Raises:
+        MemprofError: of the only cell, or of each: the program has no such argument, its memory does not depend on it,
+            nothing fits, or as check_run does.
+    """
+    waiting = Waiting[tuple[int, int]](runs)
+    width = max(1, runs.workers // len(cells))
+    pending = [0] * len(cells)
+
+    def start(index: int) -> None:
+        cell = cells[index]
+        values = [0] if not cell.runs else []
+        if searched is not None:
+            values = next_values(cell.points, searched.low, searched.high, width)
+        for value in values:
+            configuration = cell.configuration
+            waiting.add((index, value), configuration if searched is None else searched.apply(configuration, value))
+        pending[index] = len(values)
+        on_round(len(values))
+
+    for index in range(len(cells)):
+        start(index)
+    for (index, value), run in waiting.ended():
+        cell = cells[index]
+        pending[index] -= 1
+        try:
+            _check(cell, searched, run)
+            cell.runs[value] = run
+        except MemprofError as error:
+            cell.error = cell.error or str(error)
+        if not pending[index] and not cell.error:
+            start(index)
+            if not pending[index] and searched is not None:
+                cell.error = _why_no_answer(cell, searched)
+    if all(cell.error for cell in cells):
+        raise MemprofError(cells[0].error)
+
+
+def _check(cell: Cell, searched: Range | None, run: VirtualRun) -> None:
+    """As check_run, with a sentence of its own for an argument that the program does not have."""
+    program = cell.configuration.program
+    if searched is not None and run.status == "failed":
+        words = run.last_words()
+        if any(refusal in words.lower() for refusal in _REFUSALS):
+            raise MemprofError(
+                f"{program.target} has no argument {searched.name} ({words}): name one that it has, as it is written "
+                "on its command line"
+            )
+    check_run(program, run)
+
+
+def _why_no_answer(cell: Cell, searched: Range) -> str:
+    if cell.largest is None:
+        run = cell.runs[searched.low]
+        report = run.oom_report() or {}
+        needed = report.get("needed", {}).get("bytes")
+        fitting = next((one for one in report.get("suggestions", ()) if one["fits"]), None)
+        needs = "" if needed is None else f" (it needs about {format_bytes(needed)})"
+        would = "use a GPU with more memory" if fitting is None else f"what would fit is {fitting['title']}"
+        return (
+            f"not even {searched.name}={searched.low} fits into the {format_bytes(run.may_reserve or 0)} that may be "
+            f"reserved on {cell.configuration.gpu}{needs}: {would}"
+        )
+    peaks = {run.requested for run in cell.runs.values()}
+    if len(cell.runs) > 1 and len(peaks) == 1 and all(run.fits for run in cell.runs.values()):
+        values = " and with ".join(str(value) for value in sorted(cell.runs))
+        return (
+            f"the memory of {cell.configuration.program.target} does not depend on {searched.name}: it peaks at "
+            f"{format_bytes(peaks.pop() or 0)} with {values}, so search another argument"
+        )
+    return ""

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether one configuration fits, by how much, and what would make it fit, tried on the virtual GPU."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.planning.arguments import with_argument
+from opacus_memprof.planning.runs import PlannedRuns
+from opacus_memprof.planning.virtual_run import LOG, Configuration, Program, VirtualRun
+
+LARGEST_MEMORY = 2**40  # the most that a virtual GPU can have: where it does not run out, it tells the whole peak
+_MOST_ADVICE = 4
+# Actions that need no change of the program's source; allocator_setting goes through the environment.
+_APPLICABLE = {
+    "allocator_setting",
+    "drop_gradients",
+    "grad_sample_mode",
+    "max_physical_batch_size",
+    "register_norm_samplers",
+    "set_to_none",
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A suggestion of the OOM report. Bytes.
+
+    Attributes:
+        tried: the run with it; None if it cannot be applied without editing the program.
+        failure: why it could not be tried although it can be applied; "" otherwise.
+    """
+
+    title: str
+    code: str
+    predicted: int
+    tried: VirtualRun | None
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The run as it is; and where it does not fit, the same on a GPU that is large enough, and advice.
+
+    Attributes:
+        whole: the run with more memory; None where the run fits, or where not even LARGEST_MEMORY was enough.
+        needed: bytes to reserve: measured where there is `whole`, and else what the OOM report computed.
+    """
+
+    configuration: Configuration
+    run: VirtualRun
+    whole: VirtualRun | None = None
+    needed: int = 0
+    advice: Sequence[Advice] = ()
+
+    @property
+    def spare(self) -> int:
+        """Bytes that are left of what may be reserved; less than 0 where it does not fit."""
+        return (self.run.may_reserve or 0) - self.needed
+
+
+def check_run(program: Program, run: VirtualRun) -> None:
+    """Refuses a run that tells nothing about memory.
+
+    Raises:
+        MemprofError: the program failed, used no GPU, or ended before it had trained a step.
+    """
+    log = Path(run.directory) / LOG
+    if run.status in ("failed", "killed"):
+        ended = "failed" if run.status == "failed" else "was killed"
+        reason = run.error or run.last_words()
+        raise MemprofError(f"{program.target} {ended} on the virtual GPU ({reason}): see {log}")
+    if run.requested is None:
+        raise MemprofError(f"{program.target} allocated nothing on the GPU: let it train on cuda (see {log})")
+    if run.fits and not run.steps:
+        raise MemprofError(
+            f"{program.target} ended before its first training step, whose memory a plan is about: let it make one or "
+            f"two (see {log})"
+        )
+
+
+def judge(runs: PlannedRuns, configuration: Configuration, mode_argument: str | None = None) -> Verdict:
+    """Runs a configuration, and tries advice where it does not fit.
+
+    Args:
+        mode_argument: the argument of the program that takes Opacus' grad_sample_mode, if there is one.
+
+    Raises:
+        MemprofError: see check_run and run_virtually.
+    """
+    (run,) = runs.all([configuration])
+    check_run(configuration.program, run)
+    if run.fits:
+        return Verdict(configuration, run, needed=run.reserved or 0)
+    report = run.oom_report() or {}
+    suggestions = _worth_trying(report.get("suggestions", ()))
+    changed = [_applied(configuration, one["actions"], mode_argument) for one in suggestions]
+    large = replace(configuration, memory=LARGEST_MEMORY)
+    whole, *tried = runs.all([large, *(one for one in changed if one is not None)])
+    results = iter(tried)
+    advice = []
+    for suggestion, applied in zip(suggestions, changed, strict=True):
+        result = None if applied is None else next(results)
+        failure = ""
+        if result is not None and (result.status in ("failed", "killed") or not result.requested):
+            failure = result.error or result.last_words() or "it used no GPU"
+        advice.append(
+            Advice(suggestion["title"], suggestion["code"], suggestion["predicted_peak_bytes"], result, failure)
+        )
+    computed = report.get("needed", {}).get("bytes", 0)
+    needed = (whole.reserved or 0) if whole.fits else max(computed, run.may_reserve or 0)
+    advice.sort(key=lambda one: not (one.tried is not None and one.tried.fits))  # stable: the least change first
+    return Verdict(configuration, run, whole if whole.fits else None, needed, advice)
+
+
+def _worth_trying(suggestions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The first few that are predicted to fit, and then those that can be tried though they are not."""
+    fitting = [one for one in suggestions if one["fits"] is not False]
+    others = [one for one in suggestions if one["fits"] is False and _is_applicable(one["actions"])]
+    return [*fitting, *others][:_MOST_ADVICE]
+
+
+def _is_applicable(actions: Sequence[Mapping[str, Any]]) -> bool:
+    return all(action["kind"] in _APPLICABLE for action in actions)
+
+
+def _applied(
+    configuration: Configuration, actions: Sequence[Mapping[str, Any]], mode_argument: str | None
+) -> Configuration | None:
+    """The configuration with these changes; None where that takes an edit of the program."""
+    if not _is_applicable(actions):
+        return None
+    changes = []
+    for action in actions:
+        if action["kind"] == "grad_sample_mode":
+            if mode_argument is not None:
+                program = configuration.program
+                arguments = with_argument(program.arguments, mode_argument, action["value"])
+                configuration = replace(configuration, program=replace(program, arguments=arguments))
+                continue
+            if action["value"] == "ghost":  # the program must take a criterion from make_private
+                return None
+        changes.append(dict(action))
+    return replace(configuration, changes=tuple(changes))

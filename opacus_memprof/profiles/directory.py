@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of one profile: one writer at a time, and nothing of anybody else's is overwritten.
+
+Needs no torch: `opacus-memprof run` claims its directory before the script has imported anything.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+from pathlib import Path
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.launch import Launch
+
+DEFAULT_DIRECTORY = "memprof_profile"
+EVENT_BYTES = 32  # a record of the event file
+DEFAULT_MAX_EVENTS = 2**25  # 1 GiB
+MOST_EVENTS = 2**40  # 32 TiB: a process can map that many
+
+EVENTS = "events.bin"
+META = "meta.json"
+SNAPSHOTS = "snapshots.jsonl"
+PROFILE = "profile.json"
+OOM_REPORTS = ("oom_report.txt", "oom_report.json", "oom_report.html")
+LOCK = ".lock"
+RANKS = "ranks.json"  # the summary of a job's ranks, above their directories
+RANK_DIRECTORY = re.compile(r"rank_(\d+)")
+PLAN = "plan.json"  # of `opacus-memprof plan`, beside the profile of the run that it is about
+PLANNED_RUNS = "runs.jsonl"  # the virtual runs of a plan, and RUNS their directories
+RUNS = "runs"
+REPORT = "memprof"  # what `opacus-memprof report` calls its files
+
+_FILES = (EVENTS, META, f"{META}.tmp", SNAPSHOTS, PROFILE, *OOM_REPORTS)
+
+# Some network and cluster file systems have no locks: there, nobody stops two profilers of one directory.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+
+_REPORTS = re.compile(rf"{REPORT}[.-].*")
+_MAGIC = b"OMEMPROF"  # kMagic of csrc/core/event.h
+_FIRST_BYTES = 5 * 1024 * 1024  # the event file's first chunk (4 MiB), its header and the small files
+
+
+def claim(path: str | os.PathLike[str]) -> "ProfileDirectory":
+    """`path` itself, or in one of several processes of a job that process' own directory in it, `rank_0`, `rank_1` …
+
+    Raises:
+        MemprofError: as ProfileDirectory does; or `path` holds something else than the ranks of a job; or the
+            launcher's variables make no sense.
+    """
+    launch = Launch.from_environment()
+    if launch is None:
+        return ProfileDirectory(path)
+    _refuse_all_but_ranks(Path(path).absolute())
+    return ProfileDirectory(Path(path) / f"rank_{launch.rank}", launch)
+
+
+def rank_directories(path: Path) -> dict[int, Path]:
+    """The directories of a job's ranks in `path`, by rank; {} where that is the profile of one process, or none."""
+    if not path.is_dir() or (path / EVENTS).exists():
+        return {}
+    found = {}
+    for entry in path.iterdir():
+        match = RANK_DIRECTORY.fullmatch(entry.name)
+        if match and entry.is_dir():
+            found[int(match[1])] = entry
+    return dict(sorted(found.items()))
+
+
+class ProfileDirectory:
+    """Claims `path` for this process until `release`; what an earlier profile left there stays until `clear`.
+
+    Attributes:
+        path: absolute.
+        launch: of a rank's directory, which process of the job this is.
+
+    Raises MemprofError when the directory cannot be written, holds files that are not a profile, is being
+    written by another profiler, or has no room for the first events.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], launch: Launch | None = None) -> None:
+        self.path = Path(path).absolute()  # the program may change its own
+        self.launch = launch
+        self._made = not self.path.exists()
+        _refuse_foreign_files(self.path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock: int | None = lock(self.path)
+        except OSError as error:
+            reason = "it is a file" if self.path.is_file() else error.strerror
+            raise MemprofError(f"cannot write a profile to {self.path} ({reason}): choose another directory") from error
+        self._pid = os.getpid()
+        free = shutil.disk_usage(self.path).free + sum(file.stat().st_size for file in self._files())
+        if free < _FIRST_BYTES:
+            self.release()
+            raise MemprofError(
+                f"the disk of {self.path} has {free / 2**20:.1f} MiB left and a profile needs at least "
+                f"{_FIRST_BYTES / 2**20:.0f} MiB: choose another directory"
+            )
+
+    def clear(self) -> None:
+        """Removes the profile that was there before; rank 0 also the summary of all ranks, and the ranks of an earlier
+        job that had more."""
+        for file in self._files():
+            file.unlink()
+        if self.launch is not None and self.launch.rank == 0:
+            (self.path.parent / RANKS).unlink(missing_ok=True)
+            for rank, directory in rank_directories(self.path.parent).items():
+                if rank >= self.launch.world_size:
+                    with contextlib.suppress(MemprofError, OSError):  # in use, or somebody else's
+                        left = ProfileDirectory(directory)
+                        left.clear()
+                        left.release()
+                        directory.rmdir()
+
+    def _files(self) -> list[Path]:
+        files = [self.path / name for name in _FILES]
+        return [file for file in files if file.is_file()]
+
+    def release(self) -> None:
+        """Lets another profiler have the directory; a directory that was made for nothing goes again."""
+        if self._lock is None:
+            return
+        if os.getpid() == self._pid:  # a forked child shares the lock and must not end it
+            with contextlib.suppress(OSError):
+                (self.path / LOCK).unlink(missing_ok=True)
+        os.close(self._lock)
+        self._lock = None
+        if self._made and os.getpid() == self._pid:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+
+
+def _refuse_foreign_files(path: Path) -> None:
+    """A directory is ours to replace when it is empty or its events.bin is a profiler's."""
+    if not path.is_dir():
+        return
+    try:
+        if _is_empty(path):
+            return
+        with open(path / EVENTS, "rb") as events:
+            if events.read(len(_MAGIC)) == _MAGIC:
+                return
+    except OSError:
+        pass
+    raise _foreign_files(path)
+
+
+def _foreign_files(path: Path) -> MemprofError:
+    return MemprofError(f"{path} holds files that are not a profile, which stay as they are: choose another directory")
+
+
+def refuse_what_stays(path: Path) -> None:
+    """For who clears `path` for another process: with the profile gone, that one takes what stays for foreign files.
+
+    Raises:
+        MemprofError: there is more than a profile, its reports and its ranks' directories.
+    """
+    ours = {*_FILES, LOCK, RANKS, *(rank.name for rank in rank_directories(path).values())}
+    if path.is_dir() and not all(entry.name in ours or _REPORTS.fullmatch(entry.name) for entry in path.iterdir()):
+        raise _foreign_files(path)
+
+
+def _refuse_all_but_ranks(path: Path) -> None:
+    """A job's directory is ours when it is empty or holds a rank's profile."""
+    if not path.is_dir() or rank_directories(path) or _is_empty(path):
+        return
+    what = "the profile of one process" if (path / EVENTS).exists() else "files that are not a profile of several ranks"
+    raise MemprofError(f"{path} holds {what}, which stays as it is: choose another directory")
+
+
+def _is_empty(path: Path) -> bool:
+    """But for a lock, and for the reports of a profile that was there."""
+    return all(entry.name == LOCK or _REPORTS.fullmatch(entry.name) for entry in path.iterdir())
+
+
+def lock(directory: Path) -> int:
+    """An open descriptor that holds the directory's lock. It is not inherited by programs that are executed.
+
+    Raises MemprofError where another profiler holds it, and OSError where the directory cannot be written.
+    """
+    path = directory / LOCK
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 32).decode(errors="replace")
+            os.close(descriptor)
+            raise MemprofError(
+                f"{directory} is being written by another profiler (process {owner}): "
+                "let it end, or choose another directory"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return descriptor
+        # The owner before may have removed the file between the two calls: then the lock is on nothing.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+                return descriptor
+        os.close(descriptor)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The structure of the result of an experiment's run, which docs/experiments.md explains.
+
+Fields that end in `_mb` are in MB of 2**20 bytes; the units of the others are those of profiles.profile.
+"""
+
+from typing import Any, Literal
+
+from msgspec import UNSET, UnsetType
+
+from opacus_memprof.profiles.json_object import FORMAT, JsonObject
+from opacus_memprof.profiles.profile import (
+    DeviceSnapshot,
+    FailedAllocation,
+    Finding,
+    Peak,
+    PhasePeak,
+    StepPeak,
+    Timeline,
+)
+
+
+class RunConfiguration(JsonObject):
+    """The fields of experiments.configuration.Configuration; those that later releases have added may be absent."""
+
+    model: str
+    mode: str
+    dtype: str
+    seq_length: int
+    batch_size: int
+    max_physical_batch_size: int | None
+    lora_rank: int | None
+    pretrained: bool | UnsetType = UNSET
+    task: str | UnsetType = UNSET
+    num_steps: int | UnsetType = UNSET
+    warmup_steps: int | UnsetType = UNSET
+    learning_rate: float | UnsetType = UNSET
+    sigma: float | UnsetType = UNSET
+    max_grad_norm: float | UnsetType = UNSET
+    seed: int | UnsetType = UNSET
+    device: str | UnsetType = UNSET
+    nproc: int | UnsetType = UNSET
+    checkpointing: bool | UnsetType = UNSET
+    dataset: str | UnsetType | None = UNSET
+    vocab_size: int | UnsetType | None = UNSET
+    hidden_dim: int | UnsetType | None = UNSET
+    num_layers: int | UnsetType | None = UNSET
+    num_heads: int | UnsetType | None = UNSET
+
+
+class RunProgress(JsonObject):
+    """What the run was doing last, the optimizer's steps that have ended, and how many there were to be."""
+
+    stage: str
+    steps_completed: int
+    steps: int
+
+
+class RunEnvironment(JsonObject):
+    """The device's name and memory, and versions; None where there is none, or it was not looked at."""
+
+    device_name: str | None
+    torch: str
+    opacus: str | None
+    device_bytes: int | None = None
+    cuda: str | None = None
+    transformers: str | None = None
+    peft: str | None = None
+    opacus_memprof: str | UnsetType = UNSET
+    python: str | UnsetType = UNSET
+    float32_matmul_precision: str | UnsetType = UNSET
+
+
+class DataSource(JsonObject):
+    """Where the batches came from: "snli", "own" or "synthetic", and a sentence on why."""
+
+    source: str
+    reason: str
+
+
+class StageSnapshot(DeviceSnapshot, kw_only=True):
+    """A snapshot between two stages of the run.
+
+    Attributes:
+        timestamp: seconds since 1970.
+        peak_bytes: the highest since the snapshot before; None where events are missing.
+    """
+
+    allocated_mb: float | None
+    reserved_mb: float | None
+    timestamp: float
+    peak_bytes: int | UnsetType | None = UNSET
+
+
+class RunTimeline(Timeline):
+    """A timeline of at most about 500 rows; without any where nothing was measured."""
+
+    event: list[int] = []
+    time_ns: list[int] = []
+    step: list[int] = []
+    logical_step: list[int] = []
+    bytes: list[int] = []
+    phase: list[str] = []
+    categories: dict[str, list[int]] = {}
+
+
+class BestSuggestion(JsonObject):
+    """The first suggestion of the latest failure's report."""
+
+    title: str
+    code: str
+    predicted_peak_bytes: int
+    fits: bool | None
+
+
+class AllocatorPeak(JsonObject):
+    """What torch's own allocator has counted at most."""
+
+    max_allocated_bytes: int
+    max_reserved_bytes: int
+
+
+class ExperimentResult(JsonObject, kw_only=True):
+    """The content of a result.json or MODE_result.json.
+
+    Attributes:
+        experiment: the mode.
+        status: "finished", "out_of_memory", "failed" or "killed".
+        error: a sentence on why it did not finish, or None. `refused`: whether the user can mend it.
+        parameters: `total` and `trainable`.
+        tax: what privacy costs, as analysis.tax.dp_tax returns it, where there was a run without.
+        avg_time_ms, step_times_ms: of the measured steps.
+        device: whose memory this is. `peak`, `phases`, `steps`, `out_of_memory`: as its profile.json has them.
+        peak_memory_mb: allocated at the peak. `breakdown`: then, by category.
+        oom_report: its path, from the file's directory. `profile`: the profile's directory, beside the file.
+        ranks: of several processes, the summary of all as ranks.json has it.
+    """
+
+    format: Literal[1] = FORMAT
+    experiment: str
+    config: RunConfiguration
+    status: str
+    error: str | None
+    refused: bool = False
+    progress: RunProgress
+    environment: RunEnvironment
+    data: DataSource | None
+    parameters: dict[str, int] | None = None
+    tax: dict[str, Any] | None = None
+    avg_time_ms: float | None
+    step_times_ms: list[float] = []
+    device: str | None = None
+    started_unix_ns: int | None = None
+    peak_memory_mb: float | None
+    breakdown: dict[str, float] | None
+    snapshots: list[StageSnapshot]
+    peak: Peak | None
+    phases: dict[str, PhasePeak]
+    steps: list[StepPeak] = []
+    out_of_memory: list[FailedAllocation]
+    timeline: RunTimeline
+    findings: list[Finding]
+    warnings: list[str] = []
+    oom_suggestion: BestSuggestion | None = None
+    allocator_peak: AllocatorPeak | None = None
+    oom_report: str | None = None
+    profile: str | UnsetType = UNSET
+    ranks: dict[str, Any] | UnsetType | None = UNSET

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON objects whose fields are known: the base of the structures that files hold, how they are read and written."""
+
+import json
+import re
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+from msgspec import UNSET
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.files import read_object
+
+FORMAT: Final = 1  # of all files of a profile, and of results of experiments
+REMEDY = "profile again"
+
+T = TypeVar("T", bound="JsonObject")
+
+
+class JsonObject(msgspec.Struct, kw_only=True, eq=False):
+    """A JSON object with known fields.
+
+    Fields are attributes, `profile.devices`. What reads the file as plain JSON also reads this: `profile["devices"]`,
+    `profile.get("virtual")`, `{**peak}`, and comparisons with plain dicts. A field that is UNSET is absent.
+    """
+
+    def keys(self) -> KeysView[str]:
+        return self._content().keys()
+
+    def values(self) -> ValuesView[Any]:
+        return self._content().values()
+
+    def items(self) -> ItemsView[str, Any]:
+        return self._content().items()
+
+    def _content(self) -> dict[str, Any]:
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {name: value for name, value in fields.items() if value is not UNSET}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return getattr(self, key) if key in self else default
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.__struct_fields__ and getattr(self, str(key)) is not UNSET
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (JsonObject, dict)):
+            return NotImplemented
+        return self._content() == dict(other)
+
+    def __ne__(self, other: object) -> bool:  # msgspec's own would compare by type
+        return not self == other
+
+
+def to_json(content: Any, indent: int | None = None) -> str:
+    """One JSON document and a newline. Text that is not Unicode, as in some file names, is escaped."""
+    separators = (",", ":") if indent is None else None
+    return json.dumps(content, indent=indent, separators=separators, default=msgspec.to_builtins) + "\n"
+
+
+def read_json_object(path: Path, kind: type[T], remedy: str = REMEDY) -> T:
+    """The structure in a file.
+
+    Raises:
+        MemprofError: it cannot be read, is of a newer format, or lacks a field or has one of another type; `remedy` is
+            what to do then.
+    """
+    content = read_object(path, remedy)
+    refuse_other_format(path, content, remedy)
+    return from_plain(content, kind, str(path), remedy)
+
+
+def from_plain(content: Any, kind: type[T], source: str, remedy: str = REMEDY) -> T:
+    """The structure that `content`, plain JSON, holds. `source` is what the message names, as which it raises."""
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise MemprofError(f"{source} {_in_words(content, kind, error)}: {remedy}") from None
+
+
+def refuse_other_format(path: Path, content: dict[str, Any], remedy: str = REMEDY) -> None:
+    """Raises MemprofError where `content` has another `format` than this release writes."""
+    found = content.get("format")
+    if found == FORMAT:
+        return
+    if not isinstance(found, int) or isinstance(found, bool) or found < FORMAT:
+        raise MemprofError(f"{path} is not the profiler's, for its format is {found!r}: {remedy}")
+    versions = content.get("versions") or content.get("environment")
+    writer = versions.get("opacus_memprof") if isinstance(versions, dict) else None
+    needed = f"opacus-memprof {writer}, which wrote it, or newer" if writer else "a newer opacus-memprof"
+    raise MemprofError(f"{path} has format {found}, and this release reads up to {FORMAT}: read it with {needed}")
+
+
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "object": "an object",
+    "array": "a list",
+    "null": "null",
+}
+
+
+def _in_words(content: Any, kind: type[JsonObject], error: msgspec.ValidationError) -> str:
+    """What is wrong, from msgspec's "Expected `int`, got `str` - at `$.devices[...].peak`"."""
+    problem, _, at = str(error).partition(" - at `$")
+    place = _place(content, kind, str(error), at.rstrip("`"))
+    if problem.startswith("Object missing required field"):
+        field = problem.split("`")[1]
+        return f"is not the profiler's, for it lacks {f'{place}.{field}' if place else field}"
+    words = [_TYPES.get(name, name) for part in problem.split("`")[1::2] for name in part.split(" | ")]
+    if not problem.startswith("Expected") or len(words) < 2:
+        return f"is not the profiler's ({problem}{f' in {place}' if place else ''})"
+    return f"is not the profiler's, for {place or 'it'} should be {' or '.join(words[:-1])} and is {words[-1]}"
+
+
+def _place(content: Any, kind: type[JsonObject], message: str, path: str) -> str:
+    """msgspec's path with the keys of dicts, which it writes as `[...]`. Changes `content`."""
+    place, inside = "", content
+    for name, index in re.findall(r"\.(\w+)|\[(\d+|\.{3})\]", path):
+        if index.isdecimal():
+            place, inside = f"{place}[{index}]", inside[int(index)]
+            continue
+        key = name or _wrong_key(inside, content, kind, message)
+        place, inside = f"{place}.{key}", inside[key]
+    return place.removeprefix(".")
+
+
+def _wrong_key(inside: dict[str, Any], content: Any, kind: type[JsonObject], message: str) -> str:
+    """The key of `inside`, a part of `content`, of which alone msgspec says the same. The others are removed."""
+    for key, value in list(inside.items()):
+        inside.clear()
+        inside[key] = value
+        try:
+            msgspec.convert(content, kind)
+        except msgspec.ValidationError as error:
+            if str(error) == message:
+                return key
+    raise AssertionError(message)

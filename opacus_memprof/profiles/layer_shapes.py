@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shapes of the model and of its activations, as hooks have recorded them. From these, the report of a run that ran
+out of memory computes what the rest of the step needs.
+
+They are numbers and names, as many as the model has modules, and the latest few thousand batch sizes.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+_BATCHES = 4096
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The parameters of a module that are trained, without those of its submodules.
+
+    Attributes:
+        kind: the class' name.
+        bytes: of the parameters.
+        weight, bias: their elements; all that is not bias is weight.
+        rows, columns: of the weight, flattened from its second dimension on; 0 without such a weight.
+        groups, kernel_positions: of a convolution: its groups, and the number of elements of its kernel (9 for 3x3).
+        norm_sampler: whether Opacus has a norm sampler for this class, for ghost clipping.
+    """
+
+    kind: str
+    bytes: int
+    weight: int
+    bias: int
+    rows: int
+    columns: int
+    norm_sampler: bool
+    groups: int = 1
+    kernel_positions: int = 1
+
+
+@dataclass(frozen=True)
+class CaptureShape:
+    """The input and output of a module in its largest forward pass.
+
+    Attributes:
+        samples: the first dimension of the input. tokens: positions of each sample: the dimensions between batch and
+        features, or a convolution's output positions. input_bytes, output_bytes: of all samples. element_bytes: of an
+        element of the output. from_leaf: the input needs no gradient. layout_copied: of a convolution: its library
+        computes in another memory layout than its tensors have.
+    """
+
+    samples: int
+    tokens: int
+    input_bytes: int
+    output_bytes: int
+    element_bytes: int
+    from_leaf: bool
+    layout_copied: bool = False
+
+
+@dataclass
+class TrainingShapes:
+    """The shapes of the model, its activations, its batches and its optimizer.
+
+    Attributes:
+        mode: Opacus' grad_sample_mode ("fast" for ghost without norm samplers), "flash_clip", or "" for a model without
+            Opacus.
+        mean_loss: the loss is averaged over samples, so that Opacus' hooks scale a copy of the output's gradients.
+        modules: by name, in the model's order.
+        forwards: by name, in the order of the first forward pass.
+        optimizer: the class' name.
+        state_tensors: tensors of a parameter's shape that the optimizer keeps for each parameter.
+        step_temporaries: such tensors that its step allocates for all parameters at once, if it is a foreach step.
+        keeps_gradients: p.grad outlives zero_grad; None if that was not seen.
+        batches: (physical step, samples) whenever the number of samples changed.
+        unreleased: the batch sizes of the forward passes since a backward last released all of Opacus' captures, the
+            latest one last.
+        released: the most forward passes whose captures a backward has released together.
+        multiprocessors: of the GPU; 0 without one.
+        flash_clip_refusal: why flash_clip cannot clip the model; None if it can.
+    """
+
+    mode: str = ""
+    mean_loss: bool = True
+    modules: dict[str, LayerShape] = field(default_factory=dict)
+    forwards: dict[str, CaptureShape] = field(default_factory=dict)
+    optimizer: str = ""
+    state_tensors: int = 0
+    step_temporaries: int = 0
+    keeps_gradients: bool | None = None
+    batches: "deque[tuple[int, int]]" = field(default_factory=lambda: deque(maxlen=_BATCHES))
+    unreleased: "deque[int]" = field(default_factory=lambda: deque(maxlen=_BATCHES))
+    released: int = 1
+    multiprocessors: int = 0
+    flash_clip_refusal: Callable[[], str | None] = lambda: "no model is followed"
+
+    @property
+    def trained_bytes(self) -> int:
+        return sum(module.bytes for module in self.modules.values())
+
+    @property
+    def stray_samples(self) -> tuple[int, ...]:
+        """The batch sizes of stray forward passes: those before the latest whose captures no backward has released.
+        Empty if a backward has released as many before, or if the latest batch is the largest: Opacus sizes per-sample
+        gradients by the largest batch that it has captured."""
+        *before, latest = self.unreleased or (0,)
+        strays = len(before) >= self.released and max(before, default=0) > latest
+        return tuple(before) if strays else ()
+
+    def batch_size_in(self, step: int) -> int | None:
+        """The samples of the last forward pass of a physical step; None if none was seen."""
+        result = None
+        for first_step, samples in self.batches:
+            if first_step > step:
+                break
+            result = samples
+        return result

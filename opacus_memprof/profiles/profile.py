@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The structure of profile.json, the one summary that every report reads.
+
+Sizes are bytes; `unix_ns` are nanoseconds since 1970, `time_ns` since recording began; steps count from 0. `step` is a
+physical one (a call of optimizer.step), `logical_step` one of the privacy accountant. `event` is the number of a record
+in events.bin, None where that has none of this instant. `categories` are bytes by category of reports.
+"""
+
+from typing import Literal
+
+from msgspec import UNSET, UnsetType
+
+from opacus_memprof.profiles.json_object import FORMAT, JsonObject
+from opacus_memprof.profiles.launch import Launch
+
+Sizes = dict[str, int]  # bytes by category
+Groups = dict[str, Sizes]  # by module, phase, op … what each has
+
+
+class HookedActivations(JsonObject):
+    """The two parts of the category activation_hooks.
+
+    Attributes:
+        shared_with_autograd: bytes of captured layer inputs that autograd holds as well.
+        opacus_only: bytes of those that only Opacus holds.
+    """
+
+    shared_with_autograd: int
+    opacus_only: int
+
+
+class Block(JsonObject):
+    """A live block: its category and module, and the op, step and phase of its birth."""
+
+    bytes: int
+    category: str
+    module: str
+    op: str
+    step: int
+    phase: str
+
+
+class Peak(JsonObject, kw_only=True):
+    """The first instant of a device's highest requested bytes.
+
+    Attributes:
+        requested_bytes: the sum of `categories`.
+        counted_bytes: what the allocator itself counted as requested then; None where nobody counts.
+        allocated_bytes, reserved_bytes: what the allocator counted then, or None.
+        rounding: allocated_bytes less requested_bytes, or None.
+        cached: reserved_bytes less allocated_bytes, or None.
+        source: "events", or "counters" where the peak came after the event file was full: then without modules, and
+            with forward_undecided.
+        categories: every built-in category, and the program's own that have bytes.
+        remainder_bytes: requested_bytes less the sum of `categories`: 0, or a defect of the profiler.
+        activation_hooks: the two parts of that category.
+        shared_captures: by module its share of activation_hooks.shared_with_autograd.
+        modules: bytes by module and category; "" is no module.
+        born_in, ops, streams, threads: bytes by category, by the phase, op, stream and thread of a block's birth.
+        largest_blocks: at most 50. `newest_blocks`: at most 10, the newest first.
+        components: bytes by component (attention, mlp …) and category.
+        module_tree: bytes of each module and all modules inside it; "" is the whole.
+    """
+
+    requested_bytes: int
+    counted_bytes: int | None = None
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    rounding: int | None = None
+    cached: int | None = None
+    source: str
+    event: int | None
+    unix_ns: int
+    step: int
+    logical_step: int | None
+    phase: str
+    categories: Sizes
+    remainder_bytes: int
+    activation_hooks: HookedActivations
+    shared_captures: Sizes = {}
+    modules: Groups
+    born_in: Groups
+    ops: Groups
+    streams: Groups
+    threads: Groups
+    largest_blocks: list[Block]
+    newest_blocks: list[Block]
+    components: Groups
+    module_tree: Sizes
+
+
+class PhasePeak(JsonObject):
+    """The highest instant of a phase."""
+
+    peak_bytes: int
+    event: int
+    unix_ns: int
+    step: int
+    logical_step: int
+    categories: Sizes
+
+
+class StepPeak(JsonObject):
+    """The highest instant of a physical step, the bytes that it leaves at its end, and whether it has ended."""
+
+    peak_bytes: int
+    end_bytes: int
+    complete: bool
+    event: int
+    unix_ns: int
+    step: int
+    logical_step: int
+    phase: str
+    categories: Sizes
+
+
+class DeviceSnapshot(JsonObject):
+    """One device at a call of session.snapshot.
+
+    Attributes:
+        allocated_bytes, reserved_bytes, rounding, cached, outside_pytorch, remainder: as a snapshot counted them (see
+            DeviceCount); absent where snapshots.jsonl does not have it.
+    """
+
+    index: int
+    name: str
+    requested_bytes: int
+    event: int | None
+    unix_ns: int
+    step: int
+    logical_step: int
+    phase: str | None
+    categories: Sizes
+    allocated_bytes: int | UnsetType | None = UNSET
+    reserved_bytes: int | UnsetType | None = UNSET
+    rounding: int | UnsetType | None = UNSET
+    cached: int | UnsetType | None = UNSET
+    outside_pytorch: int | UnsetType | None = UNSET
+    remainder: int | UnsetType | None = UNSET
+
+
+class FailedAllocation(JsonObject):
+    """An allocation of requested_bytes that failed, for `category`, `module` and `op`, and what was live then."""
+
+    requested_bytes: int
+    live_bytes: int
+    category: str
+    module: str
+    op: str
+    event: int
+    unix_ns: int
+    step: int
+    logical_step: int
+    phase: str
+    categories: Sizes
+
+
+class Timeline(JsonObject):
+    """Columns of equal length. A row is the highest instant of a run of events; the peak is always among them."""
+
+    event: list[int]
+    time_ns: list[int]
+    step: list[int]
+    logical_step: list[int]
+    bytes: list[int]
+    phase: list[str]
+    categories: dict[str, list[int]]
+
+
+class Device(JsonObject):
+    """One device.
+
+    Attributes:
+        phases: by name.
+        steps: at most 600, in order; `steps_left_out` are beyond them.
+        out_of_memory: allocations that failed.
+        end_bytes: live at the end.
+    """
+
+    peak: Peak
+    phases: dict[str, PhasePeak]
+    steps: list[StepPeak]
+    steps_left_out: int
+    snapshots: list[DeviceSnapshot]
+    out_of_memory: list[FailedAllocation]
+    timeline: Timeline
+    end_bytes: int
+
+
+class GrowthSite(JsonObject):
+    """Where a finding's blocks were made: `blocks` of them by so many `steps`, with `bytes` in all."""
+
+    module: str
+    phase: str
+    op: str
+    bytes: int
+    blocks: int
+    steps: int
+
+
+class Finding(JsonObject):
+    """A defect of the run.
+
+    Attributes:
+        module: the innermost one that holds all of it; "" is the model, or no module.
+        bytes: what it costs.
+        evidence: a sentence on what was seen. `remedy`: what to change.
+        device: on which it costs them. `category`: of growing memory.
+        modules: bytes by module. `captures`: their number by module. `sites`: where growing memory is made.
+        gradient_bytes: what ghost clipping avoids. `parameter_bytes`, `shard_bytes`: of the largest parameter.
+        ranks: of a job's summary, who has found it.
+        severity: of the toolkit's findings.
+    """
+
+    kind: str
+    module: str
+    bytes: int
+    evidence: str
+    remedy: str
+    device: str | UnsetType = UNSET
+    category: str | UnsetType = UNSET
+    captures: dict[str, int] | UnsetType = UNSET
+    modules: Sizes | UnsetType = UNSET
+    sites: list[GrowthSite] | UnsetType = UNSET
+    gradient_bytes: int | UnsetType = UNSET
+    parameter_bytes: int | UnsetType = UNSET
+    shard_bytes: int | UnsetType = UNSET
+    ranks: list[int] | UnsetType = UNSET
+    severity: Literal["warning", "error"] | UnsetType = UNSET
+
+
+class EventCounts(JsonObject):
+    """Of events.bin: records, events that found no room, how many it may hold, whether recording ended in good order,
+    and by kind what contradicts itself (0 in a whole file)."""
+
+    recorded: int
+    dropped: int
+    capacity: int
+    closed: bool
+    contradictions: dict[str, int]
+
+
+class UnknownUse(JsonObject):
+    """An operation that needed what a virtual GPU does not compute: at which line ("file:line"; "" where no line of the
+    program called it), and how often."""
+
+    operation: str
+    line: str
+    count: int
+
+
+class VirtualGpus(JsonObject):
+    """The virtual GPUs of a run, and what they could not know. meta.json, of a killed run the profile too, has only the
+    first four.
+
+    Attributes:
+        gpu: the kind, as h200. `name`: what torch calls it. `memory_bytes`: of one. `devices`: how many there are.
+        unknown_reads: what the host read that was not computed. `assumed_shapes`: shapes that a bound stands for.
+        not_computed: by operation, how often the CPU could not carry it out.
+        default_answers: by symbol, calls that were answered with success and nothing else.
+    """
+
+    gpu: str
+    name: str
+    memory_bytes: int
+    devices: int
+    unknown_reads: list[UnknownUse] | UnsetType = UNSET
+    assumed_shapes: list[UnknownUse] | UnsetType = UNSET
+    not_computed: dict[str, int] | UnsetType = UNSET
+    default_answers: dict[str, int] | UnsetType = UNSET
+
+
+class Profile(JsonObject, kw_only=True):
+    """The content of profile.json.
+
+    Attributes:
+        format: 1.
+        versions: by package; None where there is none.
+        virtual: of a run on virtual GPUs; absent for real ones.
+        status: "finished", "failed", "out_of_memory", "killed" or "running".
+        exit_code: the program's; None where nobody knows.
+        error: what ended the program, in a line, or None.
+        command: the program's sys.argv.
+        launch: which of several ranks this is; None for one process.
+        devices: by name, as "cuda:0".
+        components: the user's own rules, regular expression → component.
+        warnings: sentences on what the profile cannot know.
+    """
+
+    format: Literal[1] = FORMAT
+    versions: dict[str, str | None]
+    virtual: VirtualGpus | UnsetType = UNSET
+    status: str
+    exit_code: int | None = None
+    error: str | None = None
+    command: list[str] = []
+    launch: Launch | None = None
+    pid: int
+    started_unix_ns: int
+    ended_unix_ns: int
+    events: EventCounts
+    devices: dict[str, Device]
+    components: dict[str, str] = {}
+    findings: list[Finding]
+    warnings: list[str]

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JSON schemas of the files, made from their structures: `python -m opacus_memprof.profiles.schemas docs/schemas`
+writes them."""
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from opacus_memprof.profiles.baseline import BaselineFile
+from opacus_memprof.profiles.experiment_result import ExperimentResult
+from opacus_memprof.profiles.job_summary import JobSummary
+from opacus_memprof.profiles.json_object import JsonObject
+from opacus_memprof.profiles.live_memory import Snapshot
+from opacus_memprof.profiles.meta import Meta
+from opacus_memprof.profiles.oom_report import OomReport
+from opacus_memprof.profiles.profile import Profile
+
+STRUCTURES: dict[str, type[JsonObject]] = {
+    "profile": Profile,
+    "meta": Meta,
+    "snapshots.line": Snapshot,
+    "ranks": JobSummary,
+    "oom_report": OomReport,
+    "experiment_result": ExperimentResult,
+    "baseline": BaselineFile,
+}
+
+
+def schema_of(kind: type[JsonObject]) -> dict[str, Any]:
+    """JSON Schema 2020-12. Keys that it does not name are allowed: later releases may add some."""
+    schema = msgspec.json.schema(kind)
+    for part in schema["$defs"].values():
+        part["description"] = inspect.cleandoc(part["description"])
+        if "format" in part["properties"]:  # its default is for those who write
+            part["required"] = ["format", *part.get("required", ())]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def schema_files() -> dict[str, str]:
+    """By file name, the content."""
+    return {
+        f"{name}.schema.json": json.dumps(schema_of(kind), indent=1, ensure_ascii=False) + "\n"
+        for name, kind in STRUCTURES.items()
+    }
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in schema_files().items():
+        (folder / name).write_text(content, encoding="utf-8")

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A session for one test, whose profile contains the test's own memory only: it begins clean, leaves blocks of earlier
+tests out, and affects no later test."""
+
+import contextlib
+import gc
+import importlib
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from opacus.grad_sample import AbstractGradSampleHooks, GradSampleModule
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.hooks import Attachment
+from opacus_memprof.hooks.privacy_engine import wrap_make_private
+from opacus_memprof.hooks.vocabulary import UNATTRIBUTED
+from opacus_memprof.profiles.categories import reported_name
+from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS
+from opacus_memprof.profiles.profile import Device
+from opacus_memprof.pytest_plugin.event_filter import Block, TestEvents
+from opacus_memprof.recording import native
+from opacus_memprof.session import Session
+
+_MODES = {
+    "GradSampleModule": "hooks",
+    "GradSampleHooks": "hooks",
+    "GradSampleModuleExpandedWeights": "ew",
+    "GradSampleModuleFastGradientClipping": "ghost",
+    "GradSampleHooksFastGradientClipping": "ghost",
+    "GradSampleModuleFastGradientClippingFSDP": "ghost_fsdp",
+    "GradSampleHooksFastGradientClippingFSDP": "ghost_fsdp",
+    "GradSampleModuleNoOp": "no_op",
+    "GradSampleHooksNoOp": "no_op",
+    "GradSampleModuleFlashClip": "flash_clip",
+    "FlashClipHooks": "flash_clip",
+}
+_frozen_tensors: list["weakref.ref[torch.Tensor]"] = []
+
+
+def freeze_imported_objects() -> None:
+    """Exempts the objects that imports have created from garbage collection. Collecting before each test then takes
+    milliseconds, instead of a tenth of a second for torch's objects."""
+    importlib.import_module("torch._dynamo")  # has a third of them, and is imported when an optimizer is first used
+    gc.collect()
+    _frozen_tensors.extend(weakref.ref(tensor) for tensor in _tensors(gc.get_objects()))
+    gc.freeze()
+
+
+def unfreeze() -> None:
+    """Undoes `freeze_imported_objects`."""
+    _frozen_tensors.clear()
+    gc.unfreeze()
+
+
+class CleanSession(Session):
+    """The session of one test. It attaches what any PrivacyEngine makes private.
+
+    Args:
+        directory: of the profile.
+        keep: whether to write profile.json at the end.
+
+    Attributes:
+        modes: the grad-sample modes of the models that were attached.
+    """
+
+    def __init__(self, directory: Path, *, keep: bool) -> None:
+        super().__init__(directory, device="auto", max_events=DEFAULT_MAX_EVENTS)
+        self._keep = keep
+        self.modes: set[str] = set()
+        self._engines = Attachment()
+
+    def start(self) -> None:
+        """Frees unreachable objects of earlier tests, and starts recording."""
+        for name in ("last_type", "last_value", "last_traceback", "last_exc"):  # keep frames of a failed test alive
+            if hasattr(sys, name):
+                delattr(sys, name)
+        empty_caches()
+        super().start()
+        wrap_make_private(self._engines, self._follow)
+
+    def attach(self, *objects: Any) -> None:
+        """As Session.attach. A PrivacyEngine is attached already."""
+        self.modes.update(_mode(target) for target in objects if isinstance(target, AbstractGradSampleHooks))
+        super().attach(*objects)
+
+    def devices_so_far(self) -> dict[str, Device]:
+        """The devices of profile.json so far, for the test's own memory.
+
+        Raises:
+            MemprofError: the event file is full, so that later events are missing.
+        """
+        if native.events_status()["dropped"]:
+            raise MemprofError(
+                f"a profile holds {DEFAULT_MAX_EVENTS} events and the test made more: let it train fewer steps"
+            )
+        native.write_meta()
+        return self._test_events().profile().devices
+
+    def breakdown(self) -> dict[str, dict[str, int]]:
+        """As Session.breakdown, for the test's own memory. The two categories of captured activations are added up."""
+        result: dict[str, dict[str, int]] = {}
+        for block in _without(self._test_events().foreign_blocks):
+            category = reported_name(block["category"])
+            sizes = result.setdefault(block["device"], {})
+            sizes[category] = sizes.get(category, 0) + block["bytes"]
+        return result
+
+    def leaked_blocks(self) -> list[dict[str, Any]]:
+        """The live blocks that did not exist when the test began."""
+        return _without(self._test_events().earlier_blocks)
+
+    def end(self, status: str, exit_code: int, error: str | None = None) -> None:
+        """Closes the session, as `close`. Blocks that are still live become unattributed, so that they count in a later
+        test only if it attaches them."""
+        self._engines.detach()
+        try:
+            if self._keep:
+                self.close(status, exit_code, error)
+            else:
+                self.discard()
+        finally:
+            _make_live_unattributed()
+
+    def _test_events(self) -> TestEvents:
+        return TestEvents(self.directory, native.events_status()["written"])
+
+    def _follow(self, prepared: Any) -> Attachment:
+        self.attach(*prepared)
+        return Attachment()  # the session detaches it
+
+
+def empty_caches() -> None:
+    """Frees memory that only reference cycles and caches keep alive."""
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # Each test then allocates the workspaces that it needs, and they do not count as leaks.
+        with contextlib.suppress(RuntimeError):  # the device is in an error state, which the test itself will report
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+
+
+def _make_live_unattributed() -> None:
+    """Retags all live blocks as unattributed, so that they count in a later test only if it attaches them."""
+    addresses = {block["address"] for block in native.live_blocks() if block["category"] != "unattributed"}
+    if addresses:
+        frozen = [tensor for reference in _frozen_tensors if (tensor := reference()) is not None]
+        for tensor in [*frozen, *_tensors(gc.get_objects())]:
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # tensors without storage
+                if tensor.untyped_storage().data_ptr() in addresses:
+                    native.retag(tensor, UNATTRIBUTED, 0)
+
+
+def _tensors(objects: list[Any]) -> list[torch.Tensor]:
+    # `type(...)` instead of isinstance: some lazy objects import modules when their __class__ is read.
+    return [each for each in objects if issubclass(type(each), torch.Tensor)]
+
+
+def _without(blocks: set[Block]) -> list[dict[str, Any]]:
+    live = native.live_blocks()
+    return [block for block in live if (_number(block["device"]), block["address"]) not in blocks]
+
+
+def _number(device: str) -> int:
+    """The number of a device in the event file: 0 is the CPU, 1 + i is cuda:i."""
+    return 0 if device == "cpu" else 1 + int(device.removeprefix("cuda:"))
+
+
+def _mode(module: AbstractGradSampleHooks) -> str:
+    name = _MODES.get(type(module).__name__, type(module).__name__)
+    if name != "hooks":
+        return name
+    layers = module.modules() if isinstance(module, torch.nn.Module) else module._module.modules()
+    samplers = GradSampleModule.GRAD_SAMPLERS
+    functorch = any(type(layer) in samplers and hasattr(layer, "ft_compute_sample_grad") for layer in layers)
+    return "functorch" if functorch else "hooks"

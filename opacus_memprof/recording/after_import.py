@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls a function right after a module has been imported for the first time, by any code.
+
+This way the profiler never imports torch before the script does: environment variables that a script sets before its
+imports (OMP_NUM_THREADS, CUDA_VISIBLE_DEVICES …) take effect as they do without the profiler.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+class AfterImport(MetaPathFinder):
+    """Calls `callback` once, when the module `name` has been imported; immediately if it has been already."""
+
+    def __init__(self, name: str, callback: Callable[[], None]) -> None:
+        self._name = name
+        self._callback = callback
+        self._finding_spec = False
+        if name in sys.modules:
+            callback()
+        else:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec that the other finders return, with a loader that calls `callback` after executing the module. It
+        is not called here, because programs also look for specs without importing."""
+        if fullname != self._name or self._finding_spec:
+            return None
+        self._finding_spec = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._finding_spec = False
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_call(module: ModuleType) -> None:
+            execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._callback()
+
+        # Set on the module's own loader, so that `module.__loader__` keeps its type.
+        vars(spec.loader)["exec_module"] = execute_and_call
+        return spec

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Installs and uninstalls the recording allocators.
+
+A recording allocator replaces torch's own, delegates every call to it, and records the call. The training run is the
+same with it as without. Source: csrc/allocators.
+"""
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.recording import native
+
+
+class Allocator:
+    """The argument of `torch.cuda.memory.change_current_allocator`."""
+
+    def allocator(self) -> Any:
+        """The `torch._C._cuda_CUDAAllocator` that delegates to torch's caching allocator."""
+        return native.cuda_allocator()
+
+
+def allocator() -> Allocator:
+    """The recording CUDA allocator, for `torch.cuda.memory.change_current_allocator(opacus_memprof.allocator())`.
+
+    torch accepts it only before CUDA is initialised; `install` works at any time.
+
+    Raises:
+        MemprofError: the extension was built without CUDA.
+    """
+    _check_cuda_build()
+    return Allocator()
+
+
+def install(device: str = "auto") -> None:
+    """Installs the recording allocator of `device` ("auto", "cuda" or "cpu"), also after CUDA is initialised.
+
+    Blocks that exist already count as `unattributed` until they are freed or attached. A second call does nothing.
+
+    Raises:
+        MemprofError: the device is unknown, there is no GPU, the extension was built without CUDA, or torch's current
+            allocator is not the one that the recording allocator already delegates to.
+    """
+    try:
+        if resolve_device(device) == "cpu":
+            native.cpu_install()
+        else:
+            native.cuda_install()
+    except RuntimeError as error:
+        raise MemprofError(str(error)) from error
+
+
+def uninstall() -> None:
+    """Restores torch's own allocators. Live tensors stay valid. A second call does nothing."""
+    uninstall_device("cpu")
+    if native.HAS_CUDA:
+        uninstall_device("cuda")
+
+
+def uninstall_device(device: str) -> None:
+    """Restores torch's own allocator of `device` ("cuda" or "cpu"), if the recording one is current."""
+    if device == "cpu":
+        native.cpu_uninstall()
+    else:
+        native.cuda_uninstall()
+
+
+def library_path() -> str:
+    """The path for `torch.cuda.memory.CUDAPluggableAllocator(path, "opacus_memprof_malloc", "opacus_memprof_free")`.
+
+    This fallback lacks features of torch's caching allocator; docs/python.md lists them.
+
+    Raises:
+        MemprofError: the extension was built without CUDA.
+    """
+    _check_cuda_build()
+    spec = importlib.util.find_spec("opacus_memprof._C")
+    assert spec is not None  # recording.native has imported it
+    assert spec.origin is not None
+    return spec.origin
+
+
+def resolve_device(device: str) -> str:
+    """The device to record: "cuda" or "cpu" for "auto", "cuda" or "cpu". Never initialises CUDA.
+
+    Raises:
+        MemprofError: the device is unknown or not available.
+    """
+    if device not in ("auto", "cuda", "cpu"):
+        raise MemprofError(f'there is no device "{device}": use auto, cuda or cpu')
+    if device == "cpu" or (device == "auto" and not _cuda_available()):
+        return "cpu"
+    _check_cuda_build()
+    if not _cuda_available():
+        raise MemprofError("torch finds no CUDA device here: use the device cpu, or see `opacus-memprof doctor`")
+    return "cuda"
+
+
+def is_installed(device: str) -> bool:
+    """Whether the recording allocator of `device` ("cuda" or "cpu") is torch's current one."""
+    return native.cpu_installed() if device == "cpu" else native.cuda_installed()
+
+
+def _cuda_available() -> bool:
+    # The NVML-based check: the default one initialises the driver, after which forked children cannot use CUDA.
+    variable = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    original = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        return torch.cuda.is_available()
+    finally:
+        if original is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = original
+
+
+def _check_cuda_build() -> None:
+    if not native.HAS_CUDA:
+        raise MemprofError("opacus-memprof was built without CUDA: see `opacus-memprof doctor`, or use the device cpu")

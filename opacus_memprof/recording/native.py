@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports the compiled extension `_C`. Every other module imports its names from here.
+
+The extension derives from classes of torch that have no stable ABI: with another version of torch than it was built
+for, it would crash at some later allocation. So the versions are compared before it is loaded.
+
+Raises:
+    ImportError: the extension is missing, was built for another torch, or cannot be loaded. The message contains the
+        command that rebuilds it.
+"""
+
+import importlib.util
+from pathlib import Path
+
+
+def rebuild_command() -> str:
+    """The command that rebuilds the extension for the torch of this environment."""
+    tree = Path(__file__).resolve().parents[2]
+    if (tree / "setup.py").is_file():
+        return f"pip install --no-deps -e {tree}"
+    return "pip install --force-reinstall --no-deps --no-cache-dir ."
+
+
+def _import_error(reason: str) -> ImportError:
+    return ImportError(f"{reason}: in opacus-memprof's source tree run `{rebuild_command()}`")
+
+
+try:
+    from opacus_memprof import _build_info
+except ImportError:
+    raise _import_error("opacus-memprof's extension has not been built") from None
+
+if _build_info.TORCH_VERSION is None:
+    raise ImportError(
+        "this opacus-memprof reads profiles and cannot record any, for it was built without torch: install torch, then "
+        f"opacus-memprof again with OPACUS_MEMPROF_READER unset (`{rebuild_command()}`)"
+    )
+if importlib.util.find_spec("torch") is None:
+    raise ImportError("opacus-memprof records what torch allocates, and torch is not installed: `pip install torch`")
+
+import torch  # noqa: E402  (before the extension, whose undefined symbols torch's libraries resolve)
+
+if torch.__version__ != _build_info.TORCH_VERSION:
+    raise _import_error(
+        f"opacus-memprof was built for torch {_build_info.TORCH_VERSION}, but torch {torch.__version__} is installed"
+    )
+
+try:
+    from opacus_memprof._C import (
+        HAS_CUDA,
+        CaptureActivations,
+        CaptureBackprops,
+        ParameterFunction,
+        Sampler,
+        ScopedForward,
+        Tag,
+        Tagged,
+        capture,
+        captures,
+        category_id,
+        counters,
+        cpu_install,
+        cpu_installed,
+        cpu_limit,
+        cpu_reported_bytes,
+        cpu_uninstall,
+        cuda_allocator,
+        cuda_current_name,
+        cuda_install,
+        cuda_installed,
+        cuda_refresh,
+        cuda_uninstall,
+        end_step,
+        events_status,
+        failures,
+        follow_gradient,
+        forget_owner,
+        gradient_hooks_lost,
+        live_blocks,
+        look_again,
+        module_id,
+        names,
+        op_id,
+        owner_of,
+        peaks,
+        phase_id,
+        release,
+        reset_peaks,
+        retag,
+        retag_attribute,
+        retag_first_state,
+        retag_gradients,
+        retag_if,
+        set_component,
+        set_owner,
+        set_phase,
+        set_second_backward,
+        settle,
+        settle_all,
+        snapshot,
+        start_events,
+        step,
+        stop_events,
+        tag_inputs,
+        tag_target,
+        tensors_in,
+        unfollow_gradient,
+        write_meta,
+    )
+except ImportError as error:
+    raise _import_error(f"opacus-memprof's extension cannot be loaded ({error})") from error
+
+from opacus_memprof.profiles.categories import NOT_IN_CORE  # noqa: E402
+
+for _name in NOT_IN_CORE:  # so that they exist whichever modules are imported
+    category_id(_name)
+
+__all__ = [
+    "HAS_CUDA",
+    "CaptureActivations",
+    "CaptureBackprops",
+    "ParameterFunction",
+    "Sampler",
+    "ScopedForward",
+    "Tag",
+    "Tagged",
+    "capture",
+    "captures",
+    "category_id",
+    "counters",
+    "cpu_install",
+    "cpu_installed",
+    "cpu_limit",
+    "cpu_reported_bytes",
+    "cpu_uninstall",
+    "cuda_allocator",
+    "cuda_current_name",
+    "cuda_install",
+    "cuda_installed",
+    "cuda_refresh",
+    "cuda_uninstall",
+    "end_step",
+    "events_status",
+    "failures",
+    "follow_gradient",
+    "forget_owner",
+    "gradient_hooks_lost",
+    "live_blocks",
+    "look_again",
+    "module_id",
+    "names",
+    "op_id",
+    "owner_of",
+    "peaks",
+    "phase_id",
+    "release",
+    "reset_peaks",
+    "retag",
+    "retag_attribute",
+    "retag_first_state",
+    "retag_gradients",
+    "retag_if",
+    "set_component",
+    "set_owner",
+    "set_phase",
+    "set_second_backward",
+    "settle",
+    "settle_all",
+    "snapshot",
+    "start_events",
+    "step",
+    "stop_events",
+    "tag_inputs",
+    "tag_target",
+    "tensors_in",
+    "unfollow_gradient",
+    "write_meta",
+]

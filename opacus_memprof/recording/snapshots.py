@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes snapshots: the live bytes by category, reconciled with what torch's allocator counts.
+
+For every device, in bytes: the sum of `categories` is `requested_bytes`; adding `rounding` gives what the allocator has
+handed out, adding `cached` what it has reserved, and adding `outside_pytorch` what is used on the device. `remainder`
+is torch's count of requested bytes less the sum of `categories`: anything but 0 is a bug, or has its reason in the
+session's warnings. What cannot be measured is None.
+"""
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from opacus_memprof.profiles.categories import add_parts
+from opacus_memprof.profiles.live_memory import DeviceCount, Snapshot
+from opacus_memprof.recording import native
+from opacus_memprof.recording.live import hooked_activations
+
+
+def take(name: str) -> Snapshot:
+    """Takes a snapshot of every device that has had a block, and writes a snapshot event."""
+    gc_was_enabled = gc.isenabled()
+    gc.disable()  # a collection between our count and torch's would make them differ
+    try:
+        pending = _pending_free()
+        taken = native.snapshot(name)
+        devices = {
+            device: _count(device, counts, pending.get(device, 0)) for device, counts in taken["devices"].items()
+        }
+        return Snapshot(**{**taken, "devices": devices})
+    finally:
+        if gc_was_enabled:
+            gc.enable()
+
+
+def _count(device: str, counts: Mapping[str, Any], pending: int) -> DeviceCount:
+    """`pending` bytes are of blocks that the program has freed while a side stream uses them: the ledger has dropped
+    them, torch's allocator has not."""
+    categories = add_parts(counts["categories"])
+    if pending:
+        categories["pending_free"] = pending
+    requested = counts["requested_bytes"] + pending
+    return DeviceCount(
+        requested_bytes=requested,
+        categories=categories,
+        activation_hooks=hooked_activations(counts["categories"]),
+        **_reconcile(device, requested),
+    )
+
+
+def _pending_free() -> dict[str, int]:
+    """The pending-free bytes of each device. The ledger also drops blocks that were freed unrecorded."""
+    if not native.HAS_CUDA or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    try:
+        return {f"cuda:{index}": native.cuda_refresh(index) for index in range(torch.cuda.device_count())}
+    except RuntimeError:  # torch's allocator has no memory snapshot (cudaMallocAsync)
+        return {}
+
+
+def _reconcile(device: str, requested: int) -> dict[str, int | None]:
+    if device == "cpu":
+        counted = reserved = active = allocated = native.cpu_reported_bytes()
+        used = None
+    else:
+        stats = _memory_stats(device)
+        counted = stats.get("requested_bytes.all.current", 0)
+        # "active" is "allocated" plus the pending-free blocks.
+        active = stats.get("active_bytes.all.current", 0)
+        allocated = stats.get("allocated_bytes.all.current", 0)
+        reserved = stats.get("reserved_bytes.all.current", 0)
+        if counted == active == 0 < allocated:  # cudaMallocAsync counts only these two, without rounding
+            counted = active = allocated
+        used = _used_bytes(device)
+    if requested > 0 == counted:  # torch counts nothing: PYTORCH_NO_CUDA_MEMORY_CACHING, or a pluggable allocator
+        return dict.fromkeys(
+            ("allocated_bytes", "reserved_bytes", "rounding", "cached", "outside_pytorch", "remainder")
+        )
+    return {
+        "allocated_bytes": allocated,
+        "reserved_bytes": reserved,
+        "rounding": active - counted,
+        "cached": reserved - active,
+        "outside_pytorch": None if used is None else used - reserved,
+        "remainder": counted - requested,
+    }
+
+
+def _memory_stats(device: str) -> dict[str, int]:
+    try:
+        return torch.cuda.memory_stats(device)
+    except RuntimeError:  # a pluggable allocator of the program's is current, and counts nothing
+        return {}
+
+
+def _used_bytes(device: str) -> int | None:
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError:  # the device is in an error state, which the program's own calls will report
+        return None
+    return total - free

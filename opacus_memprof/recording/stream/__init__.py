@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams a running session's memory counters to files or Prometheus, for monitoring long runs (docs/frameworks.md).
+
+A thread reads the counters every few seconds and passes them to the sinks. The program waits only while the counters
+are copied, which takes microseconds. Nothing is added to the profile.
+"""
+
+import math
+import os
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.launch import Launch
+from opacus_memprof.profiles.live_memory import LiveMemory
+from opacus_memprof.recording.live import read_live
+from opacus_memprof.recording.stream.json_lines import JsonLines
+
+
+class Sink(Protocol):
+    """A destination of readings. If it raises OSError or MemprofError it is closed, with a warning in the profile."""
+
+    def open(self) -> None:
+        """Called before the first reading. Raises MemprofError if it cannot work; then the session does not start."""
+
+    def write(self, reading: LiveMemory) -> None:
+        """Called with each reading."""
+
+    def close(self) -> None:
+        """Called after the last reading."""
+
+
+Target = str | os.PathLike[str] | Sink
+
+
+def make_sinks(stream: Target | Iterable[Target] | None) -> list[Sink]:
+    """The sinks for the argument `stream` of `profile`: a target or several.
+
+    Raises:
+        MemprofError: a target is neither a path, nor an address, nor a Sink.
+    """
+    if stream is None:
+        return []
+    is_collection = isinstance(stream, Iterable) and not isinstance(stream, (str, os.PathLike))
+    targets: Any = stream if is_collection else [stream]
+    return [_make_sink(target) for target in targets]
+
+
+class Stream:
+    """A thread that passes a reading to the sinks every `interval` seconds, and also at the start and at `stop`.
+
+    Args:
+        sinks: from `make_sinks`.
+        interval: in seconds.
+        warn: called with a sentence about each sink that has failed.
+
+    Raises:
+        MemprofError: the interval is not a positive number, or a sink cannot be opened. Then no sink is left open.
+    """
+
+    def __init__(self, sinks: Iterable[Sink], interval: float, warn: Callable[[str], None]) -> None:
+        if not isinstance(interval, (int, float)) or not 0 < interval < math.inf:
+            raise MemprofError(f"a stream_interval of {interval!r} s cannot be kept: give a positive number of seconds")
+        self._interval = interval
+        self._warn = warn
+        self._sinks: list[Sink] = []
+        try:
+            for sink in sinks:
+                sink.open()
+                self._sinks.append(sink)
+        except MemprofError:
+            self._close(*self._sinks)
+            raise
+        self._write()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="opacus-memprof stream", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the stream after a last reading."""
+        self._stopping.set()
+        self._thread.join()
+        self._write()
+        self._close(*self._sinks)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._interval):
+            self._write()
+
+    def _write(self) -> None:
+        reading = read_live()
+        for sink in list(self._sinks):
+            try:
+                sink.write(reading)
+            except (OSError, MemprofError) as error:  # such as a full disk, which must not end the program
+                self._sinks.remove(sink)
+                self._warn(f"the stream to {sink} ended at step {reading.step} ({error})")
+                self._close(sink)
+
+    def _close(self, *sinks: Sink) -> None:
+        for sink in sinks:
+            try:
+                sink.close()
+            except (OSError, MemprofError) as error:
+                self._warn(f"the stream to {sink} could not be closed ({error})")
+
+
+def _make_sink(target: Any) -> Sink:
+    launch = Launch.from_environment()
+    if not isinstance(target, (str, os.PathLike)):
+        if not all(hasattr(target, name) for name in ("open", "write", "close")):
+            raise _unknown_target(target)
+        sink: Sink = target
+        return sink
+    if str(target).startswith("http://"):
+        from opacus_memprof.recording.stream.prometheus import PrometheusServer
+
+        address = urlsplit(str(target))
+        try:
+            host, port = address.hostname, address.port
+        except ValueError:
+            host = port = None
+        if not host or not port:
+            raise _unknown_target(target)
+        return PrometheusServer(host, port + (launch.local_rank if launch else 0), read_live)
+    path = Path(target)
+    if launch is not None:
+        path = path.with_name(f"{path.stem}.rank_{launch.rank}{path.suffix}")
+    if path.suffix == ".jsonl":
+        return JsonLines(path)
+    if path.suffix == ".prom":
+        from opacus_memprof.recording.stream.prometheus import PrometheusFile
+
+        return PrometheusFile(path)
+    raise _unknown_target(target)
+
+
+def _unknown_target(target: Any) -> MemprofError:
+    return MemprofError(
+        f"cannot stream to {target!r}: give a file that ends in .jsonl or .prom, or an address such as "
+        "http://127.0.0.1:9464"
+    )

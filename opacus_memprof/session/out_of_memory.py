@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Explains out-of-memory errors of a session: writes oom_report.json, .txt and .html into its directory, and adds a
+note to the exception, whose type and message do not change.
+
+torch constructs its OutOfMemoryError when the error leaves C++, before any handler of the program runs. While a session
+is recording, the report is written and the note added at that moment, so that both exist for a program that handles the
+exception itself. Errors of CPU allocations are plain RuntimeErrors: their report is written when the exception reaches
+the session, or at its end.
+"""
+
+import contextlib
+import io
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec import UNSET
+from rich.console import Console
+
+from opacus_memprof import virtual_gpu
+from opacus_memprof.analysis.oom import build_report
+from opacus_memprof.profiles import core
+from opacus_memprof.profiles.directory import OOM_REPORTS
+from opacus_memprof.profiles.files import write_text
+from opacus_memprof.profiles.json_object import to_json
+from opacus_memprof.profiles.meta import NameLists
+from opacus_memprof.profiles.oom_report import OomReport
+from opacus_memprof.recording import hook_facts, layer_shapes, native
+from opacus_memprof.reports.html.oom import oom_page
+from opacus_memprof.reports.oom_text import note, print_oom
+
+_TIMELINE_POINTS = 16384  # enough to show what a forward pass has saved at its end
+
+
+class Forensics:
+    """Explains the failed allocations of a session, from `start` to `stop`.
+
+    Attributes:
+        report: of the latest failure that was explained, or None.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.report: OomReport | None = None
+        self._directory = directory
+        self._explained = 0  # number of failures
+        self._pid = os.getpid()
+        self._running = False
+        self._printed = False
+
+    def start(self) -> None:
+        """Patches torch.OutOfMemoryError."""
+        self._is_inherited = "__init__" not in vars(torch.OutOfMemoryError)
+        self._original = original = torch.OutOfMemoryError.__init__
+
+        def init_and_explain(error: BaseException, *args: Any, **kwargs: Any) -> None:
+            original(error, *args, **kwargs)
+            self.explain(error)
+
+        self._patched = init_and_explain
+        torch.OutOfMemoryError.__init__ = init_and_explain  # type: ignore[method-assign, assignment]
+
+    def stop(self) -> None:
+        """Restores torch.OutOfMemoryError."""
+        if vars(torch.OutOfMemoryError).get("__init__") is not self._patched:
+            return  # another patch has wrapped ours and still calls it
+        if self._is_inherited:
+            del torch.OutOfMemoryError.__init__
+        else:
+            torch.OutOfMemoryError.__init__ = self._original  # type: ignore[method-assign]
+
+    def explain(self, error: BaseException | None = None) -> None:
+        """Writes a report of the allocations that have failed since the last call, if any, and adds a note to `error`
+        if it is an out-of-memory error or was caused by one. Never raises, so that the program's own error is not
+        hidden."""
+        if self._running or os.getpid() != self._pid:
+            return
+        self._running = True
+        try:
+            failed = native.failures()
+            explained = error if is_out_of_memory(error) else None
+            if explained is None:
+                # Without an exception, failures on a GPU are trials of torch's, such as cuDNN's of its workspaces.
+                failed = [failure for failure in failed if failure["device"] == "cpu"]
+            if failed and failed[-1]["number"] >= self._explained:
+                self._explained = failed[-1]["number"] + 1
+                self.report = self._build(failed)
+                self._write(self.report)
+                if explained is not None:
+                    _attach(explained, note(self.report, str(self._directory / OOM_REPORTS[0])))
+        except Exception as trouble:
+            warnings.warn(f"the failure could not be explained ({trouble!r})", RuntimeWarning, stacklevel=2)
+        finally:
+            self._running = False
+
+    def print(self) -> None:
+        """Prints the report to the process' stderr, once."""
+        if self.report is None or self._printed:
+            return
+        self._printed = True
+        with contextlib.suppress(OSError, ValueError):  # it may be closed
+            print_oom(self.report, Console(file=sys.__stderr__))
+
+    def _build(self, failed: list[dict[str, Any]]) -> OomReport:
+        try:
+            replayed = core.replay(str(self._directory), _TIMELINE_POINTS)
+        except RuntimeError:  # the event file cannot be read: the report uses what the failure itself contains
+            replayed = None
+        piled_up = any(fact["kind"] == "captures" for fact in hook_facts.recorded())
+        captures = hook_facts.captures() if piled_up else None
+        device = failed[-1]["device"]
+        if device != "cpu":
+            layer_shapes.current().multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        virtual = virtual_gpu.describe_run()
+        return build_report(
+            failed, layer_shapes.current(), captures, replayed, NameLists(**native.names()), virtual or UNSET
+        )
+
+    def _write(self, report: OomReport) -> None:
+        text = io.StringIO()
+        print_oom(report, Console(file=text, width=100))
+        contents = (text.getvalue(), to_json(report, indent=1), oom_page(report))
+        for name, content in zip(OOM_REPORTS, contents, strict=True):
+            write_text(self._directory / name, content)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether this exception, or one that caused it, is an out-of-memory error."""
+    chain, seen = [error], set[int]()
+    while chain:
+        link = chain.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        if isinstance(link, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: " in str(link):
+            return True
+        chain += [link.__cause__, link.__context__]
+    return False
+
+
+def _attach(error: BaseException, text: str) -> None:
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:  # Python 3.10 does not print notes, but tools read this attribute
+        error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drop-in for Opacus' PrivacyEngine."""
+
+from typing import Any
+
+import opacus
+
+from opacus_memprof.clipping import FlashClipEngineMixin
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.hooks.privacy_engine import run_in_setup_phase
+from opacus_memprof.session.session import current
+
+
+class PrivacyEngine(FlashClipEngineMixin, opacus.PrivacyEngine):  # type: ignore[misc]
+    """Opacus' PrivacyEngine, except that the session that is recording follows what `make_private` (or
+    `make_private_with_epsilon`) returns, and that there is one mode more: `grad_sample_mode="flash_clip"`
+    (docs/flash_clip.md). Otherwise, and without a session, it is Opacus' own.
+    """
+
+    def make_private(self, **kwargs: Any) -> Any:
+        """See `opacus.PrivacyEngine.make_private`: the same arguments, the same result; and, for flash_clip,
+        `FlashClipEngineMixin.make_private`. Raises MemprofError for ghost_tp."""
+        if kwargs.get("grad_sample_mode") == "ghost_tp":
+            raise MemprofError(
+                "ghost_tp cannot be trained through Opacus' PrivacyEngine, which has no optimizer for it: use "
+                "ghost_fsdp over several GPUs, or ghost"
+            )
+        prepared = run_in_setup_phase(lambda: super(PrivacyEngine, self).make_private(**kwargs))
+        session = current()
+        if session is not None:
+            session.attach(*prepared)
+        return prepared

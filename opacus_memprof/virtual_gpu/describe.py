@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describes the virtual GPUs of a run for its profile, and what the run used that a virtual GPU cannot know."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from opacus_memprof.profiles.profile import UnknownUse, VirtualGpus
+from opacus_memprof.virtual_gpu.devices import Gpu
+from opacus_memprof.virtual_gpu.process import active, default_answers
+
+if TYPE_CHECKING:
+    from opacus_memprof.virtual_gpu.values import Use
+
+_MAX_WARNINGS = 20  # of one kind; profile.json has all uses
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """How often the process has used what a virtual GPU does not know, since the process started."""
+
+    unknown_reads: "list[Use]" = field(default_factory=list)
+    assumed_shapes: "list[Use]" = field(default_factory=list)
+    not_computed: dict[str, int] = field(default_factory=dict)
+    default_answers: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def now(cls) -> "_Counts":
+        from opacus_memprof.virtual_gpu import values
+
+        return cls(values.unknown_reads(), values.assumed_shapes(), values.failures(), default_answers())
+
+    def since(self, earlier: "_Counts") -> "_Counts":
+        return _Counts(
+            _subtract_uses(self.unknown_reads, earlier.unknown_reads),
+            _subtract_uses(self.assumed_shapes, earlier.assumed_shapes),
+            _subtract(self.not_computed, earlier.not_computed),
+            _subtract(self.default_answers, earlier.default_answers),
+        )
+
+
+def _subtract(counts: Mapping[str, int], earlier: Mapping[str, int]) -> dict[str, int]:
+    return {name: count - earlier.get(name, 0) for name, count in counts.items() if count > earlier.get(name, 0)}
+
+
+def _subtract_uses(uses: "list[Use]", earlier: "list[Use]") -> "list[Use]":
+    counts = {(use.operation, use.line): use.count for use in earlier}
+    differences = [replace(use, count=use.count - counts.get((use.operation, use.line), 0)) for use in uses]
+    return [use for use in differences if use.count]
+
+
+_at_begin = _Counts()
+
+
+def begin_run() -> None:
+    """Makes `describe_run` and `describe_limits` count from now on, because a process may record several profiles.
+    Imports torch."""
+    global _at_begin
+    if active() is not None:
+        _at_begin = _Counts.now()
+
+
+def describe_gpus() -> VirtualGpus | None:
+    """The virtual GPUs of this process, for `virtual` in meta.json; None in a process without."""
+    gpus = active()
+    if gpus is None:
+        return None
+    return VirtualGpus(
+        gpu=gpus.kind,
+        name=gpus.gpu.name,
+        memory_bytes=gpus.gpu.total_memory,
+        devices=gpus.count,
+    )
+
+
+def describe_run() -> VirtualGpus | None:
+    """The virtual GPUs of this process and what the run has used since `begin_run` that they do not know, for `virtual`
+    in profile.json. Imports torch."""
+    gpus = describe_gpus()
+    if gpus is None:
+        return None
+    counts = _Counts.now().since(_at_begin)
+    return VirtualGpus(
+        **gpus,
+        unknown_reads=[UnknownUse(use.operation, use.line, use.count) for use in counts.unknown_reads],
+        assumed_shapes=[UnknownUse(use.operation, use.line, use.count) for use in counts.assumed_shapes],
+        not_computed=counts.not_computed,
+        default_answers=counts.default_answers,
+    )
+
+
+def describe_limits() -> list[str]:
+    """A sentence for each thing that this run could not know, or that may differ on a real GPU. Imports torch."""
+    gpus = active()
+    if gpus is None:
+        return []
+    counts = _Counts.now().since(_at_begin)
+    reads = _sentences(
+        counts.unknown_reads,
+        "read what the virtual GPU does not compute, and got zeros: what the program decides by them may be otherwise "
+        "on a real GPU",
+    )
+    shapes = _sentences(
+        counts.assumed_shapes,
+        "took its shape or its indices from what the virtual GPU does not compute: a bound stands for them, and a real "
+        "GPU may allocate less",
+    )
+    return [*_kernel_warnings(gpus.gpu), *reads, *shapes]
+
+
+def _sentences(uses: "list[Use]", predicate: str) -> list[str]:
+    sentences = []
+    for use in uses[:_MAX_WARNINGS]:
+        times = f", {use.count} times," if use.count > 1 else ""
+        sentences.append(f"{use.operation} {f'at {use.line}' if use.line else 'in backward'}{times} {predicate}")
+    if rest := uses[_MAX_WARNINGS:]:
+        sentences.append(f"{sum(use.count for use in rest)} more operations of {len(rest)} lines {predicate}")
+    return sentences
+
+
+def _kernel_warnings(gpu: Gpu) -> list[str]:
+    import torch
+
+    kernels = torch.cuda.get_arch_list()
+    if not kernels or any(_runs_on(kernel, gpu.major, gpu.minor) for kernel in kernels):
+        return []
+    return [
+        f"torch {torch.__version__} has kernels for {', '.join(kernels)} and none that runs on a real {gpu.name} "
+        f"(compute capability {gpu.major}.{gpu.minor}): there this training needs another build of torch, which may "
+        "allocate otherwise"
+    ]
+
+
+def _runs_on(kernel: str, major: int, minor: int) -> bool:
+    """Whether code for `kernel` (sm_90, sm_90a, or compute_90 for PTX) runs on a compute capability.
+
+    Machine code runs on the same major version, PTX on any newer one, and code for a specific architecture (90a) on
+    that one only."""
+    kind, _, version = kernel.partition("_")
+    digits = version.rstrip("af")
+    if not digits.isdecimal():
+        return False
+    built_for = divmod(int(digits), 10)
+    if version.endswith("a"):
+        return built_for == (major, minor)
+    if kind == "compute" and digits == version:
+        return built_for <= (major, minor)
+    return built_for[0] == major and built_for[1] <= minor

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`opacus-memprof plan` on virtual GPUs: answers against closed forms."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opacus_memprof.virtual_gpu.devices import GPUS
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = Path(__file__).parent / "scripts"
+MIB = 2**20
+MEMORY = 2**30
+ROOM = MEMORY - GPUS["t4"].context_memory
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux"
+)
+
+
+def plan(out: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "opacus_memprof", "plan", "--gpu", "t4", "--memory", "1GiB", "-o", out, *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "400"}
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600, env=environment)
+
+
+def content(out: Path) -> dict[str, Any]:
+    return json.loads((out / "plan.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_the_largest_batch_of_two_modes_is_the_closed_form_s(tmp_path: Path) -> None:
+    script = SCRIPTS / "train_to_plan.py"
+    asked = ["--search", "batch-size=20..64", "--modes", "single,double", script, "--batch-size=3"]
+    planned = plan(tmp_path, *asked)
+    assert planned.returncode == 0, planned.stderr
+    cells = content(tmp_path)["cells"]
+    # A batch is one block, which the allocator takes from the GPU as it is; small tensors share one block of 2 MiB.
+    expected = [(ROOM - 2 * MIB) // (16 * MIB), (ROOM - 2 * MIB) // (32 * MIB)]
+    assert [cell["largest"] for cell in cells] == expected == [58, 29]
+    for cell, best, size in zip(cells, expected, (16 * MIB, 32 * MIB), strict=True):
+        runs = {run["value"]: run for run in cell["runs"]}
+        assert runs[best]["fits"]
+        assert not runs[best + 1]["fits"]
+        assert runs[best]["may_reserve_bytes"] == ROOM
+        assert 0 <= runs[best]["requested_bytes"] - best * size < 2 * MIB
+        assert cell["computed"]["bytes_per_value"] == pytest.approx(size, rel=1e-3)
+    assert f"batch-size={best} was run and fits, {best + 1} was run and does not fit" in planned.stdout
+    assert json.loads((tmp_path / "profile.json").read_text())["status"] == "finished"
+
+    before = (tmp_path / "runs.jsonl").read_text()
+    again = plan(tmp_path, "--resume", *asked)
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "runs.jsonl").read_text() == before
+    assert content(tmp_path)["cells"] == cells
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_has_advice_that_was_tried(tmp_path: Path) -> None:
+    batch, width = 1024, 512
+    planned = plan(tmp_path, SCRIPTS / "train_cuda.py", "--width", str(width), "--batch", str(batch))
+    assert planned.returncode == 3, planned.stderr
+    verdict = content(tmp_path)["verdict"]
+    assert not verdict["fits"]
+    trained = 16 * width + width + width * width + width
+    whole = verdict["with_more_memory"]
+    samples = 4 * batch * trained
+    assert samples < whole["requested_bytes"] <= whole["reserved_bytes"] == verdict["needed_bytes"]
+    assert (whole["category"], whole["module"]) == ("per_sample_gradients", "2")
+    assert (verdict["run"]["phase"], verdict["run"]["module"]) == ("backward", "2")
+    assert verdict["spare_bytes"] == ROOM - whole["reserved_bytes"] < 0
+    first = verdict["advice"][0]
+    assert first["tried"]["fits"]
+    assert first["tried"]["reserved_bytes"] <= ROOM
+    assert "tried: fits" in planned.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("search", "arguments", "sentence"),
+    [
+        ("cache=1..4", [], "has no argument cache (train_to_plan.py: error: unrecognized arguments: --cache"),
+        ("seed=1..9", [], "train_to_plan.py does not depend on seed"),
+        ("batch-size=100..200", [], "not even batch-size=100 fits"),
+        ("batch-size=1..2", ["--steps", "0"], "ended before its first training step"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence(
+    tmp_path: Path, search: str, arguments: list[str], sentence: str
+) -> None:
+    planned = plan(tmp_path, "--search", search, SCRIPTS / "train_to_plan.py", *arguments)
+    assert planned.returncode == 2
+    assert sentence in planned.stderr
+    assert planned.stderr.startswith("opacus-memprof: ")
+    assert len(planned.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--search", "batch-size=9..1"], "is a range with nothing in it"),
+        (["--search", "batch-size"], "is not of the form ARGUMENT=LOW..HIGH"),
+        (["--gpu", "h100,h300"], 'there is no virtual GPU "h300"'),
+        (["--modes", "mode="], "names no modes"),
+        (["--memory", "24 apples"], "is not a size"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_runs(tmp_path: Path, arguments: list[str], sentence: str) -> None:
+    from typer.testing import CliRunner
+
+    from opacus_memprof.cli import app
+    from opacus_memprof.errors import MemprofError
+
+    refused = CliRunner().invoke(app, ["plan", "-o", str(tmp_path / "out"), *arguments, __file__])
+    assert isinstance(refused.exception, MemprofError)
+    assert sentence in str(refused.exception)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_drawn_batches_run_out_of_memory_as_often_as_the_binomial_says(tmp_path: Path) -> None:
+    steps = 2000
+    planned = plan(tmp_path, "--memory", "700MiB", "--steps", str(steps), SCRIPTS / "train_poisson.py")
+    assert planned.returncode == 3, planned.stderr
+    assert content(tmp_path)["verdict"]["fits"]  # the few batches that it has drawn
+    draws = content(tmp_path)["draws"]
+    assert (draws["samples"], draws["rate"], draws["steps"]) == (2000, 0.02, steps)
+    best = draws["largest_batch_that_fits"]
+    lines = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    alone = {line["configuration"]["changes"][0]["value"]: line["run"] for line in lines if _draws_alone(line)}
+    assert sorted(alone) == draws["ran"]
+    assert alone[best]["fits"]
+    assert not alone[best + 1]["fits"]
+    assert alone[best]["samples"] == best
+    # Hooks make a sample's gradient, and Opacus keeps a copy of it: 4 MiB each.
+    grown = alone[best]["requested"] - alone[40]["requested"]  # 40 is the mean, where the search begins
+    assert grown == pytest.approx((best - 40) * 8 * MIB, rel=0.01)
+    below = sum(Fraction(math.comb(2000, size) * 49 ** (2000 - size), 50**2000) for size in range(best + 1))
+    expected = -math.expm1(steps * math.log1p(-float(1 - below)))
+    assert draws["out_of_memory_probability"] == pytest.approx(expected, rel=1e-6)
+    assert draws["with_it"]["fits"]
+    assert draws["with_it"]["samples"] == draws["max_physical_batch_size"] <= best
+
+
+def _draws_alone(line: dict[str, Any]) -> bool:
+    return [change["kind"] for change in line["configuration"]["changes"]] == ["drawn_batch"]

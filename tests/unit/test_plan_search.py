@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search for the largest value that fits, against trying every value on made-up peaks."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from opacus_memprof.planning.search import Point, largest, next_values
+
+ROOM = 80 * 2**30
+Peaks = Callable[[random.Random], Callable[[int], int]]
+_STEP = 2 * 2**20  # what a caching allocator takes at least
+
+
+def _linear(rng: random.Random) -> Callable[[int], int]:
+    base, slope = rng.randrange(2**30), rng.randrange(2**20, 2**30)
+    return lambda n: base + slope * n
+
+
+def _bent(rng: random.Random) -> Callable[[int], int]:
+    """The largest of several lines, as the instants of a step are."""
+    lines = [(rng.randrange(60 * 2**30), rng.randrange(2**30)) for _ in range(4)]
+    return lambda n: max(base + slope * n for base, slope in lines)
+
+
+def _measured(requested: int, waste: float) -> Point:
+    """Memory runs out where requested bytes do; a run that fits may reserve more, up to all there is."""
+    reserved = min(-(-int(requested * waste) // _STEP) * _STEP, ROOM)
+    return Point(requested <= ROOM, requested, reserved, ROOM)
+
+
+@pytest.mark.parametrize("kind", [_linear, _bent])
+@pytest.mark.parametrize("waste", [1.0, 1.04])
+@pytest.mark.parametrize("width", [1, 2, 8])
+def test_it_finds_what_trying_all_finds(kind: Peaks, waste: float, width: int) -> None:
+    runs = []
+    for seed in range(150):
+        rng = random.Random(seed)
+        peak, low, high = kind(rng), rng.choice([1, 3, 64]), 4096
+        points: dict[int, Point] = {}
+        while values := next_values(points, low, high, width):
+            assert all(low <= value <= high for value in values)
+            assert not points.keys() & set(values)
+            points.update({value: _measured(peak(value), waste) for value in values})
+        tried = [value for value in range(low, high + 1) if peak(value) <= ROOM]
+        assert largest(points) == (max(tried) if tried else None)
+        runs.append(len(points))
+    runs.sort()
+    assert runs[len(runs) // 2] <= (8 if waste > 1 else 6) + width
+    assert runs[-1] <= 24 + 2 * width
+
+
+def test_nothing_is_run_twice_where_nothing_grows() -> None:
+    points: dict[int, Point] = {}
+    asked = []
+    while values := next_values(points, 1, 4096):
+        asked += values
+        points.update({value: _measured(2**30, 1.0) for value in values})
+    assert asked == [1, 8, 4096]
+
+
+def test_the_next_value_of_the_answer_has_not_fitted() -> None:
+    """Also where larger ones fit again, as fragments have it."""
+    points: dict[int, Point] = {}
+    while values := next_values(points, 1, 100):
+        for value in values:
+            fits = value < 40 or 50 <= value < 60
+            points[value] = Point(fits, value * 2**30, min(value * 2**30, ROOM), ROOM)
+    best = largest(points)
+    assert best is not None
+    assert not points[best + 1].fits

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What mkdocs adds to the pages in docs/.
+
+README.md, CONTRIBUTING.md and CHANGELOG.md are pages of the site, so that their links are checked as strictly as those
+in docs/. Other files of the repository become pages with their source where a page links to them. The commands come
+from the command line itself, the glossary from CONTRIBUTING.md, and the categories' colours from their table.
+"""
+
+import posixpath
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from opacus_memprof.profiles.categories import BY_NAME
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)\s#]+)")
+PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">'
+    r'\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
+)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages that have their source elsewhere."""
+    for source, uri in PAGES.items():
+        files.append(File.generated(config, uri, abs_src_path=str(ROOT / source)))
+    for source in sorted(set(_linked_sources(files))):
+        files.append(File.generated(config, _source_page(source), content=_source(source)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Makes links and pictures of the repository those of the site."""
+    for marker, made in (("<!-- commands:", _commands), ("<!-- glossary:", _glossary)):
+        if marker in markdown:
+            markdown = markdown.partition(marker)[0] + made()
+    markdown = PICTURE.sub(r"![\2](\3#only-light)![\2](\1#only-dark)", markdown)
+    folder = posixpath.dirname(page.file.src_uri)
+    markdown = LINK.sub(lambda link: posixpath.relpath(_page_of(_target(page.file, link[1])), folder), markdown)
+    return _with_colors(markdown) if page.file.src_uri == "categories.md" else markdown
+
+
+def _target(file: File, link: str) -> str:
+    """The file of the repository that a link leads to, as a path from its root."""
+    sources = {uri: source for source, uri in PAGES.items()}
+    source = sources.get(file.src_uri, f"docs/{file.src_uri}")
+    return posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
+
+
+def _page_of(target: str) -> str:
+    """The page of the site that shows a file of the repository."""
+    if target in PAGES:
+        return PAGES[target]
+    return target.removeprefix("docs/") if target.startswith("docs/") else _source_page(target)
+
+
+def _linked_sources(files: Files) -> Iterator[str]:
+    """The files outside docs/ that pages link to."""
+    for file in files.documentation_pages():
+        for link in LINK.findall(file.content_string):
+            target = _target(file, link)
+            if target not in PAGES and not target.startswith("docs/") and (ROOT / target).is_file():
+                yield target
+
+
+def _source_page(path: str) -> str:
+    return f"source/{path}.md"
+
+
+def _source(path: str) -> str:
+    language = {".py": "python", ".h": "cpp", ".cpp": "cpp", ".yml": "yaml", ".sh": "bash", ".ipynb": "json"}
+    head = f"---\nsearch: {{exclude: true}}\n---\n\n# {path}\n\n````{language.get(Path(path).suffix, 'text')}\n"
+    return head + (ROOT / path).read_text(encoding="utf-8").rstrip("\n") + "\n````\n"
+
+
+def _glossary() -> str:
+    """The table under CONTRIBUTING's heading."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    return text.partition("\n## Glossary\n")[2].partition("\n## ")[0]
+
+
+def _commands() -> str:
+    """All commands and options, as their own help has them, each command under a heading of its own."""
+    command = [sys.executable, "-m", "typer", "opacus_memprof.cli", "utils", "docs", "--name", "opacus-memprof"]
+    made = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    return made[made.index("\n## ") :]
+
+
+def _with_colors(markdown: str) -> str:
+    """Shows each category's colour before its name in the table."""
+    return re.sub(
+        r"(?<=^\| )`(\w+)`",
+        lambda name: f'<span class="swatch" style="background:{BY_NAME[name[1]].color}"></span>{name[0]}',
+        markdown,
+        flags=re.MULTILINE,
+    )
