@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`opacus-memprof plan`: whether a training fits on a GPU, the largest batch that does, and in which mode."""
 
-import json
 import shutil
 from dataclasses import replace
 from datetime import timedelta
@@ -16,6 +15,7 @@ from rich.text import Text
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning import report
 from opacus_memprof.planning.arguments import Range, parse_modes, parse_range, with_argument
+from opacus_memprof.planning.content import cell_content, draws_content, verdict_content
 from opacus_memprof.planning.draws import TOLERATED, assess_draws
 from opacus_memprof.planning.runs import PlannedRuns, open_runs
 from opacus_memprof.planning.table import Cell, fill
@@ -23,6 +23,8 @@ from opacus_memprof.planning.verdict import judge
 from opacus_memprof.planning.virtual_run import Configuration, Program, VirtualRun
 from opacus_memprof.profiles.directory import PLAN, PROFILE
 from opacus_memprof.profiles.files import read_object, write_text
+from opacus_memprof.profiles.json_object import to_json
+from opacus_memprof.profiles.plan import Plan, SearchedArgument
 from opacus_memprof.profiles.units import format_bytes, parse_size
 from opacus_memprof.virtual_gpu.devices import GPUS
 
@@ -95,7 +97,7 @@ def plan(
         if searched is None and len(cells) == 1:
             fits = _judge(runs, cells[0].configuration, mode_argument, steps, board, console)
         else:
-            fits = _compare(runs, cells, searched, board, console)
+            fits = _compare(runs, program, cells, searched, board, console)
     console.print(f"the plan is in {output.absolute()}", highlight=False, soft_wrap=True)
     if not fits:
         raise typer.Exit(_DOES_NOT_FIT)
@@ -113,29 +115,36 @@ def _judge(
     verdict = judge(runs, configuration, mode_argument)
     board.stop()
     profile = _adopt(runs, verdict.run)
-    content = {"verdict": report.verdict_to_json(verdict)}
+    content: dict[str, Any] = {"verdict": verdict_content(verdict)}
     report.print_verdict(verdict, _doubts(profile), console)
     fits = verdict.run.fits
     if steps is not None:
         draws = assess_draws(runs, configuration, verdict.run, steps, board.on_round)
-        content["draws"] = report.draws_to_json(draws)
+        content["draws"] = draws_content(draws)
         report.print_draws(draws, console)
         fits = draws.probability <= TOLERATED
     _write(runs, configuration.program, content)
     return fits
 
 
-def _compare(runs: PlannedRuns, cells: list[Cell], searched: Range | None, board: "_Board", console: Console) -> bool:
+def _compare(
+    runs: PlannedRuns,
+    program: Program,
+    cells: list[Cell],
+    searched: Range | None,
+    board: "_Board",
+    console: Console,
+) -> bool:
     fill(runs, cells, searched, board.on_round)
     board.stop()
     fitting = [cell for cell in cells if cell.answer is not None and cell.answer.fits]
     chosen = (fitting or [cell for cell in cells if cell.answer is not None])[0].answer
     assert chosen is not None
     _adopt(runs, chosen)
-    search = None if searched is None else {"argument": searched.name, "low": searched.low, "high": searched.high}
-    _write(
-        runs, cells[0].configuration.program, {"search": search, "cells": [report.cell_to_json(cell) for cell in cells]}
+    search = (
+        None if searched is None else SearchedArgument(argument=searched.name, low=searched.low, high=searched.high)
     )
+    _write(runs, program, {"search": search, "cells": [cell_content(cell) for cell in cells]})
     report.print_cells(cells, searched, console)
     return bool(fitting)
 
@@ -164,8 +173,8 @@ def _doubts(profile: dict[str, Any]) -> list[str]:
 
 
 def _write(runs: PlannedRuns, program: Program, content: dict[str, Any]) -> None:
-    head = {"format": report.FORMAT, "program": program.target, "arguments": list(program.arguments)}
-    write_text(runs.directory / PLAN, json.dumps({**head, **content}, indent=1) + "\n")
+    plan = Plan(program=program.target, arguments=list(program.arguments), **content)
+    write_text(runs.directory / PLAN, to_json(plan, indent=1))
 
 
 class _Board:

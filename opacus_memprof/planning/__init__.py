@@ -9,5 +9,6 @@ runs             many runs side by side, kept in runs.jsonl
 verdict          whether one configuration fits, and what would make it fit
 table            the largest value for each mode and GPU
 poisson, draws   how probable it is that memory runs out where batch sizes are drawn
-report           plan.json, and a plan in plain words
+content          what plan.json holds
+report           a plan in plain words
 """

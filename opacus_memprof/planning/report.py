@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plan.json, and a plan in plain words."""
+"""A plan in plain words."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,56 +15,12 @@ from opacus_memprof.planning.virtual_run import VirtualRun
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.virtual_gpu.devices import GPUS
 
-FORMAT = 1
 _MOST_WARNINGS = 3
 
 
 def gpu_name(kind: str, memory: int | None) -> str:
     """`a virtual NVIDIA H200 (139.80 GiB)`."""
     return f"a virtual {GPUS[kind].name} ({format_bytes(GPUS[kind].total_memory if memory is None else memory)})"
-
-
-def run_to_json(run: VirtualRun) -> dict[str, Any]:
-    """A run's part of plan.json, with units in the names of sizes."""
-    sizes = ("requested", "reserved", "may_reserve", "context")
-    return {f"{key}_bytes" if key in sizes else key: value for key, value in asdict(run).items()}
-
-
-def verdict_to_json(verdict: Verdict) -> dict[str, Any]:
-    return {
-        "gpu": verdict.configuration.gpu,
-        "memory_bytes": verdict.configuration.memory,
-        "fits": verdict.run.fits,
-        "needed_bytes": verdict.needed,
-        "spare_bytes": verdict.spare,
-        "run": run_to_json(verdict.run),
-        "with_more_memory": None if verdict.whole is None else run_to_json(verdict.whole),
-        "advice": [
-            {
-                "title": one.title,
-                "code": one.code,
-                "predicted_peak_bytes": one.predicted,
-                "tried": None if one.tried is None or one.failure else run_to_json(one.tried),
-                "failure": one.failure,
-            }
-            for one in verdict.advice
-        ],
-    }
-
-
-def draws_to_json(draws: Draws) -> dict[str, Any]:
-    return {
-        **asdict(draws.largest),
-        "largest_batch_that_fits": draws.fits,
-        "ran": list(draws.ran),
-        "out_of_memory_probability": draws.probability,
-        "peaks": [
-            {"probability": probability, "batch": size, "requested_bytes": requested}
-            for probability, (size, requested) in draws.peaks.items()
-        ],
-        "max_physical_batch_size": draws.physical,
-        "with_it": None if draws.physical_run is None else run_to_json(draws.physical_run),
-    }
 
 
 def print_draws(draws: Draws, console: Console) -> None:
@@ -92,19 +46,6 @@ def print_draws(draws: Draws, console: Console) -> None:
             f"  max_physical_batch_size={draws.physical} brings it below {TOLERATED:g}: tried, with "
             f"{format_bytes(draws.physical_run.reserved or 0)} reserved",
         )
-
-
-def cell_to_json(cell: Cell) -> dict[str, Any]:
-    line = cell.line
-    return {
-        "mode": cell.mode,
-        "gpu": cell.configuration.gpu,
-        "memory_bytes": cell.configuration.memory,
-        "largest": cell.largest,
-        "error": cell.error,
-        "computed": None if line is None else {"base_bytes": line.base, "bytes_per_value": line.slope},
-        "runs": [{"value": value, **run_to_json(run)} for value, run in sorted(cell.runs.items())],
-    }
 
 
 def print_verdict(verdict: Verdict, warnings: Sequence[str], console: Console) -> None:

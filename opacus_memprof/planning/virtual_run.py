@@ -74,6 +74,7 @@ class VirtualRun:
         context: what these take.
         retries: how often torch had to give cached memory back to the GPU before an allocation went well.
         category, module, phase: of the most bytes at the peak; of a run that ran out of memory, of what was asked for.
+        categories: requested bytes at the peak.
         poisson: of a loader that draws batch sizes its "samples", "rate" and "steps"; {} of another.
         seconds: of the whole process.
         directory: of its profile and its log.
@@ -94,6 +95,7 @@ class VirtualRun:
     phase: str
     seconds: float
     directory: str
+    categories: Mapping[str, int] = field(default_factory=dict)
     poisson: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -186,6 +188,7 @@ def _read(directory: Path, exit_code: int, seconds: float) -> VirtualRun:
         phase=phase,
         seconds=seconds,
         directory=str(directory),
+        categories={name: size for name, size in peak.get("categories", {}).items() if size},
         poisson=facts.get("poisson", {}),
     )
 

@@ -17,6 +17,7 @@ from opacus_memprof.profiles.json_object import JsonObject
 from opacus_memprof.profiles.live_memory import Snapshot
 from opacus_memprof.profiles.meta import Meta
 from opacus_memprof.profiles.oom_report import OomReport
+from opacus_memprof.profiles.plan import Plan
 from opacus_memprof.profiles.profile import Profile
 
 STRUCTURES: dict[str, type[JsonObject]] = {
@@ -25,6 +26,7 @@ STRUCTURES: dict[str, type[JsonObject]] = {
     "snapshots.line": Snapshot,
     "ranks": JobSummary,
     "oom_report": OomReport,
+    "plan": Plan,
     "experiment_result": ExperimentResult,
     "baseline": BaselineFile,
 }

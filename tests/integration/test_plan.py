@@ -10,9 +10,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 
+from opacus_memprof.profiles.json_object import read_json_object
+from opacus_memprof.profiles.plan import Plan
 from opacus_memprof.virtual_gpu.devices import GPUS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +36,12 @@ def plan(out: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def content(out: Path) -> dict[str, Any]:
-    return json.loads((out / "plan.json").read_text())  # type: ignore[no-any-return]
+    """plan.json, held against its published schema and its structure."""
+    plain: dict[str, Any] = json.loads((out / "plan.json").read_text())
+    schema = json.loads((ROOT / "docs" / "schemas" / "plan.schema.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(plain)
+    assert read_json_object(out / "plan.json", Plan) == plain
+    return plain
 
 
 @pytest.mark.slow
@@ -69,6 +77,12 @@ def test_what_does_not_fit_has_advice_that_was_tried(tmp_path: Path) -> None:
     planned = plan(tmp_path, SCRIPTS / "train_cuda.py", "--width", str(width), "--batch", str(batch))
     assert planned.returncode == 3, planned.stderr
     verdict = content(tmp_path)["verdict"]
+    profiled = json.loads(
+        (tmp_path / "runs")
+        .joinpath(Path(verdict["with_more_memory"]["directory"]).name, "profile", "profile.json")
+        .read_text()
+    )["devices"]["cuda:0"]["peak"]["categories"]
+    assert verdict["with_more_memory"]["categories"] == {name: size for name, size in profiled.items() if size}
     assert not verdict["fits"]
     trained = 16 * width + width + width * width + width
     whole = verdict["with_more_memory"]

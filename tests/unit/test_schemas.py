@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "docs" / "schemas"
 DATA = ROOT / "tests" / "data"
 NAMES = {"profile.json": "profile", "meta.json": "meta", "oom_report.json": "oom_report", "ranks.json": "ranks"}
+# plan.json: tests/integration/test_plan.py
 OLDER = [file for file in sorted(DATA.rglob("*.json*")) if file.name in {*NAMES, "snapshots.jsonl"}]
 OLDER += sorted((ROOT / "docs" / "results").rglob("*_result.json"))
 
