@@ -66,9 +66,9 @@ class Components:
                 ) from error
 
     def __call__(self, module: str) -> str:
-        """The component of a module's fully qualified name; "other" if nothing tells it."""
+        """The component of a module's fully qualified name; "other" if neither rules nor hooks know it."""
         name = _MODEL.sub("", module)
-        return _first(self._rules, name) or self._known.get(module) or _first(_RULES, name) or OTHER
+        return _first_match(self._rules, name) or self._known.get(module) or _first_match(_RULES, name) or OTHER
 
     def roll_up(self, modules: Groups) -> dict[str, Any]:
         """Sums up the `modules` of a peak.
@@ -89,7 +89,7 @@ class Components:
         return {"components": components, "module_tree": dict(sorted(tree.items()))}
 
 
-def _first(rules: Sequence[tuple[re.Pattern[str], str]], name: str) -> str | None:
+def _first_match(rules: Sequence[tuple[re.Pattern[str], str]], name: str) -> str | None:
     return next((component for expression, component in rules if expression.search(name)), None)
 
 

@@ -24,8 +24,8 @@ from opacus_memprof.profiles.profile import (
 
 _TOP_OPS = 30
 # The attributes of a snapshot that only snapshots.jsonl has: what torch's allocator counted then.
-_RECONCILED = ("allocated_bytes", "reserved_bytes", "rounding", "cached", "outside_pytorch", "remainder")
-_NOT_COUNTED: dict[str, Any] = dict.fromkeys(_RECONCILED)
+_ALLOCATOR_FIGURES = ("allocated_bytes", "reserved_bytes", "rounding", "cached", "outside_pytorch", "remainder")
+_NOT_COUNTED: dict[str, Any] = dict.fromkeys(_ALLOCATOR_FIGURES)
 _BEFORE_ANY_BLOCK = DeviceCount(requested_bytes=0, categories={}, **_NOT_COUNTED)
 
 Replayed = Mapping[str, Any]  # a struct of core.replay, see csrc/core/replay.h
@@ -79,14 +79,14 @@ def build_device(
             FailedAllocation(
                 requested_bytes=instant["requested"],
                 live_bytes=instant["bytes"],
-                category=names.public_category(instant["category"]),
+                category=names.reported_category(instant["category"]),
                 module=names.module(instant["module"]),
                 op=names.op(instant["op"]),
                 **_instant(instant, names, start),
             )
             for instant in replayed["out_of_memory"]
         ],
-        timeline=timeline(replayed["timeline"], names),
+        timeline=build_timeline(replayed["timeline"], names),
         end_bytes=replayed["end_bytes"],
     )
     return device, warnings
@@ -138,7 +138,7 @@ def _peak(name: str, replayed: Replayed, names: Names, component_of: Components,
         phase=names.phase(instant["phase"]),
         categories=categories,
         remainder_bytes=remainder,
-        activation_hooks=names.hooks_split(instant["categories"]),
+        activation_hooks=names.hooked_activations(instant["categories"]),
         shared_captures={names.module(id): size for id, by_id in modules.items() if (size := _shared(names, by_id))},
         modules=by_module,
         born_in={
@@ -157,13 +157,13 @@ def _peak(name: str, replayed: Replayed, names: Names, component_of: Components,
 
 
 def _shared(names: Names, by_id: Sequence[int]) -> int:
-    return names.hooks_split(by_id).shared_with_autograd
+    return names.hooked_activations(by_id).shared_with_autograd
 
 
 def _block(block: Replayed, names: Names) -> Block:
     return Block(
         bytes=block["bytes"],
-        category=names.public_category(block["category"]),
+        category=names.reported_category(block["category"]),
         module=names.module(block["module"]),
         op=names.op(block["op"]),
         step=block["step"],
@@ -181,16 +181,16 @@ def _with_counters(
 ) -> tuple[Peak, list[str]]:
     """Adds to the peak what the allocator counted then. Returns it with a warning if events and counters differ."""
     warnings = []
-    counted, replayed = live.requested_bytes, 0 if peak is None else peak.requested_bytes
-    if peak is None or (counted > replayed and dropped):
+    counted, recorded = live.requested_bytes, 0 if peak is None else peak.requested_bytes
+    if peak is None or (counted > recorded and dropped):
         peak = _counters_peak(live, component_of)
         warnings.append(
-            f"{name}: the peak of {counted} bytes came after the event file was full (peak before: {replayed}); its "
+            f"{name}: the peak of {counted} bytes came after the event file was full (peak before: {recorded}); its "
             "breakdown is the live counters', without modules and with forward undecided"
         )
-    elif counted != replayed:
+    elif counted != recorded:
         warnings.append(
-            f"{name}: the events have a peak of {replayed} requested bytes, the live counters one of {counted}"
+            f"{name}: the events have a peak of {recorded} requested bytes, the live counters one of {counted}"
         )
         return peak, warnings
     if live.allocated_bytes is not None:
@@ -244,7 +244,7 @@ def _snapshots(
         line = recorded.get(snapshot.index)
         counted = None if line is None else line.devices.get(name)
         if counted is not None:
-            snapshot = replace(snapshot, **_reconciled(counted))
+            snapshot = replace(snapshot, **_allocator_figures(counted))
             if pending := counted.categories.get("pending_free", 0):  # the events have them as freed
                 snapshot.requested_bytes += pending
                 snapshot.categories["pending_free"] = pending
@@ -271,27 +271,27 @@ def _with_unrecorded_snapshots(
                 logical_step=line.logical_step,
                 phase=None,
                 categories={key: size for key, size in add_parts(counted.categories).items() if size},
-                **_reconciled(counted),
+                **_allocator_figures(counted),
             )
     return [by_index[index] for index in sorted(by_index)]
 
 
-def _reconciled(counted: DeviceCount) -> dict[str, Any]:
-    return {key: getattr(counted, key) for key in _RECONCILED}
+def _allocator_figures(counted: DeviceCount) -> dict[str, Any]:
+    return {key: getattr(counted, key) for key in _ALLOCATOR_FIGURES}
 
 
-def thinned(timeline: Timeline, together: int) -> Timeline:
-    """Thins a timeline: of each `together` rows only the highest is kept, so that the peak stays."""
+def thin_timeline(timeline: Timeline, group_size: int) -> Timeline:
+    """A timeline of every highest row among `group_size` rows, so that it still contains the peak."""
     sizes = timeline.bytes
-    groups = (range(first, min(first + together, len(sizes))) for first in range(0, len(sizes), together))
+    groups = (range(first, min(first + group_size, len(sizes))) for first in range(0, len(sizes), group_size))
     kept = [max(rows, key=sizes.__getitem__) for rows in groups]
     columns = {name: [column[row] for row in kept] for name, column in timeline.items() if name != "categories"}
     categories = {name: [column[row] for row in kept] for name, column in timeline.categories.items()}
     return Timeline(**columns, categories=categories)
 
 
-def timeline(instants: Sequence[Replayed], names: Names) -> Timeline:
-    """Builds a Timeline from core.replay's."""
+def build_timeline(instants: Sequence[Replayed], names: Names) -> Timeline:
+    """Builds a Timeline from the rows of core.replay's `timeline`."""
     rows = [names.categories(instant["categories"]) for instant in instants]
     used = list(dict.fromkeys(category for row in rows for category in row))
     return Timeline(

@@ -16,20 +16,20 @@ _PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Limit:
-    """How much a peak may grow: `percent` of what it was, or `size` bytes."""
+class GrowthLimit:
+    """The most that a peak may grow by: `percent` of what it was, or `size` bytes."""
 
     text: str
     percent: Fraction | None = None
     size: int = 0
 
     @staticmethod
-    def parse(text: str) -> "Limit":
+    def parse(text: str) -> "GrowthLimit":
         """From `2%` or a size as units.parse_size reads it. Raises MemprofError for anything else."""
         if match := _PERCENT.fullmatch(text):
-            return Limit(text.strip(), percent=Fraction(match[1]))
+            return GrowthLimit(text.strip(), percent=Fraction(match[1]))
         try:
-            return Limit(text.strip(), size=parse_size(text))
+            return GrowthLimit(text.strip(), size=parse_size(text))
         except MemprofError as error:
             raise MemprofError(f"{text!r} is no limit: write a percentage, as 2%, or a size, as 50MiB") from error
 
@@ -66,7 +66,7 @@ class PeakDifference(JsonObject):
 
 
 class DeviceDiff(PeakDifference):
-    """Of one device; `phases` are the phases' own peaks."""
+    """The difference between two peaks of one device, and between the peaks of its phases."""
 
     before: DiffPeak
     after: DiffPeak
@@ -74,7 +74,7 @@ class DeviceDiff(PeakDifference):
 
 
 class Diff(JsonObject):
-    """Two profiles, device by device, and sentences on what else differs."""
+    """The differences between two profiles by device, and notes on what else differs."""
 
     devices: dict[str, DeviceDiff]
     notes: list[str]
@@ -103,16 +103,16 @@ def diff_profiles(before: Profile, after: Profile) -> Diff:
         notes.append(f"the first run was on {first} and the second on {second}, whose memory differs by more than code")
     if not pairs:
         raise MemprofError(
-            f"the first run was on {listed(old)} and the second on {listed(new)}: compare the same devices"
+            f"the first run was on {join_names(old)} and the second on {join_names(new)}: compare the same devices"
         )
     compared_old, compared_new = {pair[1] for pair in pairs}, {pair[2] for pair in pairs}
-    alone = [f"the first run alone used {name}" for name in old if name not in compared_old]
-    alone += [f"the second run alone used {name}" for name in new if name not in compared_new]
-    return Diff({name: _diff_device(old[first], new[second]) for name, first, second in pairs}, notes + alone)
+    single = [f"the first run alone used {name}" for name in old if name not in compared_old]
+    single += [f"the second run alone used {name}" for name in new if name not in compared_new]
+    return Diff({name: _diff_device(old[first], new[second]) for name, first, second in pairs}, notes + single)
 
 
 def refuse_without_devices(which: str, profile: Profile) -> None:
-    """Raises MemprofError, with `which` of two profiles it is, for a profile without devices."""
+    """Raises MemprofError for a profile without devices. `which` of two profiles it is goes into the message."""
     if not profile.devices:
         raise MemprofError(f"the {which} profile has no device that allocated memory: profile a training run")
 
@@ -120,24 +120,25 @@ def refuse_without_devices(which: str, profile: Profile) -> None:
 def peak_difference(before: Peak, after: Peak) -> PeakDifference:
     """`after` less `before`."""
     old, new = modules_of(before), modules_of(after)
-    modules = {module: _minus(new.get(module, {}), old.get(module, {})) for module in {**new, **old}}
+    modules = {module: _subtract(new.get(module, {}), old.get(module, {})) for module in {**new, **old}}
     return PeakDifference(
         total=after.requested_bytes - before.requested_bytes,
-        categories=_minus(after.categories, before.categories),
+        categories=_subtract(after.categories, before.categories),
         modules={module: categories for module, categories in modules.items() if categories},
     )
 
 
-def listed(devices: Iterable[str]) -> str:
+def join_names(devices: Iterable[str]) -> str:
+    """The devices' names, sorted, with commas between."""
     return ", ".join(sorted(devices))
 
 
-def growth(total: int, before: int) -> str:
+def percent_change(total: int, before: int) -> str:
     """A change of `total` bytes in percent: `+2.3 %`; "" where there was nothing."""
     return f"{100 * total / before:+.1f} %" if before else ""
 
 
-def exceeded(diff: Diff, limit: Limit) -> list[str]:
+def exceeded_limits(diff: Diff, limit: GrowthLimit) -> list[str]:
     """A sentence for each device whose peak has grown beyond the limit."""
     return [
         f"the peak of {name} grew by {format_bytes(device.total)}, more than {limit.text}"
@@ -168,15 +169,15 @@ def _diff_phase(before: PhasePeak | None, after: PhasePeak | None) -> DiffPhase:
         total=new - old,
         before_bytes=None if before is None else old,
         after_bytes=None if after is None else new,
-        categories=_minus({} if after is None else after.categories, {} if before is None else before.categories),
+        categories=_subtract({} if after is None else after.categories, {} if before is None else before.categories),
     )
 
 
 def modules_of(peak: Peak) -> Groups:
-    """A peak that only the live counters saw has no modules."""
+    """The peak's bytes by module. Of a peak that only the live counters saw, all of it without a module."""
     return peak.modules or {"": peak.categories}
 
 
-def _minus(ours: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, int]:
-    differences = {key: ours.get(key, 0) - theirs.get(key, 0) for key in {**ours, **theirs}}
+def _subtract(sizes: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
+    differences = {key: sizes.get(key, 0) - others.get(key, 0) for key in {**sizes, **others}}
     return {key: size for key, size in differences.items() if size}

@@ -67,7 +67,7 @@ class Job:
         """Leaves a rank out, because its profile is of another job."""
         self._left_out.append(rank)
 
-    def cannot_read(self, rank: int, why: str) -> None:
+    def add_unreadable(self, rank: int, why: str) -> None:
         """Leaves a rank out, because its profile cannot be read."""
         self._unreadable.append(rank)
         self._notes.append(f"rank {rank} is left out: {why}")
@@ -117,9 +117,9 @@ class Job:
         if missing:
             left = "has" if len(missing) == 1 else "have"
             messages.append(f"{list_ranks(missing)} of {self._launch_size()} {left} left no profile here")
-        gone = [rank for rank in self._left_out if rank >= self._launch_size()]
-        if gone:
-            messages.append(f"what lies here of {list_ranks(gone)} is of an earlier job, and is left out")
+        earlier = [rank for rank in self._left_out if rank >= self._launch_size()]
+        if earlier:
+            messages.append(f"what lies here of {list_ranks(earlier)} is of an earlier job, and is left out")
         if len(self._versions) > 1:
             messages.append(_differing_versions(self._versions))
         if len(self._virtual) > 1:
@@ -133,7 +133,7 @@ class Job:
                 f"{list_ranks(ranks)} trained another model than rank {first}: {len(only)} modules are not in both, "
                 f"such as {only[0]!r}"
             )
-        return messages + _clocks(self.rows)
+        return messages + _clock_warnings(self.rows)
 
     def _launch_size(self) -> int:
         return self._launch.world_size if self._launch is not None else len(self.rows)
@@ -141,12 +141,12 @@ class Job:
 
 def _early_ends(rows: Iterable[Rank]) -> list[str]:
     """Messages about ranks that have not finished, and why."""
-    alike: dict[tuple[str, int, str | None], list[int]] = {}
+    same_end: dict[tuple[str, int, str | None], list[int]] = {}
     for row in rows:
         if row.status != "finished":
-            alike.setdefault((row.status, row.steps, row.error), []).append(row.rank)
+            same_end.setdefault((row.status, row.steps, row.error), []).append(row.rank)
     messages = []
-    for (status, steps, error), ranks in alike.items():
+    for (status, steps, error), ranks in same_end.items():
         several = len(ranks) > 1
         how = {
             "out_of_memory": "ran out of memory",
@@ -295,8 +295,8 @@ def _stray_bytes(rows: list[Rank]) -> list[Finding]:
 
 
 def _differing_versions(versions: Mapping[tuple[tuple[str, str | None], ...], list[int]]) -> str:
-    every = [dict(known) for known in versions]
-    names = [name for name in every[0] if len({known.get(name) for known in every}) > 1]
+    distinct = [dict(items) for items in versions]
+    names = [name for name in distinct[0] if len({row.get(name) for row in distinct}) > 1]
     parts = []
     for known, ranks in versions.items():
         listed = ", ".join(f"{name} {dict(known).get(name)}" for name in names)
@@ -304,7 +304,7 @@ def _differing_versions(versions: Mapping[tuple[tuple[str, str | None], ...], li
     return f"the ranks ran different versions: {'; '.join(parts)}"
 
 
-def _clocks(rows: list[Rank]) -> list[str]:
+def _clock_warnings(rows: list[Rank]) -> list[str]:
     """A message if ranks on different machines seem not to have run at the same time: their clocks may differ."""
     timed = [row for row in rows if row.started_unix_ns and row.ended_unix_ns]
     if not timed:

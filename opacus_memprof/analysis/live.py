@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is live in a profile that is still being written, seen from another process."""
+"""Reads what is live in a running process from the profile that it is writing."""
 
 import re
 import statistics
@@ -19,12 +19,12 @@ from opacus_memprof.profiles.json_object import JsonObject
 from opacus_memprof.profiles.meta import read_meta
 from opacus_memprof.profiles.profile import Groups, Sizes, VirtualGpus
 
-_MAPPED = re.compile(rf"\S+ \S+ \S+ \S+ \S+ +(?P<path>/.*)/{re.escape(EVENTS)}(?: \(deleted\))?")
-_FEWEST_STEPS = 4  # to tell a trend from
+_MAPPED_EVENTS = re.compile(rf"\S+ \S+ \S+ \S+ \S+ +(?P<path>/.*)/{re.escape(EVENTS)}(?: \(deleted\))?")
+_MIN_STEPS = 4  # for a trend
 
 
 class RunningDevice(JsonObject):
-    """Bytes on one device.
+    """The bytes on one device of a running profile.
 
     Attributes:
         peak_bytes: so far, in the step `peak_step`.
@@ -66,8 +66,8 @@ class RunningProfile(JsonObject, kw_only=True):
     devices: dict[str, RunningDevice]
 
 
-class Live:
-    """Follows the profile in `directory`; each `look` reads what was written since the one before.
+class ProfileFollower:
+    """Follows the profile in `directory`; each `read` takes up the events that were written since the one before.
 
     Raises:
         MemprofError: there is no readable profile.
@@ -80,9 +80,9 @@ class Live:
         except RuntimeError as error:
             raise MemprofError(f"there is no readable profile in {directory}: {error}") from error
 
-    def look(self) -> RunningProfile:
-        """What is live now."""
-        running = is_being_written(self.directory)  # first: what is read then is all, where this says it has ended
+    def read(self) -> RunningProfile:
+        """The live bytes of all devices now."""
+        running = is_being_written(self.directory)  # before reading: if it has ended, all of it is then read
         state = self._follower.advance()
         meta = read_meta(self.directory / META)
         names = Names(meta.names, state)
@@ -105,7 +105,7 @@ class Live:
 def _device(device: Mapping[str, Any], names: Names) -> RunningDevice:
     ends = device["step_ends"]
     slope = None
-    if len(ends) >= _FEWEST_STEPS:
+    if len(ends) >= _MIN_STEPS:
         slope = round(statistics.linear_regression(range(len(ends)), ends).slope)
     return RunningDevice(
         requested_bytes=device["bytes"],
@@ -119,7 +119,7 @@ def _device(device: Mapping[str, Any], names: Names) -> RunningDevice:
 
 
 def directory_of_process(pid: int) -> Path:
-    """Where a running process writes its profile: its event file is mapped into its memory.
+    """The directory into which a running process writes its profile. Source: its event file is mapped into its memory.
 
     Raises:
         MemprofError: there is no such process, it is somebody else's, or it is not profiled.
@@ -131,6 +131,6 @@ def directory_of_process(pid: int) -> Path:
     except OSError:
         raise MemprofError(f"there is no process {pid}: give the directory of a profile") from None
     for line in maps.splitlines():
-        if found := _MAPPED.fullmatch(line):
-            return Path(found["path"])
+        if match := _MAPPED_EVENTS.fullmatch(line):
+            return Path(match["path"])
     raise MemprofError(f"process {pid} is not being profiled: start it with `opacus-memprof run`")

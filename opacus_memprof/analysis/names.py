@@ -20,7 +20,7 @@ class Names:
         replayed: the result of core.replay.
 
     Attributes:
-        components: module → what hooks have seen that it is, or "".
+        components: module → the component that hooks have recognised it as, or "".
     """
 
     def __init__(self, names: NameLists, replayed: Mapping[str, Any]) -> None:
@@ -56,7 +56,7 @@ class Names:
     def device(self, id: int) -> str:
         return "cpu" if id == 0 else f"cuda:{id - 1}"
 
-    def public_category(self, id: int) -> str:
+    def reported_category(self, id: int) -> str:
         return reported_name(self.category(id))
 
     def categories(self, by_id: Sequence[int]) -> dict[str, int]:
@@ -64,18 +64,18 @@ class Names:
         result: dict[str, int] = {}
         for id, count in enumerate(by_id):
             if count:
-                name = self.public_category(id)
+                name = self.reported_category(id)
                 result[name] = result.get(name, 0) + count
         return result
 
     def all_categories(self, by_id: Sequence[int]) -> dict[str, int]:
         """Bytes by reported category: all built-in ones, and those of the program's own that have any."""
-        some = self.categories(by_id)
-        names = dict.fromkeys(self.public_category(id) for id in range(len(self._categories)))
-        return {name: some.get(name, 0) for name in [*names, *some] if name in self._builtin or name in some}
+        nonzero = self.categories(by_id)
+        names = dict.fromkeys(self.reported_category(id) for id in range(len(self._categories)))
+        return {name: nonzero.get(name, 0) for name in [*names, *nonzero] if name in self._builtin or name in nonzero}
 
-    def hooks_split(self, by_id: Sequence[int]) -> HookedActivations:
-        """What of activation_hooks autograd holds as well, and what Opacus alone holds."""
+    def hooked_activations(self, by_id: Sequence[int]) -> HookedActivations:
+        """The two parts of the category activation_hooks, from bytes by category id."""
         return HookedActivations(**{part: by_id[self._categories.index(name)] for name, part in PARTS.items()})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""profile.json, the one summary that every report reads. docs/format.md documents its fields."""
+"""Builds, reads and writes profile.json, the summary that every report reads. docs/format.md documents its fields."""
 
 import contextlib
 import fcntl
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from opacus_memprof.analysis.components import Components
-from opacus_memprof.analysis.device import Replayed, build_device, build_device_from_counters, timeline
+from opacus_memprof.analysis.device import Replayed, build_device, build_device_from_counters, build_timeline
 from opacus_memprof.analysis.findings import Run, find
 from opacus_memprof.analysis.names import Names
 from opacus_memprof.errors import MemprofError
@@ -50,12 +50,12 @@ def build_profile(
         peaks: the live counters' peaks (recording.live.read_peaks()), which know what the allocator itself counted at
             the peak, and the peak of what a full event file has dropped.
         warnings: sentences on what this profile cannot know.
-        facts: what hooks noticed (hook_facts.recorded()), for the findings.
+        facts: what hooks have recorded (hook_facts.recorded()), for the findings.
         components: the user's own rules, regular expression → component; see analysis.components.
         virtual: of a run on virtual GPUs, what they were and could not know (virtual_gpu.describe_run()); without it
             what meta.json has, which was written at the start.
         timeline_points: rows of a device's timeline, at most.
-        dropped: events that found no room so far: while the process is writing, the file tells it a moment late.
+        dropped: events that found no room so far; of a process that is writing, the file's header is late.
 
     Raises:
         MemprofError: a rule is no regular expression, or events.bin or meta.json is missing, truncated, foreign or of
@@ -68,18 +68,18 @@ def build_profile(
     header["dropped"] = max(header["dropped"], dropped)
     names = Names(meta.names, replayed)
     snapshots = _read_snapshots(path / SNAPSHOTS)
-    said = [*warnings, *_file_warnings(replayed, meta)]
+    messages = [*warnings, *_file_warnings(replayed, meta)]
     component_of = Components(components, names.components)
     devices = {}
     by_name = {names.device(device["id"]): device for device in replayed["devices"]}
     for name, device in by_name.items():
         live = None if peaks is None else peaks.get(name)
-        devices[name], more = build_device(name, device, header, names, component_of, live, snapshots)
-        said += more
+        devices[name], device_warnings = build_device(name, device, header, names, component_of, live, snapshots)
+        messages += device_warnings
     for name, live in (peaks or {}).items() if header["dropped"] else ():
         if name not in devices and live.requested_bytes:
-            devices[name], more = build_device_from_counters(name, live, component_of, snapshots)
-            said += more
+            devices[name], device_warnings = build_device_from_counters(name, live, component_of, snapshots)
+            messages += device_warnings
     return Profile(
         versions=meta.versions,
         virtual=meta.virtual if virtual is None else virtual,
@@ -101,7 +101,7 @@ def build_profile(
         devices=devices,
         components=dict(components or {}),
         findings=find(Run(devices, by_name, facts, names)),
-        warnings=list(dict.fromkeys(said)),
+        warnings=list(dict.fromkeys(messages)),
     )
 
 
@@ -126,7 +126,7 @@ def load_profile(directory: str | os.PathLike[str]) -> Profile:
 
 
 def read_timelines(directory: str | os.PathLike[str], points: int) -> dict[str, Timeline]:
-    """`timeline` of every device of a profile, with up to `points` rows instead of TIMELINE_POINTS. The peak is always
+    """The timelines of a profile by device, with up to `points` rows instead of TIMELINE_POINTS. The peak is always
     among them.
 
     Raises:
@@ -135,11 +135,11 @@ def read_timelines(directory: str | os.PathLike[str], points: int) -> dict[str, 
     path = Path(directory)
     replayed = _replay(path, points)
     names = Names(read_meta(path / META).names, replayed)
-    return {names.device(device["id"]): timeline(device["timeline"], names) for device in replayed["devices"]}
+    return {names.device(device["id"]): build_timeline(device["timeline"], names) for device in replayed["devices"]}
 
 
 def write_profile(profile: Profile, directory: str | os.PathLike[str]) -> None:
-    """Writes profile.json: readers see the old one or the new one. Raises MemprofError."""
+    """Writes profile.json atomically. Raises MemprofError if it cannot be written."""
     try:
         write_text(Path(directory) / PROFILE, to_json(profile))
     except MemprofError as error:
@@ -154,27 +154,27 @@ def _replay(directory: Path, points: int) -> Replayed:
 
 
 def _file_warnings(replayed: Replayed, meta: Meta) -> list[str]:
-    said = []
+    messages = []
     header = replayed["header"]
     if header["dropped"]:
-        said.append(
+        messages.append(
             f"the event file was full after {replayed['events']} events and {header['dropped']} more were dropped: "
             "all figures but the counters' peak are of the part before"
         )
     if replayed["events"] < header["count"]:
-        said.append(
+        messages.append(
             f"{EVENTS} is truncated: {header['count']} events were written and {replayed['events']} can be read"
         )
     if wrong := {kind: count for kind, count in replayed["contradictions"].items() if count}:
         listed = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in wrong.items())
-        said.append(f"{EVENTS} contradicts itself ({listed}): its figures are doubtful")
+        messages.append(f"{EVENTS} contradicts itself ({listed}): its figures are doubtful")
     if not meta.names.categories:
-        said.append(f"there is no {META}: modules, ops and categories of the program's own have no names")
-    return said
+        messages.append(f"there is no {META}: modules, ops and categories of the program's own have no names")
+    return messages
 
 
 def _read_snapshots(path: Path) -> dict[int, Snapshot]:
-    """The snapshots by their numbers. A killed process may leave half a line at the end."""
+    """The snapshots of snapshots.jsonl by their numbers, without the half line that a killed process may leave."""
     if not path.exists():
         return {}
     snapshots = {}

@@ -3,7 +3,7 @@
 
 from msgspec.structs import replace
 
-from opacus_memprof.analysis.diff import PeakDifference, listed, modules_of, peak_difference, refuse_without_devices
+from opacus_memprof.analysis.diff import PeakDifference, join_names, modules_of, peak_difference, refuse_without_devices
 from opacus_memprof.analysis.names import as_without_dp
 from opacus_memprof.analysis.virtual import compare_virtual
 from opacus_memprof.errors import MemprofError
@@ -24,7 +24,7 @@ class DeviceTax(PeakDifference):
 
 
 class Tax(JsonObject):
-    """What privacy adds, device by device, and sentences on what else differs."""
+    """What privacy adds by device, and notes on what else differs."""
 
     devices: dict[str, DeviceTax]
     notes: list[str]
@@ -43,33 +43,33 @@ def dp_tax(private: Profile, vanilla: Profile) -> Tax:
     """
     for which, profile in (("private", private), ("vanilla", vanilla)):
         refuse_without_devices(which, profile)
-    here, there = private.devices, vanilla.devices
-    if here.keys() != there.keys():
+    private_devices, vanilla_devices = private.devices, vanilla.devices
+    if private_devices.keys() != vanilla_devices.keys():
         raise MemprofError(
-            f"the private run was on {listed(here)} and the vanilla one on {listed(there)}: "
-            "profile both on the same devices"
+            f"the private run was on {join_names(private_devices)} and the vanilla one on "
+            f"{join_names(vanilla_devices)}: profile both on the same devices"
         )
-    if any(phase in device.phases for device in there.values() for phase in ("clip", "noise")):
+    if any(phase in device.phases for device in vanilla_devices.values() for phase in ("clip", "noise")):
         raise MemprofError(
             "the vanilla run is private as well, for it clips or noises gradients: profile the same model and batch "
             "without Opacus, or compare two private runs with `opacus-memprof diff`"
         )
     return Tax(
-        {name: peak_tax(here[name].peak, there[name].peak) for name in here},
+        {name: peak_tax(private_devices[name].peak, vanilla_devices[name].peak) for name in private_devices},
         compare_virtual(("private", "vanilla"), private.virtual, vanilla.virtual),
     )
 
 
 def peak_tax(private: Peak, vanilla: Peak) -> DeviceTax:
-    """Of one device."""
+    """What privacy adds to the peak of one device."""
     shared = private.shared_captures
-    named = replace(
+    without_dp = replace(
         private,
         categories=as_without_dp(private.categories, sum(shared.values())),
         modules={module: as_without_dp(sizes, shared.get(module, 0)) for module, sizes in modules_of(private).items()},
     )
     return DeviceTax(
-        **peak_difference(vanilla, named),
+        **peak_difference(vanilla, without_dp),
         private_bytes=private.requested_bytes,
         vanilla_bytes=vanilla.requested_bytes,
         opacus_only=private.activation_hooks.opacus_only,

@@ -22,12 +22,12 @@ class Window:
     rows: Rows = field(default_factory=lambda: np.empty(0, ROW))
 
 
-def around_peak(events: Events, most: int) -> dict[int, Window]:
+def around_peak(events: Events, max_rows: int) -> dict[int, Window]:
     """The windows by device id. Reads the file twice.
 
     Args:
         events: of the profile.
-        most: the most rows of a window. Its peak is in the middle, or as near to it as the file's ends allow.
+        max_rows: of a window. Its peak is in the middle, or as near to it as the file's ends allow.
 
     Raises:
         MemprofError: the event file cannot be read.
@@ -39,14 +39,16 @@ def around_peak(events: Events, most: int) -> dict[int, Window]:
             peaks.setdefault(id, _PeakFinder()).add(device_rows)
 
     events.for_each_chunk(find)
-    firsts = {id: int(np.clip(peak.index - most // 2, 0, max(peak.count - most, 0))) for id, peak in peaks.items()}
+    firsts = {
+        id: int(np.clip(peak.index - max_rows // 2, 0, max(peak.count - max_rows, 0))) for id, peak in peaks.items()
+    }
     windows = {id: Window() for id in peaks}
     counts = dict.fromkeys(peaks, 0)
 
     def keep(rows: Rows) -> None:
         for id, device_rows in _by_device(rows):
             window, begin = windows[id], max(firsts[id] - counts[id], 0)
-            end = max(firsts[id] + most - counts[id], 0)
+            end = max(firsts[id] + max_rows - counts[id], 0)
             window.already_live = _still_live(np.concatenate([window.already_live, device_rows[:begin]]))
             window.rows = np.concatenate([window.rows, device_rows[begin:end]])
             counts[id] += len(device_rows)
@@ -71,9 +73,9 @@ class _PeakFinder:
     def add(self, rows: Rows) -> None:
         sign = np.select([np.isin(rows["kind"], (ALLOC, SEED)), rows["kind"] == FREE], [1, -1])
         live = self._live + np.cumsum(sign * rows["bytes"].astype(np.int64))
-        at = int(np.argmax(live))
-        if live[at] > self._highest:
-            self._highest, self.index = int(live[at]), self.count + at
+        highest = int(np.argmax(live))
+        if live[highest] > self._highest:
+            self._highest, self.index = int(live[highest]), self.count + highest
         self._live = int(live[-1])
         self.count += len(rows)
 

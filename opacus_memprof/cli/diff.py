@@ -27,7 +27,7 @@ def diff(
     markdown: Annotated[bool, typer.Option("--markdown", help="Markdown for a pull request, instead.")] = False,
 ) -> None:
     """Prints what changed at the peak and in each phase, by category and module: AFTER less BEFORE."""
-    from opacus_memprof.analysis.diff import Limit, diff_profiles, exceeded
+    from opacus_memprof.analysis.diff import GrowthLimit, diff_profiles, exceeded_limits
     from opacus_memprof.analysis.profile import load_profile
     from opacus_memprof.reports.diff import diff_markdown, print_diff
 
@@ -38,9 +38,9 @@ def diff(
         return
     if after is None:
         raise MemprofError("give two profiles, BEFORE and AFTER, or --vanilla DIR and the private one")
-    limit = None if fail_above is None else Limit.parse(fail_above)
+    limit = None if fail_above is None else GrowthLimit.parse(fail_above)
     result = diff_profiles(load_profile(before), load_profile(after))
-    beyond = exceeded(result, limit) if limit else []
+    beyond = exceeded_limits(result, limit) if limit else []
     if markdown:
         typer.echo(diff_markdown(result, beyond), nl=False)
     else:

@@ -61,8 +61,8 @@ def report(
     Each option writes a file: the one that follows it, or memprof.html, memprof.png … in DIRECTORY. Of a job of several
     ranks, DIRECTORY shows all of them, and DIRECTORY/rank_0 one.
     """
+    from opacus_memprof.analysis.job_directory import load_ranks
     from opacus_memprof.analysis.profile import load_profile
-    from opacus_memprof.analysis.ranks import load_ranks
     from opacus_memprof.profiles.directory import rank_directories
     from opacus_memprof.reports.ranks import print_ranks
     from opacus_memprof.reports.text import print_summary

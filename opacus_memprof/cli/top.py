@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.live import Live as Screen
+from rich.live import Live
 
 from opacus_memprof.errors import MemprofError
 
@@ -21,25 +21,25 @@ def top(
     """Follows a running profile: live bytes by category and module, step, phase and trend. The run notices nothing."""
     if interval <= 0:
         raise MemprofError(f"an interval of {interval:g} seconds is none: give one above 0")
-    from opacus_memprof.analysis.live import Live, directory_of_process
+    from opacus_memprof.analysis.live import ProfileFollower, directory_of_process
     from opacus_memprof.profiles.json_object import to_json
     from opacus_memprof.reports.top import live_view
 
     is_process = target.isdecimal() and not Path(target).exists()
-    live = Live(directory_of_process(int(target)) if is_process else target)
+    follower = ProfileFollower(directory_of_process(int(target)) if is_process else target)
     console = Console()
-    seen = live.look()
+    profile = follower.read()
     if as_json:
-        print(to_json(seen), end="", flush=True)
-        while not once and seen.status == "running":
+        print(to_json(profile), end="", flush=True)
+        while not once and profile.status == "running":
             time.sleep(interval)
-            seen = live.look()
-            print(to_json(seen), end="", flush=True)
+            profile = follower.read()
+            print(to_json(profile), end="", flush=True)
     elif once:
-        console.print(live_view(seen))
+        console.print(live_view(profile))
     else:
-        with Screen(live_view(seen), console=console, auto_refresh=False) as screen:
-            while seen.status == "running":
+        with Live(live_view(profile), console=console, auto_refresh=False) as screen:
+            while profile.status == "running":
                 time.sleep(interval)
-                seen = live.look()
-                screen.update(live_view(seen), refresh=True)
+                profile = follower.read()
+                screen.update(live_view(profile), refresh=True)

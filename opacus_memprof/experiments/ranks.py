@@ -10,7 +10,7 @@ import torch.distributed as dist
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from torch import nn
 
-from opacus_memprof.analysis.ranks import load_ranks
+from opacus_memprof.analysis.job_directory import load_ranks
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.files import read_json, write_json
 

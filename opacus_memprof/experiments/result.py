@@ -11,7 +11,7 @@ import torch
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from opacus_memprof.analysis.device import thinned
+from opacus_memprof.analysis.device import thin_timeline
 from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
@@ -185,7 +185,7 @@ def _snapshot(entry: DeviceSnapshot) -> dict[str, Any]:
 def _thin(timeline: Timeline) -> Timeline:
     """With at most _TIMELINE_ROWS. Categories that never have a byte are left out."""
     used = {name: sizes for name, sizes in timeline.categories.items() if any(sizes)}
-    return thinned(replace(timeline, categories=used), max(1, -(-len(timeline.bytes) // _TIMELINE_ROWS)))
+    return thin_timeline(replace(timeline, categories=used), max(1, -(-len(timeline.bytes) // _TIMELINE_ROWS)))
 
 
 def _sentence(error: BaseException, progress: RunProgress) -> str:

@@ -17,6 +17,7 @@ from opacus_memprof.profiles.launch import Launch
 
 DEFAULT_DIRECTORY = "memprof_profile"
 EVENT_BYTES = 32  # a record of the event file
+EVENT_HEADER_BYTES = 4096  # what the event file has before its first record
 DEFAULT_MAX_EVENTS = 2**25  # 1 GiB
 MOST_EVENTS = 2**40  # 32 TiB: a process can map that many
 

@@ -20,7 +20,7 @@ from opacus_memprof.hooks.vocabulary import UNATTRIBUTED
 from opacus_memprof.profiles.categories import reported_name
 from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS
 from opacus_memprof.profiles.profile import Device
-from opacus_memprof.pytest_plugin.event_filter import Block, TestEvents
+from opacus_memprof.pytest_plugin.event_filter import BlockKey, TestEvents
 from opacus_memprof.recording import native
 from opacus_memprof.session import Session
 
@@ -125,7 +125,7 @@ class CleanSession(Session):
             _make_live_unattributed()
 
     def _test_events(self) -> TestEvents:
-        return TestEvents(self.directory, native.events_status()["written"])
+        return TestEvents(self.directory)
 
     def _follow(self, prepared: Any) -> Attachment:
         self.attach(*prepared)
@@ -158,7 +158,7 @@ def _tensors(objects: list[Any]) -> list[torch.Tensor]:
     return [each for each in objects if issubclass(type(each), torch.Tensor)]
 
 
-def _without(blocks: set[Block]) -> list[dict[str, Any]]:
+def _without(blocks: set[BlockKey]) -> list[dict[str, Any]]:
     live = native.live_blocks()
     return [block for block in live if (_number(block["device"]), block["address"]) not in blocks]
 

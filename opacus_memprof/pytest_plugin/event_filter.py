@@ -10,19 +10,14 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+import numpy.typing as npt
 
+from opacus_memprof.analysis.events import FREE, RETAG, ROW, SEED, Events, Rows
 from opacus_memprof.analysis.profile import build_profile
-from opacus_memprof.profiles.directory import EVENTS, META
+from opacus_memprof.profiles.directory import EVENT_BYTES, EVENT_HEADER_BYTES, EVENTS, META
 from opacus_memprof.profiles.profile import Profile
 
-Block = tuple[int, int]  # number of the device in the event file, address
-
-# See docs/format.md.
-_HEADER_BYTES = 4096
-_COUNT = slice(16, 24)
-_ALLOC, _FREE, _RETAG, _SEED = 1, 2, 3, 7
-_LOW_48 = (1 << 48) - 1
+BlockKey = tuple[int, int]  # number of the device in the event file, address
 
 
 class TestEvents:
@@ -30,61 +25,51 @@ class TestEvents:
 
     Args:
         directory: of the profile.
-        written: the number of events; the count in the file's header lags behind.
 
     Attributes:
         earlier_blocks: blocks from before the test that are still live.
         foreign_blocks: those of them that the test has not retagged.
+
+    Raises:
+        MemprofError: the events cannot be read.
     """
 
-    def __init__(self, directory: Path, written: int) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        with open(directory / EVENTS, "rb") as file:
-            self._header = bytearray(file.read(_HEADER_BYTES))
-            self._words = np.fromfile(file, "<u8", 4 * written).reshape(-1, 4)
-        self.foreign_blocks: set[Block] = set()
-        self.earlier_blocks: set[Block] = set()
-        self._excluded = self._find_excluded()
+        rows = _rows_of_seeded_blocks(Events(directory))
+        block, kind = rows["block"], rows["kind"]
+        retagged = block[kind == RETAG]
+        live = rows[(kind == SEED) & ~np.isin(block, block[kind == FREE])]
+        self.earlier_blocks = _keys(live)
+        self.foreign_blocks = _keys(live[~np.isin(live["block"], retagged)])
+        self._excluded: npt.NDArray[np.uint64] = np.unique(rows["event"][~np.isin(block, retagged)])
 
     def profile(self) -> Profile:
         """The profile of the test's own memory, without a timeline. Raises MemprofError as build_profile does."""
-        if not self._excluded:
+        if not self._excluded.size:
             return build_profile(self._directory, status="running", exit_code=None, timeline_points=1)
-        kept: NDArray[np.uint64] = np.delete(self._words, self._excluded, axis=0)
-        self._header[_COUNT] = len(kept).to_bytes(8, "little")
+        with open(self._directory / EVENTS, "rb") as file:
+            header = file.read(EVENT_HEADER_BYTES)
+            records = np.fromfile(file, f"V{EVENT_BYTES}")
         with tempfile.TemporaryDirectory(prefix="memprof_") as folder:
             (Path(folder) / META).write_bytes((self._directory / META).read_bytes())
-            (Path(folder) / EVENTS).write_bytes(bytes(self._header) + kept.tobytes())
+            (Path(folder) / EVENTS).write_bytes(header + np.delete(records, self._excluded).tobytes())
             return build_profile(folder, status="running", exit_code=None, timeline_points=1)
 
-    def _find_excluded(self) -> list[int]:
-        """The indices of the records to leave out. Sets `earlier_blocks` and `foreign_blocks`."""
-        kinds = self._words[:, 0] >> 48 & 0xFF
-        addresses = self._words[:, 1] & ~np.uint64(0xFF << 48)  # with the device, without the phase
-        seeds = kinds == _SEED
-        if not seeds.any():
-            return []
-        relevant = np.isin(addresses, addresses[seeds]) & np.isin(kinds, (_ALLOC, _FREE, _RETAG, _SEED))
-        records: dict[int, list[int]] = {}  # by address of a live block from before the test
-        retagged: set[int] = set()
-        excluded: list[int] = []
-        for index in np.flatnonzero(relevant).tolist():
-            kind, address = int(kinds[index]), int(addresses[index])
-            if kind == _SEED:
-                records[address] = [index]
-            elif address in records:
-                records[address].append(index)
-                if kind == _RETAG:
-                    retagged.add(address)
-                else:
-                    block_records = records.pop(address)
-                    if address not in retagged:
-                        excluded += block_records
-                    retagged.discard(address)
-        for address, block_records in records.items():
-            block = (address >> 56, address & _LOW_48)
-            self.earlier_blocks.add(block)
-            if address not in retagged:
-                self.foreign_blocks.add(block)
-                excluded += block_records
-        return excluded
+
+def _rows_of_seeded_blocks(events: Events) -> Rows:
+    """The rows of all blocks that were there before the test, from seed to free."""
+    chunks: list[Rows] = [np.empty(0, ROW)]
+    seeded: npt.NDArray[np.int64] = np.empty(0, "<i8")
+
+    def keep(rows: Rows) -> None:
+        nonlocal seeded
+        seeded = np.append(seeded, rows["block"][rows["kind"] == SEED])
+        chunks.append(rows[np.isin(rows["block"], seeded)])
+
+    events.for_each_chunk(keep)
+    return np.concatenate(chunks)
+
+
+def _keys(rows: Rows) -> set[BlockKey]:
+    return set(zip(rows["device"].tolist(), rows["address"].tolist(), strict=True))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from opacus_memprof.analysis.diff import DeviceDiff, Diff, DiffPhase, growth
+from opacus_memprof.analysis.diff import DeviceDiff, Diff, DiffPhase, percent_change
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.moments import when
 from opacus_memprof.reports.tables import largest_changes, shortened, signed_bytes, table_of
@@ -20,7 +20,7 @@ Table = tuple[str, Row, list[Row]]
 
 
 def print_diff(diff: Diff, console: Console, exceeded: Sequence[str] = ()) -> None:
-    """Prints what analysis.diff.diff_profiles returned, and what analysis.diff.exceeded found."""
+    """Prints what analysis.diff.diff_profiles returned, and what analysis.diff.exceeded_limits returned."""
     for name, device in diff.devices.items():
         console.print(f"[bold]{escape(name)}[/]: {escape(_headline(device))}", highlight=False)
         for title, columns, rows in _tables(device):
@@ -54,7 +54,7 @@ def _headline(device: DeviceDiff) -> str:
     if not device.total:
         change = "no change"
     else:
-        percent = growth(device.total, old.requested_bytes)
+        percent = percent_change(device.total, old.requested_bytes)
         change = signed_bytes(device.total) + (f", {percent}" if percent else "")
     places = [when(moment.phase, moment.step) for moment in (old, new)]
     where = places[0] if places[0] == places[1] else f"{places[0]} → {places[1]}"

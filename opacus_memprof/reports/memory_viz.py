@@ -144,7 +144,7 @@ class _Trace:
     def _words_of(self, category: int, module: int, op: int, phase: int, step: int) -> tuple[str, str, list[Entry]]:
         """A block's category, all that is known of it, and the same as a stack, the innermost frame first."""
         names = self._names
-        said = {"category": names.public_category(category), "module": names.module(module)}
+        said = {"category": names.reported_category(category), "module": names.module(module)}
         said |= {"op": names.op(op), "phase": names.phase(phase)}
         path = said["module"].split(".")
         inside = [".".join(path[:end]) for end in range(len(path), 0, -1)]

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opacus_memprof.analysis.device import thinned
+from opacus_memprof.analysis.device import thin_timeline
 from opacus_memprof.analysis.virtual import virtual_gpu_of
 from opacus_memprof.profiles.profile import Device, FailedAllocation, Groups, Peak, Profile, Timeline
 from opacus_memprof.profiles.units import format_bytes
@@ -105,7 +105,7 @@ def _summed(groups: Groups) -> Groups:
 
 def _thinned(timeline: Timeline) -> Timeline:
     """The timeline with as many rows as can be seen, and one more where the last of them ends."""
-    rows = thinned(timeline, max(-(-len(timeline.bytes) // _COLUMNS), 1))
+    rows = thin_timeline(timeline, max(-(-len(timeline.bytes) // _COLUMNS), 1))
     columns = {name: [*column, *column[-1:]] for name, column in rows.items() if name != "categories"}
     columns["event"][-1:] = [event + 1 for event in columns["event"][-1:]]
     categories = {category: [*column, *column[-1:]] for category, column in rows.categories.items()}

@@ -19,7 +19,7 @@ _STYLE = {"running": "cyan", "ended": "green", "killed": "red"}
 
 
 def live_view(live: RunningProfile) -> RenderableType:
-    """What analysis.live.Live.look returned."""
+    """What analysis.live.ProfileFollower.read returned."""
     parts: list[RenderableType] = [
         Text.from_markup(
             f"[bold]opacus-memprof[/]  process {live.pid} [{_STYLE[live.status]}]{live.status}[/]  "

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from opacus_memprof import virtual_gpu
-from opacus_memprof.analysis import ranks
+from opacus_memprof.analysis import job_directory
 from opacus_memprof.analysis.profile import build_profile, write_profile
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import (
@@ -372,7 +372,7 @@ class Session:
     def _finish_job(self) -> None:
         """What the other ranks have left must not cost this one's result."""
         try:
-            self.job = ranks.finish(self._claimed)
+            self.job = job_directory.write_job_summary(self._claimed)
         except MemprofError as error:
             warnings.warn(f"the ranks' profiles could not be merged ({error})", RuntimeWarning, stacklevel=2)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from opacus_memprof.analysis.live import Live, directory_of_process
+from opacus_memprof.analysis.live import ProfileFollower, directory_of_process
 from opacus_memprof.cli import app
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
@@ -61,11 +61,11 @@ def go_on(process: "subprocess.Popen[str]") -> None:
     process.stdin.flush()
 
 
-def look(live: Live) -> dict[str, Any]:
+def read_named(follower: ProfileFollower) -> dict[str, Any]:
     """Names reach meta.json within a second of their first use."""
     until = time.monotonic() + 20
     while True:
-        seen = live.look()
+        seen = follower.read()
         nameless = [name for name in seen["devices"]["cpu"]["categories"] if name.startswith("category ")]
         if not nameless or time.monotonic() > until:
             return seen
@@ -75,10 +75,10 @@ def look(live: Live) -> dict[str, Any]:
 def test_a_running_process_is_followed(running: "subprocess.Popen[str]", tmp_path: Path) -> None:
     first = told(running)
     assert directory_of_process(running.pid) == tmp_path / "profile"
-    live = Live(tmp_path / "profile")
+    follower = ProfileFollower(tmp_path / "profile")
     for size in (0, 1, 3):
         counted = first if size == 0 else told(running)
-        seen = look(live)
+        seen = read_named(follower)
         assert seen["status"] == "running"
         assert seen["pid"] == running.pid
         device = seen["devices"]["cpu"]
@@ -90,7 +90,7 @@ def test_a_running_process_is_followed(running: "subprocess.Popen[str]", tmp_pat
             go_on(running)
     running.kill()
     running.wait()
-    assert live.look()["status"] == "killed"
+    assert follower.read()["status"] == "killed"
     printed = CliRunner().invoke(app, ["top", str(tmp_path / "profile"), "--once"])
     assert printed.exit_code == 0
     assert "killed" in printed.stdout

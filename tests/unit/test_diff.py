@@ -10,7 +10,7 @@ from event_files import EventFile
 from rich.console import Console
 from typer.testing import CliRunner
 
-from opacus_memprof.analysis.diff import Limit, diff_profiles, exceeded
+from opacus_memprof.analysis.diff import GrowthLimit, diff_profiles, exceeded_limits
 from opacus_memprof.analysis.profile import build_profile, write_profile
 from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
@@ -86,7 +86,7 @@ def test_in_print(diff: dict[str, Any]) -> None:
 
 
 def test_as_markdown(diff: dict[str, Any]) -> None:
-    text = diff_markdown(diff, exceeded(diff, Limit.parse("2%")))
+    text = diff_markdown(diff, exceeded_limits(diff, GrowthLimit.parse("2%")))
     assert text.startswith("### GPU memory\n\n**the peak of cuda:0 grew by 25.00 KiB, more than 2%**\n")
     assert "| `per_sample_gradients` | 0 B | 40.00 KiB | +40.00 KiB |" in text.splitlines()
     tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]
@@ -118,18 +118,18 @@ def test_names_are_shown_as_they_are_in_markdown(tmp_path: Path) -> None:
     ],
 )
 def test_limits(diff: dict[str, Any], limit: str, grew: bool) -> None:
-    assert bool(exceeded(diff, Limit.parse(limit))) is grew
+    assert bool(exceeded_limits(diff, GrowthLimit.parse(limit))) is grew
 
 
 def test_less_memory_is_within_every_limit(tmp_path: Path) -> None:
     less = diff_profiles(profile_in(tmp_path / "new", new_file()), profile_in(tmp_path / "old", old_file()))
-    assert exceeded(less, Limit.parse("0")) == []
+    assert exceeded_limits(less, GrowthLimit.parse("0")) == []
 
 
 @pytest.mark.parametrize("text", ["2 percent", "-1%", "%", "", "nan%", "1e3", "2%%"])
 def test_what_is_no_limit_is_refused(text: str) -> None:
     with pytest.raises(MemprofError, match="is no limit"):
-        Limit.parse(text)
+        GrowthLimit.parse(text)
 
 
 def test_different_devices_are_compared_and_said(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_the_command(tmp_path: Path, diff: dict[str, Any]) -> None:
     assert run(app, ["diff", old, new]).exit_code == 0
     assert run(app, ["diff", old, new, "--fail-above", "25%"]).exit_code == 0
     failed = run(app, ["diff", old, new, "--fail_above", "2%", "--markdown"])
-    assert (failed.exit_code, failed.stdout) == (1, diff_markdown(diff, exceeded(diff, Limit.parse("2%"))))
+    assert (failed.exit_code, failed.stdout) == (1, diff_markdown(diff, exceeded_limits(diff, GrowthLimit.parse("2%"))))
     same = run(app, ["diff", old, old, "--fail-above", "0"])
     assert (same.exit_code, same.stdout) == (0, "cuda:0: peak 100.00 KiB → 100.00 KiB (no change), in clip of step 0\n")
 

@@ -91,7 +91,7 @@ def test_the_rows_add_up_to_the_profile_at_every_instant(tmp_path: Path) -> None
     live = live_by_category(rows, device=1)
     assert int(live.sum(axis=1).max()) == device["peak"]["requested_bytes"] == 170
     at_peak = live[np.argmax(live.sum(axis=1)) + 1]  # with the retag that follows at once
-    named = {names.public_category(id): int(size) for id, size in enumerate(at_peak) if size}
+    named = {names.reported_category(id): int(size) for id, size in enumerate(at_peak) if size}
     assert named == {name: size for name, size in device["peak"]["categories"].items() if size}
     assert named == {"model_parameters": 100, "activations": 30, "gradients": 40}
 

@@ -10,8 +10,8 @@ import pytest
 from browser import Opened
 from event_files import EventFile
 
+from opacus_memprof.analysis.job_directory import load_ranks
 from opacus_memprof.analysis.profile import build_profile, write_profile
-from opacus_memprof.analysis.ranks import load_ranks
 from opacus_memprof.reports.html.ranks import write_ranks_html
 
 Open = Callable[..., Opened]

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from opacus_memprof.analysis.diff import diff_profiles
 from opacus_memprof.analysis.job import Job
-from opacus_memprof.analysis.live import Live
+from opacus_memprof.analysis.live import ProfileFollower
 from opacus_memprof.analysis.oom import build_report
 from opacus_memprof.analysis.profile import build_profile, load_profile
 from opacus_memprof.analysis.tax import dp_tax
@@ -77,7 +77,7 @@ def test_what_the_end_knows_replaces_what_the_start_knew(killed: Path) -> None:
 
 
 def test_a_running_one(killed: Path) -> None:
-    seen = Live(killed).look()
+    seen = ProfileFollower(killed).read()
     assert seen["virtual"] == H200
     assert f"on a {NAME}: " in printed(lambda console: console.print(live_view(seen)))
 

@@ -15,7 +15,7 @@ __all__ = ["Run", "find"]
 
 DETECTORS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     ghost.stale_norm_samples,
-    captures.without_backward,
+    captures.captures_without_backward,
     growth.growing_memory,
     gradients.frozen_per_sample_gradients,
     gradients.discarded_gradients,

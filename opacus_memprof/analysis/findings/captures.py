@@ -17,7 +17,7 @@ _CHECKPOINT = (
 )
 
 
-def without_backward(run: Run) -> Iterator[Finding]:
+def captures_without_backward(run: Run) -> Iterator[Finding]:
     """Finds captures that were outstanding through several forwards, or when an optimizer step failed."""
     facts = run.facts_of("captures")
     if not facts:

@@ -31,7 +31,7 @@ _REMEDY = {
     "optimizer.step()",
     "inputs": "something keeps each batch: let go of it at the end of the step",
 }
-_ANY = (
+_DEFAULT_REMEDY = (
     "something keeps a tensor of each step: look for lists, dictionaries and attributes that are appended to, and for "
     "objects that refer to each other (gc.collect() at the end of a step frees those)"
 )
@@ -44,7 +44,7 @@ def growing_memory(run: Run) -> Iterator[Finding]:
         sites: dict[str, list[dict[str, Any]]] = {}
         for residue in replayed["residue"]:
             if residue["steps"] >= max(MIN_STEPS, MIN_SHARE * considered):
-                sites.setdefault(run.names.public_category(residue["category"]), []).append(residue)
+                sites.setdefault(run.names.reported_category(residue["category"]), []).append(residue)
         for category, found in sites.items():
             steps = max(site["steps"] for site in found)
             regular = steps >= max(REGULAR_STEPS, REGULAR_SHARE * considered)
@@ -68,7 +68,7 @@ def _growth(run: Run, device: str, category: str, found: Sequence[dict[str, Any]
         f"{format_bytes(total)} of {category} that {steps} of the steps {first} to {last} made still lived at the end "
         f"of step {end}: about {format_bytes(total // steps)} more each time ({largest(modules)}); "
         f"made in {_where(sites[0])}",
-        _REMEDY.get(category, _ANY),
+        _REMEDY.get(category, _DEFAULT_REMEDY),
         device=device,
         category=category,
         modules=modules,

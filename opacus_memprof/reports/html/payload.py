@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from opacus_memprof.analysis.device import thinned
+from opacus_memprof.analysis.device import thin_timeline
 from opacus_memprof.analysis.profile import TIMELINE_POINTS, read_timelines
 from opacus_memprof.analysis.tax import dp_tax
 from opacus_memprof.analysis.virtual import virtual_mark
@@ -163,7 +163,7 @@ def _timelines(run: Run, room: int) -> dict[str, dict[str, Any]]:
     points = min(_MOST_ROWS, TIMELINE_POINTS * room // longest)
     if points < TIMELINE_POINTS:
         together = -(-TIMELINE_POINTS // max(points, 1))
-        return {name: _encoded(thinned(timeline, together), together * a_row) for name, timeline in given.items()}
+        return {name: _encoded(thin_timeline(timeline, together), together * a_row) for name, timeline in given.items()}
     if run.directory is None or profile.status == "running" or min(points, events) <= TIMELINE_POINTS:
         return coarse
     try:

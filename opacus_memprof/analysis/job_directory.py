@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The profiles of a job's ranks as one summary, `ranks.json`. docs/format.md documents its fields.
+"""Merges the profiles in a job's directory into ranks.json, whose fields docs/format.md documents.
 
 Profiles are read one after the other and only a row of each is kept, so that memory does not grow with what the ranks
 have recorded.
@@ -22,14 +22,14 @@ from opacus_memprof.profiles.meta import Meta, read_meta
 
 def load_ranks(directory: str | os.PathLike[str]) -> JobSummary:
     """The summary of all ranks whose profiles are in `directory`. What a killed rank has recorded counts as far as it
-    got; ranks that are of an earlier job, unreadable or missing are said.
+    got. Ranks that are of an earlier job, unreadable or missing are named in the summary's warnings.
 
     Raises:
         MemprofError: there is no rank's profile.
     """
     path = Path(directory)
     directories = rank_directories(path)
-    newest = max(directories.values(), key=_written, default=None)
+    newest = max(directories.values(), key=_modified_at, default=None)
     launch = None if newest is None else _launch(newest)
     job = Job(launch)
     for rank, folder in directories.items():
@@ -39,15 +39,15 @@ def load_ranks(directory: str | os.PathLike[str]) -> JobSummary:
         try:
             job.add(rank, folder.name, load_profile(folder), _modules(folder))
         except MemprofError as error:
-            job.cannot_read(rank, str(error))
+            job.add_unreadable(rank, str(error))
     if not job.rows:
         raise MemprofError(f"{path} holds no rank's profile that can be read: give the directory of a profile")
     return job.summary()
 
 
-def finish(claimed: ProfileDirectory) -> JobSummary | None:
-    """Called by each rank when its own profile is written. The last one of the job to end merges all, writes
-    ranks.json and returns its content; the others return None.
+def write_job_summary(claimed: ProfileDirectory) -> JobSummary | None:
+    """Writes ranks.json and returns its content, if this rank is the last of its job to end; else returns None. Each
+    rank calls it when its own profile is written.
 
     Raises:
         MemprofError: ranks.json cannot be written.
@@ -59,9 +59,9 @@ def finish(claimed: ProfileDirectory) -> JobSummary | None:
     if not all(_has_ended(folder, launch) for folder in others):
         return None
     try:
-        held = lock(path)
+        descriptor = lock(path)
     except MemprofError:
-        return None  # another rank has ended at the same time, and is at it
+        return None  # another rank has ended at the same time, and writes it
     try:
         if (path / RANKS).exists() and launch.same_job(read_json_object(path / RANKS, JobSummary).launch):
             return None
@@ -71,7 +71,7 @@ def finish(claimed: ProfileDirectory) -> JobSummary | None:
     finally:
         with contextlib.suppress(OSError):
             (path / LOCK).unlink()
-        os.close(held)
+        os.close(descriptor)
 
 
 def _has_ended(folder: Path, launch: Launch) -> bool:
@@ -96,8 +96,8 @@ def _modules(folder: Path) -> frozenset[str]:
     return frozenset(_meta(folder).names.modules)
 
 
-def _written(folder: Path) -> float:
-    """When its meta.json was written last: the ranks of the latest job have the newest."""
+def _modified_at(folder: Path) -> float:
+    """The time at which its meta.json was last written, in seconds since 1970; 0 without one."""
     try:
         return (folder / META).stat().st_mtime
     except OSError:
