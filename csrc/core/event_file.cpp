@@ -61,6 +61,7 @@ EventFile::EventFile(const std::string& path, std::uint64_t capacity,
     header_->record_bytes = sizeof(Event);
     header_->capacity = capacity_;
     header_->pid = static_cast<std::uint64_t>(::getpid());
+    set_wall_clock();
     header_->start_ticks = start_ticks_ = ticks();
     header_->start_unix_ns = unix_ns();
     refresh_header();
