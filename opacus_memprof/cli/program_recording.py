@@ -197,9 +197,9 @@ class ProgramRecording:
             which = "" if launch is None else f" of rank {launch.rank} of {launch.world_size}"
             _print_note(f"the profile{which} is in {session.directory}")
         elif session.job is not None:
-            from opacus_memprof.reports.ranks import print_ranks
+            from opacus_memprof.reports.job_text import print_job
 
-            _print_summary(print_ranks, session.job)
+            _print_summary(print_job, session.job)
             _print_note(f"the profiles of all ranks are in {session.directory.parent}")
         elif profile.status != "finished":
             _print_note(

@@ -64,7 +64,7 @@ def report(
     from opacus_memprof.analysis.job_directory import load_ranks
     from opacus_memprof.analysis.profile import load_profile
     from opacus_memprof.profiles.directory import rank_directories
-    from opacus_memprof.reports.ranks import print_ranks
+    from opacus_memprof.reports.job_text import print_job
     from opacus_memprof.reports.text import print_summary
 
     given = {"html": html, "png": png, "csv": csv, "json": json, "latex": latex, "perfetto": perfetto}
@@ -80,13 +80,13 @@ def report(
                 f"give one, as {directory / 'rank_0'}"
             )
         summary = load_ranks(directory)
-        print_ranks(summary, console)
+        print_job(summary, console)
         if wanted:
-            from opacus_memprof.reports.export import target
-            from opacus_memprof.reports.html.ranks import write_ranks_html
+            from opacus_memprof.reports.export import output_path
+            from opacus_memprof.reports.html.job_page import write_job_html
 
-            path = target("html", wanted["html"], directory)
-            write_ranks_html(summary, directory, path)
+            path = output_path("html", wanted["html"], directory)
+            write_job_html(summary, directory, path)
             console.print(f"\nwrote {path}", highlight=False, markup=False, soft_wrap=True)
         return
     profile = load_profile(directory)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people read, made from profile.json; and exports for other tools, which may need every event."""
+"""Writes reports for people from profile.json, and exports for other tools, some of them from every event."""

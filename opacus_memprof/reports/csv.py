@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The summary as one table of bytes by category, for spreadsheets and data frames."""
+"""Writes the summary as one CSV table of bytes by category, for spreadsheets and data frames."""
 
 import csv
 import os
@@ -26,28 +26,30 @@ def write_csv(profile: Profile, path: str | os.PathLike[str]) -> None:
     Raises:
         MemprofError: `path` cannot be written.
     """
-    mark = {} if profile.virtual is UNSET else {"virtual_gpu": profile.virtual.gpu}
+    virtual_gpu = {} if profile.virtual is UNSET else {"virtual_gpu": profile.virtual.gpu}
     with replacing(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow((*COLUMNS, *mark))
+        writer.writerow((*COLUMNS, *virtual_gpu))
         for name, device in profile.devices.items():
-            writer.writerows((name, *row, *mark.values()) for row in _rows(device))
+            writer.writerows((name, *row, *virtual_gpu.values()) for row in _rows(device))
 
 
 def _rows(device: Device) -> Iterator[tuple[Any, ...]]:
     peak = device.peak
-    where = (peak.step, peak.phase)
-    yield from _sizes("peak", "", where, peak.categories)
+    time = (peak.step, peak.phase)
+    yield from _category_rows("peak", "", time, peak.categories)
     for table, groups in (("module", peak.modules), ("component", peak.components)):
         for name, categories in groups.items():
-            yield from _sizes(table, name, where, categories)
+            yield from _category_rows(table, name, time, categories)
     for name, phase in device.phases.items():
-        yield from _sizes("phase", name, (phase.step, name), phase.categories)
+        yield from _category_rows("phase", name, (phase.step, name), phase.categories)
     for step in device.steps:
-        yield from _sizes("step", str(step.step), (step.step, step.phase), step.categories)
+        yield from _category_rows("step", str(step.step), (step.step, step.phase), step.categories)
 
 
-def _sizes(table: str, name: str, where: tuple[Any, Any], categories: Mapping[str, int]) -> Iterator[tuple[Any, ...]]:
+def _category_rows(
+    table: str, name: str, time: tuple[Any, Any], categories: Mapping[str, int]
+) -> Iterator[tuple[Any, ...]]:
     for category, size in categories.items():
         if size:
-            yield table, name, *where, category, size
+            yield table, name, *time, category, size

@@ -8,8 +8,8 @@ from rich.markup import escape
 
 from opacus_memprof.analysis.diff import DeviceDiff, Diff, DiffPhase, percent_change
 from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.reports.moments import when
-from opacus_memprof.reports.tables import largest_changes, shortened, signed_bytes, table_of
+from opacus_memprof.reports.moments import describe_time
+from opacus_memprof.reports.tables import largest_changes, shorten_name, signed_bytes, table_of
 
 _TOP_MODULES = 10
 _NONE = "none"
@@ -20,13 +20,13 @@ Table = tuple[str, Row, list[Row]]
 
 
 def print_diff(diff: Diff, console: Console, exceeded: Sequence[str] = ()) -> None:
-    """Prints what analysis.diff.diff_profiles returned, and what analysis.diff.exceeded_limits returned."""
+    """Prints the differences of two profiles, and the messages of analysis.diff.exceeded_limits."""
     for name, device in diff.devices.items():
         console.print(f"[bold]{escape(name)}[/]: {escape(_headline(device))}", highlight=False)
         for title, columns, rows in _tables(device):
             table = table_of(title, columns[:3], columns[3:])
             for first, *rest in rows:
-                table.add_row(escape(shortened(first)), *map(escape, rest))
+                table.add_row(escape(shorten_name(first)), *map(escape, rest))
             console.print()
             console.print(table)
     for note in diff.notes:
@@ -36,15 +36,15 @@ def print_diff(diff: Diff, console: Console, exceeded: Sequence[str] = ()) -> No
 
 
 def diff_markdown(diff: Diff, exceeded: Sequence[str] = ()) -> str:
-    """The same for a comment on a pull request (GitHub's Markdown): modules and phases are folded."""
+    """The same as GitHub's Markdown, for a comment on a pull request: modules and phases are folded."""
     parts = ["### GPU memory"] if any("cuda" in name for name in diff.devices) else ["### Memory"]
-    parts += [f"**{_plain(sentence)}**" for sentence in exceeded]
+    parts += [f"**{_escape_markdown(sentence)}**" for sentence in exceeded]
     for name, device in diff.devices.items():
-        parts.append(f"**{_plain(name)}**: {_plain(_headline(device))}")
+        parts.append(f"**{_escape_markdown(name)}**: {_escape_markdown(_headline(device))}")
         for title, columns, rows in _tables(device):
             table = _markdown_table(title, columns, rows)
-            parts.append(table if title == "category" else _folded(f"By {title}", table))
-    parts += [f"Note: {_plain(note)}." for note in diff.notes]
+            parts.append(table if title == "category" else _fold(f"By {title}", table))
+    parts += [f"Note: {_escape_markdown(note)}." for note in diff.notes]
     return "\n\n".join(parts) + "\n"
 
 
@@ -56,8 +56,8 @@ def _headline(device: DeviceDiff) -> str:
     else:
         percent = percent_change(device.total, old.requested_bytes)
         change = signed_bytes(device.total) + (f", {percent}" if percent else "")
-    places = [when(moment.phase, moment.step) for moment in (old, new)]
-    where = places[0] if places[0] == places[1] else f"{places[0]} → {places[1]}"
+    times = [describe_time(moment.phase, moment.step) for moment in (old, new)]
+    where = times[0] if times[0] == times[1] else f"{times[0]} → {times[1]}"
     return f"peak {sizes} ({change}), in {where}"
 
 
@@ -79,9 +79,9 @@ def _category_rows(device: DeviceDiff) -> Iterator[Row]:
 
 def _module_rows(modules: Mapping[str, Mapping[str, int]]) -> Iterator[Row]:
     # A module whose categories change while its sum stays is a change as well.
-    ordered = sorted(modules.items(), key=lambda item: (-abs(sum(item[1].values())), -_moved(item[1]), item[0]))
+    ordered = sorted(modules.items(), key=lambda item: (-abs(sum(item[1].values())), -_total_change(item[1]), item[0]))
     for module, sizes in ordered[:_TOP_MODULES]:
-        yield module or "(no module)", signed_bytes(sum(sizes.values())), _mostly(sizes)
+        yield module or "(no module)", signed_bytes(sum(sizes.values())), _largest_change(sizes)
     if rest := ordered[_TOP_MODULES:]:
         yield f"{len(rest)} more", signed_bytes(sum(sum(sizes.values()) for _, sizes in rest)), ""
 
@@ -90,33 +90,33 @@ def _phase_row(name: str, phase: DiffPhase) -> Row | None:
     if not phase.total and not phase.categories:
         return None
     sizes = [_NONE if size is None else format_bytes(size) for size in (phase.before_bytes, phase.after_bytes)]
-    return name, *sizes, signed_bytes(phase.total), _mostly(phase.categories)
+    return name, *sizes, signed_bytes(phase.total), _largest_change(phase.categories)
 
 
-def _moved(sizes: Mapping[str, int]) -> int:
+def _total_change(sizes: Mapping[str, int]) -> int:
     return sum(map(abs, sizes.values()))
 
 
-def _mostly(sizes: Mapping[str, int]) -> str:
-    """The category that changed most, and which way."""
+def _largest_change(sizes: Mapping[str, int]) -> str:
+    """The category that changed most, with the sign of its change."""
     return "".join(f"{'+' if size > 0 else '-'}{category}" for category, size in largest_changes(sizes)[:1])
 
 
 def _markdown_table(title: str, columns: Row, rows: Sequence[Row]) -> str:
     aligned = ["---", *("---" if column == "mostly" else "---:" for column in columns)]
-    lines = [(title, *columns), aligned, *((_code(row[0]), *map(_plain, row[1:])) for row in rows)]
+    lines = [(title, *columns), aligned, *((_markdown_code(row[0]), *map(_escape_markdown, row[1:])) for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _folded(title: str, content: str) -> str:
+def _fold(title: str, content: str) -> str:
     return f"<details><summary>{title}</summary>\n\n{content}\n\n</details>"
 
 
-def _code(text: str) -> str:
-    """A name as it is, within a table's cell."""
+def _markdown_code(text: str) -> str:
+    """A name as code, within a table's cell."""
     return f"`{text.replace('|', chr(92) + '|').replace('`', chr(39))}`"
 
 
-def _plain(text: str) -> str:
+def _escape_markdown(text: str) -> str:
     """Text that Markdown shows as it is, within a table's cell."""
     return "".join(f"\\{letter}" if letter in "\\`*_[]<>|#" else letter for letter in text)

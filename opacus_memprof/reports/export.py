@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formats of a report, by name."""
+"""Writes a profile in the formats that the command `report` knows."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ _PROFILE_FILES = {EVENTS, META, PROFILE, SNAPSHOTS, RANKS, *OOM_REPORTS}
 
 @dataclass(frozen=True)
 class Source:
-    """What is exported.
+    """The profile to export.
 
     Attributes:
         profile: the content of profile.json.
@@ -40,12 +40,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Format:
-    """How one format is written.
+    """One format: its file name suffixes, and the function that writes it.
 
     Attributes:
         suffixes: of its files; the first is that of a file that nobody named.
         write: returns the files that it wrote, or None for the path that it was given.
-        needs: a module that this format alone needs, and what needs it, for reports.optional.require.
+        needs: arguments for profiles.optional.require: a module that this format alone needs, and what needs it.
     """
 
     suffixes: tuple[str, ...]
@@ -58,19 +58,25 @@ def _write_json(source: Source, path: Path) -> None:
 
 
 FORMATS = {
-    "html": Format((".html",), lambda it, path: write_html(it.profile, it.directory, path, it.without_dp)),
-    "png": Format((".png",), lambda it, path: write_pictures(it.profile, path), ("matplotlib", "pictures")),
-    "csv": Format((".csv",), lambda it, path: write_csv(it.profile, path)),
+    "html": Format(
+        (".html",), lambda source, path: write_html(source.profile, source.directory, path, source.without_dp)
+    ),
+    "png": Format((".png",), lambda source, path: write_pictures(source.profile, path), ("matplotlib", "pictures")),
+    "csv": Format((".csv",), lambda source, path: write_csv(source.profile, path)),
     "json": Format((".json",), _write_json),
-    "latex": Format((".tex",), lambda it, path: write_latex(it.profile, path)),
+    "latex": Format((".tex",), lambda source, path: write_latex(source.profile, path)),
     "perfetto": Format(
         (".pftrace", ".perfetto-trace"),
-        lambda it, path: write_perfetto(it.profile, it.directory, path),
+        lambda source, path: write_perfetto(source.profile, source.directory, path),
         ("perfetto", "Perfetto traces"),
     ),
-    "memory_viz": Format((".pickle", ".pkl"), lambda it, path: write_memory_viz(it.profile, it.directory, path)),
+    "memory_viz": Format(
+        (".pickle", ".pkl"), lambda source, path: write_memory_viz(source.profile, source.directory, path)
+    ),
     "parquet": Format(
-        (".parquet",), lambda it, path: write_parquet(it.profile, it.directory, path), ("pyarrow", "Parquet tables")
+        (".parquet",),
+        lambda source, path: write_parquet(source.profile, source.directory, path),
+        ("pyarrow", "Parquet tables"),
     ),
 }
 
@@ -86,7 +92,7 @@ def export(source: Source, wanted: Mapping[str, str | os.PathLike[str] | None]) 
         MemprofError: before anything is written, for an unknown format, another suffix than the format's, one of the
             profile's own files, or a package that is missing; and where a file cannot be written.
     """
-    paths = {name: target(name, path, source.directory) for name, path in wanted.items()}
+    paths = {name: output_path(name, path, source.directory) for name, path in wanted.items()}
     for name in wanted:
         if needs := FORMATS[name].needs:
             require(*needs)
@@ -96,8 +102,8 @@ def export(source: Source, wanted: Mapping[str, str | os.PathLike[str] | None]) 
     return written
 
 
-def target(name: str, path: str | os.PathLike[str] | None, home: Path) -> Path:
-    """Where the profile in `home` goes in the format `name`; `path` as in `export`, as which it raises."""
+def output_path(name: str, path: str | os.PathLike[str] | None, home: Path) -> Path:
+    """The file of the format `name` for the profile in `home`. `path` and errors are those of `export`."""
     format = FORMATS.get(name)
     if format is None:
         raise MemprofError(f"{name!r} is no format of a report: choose one of {', '.join(FORMATS)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all pictures share: a figure in one of two themes, saved atomically; axes in bytes; stacks by category.
+"""Parts of all pictures: figures in two themes, saved atomically; axes in bytes; stacks by category.
 
 matplotlib's Agg canvas draws into files: no display, no pyplot, no state that outlives a picture.
 """
@@ -16,7 +16,7 @@ from opacus_memprof.profiles.files import replacing
 from opacus_memprof.profiles.optional import require
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.palette import CATEGORY_COLORS, PHASE_COLORS, THEMES, Theme, category_color
-from opacus_memprof.reports.tables import shortened
+from opacus_memprof.reports.tables import shorten_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 _DPI = 150
 _LEGEND_ROWS = 24
-_LABEL = 28  # characters of a name
+_LABEL_LENGTH = 28  # characters of a name
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @contextlib.contextmanager
-def drawn(
+def saved_figure(
     path: str | os.PathLike[str], theme: str = "light", size: tuple[float, float] = (11, 6)
 ) -> Iterator["Figure"]:
-    """A new figure, which the block fills and which is then saved to `path` as a PNG.
+    """A context manager that gives a new figure, and saves it to `path` as a PNG at the end of the block.
 
     Args:
         path: replaced atomically; its directory is made.
@@ -89,7 +89,7 @@ def _style(theme: Theme) -> dict[Any, Any]:
 
 
 def byte_axis(axis: "Axis", largest: float, ticks: int = 6) -> None:
-    """At most `ticks` ticks at round numbers of the unit that suits `largest` bytes, and labels like `1.5 GiB`."""
+    """Gives an axis at most `ticks` ticks, at round numbers of the unit that suits `largest` bytes, like `1.5 GiB`."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
     unit, scale = next((item for item in reversed(_UNITS.items()) if largest >= item[1]), ("B", 1))
@@ -100,7 +100,7 @@ def byte_axis(axis: "Axis", largest: float, ticks: int = 6) -> None:
 
 
 def event_axis(axis: "Axis") -> None:
-    """Counts of events as `250k` and `1.6M`: in full they may cover one another, and an exponent is easily missed."""
+    """Labels an axis of event numbers like `250k` and `1.6M`."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
@@ -108,7 +108,7 @@ def event_axis(axis: "Axis") -> None:
 
 
 def stacked_areas(axes: "Axes", x: Sequence[float], columns: Mapping[str, Sequence[int]]) -> None:
-    """Bytes by category over x, as steps: row i holds from x[i] until x[i + 1]. Categories without bytes are left out.
+    """Draws bytes by category over x, as steps: row i lasts from x[i] until x[i + 1].
 
     Args:
         columns: by category, of x's length.
@@ -136,11 +136,11 @@ def stacked_bars(
     colors: Mapping[str, str] | None = None,
     texts: Sequence[str] | None = None,
 ) -> None:
-    """A horizontal bar of bytes for each name, from top to bottom, by category. Parts without bytes are left out.
+    """Draws a horizontal bar of bytes by category for each name, from top to bottom.
 
     Args:
-        colors: of other parts than categories, in the order of the stack.
-        texts: at the ends of the bars, in the place of their sums.
+        colors: by part, in the order of the stack, if the parts of bars are not categories.
+        texts: at the ends of the bars, instead of their sums.
     """
     ends = [0] * len(rows)
     parts = stack_order(part for row in rows for part in row) if colors is None else colors
@@ -159,14 +159,14 @@ def stacked_bars(
             va="center",
             fontsize=8,
         )
-    name_bars(axes, names)
-    reach = max(max(ends, default=0), 1) * (1.16 if texts is None else 1.6)  # room for what is written
-    axes.set_xlim(0, reach)
-    byte_axis(axes.xaxis, reach)
+    label_bars(axes, names)
+    width = max(max(ends, default=0), 1) * (1.16 if texts is None else 1.6)  # room for what is written
+    axes.set_xlim(0, width)
+    byte_axis(axes.xaxis, width)
 
 
-def name_bars(axes: "Axes", names: Sequence[str]) -> None:
-    """Of horizontal bars at 0, 1 …, from top to bottom. Few are no thicker than many."""
+def label_bars(axes: "Axes", names: Sequence[str]) -> None:
+    """Labels horizontal bars at 0, 1 …, from top to bottom. Up to three bars are equally thick."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(max(len(names), 3) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
@@ -176,11 +176,11 @@ def name_bars(axes: "Axes", names: Sequence[str]) -> None:
 def phase_strip(
     axes: "Axes", events: Sequence[float], phases: Sequence[str], steps: Sequence[int], height: tuple[float, float]
 ) -> None:
-    """What the program was doing from each event until the next. What is idle between two parts of one phase in one
-    step belongs to it: worker threads that allocate for a backward are in no phase of their own.
+    """Draws the program's phase from each event until the next. Idle time between two parts of one phase in one step
+    counts as that phase, because worker threads that allocate for a backward are in no phase of their own.
 
     Args:
-        height: from where to where, in parts of the axes' height.
+        height: of the lower and upper edge, as parts of the axes' height.
     """
     phases, last = list(phases), 0  # the last row that was not idle
     for row, phase in enumerate(phases):
@@ -190,16 +190,16 @@ def phase_strip(
             last = row
     spans: dict[str, list[tuple[float, float]]] = {}
     for phase, group in groupby(zip(pairwise(events), phases, strict=False), lambda row: row[1]):
-        stretch = [ends for ends, _ in group]
-        spans.setdefault(phase, []).append((stretch[0][0], stretch[-1][1] - stretch[0][0]))
+        intervals = [interval for interval, _ in group]
+        spans.setdefault(phase, []).append((intervals[0][0], intervals[-1][1] - intervals[0][0]))
     for phase in spans.keys() & PHASE_COLORS.keys():
-        look: dict[str, Any] = {"color": PHASE_COLORS[phase], "linewidth": 0}
         low, high = height
-        axes.broken_barh(spans[phase], (low, high - low), transform=axes.get_xaxis_transform(), **look)
+        style: dict[str, Any] = {"color": PHASE_COLORS[phase], "linewidth": 0}
+        axes.broken_barh(spans[phase], (low, high - low), transform=axes.get_xaxis_transform(), **style)
 
 
 def phase_legend(owner: "Figure | SubFigure | Axes", phases: Iterable[str], **place: Any) -> None:
-    """One line of the phases in a strip."""
+    """Draws a legend of phases, in one line."""
     from matplotlib.patches import Patch
 
     shown = [phase for phase in PHASE_COLORS if phase in set(phases)]
@@ -209,10 +209,10 @@ def phase_legend(owner: "Figure | SubFigure | Axes", phases: Iterable[str], **pl
 
 
 def legend(figure: "Figure | SubFigure", *axes: "Axes") -> None:
-    """One legend to the right, of what these axes show and each label once, in the order of the stack from its top."""
+    """Draws one legend of these axes to the right, with each label once, in the order of the stack from its top."""
     entries: dict[str, Any] = {}
-    for one in axes:
-        for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
+    for each in axes:
+        for handle, label in zip(*each.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
     if not entries:
         return
@@ -228,4 +228,4 @@ def legend(figure: "Figure | SubFigure", *axes: "Axes") -> None:
 
 def category_label(category: str) -> str:
     """A category's name in a picture: `per sample gradients`."""
-    return shortened(category.replace("_", " "), _LABEL)
+    return shorten_name(category.replace("_", " "), _LABEL_LENGTH)

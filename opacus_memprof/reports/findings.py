@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings as text."""
+"""Prints findings to a terminal."""
 
 import textwrap
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ _TOP = 3  # of one kind; profile.json has all
 _WIDEST = 100
 
 
-def print_findings(findings: Sequence[Finding], console: Console, most: int = _TOP) -> None:
-    """Prints the findings of a profile.json: of each kind the first `most` in full, the rest as a number."""
+def print_findings(findings: Sequence[Finding], console: Console, count: int = _TOP) -> None:
+    """Prints the findings of a profile.json: of each kind the first `count` in full, the rest as a number."""
     kinds: dict[str, list[Finding]] = {}
     for finding in findings:
         kinds.setdefault(finding.kind, []).append(finding)
     for kind, found in kinds.items():
-        for finding in found[:most]:
+        for finding in found[:count]:
             _print_finding(kind.replace("_", " "), finding, console)
-        if rest := found[most:]:
+        if rest := found[count:]:
             size = format_bytes(sum(finding.bytes for finding in rest))
             plural = "s" if len(rest) > 1 else ""
             console.print(f"  and in {len(rest)} more module{plural}, {size}", style="dim", highlight=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables for a paper, in the style of the booktabs package."""
+"""Writes LaTeX tables for a paper, in the style of the booktabs package."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from opacus_memprof.analysis.virtual import virtual_gpu_of
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.profile import Device, Profile
 from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.reports.moments import when
+from opacus_memprof.reports.moments import describe_time
 from opacus_memprof.reports.tables import largest_first
 
 _TOP_MODULES = 10
@@ -65,7 +65,7 @@ def write_latex(profile: Profile, path: str | os.PathLike[str]) -> None:
 def _tables(name: str, device: Device) -> list[str]:
     peak = device.peak
     whole = peak.requested_bytes
-    highest = f"{format_bytes(whole)} in {when(peak.phase, peak.step, peak.logical_step)}"
+    highest = f"{format_bytes(whole)} in {describe_time(peak.phase, peak.step, peak.logical_step)}"
     categories = largest_first(peak.categories)
     tables = [
         table(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A snapshot as torch.cuda.memory._snapshot() makes it, for pytorch.org/memory_viz and torch.cuda._memory_viz.
+"""Writes a snapshot in the format of torch.cuda.memory._snapshot(), for pytorch.org/memory_viz.
 
-Our attribution is in what both understand: `category` colours the timeline (as torch's own profile_plot has it),
-`user_metadata` and `frames` tell category, module, phase and op of a block. A block that changes its category is
+torch.cuda._memory_viz reads it too. `category` colours the timeline, as in torch's own profile_plot. `user_metadata`
+and `frames` contain the category, module, phase and op of a block. A block that changes its category is
 freed and allocated again, as profile_plot does.
 """
 
@@ -57,11 +57,11 @@ def write_memory_viz(profile: Profile, directory: str | os.PathLike[str], path: 
     """
     events = Events(directory)
     windows = around_peak(events, MAX_EVENTS)
-    cards = max(windows, default=0)
-    traces: list[list[Entry]] = [[] for _ in range(cards + 1)]
+    gpus = max(windows, default=0)
+    traces: list[list[Entry]] = [[] for _ in range(gpus + 1)]
     segments: list[Entry] = []
     for device, window in windows.items():
-        number = device - 1 if device else cards
+        number = device - 1 if device else gpus
         trace = _Trace(events.names, profile.started_unix_ns)
         trace.replay(window)
         traces[number] = trace.entries
@@ -79,7 +79,7 @@ def write_memory_viz(profile: Profile, directory: str | os.PathLike[str], path: 
 
 
 class _Trace:
-    """What happened on one device, and what was live at the end of it."""
+    """The trace of one device, and the blocks that are live at its end."""
 
     def __init__(self, names: Names, start_unix_ns: int) -> None:
         self.entries: list[Entry] = []
@@ -87,20 +87,20 @@ class _Trace:
         self._start = start_unix_ns
         self._live: dict[int, _Block] = {}
         self._ranges: set[tuple[int, int]] = set()  # of addresses
-        self._words = lru_cache(maxsize=None)(self._words_of)
+        self._description = lru_cache(maxsize=None)(self._describe_block)
         self._frame = lru_cache(maxsize=None)(_frame)
 
     def replay(self, window: Window) -> None:
-        """Takes a device's events."""
+        """Adds the events of the device."""
         begin = int(window.rows["time_ns"][0])
         for number, block in _blocks(window.already_live):
             self._alloc(number, block, begin)
-        for row in _plain(window.rows):
-            self._take(row)
+        for row in _python_rows(window.rows):
+            self._add(row)
         # Some versions of the viewer add this category for what has none, and fail.
         self.entries.append({"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "category": "unknown"})
 
-    def _take(self, row: dict[str, int]) -> None:
+    def _add(self, row: dict[str, int]) -> None:
         time, number = row["time_ns"], row["block"]
         if row["kind"] == OOM:
             entry = self._entry("oom", _block(row), time)
@@ -128,7 +128,7 @@ class _Trace:
         self.entries.append(self._entry("free_completed", block, time))
 
     def _entry(self, action: str, block: _Block, time: int) -> Entry:
-        category, metadata, frames = self._words(*block[3:])
+        category, metadata, frames = self._description(*block[3:])
         return {
             "action": action,
             "addr": block.address,
@@ -141,28 +141,30 @@ class _Trace:
             "pool_id": _POOL,
         }
 
-    def _words_of(self, category: int, module: int, op: int, phase: int, step: int) -> tuple[str, str, list[Entry]]:
-        """A block's category, all that is known of it, and the same as a stack, the innermost frame first."""
+    def _describe_block(
+        self, category: int, module: int, op: int, phase: int, step: int
+    ) -> tuple[str, str, list[Entry]]:
+        """A block's category, its description as JSON, and the same as a stack, the innermost frame first."""
         names = self._names
-        said = {"category": names.reported_category(category), "module": names.module(module)}
-        said |= {"op": names.op(op), "phase": names.phase(phase)}
-        path = said["module"].split(".")
+        facts = {"category": names.reported_category(category), "module": names.module(module)}
+        facts |= {"op": names.op(op), "phase": names.phase(phase)}
+        path = facts["module"].split(".")
         inside = [".".join(path[:end]) for end in range(len(path), 0, -1)]
-        stack = [("op", said["op"]), ("phase", said["phase"]), *(("module", name) for name in inside)]
-        stack.append(("category", said["category"]))
+        stack = [("op", facts["op"]), ("phase", facts["phase"]), *(("module", name) for name in inside)]
+        stack.append(("category", facts["category"]))
         frames = [self._frame(kind, name) for kind, name in stack if name]
-        return said["category"], json.dumps({**said, "step": step}), frames
+        return facts["category"], json.dumps({**facts, "step": step}), frames
 
     def segments(self, device: int) -> list[Entry]:
         """The ranges of addresses, with what is live in them and the gaps between."""
         result: list[Entry] = []
         blocks = sorted(self._live.values())
-        at = 0
-        for start, end in _joined(self._ranges):
-            inside = at
-            while at < len(blocks) and blocks[at].address < end:
-                at += 1
-            result.append(self._segment(device, start, end, blocks[inside:at]))
+        index = 0
+        for start, end in _merge_ranges(self._ranges):
+            first = index
+            while index < len(blocks) and blocks[index].address < end:
+                index += 1
+            result.append(self._segment(device, start, end, blocks[first:index]))
         return result
 
     def _segment(self, device: int, start: int, end: int, blocks: list[_Block]) -> Entry:
@@ -173,7 +175,7 @@ class _Trace:
             if gap > 0:
                 filled.append({"address": place, "size": gap, "requested_size": 0, "state": "inactive", "frames": []})
             if block:
-                size, frames = block.size, self._words(*block[3:])[2]
+                size, frames = block.size, self._description(*block[3:])[2]
                 state = {"requested_size": size, "state": "active_allocated", "frames": frames}
                 filled.append({"address": block.address, "size": size, **state})
                 place = block.address + size
@@ -198,7 +200,7 @@ def _frame(kind: str, name: str) -> Entry:
     return {"filename": kind, "line": 0, "name": name}
 
 
-def _plain(rows: Rows) -> Iterator[dict[str, int]]:
+def _python_rows(rows: Rows) -> Iterator[dict[str, int]]:
     """Rows as dicts of Python's own numbers, which a pickle needs."""
     fields = rows.dtype.names or ()
     for values in zip(*(rows[field].tolist() for field in fields), strict=True):
@@ -206,20 +208,20 @@ def _plain(rows: Rows) -> Iterator[dict[str, int]]:
 
 
 def _block(row: Mapping[str, int]) -> _Block:
-    where = (row["address"], row["bytes"], row["stream"])
-    return _Block(*where, row["category"], row["module"], row["op"], row["phase"], row["step"])
+    memory = (row["address"], row["bytes"], row["stream"])
+    return _Block(*memory, row["category"], row["module"], row["op"], row["phase"], row["step"])
 
 
 def _blocks(rows: Rows) -> Iterator[tuple[int, _Block]]:
     """The blocks of these births and retags, with their numbers, in the order of their births."""
-    last = {row["block"]: row for row in _plain(rows[rows["kind"] == RETAG])}
-    for row in _plain(rows[rows["kind"] != RETAG]):
+    last = {row["block"]: row for row in _python_rows(rows[rows["kind"] == RETAG])}
+    for row in _python_rows(rows[rows["kind"] != RETAG]):
         later = last.get(row["block"], row)
         yield row["block"], _block(row)._replace(category=later["category"], module=later["module"])
 
 
-def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges that overlap or are near each other as one, in order."""
+def _merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges in order, with those that overlap or are nearer than _SEGMENT_GAP merged."""
     result: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         if result and start <= result[-1][1] + _SEGMENT_GAP:

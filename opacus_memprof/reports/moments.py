@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How reports say when something was: in a phase, a physical step and a logical one."""
+"""Phrases for the time of something in a run: its phase, physical step and logical step."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,14 +10,14 @@ _LOGICAL_STEPS = (
 _IDLE = "Idle is the time outside forward, backward, clipping and the optimizer's step."
 
 
-def when(phase: str, step: int | str, logical_step: int | None = None) -> str:
-    """`backward of step 5 (logical step 2)`; the logical step only where it is another number."""
+def describe_time(phase: str, step: int | str, logical_step: int | None = None) -> str:
+    """A phrase such as `backward of step 5 (logical step 2)`, without the logical step if it is the same number."""
     logical = "" if logical_step is None or logical_step == step else f" (logical step {logical_step})"
     return f"{'idle time' if phase == 'idle' else phase.replace('_', ' ')} of step {step}{logical}"
 
 
-def explanation(phases: Iterable[str], steps: Iterable[Sequence[int | None]]) -> str:
-    """What a table of phases does not say by itself.
+def steps_note(phases: Iterable[str], steps: Iterable[Sequence[int | None]]) -> str:
+    """The note below a table of phases: how steps are counted, and what idle means.
 
     Args:
         phases: those in the table.

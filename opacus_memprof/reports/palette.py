@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The colours of pictures and pages: each category's, the same everywhere, each phase's, and the two themes'."""
+"""The colours of pictures and pages: of categories, of phases, and of a light and a dark theme."""
 
 import zlib
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ _OWN_COLORS = ("#7a5c2e", "#b39b6d", "#5d6327", "#a3a55b", "#8a6f63", "#c9b1a2",
 
 @dataclass(frozen=True)
 class Theme:
-    """What a picture is drawn with beside the categories' colours."""
+    """The colours of a picture, other than those of categories and phases."""
 
     background: str
     text: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every event of a profile as a Parquet table, for pandas, polars and duckdb."""
+"""Writes every event of a profile as a Parquet table, for pandas, polars and duckdb."""
 
 import os
 from collections.abc import Callable
@@ -18,8 +18,6 @@ from opacus_memprof.profiles.profile import Profile
 def write_parquet(profile: Profile, directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Writes one row for each event of `directory`; docs/reports.md names the columns.
 
-    Memory and time are those of one piece of the file at a time.
-
     Args:
         profile: the content of profile.json, for the table's metadata.
         directory: of the profile.
@@ -31,17 +29,17 @@ def write_parquet(profile: Profile, directory: str | os.PathLike[str], path: str
     pa = require("pyarrow", "Parquet tables")
     parquet = require("pyarrow.parquet", "Parquet tables")
     keys = ("format", "versions", "status", "started_unix_ns", "virtual")
-    said = {key: profile[key] for key in keys if key in profile}
+    metadata = {key: profile[key] for key in keys if key in profile}
     events = Events(directory)
     live = np.zeros(256, np.int64)
     with replacing(path) as temporary:
-        schema = _schema(pa).with_metadata({"opacus_memprof": to_json(said)})
+        schema = _schema(pa).with_metadata({"opacus_memprof": to_json(metadata)})
         with parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
 
-            def take(rows: Rows) -> None:
+            def write_rows(rows: Rows) -> None:
                 writer.write_table(pa.Table.from_arrays(_columns(pa, rows, events, live), schema=schema))
 
-            events.for_each_chunk(take)
+            events.for_each_chunk(write_rows)
 
 
 def _schema(pa: Any) -> Any:
@@ -59,11 +57,11 @@ def _columns(pa: Any, rows: Rows, events: Events, live: npt.NDArray[np.int64]) -
     names = events.names
     kind = rows["kind"]
     numbered = np.isin(kind, (STEP, SNAPSHOT))
-    everywhere = (kind == 0) | ((kind >= STEP) & (kind <= SNAPSHOT))  # of every device
+    deviceless = (kind == 0) | ((kind >= STEP) & (kind <= SNAPSHOT))  # events that belong to no device
 
     def named(ids: npt.NDArray[Any], name: Callable[[int], str], absent: npt.NDArray[np.bool_] | None = None) -> Any:
-        places, words = encode_names(ids, name)
-        return pa.DictionaryArray.from_arrays(pa.array(places, mask=absent), pa.array(words, pa.string()))
+        indices, used_names = encode_names(ids, name)
+        return pa.DictionaryArray.from_arrays(pa.array(indices, mask=absent), pa.array(used_names, pa.string()))
 
     def number(values: npt.NDArray[Any], absent: npt.NDArray[np.bool_] | None = None) -> Any:
         return pa.array(values.astype(np.int64), mask=absent)
@@ -72,33 +70,33 @@ def _columns(pa: Any, rows: Rows, events: Events, live: npt.NDArray[np.int64]) -
         number(rows["event"]),
         number(rows["time_ns"]),
         named(kind, _kind),
-        named(rows["device"], names.device, everywhere),
-        named(rows["category"], names.reported_category, everywhere),
-        named(rows["before"], names.reported_category, everywhere),
-        named(rows["tag"], names.category, everywhere),
-        named(rows["module"], names.module, everywhere),
+        named(rows["device"], names.device, deviceless),
+        named(rows["category"], names.reported_category, deviceless),
+        named(rows["before"], names.reported_category, deviceless),
+        named(rows["tag"], names.category, deviceless),
+        named(rows["module"], names.module, deviceless),
         named(rows["op"], names.op),
         named(rows["phase"], names.phase),
         number(rows["step"]),
         named(rows["stream"], names.stream),
         named(rows["thread"], names.thread),
         number(rows["block"], rows["block"] < 0),
-        number(rows["address"], everywhere),
-        number(rows["bytes"], everywhere),
-        number(_live_bytes(rows, live), everywhere),
+        number(rows["address"], deviceless),
+        number(rows["bytes"], deviceless),
+        number(_live_bytes(rows, live), deviceless),
         number(rows["bytes"], ~numbered),
     ]
 
 
 def _live_bytes(rows: Rows, live: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Of each row's device, after the row."""
+    """The live bytes of each row's device, after the row."""
     born, died = np.isin(rows["kind"], (ALLOC, SEED)), rows["kind"] == FREE
     change = np.where(born, 1, np.where(died, -1, 0)) * rows["bytes"].astype(np.int64) * (rows["block"] >= 0)
     result = np.zeros(len(rows), np.int64)
     for device in np.unique(rows["device"]):
-        here = rows["device"] == device
-        result[here] = live[device] + np.cumsum(change[here])
-        live[device] = result[here][-1]
+        of_device = rows["device"] == device
+        result[of_device] = live[device] + np.cumsum(change[of_device])
+        live[device] = result[of_device][-1]
     return result
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace for ui.perfetto.dev: counters by category, slices for steps and phases, instants for what happened."""
+"""Writes a trace for ui.perfetto.dev: counters by category, slices for steps and phases, and instants."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -19,8 +19,8 @@ from opacus_memprof.profiles.units import format_bytes
 
 TIMELINE_ROWS = 20_000  # of a device; the peak is always among them
 MAX_SLICES = 50_000  # of steps, and of phases: of more, the longest
-# Not a seed, which tells of its birth, nor a retag, which does not know of backward.
-_TELL_PHASES = (ALLOC, FREE, PHASE, STEP, OOM)
+# Kinds of events whose phase is the thread's: a seed has that of its birth, and a retag does not know of backward.
+_PHASE_KINDS = (ALLOC, FREE, PHASE, STEP, OOM)
 _SEQUENCE = 1
 _PROCESS = 1  # uuids of tracks count from here
 
@@ -69,7 +69,7 @@ class _Trace:
 
     def _process(self) -> Any:
         packet = self._packet()
-        # Incremental state starts here; there is none, and readers want to be told.
+        # Readers require this flag on the first packet, although the trace has no incremental state.
         packet.sequence_flags = self._proto.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
         packet.track_descriptor.uuid = _PROCESS
         packet.track_descriptor.process.pid = self._profile.pid
@@ -87,8 +87,10 @@ class _Trace:
         packet.track_descriptor.name = name
         return packet
 
-    def _event(self, kind: str, track: int, time_ns: int, name: str = "", said: Mapping[str, Any] | None = None) -> Any:
-        # Before the start is what was taken after the system's clock was set back.
+    def _event(
+        self, kind: str, track: int, time_ns: int, name: str = "", notes: Mapping[str, Any] | None = None
+    ) -> Any:
+        # A time before the start is of a system clock that was set back.
         packet = self._packet(max(time_ns, 0))
         event = packet.track_event
         event.type = getattr(event, f"TYPE_{kind}")
@@ -96,12 +98,12 @@ class _Trace:
         if name:
             event.name = name
             event.categories.append("memory")
-        for key, value in (said or {}).items():
-            note = event.debug_annotations.add(name=key)
+        for key, value in (notes or {}).items():
+            annotation = event.debug_annotations.add(name=key)
             if isinstance(value, int):
-                note.int_value = value
+                annotation.int_value = value
             else:
-                note.string_value = str(value)
+                annotation.string_value = str(value)
         return packet
 
     def _counters(self, device: str, timeline: Timeline) -> Iterator[Any]:
@@ -124,29 +126,29 @@ class _Trace:
                     before = size
 
     def _slices(self, events: Events) -> Iterator[Any]:
-        """Steps end at their events. A thread's phase is that of its latest event: not all phases begin with one."""
+        """The tracks of steps, which end at their events, and of each thread's phases, from its events."""
         ends: list[Rows] = []
-        turns: dict[int, list[Rows]] = {}
+        phase_changes: dict[int, list[Rows]] = {}
 
-        def take(rows: Rows) -> None:
+        def collect(rows: Rows) -> None:
             ends.append(rows[rows["kind"] == STEP])
-            told = rows[np.isin(rows["kind"], _TELL_PHASES)]
-            for thread in np.unique(told["thread"]).tolist():
-                turns.setdefault(thread, []).append(_changes(told[told["thread"] == thread]))
+            phased = rows[np.isin(rows["kind"], _PHASE_KINDS)]
+            for thread in np.unique(phased["thread"]).tolist():
+                phase_changes.setdefault(thread, []).append(_changes(phased[phased["thread"] == thread]))
 
-        events.for_each_chunk(take)
+        events.for_each_chunk(collect)
         steps = np.concatenate(ends or [np.empty(0, ROW)])
         starts = np.concatenate([[0], steps["time_ns"]])[:-1]
-        words = [f"step {number - 1}" for number in steps["step"].tolist()]
-        yield from self._row_of_slices("steps", starts, steps["time_ns"], words)
+        labels = [f"step {number - 1}" for number in steps["step"].tolist()]
+        yield from self._row_of_slices("steps", starts, steps["time_ns"], labels)
         end = self._profile.ended_unix_ns - self._profile.started_unix_ns
-        for thread, pieces in sorted(turns.items()):
+        for thread, pieces in sorted(phase_changes.items()):
             rows = _changes(np.concatenate(pieces))
             until = np.append(rows["time_ns"][1:], max(end, int(rows["time_ns"][-1])))
             busy = rows["phase"] != 0  # idle is where nothing is drawn
-            words = [events.names.phase(phase) for phase in rows["phase"][busy].tolist()]
+            labels = [events.names.phase(phase) for phase in rows["phase"][busy].tolist()]
             name = f"{events.names.thread(thread)}: phases"
-            yield from self._row_of_slices(name, rows["time_ns"][busy], until[busy], words)
+            yield from self._row_of_slices(name, rows["time_ns"][busy], until[busy], labels)
 
     def _row_of_slices(self, name: str, starts: Any, ends: Any, names: list[str]) -> Iterator[Any]:
         if not names:
@@ -155,34 +157,34 @@ class _Trace:
         yield track
         uuid = track.track_descriptor.uuid
         longest = np.sort(np.argsort(starts - ends, kind="stable")[:MAX_SLICES])
-        for at in longest.tolist():
-            yield self._event("SLICE_BEGIN", uuid, int(starts[at]), names[at])
-            yield self._event("SLICE_END", uuid, int(ends[at]))
+        for index in longest.tolist():
+            yield self._event("SLICE_BEGIN", uuid, int(starts[index]), names[index])
+            yield self._event("SLICE_END", uuid, int(ends[index]))
 
     def _instants(self, track: int) -> Iterator[Any]:
         start = self._profile.started_unix_ns
-        peak_at = 0
+        peak_time = 0
         for name, device in reversed(self._profile.devices.items()):
             peak = device.peak
-            peak_at = peak.unix_ns - start
-            said = {"requested_bytes": peak.requested_bytes, "phase": peak.phase, "step": peak.step}
-            yield self._event("INSTANT", track, peak_at, f"{name}: peak, {format_bytes(peak.requested_bytes)}", said)
+            peak_time = peak.unix_ns - start
+            notes = {"requested_bytes": peak.requested_bytes, "phase": peak.phase, "step": peak.step}
+            yield self._event("INSTANT", track, peak_time, f"{name}: peak, {format_bytes(peak.requested_bytes)}", notes)
             for failure in device.out_of_memory:
                 title = f"{name}: out of memory, {format_bytes(failure.requested_bytes)}"
                 keys = ("requested_bytes", "live_bytes", "category", "module", "op", "phase", "step")
-                said = {key: failure[key] for key in keys}
-                yield self._event("INSTANT", track, failure.unix_ns - start, title, said)
+                notes = {key: failure[key] for key in keys}
+                yield self._event("INSTANT", track, failure.unix_ns - start, title, notes)
             for snapshot in device.snapshots:
-                said = {"requested_bytes": snapshot.requested_bytes, "step": snapshot.step}
+                notes = {"requested_bytes": snapshot.requested_bytes, "step": snapshot.step}
                 title = f"{name}: snapshot {snapshot.name}"
-                yield self._event("INSTANT", track, snapshot.unix_ns - start, title, said)
+                yield self._event("INSTANT", track, snapshot.unix_ns - start, title, notes)
         for finding in self._profile.findings:
-            said = {key: finding[key] for key in ("module", "bytes", "evidence", "remedy")}
-            yield self._event("INSTANT", track, peak_at, f"finding: {finding.kind.replace('_', ' ')}", said)
+            notes = {key: finding[key] for key in ("module", "bytes", "evidence", "remedy")}
+            yield self._event("INSTANT", track, peak_time, f"finding: {finding.kind.replace('_', ' ')}", notes)
 
 
 def _changes(rows: Rows) -> Rows:
-    """The rows of a thread whose phase is another than that of the row before."""
+    """The rows of a thread whose phase differs from that of the row before."""
     changes = np.ones(len(rows), np.bool_)
     changes[1:] = rows["phase"][1:] != rows["phase"][:-1]
     changed: Rows = rows[changes]

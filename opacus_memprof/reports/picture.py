@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device's memory as one picture: over time, at the peak, by module and by component."""
+"""Draws a device's memory as one picture: over time, and at the peak by category, module and component."""
 
 import os
 from pathlib import Path
@@ -11,24 +11,24 @@ from opacus_memprof.profiles.profile import Device, FailedAllocation, Groups, Pe
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.figures import (
     byte_axis,
-    drawn,
     event_axis,
     legend,
     phase_legend,
     phase_strip,
+    saved_figure,
     stacked_areas,
     stacked_bars,
 )
-from opacus_memprof.reports.moments import when
+from opacus_memprof.reports.moments import describe_time
 from opacus_memprof.reports.palette import THEMES, Theme
-from opacus_memprof.reports.tables import largest_first, shortened
+from opacus_memprof.reports.tables import largest_first, shorten_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SIZE = (13.0, 10.0)  # inches
 _TOP = 10  # modules
-_LABEL = 28  # characters of a name
+_LABEL_LENGTH = 28  # characters of a name
 _COLUMNS = 1000  # of the timeline: about one for each dot
 _MOST_STEPS = 60  # more lines than these would hide the picture
 _LABELLED_STEPS = 15
@@ -41,10 +41,10 @@ def picture_paths(profile: Profile, path: str | os.PathLike[str]) -> dict[tuple[
     devices = list(profile.devices) or [""]
     paths = {}
     for device in devices:
-        which = f"-{device.replace(':', '')}" if len(devices) > 1 else ""
+        device_part = f"-{device.replace(':', '')}" if len(devices) > 1 else ""
         for theme in THEMES:
-            dark = "-dark" if theme == "dark" else ""
-            paths[device, theme] = target.with_name(f"{target.stem}{which}{dark}{target.suffix}")
+            theme_part = "-dark" if theme == "dark" else ""
+            paths[device, theme] = target.with_name(f"{target.stem}{device_part}{theme_part}{target.suffix}")
     return paths
 
 
@@ -61,19 +61,19 @@ def write_pictures(profile: Profile, path: str | os.PathLike[str]) -> list[Path]
             title = name if virtual is None else f"{name}, a {virtual}"
             _draw_device(title, profile.devices[name], theme, file)
         else:
-            with drawn(file, theme, (8, 2)) as figure:
+            with saved_figure(file, theme, (8, 2)) as figure:
                 figure.text(0.5, 0.5, "No memory was allocated on a device that was profiled.", ha="center")
     return list(paths.values())
 
 
 def _draw_device(title: str, device: Device, theme: str, file: Path) -> None:
     peak = device.peak
-    modules, components = _summed(peak.modules), _summed(peak.components)
-    with drawn(file, theme, _SIZE) as figure:
+    modules, components = _top_groups(peak.modules), _top_groups(peak.components)
+    with saved_figure(file, theme, _SIZE) as figure:
         grid = figure.add_gridspec(4, 2, height_ratios=(20, 1.5, 8 + len(modules), 8 + len(components)))
         timeline = figure.add_subplot(grid[0, :])
         timeline.set_title(f"Requested memory of {title}, event by event")
-        rows = _thinned(device.timeline)
+        rows = _visible_timeline(device.timeline)
         _draw_timeline(timeline, device, rows, THEMES[theme])
         _draw_phases(figure.add_subplot(grid[1, :], sharex=timeline), rows)
         categories = {name: {name: size} for name, size in largest_first(peak.categories)}
@@ -83,16 +83,16 @@ def _draw_device(title: str, device: Device, theme: str, file: Path) -> None:
             (grid[3, 1], "component", components),
         ]
         bars = []
-        for place, what, groups in (part for part in parts if part[2]):  # one that counters saw has no modules
-            axes = figure.add_subplot(place)
-            axes.set_title(f"At the peak, by {what}")
-            stacked_bars(axes, [shortened(name, _LABEL) for name in groups], list(groups.values()))
+        for cell, title, groups in (part for part in parts if part[2]):  # one that counters saw has no modules
+            axes = figure.add_subplot(cell)
+            axes.set_title(f"At the peak, by {title}")
+            stacked_bars(axes, [shorten_name(name, _LABEL_LENGTH) for name in groups], list(groups.values()))
             bars.append(axes)
         legend(figure, timeline, *bars)
 
 
-def _summed(groups: Groups) -> Groups:
-    """The largest groups first, and the rest as one."""
+def _top_groups(groups: Groups) -> Groups:
+    """The largest groups, and the sum of the others as one more."""
     names = [name for name, _ in largest_first({name: sum(sizes.values()) for name, sizes in groups.items()})]
     shown = {name or "(no module)": groups[name] for name in names[:_TOP]}
     if left_out := names[_TOP:]:
@@ -103,8 +103,8 @@ def _summed(groups: Groups) -> Groups:
     return shown
 
 
-def _thinned(timeline: Timeline) -> Timeline:
-    """The timeline with as many rows as can be seen, and one more where the last of them ends."""
+def _visible_timeline(timeline: Timeline) -> Timeline:
+    """The timeline with at most _COLUMNS rows, and one more at the end of the last."""
     rows = thin_timeline(timeline, max(-(-len(timeline.bytes) // _COLUMNS), 1))
     columns = {name: [*column, *column[-1:]] for name, column in rows.items() if name != "categories"}
     columns["event"][-1:] = [event + 1 for event in columns["event"][-1:]]
@@ -123,32 +123,38 @@ def _draw_timeline(axes: "Axes", device: Device, timeline: Timeline, theme: Them
     byte_axis(axes.yaxis, highest)
     if peak.event is None:
         axes.axhline(highest, color=theme.text, linestyle="--")
-        _mark(axes, next(iter(events), 0), highest, f"peak, after these events: {_when(highest, peak)}", theme.text)
+        _mark(
+            axes,
+            next(iter(events), 0),
+            highest,
+            f"peak, after these events: {_describe_instant(highest, peak)}",
+            theme.text,
+        )
     else:
-        _mark(axes, peak.event, highest, f"peak: {_when(highest, peak)}", theme.text)
+        _mark(axes, peak.event, highest, f"peak: {_describe_instant(highest, peak)}", theme.text)
     for failure in device.out_of_memory[-1:]:
-        text = f"out of memory: {_when(failure.requested_bytes, failure)}"
+        text = f"out of memory: {_describe_instant(failure.requested_bytes, failure)}"
         _mark(axes, failure.event, failure.live_bytes, text, theme.accent, line=1)  # it is near the peak, mostly
     steps = timeline.step
     begins = [(events[row], steps[row]) for row in range(1, len(steps)) if steps[row] != steps[row - 1]]
     for event, step in begins if len(begins) <= _MOST_STEPS else []:
         axes.axvline(event, color=theme.muted, linewidth=0.6, linestyle=(0, (2, 3)))
         if len(begins) <= _LABELLED_STEPS:
-            place: dict[str, Any] = {
+            style: dict[str, Any] = {
                 "xycoords": ("data", "axes fraction"),
                 "va": "top",
                 "fontsize": 7,
                 "color": theme.muted,
             }
-            axes.annotate(f" step {step}", (event, 1), **place)
+            axes.annotate(f" step {step}", (event, 1), **style)
 
 
-def _when(size: int, moment: Peak | FailedAllocation) -> str:
-    return f"{format_bytes(size)} in {when(moment.phase, moment.step, moment.logical_step)}"
+def _describe_instant(size: int, moment: Peak | FailedAllocation) -> str:
+    return f"{format_bytes(size)} in {describe_time(moment.phase, moment.step, moment.logical_step)}"
 
 
 def _mark(axes: "Axes", event: int, size: int, text: str, color: str, line: int = 0) -> None:
-    """A point, and what it is, on the side where there is room, so many lines above."""
+    """Marks a point with a text, which stands `line` lines above it, on the side that has more room."""
     low, high = axes.get_xlim()
     right = event > (low + high) / 2
     axes.plot([event], [size], marker="v", color=color, markersize=7, clip_on=False)
@@ -164,7 +170,7 @@ def _mark(axes: "Axes", event: int, size: int, text: str, color: str, line: int 
 
 
 def _draw_phases(axes: "Axes", timeline: Timeline) -> None:
-    """A strip of what the program was doing."""
+    """Draws a strip of the program's phases."""
     phase_strip(axes, timeline.event, timeline.phase, timeline.step, (0, 1))
     axes.set_ylim(0, 1)
     event_axis(axes.xaxis)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every table in a terminal is made of."""
+"""Tables in a terminal, and the texts of their cells."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ _BAR = 20  # characters of the longest bar
 
 
 def table_of(name: str, numbers: tuple[str, ...], words: tuple[str, ...]) -> Table:
-    """A table without borders. Its first column gives way where the room is short."""
+    """A table without borders: a first column `name`, columns of numbers, columns of words."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column(name, overflow="ellipsis", no_wrap=True)
     for column in numbers:
@@ -28,24 +28,25 @@ def bar(part: int, whole: int) -> str:
 
 
 def share(part: int, whole: int) -> str:
+    """A part in percent: `12.3 %`; "" of nothing."""
     return f"{100 * part / whole:.1f} %" if whole else ""
 
 
 def largest_first(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Largest first, without zeros."""
+    """The items with the largest size first, without zeros."""
     return sorted(((key, size) for key, size in sizes.items() if size), key=lambda item: (-item[1], item[0]))
 
 
 def largest_changes(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
-    """The largest first, whatever their sign, without zeros."""
+    """The items with the largest absolute size first, without zeros."""
     return sorted((row for row in sizes.items() if row[1]), key=lambda row: (-abs(row[1]), row[0]))
 
 
 def signed_bytes(size: int) -> str:
-    """A change: `+1.50 MiB`."""
+    """A size with its sign: `+1.50 MiB`."""
     return f"+{format_bytes(size)}" if size > 0 else format_bytes(size)
 
 
-def shortened(name: str, length: int = 36) -> str:
-    """A module's name within `length`: its end tells more than its beginning."""
+def shorten_name(name: str, length: int = 36) -> str:
+    """A module's name, of which at most the last `length` characters are kept."""
     return name if len(name) <= length else "…" + name[-(length - 1) :]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DP tax as text."""
+"""Prints the DP tax to a terminal."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ _TOP_MODULES = 9
 
 
 def print_tax(tax: Tax, console: Console) -> None:
-    """Prints what analysis.tax.dp_tax returned."""
+    """Prints what privacy costs (analysis.tax.dp_tax)."""
     for name, device in tax.devices.items():
         console.print(
             f"[bold]{escape(name)}[/]: privacy takes [bold]{signed_bytes(device.total)}[/] at the peak: "
@@ -25,14 +25,14 @@ def print_tax(tax: Tax, console: Console) -> None:
         modules = {module: sum(sizes.values()) for module, sizes in device.modules.items()}
         _print_table("module", modules, console, _TOP_MODULES)
         if device.opacus_only:
-            held = format_bytes(device.opacus_only)
-            console.print(f"\n{held} of captured activations are held by Opacus alone", highlight=False)
+            size = format_bytes(device.opacus_only)
+            console.print(f"\n{size} of captured activations are held by Opacus alone", highlight=False)
     for note in tax.notes:
         console.print(f"\n[yellow]note:[/] {escape(note)}", highlight=False)
 
 
 def _print_table(title: str, sizes: Mapping[str, int], console: Console, top: int | None = None) -> None:
-    """The largest differences first, whatever their sign."""
+    """Prints the first `top` differences (default: all), the largest first, and the sum of the others."""
     rows = largest_changes(sizes)
     if not rows:
         return

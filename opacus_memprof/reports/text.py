@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The summary for a terminal."""
+"""Prints the summary of a profile to a terminal."""
 
 import io
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from rich.table import Table
 from opacus_memprof.profiles.profile import Device, DeviceSnapshot, FailedAllocation, Groups, Peak, PhasePeak, Profile
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.findings import print_findings
-from opacus_memprof.reports.head import print_head, print_warnings, status_of
-from opacus_memprof.reports.moments import explanation, when
-from opacus_memprof.reports.tables import bar, largest_first, share, shortened, table_of
+from opacus_memprof.reports.header import print_header, print_warnings, status_markup
+from opacus_memprof.reports.moments import describe_time, steps_note
+from opacus_memprof.reports.tables import bar, largest_first, share, shorten_name, table_of
 
 _TOP_MODULES = 10
 _MEANING = {
@@ -34,7 +34,7 @@ _SPLIT_LABEL = {"shared_with_autograd": "autograd holds them as well", "opacus_o
 
 
 def print_summary(profile: Profile, console: Console) -> None:
-    """Prints a profile."""
+    """Prints the summary of a profile."""
     if isinstance(console.file, io.TextIOWrapper):
         console.file.reconfigure(errors="replace")  # an ASCII terminal shows "?" for a bar
     _print_header(profile, console)
@@ -48,17 +48,17 @@ def print_summary(profile: Profile, console: Console) -> None:
 
 def _print_header(profile: Profile, console: Console) -> None:
     code = profile.exit_code
-    ended = status_of(profile) if code is None else f"{status_of(profile)}, exit code {code}"
+    ended = status_markup(profile) if code is None else f"{status_markup(profile)}, exit code {code}"
     if launch := profile.launch:
         ended = f"rank {launch.rank} of {launch.world_size}, {ended}"
-    print_head(ended, profile, console)
+    print_header(ended, profile, console)
 
 
 def _print_device(name: str, device: Device, console: Console) -> None:
     peak, requested = device.peak, device.peak.requested_bytes
-    where = f"in {when(peak.phase, peak.step, peak.logical_step)}"
+    time = f"in {describe_time(peak.phase, peak.step, peak.logical_step)}"
     console.print(
-        f"\n[bold]{escape(name)}[/]: peak of [bold]{format_bytes(requested)}[/] {escape(where)}", highlight=False
+        f"\n[bold]{escape(name)}[/]: peak of [bold]{format_bytes(requested)}[/] {escape(time)}", highlight=False
     )
     _print_sums(peak, console)
     _print_categories(peak, requested, console)
@@ -88,8 +88,8 @@ def _print_categories(peak: Peak, requested: int, console: Console) -> None:
     for category, size in rows:
         table.add_row(escape(category), format_bytes(size), share(size, requested), bar(size, largest))
         if category == "activation_hooks":
-            for part, held in largest_first(dict(peak.activation_hooks)):
-                table.add_row(f"  {_SPLIT_LABEL.get(part, part)}", format_bytes(held), "", "", style="dim")
+            for part, part_bytes in largest_first(dict(peak.activation_hooks)):
+                table.add_row(f"  {_SPLIT_LABEL.get(part, part)}", format_bytes(part_bytes), "", "", style="dim")
     console.print()
     console.print(table)
 
@@ -102,12 +102,12 @@ def _print_modules(peak: Peak, requested: int, console: Console) -> None:
 
 
 def _print_groups(title: str, groups: Groups, requested: int, console: Console) -> None:
-    """Bytes by category of each of some modules or components: the largest, and the rest as one row."""
+    """Prints the largest modules or components, and the sum of the others."""
     totals = largest_first({name: sum(sizes.values()) for name, sizes in groups.items()})
     table = table_of(title, ("bytes", "share"), ("mostly",))
     for name, size in totals[:_TOP_MODULES]:
         mostly = escape(largest_first(groups[name])[0][0])
-        table.add_row(escape(shortened(name)) or "(no module)", format_bytes(size), share(size, requested), mostly)
+        table.add_row(escape(shorten_name(name)) or "(no module)", format_bytes(size), share(size, requested), mostly)
     rest = totals[_TOP_MODULES:]
     if rest:
         size = sum(size for _, size in rest)
@@ -128,7 +128,7 @@ def _print_phases(phases: Mapping[str, PhasePeak], requested: int, console: Cons
     console.print()
     console.print(table)
     steps = [(phase.step, phase.logical_step) for phase in phases.values()]
-    console.print(explanation(phases, steps), style="dim", highlight=False)
+    console.print(steps_note(phases, steps), style="dim", highlight=False)
 
 
 def _print_failures(failures: list[FailedAllocation], console: Console) -> None:
@@ -137,7 +137,7 @@ def _print_failures(failures: list[FailedAllocation], console: Console) -> None:
     last = failures[-1]
     where = f" for {last.module}" if last.module else ""
     more = f" ({len(failures)} allocations failed; this is the last)" if len(failures) > 1 else ""
-    moment = when(last.phase, last.step, last.logical_step)
+    moment = describe_time(last.phase, last.step, last.logical_step)
     console.print(
         f"\n[red]out of memory:[/] {format_bytes(last.requested_bytes)} of {escape(last.category + where)} in "
         f"{escape(moment)}, with {format_bytes(last.live_bytes)} live{more}",
@@ -169,16 +169,16 @@ def _print_reconciliation(peak: Peak, snapshots: list[DeviceSnapshot], console: 
 
 
 def _print_counted(peak: Peak, console: Console) -> None:
-    """What the allocator itself counted at the peak, where it counts."""
+    """Prints whether the allocator itself counted the same at the peak."""
     counted = peak.counted_bytes
     if counted is None:
         return
-    beyond = counted - peak.requested_bytes
-    if beyond == 0:
+    excess = counted - peak.requested_bytes
+    if excess == 0:
         console.print("[green]and what the allocator itself counts, at the peak: exact[/]", highlight=False)
     else:
         console.print(
-            f"[yellow]the allocator itself counts {beyond:+} bytes at the peak[/]: what the program has freed and a "
+            f"[yellow]the allocator itself counts {excess:+} bytes at the peak[/]: what the program has freed and a "
             "side stream still uses counts there",
             highlight=False,
         )

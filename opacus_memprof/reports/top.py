@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The view of a running profile for a terminal."""
+"""Shows a running profile in a terminal."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from rich.text import Text
 from opacus_memprof.analysis.live import RunningDevice, RunningProfile
 from opacus_memprof.analysis.virtual import virtual_mark
 from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.reports.tables import bar, largest_first, share, shortened, table_of
+from opacus_memprof.reports.tables import bar, largest_first, share, shorten_name, table_of
 
 _TOP_MODULES = 8
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -19,7 +19,7 @@ _STYLE = {"running": "cyan", "ended": "green", "killed": "red"}
 
 
 def live_view(live: RunningProfile) -> RenderableType:
-    """What analysis.live.ProfileFollower.read returned."""
+    """The view of a running profile, from analysis.live.ProfileFollower.read."""
     parts: list[RenderableType] = [
         Text.from_markup(
             f"[bold]opacus-memprof[/]  process {live.pid} [{_STYLE[live.status]}]{live.status}[/]  "
@@ -61,13 +61,13 @@ def _device(name: str, device: RunningDevice) -> list[RenderableType]:
         table = table_of("module", ("bytes", "share"), ("mostly",))
         for module, size in modules[:_TOP_MODULES]:
             mostly = largest_first(device.modules[module])[0][0]
-            table.add_row(escape(shortened(module)), format_bytes(size), share(size, requested), escape(mostly))
+            table.add_row(escape(shorten_name(module)), format_bytes(size), share(size, requested), escape(mostly))
         parts += ["", table]
     return parts
 
 
 def _trend(ends: Sequence[int], slope: int | None) -> str:
-    """A line of the bytes that each of the newest steps left, and how they grow."""
+    """A line with the bytes at the ends of the newest steps, and their growth per step."""
     if slope is None:
         return ""
     shown = ends[-_NEWEST_STEPS:]

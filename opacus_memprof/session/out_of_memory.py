@@ -29,8 +29,8 @@ from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.meta import NameLists
 from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.recording import hook_facts, layer_shapes, native
-from opacus_memprof.reports.html.oom import oom_page
-from opacus_memprof.reports.oom_text import note, print_oom
+from opacus_memprof.reports.html.oom import build_oom_page
+from opacus_memprof.reports.oom_text import exception_note, print_oom
 
 _TIMELINE_POINTS = 16384  # enough to show what a forward pass has saved at its end
 
@@ -89,7 +89,7 @@ class Forensics:
                 self.report = self._build(failed)
                 self._write(self.report)
                 if explained is not None:
-                    _attach(explained, note(self.report, str(self._directory / OOM_REPORTS[0])))
+                    _attach(explained, exception_note(self.report, str(self._directory / OOM_REPORTS[0])))
         except Exception as trouble:
             warnings.warn(f"the failure could not be explained ({trouble!r})", RuntimeWarning, stacklevel=2)
         finally:
@@ -121,7 +121,7 @@ class Forensics:
     def _write(self, report: OomReport) -> None:
         text = io.StringIO()
         print_oom(report, Console(file=text, width=100))
-        contents = (text.getvalue(), to_json(report, indent=1), oom_page(report))
+        contents = (text.getvalue(), to_json(report, indent=1), build_oom_page(report))
         for name, content in zip(OOM_REPORTS, contents, strict=True):
             write_text(self._directory / name, content)
 

@@ -293,9 +293,9 @@ class Session:
         """For notebooks: the report of the session, or of the part so far, in a frame of its own."""
         if not hasattr(self, "directory"):
             return None
-        from opacus_memprof.reports.html.page import html_of  # only a notebook needs it
+        from opacus_memprof.reports.html.page import build_html  # only a notebook needs it
 
-        source = html.escape(html_of(self._so_far(), self.directory))
+        source = html.escape(build_html(self._so_far(), self.directory))
         return f'<iframe srcdoc="{source}" sandbox="allow-scripts" style="width:100%;height:48em;border:0"></iframe>'
 
     def explain(self, error: BaseException) -> None:

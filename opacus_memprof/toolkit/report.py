@@ -63,7 +63,7 @@ def findings_text(findings: Iterable[Finding]) -> str:
         return "\nno anomalies\n"
     text = io.StringIO()
     found = [msgspec.convert(found, Finding) for found in once.values()]
-    print_findings(found, Console(file=text, width=_WIDTH, force_jupyter=False), most=len(once))
+    print_findings(found, Console(file=text, width=_WIDTH, force_jupyter=False), count=len(once))
     return text.getvalue()
 
 

@@ -18,7 +18,7 @@ def test_a_picture_has_its_theme_s_background(tmp_path: Path, theme: str) -> Non
     from matplotlib.colors import to_hex
     from matplotlib.image import imread
 
-    with figures.drawn(tmp_path / "new" / "a.png", theme, (2, 1)) as figure:
+    with figures.saved_figure(tmp_path / "new" / "a.png", theme, (2, 1)) as figure:
         figure.subplots()
     assert (tmp_path / "new" / "a.png").read_bytes().startswith(PNG)
     assert to_hex(imread(tmp_path / "new" / "a.png")[0, 0]) == THEMES[theme].background
@@ -26,7 +26,7 @@ def test_a_picture_has_its_theme_s_background(tmp_path: Path, theme: str) -> Non
 
 
 def test_a_stack_ends_at_its_sum_and_the_legend_has_what_is_there(tmp_path: Path) -> None:
-    with figures.drawn(tmp_path / "a.png") as figure:
+    with figures.saved_figure(tmp_path / "a.png") as figure:
         areas, bars = figure.subplots(2)
         figures.stacked_areas(areas, [0, 1], {"noise": [1, 2], "gradients": [4, 8], "inputs": [0, 0]})
         figures.stacked_bars(bars, ["one", "two"], [{"noise": 3}, {"teacher": 4, "gradients": 2, "inputs": 0}])
@@ -52,7 +52,7 @@ def test_a_stack_ends_at_its_sum_and_the_legend_has_what_is_there(tmp_path: Path
     ],
 )
 def test_an_axis_counts_in_round_binary_units(tmp_path: Path, largest: int, labels: list[str]) -> None:
-    with figures.drawn(tmp_path / "a.png") as figure:
+    with figures.saved_figure(tmp_path / "a.png") as figure:
         axes = figure.subplots()
         axes.set_ylim(0, max(largest, 1))
         figures.byte_axis(axes.yaxis, largest)
@@ -71,7 +71,7 @@ def test_an_axis_counts_in_round_binary_units(tmp_path: Path, largest: int, labe
     ],
 )
 def test_an_axis_of_events_has_no_exponent(tmp_path: Path, last: int, labels: list[str]) -> None:
-    with figures.drawn(tmp_path / "a.png") as figure:
+    with figures.saved_figure(tmp_path / "a.png") as figure:
         axes = figure.subplots()
         axes.set_xlim(0, last)
         figures.event_axis(axes.xaxis)
@@ -84,26 +84,29 @@ def test_a_user_s_own_style_does_not_reach_a_picture_and_is_kept(tmp_path: Path)
     import matplotlib
 
     with matplotlib.rc_context({"axes.facecolor": "red"}):
-        with figures.drawn(tmp_path / "a.png") as figure:
+        with figures.saved_figure(tmp_path / "a.png") as figure:
             assert figure.subplots().get_facecolor() == (1, 1, 1, 1)
         assert matplotlib.rcParams["axes.facecolor"] == "red"
 
 
 def test_an_unwritable_path_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(MemprofError, match=r"cannot write .*file/a.png"), figures.drawn(tmp_path / "file" / "a.png"):
+    with (
+        pytest.raises(MemprofError, match=r"cannot write .*file/a.png"),
+        figures.saved_figure(tmp_path / "file" / "a.png"),
+    ):
         pass
     assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_text("old")
-    with pytest.raises(ZeroDivisionError), figures.drawn(tmp_path / "a.png"):
+    with pytest.raises(ZeroDivisionError), figures.saved_figure(tmp_path / "a.png"):
         raise ZeroDivisionError
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("a.png", "old")]
 
 
 def test_without_matplotlib_the_user_is_told_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MemprofError, match="pip install matplotlib"), figures.drawn(tmp_path / "a.png"):
+    with pytest.raises(MemprofError, match="pip install matplotlib"), figures.saved_figure(tmp_path / "a.png"):
         pass

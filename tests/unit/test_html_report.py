@@ -16,8 +16,8 @@ from opacus_memprof.analysis.profile import build_profile
 from opacus_memprof.analysis.tax import dp_tax
 from opacus_memprof.profiles.profile import Finding, Profile
 from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.reports.html.page import html_of_runs, write_html
-from opacus_memprof.reports.html.payload import Run
+from opacus_memprof.reports.html.page import build_runs_html, write_html
+from opacus_memprof.reports.html.payload import PageRun
 from opacus_memprof.reports.palette import category_color
 
 Open = Callable[..., Opened]
@@ -118,7 +118,7 @@ def test_devices_and_runs_are_chosen(open_page: Open, trained: tuple[Path, Profi
     only = {"cuda:1": profile.devices["cuda:1"]}
     other = replace(profile, devices=only, status="finished", exit_code=0)
     page = tmp_path / "ranks.html"
-    page.write_text(html_of_runs([Run("rank 0", profile), Run("rank 1", other)]))
+    page.write_text(build_runs_html([PageRun("rank 0", profile), PageRun("rank 1", other)]))
     report = open_page(page)
     largest = profile["devices"]["cuda:0"]["peak"]["requested_bytes"]
     assert report.bytes('[data-figure="peak"]') == [largest]

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from opacus_memprof.analysis.oom import build_report
 from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape, TrainingShapes
-from opacus_memprof.reports.oom_text import note, print_oom
+from opacus_memprof.reports.oom_text import exception_note, print_oom
 
 G = 2**30
 DEVICE = 80 * G
@@ -243,4 +243,4 @@ def test_reports_show_names_as_they_are() -> None:
     report = build_report([failure(G, held) | {"module": name}], TrainingShapes())
     assert "[red]mine[/red]" in text(report, 300)
     assert name in text(report, 500)
-    assert name in note(report, "oom_report.txt")
+    assert name in exception_note(report, "oom_report.txt")

@@ -9,7 +9,7 @@ import pytest
 from browser import Opened
 from made_profiles import an_oom_report
 
-from opacus_memprof.reports.html.oom import oom_page
+from opacus_memprof.reports.html.oom import build_oom_page
 from opacus_memprof.reports.palette import category_color
 
 Open = Callable[..., Opened]
@@ -52,7 +52,7 @@ EMPTY: dict[str, Any] = {"request": REQUEST, "needed": {"bytes": 1029}}
 @pytest.fixture
 def opened(open_page: Open, tmp_path: Path) -> Callable[[dict[str, Any]], Opened]:
     def opening(report: dict[str, Any]) -> Opened:
-        (tmp_path / "oom_report.html").write_text(oom_page(an_oom_report(**report)), encoding="utf-8")
+        (tmp_path / "oom_report.html").write_text(build_oom_page(an_oom_report(**report)), encoding="utf-8")
         return open_page(tmp_path / "oom_report.html", viewport={"width": 500, "height": 900})
 
     return opening
@@ -103,6 +103,6 @@ def test_nothing_is_known(opened: Callable[[dict[str, Any]], Opened]) -> None:
 
 
 def test_without_scripts_it_says_where_to_look() -> None:
-    page = oom_page(an_oom_report(**REPORT))
+    page = build_oom_page(an_oom_report(**REPORT))
     assert "needs JavaScript. The same figures: oom_report.txt." in page
     assert "http" not in page.replace("http-equiv", "")

@@ -22,7 +22,7 @@ from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.launch import Launch
 from opacus_memprof.profiles.schemas import schema_of
-from opacus_memprof.reports.ranks import print_ranks
+from opacus_memprof.reports.job_text import print_job
 from tests.unit.event_files import EventFile
 from tests.unit.made_profiles import a_device, a_peak, a_profile
 
@@ -63,7 +63,7 @@ def change(path: Path, rank: int, **keys: Any) -> None:
 
 def printed(summary: JobSummary) -> str:
     console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    print_ranks(summary, console)
+    print_job(summary, console)
     return console.export_text()
 
 

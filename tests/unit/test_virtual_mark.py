@@ -24,8 +24,8 @@ from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.profiles.profile import Profile, VirtualGpus
 from opacus_memprof.reports.diff import diff_markdown
 from opacus_memprof.reports.export import FORMATS, Source
-from opacus_memprof.reports.oom_text import note
-from opacus_memprof.reports.ranks import print_ranks
+from opacus_memprof.reports.job_text import print_job
+from opacus_memprof.reports.oom_text import exception_note
 from opacus_memprof.reports.tax import print_tax
 from opacus_memprof.reports.text import print_summary
 from opacus_memprof.reports.top import live_view
@@ -143,7 +143,7 @@ def test_ranks(killed: Path, real: Profile) -> None:
     job = Job(None)
     job.add(0, "rank_0", load_profile(killed), frozenset())
     assert job.summary()["virtual"] == H200
-    assert f"on a {NAME}: " in printed(print_ranks, job.summary())
+    assert f"on a {NAME}: " in printed(print_job, job.summary())
     assert not [said for said in job.summary()["warnings"] if "different devices" in said]
     job.add(1, "rank_1", real, frozenset())
     (said,) = [said for said in job.summary()["warnings"] if "different devices" in said]
@@ -157,5 +157,7 @@ def test_the_note_of_an_exception() -> None:
     place = {"step": 1, "logical_step": 1, "unix_ns": 3, "device": "cuda:0"}
     request = {"category": "gradients", "module": "", "op": "", "phase": "backward", "requested": 7}
     failure = {"number": 0, "holdings": [], "upstream": {}, **place, **request}
-    assert f"on a {NAME}: " in note(build_report([failure], TrainingShapes(), virtual=VirtualGpus(**H200)), "path")
-    assert "virtual" not in note(build_report([failure], TrainingShapes()), "path")
+    assert f"on a {NAME}: " in exception_note(
+        build_report([failure], TrainingShapes(), virtual=VirtualGpus(**H200)), "path"
+    )
+    assert "virtual" not in exception_note(build_report([failure], TrainingShapes()), "path")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from opacus_memprof.experiments.rows import Row, difference, vanilla_of
 from opacus_memprof.profiles.categories import stack_order
 from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.reports.figures import byte_axis, category_label, drawn, legend, name_bars, stacked_bars
+from opacus_memprof.reports.figures import byte_axis, category_label, label_bars, legend, saved_figure, stacked_bars
 from opacus_memprof.reports.palette import THEMES, Theme, category_color
-from opacus_memprof.reports.tables import shortened, signed_bytes
+from opacus_memprof.reports.tables import shorten_name, signed_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,7 @@ _LABEL = 60  # characters: each part tells a run from others
 
 def breakdown_comparison(rows: Sequence[Row], path: Path, theme: str) -> None:
     """memory_breakdown_comparison.png. Left: each run's peak by category. Right: what it takes more than vanilla."""
-    with drawn(path, theme, (14, height(rows))) as figure:
+    with saved_figure(path, theme, (14, height(rows))) as figure:
         left, right = figure.subplots(1, 2, sharey=True)
         peaks(left, rows, THEMES[theme])
         overheads(right, rows, THEMES[theme])
@@ -29,7 +29,7 @@ def breakdown_comparison(rows: Sequence[Row], path: Path, theme: str) -> None:
 
 def peak_comparison(rows: Sequence[Row], path: Path, theme: str) -> None:
     """peak_memory_comparison.png: what each run takes, and how long its steps are."""
-    with drawn(path, theme, (13, height(rows))) as figure:
+    with saved_figure(path, theme, (13, height(rows))) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
         peaks(left, rows, THEMES[theme])
         step_times(right, rows, THEMES[theme])
@@ -43,7 +43,7 @@ def height(rows: Sequence[Row]) -> float:
 
 
 def labels(rows: Sequence[Row]) -> list[str]:
-    return [shortened(row.short, _LABEL) for row in rows]
+    return [shorten_name(row.short, _LABEL) for row in rows]
 
 
 def peaks(axes: "Axes", rows: Sequence[Row], theme: Theme) -> None:
@@ -111,7 +111,7 @@ def overheads(axes: "Axes", rows: Sequence[Row], theme: Theme) -> None:
     reach = max(*more, *(-end for end in less), vanilla.total // 20, 1)
     low, high = min(less) - 0.05 * reach, max(*more, reach // 2) + 0.3 * reach
     axes.set_xlim(low, high)
-    name_bars(axes, labels(rows))
+    label_bars(axes, labels(rows))
     axes.tick_params(axis="y", length=0, labelleft=False)
     byte_axis(axes.xaxis, high - low)
 
@@ -126,6 +126,6 @@ def step_times(axes: "Axes", rows: Sequence[Row], theme: Theme) -> None:
             axes.annotate(words, (time, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_title("Time of a step")
     axes.set_xlim(0, 1.35 * max([*times, 1e-9]))
-    name_bars(axes, labels(rows))
+    label_bars(axes, labels(rows))
     axes.tick_params(axis="y", length=0, labelleft=False)
     axes.set_xlabel("ms")

@@ -8,7 +8,7 @@ from opacus_memprof.experiments.figures.bars import height, labels
 from opacus_memprof.experiments.memory_types import memory_types
 from opacus_memprof.experiments.rows import OPERATIONS, Row
 from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.reports.figures import byte_axis, category_label, drawn, legend, stacked_bars
+from opacus_memprof.reports.figures import byte_axis, category_label, legend, saved_figure, stacked_bars
 from opacus_memprof.reports.palette import category_color
 
 # Told apart also without colours of their own names: Okabe and Ito's, for who sees colours differently.
@@ -43,7 +43,7 @@ def detailed_analysis(rows: Sequence[Row], path: Path, theme: str) -> None:
     by_component = [{name: sum(sizes.values()) for name, sizes in row.components.items()} for row in rows]
     by_type = [memory_types(row.peak) if row.peak else {} for row in rows]
     upper, lower = height(rows) + 0.5, max(1.3 + 0.3 * len(components), height([largest]))
-    with drawn(path, theme, (13, upper + lower)) as figure:
+    with saved_figure(path, theme, (13, upper + lower)) as figure:
         top, bottom = figure.subfigures(2, 1, height_ratios=(upper, lower), squeeze=False).flat
         left, right = top.subplots(1, 2, sharey=True)
         names = [name + _outcome(row) for name, row in zip(labels(rows), rows, strict=True)]
@@ -69,7 +69,7 @@ def operation_breakdown(rows: Sequence[Row], path: Path, theme: str) -> None:
     highest = max((sum(parts.values()) for found in sizes.values() for parts in found), default=1)
     categories = {category for found in sizes.values() for parts in found for category in parts}
     tall = max(height(rows), 0.7 + 0.19 * len(categories)) + 0.4
-    with drawn(path, theme, (15, tall)) as figure:
+    with saved_figure(path, theme, (15, tall)) as figure:
         figure.suptitle("The highest instant within each operation, by category", fontweight="bold")
         panels = figure.subplots(1, max(len(reached), 1), sharex=True, sharey=True, squeeze=False)[0]
         for axes, operation in zip(panels, reached, strict=False):

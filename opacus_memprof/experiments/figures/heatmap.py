@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.rows import Row
 from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.reports.figures import drawn
+from opacus_memprof.reports.figures import saved_figure
 from opacus_memprof.reports.palette import THEMES, Theme
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def memory_heatmap(rows: Sequence[Row], path: Path, theme: str) -> None:
     scale = ScalarMappable(Normalize(0, max(finished, default=1)), "cividis")
     width = 1.6 + len(batches) * (0.5 + 0.95 * len(physical))
     picture = (max(width, 4.5), max(1.1 + len(ranks) * (0.75 + 0.5 * len(lengths)), 3))
-    with drawn(path, theme, picture) as figure:
+    with saved_figure(path, theme, picture) as figure:
         figure.suptitle("Memory at the peak", fontweight="bold")
         panels = figure.subplots(len(ranks), len(batches), sharex=True, sharey=True, squeeze=False)
         for line, rank in zip(panels, ranks, strict=True):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from opacus_memprof.experiments.figures.bars import height, peaks
 from opacus_memprof.experiments.grid import Cell
 from opacus_memprof.experiments.rows import Row
-from opacus_memprof.reports.figures import byte_axis, drawn, legend
+from opacus_memprof.reports.figures import byte_axis, legend, saved_figure
 from opacus_memprof.reports.palette import THEMES, Theme
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def analysis_overview(rows: Sequence[Row], path: Path, theme: str) -> None:
         (sum(1 + len(found) for other, found in values.items() if other != size) for size in varied), default=0
     )
     bars, trend = height(rows), _TREND + _LEGEND_LINE * entries
-    with drawn(path, theme, (13, bars + (trend if varied else 0))) as figure:
+    with saved_figure(path, theme, (13, bars + (trend if varied else 0))) as figure:
         parts = figure.subfigures(2, 1, height_ratios=(bars, trend), squeeze=False).flat if varied else [figure]
         upper, *lower = parts
         axes = upper.subplots()

@@ -15,11 +15,11 @@ from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.figures import (
     byte_axis,
     category_label,
-    drawn,
     event_axis,
     legend,
     phase_legend,
     phase_strip,
+    saved_figure,
     stacked_areas,
 )
 from opacus_memprof.reports.palette import THEMES, Theme
@@ -38,7 +38,7 @@ def timelines(rows: Sequence[Row], path: Path, theme: str) -> None:
     columns = 1 if len(rows) <= 6 else 2 if len(rows) <= 12 else 3
     lines = math.ceil(len(rows) / columns)
     size = (12, 5) if len(rows) == 1 else (11 if columns == 1 else 8 * columns, 1 + 2.5 * lines)
-    with drawn(path, theme, size) as figure:
+    with saved_figure(path, theme, size) as figure:
         panels = figure.subplots(lines, columns, squeeze=False).flatten()
         used = panels[: len(rows)]
         for axes, row in zip(used, rows, strict=True):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from opacus_memprof.experiments.figures.labels import place_labels
 from opacus_memprof.experiments.rows import Row, vanilla_of
-from opacus_memprof.reports.figures import byte_axis, drawn
+from opacus_memprof.reports.figures import byte_axis, saved_figure
 from opacus_memprof.reports.palette import THEMES, category_color
 
 _MANY = 8  # points, from which on names are out of the way
@@ -21,7 +21,7 @@ def performance_tradeoff(rows: Sequence[Row], path: Path, theme: str) -> None:
     vanilla = vanilla_of(rows)
     names = [_relative(row, vanilla) for row in placed]
     many = len(placed) > _MANY
-    with drawn(path, theme, (14 if many else 9, 6)) as figure:
+    with saved_figure(path, theme, (14 if many else 9, 6)) as figure:
         axes = figure.subplots()
         axes.set_title("Memory against time")
         axes.set_xlabel("time of a step, in ms")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of profiles as a page."""
+"""Builds the HTML report of one profile, or of several."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -7,8 +7,8 @@ from typing import Any
 
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.profile import Profile
-from opacus_memprof.reports.html.payload import Run, categories, payload
-from opacus_memprof.reports.html.shell import build_page
+from opacus_memprof.reports.html.page_builder import build_page
+from opacus_memprof.reports.html.payload import PageRun, build_payload, named_categories
 
 _SCRIPTS = [
     "base.js",
@@ -29,7 +29,7 @@ _SCRIPTS = [
     "suggestions.js",
     "history.js",
     "findings.js",
-    "ranks.js",
+    "job.js",
     "frame.js",
     "header.js",
     "report.js",
@@ -42,11 +42,11 @@ def write_html(
     path: str | os.PathLike[str],
     without_dp: Profile | None = None,
 ) -> None:
-    """Writes html_of's page to `path`, atomically. Raises MemprofError as html_of does, and where it cannot."""
-    write_text(path, html_of(profile, directory, without_dp))
+    """Writes the HTML report of a profile to `path`, atomically. See build_html for arguments and errors."""
+    write_text(path, build_html(profile, directory, without_dp))
 
 
-def html_of(
+def build_html(
     profile: Profile,
     directory: str | os.PathLike[str] | None = None,
     without_dp: Profile | None = None,
@@ -55,24 +55,29 @@ def html_of(
 
     Args:
         profile: what load_profile returned.
-        directory: where it came from, for more of the timeline than the profile has; None where there is none.
+        directory: that of the profile, for a finer timeline from its events; None if there is none.
         without_dp: the profile of the same training without privacy, for what privacy costs.
 
     Raises:
         MemprofError: the two profiles cannot be compared (see analysis.tax.dp_tax).
     """
-    return html_of_runs([Run(_name(profile), profile, directory, without_dp)])
+    return build_runs_html([PageRun(_name(profile), profile, directory, without_dp)])
 
 
-def html_of_runs(runs: Sequence[Run], job: Mapping[str, Any] | None = None) -> str:
-    """One page of several named profiles, between which the reader chooses. Raises as html_of.
+def build_runs_html(runs: Sequence[PageRun], job: Mapping[str, Any] | None = None) -> str:
+    """The HTML report of several profiles, between which the reader chooses. Raises MemprofError as build_html does.
 
     Args:
-        job: of runs that are ranks, what the page says of all of them (reports.html.ranks).
+        runs: the profiles with their names.
+        job: of ranks, what the page shows of the whole job (see reports.html.job_page).
     """
-    content = payload(runs)
+    content = build_payload(runs)
     return build_page(
-        runs[0].name, _SCRIPTS, {"runs": content, "job": job}, categories(content), "opacus-memprof report DIRECTORY"
+        runs[0].name,
+        _SCRIPTS,
+        {"runs": content, "job": job},
+        named_categories(content),
+        "opacus-memprof report DIRECTORY",
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the page draws: the profiles without what it does not show, and timelines as fine as the page's size allows."""
+"""Builds the data of an HTML report: the parts of profiles that it shows, and timelines as fine as its size allows."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from opacus_memprof.profiles.directory import OOM_REPORTS
 from opacus_memprof.profiles.json_object import JsonObject, read_json_object
 from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.profiles.profile import Device, DeviceSnapshot, FailedAllocation, Groups, Profile, Timeline
-from opacus_memprof.reports.moments import explanation
+from opacus_memprof.reports.moments import steps_note
 from opacus_memprof.reports.palette import CATEGORY_COLORS
 
 # Of the page's 5 MB; the rest is for everything else, and the scripts.
@@ -32,21 +32,21 @@ _MOST_STEPS = 4000
 _MOST_SNAPSHOTS = 2000
 _MOST_FAILURES = 500
 
-_OF_A_PROFILE = ("status", "exit_code", "error", "launch", "versions", "pid", "started_unix_ns", "events", "warnings")
-_OF_A_FINDING = ("kind", "module", "bytes", "evidence", "remedy", "device")
-_OF_A_SUGGESTION = ("title", "code", "computed", "predicted_peak_bytes", "saved_bytes", "fits")
-_NOT_OF_A_PEAK = {"modules", "module_tree", "unix_ns", "source"}
-_NOT_OF_A_MOMENT = {"unix_ns"}
+_PROFILE_KEYS = ("status", "exit_code", "error", "launch", "versions", "pid", "started_unix_ns", "events", "warnings")
+_FINDING_KEYS = ("kind", "module", "bytes", "evidence", "remedy", "device")
+_SUGGESTION_KEYS = ("title", "code", "computed", "predicted_peak_bytes", "saved_bytes", "fits")
+_HIDDEN_PEAK_KEYS = {"modules", "module_tree", "unix_ns", "source"}
+_HIDDEN_INSTANT_KEYS = {"unix_ns"}
 
 
 @dataclass(frozen=True)
-class Run:
+class PageRun:
     """One profile of a page.
 
     Attributes:
-        name: what the reader chooses it by.
+        name: of the run, by which the reader chooses it.
         profile: the content of its profile.json.
-        directory: where it came from, for more of the timeline than the profile has; None where there is none.
+        directory: that of the profile, for a finer timeline from its events; None if there is none.
         without_dp: the profile of the same training without privacy, for what privacy costs.
     """
 
@@ -56,8 +56,8 @@ class Run:
     without_dp: Profile | None = None
 
 
-def payload(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """What the page's scripts find in `REPORT.runs`.
+def build_payload(runs: Sequence[PageRun]) -> list[dict[str, Any]]:
+    """The value of `REPORT.runs` in the page's scripts.
 
     Raises MemprofError where a run cannot be compared with the one without privacy (see analysis.tax.dp_tax).
     """
@@ -65,18 +65,18 @@ def payload(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return [_run(run, share) for run in runs]
 
 
-def _run(run: Run, share: float) -> dict[str, Any]:
+def _run(run: PageRun, share: float) -> dict[str, Any]:
     profile = run.profile
     start = profile.started_unix_ns
     timelines = _timelines(run, int(share * _TIMELINE_BYTES))
     return {
         "name": run.name,
         "profile": {
-            **{key: profile.get(key) for key in _OF_A_PROFILE},
+            **{key: profile.get(key) for key in _PROFILE_KEYS},
             "virtual_mark": virtual_mark(profile.virtual),
             "duration_ns": profile.ended_unix_ns - start,
             "findings": [
-                {key: finding[key] for key in _OF_A_FINDING if key in finding} for finding in profile.findings
+                {key: finding[key] for key in _FINDING_KEYS if key in finding} for finding in profile.findings
             ],
             "devices": {
                 name: _device(device, timelines[name], start, share) for name, device in profile.devices.items()
@@ -87,14 +87,14 @@ def _run(run: Run, share: float) -> dict[str, Any]:
     }
 
 
-def _advice(run: Run) -> dict[str, Any] | None:
-    """What would have fitted, where the run ended out of memory and said so."""
+def _advice(run: PageRun) -> dict[str, Any] | None:
+    """The suggestions of the run's oom_report.json; None without one."""
     path = None if run.directory is None else Path(run.directory) / OOM_REPORTS[1]
     if path is None or not path.is_file():
         return None
     with contextlib.suppress(MemprofError):
         report = read_json_object(path, OomReport)
-        suggestions = [{key: one[key] for key in _OF_A_SUGGESTION} for one in report.suggestions]
+        suggestions = [{key: suggestion[key] for key in _SUGGESTION_KEYS} for suggestion in report.suggestions]
         return {"device": report.device, "needed_bytes": report.needed.bytes, "suggestions": suggestions}
     return None
 
@@ -107,20 +107,20 @@ def _device(device: Device, timeline: dict[str, Any], start: int, share: float) 
     steps = sorted(highest, key=lambda step: step.step)
     return {
         "peak": {
-            **_without(peak, _NOT_OF_A_PEAK),
+            **_without(peak, _HIDDEN_PEAK_KEYS),
             "modules": _largest_modules(peak.modules, int(share * _MOST_MODULES)),
         },
-        "phases": {name: _without(moment, _NOT_OF_A_MOMENT) for name, moment in device.phases.items()},
-        "explanation": explanation(
+        "phases": {name: _without(moment, _HIDDEN_INSTANT_KEYS) for name, moment in device.phases.items()},
+        "explanation": steps_note(
             device.phases,
             [(phase.step, phase.logical_step) for phase in device.phases.values()]
             + [(step.step, step.logical_step) for step in device.steps],
         ),
-        "steps": [_without(step, {*_NOT_OF_A_MOMENT, "categories"}) for step in steps],
+        "steps": [_without(step, {*_HIDDEN_INSTANT_KEYS, "categories"}) for step in steps],
         "steps_left_out": device.steps_left_out + len(device.steps) - len(steps),
-        "snapshots": [_moment(snapshot, start, {"categories"}) for snapshot in snapshots],
+        "snapshots": [_with_time(snapshot, start, {"categories"}) for snapshot in snapshots],
         "snapshots_left_out": len(device.snapshots) - len(snapshots),
-        "out_of_memory": [_moment(failure, start) for failure in failures],
+        "out_of_memory": [_with_time(failure, start) for failure in failures],
         "out_of_memory_left_out": len(device.out_of_memory) - len(failures),
         "timeline": timeline,
         "end_bytes": device.end_bytes,
@@ -131,18 +131,18 @@ def _without(fields: JsonObject, unwanted: set[str]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key not in unwanted}
 
 
-def _moment(
+def _with_time(
     moment: DeviceSnapshot | FailedAllocation, start: int, unwanted: frozenset[str] | set[str] = frozenset()
 ) -> dict[str, Any]:
-    """With its time since the start: JavaScript's numbers do not hold nanoseconds since 1970."""
+    """The fields of an instant, with nanoseconds since the start: JavaScript's numbers cannot hold those since 1970."""
     return {**_without(moment, {"unix_ns", *unwanted}), "time_ns": moment.unix_ns - start}
 
 
-def _largest_modules(modules: Groups, most: int) -> Groups:
-    """The largest, and all others as one entry, so that the sum stays the peak."""
+def _largest_modules(modules: Groups, count: int) -> Groups:
+    """The largest modules, and one entry for all others, so that the sum stays the peak."""
     ordered = sorted(modules, key=lambda name: -sum(modules[name].values()))
-    kept = {name: modules[name] for name in ordered[:most]}
-    if rest := ordered[most:]:
+    kept = {name: modules[name] for name in ordered[:count]}
+    if rest := ordered[count:]:
         total: dict[str, int] = {}
         for name in rest:
             for category, size in modules[name].items():
@@ -151,35 +151,37 @@ def _largest_modules(modules: Groups, most: int) -> Groups:
     return kept
 
 
-def _timelines(run: Run, room: int) -> dict[str, dict[str, Any]]:
-    """The timelines of a run's devices, each encoded and at most `room` bytes long where that is possible: as the
-    profile has them, or finer from the events, if they are there and no longer growing."""
+def _timelines(run: PageRun, max_bytes: int) -> dict[str, dict[str, Any]]:
+    """The encoded timelines of a run's devices, of about `max_bytes` bytes each: those of the profile, or finer ones
+    from the events of a run that has ended."""
     profile = run.profile
     events = profile.events.recorded
-    given = {name: device.timeline for name, device in profile.devices.items()}
-    a_row = max(-(-events // TIMELINE_POINTS), 1)
-    coarse = {name: _encoded(timeline, a_row) for name, timeline in given.items()}
+    timelines = {name: device.timeline for name, device in profile.devices.items()}
+    events_per_row = max(-(-events // TIMELINE_POINTS), 1)
+    coarse = {name: _encode(timeline, events_per_row) for name, timeline in timelines.items()}
     longest = max((len(json.dumps(timeline, separators=(",", ":"))) for timeline in coarse.values()), default=1)
-    points = min(_MOST_ROWS, TIMELINE_POINTS * room // longest)
+    points = min(_MOST_ROWS, TIMELINE_POINTS * max_bytes // longest)
     if points < TIMELINE_POINTS:
-        together = -(-TIMELINE_POINTS // max(points, 1))
-        return {name: _encoded(thin_timeline(timeline, together), together * a_row) for name, timeline in given.items()}
+        group_size = -(-TIMELINE_POINTS // max(points, 1))
+        return {
+            name: _encode(thin_timeline(timeline, group_size), group_size * events_per_row)
+            for name, timeline in timelines.items()
+        }
     if run.directory is None or profile.status == "running" or min(points, events) <= TIMELINE_POINTS:
         return coarse
     try:
         fine = read_timelines(run.directory, points)
     except MemprofError:  # profile.json alone was kept
         return coarse
-    return {name: _encoded(fine[name], -(-events // points)) if name in fine else coarse[name] for name in coarse}
+    return {name: _encode(fine[name], -(-events // points)) if name in fine else coarse[name] for name in coarse}
 
 
-def _encoded(timeline: Timeline, events_a_row: int) -> dict[str, Any]:
-    """Differences from row to row, most of which are 0. A row's bytes are the sum of its categories. `events_a_row`:
-    of how many events in a row each shows the highest."""
+def _encode(timeline: Timeline, events_per_row: int) -> dict[str, Any]:
+    """A timeline as differences from row to row, mostly 0. A row is the highest of `events_per_row` events."""
     phases = list(dict.fromkeys(timeline.phase))
     return {
         **{key: _differences(timeline[key]) for key in ("event", "time_ns", "step", "logical_step")},
-        "events_a_row": events_a_row,
+        "events_a_row": events_per_row,
         "phases": phases,
         "phase": _differences([phases.index(phase) for phase in timeline.phase]),
         "categories": [[name, _differences(sizes)] for name, sizes in timeline.categories.items()],
@@ -190,8 +192,8 @@ def _differences(values: Sequence[int]) -> list[int]:
     return [after - before for before, after in pairwise([0, *values])]
 
 
-def categories(runs: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The built-in categories, and the program's own that a page names."""
+def named_categories(runs: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The categories that a page names: the built-in ones, and the program's own."""
     found = set(CATEGORY_COLORS)
     for run in runs:
         for device in run["profile"]["devices"].values():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a job for a terminal."""
+"""Prints the summary of a job's ranks to a terminal."""
 
 from collections.abc import Mapping
 
@@ -13,18 +13,18 @@ from opacus_memprof.analysis.job import list_ranks
 from opacus_memprof.profiles.job_summary import Imbalance, JobSummary, Rank, Spread, Straggler
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.findings import print_findings
-from opacus_memprof.reports.head import print_head, print_warnings, status_of
+from opacus_memprof.reports.header import print_header, print_warnings, status_markup
 
 _MOST_ROWS = 16  # of ranks; beyond, the highest and the lowest are shown
 _LOWEST = 4
 _EVEN = 1.0005  # as printed, max / mean is 1.000
 
 
-def print_ranks(summary: JobSummary, console: Console) -> None:
+def print_job(summary: JobSummary, console: Console) -> None:
     """Prints the content of ranks.json."""
     played = summary.played  # a job of which only some ranks ran, without the others
-    of = f"{summary.world_size} ranks" if played is UNSET else f"{list_ranks(played)} of {summary.world_size}"
-    print_head(f"{of}, {status_of(summary)}", summary, console)
+    title = f"{summary.world_size} ranks" if played is UNSET else f"{list_ranks(played)} of {summary.world_size}"
+    print_header(f"{title}, {status_markup(summary)}", summary, console)
     imbalance = summary.imbalance
     if imbalance is None:
         console.print("No memory was allocated on a device that was profiled.")
@@ -37,14 +37,17 @@ def print_ranks(summary: JobSummary, console: Console) -> None:
         whose = "All peaks" if played is UNSET else "The peaks of these ranks"
         console.print(f"\n{whose} together: [bold]{total}[/]", highlight=False)
         _print_reconciliation(summary.ranks, console)
-    found = [replace(one, evidence=f"{list_ranks(one.ranks or ())}: {one.evidence}") for one in summary.findings]
-    print_findings(found, console)
+    findings = [
+        replace(finding, evidence=f"{list_ranks(finding.ranks or ())}: {finding.evidence}")
+        for finding in summary.findings
+    ]
+    print_findings(findings, console)
     print_warnings(summary.warnings, console)
 
 
 def _print_table(columns: Mapping[str, list[str]], words: tuple[str, ...], console: Console) -> None:
-    """Columns of equal length under their names, without those that say nothing. `words` are set to the left, and give
-    way where the room is short."""
+    """Prints a table of columns without those that are empty. Those named in `words` are aligned to the left, and
+    shortened if the terminal is too narrow."""
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name, cells in shown.items():
@@ -63,7 +66,7 @@ def _bytes(size: int | None) -> str:
 
 
 def _print_ranks(rows: list[Rank], mean: int, console: Console) -> None:
-    """Each rank's peak; of many the highest and the lowest."""
+    """Prints the peak of each rank; of more than _MOST_ROWS, the highest and the lowest."""
     measured = [(row, row.peak) for row in rows if row.peak]
     left_out = 0
     if len(measured) > _MOST_ROWS:
@@ -117,9 +120,9 @@ def _print_spread(categories: Mapping[str, Spread], console: Console) -> None:
 def _print_stragglers(stragglers: list[Straggler], console: Console) -> None:
     if not stragglers:
         return
-    who, verb = list_ranks(row.rank for row in stragglers), "set" if len(stragglers) > 1 else "sets"
+    names, verb = list_ranks(row.rank for row in stragglers), "set" if len(stragglers) > 1 else "sets"
     console.print(
-        f"\n[yellow]{who}[/] {verb} what batch fits everywhere: the highest has "
+        f"\n[yellow]{names}[/] {verb} what batch fits everywhere: the highest has "
         f"{format_bytes(stragglers[0].above_median)} more than the median rank",
         highlight=False,
     )

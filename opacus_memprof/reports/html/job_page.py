@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a job as one page: all of them in a table, and some with all that their profiles have."""
+"""Builds the HTML report of a job: a table of all ranks, and the whole profiles of a few of them."""
 
 import os
 from pathlib import Path
@@ -9,19 +9,19 @@ from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.job_summary import JobSummary, Rank
-from opacus_memprof.reports.html.page import html_of_runs
-from opacus_memprof.reports.html.payload import Run
+from opacus_memprof.reports.html.page import build_runs_html
+from opacus_memprof.reports.html.payload import PageRun
 
-# Whole profiles on a page: the ranks with the highest peaks, and of those with the lowest a few.
+# Ranks whose whole profiles are on the page: those with the highest peaks, and those with the lowest.
 _HIGHEST, _LOWEST = 12, 4
 _MOST_ROWS = 2000
 
 
-def write_ranks_html(summary: JobSummary, directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Writes one page of all ranks to `path`, atomically.
+def write_job_html(summary: JobSummary, directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Writes the HTML report of a job to `path`, atomically.
 
     Args:
-        summary: what load_ranks returned.
+        summary: from analysis.job_directory.load_ranks.
         directory: that of the job, with the ranks' own directories in it.
 
     Raises:
@@ -34,8 +34,8 @@ def write_ranks_html(summary: JobSummary, directory: str | os.PathLike[str], pat
     runs = []
     for row in sorted(chosen, key=lambda row: row.rank):
         folder = Path(directory) / row.directory
-        runs.append(Run(f"rank {row.rank}", load_profile(folder), folder))
-    write_text(path, html_of_runs(runs, job=_job(summary, rows[:_MOST_ROWS])))
+        runs.append(PageRun(f"rank {row.rank}", load_profile(folder), folder))
+    write_text(path, build_runs_html(runs, job=_job(summary, rows[:_MOST_ROWS])))
 
 
 def _peak_bytes(row: Rank) -> int:

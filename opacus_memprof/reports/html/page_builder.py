@@ -18,16 +18,16 @@ _HERE = Path(__file__).parent
 
 
 def build_page(
-    title: str, scripts: Sequence[str], content: Mapping[str, Any], categories: Iterable[str], elsewhere: str
+    title: str, scripts: Sequence[str], content: Mapping[str, Any], categories: Iterable[str], fallback: str
 ) -> str:
-    """Builds a page.
+    """The text of an HTML page that needs no other file.
 
     Args:
         title: of the browser's tab.
         scripts: names of files, in the order in which they are loaded.
         content: the object REPORT of data.js, to which the version, colours and meanings of categories are added.
         categories: those whose colours the page needs.
-        elsewhere: the file with the same figures, named where scripts are disabled.
+        fallback: what the page points to where scripts are disabled: a file or command with the same figures.
     """
     style = _theme_variables() + (_HERE / "report.css").read_text(encoding="utf-8")
     script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in scripts)
@@ -36,12 +36,12 @@ def build_page(
     template = Template((_HERE / "template.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=html.escape(f"{title} · opacus-memprof"),
-        elsewhere=html.escape(elsewhere),
+        elsewhere=html.escape(fallback),
         style=style,
         style_hash=_hash(style),
         script=script,
         script_hash=_hash(script),
-        data=_embedded({"version": VERSION, "colors": colors, "meanings": meanings, **content}),
+        data=_json_in_script({"version": VERSION, "colors": colors, "meanings": meanings, **content}),
     )
 
 
@@ -56,6 +56,6 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _embedded(content: Mapping[str, Any]) -> str:
+def _json_in_script(content: Mapping[str, Any]) -> str:
     """JSON that may stand inside a script element: no `<` can end it or begin a comment."""
     return to_json(content).replace("<", "\\u003c")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How reports in a terminal begin and end: what ended how, with which versions, and warnings."""
+"""Prints the first lines of reports in a terminal (status, versions) and the last ones (warnings)."""
 
 from collections.abc import Sequence
 
@@ -13,15 +13,15 @@ from opacus_memprof.profiles.profile import Profile
 _STYLE = {"finished": "green", "running": "cyan"}
 
 
-def status_of(profile: Profile | JobSummary) -> str:
+def status_markup(profile: Profile | JobSummary) -> str:
     """The status of a profile or a job, as markup in its colour."""
     status = profile.status
     return f"[{_STYLE.get(status, 'red')}]{escape(status.replace('_', ' '))}[/]"
 
 
-def print_head(said: str, profile: Profile | JobSummary, console: Console) -> None:
-    """The first lines of a report. `said` is markup."""
-    console.print(f"[bold]opacus-memprof[/]  {said}", highlight=False)
+def print_header(title: str, profile: Profile | JobSummary, console: Console) -> None:
+    """Prints the first lines of a report. `title` is markup."""
+    console.print(f"[bold]opacus-memprof[/]  {title}", highlight=False)
     print_virtual_mark(profile.virtual, console)
     versions = profile.versions
     if known := [f"{name} {versions[name]}" for name in ("torch", "opacus", "cuda") if versions.get(name)]:
@@ -29,13 +29,13 @@ def print_head(said: str, profile: Profile | JobSummary, console: Console) -> No
 
 
 def print_virtual_mark(virtual: Virtual, console: Console) -> None:
-    """Prints on which virtual GPU it was, where it was on one."""
+    """Prints the name of the virtual GPU, if the run was on one."""
     if mark := virtual_mark(virtual):
         console.print(f"[bold magenta]{escape(mark)}[/]", highlight=False)
 
 
 def print_warnings(warnings: Sequence[str], console: Console) -> None:
-    """Each on lines of its own, after an empty one."""
+    """Prints an empty line and the warnings."""
     if warnings:
         console.print()
     for warning in warnings:
