@@ -135,16 +135,16 @@ def test_the_latex_table() -> None:
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is drawn, before it is saved."""
     kept: list[Any] = []
-    drawn = bars.drawn
+    saved_figure = bars.saved_figure
 
     @contextlib.contextmanager
     def keeping(*arguments: Any) -> Iterator[Any]:
-        with drawn(*arguments) as figure:
+        with saved_figure(*arguments) as figure:
             yield figure
             kept.append(figure)
 
     for module in (bars, timeline, tradeoff):
-        monkeypatch.setattr(module, "drawn", keeping)
+        monkeypatch.setattr(module, "saved_figure", keeping)
     return kept
 
 

@@ -93,15 +93,15 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is drawn, before it is saved."""
     kept: list[Any] = []
     for module in (details, overview):
-        drawn = module.drawn
+        saved_figure = module.saved_figure
 
         @contextlib.contextmanager
-        def keeping(*arguments: Any, drawn: Any = drawn) -> Iterator[Any]:
-            with drawn(*arguments) as figure:
+        def keeping(*arguments: Any, saved_figure: Any = saved_figure) -> Iterator[Any]:
+            with saved_figure(*arguments) as figure:
                 yield figure
                 kept.append(figure)
 
-        monkeypatch.setattr(module, "drawn", keeping)
+        monkeypatch.setattr(module, "saved_figure", keeping)
     return kept
 
 
