@@ -172,25 +172,25 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
   DelegatingCudaAllocator* delegating_ = nullptr;
 };
 
-ProfiledCudaAllocator& the_cuda_allocator() {
+ProfiledCudaAllocator& profiled_cuda_allocator() {
   static auto* const instance = new ProfiledCudaAllocator;
   return *instance;
 }
 
 }  // namespace
 
-ProfiledAllocator* cuda_allocator() { return &the_cuda_allocator(); }
+ProfiledAllocator& cuda_allocator() { return profiled_cuda_allocator(); }
 
 c10::cuda::CUDACachingAllocator::CUDAAllocator* delegating_cuda_allocator() {
-  return &the_cuda_allocator().delegating();
+  return &profiled_cuda_allocator().delegating();
 }
 
 std::string cuda_current_name() {
-  return the_cuda_allocator().installed() ? "opacus_memprof over " + cca::name() : cca::name();
+  return profiled_cuda_allocator().installed() ? "opacus_memprof over " + cca::name() : cca::name();
 }
 
 std::int64_t cuda_refresh(int device) {
-  return the_cuda_allocator().refresh(static_cast<c10::DeviceIndex>(device));
+  return profiled_cuda_allocator().refresh(static_cast<c10::DeviceIndex>(device));
 }
 
 }  // namespace opacus_memprof

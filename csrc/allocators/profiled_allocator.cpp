@@ -5,7 +5,7 @@ namespace opacus_memprof {
 
 ProfiledAllocator* allocator_of(c10::DeviceType type) {
   if (type == c10::DeviceType::CPU) return &cpu_allocator();
-  return type == c10::DeviceType::CUDA ? cuda_allocator() : nullptr;
+  return type == c10::DeviceType::CUDA ? &cuda_allocator() : nullptr;
 }
 
 std::vector<Recorder::DevicePeak> closed_peaks() {

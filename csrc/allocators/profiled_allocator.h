@@ -7,6 +7,7 @@
 #include <c10/core/Allocator.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "core/recorder.h"
@@ -30,10 +31,10 @@ class ProfiledAllocator {
 };
 
 ProfiledAllocator& cpu_allocator();
-// nullptr in a build without CUDA.
-ProfiledAllocator* cuda_allocator();
+// In a build without CUDA, install() throws the sentence of throw_no_cuda().
+ProfiledAllocator& cuda_allocator();
 
-// nullptr where this build has none for the device.
+// nullptr for a type of device that is not profiled.
 ProfiledAllocator* allocator_of(c10::DeviceType type);
 
 // The peaks of all devices. Closes those that no free has ended, and asks the allocators what they
@@ -47,5 +48,15 @@ std::int64_t cpu_reported_bytes();
 // The CPU runs out of memory beyond so many of these bytes, as a device of that size would; 0 lifts
 // the limit. A machine without a GPU can so rehearse what one would refuse.
 void cpu_limit(std::int64_t bytes);
+
+// The name of torch's current CUDA allocator, and whether it runs under ours; "" without CUDA.
+std::string cuda_current_name();
+
+// Asks the wrapped CUDA allocator which blocks exist: drops seeded ones that are gone. Returns the
+// bytes that were freed but wait for a side stream. Throws c10::Error if it keeps no snapshot.
+std::int64_t cuda_refresh(int device);
+
+// Of a build without CUDA: throws std::runtime_error with one sentence.
+[[noreturn]] void throw_no_cuda();
 
 }  // namespace opacus_memprof

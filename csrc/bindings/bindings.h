@@ -8,7 +8,8 @@ namespace opacus_memprof {
 
 void bind_counters(pybind11::module_& module);
 
-// The functions whose names start with cuda_; HAS_CUDA. One definition a build.
-void bind_cuda(pybind11::module_& module);
+// HAS_CUDA, and the function cuda_allocator, which returns an object of a type of torch._C that
+// only a build with CUDA knows. One definition a build.
+void bind_cuda_object(pybind11::module_& module);
 
 }  // namespace opacus_memprof

@@ -137,4 +137,12 @@ Names& names() {
   return *instance;
 }
 
+std::uint8_t phase_id(std::string_view name) {
+  const auto found = std::ranges::find(kPhaseNames, name);
+  if (found == kPhaseNames.end()) {
+    throw std::invalid_argument("unknown phase '" + std::string(name) + "'");
+  }
+  return static_cast<std::uint8_t>(found - kPhaseNames.begin());
+}
+
 }  // namespace opacus_memprof

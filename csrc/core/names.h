@@ -62,4 +62,7 @@ class Names {
 // The process' names; never destroyed, since threads may outlive static destruction.
 Names& names();
 
+// The id of a phase. Throws std::invalid_argument with one sentence if no phase has this name.
+std::uint8_t phase_id(std::string_view name);
+
 }  // namespace opacus_memprof

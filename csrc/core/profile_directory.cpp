@@ -20,6 +20,15 @@ namespace {
 
 using nlohmann::json;
 
+constexpr const char* kAlreadyWritten =
+    "events are being written already; end the running profile first";
+
+// Never destroyed: threads may outlive static destruction.
+std::unique_ptr<ProfileDirectory>& current() {
+  static auto* const instance = new std::unique_ptr<ProfileDirectory>;
+  return *instance;
+}
+
 [[noreturn]] void throw_errno(const std::string& what) {
   throw std::system_error(errno, std::generic_category(), what);
 }
@@ -61,7 +70,7 @@ ProfileDirectory::ProfileDirectory(std::string directory, std::uint64_t max_even
     throw std::invalid_argument("info_json must be the text of a JSON object");
   }
   if (recorder().events_status().recording) {
-    throw std::logic_error("events are being written already; end the running profile first");
+    throw std::logic_error(kAlreadyWritten);
   }
   write_meta();
   recorder().start_events(std::make_unique<EventFile>(directory_ + "/events.bin", max_events,
@@ -95,9 +104,19 @@ void ProfileDirectory::refresh_meta() noexcept {
   }
 }
 
-std::unique_ptr<ProfileDirectory>& current_profile_directory() {
-  static auto* const instance = new std::unique_ptr<ProfileDirectory>;
-  return *instance;
+void start_profile_directory(const std::string& directory, std::uint64_t max_events,
+                             const std::string& info_json) {
+  if (current() != nullptr) throw std::runtime_error(kAlreadyWritten);
+  current() = std::make_unique<ProfileDirectory>(directory, max_events, info_json);
 }
+
+ProfileDirectory& current_profile_directory() {
+  if (current() == nullptr) {
+    throw std::runtime_error("no events are being written; call start_events first");
+  }
+  return *current();
+}
+
+std::unique_ptr<ProfileDirectory> detach_profile_directory() { return std::move(current()); }
 
 }  // namespace opacus_memprof

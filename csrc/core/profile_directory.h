@@ -39,7 +39,14 @@ class ProfileDirectory {
   std::atomic<std::uint64_t> written_version_{0};
 };
 
-// The one that is being written, if any.
-std::unique_ptr<ProfileDirectory>& current_profile_directory();
+// The process writes at most one at a time. These are called with the GIL held, or by one thread.
+
+// As the constructor. Throws std::runtime_error if one is being written.
+void start_profile_directory(const std::string& directory, std::uint64_t max_events,
+                             const std::string& info_json);
+// The one that is being written. Throws std::runtime_error if there is none.
+ProfileDirectory& current_profile_directory();
+// The one that is being written, if any, for the caller to destroy.
+std::unique_ptr<ProfileDirectory> detach_profile_directory();
 
 }  // namespace opacus_memprof

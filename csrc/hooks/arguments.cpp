@@ -39,7 +39,8 @@ PyObject* raise_current_exception() noexcept {
   } catch (const std::bad_alloc&) {
     PyErr_NoMemory();
   } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
+    // torch's python_error stands for the Python error that is set already; its what() is empty.
+    if (PyErr_Occurred() == nullptr) PyErr_SetString(PyExc_RuntimeError, error.what());
   }
   return nullptr;
 }
@@ -67,7 +68,28 @@ bool from_python(PyObject* object, ModuleOrKeep& module) {
   return object == Py_None || from_python(object, module.id);
 }
 
+bool from_python(PyObject* object, CategorySet& categories) {
+  const auto ids = py::reinterpret_steal<py::object>(
+      PySequence_Fast(object, "a sequence of category ids is expected"));
+  if (!ids) return false;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(ids.ptr()); ++i) {
+    std::uint8_t category = 0;
+    if (!from_python(PySequence_Fast_GET_ITEM(ids.ptr(), i), category)) return false;
+    categories.bits |= std::uint64_t{1} << category;
+  }
+  return true;
+}
+
+bool from_python(PyObject* object, OpId& op) {
+  return to_id(object, names().size(Names::Kind::op), "op", op.id);
+}
+
 bool from_python(PyObject* object, Phase& phase) { return to_id(object, kPhases, "phase", phase); }
+
+bool from_python(PyObject* object, ObjectId& id) {
+  id.address = PyLong_AsSize_t(object);
+  return PyErr_Occurred() == nullptr;
+}
 
 bool from_python(PyObject* object, bool& value) {
   const int is = PyObject_IsTrue(object);

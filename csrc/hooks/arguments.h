@@ -4,11 +4,16 @@
 // several times as long as the function.
 //
 // The type of a value says what its argument may be:
-//   pybind11::function, str, weakref   an object of that kind; OrNone<...>: or None
-//   pybind11::handle, object           any object
-//   Tag                                a Tag
-//   std::uint8_t, std::uint16_t        the id of a category, of a module, as in Tag; ModuleOrKeep:
-//   may be left out Phase, bool                        the id of a phase, a truth value
+//   pybind11::function, str, weakref: an object of that kind; OrNone<...>: or None
+//   pybind11::handle, object: any object
+//   Tag: a Tag
+//   std::uint8_t: the id of a category, as in Tag
+//   CategorySet: a sequence of ids of categories
+//   std::uint16_t: the id of a module, as in Tag
+//   ModuleOrKeep: likewise, or None, and it may be left out
+//   OpId, Phase: the id of an op, of a phase
+//   ObjectId: what id() returned
+//   bool: any object, for its truth value
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -30,6 +35,19 @@ struct ModuleOrKeep {
   std::uint16_t id = kKeep16;
 };
 
+struct OpId {
+  std::uint16_t id = kKeep16;
+};
+
+struct CategorySet {
+  std::uint64_t bits = 0;  // bit i is the category with id i
+};
+
+// The address of a Python object, which need not exist any more.
+struct ObjectId {
+  std::uintptr_t address = 0;
+};
+
 // Sets Python's error for the C++ exception in flight, for a call that Python made: always nullptr.
 PyObject* raise_current_exception() noexcept;
 
@@ -41,7 +59,10 @@ bool from_python(PyObject* object, Tag& tag);
 bool from_python(PyObject* object, std::uint8_t& category);
 bool from_python(PyObject* object, std::uint16_t& module);
 bool from_python(PyObject* object, ModuleOrKeep& module);
+bool from_python(PyObject* object, CategorySet& categories);
+bool from_python(PyObject* object, OpId& op);
 bool from_python(PyObject* object, Phase& phase);
+bool from_python(PyObject* object, ObjectId& id);
 bool from_python(PyObject* object, bool& value);
 
 inline bool from_python(PyObject* object, pybind11::handle& value) {

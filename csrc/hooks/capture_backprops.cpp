@@ -2,9 +2,9 @@
 // CaptureBackprops: Opacus' full backward hook. The module's own backward has run: autograd has let
 // go of what it saved. What the hook allocates is under one tag until its sampler has returned, and
 // under another one from then on.
-#include "allocators/tensor.h"
 #include "core/tag_stack.h"
 #include "hooks/attributes.h"
+#include "hooks/captures.h"
 #include "hooks/hook_type.h"
 #include "hooks/hooks.h"
 

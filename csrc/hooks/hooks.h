@@ -13,7 +13,7 @@ void add_capture_activations(pybind11::module_& module);
 void add_capture_backprops(pybind11::module_& module);
 void add_sampler(pybind11::module_& module);
 void add_parameter_function(pybind11::module_& module);
-void add_step_functions(pybind11::module_& module);
+void add_functions(pybind11::module_& module);
 
 // Samplers let every layer be observed once more.
 void look_again() noexcept;

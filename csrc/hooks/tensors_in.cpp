@@ -11,7 +11,8 @@ namespace opacus_memprof {
 
 namespace {
 
-// What asking for an abstract class would take far longer for.
+// Objects that are neither tensors nor mappings, told by their type alone: asking whether a type
+// implements collections.abc.Mapping takes far longer.
 bool is_plain(PyObject* value) {
   return value == Py_None || PyLong_Check(value) || PyFloat_Check(value) || PyUnicode_Check(value);
 }
@@ -25,17 +26,6 @@ bool is_mapping(PyObject* value) {
   return is != 0;
 }
 
-// Sequences may hold themselves.
-class OneDeeper {
- public:
-  OneDeeper() {
-    if (Py_EnterRecursiveCall(" in the search for tensors") != 0) throw py::error_already_set();
-  }
-  OneDeeper(const OneDeeper&) = delete;
-  OneDeeper& operator=(const OneDeeper&) = delete;
-  ~OneDeeper() { Py_LeaveRecursiveCall(); }
-};
-
 py::object or_raise(PyObject* made) {
   if (made == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(made);
@@ -44,30 +34,38 @@ py::object or_raise(PyObject* made) {
 }  // namespace
 
 TensorsIn::TensorsIn(py::handle value) {
-  if (nested(value.ptr()) || value.is_none()) return;
-  items(or_raise(PySequence_List(value.ptr())).ptr());
+  if (add(value.ptr()) || value.is_none()) return;
+  add_items(or_raise(PySequence_List(value.ptr())).ptr());
 }
 
-bool TensorsIn::nested(PyObject* value) {
+bool TensorsIn::add(PyObject* value) {
   if (THPVariable_Check(value)) {
     tensors_.push_back(value);
-    kept_.push_back(py::reinterpret_borrow<py::object>(value));
+    references_.push_back(py::reinterpret_borrow<py::object>(value));
   } else if (PyTuple_Check(value) || PyList_Check(value)) {
-    items(value);
+    add_items(value);
   } else if (!is_plain(value) && is_mapping(value)) {
-    items(or_raise(PyMapping_Values(value)).ptr());
+    add_items(or_raise(PyMapping_Values(value)).ptr());
   } else {
     return false;
   }
   return true;
 }
 
-void TensorsIn::items(PyObject* sequence) {
-  const OneDeeper here;
+void TensorsIn::add_items(PyObject* sequence) {
+  if (++level_ > kMostLevels) {
+    PyErr_Format(
+        PyExc_RecursionError,
+        "tensors are looked for at most %d levels deep: does a sequence or mapping contain "
+        "itself?",
+        kMostLevels);
+    throw py::error_already_set();
+  }
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence); ++i) {
     const auto item = py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(sequence, i));
-    nested(item.ptr());
+    add(item.ptr());
   }
+  --level_;
 }
 
 std::uint64_t retag_tensors(py::handle tensors, std::uint8_t category, std::uint16_t module,

@@ -11,8 +11,12 @@ namespace opacus_memprof {
 
 class TensorsIn {
  public:
-  // Of a tensor, or of sequences and mappings that nest some; None has none. Of another iterable,
-  // of its items. Throws py::error_already_set where it is none of these.
+  // Deeper than any program nests what it passes on. A list that contains itself has no depth.
+  static constexpr int kMostLevels = 100;
+
+  // Finds the tensors in a tensor, in sequences and mappings that nest some, or among the items of
+  // another iterable; None has none. Throws py::error_already_set: TypeError if the value is none
+  // of these, RecursionError beyond kMostLevels, and what the program's own mappings raise.
   explicit TensorsIn(pybind11::handle value);
 
   [[nodiscard]] const std::vector<PyObject*>& all() const noexcept { return tensors_; }
@@ -20,11 +24,14 @@ class TensorsIn {
   [[nodiscard]] auto end() const noexcept { return tensors_.end(); }
 
  private:
-  bool nested(PyObject* value);  // false where it is nothing that nests tensors
-  void items(PyObject* sequence);
+  // Adds the tensors in the value; false if it is no tensor, sequence or mapping.
+  bool add(PyObject* value);
+  void add_items(PyObject* sequence);
 
   std::vector<PyObject*> tensors_;
-  std::vector<pybind11::object> kept_;  // alive, for the search may run the program's own code
+  // References to the same, because the search may run code of the program that drops them.
+  std::vector<pybind11::object> references_;
+  int level_ = 0;
 };
 
 // retag_tensor for each of them; returns the bytes that changed.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.func import vmap
 
+import opacus_memprof
 from opacus_memprof.recording import native
 
 GRADIENTS, STATES = native.category_id("gradients"), native.category_id("optimizer_states")
@@ -56,12 +57,47 @@ def test_what_nests_nothing_is_refused(value: Any) -> None:
         native.retag(value, GRADIENTS)
 
 
-def test_a_list_that_holds_itself_is_refused() -> None:
-    endless: list[Any] = [A]
-    endless.append(endless)
+SEARCHES: list[Callable[[Any], object]] = [
+    native.tensors_in,
+    native.tag_inputs,
+    native.settle_all,
+    lambda value: native.capture(0, value),
+    lambda value: native.retag(value, GRADIENTS),
+    lambda value: native.retag_if(value, [GRADIENTS], GRADIENTS),
+    lambda value: native.retag_gradients(value, GRADIENTS),
+    lambda value: opacus_memprof.retag(value, "gradients"),
+]
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("make", [lambda item: [A, item], lambda item: {"k": item}, lambda item: UserDict(k=item)])
+def test_what_contains_itself_is_refused(search: Callable[[Any], object], make: Callable[[Any], Any]) -> None:
+    endless = make(None)
+    endless[1 if isinstance(endless, list) else "k"] = endless
+    with pytest.raises(RecursionError, match=r"at most 100 levels deep: does a sequence or mapping contain itself\?"):
+        search(endless)
+    assert [t.data_ptr() for t in native.tensors_in([A])] == [A.data_ptr()]  # the next search starts anew
+
+
+def test_tensors_are_found_a_hundred_levels_deep() -> None:
+    value: list[Any] = [A]
+    for _ in range(99):
+        value = [value]
+    assert [t.data_ptr() for t in native.tensors_in(value)] == [A.data_ptr()]
     with pytest.raises(RecursionError):
-        native.tensors_in(endless)
-    assert native.tensors_in([A])  # the interpreter's count is as it was
+        native.tensors_in([value])
+
+
+def test_an_error_that_torch_has_set_is_raised_as_it_is() -> None:
+    """As by an object whose class cannot be asked for, where torch looks whether it is a tensor."""
+
+    class Unaskable:
+        @property
+        def __class__(self) -> Any:
+            raise LookupError("no class")
+
+    with pytest.raises(LookupError, match="no class"):
+        native.retag([Unaskable()], GRADIENTS)
 
 
 def test_a_mapping_that_fails_is_heard() -> None:

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What hooks call in every step: CPython's own functions (arguments.h says why), which _C.pyi
-// describes.
+// The functions that opacus_memprof/hooks calls: CPython's own, in one table. Most are called in
+// every step, for which pybind11 is too slow (arguments.h says why). _C.pyi documents each.
 #include "allocators/tensor.h"
+#include "core/names.h"
 #include "core/recorder.h"
 #include "core/tag_stack.h"
 #include "hooks/arguments.h"
 #include "hooks/attributes.h"
+#include "hooks/captures.h"
 #include "hooks/gradient_hook.h"
 #include "hooks/hooks.h"
 #include "hooks/inputs.h"
@@ -18,6 +20,9 @@ namespace opacus_memprof {
 
 namespace {
 
+// --- what training is doing ---
+
+// Returns the phase before.
 int set_phase(Phase phase) {
   const Phase before = this_thread().phase();
   recorder().set_phase(phase);
@@ -28,7 +33,42 @@ void set_second_backward(bool on) { backward_state.set_second(on); }
 
 void end_step(bool logical) { recorder().end_step(logical); }
 
-std::uint16_t owner(py::handle parameter) { return owner_of(parameter.ptr()); }
+// --- modules and parameters ---
+
+void set_component(std::uint16_t module, const py::str& component) {
+  names().set_component(module, std::string(component));
+}
+
+void set_parameter_owner(py::handle parameter, std::uint16_t module) {
+  set_owner(parameter.ptr(), module);
+}
+
+void forget_parameter_owner(ObjectId parameter) { forget_owner(parameter.address); }
+
+std::uint16_t owner_of_parameter(py::handle parameter) { return owner_of(parameter.ptr()); }
+
+void follow_parameter_gradient(py::handle parameter, std::uint16_t module) {
+  follow_gradient(parameter.ptr(), module);
+}
+
+void unfollow_parameter_gradient(py::handle parameter) { unfollow_gradient(parameter.ptr()); }
+
+// --- inputs ---
+
+py::object tag_batch(py::handle batch) {
+  const auto [samples, elements] = tag_inputs(batch.ptr());
+  return py::make_tuple(samples, elements);
+}
+
+void tag_loss_target(py::handle tensor) { tag_target(tensor.ptr()); }
+
+// --- captures ---
+
+void capture(std::uint16_t module, py::handle tensors) {
+  capture_tensors(module, TensorsIn(tensors).all());
+}
+
+void settle_all(py::handle outputs) { settle_all_captures(TensorsIn(outputs).all()); }
 
 py::object captures() {
   py::dict result;
@@ -36,17 +76,23 @@ py::object captures() {
   return result;
 }
 
-py::object inputs(py::handle batch) {
-  const auto [samples, elements] = tag_inputs(batch.ptr());
-  return py::make_tuple(samples, elements);
+// --- tensors, and the blocks under them ---
+
+py::object tensors_in(py::handle value) {
+  const TensorsIn found(value);
+  py::list result(found.all().size());
+  std::size_t index = 0;
+  for (PyObject* tensor : found) result[index++] = py::handle(tensor);
+  return result;
 }
-
-void target(py::handle tensor) { tag_target(tensor.ptr()); }
-
-void settle_all(py::handle outputs) { settle_all_captures(TensorsIn(outputs).all()); }
 
 std::uint64_t retag(py::handle tensors, std::uint8_t category, ModuleOrKeep module) {
   return retag_tensors(tensors, category, module.id, Recorder::kAnyCategory);
+}
+
+std::uint64_t retag_if(py::handle tensors, CategorySet expected, std::uint8_t category,
+                       ModuleOrKeep module) {
+  return retag_tensors(tensors, category, module.id, expected.bits);
 }
 
 std::uint64_t retag_first_state(py::handle states, std::uint8_t category) {
@@ -71,7 +117,7 @@ std::uint64_t retag_gradients(py::handle parameters, std::uint8_t category) {
 
 std::uint64_t retag_attribute(py::handle parameters, const py::str& name, std::uint8_t category) {
   const TensorsIn found(parameters);
-  std::vector<std::pair<PyObject*, std::uint16_t>> tensors;  // and their parameters' owners
+  std::vector<std::pair<PyObject*, std::uint16_t>> tensors;  // each with its parameter's owner
   tensors.reserve(found.all().size());
   for (PyObject* parameter : found) {
     PyObject* tensor = own_attribute(parameter, name.ptr());
@@ -90,22 +136,33 @@ PyMethodDef functions[] = {
     method<set_phase>("set_phase"),
     method<set_second_backward>("set_second_backward"),
     method<end_step>("end_step"),
-    method<owner>("owner_of"),
+    method<set_component>("set_component"),
+    method<set_parameter_owner>("set_owner"),
+    method<forget_parameter_owner>("forget_owner"),
+    method<owner_of_parameter>("owner_of"),
+    method<follow_parameter_gradient>("follow_gradient"),
+    method<unfollow_parameter_gradient>("unfollow_gradient"),
     method<gradient_hooks_lost>("gradient_hooks_lost"),
-    method<captures>("captures"),
-    method<inputs>("tag_inputs"),
-    method<target>("tag_target"),
+    method<tag_batch>("tag_inputs"),
+    method<tag_loss_target>("tag_target"),
+    method<capture>("capture"),
+    method<release_captures>("release"),
+    method<settle_captures>("settle"),
     method<settle_all>("settle_all"),
+    method<captures>("captures"),
+    method<tensors_in>("tensors_in"),
     method<retag>("retag"),
+    method<retag_if>("retag_if"),
     method<retag_first_state>("retag_first_state"),
     method<retag_gradients>("retag_gradients"),
     method<retag_attribute>("retag_attribute"),
+    method<look_again>("look_again"),
     {nullptr, nullptr, 0, nullptr},
 };
 
 }  // namespace
 
-void add_step_functions(py::module_& module) {
+void add_functions(py::module_& module) {
   if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
 }
 
