@@ -15,6 +15,7 @@ __version__ = VERSION
 if TYPE_CHECKING:
     from opacus_memprof import session
     from opacus_memprof.errors import MemprofError
+    from opacus_memprof.planning.python import largest_physical_batch, plan
     from opacus_memprof.recording.allocators import allocator, install, library_path, uninstall
     from opacus_memprof.session import Session, profile, retag, tag
     from opacus_memprof.session.privacy_engine import PrivacyEngine
@@ -50,10 +51,12 @@ __all__ = [
     "debug_memory_with_different_configs",
     "generate_report",
     "install",
+    "largest_physical_batch",
     "library_path",
     "memory_profiled_training",
     "memory_snapshot",
     "monitor_function",
+    "plan",
     "profile",
     "retag",
     "session",
@@ -76,10 +79,12 @@ _HOME = {
     "debug_memory_with_different_configs": "toolkit.training",
     "generate_report": "toolkit.snapshots",
     "install": "recording.allocators",
+    "largest_physical_batch": "planning.python",
     "library_path": "recording.allocators",
     "memory_profiled_training": "toolkit.training",
     "memory_snapshot": "toolkit.snapshots",
     "monitor_function": "toolkit.snapshots",
+    "plan": "planning.python",
     "profile": "session",
     "retag": "session",
     "tag": "session",

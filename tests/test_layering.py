@@ -29,8 +29,8 @@ FLOORS = [
     {"profiles", "clipping"},
     {"analysis", "recording"},
     {"reports", "hooks", "virtual_gpu"},
-    {"session"},
-    {"integrations", "planning", "pytest_plugin"},
+    {"planning", "session"},
+    {"integrations", "pytest_plugin"},
     {"experiments", "toolkit"},
     {"cli", "__init__"},  # __init__ loads what it names on demand
     {"__main__"},

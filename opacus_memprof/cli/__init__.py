@@ -14,6 +14,7 @@ from opacus_memprof.cli.experiment import experiment
 from opacus_memprof.cli.experiments import experiments
 from opacus_memprof.cli.list_options import ListOptionsCommand
 from opacus_memprof.cli.plan import plan
+from opacus_memprof.cli.replay import replay_command
 from opacus_memprof.cli.report import ReportCommand, report
 from opacus_memprof.cli.run import run
 from opacus_memprof.cli.single_gpu import single_gpu
@@ -40,6 +41,7 @@ app = typer.Typer(
 # What follows the script belongs to the script.
 app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=PROFILE_PANEL)(run)
 app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=PROFILE_PANEL)(plan)
+app.command("replay", rich_help_panel=PROFILE_PANEL)(replay_command)
 app.command(rich_help_panel=PROFILE_PANEL)(doctor)
 app.command(cls=ReportCommand, rich_help_panel=LOOK_PANEL)(report)
 app.command(rich_help_panel=LOOK_PANEL)(top)

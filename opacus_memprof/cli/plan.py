@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`opacus-memprof plan`: whether a training fits on a GPU, the largest batch that does, and in which mode."""
 
-import shutil
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,19 +12,18 @@ from rich.text import Text
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning import report
-from opacus_memprof.planning.arguments import Range, parse_modes, parse_range, with_argument
+from opacus_memprof.planning.arguments import Range, parse_modes, parse_search, parse_settings
 from opacus_memprof.planning.content import cell_content, draws_content, verdict_content
+from opacus_memprof.planning.directory import adopt, write_plan
 from opacus_memprof.planning.draws import TOLERATED, assess_draws
+from opacus_memprof.planning.grid import make_cells
 from opacus_memprof.planning.runs import PlannedRuns, open_runs
 from opacus_memprof.planning.table import Cell, fill
 from opacus_memprof.planning.verdict import judge
 from opacus_memprof.planning.virtual_run import Configuration, Program, VirtualRun
-from opacus_memprof.profiles.directory import PLAN, PROFILE
-from opacus_memprof.profiles.files import read_object, write_text
-from opacus_memprof.profiles.json_object import to_json
-from opacus_memprof.profiles.plan import Plan, SearchedArgument
+from opacus_memprof.profiles.plan import SearchedArgument
 from opacus_memprof.profiles.units import format_bytes, parse_size
-from opacus_memprof.virtual_gpu.devices import GPUS
+from opacus_memprof.virtual_gpu.devices import find_gpu
 
 _DOES_NOT_FIT = 3  # exit code
 
@@ -42,11 +39,15 @@ def plan(
         str | None,
         typer.Option(metavar="SIZE", help="Their memory, such as 24GiB, instead of the kind's.", show_default=False),
     ] = None,
+    gpus: Annotated[
+        int, typer.Option(min=1, metavar="N", help="GPUs of the whole job, each with a process; the first is run.")
+    ] = 1,
     search: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="ARG=LOW..HIGH",
-            help="Find the largest value of an argument of the script that fits: batch-size=1..4096.",
+            help="Find the largest value of an argument of the script that fits: batch-size=1..4096. Further ones, as "
+            "seq-length=128,256, make a grid.",
             show_default=False,
         ),
     ] = None,
@@ -55,6 +56,14 @@ def plan(
         typer.Option(
             metavar="[ARG=]MODE,...",
             help="Compare values of the script's argument for the mode (default: mode): hooks,ghost,flash_clip.",
+            show_default=False,
+        ),
+    ] = None,
+    settings: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY:VALUE,...",
+            help="Compare settings of torch's allocator (PYTORCH_CUDA_ALLOC_CONF): expandable_segments:True,False.",
             show_default=False,
         ),
     ] = None,
@@ -80,24 +89,32 @@ def plan(
     """
     if not module and not Path(script).is_file():
         raise MemprofError(f"the script {script} {'is a directory' if Path(script).is_dir() else 'does not exist'}")
-    searched = None if search is None else parse_range(search)
-    if steps is not None and (search is not None or modes is not None or "," in gpu):
+    asked = parse_search(search or ())
+    named = None if modes is None else parse_modes(modes)
+    base = Configuration(
+        Program(script, tuple(arguments or ()), module),
+        gpu,
+        None if memory is None else parse_size(memory),
+        ranks=gpus,
+    )
+    cells = make_cells(
+        base,
+        _kinds(gpu),
+        modes=named,
+        settings=() if settings is None else parse_settings(settings),
+        values=asked.others,
+    )
+    one = asked.searched is None and len(cells) == 1
+    if steps is not None and not one:
         raise MemprofError("--steps is for one configuration: leave --search and --modes out, and name one GPU")
-    mode_argument, names = (None, []) if modes is None else parse_modes(modes)
-    program = Program(script, tuple(arguments or ()), module)
-    size = None if memory is None else parse_size(memory)
-    cells = []
-    for mode in names or (None,):
-        changed = program if mode is None else _with_mode(program, str(mode_argument), mode)
-        cells += [Cell(mode, Configuration(changed, kind, size)) for kind in _kinds(gpu)]
     console = Console()
     with _Board(console) as board, open_runs(output, resume=resume, on_end=board.on_end) as runs:
         if runs.kept:
             console.print(f"{runs.kept} runs are there already", highlight=False)
-        if searched is None and len(cells) == 1:
-            fits = _judge(runs, cells[0].configuration, mode_argument, steps, board, console)
+        if one:
+            fits = _judge(runs, cells[0].configuration, named and named[0], steps, board, console)
         else:
-            fits = _compare(runs, program, cells, searched, board, console)
+            fits = _compare(runs, base, cells, asked.searched, board, console)
     console.print(f"the plan is in {output.absolute()}", highlight=False, soft_wrap=True)
     if not fits:
         raise typer.Exit(_DOES_NOT_FIT)
@@ -114,7 +131,7 @@ def _judge(
     board.on_round(1)
     verdict = judge(runs, configuration, mode_argument)
     board.stop()
-    profile = _adopt(runs, verdict.run)
+    profile = adopt(runs, verdict.run)
     content: dict[str, Any] = {"verdict": verdict_content(verdict)}
     report.print_verdict(verdict, _doubts(profile), console)
     fits = verdict.run.fits
@@ -123,13 +140,13 @@ def _judge(
         content["draws"] = draws_content(draws)
         report.print_draws(draws, console)
         fits = draws.probability <= TOLERATED
-    _write(runs, configuration.program, content)
+    write_plan(runs, configuration, **content)
     return fits
 
 
 def _compare(
     runs: PlannedRuns,
-    program: Program,
+    base: Configuration,
     cells: list[Cell],
     searched: Range | None,
     board: "_Board",
@@ -140,41 +157,25 @@ def _compare(
     fitting = [cell for cell in cells if cell.answer is not None and cell.answer.fits]
     chosen = (fitting or [cell for cell in cells if cell.answer is not None])[0].answer
     assert chosen is not None
-    _adopt(runs, chosen)
+    adopt(runs, chosen)
     search = (
         None if searched is None else SearchedArgument(argument=searched.name, low=searched.low, high=searched.high)
     )
-    _write(runs, program, {"search": search, "cells": [cell_content(cell) for cell in cells]})
+    write_plan(runs, base, search=search, cells=[cell_content(cell) for cell in cells])
     report.print_cells(cells, searched, console)
     return bool(fitting)
 
 
-def _with_mode(program: Program, argument: str, mode: str) -> Program:
-    return replace(program, arguments=with_argument(program.arguments, argument, mode))
-
-
 def _kinds(listed: str) -> list[str]:
-    kinds = list(dict.fromkeys(kind.strip() for kind in listed.split(",") if kind.strip()))
-    unknown = [kind for kind in kinds if kind not in GPUS]
-    if unknown or not kinds:
-        raise MemprofError(f'there is no virtual GPU "{", ".join(unknown)}": use some of {", ".join(GPUS)}')
+    kinds = list(dict.fromkeys(kind.strip() for kind in listed.split(",")))
+    for kind in kinds:
+        find_gpu(kind)
     return kinds
-
-
-def _adopt(runs: PlannedRuns, run: VirtualRun) -> dict[str, Any]:
-    """Makes the plan's directory also the profile of this run, whose profile.json is returned."""
-    shutil.copytree(run.profile, runs.directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*"))
-    return read_object(runs.directory / PROFILE)
 
 
 def _doubts(profile: dict[str, Any]) -> list[str]:
     """What the run decided by values that a virtual GPU does not compute, or could not know."""
     return [warning for warning in profile.get("warnings", []) if "virtual GPU" in warning or "real GPU" in warning]
-
-
-def _write(runs: PlannedRuns, program: Program, content: dict[str, Any]) -> None:
-    plan = Plan(program=program.target, arguments=list(program.arguments), **content)
-    write_text(runs.directory / PLAN, to_json(plan, indent=1))
 
 
 class _Board:

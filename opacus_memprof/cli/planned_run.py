@@ -37,6 +37,7 @@ class RunFacts:
         self._directory = directory
         self._setup: OpacusSetup | None = None
         self._reserved = 0  # the highest peak before the program has reset torch's
+        self._steps = 0  # of any optimizer, also of a training that the profiler does not follow
         self._torch_imported = False
         atexit.register(self._write)
         AfterImport("torch", self._on_torch_import)
@@ -44,8 +45,10 @@ class RunFacts:
 
     def _on_torch_import(self) -> None:
         import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self._torch_imported = True
+        register_optimizer_step_post_hook(self._on_step)
         reset = torch.cuda.memory.reset_peak_memory_stats
 
         def reset_peak_memory_stats(device: Any = None) -> None:
@@ -54,6 +57,9 @@ class RunFacts:
 
         torch.cuda.reset_peak_memory_stats = reset_peak_memory_stats
         torch.cuda.memory.reset_peak_memory_stats = reset_peak_memory_stats
+
+    def _on_step(self, *about: Any) -> None:
+        self._steps += 1
 
     def _on_opacus_import(self) -> None:
         from opacus_memprof.planning.changes import OpacusSetup
@@ -83,6 +89,7 @@ class RunFacts:
             "may_reserve": held + free,
             "context": total - free - held,
             "retries": stats.get("num_alloc_retries", 0),
+            "steps": self._steps,
             "samples": max((samples for _, samples in layer_shapes.current().batches), default=None),
         }
 
@@ -95,7 +102,11 @@ def main() -> None:
     facts = RunFacts(configuration, directory)
     try:
         running = Program(program.target, program.arguments, module=program.module)
-        virtual_gpu.start(configuration.gpu, memory=configuration.memory)
+        ranks = configuration.ranks
+        gpus = virtual_gpu.local_world_size(ranks)
+        virtual_gpu.start(configuration.gpu, memory=configuration.memory, count=gpus)
+        if ranks > 1:
+            virtual_gpu.play_rank(0, ranks, gpus=gpus)
         ProgramRecording(ProfileDirectory(directory / PROFILE_OF_RUN), "cuda", DEFAULT_MAX_EVENTS).record(running)
     except MemprofError as error:
         facts.refused = str(error)

@@ -6,9 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
+from opacus_memprof.cli.virtual_options import VirtualGpuKind, VirtualMemory
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration, Device, Dtype, Mode
 from opacus_memprof.experiments.shapes import BUILT_IN, shape_of
+from opacus_memprof.profiles.units import parse_size
 
 _OWN = "In place of the configuration's own."
 
@@ -63,6 +65,8 @@ class TrainingOptions:
     ] = None
     dtype: DtypeName = "bf16"
     device: DeviceName = "auto"
+    virtual_gpu: VirtualGpuKind = None
+    virtual_memory: VirtualMemory = None
 
     def configuration(self, *, default: str, pretrained: bool = False, **further: Any) -> Configuration:
         """With the fields of Configuration that these options are, and `further` ones.
@@ -76,6 +80,8 @@ class TrainingOptions:
         """
         given = asdict(self)
         config, model_name, _ = (given.pop(name) for name in ("config", "model_name", "token"))
+        if self.virtual_memory is not None:
+            given["virtual_memory"] = parse_size(self.virtual_memory)
         if config is not None and model_name is not None:
             raise MemprofError(f"--config {config} and --model-name {model_name} are two models: give one of them")
         if config is not None:

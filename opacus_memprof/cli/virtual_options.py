@@ -13,23 +13,29 @@ from opacus_memprof.cli.fork import fork_for_each
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.units import parse_size
 
+VirtualGpuKind = Annotated[
+    str | None,
+    typer.Option(
+        "--virtual-gpu",
+        metavar="KIND",
+        help="Run on a virtual GPU, which counts memory but computes nothing: h200, a100-40 … (see `doctor`).",
+        show_default=False,
+    ),
+]
+VirtualMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--virtual-memory", metavar="SIZE", help="Its memory, such as 24GiB, instead of the kind's.", show_default=False
+    ),
+]
+
 
 @dataclass(frozen=True)
 class VirtualGpuOptions:
     """Which kind of virtual GPU, with how much memory, how many; and which ranks of a job to run."""
 
-    virtual_gpu: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND",
-            help="Run on a virtual GPU, which counts memory but computes nothing: h200, a100-40 … (see `doctor`).",
-            show_default=False,
-        ),
-    ] = None
-    virtual_memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Its memory, such as 24GiB, instead of the kind's.", show_default=False),
-    ] = None
+    virtual_gpu: VirtualGpuKind = None
+    virtual_memory: VirtualMemory = None
     virtual_gpus: Annotated[
         int | None,
         typer.Option(

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.virtual_gpu import choose_gpu
 
 Mode = Literal["vanilla", "hooks", "functorch", "ew", "ghost", "flash_clip"]
 Dtype = Literal["fp32", "fp16", "bf16"]
@@ -45,6 +46,8 @@ class Configuration:
         nproc: processes, each with a GPU and batches of its own, over which FSDP2 shards the model. More than one for
             "vanilla" and "ghost" alone.
         checkpointing: blocks keep their inputs alone and make their activations again in backward. Not for "ew".
+        virtual_gpu: the kind of virtual GPU to run on, which computes nothing: times are not measured then.
+        virtual_memory: its bytes; None for the kind's.
         dataset: the user's own in place of SNLI: a file of texts, or a function that makes one; see data.py.
         vocab_size, hidden_dim, num_layers, num_heads: in place of a built-in configuration's own.
     """
@@ -67,6 +70,8 @@ class Configuration:
     device: Device = "auto"
     nproc: int = 1
     checkpointing: bool = False
+    virtual_gpu: str | None = None
+    virtual_memory: int | None = None
     dataset: str | None = None
     vocab_size: int | None = None
     hidden_dim: int | None = None
@@ -87,6 +92,14 @@ class Configuration:
         for name in ("learning_rate", "max_grad_norm"):
             _need_number(name, getattr(self, name), above=True)
         _need_number("sigma", self.sigma, above=False)
+        if self.virtual_gpu is not None:
+            choose_gpu(self.virtual_gpu, self.virtual_memory, self.nproc)
+            if self.device == "cpu":
+                raise MemprofError(
+                    f'a virtual GPU is no CPU: leave the device "cpu" out, or virtual_gpu {self.virtual_gpu}'
+                )
+        elif self.virtual_memory is not None:
+            raise MemprofError("virtual_memory is that of a virtual GPU: add its kind")
         if self.physical_batch_size > self.batch_size:
             raise MemprofError(
                 f"max_physical_batch_size is {self.max_physical_batch_size} and batch_size {self.batch_size}: "

@@ -47,12 +47,13 @@ def run_grid(
             an unknown model, most of all.
     """
     require("matplotlib", "pictures", "pictures")  # now, not after hours of training
-    gpus: Sequence[int] = ()
+    gpus: Sequence[int | None] = ()
     if cluster is None:
         cells, gpus = on_device(cells)
     with ResultsDirectory(path, preset, cells, resume=resume) as directory:
         if cluster is None:
-            chosen = gpus if preset.side_by_side else gpus[:1]
+            together = preset.side_by_side or cells[0].configuration.virtual_gpu is not None  # which has no times
+            chosen = gpus if together else gpus[:1]
             launcher: Launcher = local_launcher(directory, chosen, token, pause, on_line)
         else:
             from opacus_memprof.experiments.submitted import Submitted

@@ -14,6 +14,7 @@ from opacus_memprof.experiments import process
 from opacus_memprof.experiments.configuration import Device
 from opacus_memprof.experiments.directory import ResultsDirectory
 from opacus_memprof.experiments.grid import Cell
+from opacus_memprof.planning.runs import usable_workers
 
 Result = dict[str, Any]
 
@@ -75,8 +76,9 @@ class Local:
             self._free.put((gpu, self._pause))
 
 
-def on_device(cells: Sequence[Cell]) -> tuple[list[Cell], list[int]]:
-    """The cells on the device that "auto" stands for, and the numbers of the GPUs to run them on.
+def on_device(cells: Sequence[Cell]) -> tuple[list[Cell], Sequence[int | None]]:
+    """The cells on the device that "auto" stands for, and the numbers of the GPUs to run them on; on virtual ones a
+    None for each cell that this machine can run at a time.
 
     Raises:
         MemprofError: a GPU is asked for and there is none.
@@ -84,6 +86,8 @@ def on_device(cells: Sequence[Cell]) -> tuple[list[Cell], list[int]]:
     wanted, needed = cells[0].configuration.device, cells[0].configuration.nproc
     if wanted == "cpu":
         return list(cells), []
+    if cells[0].configuration.virtual_gpu is not None:
+        return list(cells), [None] * usable_workers()
     import torch
 
     from opacus_memprof.recording.allocators import resolve_device
@@ -99,7 +103,7 @@ def on_device(cells: Sequence[Cell]) -> tuple[list[Cell], list[int]]:
 
 def local_launcher(
     directory: ResultsDirectory,
-    gpus: Sequence[int],
+    gpus: Sequence[int | None],
     token: str | None,
     pause: float,
     on_line: Callable[[str], object],

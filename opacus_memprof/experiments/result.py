@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import to_builtins
+from msgspec import UNSET, to_builtins
 from msgspec.structs import replace
 
 from opacus_memprof.analysis.device import thin_timeline
@@ -66,7 +66,7 @@ def result_of(
     """From what a run has left in this process, whose own part of the profile is in `own_directory`."""
     report = own_directory.absolute() / OOM_REPORTS[0]
     allocator_peak = _allocator_peak()
-    times = [1000 * seconds for seconds in progress.step_seconds]
+    times = [] if configuration.virtual_gpu else [1000 * seconds for seconds in progress.step_seconds]
     status = outcome(error)[0]
     return {
         "format": FORMAT,
@@ -80,7 +80,7 @@ def result_of(
             "steps_completed": progress.steps_completed,
             "steps": configuration.warmup_steps + configuration.num_steps,
         },
-        "environment": _environment(),
+        "environment": _environment(configuration),
         "data": progress.data,
         "parameters": progress.parameters,
         "tax": None,
@@ -91,6 +91,7 @@ def result_of(
         "allocator_peak": allocator_peak,
         "oom_report": str(report.relative_to(profile_directory.absolute().parent)) if report.exists() else None,
         "profile": profile_directory.name,
+        **({"virtual": to_builtins(profile.virtual)} if profile and profile.virtual is not UNSET else {}),
     }
 
 
@@ -195,10 +196,10 @@ def _sentence(error: BaseException, progress: RunProgress) -> str:
     return f"{type(error).__name__} while {progress.stage}: {first}"
 
 
-def _environment() -> dict[str, Any]:
+def _environment(configuration: Configuration) -> dict[str, Any]:
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
-        "device_name": torch.cuda.get_device_name() if cuda else f"CPU ({platform.machine()})",
+        "device_name": _device_name(configuration) if cuda else f"CPU ({platform.machine()})",
         "device_bytes": torch.cuda.get_device_properties(0).total_memory if cuda else None,
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda if cuda else None,
@@ -207,6 +208,10 @@ def _environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
     }
+
+
+def _device_name(configuration: Configuration) -> str:
+    return f"{'virtual ' if configuration.virtual_gpu else ''}{torch.cuda.get_device_name()}"
 
 
 def _allocator_peak() -> dict[str, int] | None:

@@ -87,6 +87,7 @@ def columns(row: Row) -> dict[str, Any]:
         "oom_report": row.oom_report,
         "data": (row.result["data"] or {}).get("source"),
         "device_name": row.result["environment"]["device_name"],
+        "virtual_gpu": config.get("virtual_gpu"),
         "error": row.result["error"],
     }
 

@@ -74,6 +74,8 @@ def cell_content(cell: Cell) -> PlanCell:
     line = cell.line
     return PlanCell(
         mode=cell.mode,
+        settings=cell.settings,
+        fixed=dict(cell.fixed),
         gpu=cell.configuration.gpu,
         memory_bytes=cell.configuration.memory,
         largest=cell.largest,

@@ -67,7 +67,7 @@ def assess_draws(
     """
     if not run.poisson:
         raise MemprofError(
-            f"{configuration.program.target} draws no batch sizes (no loader with Opacus' Poisson sampling was seen): "
+            f"{configuration.program.name} draws no batch sizes (no loader with Opacus' Poisson sampling was seen): "
             "leave --steps out"
         )
     largest = LargestBatch(run.poisson["samples"], run.poisson["rate"], steps)

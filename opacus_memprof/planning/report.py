@@ -102,37 +102,45 @@ def _place(run: VirtualRun) -> str:
 def print_cells(cells: Sequence[Cell], searched: Range | None, console: Console) -> None:
     """A line for each cell: the largest value that fits, and what it takes then."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    columns = ["mode"] if cells[0].mode is not None else []
-    columns += ["gpu", "fits" if searched is None else f"largest {searched.name}", "peak", "reserved", "may reserve"]
-    for column in columns:
-        table.add_column(escape(column), no_wrap=True)
+    for name in columns_of(cells):
+        table.add_column(escape(name), overflow="fold")
+    for name in ("fits" if searched is None else searched.name, "peak", "reserved"):
+        table.add_column(escape(name), justify="right", no_wrap=True)
     for cell in cells:
-        name = [cell.mode] if cell.mode is not None else []
-        if cell.error and (searched is None or cell.largest is None):
-            table.add_row(*name, cell.configuration.gpu, "none" if cell.runs else "failed")
-            continue
         run = cell.answer
-        assert run is not None
-        sizes = [format_bytes(size or 0) for size in (run.requested, run.reserved, run.may_reserve)]
+        if run is None or (searched is not None and cell.largest is None):
+            table.add_row(*columns_of([cell]).values(), "none" if cell.runs else "failed")
+            continue
+        sizes = [format_bytes(size or 0) for size in (run.requested, run.reserved)]
         what = ("yes" if run.fits else "no") if searched is None else str(cell.largest)
-        table.add_row(*name, cell.configuration.gpu, what, *sizes)
+        table.add_row(*columns_of([cell]).values(), what, *sizes)
     console.print(table)
+    rooms = {cell.configuration.gpu: run.may_reserve for cell in cells if (run := cell.answer) is not None}
+    listed = ", ".join(f"{format_bytes(room or 0)} on {gpu}" for gpu, room in rooms.items())
+    console.print(f"may be reserved: {listed}\n" if rooms else "", highlight=False)
     for cell in cells:
         if cell.error:
-            label = " on ".join([*([cell.mode] if cell.mode else []), cell.configuration.gpu])
-            _print(console, f"[yellow]{escape(label)}: {escape(cell.error)}[/]")
+            _print(console, f"[yellow]{escape(cell.label)}: {escape(cell.error)}[/]")
         elif searched is not None and cell.largest is not None:
-            _print(console, _explained(cell, searched))
+            console.print(_explained(cell, searched), highlight=False)
+
+
+def columns_of(cells: Sequence[Cell]) -> dict[str, str]:
+    """What the cells differ in, and what it is of the first of them."""
+    cell = cells[0]
+    columns = {name: str(value) for name, value in cell.fixed.items()}
+    columns |= {} if cell.mode is None else {"mode": cell.mode}
+    columns |= {} if cell.settings is None else {"settings": cell.settings}
+    return columns | {"gpu": cell.configuration.gpu}
 
 
 def _explained(cell: Cell, searched: Range) -> str:
     best, line = cell.largest, cell.line
     assert best is not None
-    label = " on ".join([*([cell.mode] if cell.mode else []), cell.configuration.gpu])
     end = "it is the range's end" if best == searched.high else f"{best + 1} was run and does not fit"
     ran = ", ".join(str(value) for value in sorted(cell.runs))
     grows = "" if line is None else f"; computed between the runs: {format_bytes(round(line.slope))} for each"
-    return f"{escape(label)}: {searched.name}={best} was run and fits, {end} (ran: {ran}){grows}"
+    return f"{escape(cell.label)}: {searched.name}={best} was run and fits, {end} (ran: {ran}){grows}"
 
 
 def _print(console: Console, text: str) -> None:

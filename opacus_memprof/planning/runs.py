@@ -135,6 +135,8 @@ def open_runs(
     try:
         if not resume:
             (path / PLANNED_RUNS).unlink(missing_ok=True)
+        with writing(path):
+            (path / PLANNED_RUNS).touch()  # from now on the directory is a plan's
         runs = PlannedRuns(path, usable_workers(), on_end)
         try:
             yield runs

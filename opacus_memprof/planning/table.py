@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of a plan: a cell for each mode and GPU, with the largest value of an argument that fits there."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opacus_memprof.errors import MemprofError
@@ -22,6 +22,8 @@ class Cell:
 
     Attributes:
         mode: what --modes names; None where it names none.
+        settings: of torch's allocator; None where --settings names none.
+        fixed: the grid's other arguments and their values.
         configuration: without a value for the argument that is searched.
         runs: by value of the argument; by 0 where none is searched.
         error: why the cell has no answer; "" otherwise.
@@ -29,8 +31,17 @@ class Cell:
 
     mode: str | None
     configuration: Configuration
+    settings: str | None = None
+    fixed: Mapping[str, int] = field(default_factory=dict)
     runs: dict[int, VirtualRun] = field(default_factory=dict)
     error: str = ""
+
+    @property
+    def label(self) -> str:
+        """How it differs from the others: `seq-length=512, ghost, expandable_segments:True on h100`."""
+        values = [f"{name}={value}" for name, value in self.fixed.items()]
+        words = [*values, *([self.mode] if self.mode else []), *([self.settings] if self.settings else [])]
+        return " on ".join([*([", ".join(words)] if words else []), self.configuration.gpu])
 
     @property
     def points(self) -> dict[int, Point]:
@@ -107,7 +118,7 @@ def _check(cell: Cell, searched: Range | None, run: VirtualRun) -> None:
         words = run.last_words()
         if any(refusal in words.lower() for refusal in _REFUSALS):
             raise MemprofError(
-                f"{program.target} has no argument {searched.name} ({words}): name one that it has, as it is written "
+                f"{program.name} has no argument {searched.name} ({words}): name one that it has, as it is written "
                 "on its command line"
             )
     check_run(program, run)
@@ -129,7 +140,7 @@ def _why_no_answer(cell: Cell, searched: Range) -> str:
     if len(cell.runs) > 1 and len(peaks) == 1 and all(run.fits for run in cell.runs.values()):
         values = " and with ".join(str(value) for value in sorted(cell.runs))
         return (
-            f"the memory of {cell.configuration.program.target} does not depend on {searched.name}: it peaks at "
+            f"the memory of {cell.configuration.program.name} does not depend on {searched.name}: it peaks at "
             f"{format_bytes(peaks.pop() or 0)} with {values}, so search another argument"
         )
     return ""

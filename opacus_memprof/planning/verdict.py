@@ -71,12 +71,12 @@ def check_run(program: Program, run: VirtualRun) -> None:
     if run.status in ("failed", "killed"):
         ended = "failed" if run.status == "failed" else "was killed"
         reason = run.error or run.last_words()
-        raise MemprofError(f"{program.target} {ended} on the virtual GPU ({reason}): see {log}")
+        raise MemprofError(f"{program.name} {ended} on the virtual GPU ({reason}): see {log}")
     if run.requested is None:
-        raise MemprofError(f"{program.target} allocated nothing on the GPU: let it train on cuda (see {log})")
+        raise MemprofError(f"{program.name} allocated nothing on the GPU: let it train on cuda (see {log})")
     if run.fits and not run.steps:
         raise MemprofError(
-            f"{program.target} ended before its first training step, whose memory a plan is about: let it make one or "
+            f"{program.name} ended before its first training step, whose memory a plan is about: let it make one or "
             f"two (see {log})"
         )
 

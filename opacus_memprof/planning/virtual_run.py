@@ -25,11 +25,21 @@ _SUMMARY = "opacus-memprof  "  # begins what the profiler prints after the progr
 
 @dataclass(frozen=True)
 class Program:
-    """What is run: a script, or with `module` a module, and its arguments."""
+    """What is run: a script, or with `module` a module, and its arguments. `title`: what people call it instead."""
 
     target: str
     arguments: tuple[str, ...] = ()
     module: bool = False
+    title: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.title or self.target
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The arguments that people have given."""
+        return () if self.title else self.arguments
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,7 @@ class Configuration:
 
     Attributes:
         memory: bytes of the GPU; None for the kind's.
+        ranks: processes of the job, a GPU each, of which the first is run and the others are not.
         changes: actions of a suggestion (docs/oom.md) that are applied without changing the program.
     """
 
@@ -45,6 +56,7 @@ class Configuration:
     gpu: str
     memory: int | None = None
     changes: tuple[Mapping[str, Any], ...] = ()
+    ranks: int = 1
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "changes": [dict(change) for change in self.changes]}
@@ -57,6 +69,7 @@ class Configuration:
             content["gpu"],
             content["memory"],
             tuple(content["changes"]),
+            content["ranks"],
         )
 
 
@@ -67,7 +80,7 @@ class VirtualRun:
     Attributes:
         fits: it came to its end, and memory did not run out on the way.
         status: "finished", "out_of_memory", "failed" or "killed". `error`: the program's last words, in a line.
-        steps: physical steps that have ended.
+        steps: calls of an optimizer's step that have ended.
         samples: of the largest physical batch that was seen.
         requested, reserved: the peaks.
         may_reserve: the GPU's memory less what CUDA's context and libraries take.
@@ -176,7 +189,7 @@ def _read(directory: Path, exit_code: int, seconds: float) -> VirtualRun:
         fits=status == "finished",
         status=status,
         error=profile.get("error") or "",
-        steps=max((snapshot["step"] for snapshot in device.get("snapshots", ())), default=0),
+        steps=facts.get("steps", 0),
         samples=facts.get("samples"),
         requested=peak.get("requested_bytes"),
         reserved=facts.get("reserved") or peak.get("reserved_bytes"),

@@ -17,6 +17,7 @@ from opacus_memprof.profiles.profile import (
     PhasePeak,
     StepPeak,
     Timeline,
+    VirtualGpus,
 )
 
 
@@ -41,6 +42,8 @@ class RunConfiguration(JsonObject):
     device: str | UnsetType = UNSET
     nproc: int | UnsetType = UNSET
     checkpointing: bool | UnsetType = UNSET
+    virtual_gpu: str | UnsetType | None = UNSET
+    virtual_memory: int | UnsetType | None = UNSET
     dataset: str | UnsetType | None = UNSET
     vocab_size: int | UnsetType | None = UNSET
     hidden_dim: int | UnsetType | None = UNSET
@@ -133,6 +136,7 @@ class ExperimentResult(JsonObject, kw_only=True):
         device: whose memory this is. `peak`, `phases`, `steps`, `out_of_memory`: as its profile.json has them.
         peak_memory_mb: allocated at the peak. `breakdown`: then, by category.
         oom_report: its path, from the file's directory. `profile`: the profile's directory, beside the file.
+        virtual: of a run on virtual GPUs, which has no times; absent for real ones.
         ranks: of several processes, the summary of all as ranks.json has it.
     """
 
@@ -165,4 +169,5 @@ class ExperimentResult(JsonObject, kw_only=True):
     allocator_peak: AllocatorPeak | None = None
     oom_report: str | None = None
     profile: str | UnsetType = UNSET
+    virtual: VirtualGpus | UnsetType = UNSET
     ranks: dict[str, Any] | UnsetType | None = UNSET

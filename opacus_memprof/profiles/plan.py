@@ -15,7 +15,7 @@ class PlannedRun(JsonObject, kw_only=True):
     Attributes:
         fits: it came to its end, and memory did not run out on the way.
         error: the program's last words, in a line.
-        steps: physical steps that have ended.
+        steps: calls of an optimizer's step that have ended.
         samples: of the largest physical batch that was seen.
         requested_bytes, reserved_bytes: the peaks. `categories`: requested bytes at the peak.
         may_reserve_bytes: the GPU's memory less `context_bytes`, what CUDA's context and libraries take.
@@ -143,12 +143,16 @@ class PlanCell(JsonObject):
 
     Attributes:
         mode: what --modes names; None where it names none.
+        settings: of torch's allocator; None where --settings names none.
+        fixed: the grid's other arguments and their values.
         largest: the largest value that fits; None where none does, or none is searched.
         error: why there is no answer; "" otherwise.
         computed: between the runs; None where fewer than two have fitted.
     """
 
     mode: str | None
+    settings: str | None
+    fixed: dict[str, int]
     gpu: str
     memory_bytes: int | None
     largest: int | None
@@ -158,11 +162,16 @@ class PlanCell(JsonObject):
 
 
 class Plan(JsonObject, kw_only=True):
-    """The content of plan.json: `verdict`, and `draws` with --steps; or `search` and `cells`."""
+    """The content of plan.json: `verdict`, and `draws` with --steps; or `search` and `cells`.
+
+    Attributes:
+        ranks: processes of the job, a GPU each, of which the first was run.
+    """
 
     format: Literal[1] = FORMAT
     program: str
     arguments: list[str]
+    ranks: int
     verdict: PlanVerdict | UnsetType = UNSET
     draws: PlanDraws | UnsetType = UNSET
     search: SearchedArgument | UnsetType | None = UNSET

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`@pytest.mark.memprof_isolated`: runs a test in a new process, and reports its results as if it had run here.
+"""`@pytest.mark.memprof_isolated` and `fits`: runs a test in a new process, and reports as if it had run here.
 
 The process is not forked, because a fork of a process that has used CUDA cannot use CUDA, and a fork of a process with
 threads may hang.
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from opacus_memprof.pytest_plugin import report_writer
+from opacus_memprof.pytest_plugin.fits import Fits
 
 
 def is_child(config: pytest.Config) -> bool:
@@ -82,12 +83,13 @@ def _command(item: pytest.Item) -> list[str]:
             command += ["-p", plugin]
     for warning in config.getoption("pythonwarnings") or []:
         command += ["-W", warning]
-    for option in (
-        "--memprof-report",
-        "--memprof-baseline-dir",
-        "--memprof-virtual-gpu",
-        "--memprof-virtual-memory",
-    ):
+    options = ["--memprof-report", "--memprof-baseline-dir"]
+    fits = Fits.of(item)
+    if fits is None:
+        options += ["--memprof-virtual-gpu", "--memprof-virtual-memory"]
+    else:
+        command += ["--memprof-virtual-gpu", fits.gpu, "-o", "memprof_virtual_memory="]
+    for option in options:
         if config.getoption(option) is not None:
             command += [option, config.getoption(option)]
     for option in ("--memprof", "--memprof-update-baselines"):

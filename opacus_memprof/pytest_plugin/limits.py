@@ -11,7 +11,8 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.categories import FORWARD_UNDECIDED, REPORTED, reported_name
 from opacus_memprof.profiles.profile import Device
 from opacus_memprof.profiles.units import format_bytes, parse_size
-from opacus_memprof.pytest_plugin.marker_names import LIMITS
+from opacus_memprof.pytest_plugin.fits import Fits
+from opacus_memprof.pytest_plugin.marker_names import FITS, LIMITS
 from opacus_memprof.recording import native
 
 _TOP = 5  # categories and modules listed in a message
@@ -108,23 +109,25 @@ def select(
 
 
 def check_markers(item: pytest.Item) -> None:
-    """Raises pytest's CollectError if a limit marker of the test is invalid."""
-    for name in LIMITS:
+    """Raises pytest's CollectError if a limit marker of the test, or `fits`, is invalid."""
+    for name in (*LIMITS, FITS):
         for mark in item.iter_markers(name):
             try:
-                _read(mark)
+                _read(mark) if name in LIMITS else Fits.read(mark)
             except (MemprofError, TypeError, ImportError) as error:
                 raise pytest.Collector.CollectError(f"{item.nodeid}: @pytest.mark.{name}: {error}") from error
 
 
 def check_memory(item: pytest.Item, devices: Mapping[str, Device]) -> str | None:
-    """Checks the limit_gpu_memory markers of a test that has run. Returns a message if a limit is exceeded."""
+    """Checks the limit_gpu_memory markers of a test that has run, and `fits`. Returns a message if a limit is
+    exceeded."""
     for mark in item.iter_markers("limit_gpu_memory"):
         limit = _read(mark)
         message = limit.check(devices)
         if message:
             return f"limit_gpu_memory: {message}"
-    return None
+    fits = Fits.of(item)
+    return None if fits is None else fits.check(devices)
 
 
 def check_leaks(item: pytest.Item, leaked: Iterable[Mapping[str, Any]]) -> str | None:

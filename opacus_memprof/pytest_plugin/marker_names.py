@@ -3,3 +3,4 @@
 
 LIMITS = ("limit_gpu_memory", "limit_gpu_leaks")
 ISOLATED = "memprof_isolated"
+FITS = "fits"

@@ -4,15 +4,18 @@ profiler until a collected test needs them."""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from opacus_memprof.pytest_plugin.marker_names import ISOLATED, LIMITS
+from opacus_memprof.pytest_plugin.marker_names import FITS, ISOLATED, LIMITS
 
 if TYPE_CHECKING:
+    from opacus_memprof.profiles.plan import PlanVerdict
     from opacus_memprof.pytest_plugin.fixture import Memprof
 
 _MARKERS = (
@@ -20,6 +23,8 @@ _MARKERS = (
     "of a category, of a module and those inside it, or in a phase",
     'limit_gpu_leaks(limit): fail when more than this, such as "1 MB", outlives the test and its fixtures',
     "memprof_isolated: run the test in a new process",
+    'fits(gpu, below=None): run the test on a virtual GPU of this kind, such as "h100", in a new process; fail when '
+    'memory runs out, or when torch has reserved more than `below`, such as "70 GB"',
 )
 
 
@@ -83,7 +88,7 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
     """Fails the collection of a file with an invalid marker."""
     made = yield
     for item in made if isinstance(made, list) else [made]:
-        if isinstance(item, pytest.Item) and any(item.get_closest_marker(name) for name in LIMITS):
+        if isinstance(item, pytest.Item) and any(item.get_closest_marker(name) for name in (*LIMITS, FITS)):
             from opacus_memprof.pytest_plugin.limits import check_markers
 
             check_markers(item)
@@ -106,6 +111,14 @@ def memprof(request: pytest.FixtureRequest) -> Memprof:
     return profiled_test_of(request.node).fixture
 
 
+@pytest.fixture
+def memory_plan(tmp_path: Path) -> Callable[..., PlanVerdict]:
+    """`opacus_memprof.plan`, whose directory is the test's own."""
+    from opacus_memprof.planning.python import plan
+
+    return functools.partial(plan, directory=tmp_path / "memprof_plan")
+
+
 def _profiles_all(config: pytest.Config) -> bool:
     return bool(config.getoption("--memprof") or config.getoption("--memprof-report"))
 
@@ -113,11 +126,11 @@ def _profiles_all(config: pytest.Config) -> bool:
 def _wants_profile(item: pytest.Item) -> bool:
     return (
         _profiles_all(item.config)
-        or any(item.get_closest_marker(name) for name in LIMITS)
+        or any(item.get_closest_marker(name) for name in (*LIMITS, FITS))
         or "memprof" in getattr(item, "fixturenames", ())
     )
 
 
 def _is_isolated(item: pytest.Item) -> bool:
     isolates_all = item.config.getoption("--memprof-isolated") and _wants_profile(item)
-    return isolates_all or item.get_closest_marker(ISOLATED) is not None
+    return isolates_all or any(item.get_closest_marker(name) for name in (ISOLATED, FITS))

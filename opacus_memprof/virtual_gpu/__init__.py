@@ -9,12 +9,13 @@ a virtual GPU by accident.
 from opacus_memprof.virtual_gpu.describe import begin_run, describe_gpus, describe_limits, describe_run
 from opacus_memprof.virtual_gpu.no_weights import load_no_weights
 from opacus_memprof.virtual_gpu.played_rank import check_ranks, local_world_size, play_rank, played
-from opacus_memprof.virtual_gpu.process import active, default_answers, start
+from opacus_memprof.virtual_gpu.process import active, choose_gpu, default_answers, start
 
 __all__ = [
     "active",
     "begin_run",
     "check_ranks",
+    "choose_gpu",
     "default_answers",
     "describe_gpus",
     "describe_limits",

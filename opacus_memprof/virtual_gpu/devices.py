@@ -19,6 +19,8 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from opacus_memprof.errors import MemprofError
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -135,6 +137,13 @@ GPUS = {
     "b200": Gpu("NVIDIA B200", 182631 << 20, (10, 0), 148, 132644864, 7680, 1965000, 3996000),
 }
 # fmt: on
+
+
+def find_gpu(kind: str) -> Gpu:
+    """The GPU of a kind. Raises MemprofError if there is none."""
+    if kind not in GPUS:
+        raise MemprofError(f'there is no virtual GPU "{kind}": use one of {", ".join(GPUS)}')
+    return GPUS[kind]
 
 
 class DeviceProperties(ctypes.Structure):

@@ -9,7 +9,7 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.recording.after_import import AfterImport
 from opacus_memprof.virtual_gpu import collectives, compilers, spawned_processes, wait_at_exit
-from opacus_memprof.virtual_gpu.devices import GPUS, Gpu
+from opacus_memprof.virtual_gpu.devices import Gpu, find_gpu
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES, check_machine
 
 _DRIVER_VERSION = 13020
@@ -52,7 +52,7 @@ def start(kind: str, *, memory: int | None = None, count: int = 1) -> VirtualGpu
             imported torch already, or a virtual GPU cannot work on this machine or with its torch.
     """
     global _active, _library
-    gpu = _choose_gpu(kind, memory, count)
+    gpu = choose_gpu(kind, memory, count)
     if _active is not None:
         raise MemprofError(
             f"this process has virtual GPUs already ({_active.count} of {_active.kind}), and one cannot run inside "
@@ -86,11 +86,9 @@ def _install_values() -> None:
         raise MemprofError(str(error)) from None
 
 
-def _choose_gpu(kind: str, memory: int | None, count: int) -> Gpu:
+def choose_gpu(kind: str, memory: int | None, count: int) -> Gpu:
     """The properties of the kind, with `memory` if it is not None. Raises MemprofError as `start` does."""
-    gpu = GPUS.get(kind)
-    if gpu is None:
-        raise MemprofError(f'there is no virtual GPU "{kind}": use one of {", ".join(GPUS)}')
+    gpu = find_gpu(kind)
     if not 1 <= count <= _MAX_DEVICES:
         raise MemprofError(f"a process cannot have {count} virtual GPUs: give a number from 1 to {_MAX_DEVICES}")
     if memory is None:

@@ -166,3 +166,40 @@ def test_drawn_batches_run_out_of_memory_as_often_as_the_binomial_says(tmp_path:
 
 def _draws_alone(line: dict[str, Any]) -> bool:
     return [change["kind"] for change in line["configuration"]["changes"]] == ["drawn_batch"]
+
+
+@pytest.mark.slow
+def test_a_rank_of_several_holds_its_shard(tmp_path: Path) -> None:
+    """FSDP2's first rank of N holds an N-th of the matrix, and else what it holds with other N."""
+    script = SCRIPTS / "train_sharded.py"
+    peaks = {}
+    for ranks in (2, 8):
+        planned = plan(tmp_path / str(ranks), "--gpus", str(ranks), script)
+        assert planned.returncode == 0, planned.stderr
+        found = content(tmp_path / str(ranks))
+        assert found["ranks"] == ranks
+        peaks[ranks] = found["verdict"]["run"]["requested_bytes"]
+    matrix = 4096 * 4096 * 4
+    assert peaks[2] - peaks[8] == matrix // 2 - matrix // 8
+
+
+@pytest.mark.slow
+def test_settings_and_listed_values_make_a_table(tmp_path: Path) -> None:
+    asked = ["--settings", "expandable_segments:True,False", "--search", "batch-size=3,5"]
+    planned = plan(tmp_path, *asked, SCRIPTS / "train_to_plan.py")
+    assert planned.returncode == 0, planned.stderr
+    cells = content(tmp_path)["cells"]
+    expandable, plain = "expandable_segments:True", "expandable_segments:False"
+    assert [(cell["fixed"], cell["settings"]) for cell in cells] == [
+        ({"batch-size": size}, settings) for size in (3, 5) for settings in (plain, expandable)
+    ]
+    for cell in cells:
+        (run,) = cell["runs"]
+        batch = cell["fixed"]["batch-size"] * 16 * MIB
+        small = 2 * MIB  # one segment, or one part of an expandable one, for what is small
+        assert run["fits"]
+        # Expandable segments grow by 20 MiB for large blocks.
+        reserved = batch if cell["settings"] == plain else -(-batch // (20 * MIB)) * 20 * MIB
+        assert run["reserved_bytes"] == reserved + small
+    lines = (tmp_path / "runs.jsonl").read_text().splitlines()
+    assert len(lines) == 4

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cells of a plan: one for each combination of what was asked for, the least change first."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from opacus_memprof.planning.arguments import with_argument
+from opacus_memprof.planning.table import Cell
+from opacus_memprof.planning.virtual_run import Configuration
+
+_DEFAULT = "expandable_segments:False"  # what torch does without settings
+# What it takes to change them: an environment variable, an argument, another machine.
+_OF_SETTINGS, _OF_MODE, _OF_GPU = 1, 2, 4
+
+
+def make_cells(
+    base: Configuration,
+    gpus: Sequence[str],
+    *,
+    modes: tuple[str, Sequence[str]] | None = None,
+    settings: Sequence[str] = (),
+    values: Mapping[str, Sequence[int]] | None = None,
+) -> list[Cell]:
+    """All combinations. Of the same values of arguments those come first that change least of what was named first.
+
+    Args:
+        base: the program as it was given.
+        gpus: kinds.
+        modes: the argument that takes the mode, and its values.
+        settings: of torch's allocator; empty for those that there are.
+        values: of further arguments, all of which are tried with all others.
+    """
+    argument, names = modes or ("", ())
+    values = values or {}
+    cells = []
+    kinds = list(enumerate(gpus))
+    numbered: list[tuple[int, str | None]] = list(enumerate(names)) if names else [(0, None)]
+    tried: list[str | None] = list(settings) if settings else [None]
+    for several in itertools.product(*values.values()):
+        chosen = dict(zip(values, several, strict=True))
+        combinations = sorted(itertools.product(kinds, numbered, tried), key=_change)
+        for (_, gpu), (_, mode), one in combinations:
+            program = base.program
+            for name, value in [*chosen.items(), *([(argument, mode)] if mode is not None else [])]:
+                program = replace(program, arguments=with_argument(program.arguments, name, value))
+            changes = () if one is None else ({"kind": "allocator_setting", "value": one},)
+            configuration = replace(base, program=program, gpu=gpu, changes=changes)
+            cells.append(Cell(mode, configuration, one, chosen))
+    return cells
+
+
+def _change(combination: tuple[tuple[int, str], tuple[int, str | None], str | None]) -> int:
+    """How much is changed. Of equal ones the order stays."""
+    (gpu, _), (mode, _), settings = combination
+    changed = _OF_MODE * (mode > 0) + _OF_SETTINGS * (settings not in (None, _DEFAULT))
+    return _OF_GPU * gpu + changed

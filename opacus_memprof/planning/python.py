@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans from Python: of a function, which is called in processes of its own."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.planning import call
+from opacus_memprof.planning.arguments import Range
+from opacus_memprof.planning.content import cell_content, verdict_content
+from opacus_memprof.planning.directory import adopt, write_plan
+from opacus_memprof.planning.runs import PlannedRuns, open_runs
+from opacus_memprof.planning.table import Cell, fill
+from opacus_memprof.planning.verdict import judge
+from opacus_memprof.planning.virtual_run import Configuration, Program
+from opacus_memprof.profiles.files import writing
+from opacus_memprof.profiles.plan import PlanVerdict, SearchedArgument
+from opacus_memprof.profiles.units import parse_size
+from opacus_memprof.virtual_gpu.devices import find_gpu
+
+_PACKED = "function.pickle"
+
+
+def plan(
+    train: Callable[[], object],
+    gpu: str = "h100",
+    *,
+    memory: str | int | None = None,
+    directory: str | os.PathLike[str] = "memprof_plan",
+) -> PlanVerdict:
+    """Tells whether what a function trains fits on a GPU, by calling it in a new process with a virtual one.
+
+    Where it does not fit, further processes try what would make it fit.
+
+    Args:
+        train: makes a model and trains a few steps on "cuda". The new process imports the module that defines it, and
+            a script as multiprocessing's spawn does: below `if __name__ == "__main__":` nothing is run.
+        gpu: a kind of virtual GPU, as `opacus-memprof doctor` lists them.
+        memory: of the GPU, as "24 GiB" or in bytes. Default: the kind's.
+        directory: where the profile, plan.json and the runs go. What an earlier plan has left there is replaced.
+
+    Returns:
+        Whether it `fits`, `needed_bytes`, `spare_bytes` and `advice`; docs/planning.md has all fields.
+
+    Raises:
+        MemprofError: another process cannot find the function; it fails there, uses no GPU, or ends before its first
+            training step; the kind is unknown; or a virtual GPU cannot work here.
+    """
+    size = _checked(gpu, memory)
+    packed = call.pack(train)
+    with open_runs(Path(directory), resume=False, on_end=_ignore) as runs:
+        program = _program(runs, train, packed)
+        configuration = Configuration(program, gpu, size)
+        verdict = judge(runs, configuration)
+        adopt(runs, verdict.run)
+        content = verdict_content(verdict)
+        write_plan(runs, configuration, verdict=content)
+    return content
+
+
+def largest_physical_batch(
+    train: Callable[[int], object],
+    gpu: str = "h100",
+    *,
+    memory: str | int | None = None,
+    low: int = 1,
+    high: int = 4096,
+    directory: str | os.PathLike[str] = "memprof_plan",
+) -> int:
+    """Finds the largest number from `low` to `high` with which `train(number)` fits on a GPU, in a few runs on virtual
+    ones.
+
+    Args:
+        train: takes the samples of a physical batch, makes a model and trains a few steps on "cuda"; see `plan`.
+        gpu, memory, directory: see `plan`.
+
+    Returns:
+        The number. It was run and fits, and the next one does not, or is beyond `high`.
+
+    Raises:
+        MemprofError: not even `low` fits; memory does not depend on the number; the range is empty; or as `plan` does.
+    """
+    size = _checked(gpu, memory)
+    if not 1 <= low <= high:
+        raise MemprofError(f"there are no batches from {low} to {high}: give a range from 1 on")
+    packed = call.pack(train)
+    with open_runs(Path(directory), resume=False, on_end=_ignore) as runs:
+        program = _program(runs, train, packed)
+        cell = Cell(None, Configuration(program, gpu, size))
+        fill(runs, [cell], _CalledWith("the physical batch", low, high), _ignore)
+        assert cell.answer is not None
+        assert cell.largest is not None
+        adopt(runs, cell.answer)
+        search = SearchedArgument(argument="physical batch", low=low, high=high)
+        write_plan(runs, cell.configuration, search=search, cells=[cell_content(cell)])
+    return cell.largest
+
+
+class _CalledWith(Range):
+    """The number that a function is called with, instead of an argument of a program."""
+
+    def apply(self, configuration: Configuration, value: int) -> Configuration:
+        program = configuration.program
+        return replace(configuration, program=replace(program, arguments=(*program.arguments, str(value))))
+
+
+def _program(runs: PlannedRuns, train: Callable[..., object], packed: bytes) -> Program:
+    file = runs.directory / _PACKED
+    with writing(file):
+        file.write_bytes(packed)
+    return Program(call.__name__, (str(file),), module=True, title=getattr(train, "__qualname__", "the function"))
+
+
+def _checked(gpu: str, memory: str | int | None) -> int | None:
+    find_gpu(gpu)
+    return None if memory is None else parse_size(memory)
+
+
+def _ignore(*about: object) -> None:
+    """Nobody watches."""

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of a replay: `python -m opacus_memprof.planning.replay_process ASKED DIRECTORY RESULT`.
+
+Allocates every block of a device that events.bin has again, in the same order, of the same size and on as many streams,
+and frees it where it was freed.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from opacus_memprof import virtual_gpu
+from opacus_memprof.analysis.events import ALLOC, FREE, OOM, SEED, Events, Rows
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.files import write_text
+
+
+class _OutOfMemoryError(Exception):
+    """Memory did, at `request`."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        super().__init__()
+        self.request = request
+
+
+class Player:
+    """Plays the blocks of one device.
+
+    Attributes:
+        requested: the highest live bytes so far.
+    """
+
+    def __init__(self, events: Events, device: str) -> None:
+        import torch
+
+        self._events = events
+        self._device = 1 + int(device.partition(":")[2])  # of an event
+        self._torch = torch
+        self._hand_out = torch._C._cuda_cudaCachingAllocator_raw_alloc
+        self._give_back = torch._C._cuda_cudaCachingAllocator_raw_delete
+        self._streams: dict[int, Any] = {}
+        self._held: dict[int, tuple[int, int]] = {}  # by block: its address here, and its bytes
+        self._live = self.requested = 0
+
+    def play(self) -> dict[str, Any] | None:
+        """Plays all events. Returns what was asked for when memory ran out, or None."""
+        try:
+            self._events.for_each_chunk(self._take)
+        except _OutOfMemoryError as end:
+            return end.request
+        return None
+
+    def _take(self, rows: Rows) -> None:
+        rows = rows[(rows["device"] == self._device)]
+        columns = (rows[name].tolist() for name in ("kind", "block", "bytes", "stream"))
+        for index, (kind, block, size, stream) in enumerate(zip(*columns, strict=True)):
+            if kind in (ALLOC, SEED):
+                self._held[block] = self._allocate(size, stream, rows[index]), size
+                self._live += size
+                self.requested = max(self.requested, self._live)
+            elif kind == FREE:
+                address, size = self._held.pop(block)
+                self._live -= size
+                if address:
+                    self._give_back(address)
+            elif kind == OOM:  # it may go well here
+                address = self._allocate(size, stream, rows[index])
+                self.requested = max(self.requested, self._live + size)
+                if address:
+                    self._give_back(address)
+
+    def _allocate(self, size: int, stream: int, row: Any) -> int:
+        try:
+            return int(self._hand_out(size, self._stream(stream))) if size else 0
+        except self._torch.OutOfMemoryError:
+            names = self._events.names
+            raise _OutOfMemoryError(
+                {
+                    "bytes": size,
+                    "category": names.reported_category(int(row["category"])),
+                    "module": names.module(int(row["module"])),
+                    "phase": names.phase(int(row["phase"])),
+                    "step": int(row["step"]),
+                }
+            ) from None
+
+    def _stream(self, id: int) -> int:
+        """A stream for each that was recorded; the first is the default one."""
+        if id not in self._streams:
+            cuda = self._torch.cuda
+            self._streams[id] = cuda.Stream() if self._streams else cuda.default_stream()
+        return int(self._streams[id].cuda_stream)
+
+
+def _replay(asked: dict[str, Any], directory: Path) -> dict[str, Any]:
+    virtual_gpu.start(asked["gpu"], memory=asked["memory"])
+    import torch
+
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        player = Player(Events(directory), asked["device"])
+        failed = player.play()
+    except RuntimeError as error:
+        raise MemprofError(f"torch's allocator refuses these settings: {str(error).splitlines()[0]}") from None
+    free, _ = torch.cuda.mem_get_info()
+    return {
+        "failed": failed,
+        "reserved": torch.cuda.max_memory_reserved(),
+        "requested": player.requested,
+        "may_reserve": torch.cuda.memory_reserved() + free,
+        "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
+    }
+
+
+def main() -> None:
+    """Plays what sys.argv says, and leaves the result in the file that it names."""
+    try:
+        result = _replay(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    except MemprofError as error:
+        result = {"refused": str(error)}
+    write_text(Path(sys.argv[3]), json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

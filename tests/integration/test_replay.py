@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`opacus-memprof replay`, against runs of the same script with the same settings."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from opacus_memprof.cli import app
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.planning.arguments import parse_settings
+from opacus_memprof.planning.replay import read_recording, replay
+from opacus_memprof.planning.virtual_run import Configuration, Program, VirtualRun, run_virtually
+
+SCRIPTS = Path(__file__).parent / "scripts"
+DATA = Path(__file__).resolve().parents[1] / "data"
+MIB = 2**20
+TRIED = ("", "expandable_segments:True", "max_split_size_mb:21", "roundup_power2_divisions:[64:1,>:4]")
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux"
+)
+
+
+def ran(out: Path, settings: str, script: str, *arguments: str, memory: int | None = None) -> VirtualRun:
+    changes = ({"kind": "allocator_setting", "value": settings},) if settings else ()
+    program = Program(str(SCRIPTS / script), arguments)
+    return run_virtually(Configuration(program, "a100-40", memory, changes), out, threads=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "arguments"), [("train_fragments.py", ()), ("train_cuda.py", ("--width", "512", "--batch", "96"))]
+)
+def test_settings_reserve_what_a_run_with_them_does(tmp_path: Path, script: str, arguments: tuple[str, ...]) -> None:
+    runs = {settings: ran(tmp_path / str(i), settings, script, *arguments) for i, settings in enumerate(TRIED)}
+    recorded = runs[""].profile
+    replays = replay(read_recording(recorded, None, None), TRIED)
+    for one in replays:
+        run = runs[one.settings]
+        assert one.fits
+        assert one.requested == run.requested
+        assert one.needed == one.reserved
+        # Of the libraries' workspaces a run asks cuBLAS, whose answer no setting changes.
+        assert one.reserved == pytest.approx(run.reserved, rel=0.01), one.settings
+        assert one.may_reserve == run.may_reserve
+    assert replays[0].reserved == runs[""].reserved
+    if script == "train_fragments.py":
+        assert replays[1].reserved < 0.9 * replays[0].reserved
+
+
+@pytest.mark.slow
+def test_where_a_run_runs_out_of_memory_its_replay_does(tmp_path: Path) -> None:
+    recorded = ran(tmp_path / "whole", "", "train_fragments.py")
+    assert recorded.reserved is not None
+    assert recorded.context is not None
+    assert recorded.requested is not None
+    some = (recorded.requested + recorded.reserved) // 2  # after torch has given cached memory back, perhaps
+    for room, fits in ((recorded.reserved, True), (some, None), (recorded.requested - 8 * MIB, False)):
+        memory = recorded.context + room
+        (one,) = replay(read_recording(recorded.profile, "a100-40", memory), [""])
+        run = ran(tmp_path / str(room), "", "train_fragments.py", memory=memory)
+        assert one.fits == run.fits
+        assert fits in (None, one.fits)
+        assert one.may_reserve == run.may_reserve == room
+        assert one.retries == run.retries
+        if fits is False:
+            assert one.needed == recorded.reserved
+            assert one.failed is not None
+            request = (run.oom_report() or {})["request"]
+            assert {key: request[key] for key in one.failed} == one.failed
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    recorded = ran(tmp_path / "run", "", "train_fragments.py").profile
+    played = CliRunner().invoke(app, ["replay", str(recorded), "--settings", "expandable_segments:True,False"])
+    assert played.exit_code == 0, played.output
+    assert "on a virtual NVIDIA A100-SXM4-40GB (39.39 GiB)" in played.output
+    assert [line.split()[:2] for line in played.output.splitlines()[4:]] == [
+        ["(defaults)", "yes"],
+        ["expandable_segments:True", "yes"],
+        ["expandable_segments:False", "yes"],
+    ]
+    assert max(map(len, played.output.splitlines()[1:])) <= 80
+    small = CliRunner().invoke(app, ["replay", str(recorded), "--gpu", "t4", "--memory", "700MiB"])
+    assert small.exit_code == 3
+    assert "(defaults): memory runs out in step " in small.output
+    wrong = CliRunner().invoke(app, ["replay", str(recorded), "--settings", "expandible:True"])
+    assert isinstance(wrong.exception, MemprofError)
+    assert "torch's allocator refuses these settings: " in str(wrong.exception)
+
+
+def test_what_cannot_be_played(tmp_path: Path) -> None:
+    with pytest.raises(MemprofError, match="was recorded on a real GPU, whose kind it does not have: add --gpu KIND"):
+        read_recording(DATA / "format_1_hooks", None, None)
+    with pytest.raises(MemprofError, match='there is no virtual GPU "h300"'):
+        read_recording(DATA / "format_1_hooks", "h300", None)
+    with pytest.raises(MemprofError, match="is not there: give the directory of a profile"):
+        read_recording(tmp_path / "nothing", "h100", None)
+    job = tmp_path / "job"
+    shutil.copytree(DATA / "format_1_hooks", job / "rank_0")
+    with pytest.raises(MemprofError, match="holds several ranks: name one of them"):
+        read_recording(job, "h100", None)
+    full = tmp_path / "full"
+    shutil.copytree(DATA / "format_1_hooks", full)
+    profile = json.loads((full / "profile.json").read_text())
+    if not any(name.startswith("cuda") for name in profile["devices"]):
+        with pytest.raises(MemprofError, match="has no memory of a GPU"):
+            read_recording(full, "h100", None)
+        profile["devices"]["cuda:0"] = profile["devices"].pop("cpu")
+    profile["events"]["dropped"] = 7
+    (full / "profile.json").write_text(json.dumps(profile))
+    with pytest.raises(MemprofError, match="lacks 7 events"):
+        read_recording(full, "h100", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "combinations"),
+    [
+        ("expandable_segments:True", ["expandable_segments:True"]),
+        ("expandable_segments:True,False", ["expandable_segments:True", "expandable_segments:False"]),
+        ("a:1,b:2", ["a:1,b:2"]),
+        ("a:1,2,b:3", ["a:1,b:3", "a:2,b:3"]),
+        ("a:[256:1,512:2],b:3", ["a:[256:1,512:2],b:3"]),
+    ],
+)
+def test_settings_as_torch_has_them(text: str, combinations: list[str]) -> None:
+    assert parse_settings(text) == combinations
+
+
+@pytest.mark.parametrize("text", ["", "True", "a:", "a:1,,2:"])
+def test_settings_that_are_none(text: str) -> None:
+    with pytest.raises(MemprofError, match="--settings"):
+        parse_settings(text)

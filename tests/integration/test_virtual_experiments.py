@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--virtual-gpu` of the commands that train configurations."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from opacus_memprof.cli import app
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.experiments.configuration import Configuration
+from opacus_memprof.experiments.files import read_result
+from opacus_memprof.virtual_gpu.devices import GPUS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux"
+)
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    command = [sys.executable, "-m", "opacus_memprof", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+
+
+@pytest.mark.slow
+def test_a_grid_without_a_gpu(tmp_path: Path) -> None:
+    """One cell fits into 400 MiB, the other does not."""
+    shape = ["--config", "tiny", "--dtype", "fp32", "--lora-ranks", "0"]
+    sizes = ["--seq-lengths", "16", "--batch-sizes", "1024", "--max-physical-batch-sizes", "64", "1024"]
+    asked = ["sweep", *shape, *sizes, "--virtual-gpu", "t4", "--virtual-memory", "400MiB"]
+    asked += ["--num-steps", "1"]
+    swept = run(*asked, "--results-dir", tmp_path)
+    assert swept.returncode == 0, swept.stderr
+    assert "Device: virtual Tesla T4" in swept.stdout
+    small, large = (
+        read_result(tmp_path / "runs" / f"seq16_batch1024_physical{size}_full" / "result.json") for size in (64, 1024)
+    )
+    assert (small["status"], large["status"]) == ("finished", "out_of_memory")
+    assert small["peak"]["categories"]["model_parameters"] == 4 * small["parameters"]["total"]
+    assert small["allocator_peak"]["max_reserved_bytes"] <= 400 * 2**20 - GPUS["t4"].context_memory
+    # Of each sample a gradient: more than there is.
+    assert 1024 * 4 * large["parameters"]["trainable"] > 400 * 2**20
+    for result in (small, large):
+        assert result["virtual"]["gpu"] == "t4"
+        assert result["virtual"]["memory_bytes"] == 400 * 2**20
+        assert result["environment"]["device_name"] == "virtual Tesla T4"
+        assert (result["avg_time_ms"], result["step_times_ms"]) == (None, [])
+    with open(tmp_path / "memory_profile_summary.csv") as file:
+        assert [row["virtual_gpu"] for row in csv.DictReader(file)] == ["t4", "t4"]
+    assert json.loads((tmp_path / "manifest.json").read_text())["shared"]["virtual_gpu"] == "t4"
+
+    real = run(*[*asked[:-6], *asked[-2:]], "--device", "cpu", "--results-dir", tmp_path, "--resume")
+    assert real.returncode == 2
+    assert "cannot be compared, so choose another --results-dir" in real.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--virtual-gpu", "h300"], 'there is no virtual GPU "h300"'),
+        (["--virtual-gpu", "t4", "--virtual-memory", "1 MB"], "a virtual GPU cannot have"),
+        (["--virtual-gpu", "t4", "--virtual-memory", "much"], "'much' is not a size"),
+        (["--virtual-memory", "1 GB"], "virtual_memory is that of a virtual GPU: add its kind"),
+        (["--virtual-gpu", "t4", "--device", "cpu"], "a virtual GPU is no CPU"),
+    ],
+)
+@pytest.mark.parametrize("command", ["sweep", "experiments", "single-gpu", "experiment"])
+def test_what_no_virtual_gpu_can_be(tmp_path: Path, command: str, arguments: list[str], sentence: str) -> None:
+    from typer.testing import CliRunner
+
+    own = ["--mode", "hooks", "--output", str(tmp_path / "x.json")] if command == "experiment" else []
+    refused = CliRunner().invoke(app, [command, "--config", "tiny", *own, *arguments])
+    assert isinstance(refused.exception, MemprofError)
+    assert sentence in str(refused.exception)
+
+
+def test_configurations_of_earlier_releases_are_real() -> None:
+    assert Configuration.from_json({"mode": "ghost"}).virtual_gpu is None

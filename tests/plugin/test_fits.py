@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`@pytest.mark.fits` and the fixture `memory_plan`, in processes with virtual GPUs of their own."""
+
+import pytest
+
+from tests.plugin.conftest import LOAD, Run
+
+TESTS = """
+import pytest
+import torch
+
+MIB = 2**20
+# Blocks of 64 MiB are reserved as they are.
+
+def hold(mib):
+    return torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
+
+@pytest.mark.fits("a100-40", below=64 * MIB)
+def test_at_the_limit():
+    assert torch.cuda.get_device_name() == "NVIDIA A100-SXM4-40GB"
+    hold(64)
+
+@pytest.mark.fits("a100-40", below=64 * MIB - 1)
+def test_above_the_limit():
+    hold(64)
+
+@pytest.mark.fits("t4", below="1 TB")
+def test_that_runs_out():
+    hold(16 * 1024)
+
+@pytest.mark.fits("t4")
+def test_that_catches_it():
+    with pytest.raises(torch.OutOfMemoryError):
+        hold(16 * 1024)
+
+@pytest.mark.fits("t4")
+def test_without_a_gpu():
+    torch.empty(8)
+
+def train():
+    model = torch.nn.Linear(4096, 4096, bias=False, device="cuda")  # 64 MiB, and as much for its gradient
+    optimizer = torch.optim.SGD(model.parameters(), foreach=False)
+    model.weight.grad = hold(64).view(torch.float32).view(4096, 4096)
+    optimizer.step()
+
+def test_plans(memory_plan):
+    planned = memory_plan(train, gpu="t4")
+    assert planned.fits
+    assert planned.needed_bytes == 2 * 64 * MIB
+"""
+
+
+def test_what_fits(pytester: pytest.Pytester) -> None:
+    """Without a virtual GPU in this process, whatever the ini file says of its memory."""
+    pytester.makeini("[pytest]\nmemprof_virtual_memory = 3 GiB")
+    pytester.makepyfile(test_it=TESTS)
+    result = pytester.runpytest_subprocess(*LOAD, "-W", "ignore")
+    result.assert_outcomes(passed=2, failed=4)
+    result.stdout.fnmatch_lines_random(
+        [
+            "fits: 64.00 MiB (67108864 bytes) reserved on a virtual NVIDIA A100-SXM4-40GB, which is 1 B more than *",
+            "*unattributed",
+            "*OutOfMemoryError: CUDA out of memory. Tried to allocate 16.00 GiB*",
+            "fits: memory of the virtual Tesla T4 ran out, at 16.00 GiB of * in *, which the test has caught",
+            "fits: the test has allocated nothing on the GPU: let it train on cuda",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ('"h300"', 'there is no virtual GPU "h300": use one of *'),
+        ('"h100", below="much"', "'much' is not a size: *"),
+        ("", "*missing 1 required positional argument: 'gpu'"),
+    ],
+)
+def test_markers_that_say_nothing(run: Run, arguments: str, sentence: str) -> None:
+    result = run(f"@pytest.mark.fits({arguments})\ndef test_it():\n    pass\n")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines([f"*test_it.py::test_it: @pytest.mark.fits: {sentence}"])

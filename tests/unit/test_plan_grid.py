@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cells of a plan and their order, and the table's width."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.planning.arguments import Range, parse_search
+from opacus_memprof.planning.grid import make_cells
+from opacus_memprof.planning.report import print_cells
+from opacus_memprof.planning.table import Cell
+from opacus_memprof.planning.virtual_run import Configuration, Program, VirtualRun
+
+EXPANDABLE = ("expandable_segments:True", "expandable_segments:False")
+
+
+def cells_of_everything() -> list[Cell]:
+    base = Configuration(Program("train.py", ("--mode", "hooks")), "a100-40", ranks=8)
+    return make_cells(
+        base, ["a100-40", "h100"], modes=("mode", ["hooks", "ghost"]), settings=EXPANDABLE, values={"seq": [128, 512]}
+    )
+
+
+def test_the_least_change_comes_first() -> None:
+    cells = cells_of_everything()
+    listed = [(cell.fixed["seq"], cell.configuration.gpu, cell.mode, cell.settings) for cell in cells]
+    yes, no = EXPANDABLE
+    of_a_length = [
+        ("a100-40", "hooks", no),  # as it is
+        ("a100-40", "hooks", yes),  # an environment variable
+        ("a100-40", "ghost", no),  # an argument
+        ("a100-40", "ghost", yes),
+        ("h100", "hooks", no),  # another GPU
+        ("h100", "hooks", yes),
+        ("h100", "ghost", no),
+        ("h100", "ghost", yes),
+    ]
+    assert listed == [(length, *one) for length in (128, 512) for one in of_a_length]
+
+
+def test_each_cell_is_what_it_says() -> None:
+    cell = cells_of_everything()[11]
+    assert cell.label == "seq=512, ghost, expandable_segments:True on a100-40"
+    assert cell.configuration.program.arguments == ("--mode", "ghost", "--seq", "512")
+    assert cell.configuration.changes == ({"kind": "allocator_setting", "value": "expandable_segments:True"},)
+    assert (cell.configuration.gpu, cell.configuration.ranks) == ("a100-40", 8)
+
+
+def test_of_several_searches_the_first_range_is_searched() -> None:
+    assert parse_search([]).searched is None
+    asked = parse_search(["seq-length=512,128", "batch-size=1..4096", "layers=3..20"])
+    assert asked.searched == Range("batch-size", 1, 4096)
+    assert asked.others == {"seq-length": [512, 128], "layers": [3, 6, 12, 20]}
+    assert parse_search(["n=1..4", "m=4..4"]).others == {"m": [4]}
+
+
+@pytest.mark.parametrize(
+    ("texts", "sentence"),
+    [
+        (["n=1..4", "n=8..9"], "names n twice"),
+        (["n=1,2", "n=1..4", "n=3"], "names n twice"),
+        (["n=1,2", "m=9..1"], "is a range with nothing in it"),
+        (["n="], "is not of the form ARGUMENT=LOW..HIGH"),
+    ],
+)
+def test_searches_that_say_nothing(texts: list[str], sentence: str) -> None:
+    with pytest.raises(MemprofError, match=sentence):
+        parse_search(texts)
+
+
+def test_the_table_has_80_columns() -> None:
+    cells = cells_of_everything()
+    for number, cell in enumerate(cells):
+        for value, fits in ((100 + number, True), (101 + number, False)):
+            cell.runs[value] = _run(fits, 10**10 + value)
+    out = io.StringIO()
+    print_cells(cells, Range("batch-size", 1, 4096), Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line for line in lines if " GiB" in line and "may be" not in line]
+    assert [row.split()[-5] for row in rows] == [str(100 + number) for number in range(16)]
+    assert all("…" not in line for line in lines)
+
+
+def _run(fits: bool, reserved: int) -> VirtualRun:
+    status = "finished" if fits else "out_of_memory"
+    return VirtualRun(
+        fits, status, "", 2, 1, reserved - 1, reserved, 2 * 10**10, 10**8, 0, "activations", "", "forward", 1.0, ""
+    )
