@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two autograd functions whose forward is the identity: GradientTap, on each layer's output, and TwoPassBackward, on
-the model's outputs."""
+"""Autograd functions whose forward is the identity: GradientTap and CallTap, on the outputs of layers, and
+TwoPassBackward, on the model's outputs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from opacus_memprof.clipping.arrangement import Arrangement
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.layers import Layer
+from opacus_memprof.clipping.repetition import Call
 
 
 class GradientTap(torch.autograd.Function):
@@ -19,7 +21,8 @@ class GradientTap(torch.autograd.Function):
     ``bookkeeping.add``.
 
     The input is saved through autograd, so that activation checkpointing, saved-tensor hooks and the check for in-place
-    changes apply to it as to any activation, and it is freed after the backward. The output is detached instead of a
+    changes apply to it as to any activation, and it is freed after the backward. ``where`` says where both have the
+    samples, unless these are their first dimension. The output is detached instead of a
     view, so that an in-place activation may follow.
     """
 
@@ -31,20 +34,52 @@ class GradientTap(torch.autograd.Function):
         x: torch.Tensor | None,
         layer: Layer,
         bookkeeping: Bookkeeping,
+        where: Arrangement | None,
+        batch: int,
     ) -> torch.Tensor:
-        ctx.layer, ctx.bookkeeping = layer, bookkeeping
+        ctx.layer, ctx.bookkeeping, ctx.where, ctx.batch = layer, bookkeeping, where, batch
         if x is not None:
             ctx.save_for_backward(x)
         return output.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None, None]:
         saved = ctx.saved_tensors
+        x, by_sample = saved[0] if saved else None, g
+        if ctx.where is not None:
+            by_sample = ctx.where.by_sample(g, ctx.batch)
+            x = None if x is None else ctx.where.by_sample(x, ctx.batch)
         # Backward may be called under autocast; the input has been cast in forward already.
         with torch.autocast(g.device.type, enabled=False):
-            ctx.bookkeeping.add(ctx.layer, saved[0] if saved else None, g)
-        return g, None, None, None, None
+            ctx.bookkeeping.add(ctx.layer, x, by_sample)
+        return g, None, None, None, None, None, None
+
+
+class CallTap(torch.autograd.Function):
+    """The identity on a module's outputs. Its backward passes the module's call, and the outputs' gradients, to
+    ``bookkeeping.add``. As in GradientTap, the inputs are saved through autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer: Layer,
+        bookkeeping: Bookkeeping,
+        call: Call,
+        count: int,
+        anchor: torch.Tensor | None,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.layer, ctx.bookkeeping, ctx.call, ctx.inputs = layer, bookkeeping, call, len(tensors) - count
+        ctx.save_for_backward(*tensors[count:])
+        return tuple(output.detach() for output in tensors[:count])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with torch.autocast(gradients[0].device.type, enabled=False):
+            ctx.bookkeeping.add(ctx.layer, ctx.call.with_tensors(ctx.saved_tensors), list(gradients))
+        return (None, None, None, None, None, *gradients, *[None] * ctx.inputs)
 
 
 class TwoPassBackward(torch.autograd.Function):
@@ -79,10 +114,13 @@ def run_two_passes(bookkeeping: Bookkeeping, outputs: list[tuple[torch.Tensor, t
     """
     if not outputs:
         return
+    bookkeeping.begin_two_passes()
     tensors, gradients = [o for o, _ in outputs], [g for _, g in outputs]
     try:
         bookkeeping.mode = "norms"
         torch.autograd.backward(tensors, gradients, retain_graph=True)
+        while bookkeeping.must_repeat_norms():
+            torch.autograd.backward(tensors, gradients, retain_graph=True)
         factors = bookkeeping.factors_of_last_pass()
         scaled = [
             torch.mul(g, factors.to(g.device).view(-1, *[1] * (g.dim() - 1)), out=torch.empty_like(g))

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.norm_check import NormCheck
+from opacus_memprof.clipping.rules import ClipRule
+from opacus_memprof.clipping.shared import SharedGradient
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
@@ -27,38 +29,80 @@ class BackwardPass:
     Attributes:
         batch_size: of the physical batch.
         kept: by layer.
+        shared: what is kept of parameters that are used more than once.
         sums: clipped sums, by parameter, that a second backward has formed already.
         clipped: whether ``sums`` is used instead of ``kept``.
     """
 
     batch_size: int
     kept: dict[Layer, KeptTensors] = field(default_factory=dict)
+    shared: dict[nn.Parameter, SharedGradient] = field(default_factory=dict)
     sums: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     clipped: bool = False
+
+    def add_shared(self, layer: Layer, kept: KeptTensors, workspace: Workspace) -> None:
+        """Adds what the backward of one of several uses has kept."""
+        for parameter in layer.trainable():
+            if parameter not in self.shared:
+                self.shared[parameter] = SharedGradient(parameter, layer)
+            self.shared[parameter].add(layer, kept, workspace)
+
+    def release_shared(self) -> None:
+        """Drops what is kept, but for the norms."""
+        for shared in self.shared.values():
+            shared.release()
+
+    def parameters(self) -> set[nn.Parameter]:
+        """The parameters that gradients have reached."""
+        return {parameter for kept in self.kept.values() for parameter in kept.norms} | self.shared.keys()
+
+    def squared_norms(self, workspace: Workspace) -> tuple[list[nn.Parameter], list[torch.Tensor], list[str]]:
+        """The parameters, the squared norms of their gradients, [B], and the descriptions of their layers."""
+        parameters: list[nn.Parameter] = []
+        norms: list[torch.Tensor] = []
+        descriptions: list[str] = []
+        for layer, kept in self.kept.items():
+            parameters += kept.norms.keys()
+            norms += kept.norms.values()
+            descriptions += [layer.describe()] * len(kept.norms)
+        for parameter, shared in self.shared.items():
+            parameters.append(parameter)
+            norms.append(shared.squared_norms(workspace))
+            descriptions.append(shared.description)
+        return parameters, norms, descriptions
 
 
 class Bookkeeping:
     """What each layer's backward keeps until the optimizer's step. The module adds to it, the optimizer empties it.
 
     Attributes:
-        max_grad_norm: clipping bound C; the optimizer's ``max_grad_norm`` refers to it.
+        rule: how gradients are clipped.
+        places: each parameter's place in the optimizer.
         norms: per-sample gradient norms of the last clipped batch, [B]. Not private.
         mode: what the next backward does: "keep" what clipped sums need; "norms" only, as the first of two passes; or
             form the "sums", as the second.
         passes_in_last_step: number of backward passes that the last ``pop_clipped_sums`` has summed up.
+        samples_in_last_step: number of samples in these passes.
+        unclipped_in_last_step: number of these whose gradients were not clipped, a scalar. Not private.
     """
 
-    def __init__(self, max_grad_norm: float, loss_reduction: str, workspace: Workspace) -> None:
-        self.max_grad_norm = max_grad_norm
+    def __init__(self, rule: ClipRule, loss_reduction: str, workspace: Workspace) -> None:
+        self.rule = rule
         self.loss_reduction = loss_reduction
         self.workspace = workspace
+        self.places: dict[nn.Parameter, int] = {}
         self.accumulation_allowed = True
         self.norms: torch.Tensor | None = None
         self.passes_in_last_step = 1
+        self.samples_in_last_step = 0
+        self.unclipped_in_last_step: torch.Tensor | int = 0
         self.mode: Literal["keep", "norms", "sums"] = "keep"
         self._passes: list[BackwardPass] = []
         self._new_pass = True
         self._norm_checks: list[NormCheck] = []
+        self._found_shared = False
+        self._samples = 0
+        self._unclipped: torch.Tensor | int = 0
 
     def begin_pass(self) -> None:
         """Called before each forward: the next backward belongs to a new pass."""
@@ -69,12 +113,15 @@ class Bookkeeping:
         self._passes.clear()
         self._norm_checks.clear()
         self._new_pass = True
+        self._samples = self._unclipped = 0
 
     def kept_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """All tensors that are kept: (the profiler's category, name of the layer, tensor)."""
         for each in self._passes:
             for layer, kept in each.kept.items():
                 yield from ((category, layer.name, tensor) for category, tensor in kept.tensors())
+            for shared in each.shared.values():
+                yield from ((category, shared.name, tensor) for category, tensor in shared.tensors())
 
     def kept_tensors_of(self, layer: Layer) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that the newest pass keeps for a layer: (the profiler's category, tensor)."""
@@ -82,43 +129,51 @@ class Bookkeeping:
         if layer in newest.kept:
             yield from newest.kept[layer].tensors()
         for parameter in layer.trainable():
+            if parameter in newest.shared:
+                yield from newest.shared[parameter].tensors()
             if parameter in newest.sums:
                 yield "summed_gradients", newest.sums[parameter]
 
-    def add(self, layer: Layer, x: torch.Tensor | None, g: torch.Tensor) -> None:
+    def add(self, layer: Layer, x: Any, g: Any) -> None:
         """Adds one layer's backward.
 
         Args:
             layer: the layer.
-            x: its input, [B, ...]; None where it is not needed.
-            g: the gradient of its output, [B, ...].
+            x: its input, [B, ...]; None where it is not needed. For a GenericLayer the Call.
+            g: the gradient of its output, [B, ...]. For a GenericLayer those of the outputs that the call lists.
 
         Raises:
-            MemprofError: the layer saw another batch size than the layers before, or is used twice in a forward.
+            MemprofError: the layer saw another batch size than the layers before.
             ValueError: a second backward without a step, where gradients must not accumulate (as Opacus does).
         """
-        current = self._current_pass(len(g))
-        if len(g) != current.batch_size:
+        size = layer.batch_size(x, g)
+        current = self._current_pass(size)
+        if size != current.batch_size:
             raise MemprofError(
-                f"{layer.describe()} saw a batch of {len(g)}, but other layers saw {current.batch_size}. Every "
-                "trainable layer must see the batch as its first dimension: expand inputs that are broadcast over the "
-                "batch (position indices of shape [1, T]) to [B, T], and do not fold other dimensions into the batch."
+                f"{layer.describe()} saw a batch of {size}, but other layers saw {current.batch_size}. Every forward "
+                "of the model before a backward must have the same samples."
             )
         if self.mode == "sums":
             for parameter, total in layer.sums_of_scaled_gradients(x, g, self.workspace).items():
-                current.sums[parameter] = total.to(parameter.dtype)
-            return
-        if layer in current.kept:
-            raise MemprofError(
-                f"{layer.describe()} was used twice before a step: shared layers, or several forwards for one "
-                "backward, cannot be clipped exactly. Call the model once for each backward, or use "
-                "grad_sample_mode='hooks'."
-            )
-        if self.mode == "norms":
-            norms = layer.parameter_squared_norms(x, g, self.workspace).values()
-            current.kept[layer] = KeptTensors(torch.stack(list(norms)).sum(0))
+                total = total.to(parameter.dtype)
+                current.sums[parameter] = current.sums[parameter] + total if parameter in current.sums else total
+        elif layer.is_shared:
+            current.add_shared(layer, layer.keep(x, g, self.workspace, norms=False), self.workspace)
+        elif layer in current.kept:
+            self._share(current, layer, x, g)
+        elif self.mode == "norms":
+            current.kept[layer] = KeptTensors(layer.parameter_squared_norms(x, g, self.workspace))
         else:
             current.kept[layer] = layer.keep(x, g, self.workspace)
+
+    def _share(self, current: BackwardPass, layer: Layer, x: Any, g: Any) -> None:
+        """Adds a second use of a layer that was not known to be used more than once."""
+        layer.is_shared = True
+        if self.mode == "norms":
+            self._found_shared = True  # what the first use would have kept is gone: the pass is repeated
+        else:
+            current.add_shared(layer, current.kept.pop(layer), self.workspace)
+            current.add_shared(layer, layer.keep(x, g, self.workspace, norms=False), self.workspace)
 
     def _current_pass(self, batch_size: int) -> BackwardPass:
         if self._new_pass or not self._passes:
@@ -131,20 +186,51 @@ class Bookkeeping:
             self._new_pass = False
         return self._passes[-1]
 
+    def begin_two_passes(self) -> None:
+        """Called before the first of two backwards.
+
+        Raises:
+            MemprofError: another forward's backward has begun since the last forward.
+        """
+        if self._passes and not self._new_pass:
+            raise MemprofError(
+                "several forwards for one backward need flash_clip_passes=1: two passes find the norms of each forward "
+                "by itself."
+            )
+
+    def must_repeat_norms(self) -> bool:
+        """Whether the backward for the norms has to run again, because it found a layer that is used more than once.
+        Its norms are dropped then."""
+        repeats, self._found_shared = self._found_shared, False
+        if repeats:
+            self._passes.pop()
+            self._new_pass = True
+        return repeats
+
     def factors_of_last_pass(self) -> torch.Tensor:
         """The clip factors, [B], of the newest pass, whose sums a second backward is about to form."""
-        self._passes[-1].clipped = True
-        return self._factors(self._passes[-1])
+        newest = self._passes[-1]
+        newest.clipped = True
+        factors = next(iter(self._factors(newest).values()))
+        newest.release_shared()
+        return factors
 
-    def _factors(self, each: BackwardPass) -> torch.Tensor:
-        """The clip factors of a pass, [B]: min(1, C / (norm + 1e-6)) as in Opacus and, for a mean loss, times the batch
-        size, since the gradients are those of loss / B."""
-        squares = [kept.squared_norms for kept in each.kept.values()]
-        by_layer = torch.stack([s.to(squares[0].device, squares[0].dtype) for s in squares])
+    def _factors(self, each: BackwardPass) -> dict[nn.Parameter, torch.Tensor]:
+        """The clip factors of a pass, [B], by parameter: as in Opacus and, for a mean loss, times the batch size, since
+        the gradients are those of loss / B."""
+        parameters, squares, descriptions = each.squared_norms(self.workspace)
+        by_parameter = torch.stack([s.to(squares[0].device, squares[0].dtype) for s in squares])
         scale = each.batch_size if self.loss_reduction == "mean" else 1
-        self.norms = by_layer.sum(0).sqrt_().mul_(scale)
-        self._norm_checks.append(NormCheck(self.norms, by_layer, [layer.describe() for layer in each.kept]))
-        return (self.max_grad_norm / (self.norms + 1e-6)).clamp(max=1.0).mul_(scale)
+        self.norms = by_parameter.sum(0).sqrt_().mul_(scale)
+        self._norm_checks.append(NormCheck(self.norms, by_parameter, descriptions))
+        if self.rule.by_parameter:
+            norms = by_parameter.sqrt().mul_(scale)
+            return {p: self.rule.factors_of(self.places[p], norms[i]).mul_(scale) for i, p in enumerate(parameters)}
+        factors = self.rule.factors(self.norms)
+        self._samples += each.batch_size
+        if self.rule.clipping == "adaptive":
+            self._unclipped = self._unclipped + (factors >= 1).sum()
+        return dict.fromkeys(parameters, factors.mul_(scale))
 
     def check_norms(self) -> None:
         """Waits until the norms behind all clip factors are known. Raises MemprofError unless they are finite."""
@@ -166,7 +252,7 @@ class Bookkeeping:
                 "optimizer.step() was called without a backward pass since the last step or zero_grad()."
             )
         for each in self._passes:
-            present = {parameter for layer in each.kept for parameter in layer.trainable()}
+            present = each.parameters()
             missing = [name for parameter, name in parameters.items() if parameter not in present]
             if missing:
                 raise MemprofError(
@@ -177,13 +263,25 @@ class Bookkeeping:
     def pop_clipped_sums(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Removes what is kept, and yields each parameter with its clipped sum, once for every pass. Call
         ``check_norms`` before the sums are used."""
-        factors = [None if each.clipped else self._factors(each) for each in self._passes]
+        factors = [{} if each.clipped else self._factors(each) for each in self._passes]
+        self.samples_in_last_step, self._samples = self._samples, 0
+        self.unclipped_in_last_step, self._unclipped = self._unclipped, 0
         passes, self._passes = self._passes, []
         self._new_pass = True
         self.passes_in_last_step = len(passes)
-        for each, factor in zip(passes, factors, strict=True):
+        for each, by_parameter in zip(passes, factors, strict=True):
             yield from each.sums.items()
             each.sums.clear()
-            while factor is not None and each.kept:
+            if each.clipped:
+                continue
+            while each.shared:
+                parameter, shared = each.shared.popitem()
+                yield parameter, shared.clipped_sum(by_parameter[parameter], self.workspace)
+            while each.kept:
                 layer, kept = each.kept.popitem()
-                yield from layer.clipped_sums(kept, factor.to(kept.squared_norms), self.workspace)
+                if self.rule.by_parameter:
+                    for parameter, part in kept.split():
+                        yield from layer.clipped_sums(part, by_parameter[parameter], self.workspace)
+                else:
+                    parameter, norms = next(iter(kept.norms.items()))
+                    yield from layer.clipped_sums(kept, by_parameter[parameter].to(norms), self.workspace)

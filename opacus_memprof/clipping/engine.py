@@ -8,14 +8,13 @@ from typing import Any
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
-from opacus.validators.module_validator import ModuleValidator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB, FlashClipHooks, GradSampleModuleFlashClip, Passes
-from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
+from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip, DPOptimizerFlashClipAdaptive
 from opacus_memprof.errors import MemprofError
 
 MODE = "flash_clip"
@@ -49,10 +48,9 @@ class FlashClipEngineMixin:
         """
         if kwargs.get("grad_sample_mode") != MODE:
             return super().make_private(**kwargs)  # type: ignore[misc]
-        if kwargs.get("clipping", "flat") != "flat":
-            raise MemprofError(f"flash_clip supports clipping='flat', not {kwargs['clipping']!r}.")
         if self._flash_clip_options is None:
             self._flash_clip_options = {"workspace_mb": flash_clip_workspace_mb, "passes": flash_clip_passes}
+        self._flash_clip_options["clipping"] = kwargs.get("clipping", "flat")
         try:
             return super().make_private(**kwargs)  # type: ignore[misc]
         except BaseException:
@@ -90,7 +88,8 @@ class FlashClipEngineMixin:
             )
         if isinstance(module, AbstractGradSampleModule):
             raise MemprofError("the module was made private already; pass the model that it wraps.")
-        ModuleValidator.validate(module, strict=True)
+        if not module.training:
+            raise MemprofError("the model must be in training mode: call train() before make_private.")
         cls = GradSampleModuleFlashClip if wrap_model else FlashClipHooks
         self._flash_clip_module = cls(module, **kwargs, **(self._flash_clip_options or {}))
         return self._flash_clip_module
@@ -116,7 +115,8 @@ class FlashClipEngineMixin:
             )
         assert self._flash_clip_module is not None  # Opacus prepares the model first
         secure: bool = self.secure_mode  # type: ignore[attr-defined]
-        return DPOptimizerFlashClip(
+        cls = DPOptimizerFlashClipAdaptive if clipping == "adaptive" else DPOptimizerFlashClip
+        return cls(
             optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
             module=self._flash_clip_module,
             generator=self.secure_rng if secure else noise_generator,  # type: ignore[attr-defined]

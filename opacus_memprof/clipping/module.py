@@ -12,10 +12,14 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from opacus_memprof.clipping.autograd_functions import GradientTap, TwoPassBackward, run_two_passes
+from opacus_memprof.clipping.autograd_functions import TwoPassBackward, run_two_passes
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
-from opacus_memprof.clipping.layers import Layer
-from opacus_memprof.clipping.validate import find_layers
+from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, first_input
+from opacus_memprof.clipping.layers import GenericLayer, Layer
+from opacus_memprof.clipping.probe import Probe
+from opacus_memprof.clipping.repetition import is_repeating
+from opacus_memprof.clipping.rules import Clipping, ClipRule
+from opacus_memprof.clipping.units import Units
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
@@ -34,7 +38,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         batch_first: must be True.
         loss_reduction: "mean" or "sum", of the loss over the batch.
         strict: for compatibility with Opacus; unsupported layers are always refused.
-        max_grad_norm: clipping bound.
+        max_grad_norm, clipping: the bound and how it is applied; see ClipRule.
         workspace_mb: ceiling, in MiB, on the temporaries of one layer's norm or clipped sum.
         passes: 1 keeps what the clipped sums need during a single backward; 2 keeps nothing, and runs backward through
             the model twice; "auto" is 1 unless what it keeps would not fit in device memory.
@@ -50,7 +54,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         batch_first: bool = True,
         loss_reduction: str = "mean",
         strict: bool = True,
-        max_grad_norm: float = 1.0,
+        max_grad_norm: float | list[float] = 1.0,
+        clipping: Clipping = "flat",
         workspace_mb: float = DEFAULT_WORKSPACE_MB,
         passes: Passes = "auto",
     ) -> None:
@@ -60,17 +65,19 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             raise MemprofError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'.")
         if passes not in ("auto", 1, 2):
             raise MemprofError(f"flash_clip_passes is {passes!r}; it must be 'auto', 1 or 2.")
-        if isinstance(max_grad_norm, (list, tuple)) or not max_grad_norm > 0:
-            raise MemprofError(f"max_grad_norm is {max_grad_norm!r}; flash_clip clips flat: give one positive number.")
-        bookkeeping = Bookkeeping(max_grad_norm, loss_reduction, Workspace.from_mib(workspace_mb))
-        layers = find_layers(m)
+        rule = ClipRule(clipping, max_grad_norm)
+        if passes == 2 and rule.by_parameter:
+            raise MemprofError("flash_clip_passes=2 finds one clip factor for all parameters; use 1 with 'per_layer'.")
+        bookkeeping = Bookkeeping(rule, loss_reduction, Workspace.from_mib(workspace_mb))
+        units = Units(m)
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
         self.bookkeeping = bookkeeping
-        self.passes = passes
-        self.layers = layers
+        self.passes: Passes = 1 if rule.by_parameter else passes
+        self.units = units
+        self.layer_hooks = LayerHooks(bookkeeping, on_output=self._count_kept_bytes)
         self.hooks_enabled = True
-        self._anchors: dict[torch.device, torch.Tensor] = {}
-        self._frozen: dict[Layer, list[nn.Parameter]] = {}
+        self._hooked: set[nn.Module] = set()
+        self._layouts: dict[Any, dict[Layer, Layout]] = {}
         self._kept_bytes = 0
         self._allocated_before = 0
         self.autograd_grad_sample_hooks: list[RemovableHandle] = []
@@ -103,60 +110,100 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self.disable_hooks()
         while self.autograd_grad_sample_hooks:
             self.autograd_grad_sample_hooks.pop().remove()
+        self._hooked.clear()
         self.bookkeeping.clear()
 
     def _attach(self) -> None:
+        """Puts hooks on the model, and on the modules of layers that have none yet."""
         handles = self.autograd_grad_sample_hooks
-        for layer in self.layers:
-            handles.append(layer.module.register_forward_pre_hook(functools.partial(self._before_layer, layer)))
-            handles.append(
-                layer.module.register_forward_hook(functools.partial(self._after_layer, layer), always_call=True)
+        for module in (self._module, *self.units.at):
+            if module in self._hooked:
+                continue
+            self._hooked.add(module)
+            is_model = module is self._module
+            before, after = (
+                (self._before_model, self._after_model) if is_model else (self._before_module, self._after_module)
             )
-        handles.append(self._module.register_forward_pre_hook(self._before_model))
-        handles.append(self._module.register_forward_hook(self._after_model))
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
-    def _active(self, module: nn.Module) -> bool:
-        return self.hooks_enabled and module.training and torch.is_grad_enabled()
+    def _active(self) -> bool:
+        hooks = self.layer_hooks
+        if not self.hooks_enabled or not self._module.training or is_repeating():
+            return False
+        return hooks.observations is not None if hooks.is_probing else True
 
     # --- a layer ---
-    def _before_layer(self, layer: Layer, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not self._active(module):
-            return None
-        x = layer.check_input(args[0] if args else None)
-        self._frozen[layer] = layer.trainable()
-        for parameter in self._frozen[layer]:
-            parameter.requires_grad_(False)
-        return (layer.cast(x), *args[1:])
+    def _before_module(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        changed = None
+        if self._active():
+            for layer in self.units.at.get(module, ()):
+                changed = self.layer_hooks.before(layer, args, kwargs) or changed
+        return changed
 
-    def _after_layer(self, layer: Layer, module: nn.Module, args: tuple[Any, ...], output: Any) -> torch.Tensor | None:
+    def _after_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         # Also called if forward raises (then output is None), so that parameters always become trainable again.
-        frozen = self._frozen.pop(layer, [])
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        if not frozen or not isinstance(output, torch.Tensor):
-            return None
-        x = args[0]
-        if self.passes == "auto" and output.is_cuda and layer.is_trainable("weight"):
-            self._kept_bytes += layer.kept_bytes(x, output)
-        saved_input = x.detach() if layer.is_trainable("weight") else None
-        anchor = None if output.requires_grad else self._anchor(output.device)
-        result: torch.Tensor = GradientTap.apply(output, anchor, saved_input, layer, self.bookkeeping)
+        result = None
+        for layer in self.units.at.get(module, ()):
+            changed = self.layer_hooks.after(layer, args, kwargs, output)
+            if changed is not None:
+                result = output = changed
         return result
 
-    def _anchor(self, device: torch.device) -> torch.Tensor:
-        """A scalar that makes an output require grad if neither the input nor (for now) the parameters do."""
-        return self._anchors.setdefault(device, torch.zeros((), device=device, requires_grad=True))
+    def _count_kept_bytes(self, layer: Layer, x: torch.Tensor, output: torch.Tensor) -> None:
+        if self.passes == "auto" and output.is_cuda and layer.is_trainable("weight"):
+            self._kept_bytes += layer.kept_bytes(x, output)
 
     # --- the model ---
-    def _before_model(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._active(module):
+    def _run_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's forward, between the hooks of the model as a layer."""
+        args, kwargs = self._before_module(self._module, args, kwargs) or (args, kwargs)
+        output = None
+        try:
+            output = self._module.forward(*args, **kwargs)
+        finally:
+            changed = self._after_module(self._module, args, kwargs, output)
+        return output if changed is None else changed
+
+    def _before_model(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self._active():
+            return None
+        self.layer_hooks.batch = _batch_size(args, kwargs)
+        if self.layer_hooks.batch:
+            self._probe(args, kwargs)
+        if torch.is_grad_enabled():
             self.bookkeeping.begin_pass()
             self._kept_bytes = 0
             if self.passes == "auto" and torch.cuda.is_available():
                 self._allocated_before = torch.cuda.memory_allocated()
+        return self._before_module(module, args, kwargs)
 
-    def _after_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not self._active(module) or self.passes == 1:
+    def _probe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Finds out where the layers have the samples, once for each kind of inputs."""
+        leaves, structure = tree_flatten((args, kwargs))
+        signature = (str(structure), tuple(leaf.dim() if isinstance(leaf, torch.Tensor) else -1 for leaf in leaves))
+        if signature not in self._layouts:
+            for layer in self.units.at.get(self._module, ()):
+                if not isinstance(layer, GenericLayer):
+                    layer.check_input(first_input(layer, args, kwargs)[1])
+            probe = Probe(
+                self._module, self.units, self.layer_hooks, args, kwargs, self._run_model, self._units_changed
+            )
+            self._layouts[signature] = probe.layouts()
+        self.layer_hooks.layouts = self._layouts[signature]
+
+    def _units_changed(self) -> None:
+        self._layouts.clear()
+        self._attach()
+
+    def _after_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        changed = self._after_module(module, args, kwargs, output)
+        output = output if changed is None else changed
+        if output is None or not self._active() or not torch.is_grad_enabled() or self.passes == 1:
             return output
         leaves, structure = tree_flatten(output)
         indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
@@ -172,7 +219,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return output
         inner = [leaves[i] for i in indices]
         outer = TwoPassBackward.apply(
-            self._anchor(inner[0].device), inner, functools.partial(run_two_passes, self.bookkeeping)
+            self.layer_hooks.anchor(inner[0].device), inner, functools.partial(run_two_passes, self.bookkeeping)
         )
         for i, leaf in zip(indices, outer, strict=True):
             leaves[i] = leaf
@@ -189,6 +236,14 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return True
         free, _ = torch.cuda.mem_get_info()
         return growth <= free + torch.cuda.memory_reserved() - allocated
+
+
+def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The length of the first tensor among the model's inputs."""
+    for leaf in tree_flatten((args, kwargs))[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return len(leaf)
+    raise MemprofError("flash_clip needs a tensor among the model's inputs whose first dimension is the batch.")
 
 
 class GradSampleModuleFlashClip(FlashClipHooks, AbstractGradSampleModule):  # type: ignore[misc]

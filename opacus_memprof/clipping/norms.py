@@ -14,12 +14,17 @@ import torch
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, has_triton, slices
 
 
+def matrix(stack: torch.Tensor) -> torch.Tensor:
+    """``stack`` as [N, numbers of each]."""
+    return stack.unsqueeze(1) if stack.dim() == 1 else stack.flatten(1)
+
+
 def squared_norms(stack: torch.Tensor) -> torch.Tensor:
     """The squared norm of every ``stack[n]``, accumulated in float32 (float64)."""
     dtype = accumulation_dtype(stack.dtype)
     if stack.numel() == 0:
         return torch.zeros(len(stack), dtype=dtype, device=stack.device)
-    norms: torch.Tensor = torch.linalg.vector_norm(stack.flatten(1), dim=1, dtype=dtype)
+    norms: torch.Tensor = torch.linalg.vector_norm(matrix(stack), dim=1, dtype=dtype)
     return norms.square_()
 
 

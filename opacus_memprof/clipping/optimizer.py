@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from opacus.optimizers import DPOptimizer
+from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 from torch import nn
 from torch.optim import Optimizer
@@ -23,16 +23,25 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     Args:
         optimizer: the wrapped optimizer; it must have every trainable parameter of the module.
         module: the flash_clip module (or hooks object).
-        max_grad_norm: clipping bound.
+        max_grad_norm: clipping bound; a list of them for clipping="per_layer".
         kwargs: see opacus.optimizers.DPOptimizer.
 
     Raises:
         MemprofError: the optimizer lacks a trainable parameter.
     """
 
-    def __init__(self, optimizer: Optimizer, *, module: FlashClipHooks, max_grad_norm: float, **kwargs: Any) -> None:
+    def __init__(
+        self, optimizer: Optimizer, *, module: FlashClipHooks, max_grad_norm: float | list[float], **kwargs: Any
+    ) -> None:
         self.bookkeeping = module.bookkeeping
-        super().__init__(optimizer, max_grad_norm=max_grad_norm, **kwargs)
+        rule = module.bookkeeping.rule
+        super().__init__(optimizer, max_grad_norm=rule.bound if rule.by_parameter else max_grad_norm, **kwargs)
+        if rule.by_parameter and len(rule.bounds) != len(self.params):
+            raise MemprofError(
+                f"max_grad_norm has {len(rule.bounds)} bounds, but the optimizer has {len(self.params)} parameters "
+                "that are trained; clipping='per_layer' needs one for each."
+            )
+        self.bookkeeping.places = {parameter: i for i, parameter in enumerate(self.params)}
         names = module.parameter_names()
         missing = [name for parameter, name in names.items() if not any(parameter is p for p in self.params)]
         if missing:
@@ -44,11 +53,11 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     @property
     def max_grad_norm(self) -> float:
-        return self.bookkeeping.max_grad_norm
+        return self.bookkeeping.rule.bound
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
-        self.bookkeeping.max_grad_norm = value
+        self.bookkeeping.rule.bound = value
 
     @property
     def accumulated_iterations(self) -> int:
@@ -69,6 +78,10 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
                 parameter.summed_grad += total
             del total
 
+    def noise_std(self) -> float:
+        """The standard deviation of the noise."""
+        return float(self.noise_multiplier * self.max_grad_norm)
+
     def add_noise(self) -> None:
         """Adds Opacus' noise to ``p.summed_grad`` in place, and assigns a view of it to ``p.grad``.
 
@@ -80,7 +93,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         for parameter in self.params:
             _check_processed_flag(parameter.summed_grad)
             noise = _generate_noise(
-                std=self.noise_multiplier * self.max_grad_norm,
+                std=self.noise_std(),
                 reference=parameter.summed_grad,
                 generator=self.generator,
                 secure_mode=self.secure_mode,
@@ -133,3 +146,45 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             if not self._is_last_step_skipped:
                 parameter.summed_grad = None
         self.original_optimizer.zero_grad(set_to_none)
+
+
+class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  # type: ignore[misc]
+    """The optimizer of clipping="adaptive" (Andrew et al. 2021, arXiv 1905.03871), with the arguments and the updates
+    of the bound of opacus.optimizers.AdaClipDPOptimizer."""
+
+    sample_size: int
+    unclipped_num: Any
+
+    def clip_and_accumulate(self) -> None:
+        """As DPOptimizerFlashClip.clip_and_accumulate; also counts the samples that are not clipped."""
+        super().clip_and_accumulate()
+        self.sample_size += self.bookkeeping.samples_in_last_step
+        self.unclipped_num = self.unclipped_num + self.bookkeeping.unclipped_in_last_step
+
+    def noise_std(self) -> float:
+        """The standard deviation that leaves room for the noise of the count (Theorem 1 of the paper)."""
+        if self.noise_multiplier == 0:
+            return 0.0
+        rest = self.noise_multiplier ** (-2) - (2 * self.unclipped_num_std) ** (-2)
+        return float(rest ** (-1 / 2) * self.max_grad_norm)
+
+    def add_noise(self) -> None:
+        """Adds noise to the sums and to the count."""
+        super().add_noise()
+        count = torch.as_tensor(self.unclipped_num, dtype=torch.float)
+        self.unclipped_num = float(count) + _generate_noise(
+            std=self.unclipped_num_std, reference=count, generator=self.generator
+        )
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
+        """As DPOptimizerFlashClip.pre_step; updates the bound unless the step is skipped."""
+        if not super().pre_step():
+            return False
+        self.update_max_grad_norm()
+        self.max_grad_norm = float(self.max_grad_norm)
+        return True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As DPOptimizerFlashClip.zero_grad; also begins to count again."""
+        super().zero_grad(set_to_none)
+        self.sample_size = self.unclipped_num = 0

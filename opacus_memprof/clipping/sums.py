@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from opacus_memprof.clipping.norms import matrix
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, has_triton, slices
 
 
@@ -21,7 +22,7 @@ def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, wo
         from opacus_memprof.clipping.sum_triton import weighted_sum_cuda
 
         return weighted_sum_cuda(stack.contiguous(), factors.float(), dtype)
-    flat = stack.flatten(1)
+    flat = matrix(stack)
     if flat.dtype == factors.dtype:
         return (factors @ flat).view(stack.shape[1:]).to(dtype)
     # Rounding the factors to a low-precision dtype would let a sample exceed the bound: sum in float32.

@@ -1,64 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the layers that flash_clip clips, and refuses models that it cannot clip exactly."""
+"""Refuses models that cannot be clipped exactly."""
 
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
-from opacus_memprof.clipping.layers import LAYERS, Layer
 from opacus_memprof.errors import MemprofError
 
 
-def find_layers(model: nn.Module) -> list[Layer]:
-    """The trainable layers of ``model``, in order.
+def check_model(model: nn.Module) -> None:
+    """Checks that the samples of a batch do not influence one another, as far as the types of layers tell.
 
     Raises:
-        MemprofError: nothing is trainable; a trainable parameter belongs to a layer of an unsupported type, or to two
-            layers; an embedding has options under which per-sample gradients do not exist.
+        MemprofError: nothing is trainable; a layer normalizes over the batch; an embedding has options under which
+            per-sample gradients do not exist.
     """
-    layers: list[Layer] = []
-    unsupported: list[str] = []
-    owners: dict[nn.Parameter, str] = {}
     for name, module in model.named_modules():
-        trainable = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
-        if not trainable:
-            continue
-        if type(module) not in LAYERS or not trainable.keys() <= {"weight", "bias"}:
-            unsupported.append(f"{name or '(the model itself)'} ({type(module).__name__}: {', '.join(trainable)})")
-            continue
-        _refuse_shared(model, module, name, trainable, owners)
-        layers.append(LAYERS[type(module)](name, module))
-        if isinstance(module, nn.Embedding):
-            _refuse_embedding_options(module, name)
-    if unsupported:
-        raise MemprofError(
-            f"flash_clip cannot clip the trainable parameters of {'; '.join(unsupported)}. Freeze them with "
-            f"requires_grad_(False), replace these layers by {', '.join(kind.__name__ for kind in LAYERS)}, or use "
-            "grad_sample_mode='hooks'."
-        )
-    if not layers:
-        raise MemprofError("flash_clip found no trainable parameter: every parameter has requires_grad=False.")
-    return layers
-
-
-def _refuse_shared(
-    model: nn.Module,
-    module: nn.Module,
-    name: str,
-    trainable: dict[str, nn.Parameter],
-    owners: dict[nn.Parameter, str],
-) -> None:
-    names = [other for other, found in model.named_modules(remove_duplicate=False) if found is module]
-    for local, parameter in trainable.items():
-        full = f"{name}.{local}" if name else local
-        other = owners.setdefault(parameter, full)
-        if other == full and len(names) > 1:
-            other = f"{names[1]}.{local}"
-        if other != full:
+        mixes = isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm)
+        if module.training and (mixes or (isinstance(module, _InstanceNorm) and module.track_running_stats)):
             raise MemprofError(
-                f"{other} and {full} are the same parameter (tied weights), which flash_clip cannot clip exactly: "
-                "untie them (assign a clone to one), freeze them, or use grad_sample_mode='hooks'."
+                f"layer {name!r} ({type(module).__name__}) computes statistics of the whole batch, so that samples "
+                "have no gradients of their own: replace it by GroupNorm (opacus.validators.ModuleValidator.fix does), "
+                "or freeze it and call eval() on it before training."
             )
+        if isinstance(module, nn.Embedding) and any(p.requires_grad for p in module.parameters(recurse=False)):
+            _refuse_embedding_options(module, name)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise MemprofError("flash_clip found no trainable parameter: every parameter has requires_grad=False.")
 
 
 def _refuse_embedding_options(module: nn.Embedding, name: str) -> None:

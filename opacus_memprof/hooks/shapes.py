@@ -112,13 +112,13 @@ def _grad_sample_mode(model: Any) -> str:
 
 
 def _flash_clip_refusal(model: "weakref.ref[nn.Module]") -> str | None:
-    from opacus_memprof.clipping.validate import find_layers
+    from opacus_memprof.clipping.validate import check_model
 
     alive = model()
     if alive is None:
         return "the model is gone"
     try:
-        find_layers(alive)
+        check_model(alive)
     except MemprofError as error:
         return str(error)
     return None

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from opacus_memprof.clipping.layers.base import KeptTensors, Layer
 from opacus_memprof.clipping.layers.convolution import ConvolutionLayer
 from opacus_memprof.clipping.layers.embedding import EmbeddingLayer
+from opacus_memprof.clipping.layers.generic import GenericLayer
 from opacus_memprof.clipping.layers.linear import LinearLayer
 from opacus_memprof.clipping.layers.normalization import GroupNormLayer, LayerNormLayer, RMSNormLayer
 
@@ -22,4 +25,18 @@ LAYERS: dict[type[nn.Module], type[Layer]] = {
 }
 """By exact type, because a subclass may have another forward."""
 
-__all__ = ["LAYERS", "KeptTensors", "Layer"]
+
+def layer_for(name: str, module: nn.Module, trainable: Sequence[str]) -> Layer:
+    """The layer that clips a module's own parameters.
+
+    Args:
+        name: of the module in the model.
+        module: the module.
+        trainable: names of its own parameters that are trained.
+    """
+    if type(module) in LAYERS and set(trainable) <= {"weight", "bias"}:
+        return LAYERS[type(module)](name, module)
+    return GenericLayer(name, module, trainable)
+
+
+__all__ = ["LAYERS", "GenericLayer", "KeptTensors", "Layer", "layer_for"]

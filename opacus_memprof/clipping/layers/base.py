@@ -12,7 +12,7 @@ from torch import nn
 from opacus_memprof.clipping.cost import Choice
 from opacus_memprof.clipping.norms import squared_norms
 from opacus_memprof.clipping.sums import scale_single_sample, sum_stack
-from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
+from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
 
@@ -21,18 +21,29 @@ class KeptTensors:
     """What one layer's backward keeps until the clip factors are known.
 
     Attributes:
-        squared_norms: [B], float32 (float64), of all parameters of the layer together.
+        norms: squared norms, [B], float32 (float64), by parameter.
         stacks: per-sample gradients, [B, *parameter.shape], by parameter.
         pair: input and output gradient, if these are smaller than the weight's per-sample gradients.
     """
 
-    squared_norms: torch.Tensor
+    norms: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     stacks: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     pair: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @property
+    def squared_norms(self) -> torch.Tensor:
+        """[B], of all parameters of the layer together."""
+        return torch.stack(list(self.norms.values())).sum(0)
+
+    def split(self) -> Iterator[tuple[nn.Parameter, KeptTensors]]:
+        """What is kept of each parameter by itself."""
+        for parameter, norms in self.norms.items():
+            stacks = {parameter: self.stacks[parameter]} if parameter in self.stacks else {}
+            yield parameter, KeptTensors({parameter: norms}, stacks, None if stacks else self.pair)
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors: (the profiler's category, tensor)."""
-        yield "norm_samples", self.squared_norms
+        yield from (("norm_samples", norms) for norms in self.norms.values())
         yield from (("per_sample_gradients", stack) for stack in self.stacks.values())
         if self.pair is not None:
             yield "activation_hooks", self.pair[0]
@@ -48,16 +59,23 @@ class Layer:
     In all methods ``x`` is the layer's input and ``g`` the gradient of its output, both with the batch first. Neither
     is changed."""
 
+    any_arrangement = False  # whether dimensions between the samples and the features may have any meaning
+
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module
+        self.is_shared = False  # whether its parameters are known to be used more than once in a pass
+        self.excluded: set[str] = set()  # names of parameters that another layer clips
 
     def trainable(self) -> list[nn.Parameter]:
-        return [p for p in self.module._parameters.values() if p is not None and p.requires_grad]
+        return [p for n, p in self.module._parameters.items() if p is not None and self.is_trainable(n)]
 
     def is_trainable(self, name: str) -> bool:
         parameter = self.module._parameters.get(name)
-        return parameter is not None and bool(parameter.requires_grad)
+        return parameter is not None and bool(parameter.requires_grad) and name not in self.excluded
+
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
 
     def describe(self) -> str:
         return f"layer {self.name!r} ({type(self.module).__name__})"
@@ -114,22 +132,30 @@ class Layer:
         choice = self.choose(x, y, keep=True)
         return 0 if choice is None else choice.kept_bytes
 
-    def keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
-        """Computes the exact norms, and keeps per-sample gradients or (x, g), whichever is smaller."""
-        kept = KeptTensors(torch.zeros(len(g), dtype=accumulation_dtype(g.dtype), device=g.device))
+    def batch_size(self, x: torch.Tensor | None, g: torch.Tensor) -> int:
+        """The number of samples of a backward."""
+        return len(g)
+
+    def keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace, norms: bool = True) -> KeptTensors:
+        """Keeps per-sample gradients or (x, g), whichever is smaller and, unless ``norms`` is False, computes the exact
+        norms."""
+        kept = KeptTensors()
         for name, stack in self._small(x, g, workspace):
             kept.stacks[getattr(self.module, name)] = stack
-            kept.squared_norms += squared_norms(stack)
+            if norms:
+                kept.norms[getattr(self.module, name)] = squared_norms(stack)
         choice = self._choice(x, g, keep=True)
         if choice is None or x is None:
             return kept
         if choice.keep == "gradient":
             stack = self.weight_gradients(x, g, workspace)
-            kept.stacks[self._weight()] = stack
-            kept.squared_norms += squared_norms(stack)
+            kept.stacks[self.weight()] = stack
+            if norms:
+                kept.norms[self.weight()] = squared_norms(stack)
         else:
             kept.pair = (x, g)
-            kept.squared_norms += self.weight_squared_norms(x, g, choice, workspace)
+            if norms:
+                kept.norms[self.weight()] = self.weight_squared_norms(x, g, choice, workspace)
         return kept
 
     def parameter_squared_norms(
@@ -139,7 +165,7 @@ class Layer:
         norms = {getattr(self.module, name): squared_norms(stack) for name, stack in self._small(x, g, workspace)}
         choice = self._choice(x, g, keep=False)
         if choice is not None and x is not None:
-            norms[self._weight()] = self.weight_squared_norms(x, g, choice, workspace)
+            norms[self.weight()] = self.weight_squared_norms(x, g, choice, workspace)
         return norms
 
     def sums_of_scaled_gradients(
@@ -148,7 +174,7 @@ class Layer:
         """The clipped sums by parameter, in the second of two passes: ``g`` has been scaled by the clip factors."""
         sums = {getattr(self.module, name): stack.sum(0) for name, stack in self._small(x, g, workspace)}
         if self._choice(x, g, keep=False) is not None and x is not None:
-            sums[self._weight()] = self.weight_sum(x, g, None, workspace)
+            sums[self.weight()] = self.weight_sum(x, g, None, workspace)
         return sums
 
     def clipped_sums(
@@ -167,13 +193,13 @@ class Layer:
             yield parameter, total
         if kept.pair is not None:
             (x, g), kept.pair = kept.pair, None
-            total = self.weight_sum(x, g, factors, workspace).to(self._weight().dtype)
+            total = self.weight_sum(x, g, factors, workspace).to(self.weight().dtype)
             del x, g
-            yield self._weight(), total
+            yield self.weight(), total
 
     owns_weight_gradients = False
 
-    def _weight(self) -> nn.Parameter:
+    def weight(self) -> nn.Parameter:
         weight = self.module.weight
         assert isinstance(weight, nn.Parameter)
         return weight

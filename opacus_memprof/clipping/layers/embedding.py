@@ -21,6 +21,7 @@ class EmbeddingLayer(Layer):
     than the table has rows, and the norm can be computed from it."""
 
     module: nn.Embedding
+    any_arrangement = True
 
     def min_dimensions(self) -> int:
         return 1
@@ -34,6 +35,17 @@ class EmbeddingLayer(Layer):
         cost = Cost(4 * x.numel() * width, moved)
         kept = g.numel() * g.element_size() + x.numel() * x.element_size() if keep else 0
         return Choice("gram", "pair", cost, kept)
+
+    def weight_gradients(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+        weight = self.weight()
+        stack = torch.zeros(len(x) * len(weight), weight.shape[1], dtype=g.dtype, device=g.device)
+        if stack.numel():
+            ids = x.reshape(len(x), -1) + len(weight) * torch.arange(len(x), device=x.device).unsqueeze(1)
+            stack.index_add_(0, ids.flatten(), g.reshape(-1, weight.shape[1]))
+        stack = stack.view(len(x), *weight.shape)
+        if self.module.padding_idx is not None:
+            stack[:, self.module.padding_idx] = 0
+        return stack
 
     def weight_squared_norms(
         self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
@@ -82,7 +94,7 @@ class EmbeddingLayer(Layer):
         self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor | None, workspace: Workspace
     ) -> torch.Tensor:
         dtype = accumulation_dtype(g.dtype)
-        total = torch.zeros(self._weight().shape, dtype=dtype, device=g.device)
+        total = torch.zeros(self.weight().shape, dtype=dtype, device=g.device)
         ids = x.reshape(len(x), -1) if len(x) else x
         tokens, width = ids.shape[1:].numel(), g.shape[-1]
         if len(x) == 0 or tokens == 0:

@@ -20,6 +20,8 @@ def autocast_input(x: torch.Tensor) -> torch.Tensor:
 
 
 class LinearLayer(MatrixLayer):
+    any_arrangement = True
+
     def min_dimensions(self) -> int:
         return 2
 

@@ -82,7 +82,7 @@ class MatrixLayer(Layer):
             del part, block
         if stack is None:
             stack = g.new_zeros(shape)
-        return stack.view(size.samples, *self._weight().shape)
+        return stack.view(size.samples, *self.weight().shape)
 
     def weight_squared_norms(
         self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
@@ -116,7 +116,7 @@ class MatrixLayer(Layer):
             del part, block
         if total is None:
             total = g.new_zeros(shape)
-        return total.view(self._weight().shape)
+        return total.view(self.weight().shape)
 
     def _share(self, workspace: Workspace) -> Workspace:
         """The workspace for blocks and for what is computed from them: half of it each, if blocks are unfolded."""

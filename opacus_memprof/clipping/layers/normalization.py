@@ -20,6 +20,7 @@ class _LastDimensionsNorm(Layer):
     """A layer that normalizes over the last dimensions, each token separately."""
 
     module: nn.LayerNorm | nn.RMSNorm
+    any_arrangement = True
 
     def min_dimensions(self) -> int:
         return 1 + len(self.module.normalized_shape)

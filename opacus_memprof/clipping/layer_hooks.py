@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens before and after the forward of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from opacus_memprof.clipping.arrangement import PLAIN, Arrangement, expand_over_batch
+from opacus_memprof.clipping.autograd_functions import CallTap, GradientTap
+from opacus_memprof.clipping.bookkeeping import Bookkeeping
+from opacus_memprof.clipping.layers import GenericLayer, Layer
+from opacus_memprof.clipping.repetition import Call, RandomState
+from opacus_memprof.errors import MemprofError
+
+
+@dataclass
+class Layout:
+    """Where a layer's inputs and outputs have the samples; None for what all samples share.
+
+    Attributes:
+        inputs: of each leaf of the arguments; of the one input if the layer is not a GenericLayer.
+        outputs: by the index of the leaf.
+    """
+
+    inputs: list[Arrangement | None]
+    outputs: dict[int, Arrangement | None]
+
+
+@dataclass
+class Observation:
+    """One call of a layer in a probe."""
+
+    layer: Layer
+    leaves: list[Any]
+    structure: Any
+    outputs: list[Any]
+    random: RandomState | None
+    autocast: tuple[str, torch.dtype, bool]
+
+
+@dataclass
+class _Running:
+    """A layer that runs."""
+
+    frozen: list[nn.Parameter]
+    random: RandomState | None = None
+
+
+@dataclass
+class LayerHooks:
+    """Taps the layers' outputs.
+
+    Attributes:
+        bookkeeping: where backward passes inputs and output gradients to.
+        batch: the number of samples of the model's last forward.
+        layouts: where samples are, of layers that have been probed.
+        observations: of a probe that observes; None if none does.
+        is_probing: whether a probe runs.
+        on_output: called with every layer that is tapped, its input and its output.
+    """
+
+    bookkeeping: Bookkeeping
+    batch: int = 0
+    layouts: dict[Layer, Layout] = field(default_factory=dict)
+    observations: list[Observation] | None = None
+    is_probing: bool = False
+    on_output: Callable[[Layer, torch.Tensor, torch.Tensor], None] | None = None
+    _running: dict[Layer, _Running] = field(default_factory=dict)
+    _anchors: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+
+    def before(
+        self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Freezes the layer's parameters. Returns new (args, kwargs) if autocast casts the input."""
+        running = self._running[layer] = _Running(layer.trainable())
+        for parameter in running.frozen:
+            parameter.requires_grad_(False)
+        if isinstance(layer, GenericLayer):
+            if layer.way == "whole" or self.observations is not None:
+                running.random = RandomState.now(layer.device())
+            return None
+        key, x = first_input(layer, args, kwargs)
+        layout = self.layouts.get(layer)
+        if self.observations is None and (layout is None or layout.inputs[0] is not None):
+            layer.check_input(x)
+        cast = layer.cast(x)
+        if cast is x:
+            return None
+        return ((cast, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: cast})
+
+    def after(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Makes the parameters trainable again, and taps the output. Also called if forward raises (``output`` is None
+        then). Returns None to leave the output as it is."""
+        running = self._running.pop(layer, None)
+        if running is None:
+            return None
+        for parameter in running.frozen:
+            parameter.requires_grad_(True)
+        if output is None:
+            return None
+        if isinstance(layer, GenericLayer):
+            return self._after_generic(layer, args, kwargs, output, running)
+        _, x = first_input(layer, args, kwargs)
+        if not isinstance(output, torch.Tensor):
+            return None
+        layout = self.layouts.get(layer)
+        if self.observations is not None:
+            self._observe(layer, [x], None, [output], None)
+            return expand_over_batch(output, self.batch) if layout and layout.inputs[0] is None else None
+        where = layout.inputs[0] if layout else PLAIN
+        if where is None:
+            output, x = expand_over_batch(output, self.batch), expand_over_batch(x, self.batch)
+        if not torch.is_grad_enabled():
+            return output
+        if self.on_output is not None:
+            self.on_output(layer, x, output)
+        saved_input = x.detach() if layer.is_trainable("weight") else None
+        if where is None or (len(output) == self.batch and where.dim == 0):
+            where = None
+        elif where.rows(output, self.batch) is None:
+            raise MemprofError(
+                f"{layer.describe()} saw an input of shape {tuple(x.shape)}, which does not have the {self.batch} "
+                "samples of the batch where earlier batches had them."
+            )
+        anchor = None if output.requires_grad else self.anchor(output.device)
+        return GradientTap.apply(output, anchor, saved_input, layer, self.bookkeeping, where, self.batch)
+
+    def _after_generic(
+        self, layer: GenericLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, running: _Running
+    ) -> Any:
+        leaves, structure = tree_flatten((args, kwargs))
+        found, output_structure = tree_flatten(output)
+        if self.observations is not None:
+            self._observe(layer, leaves, structure, found, running.random)
+        layout = self.layouts.get(layer)
+        if layout is None and self.observations is not None:
+            return None
+        if layout is None or len(layout.inputs) != len(leaves):
+            layout = self.guess(leaves, found)
+        floats = [i for i in layout.outputs if i < len(found) and _is_float(found[i])]
+        for i in floats:
+            if layout.outputs[i] is None:
+                found[i] = expand_over_batch(found[i], self.batch)
+        if self.observations is None and torch.is_grad_enabled() and floats:
+            call = Call(
+                self.batch,
+                leaves,
+                structure,
+                layout.inputs,
+                {i: layout.outputs[i] for i in floats},
+                running.random,
+                _autocast(layer.device()),
+            )
+            call.leave_caches_out()
+            outputs = [found[i] for i in floats]
+            has_graph = any(each.requires_grad for each in outputs)
+            anchor = None if has_graph else self.anchor(outputs[0].device)
+            tapped = CallTap.apply(
+                layer, self.bookkeeping, call, len(outputs), anchor, *outputs, *call.detached_tensors()
+            )
+            for i, leaf in zip(floats, tapped, strict=True):
+                found[i] = leaf
+        return tree_unflatten(found, output_structure)
+
+    def guess(self, leaves: list[Any], outputs: list[Any]) -> Layout:
+        """A layout from the shapes alone, for models that cannot be probed."""
+
+        def where(x: Any) -> Arrangement | None:
+            is_batch = isinstance(x, torch.Tensor) and x.dim() > 0 and PLAIN.rows(x, self.batch) is not None
+            return PLAIN if is_batch else None
+
+        return Layout([where(x) for x in leaves], {i: where(x) for i, x in enumerate(outputs) if _is_float(x)})
+
+    def _observe(
+        self, layer: Layer, leaves: list[Any], structure: Any, outputs: list[Any], random: RandomState | None
+    ) -> None:
+        assert self.observations is not None
+        self.observations.append(
+            Observation(layer, list(leaves), structure, list(outputs), random, _autocast(layer.device()))
+        )
+
+    def anchor(self, device: torch.device) -> torch.Tensor:
+        """A scalar that makes an output require grad if neither the input nor (for now) the parameters do."""
+        return self._anchors.setdefault(device, torch.zeros((), device=device, requires_grad=True))
+
+
+def first_input(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | None, Any]:
+    """The layer's input, and its keyword if it has one."""
+    if args:
+        return None, args[0]
+    for key, value in kwargs.items():
+        if isinstance(value, torch.Tensor):
+            return key, value
+    return None, layer.check_input(None)
+
+
+def _autocast(device: torch.device) -> tuple[str, torch.dtype, bool]:
+    return device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any module: per-sample gradients by repeating its forward, some samples at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from opacus_memprof.clipping.layers.base import KeptTensors, Layer
+from opacus_memprof.clipping.norms import squared_norms
+from opacus_memprof.clipping.repetition import Call, Gradients, Repetition, Way
+from opacus_memprof.clipping.workspace import Workspace
+
+
+class GenericLayer(Layer):
+    """A module whose forward is repeated for the per-sample gradients of some of the parameters in it, which are kept.
+
+    In all methods ``x`` is the module's Call, and ``g`` lists the gradients of the outputs that the call lists.
+
+    Args:
+        name: of the module.
+        module: the module.
+        names: the parameters, by their names in the module.
+    """
+
+    def __init__(self, name: str, module: nn.Module, names: Sequence[str]) -> None:
+        super().__init__(name, module)
+        self.names = list(names)
+        self.way: Way = "vmap"
+
+    def trainable(self) -> list[nn.Parameter]:
+        return list(self._parameters().values())
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        found = {name: self.module.get_parameter(name) for name in self.names}
+        return {name: parameter for name, parameter in found.items() if parameter.requires_grad}
+
+    def per_sample_gradients(
+        self, call: Call, g: Sequence[torch.Tensor], workspace: Workspace
+    ) -> Iterator[tuple[slice, Gradients]]:
+        """Yields per-sample gradients, [n, *shape] by name, of as many samples at a time as fit into the workspace."""
+        parameters = self._parameters()
+        size = workspace.fit(sample_bytes(call, g, parameters.values()), call.batch)
+        yield from Repetition(self.module, parameters, self.way).chunks(call, g, max(1, size))
+
+    def batch_size(self, x: Any, g: Any) -> int:
+        batch: int = int(x.batch)
+        return batch
+
+    def keep(self, x: Any, g: Any, workspace: Workspace, norms: bool = True) -> KeptTensors:
+        call: Call = x
+        kept, parameters = KeptTensors(), self._parameters()
+        for n, gradients in self.per_sample_gradients(x, g, workspace):
+            for name, part in gradients.items():
+                parameter = parameters[name]
+                if len(part) == call.batch:
+                    kept.stacks[parameter] = part
+                    continue
+                if parameter not in kept.stacks:
+                    kept.stacks[parameter] = part.new_empty(call.batch, *parameter.shape)
+                kept.stacks[parameter][n] = part
+        if norms:
+            kept.norms = {parameter: squared_norms(stack) for parameter, stack in kept.stacks.items()}
+        return kept
+
+    def parameter_squared_norms(self, x: Any, g: Any, workspace: Workspace) -> dict[nn.Parameter, torch.Tensor]:
+        found: dict[nn.Parameter, list[torch.Tensor]] = {}
+        parameters = self._parameters()
+        for _, gradients in self.per_sample_gradients(x, g, workspace):
+            for name, part in gradients.items():
+                found.setdefault(parameters[name], []).append(squared_norms(part))
+        return {parameter: torch.cat(parts) for parameter, parts in found.items()}
+
+    def sums_of_scaled_gradients(self, x: Any, g: Any, workspace: Workspace) -> dict[nn.Parameter, torch.Tensor]:
+        found: dict[nn.Parameter, torch.Tensor] = {}
+        parameters = self._parameters()
+        for _, gradients in self.per_sample_gradients(x, g, workspace):
+            for name, part in gradients.items():
+                total = found.get(parameters[name])
+                found[parameters[name]] = part.sum(0) if total is None else total.add_(part.sum(0))
+        return found
+
+
+def sample_bytes(call: Call, g: Sequence[torch.Tensor], parameters: Iterable[nn.Parameter]) -> int:
+    """An estimate of the bytes that one sample takes: its gradients, and four times its inputs and outputs."""
+    tensors = [x for x, where in zip(call.leaves, call.arrangements, strict=True) if where is not None]
+    moved: int = sum(x.numel() * x.element_size() for x in [*tensors, *g]) // max(1, call.batch)
+    return 4 * moved + sum(p.numel() * p.element_size() for p in parameters)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of a parameter that a forward uses more than once: by a layer that runs twice, by tied layers, or in two
+forwards for one backward.
+
+The norm of a sum of gradients is not the sum of their norms: ``|G + H|^2 = |G|^2 + 2 <G, H> + |H|^2``. Uses by linear
+layers are one use with the tokens of all, and so are uses by embeddings. The product of an embedding's gradient
+``sum_t e(i_t) d_t^T`` (indices i, output gradients d) and a linear layer's ``sum_u g_u a_u^T`` is
+``sum_{t,u} g_u[i_t] (d_t . a_u)``: computed in tiles, like the norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from opacus_memprof.clipping.layers import Layer
+from opacus_memprof.clipping.layers.base import KeptTensors
+from opacus_memprof.clipping.layers.embedding import EmbeddingLayer
+from opacus_memprof.clipping.layers.linear import LinearLayer
+from opacus_memprof.clipping.norms import squared_norms
+from opacus_memprof.clipping.sums import sum_stack
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
+
+
+class Use(NamedTuple):
+    """The input and the output gradient of one layer that used the parameter as its weight."""
+
+    layer: Layer
+    x: torch.Tensor
+    g: torch.Tensor
+
+    def numel(self) -> int:
+        return self.x.numel() + self.g.numel()
+
+    def of_samples(self, n: slice) -> Use:
+        return Use(self.layer, self.x[n], self.g[n])
+
+
+class SharedGradient:
+    """What is kept of a parameter that is used more than once: pairs (x, g) while they are smaller than per-sample
+    gradients, then the sum of these.
+
+    Attributes:
+        parameter: the parameter.
+        name, description: of the layer that used it first in backward.
+        uses: the pairs.
+        stack: the sum of per-sample gradients that are not among the pairs, [B, *shape].
+    """
+
+    def __init__(self, parameter: nn.Parameter, layer: Layer) -> None:
+        self.parameter = parameter
+        self.name, self.description = layer.name, layer.describe()
+        self.uses: list[Use] = []
+        self.stack: torch.Tensor | None = None
+        self._owns_stack = False
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors: (the profiler's category, tensor)."""
+        if self.stack is not None:
+            yield "per_sample_gradients", self.stack
+        for use in self.uses:
+            yield "activation_hooks", use.x
+            yield "backprop_copies", use.g
+
+    def add(self, layer: Layer, kept: KeptTensors, workspace: Workspace) -> None:
+        """Adds what a layer has kept of this parameter."""
+        if self.parameter in kept.stacks:
+            self._add_stack(kept.stacks[self.parameter])
+        elif kept.pair is not None:
+            self.uses.append(Use(layer, *kept.pair))
+            if sum(use.numel() for use in self.uses) > len(kept.pair[0]) * self.parameter.numel():
+                while self.uses:
+                    use = self.uses.pop()
+                    self._add_stack(use.layer.weight_gradients(use.x, use.g, workspace))
+
+    def _add_stack(self, stack: torch.Tensor) -> None:
+        if self.stack is None:
+            self.stack = stack
+        elif self._owns_stack and self.stack.dtype == stack.dtype:
+            self.stack += stack
+        else:  # the first one may be a view of a gradient that autograd uses
+            self.stack, self._owns_stack = self.stack + stack, True
+
+    def squared_norms(self, workspace: Workspace) -> torch.Tensor:
+        """The exact squared norms, [B]."""
+        if not self.uses:
+            assert self.stack is not None
+            return squared_norms(self.stack)
+        linear = [use for use in self.uses if type(use.layer) is LinearLayer]
+        embeddings = [use for use in self.uses if type(use.layer) is EmbeddingLayer]
+        paddings = {use.layer.module.padding_idx for use in embeddings}
+        if self.stack is not None or len(linear) + len(embeddings) < len(self.uses) or len(paddings) > 1:
+            return self._norms_of_gradients(workspace)
+        share = Workspace(workspace.bytes // 2)
+        total = torch.zeros(
+            len(self.uses[0].g), dtype=accumulation_dtype(self.uses[0].g.dtype), device=self.uses[0].g.device
+        )
+        sample = sum(use.numel() * use.g.element_size() for use in self.uses) // max(1, len(total))
+        for n in slices(len(total), max(1, share.fit(sample, len(total)))):
+            merged = [_merge([use.of_samples(n) for use in uses]) for uses in (linear, embeddings) if uses]
+            for layer, x, g in merged:
+                choice = layer.choose(x, g, keep=False)
+                assert choice is not None
+                total[n] += layer.weight_squared_norms(x, g, choice, share)
+            if len(merged) == 2:
+                total[n] += 2 * cross_products(merged[1], merged[0], share)
+        return total.clamp_(min=0)  # rounding can leave a zero norm slightly negative
+
+    def _norms_of_gradients(self, workspace: Workspace) -> torch.Tensor:
+        """The squared norms from per-sample gradients, formed for as many samples at a time as fit."""
+        batch, parts = len(self.uses[0].g), []
+        item = self.uses[0].g.element_size()
+        for n in slices(batch, max(1, workspace.fit(2 * self.parameter.numel() * item, batch))):
+            total = None if self.stack is None else self.stack[n]
+            for use in self.uses:
+                part = use.layer.weight_gradients(use.x[n], use.g[n], workspace)
+                total = part if total is None else total + part
+            assert total is not None
+            parts.append(squared_norms(total))
+        return torch.cat(parts) if parts else self.uses[0].g.new_zeros(0)
+
+    def release(self) -> None:
+        """Drops what is kept."""
+        self.uses.clear()
+        self.stack = None
+
+    def clipped_sum(self, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+        """The clipped sum, in the parameter's dtype. Releases what was kept as it is used."""
+        total: torch.Tensor | None = None
+        if self.stack is not None:
+            total = sum_stack(self.stack, factors.to(self.stack.device), self.parameter.dtype, workspace)
+            self.stack = None
+        while self.uses:
+            use = self.uses.pop()
+            part = use.layer.weight_sum(use.x, use.g, factors, workspace)
+            total = part.to(self.parameter.dtype) if total is None else total.add_(part)
+        assert total is not None
+        return total
+
+
+def _merge(uses: list[Use]) -> Use:
+    """One use with the tokens of all."""
+    if len(uses) == 1:
+        return uses[0]
+    layer, batch = uses[0].layer, len(uses[0].g)
+
+    def tokens(x: torch.Tensor, last: int) -> torch.Tensor:
+        return x.reshape(batch, x.shape[1 : x.dim() - last].numel(), *x.shape[x.dim() - last :])
+
+    features = 0 if isinstance(layer, EmbeddingLayer) else 1
+    x = torch.cat([tokens(use.x if features == 0 else use.x.to(use.g.dtype), features) for use in uses], 1)
+    return Use(layer, x, torch.cat([tokens(use.g, 1) for use in uses], 1))
+
+
+def cross_products(embedding: Use, linear: Use, workspace: Workspace) -> torch.Tensor:
+    """The products ``<G, H>``, [B], of the weight gradients of an embedding and of a linear layer.
+
+    Args:
+        embedding: x are indices.
+        linear: of a layer whose weight is the embedding's table.
+        workspace: ceiling on temporaries.
+    """
+    batch, width = len(embedding.g), embedding.g.shape[-1]
+    ids = embedding.x.reshape(batch, embedding.x.shape[1:].numel())
+    d = embedding.g.reshape(batch, ids.shape[1], width)
+    a = linear.x.reshape(batch, linear.x.shape[1:-1].numel(), width)
+    g = linear.g.reshape(batch, a.shape[1], linear.g.shape[-1])
+    dtype = accumulation_dtype(g.dtype)
+    padding: Any = embedding.layer.module.padding_idx
+    total = torch.zeros(batch, dtype=dtype, device=g.device)
+    cast = 0 if d.dtype == a.dtype == dtype else 2 * width
+    unit = ids.shape[1] * (3 * dtype.itemsize + g.element_size()) + cast * dtype.itemsize
+    for n, u in workspace.tiles(batch, a.shape[1], unit, f"one token of {linear.layer.describe()}"):
+        picked = g[n, u].gather(2, ids[n].unsqueeze(1).expand(-1, u.stop - u.start, -1)).to(dtype)
+        picked *= torch.bmm(a[n, u].to(dtype), d[n].to(dtype).mT)
+        if padding is not None:
+            picked *= ids[n].ne(padding).unsqueeze(1)
+        total[n] += picked.sum((1, 2))
+        del picked
+    return total

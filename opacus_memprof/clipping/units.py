@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of a model that flash_clip clips: which module is repeated, or tapped, for which parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from opacus_memprof.clipping.layers import GenericLayer, Layer, layer_for
+from opacus_memprof.clipping.validate import check_model
+
+
+class Units:
+    """The layers of a model, by module. Every trainable parameter belongs to the layers of all modules that own it, or
+    to one GenericLayer above them.
+
+    Args:
+        model: the model.
+
+    Raises:
+        MemprofError: nothing is trainable, or the samples of a batch influence one another.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        check_model(model)
+        self.model = model
+        self.at: dict[nn.Module, list[Layer]] = {}
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._names: dict[nn.Module, list[str]] = {}
+        for name, module in self._modules.items():
+            self._names.setdefault(module, []).append(name)
+        for name, module in model.named_modules():
+            trainable = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
+            if trainable:
+                self.at[module] = [layer_for(name, module, trainable)]
+        self._leave_to_inner_modules()
+        self.mark_shared()
+
+    def layers(self) -> list[Layer]:
+        """All layers."""
+        return [layer for layers in self.at.values() for layer in layers]
+
+    def _leave_to_inner_modules(self) -> None:
+        """Leaves a parameter that a module and one inside it own to the latter."""
+        for module, layers in list(self.at.items()):
+            inside = {p for inner in module.modules() if inner is not module for p in inner.parameters(recurse=False)}
+            for layer in layers:
+                if isinstance(layer, GenericLayer):
+                    layer.names = [name for name in layer.names if module.get_parameter(name) not in inside]
+                    if not layer.names:
+                        del self.at[module]
+
+    def mark_shared(self) -> None:
+        """Marks the layers with a parameter that several layers have."""
+        owners: dict[nn.Parameter, list[Layer]] = {}
+        for layer in self.layers():
+            for parameter in layer.trainable():
+                owners.setdefault(parameter, []).append(layer)
+        for layers in owners.values():
+            for layer in layers:
+                layer.is_shared |= len(layers) > 1
+
+    def repeat_module(self, layer: Layer) -> None:
+        """Repeats the layer's module, instead of tapping its input and output."""
+        self._move(layer, layer.module)
+
+    def repeat_parent(self, layer: Layer) -> None:
+        """Repeats the module that contains the layer instead. The model itself contains all."""
+        names = self._names[layer.module]
+        parents = {name.rpartition(".")[0] for name in names}
+        while len(parents) > 1:  # a module with several names: what contains all of these
+            longest = max(parents, key=lambda name: name.count(".") + bool(name))
+            parents = (parents - {longest}) | {longest.rpartition(".")[0]}
+        self._move(layer, self._modules[parents.pop()])
+
+    def _move(self, layer: Layer, target: nn.Module) -> None:
+        """Makes the layer's parameters those of a GenericLayer of ``target``, and nobody else's within it."""
+        parameters = layer.trainable()
+        names = self._names_in(target, parameters)
+        for module in target.modules():
+            for other in list(self.at.get(module, [])):
+                if module is target and isinstance(other, GenericLayer):
+                    continue
+                if isinstance(other, GenericLayer):
+                    other.names = [n for n in other.names if not _any_is(other.module.get_parameter(n), parameters)]
+                else:
+                    other.excluded |= {n for n, p in module._parameters.items() if _any_is(p, parameters)}
+                if not other.trainable():
+                    self.at[module].remove(other)
+        layers = self.at.setdefault(target, [])
+        generic = next((each for each in layers if isinstance(each, GenericLayer)), None)
+        if generic is None:
+            generic = GenericLayer(self._names[target][0], target, [])
+            layers.append(generic)
+        generic.names += [name for name in names if name not in generic.names]
+        self.mark_shared()
+
+    def _names_in(self, target: nn.Module, parameters: list[nn.Parameter]) -> list[str]:
+        return [name for name, p in target.named_parameters() if _any_is(p, parameters)]
+
+
+def _any_is(parameter: nn.Parameter | None, parameters: Iterable[nn.Parameter]) -> bool:
+    return any(parameter is each for each in parameters)
