@@ -54,12 +54,12 @@ class ScopedForward:
 
 class CaptureActivations:
     """Opacus' forward hook in a wrapper: what it appends to `module.activations` is captured for `module_id`.
-    `again(module_id, in_backward, refused)` is called where that happens inside a backward pass, and where the hook
+    `on_repeat(module_id, in_backward, refused)` is called where that happens inside a backward pass, and where the hook
     refuses it with NotImplementedError. Copies are of the wrapped hook."""
 
     __wrapped__: Callable[..., Any]
     def __init__(
-        self, wrapped: Callable[..., Any], module_id: int, again: Callable[[int, bool, bool], object]
+        self, wrapped: Callable[..., Any], module_id: int, on_repeat: Callable[[int, bool, bool], object]
     ) -> None: ...
     def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> Any: ...
 
@@ -75,7 +75,7 @@ class CaptureBackprops:
 class Sampler:
     """`f(layer, activations, backprops) -> {parameter: result}` under `tag`. Results that were born as temp_matrices
     become `category`; then `observe(layer, backprops, results)` is called, unless it is None or has seen this layer
-    with backprops of this shape (last, and since `look_again`)."""
+    with backprops of this shape (last, and since `forget_observed_shapes`)."""
 
     __wrapped__: Callable[..., Any]
     def __init__(
@@ -83,7 +83,7 @@ class Sampler:
     ) -> None: ...
     def __call__(self, layer: Any, activations: Any, backprops: Any) -> Any: ...
 
-def look_again() -> None: ...
+def forget_observed_shapes() -> None: ...
 
 class ParameterFunction:
     """A function under `tag` that sets an attribute of a parameter, which becomes `category` of the parameter's module.
@@ -137,7 +137,7 @@ def captures() -> dict[int, int]: ...  # module id -> captures outstanding
 
 # --- the module of a parameter, by the parameter's id(): nothing is held ---
 def set_owner(parameter: torch.Tensor, module: int) -> None: ...
-def forget_owner(id: int) -> None: ...
+def remove_owner(id: int) -> None: ...
 def owner_of(parameter: object) -> int: ...  # 0 if nobody has said
 def follow_gradient(parameter: torch.Tensor, module: int) -> None:
     """Each time that autograd has accumulated into `parameter.grad`, its block becomes `gradients` of the module."""

@@ -8,8 +8,8 @@ BUILTIN_CATEGORIES: list[str]  # by id; a program's own have the ids after these
 BUILTIN_PHASES: list[str]
 
 def replay(directory: str, timeline_points: int = 2000) -> dict[str, Any]: ...  # see csrc/core/replay.h
-def for_event_rows(directory: str, take: Callable[[bytes], object]) -> None:
-    """Calls `take` with all rows of the event file, in pieces of whole rows; see csrc/core/event_rows.h."""
+def for_event_rows(directory: str, on_rows: Callable[[bytes], object]) -> None:
+    """Calls `on_rows` with all rows of the event file, in pieces of whole rows; see csrc/core/event_rows.h."""
 
 class Follower:
     """Reads on in directory/events.bin while it is written. Raises RuntimeError where there is no readable one."""

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Wraps c10's CPU allocator: the whole tool without a GPU.
+// Wraps c10's CPU allocator, so that the whole profiler works without a GPU.
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
@@ -18,59 +18,60 @@ namespace {
 constexpr Device kCpu = 0;
 
 // Adds up what c10's CPU memory reporter says of each block, an account independent of our ledger.
-// c10 keeps the size of a block only while a thread-local listener asks for it, so one stands there
-// during each upstream call and passes on to whoever listened before (torch.profiler). The
-// reporter's own total will not do: it keeps blocks whose free had no listener, such as those that
-// torch.profiler saw the birth of.
+// c10 keeps the size of a block only while a thread-local listener asks for it, so ours is
+// installed during each upstream call, and passes on to the one that was there (torch.profiler's).
+// The reporter's own total will not do: it keeps blocks whose free had no listener, such as those
+// that torch.profiler saw the birth of.
 //
-// In a forked child none stands there: c10's reporter takes a mutex for a listener, which another
-// thread may have held at the fork, and then nobody is left to release it.
-class Listener final : public c10::MemoryReportingInfoBase {
+// In a forked child none is installed: c10's reporter takes a mutex for a listener, which another
+// thread may have held at the fork, and that thread does not exist in the child.
+class MemoryListener final : public c10::MemoryReportingInfoBase {
  public:
   void reportMemoryUsage(void* pointer, std::int64_t size, std::size_t allocated,
                          std::size_t reserved, c10::Device device) override {
     total += size;
-    if (auto* outer = listening_outside; outer != nullptr && outer->memoryProfilingEnabled()) {
+    if (auto* outer = outer_listener; outer != nullptr && outer->memoryProfilingEnabled()) {
       outer->reportMemoryUsage(pointer, size, allocated, reserved, device);
     }
   }
   [[nodiscard]] bool memoryProfilingEnabled() const override { return true; }
 
-  static c10::MemoryReportingInfoBase* outside() {
+  static c10::MemoryReportingInfoBase* current_outer() {
     return dynamic_cast<c10::MemoryReportingInfoBase*>(
         c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE));
   }
 
   std::atomic<std::int64_t> total{0};
-  static inline thread_local c10::MemoryReportingInfoBase* listening_outside = nullptr;
+  static inline thread_local c10::MemoryReportingInfoBase* outer_listener = nullptr;
 };
 
-const std::shared_ptr<Listener>& listener() {
-  static const auto* const instance = new std::shared_ptr<Listener>(std::make_shared<Listener>());
+const std::shared_ptr<MemoryListener>& listener() {
+  static const auto* const instance =
+      new std::shared_ptr<MemoryListener>(std::make_shared<MemoryListener>());
   return *instance;
 }
 
-class Listening {
+class ListenerScope {
  public:
-  Listening() {
+  ListenerScope() {
     if (c10::ThreadLocalDebugInfo::current() == nullptr) {
-      Listener::listening_outside = nullptr;
-      c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(alone());
+      MemoryListener::outer_listener = nullptr;
+      c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(only_our_listener());
     } else {
-      Listener::listening_outside = Listener::outside();
-      beside_others_.emplace(c10::DebugInfoKind::PROFILER_STATE, listener());
+      MemoryListener::outer_listener = MemoryListener::current_outer();
+      guard_.emplace(c10::DebugInfoKind::PROFILER_STATE, listener());
     }
   }
-  Listening(const Listening&) = delete;
-  Listening& operator=(const Listening&) = delete;
-  ~Listening() {
-    if (!beside_others_) c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(nullptr);
+  ListenerScope(const ListenerScope&) = delete;
+  ListenerScope& operator=(const ListenerScope&) = delete;
+  ~ListenerScope() {
+    if (!guard_) c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(nullptr);
   }
 
  private:
   // Our listener and nothing else, made once: a guard makes it anew each time, which takes longer
   // than the allocation. Called where there is nothing else.
-  static const std::shared_ptr<c10::ThreadLocalDebugInfo>& alone() {
+  static const std::shared_ptr<c10::ThreadLocalDebugInfo>& only_our_listener() {
     static const auto* const instance = [] {
       const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, listener());
       return new std::shared_ptr<c10::ThreadLocalDebugInfo>(c10::ThreadLocalDebugInfo::current());
@@ -78,7 +79,7 @@ class Listening {
     return *instance;
   }
 
-  std::optional<c10::DebugInfoGuard> beside_others_;
+  std::optional<c10::DebugInfoGuard> guard_;
 };
 
 // The upstream of every wrapped block; set once, since blocks outlive uninstall().
@@ -87,8 +88,8 @@ c10::DeleterFnPtr upstream_deleter = nullptr;
 std::atomic<std::int64_t> adopted_bytes{0};
 std::atomic<std::int64_t> limit{0};  // of cpu_reported_bytes(); 0: none
 
-// As a device of that size would.
-void refuse_beyond_limit(std::size_t size) {
+// Throws torch's OutOfMemoryError, as a device of that size would.
+void check_limit(std::size_t size) {
   if (limit.load(std::memory_order_relaxed) == 0) return;
   const std::int64_t room = limit - cpu_reported_bytes();
   TORCH_CHECK_WITH(OutOfMemoryError, static_cast<std::int64_t>(size) <= room,
@@ -97,16 +98,17 @@ void refuse_beyond_limit(std::size_t size) {
 }
 
 void free_block(void* pointer) {
-  if (!recorder().records()) {
+  if (!recorder().is_recording()) {
     upstream_deleter(pointer);
     return;
   }
   report_free(pointer);
-  const Listening listening;
+  const ListenerScope scope;
   upstream_deleter(pointer);
 }
 
-// c10 never counted it, and would complain of a block of unknown size.
+// Frees an adopted block without a listener: c10's reporter never counted it, and would warn of a
+// block of unknown size.
 void free_adopted(void* pointer) {
   adopted_bytes -= static_cast<std::int64_t>(recorder().size_of(address_of(pointer)));
   report_free(pointer);
@@ -117,12 +119,12 @@ class DelegatingCpuAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t size) override {
     // Uninstalled, but a storage asks the allocator that it was made by when it is resized.
-    const bool retired = c10::GetAllocator(c10::DeviceType::CPU) == upstream;
-    if (retired || !recorder().records()) return upstream->allocate(size);
+    const bool uninstalled = c10::GetAllocator(c10::DeviceType::CPU) == upstream;
+    if (uninstalled || !recorder().is_recording()) return upstream->allocate(size);
     c10::DataPtr data;
     try {
-      refuse_beyond_limit(size);
-      const Listening listening;
+      check_limit(size);
+      const ListenerScope scope;
       data = upstream->allocate(size);
     } catch (...) {
       const std::uint64_t number = recorder().on_oom(size, kCpu, tag_of_allocation());
@@ -174,7 +176,7 @@ class ProfiledCpuAllocator final : public ProfiledAllocator {
 
   bool adopt(c10::DataPtr& data, std::size_t bytes) override {
     if (upstream == nullptr || data.get_deleter() != upstream_deleter || !data ||
-        data.get() != data.get_context() || recorder().knows(address_of(data.get())) ||
+        data.get() != data.get_context() || recorder().has_block(address_of(data.get())) ||
         !data.compare_exchange_deleter(upstream_deleter, &free_adopted)) {
       return false;
     }

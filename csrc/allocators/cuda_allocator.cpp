@@ -11,7 +11,7 @@
 #include "allocators/cuda_delegating.h"
 #include "allocators/reporting.h"
 
-// The header wants those of the libraries, which not every installation has.
+// CUDAContextLight.h includes headers of CUDA libraries that not every installation has.
 #if defined(OPACUS_MEMPROF_HAS_WorkspaceMapWithMutex) && __has_include(<cusolverDn.h>) && \
     __has_include(<cusparse.h>) && __has_include(<cublasLt.h>)
 #include <ATen/cuda/CUDAContextLight.h>
@@ -34,8 +34,9 @@ const void* pointer_of(const std::pair<c10::DataPtr, Size>& workspace) {
 }
 #endif
 
-// cuBLAS' workspaces from before: one for each thread and stream that multiplied, some 32 MiB each.
-void name_seeded_workspaces() {
+// Those of cuBLAS that were allocated before install(): one for each thread and stream that
+// multiplied matrices, some 32 MiB each.
+void retag_seeded_workspaces() {
 #ifdef OPACUS_MEMPROF_READS_WORKSPACES
   for (auto* workspaces : {&at::cuda::cublas_handle_stream_to_workspace(),
                            &at::cuda::cublaslt_handle_stream_to_workspace()}) {
@@ -131,7 +132,8 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
                        pending += static_cast<std::int64_t>(block.requested_size);
                      }
                    });
-    for (const std::uint64_t address : recorder().seeded(static_cast<Device>(1 + device))) {
+    for (const std::uint64_t address :
+         recorder().seeded_addresses(static_cast<Device>(1 + device))) {
       if (alive.contains(address)) continue;
       note_peak_ended_by_free(recorder().on_free(address, this_thread().phase()));
     }
@@ -139,8 +141,9 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
   }
 
  private:
-  // Tensors from before have the native deleter: their frees go past us (refresh notices). What the
-  // ledger holds of an earlier install may be gone since, and its address somebody else's.
+  // Records the blocks that exist at install(). Their tensors have the native deleter, so that
+  // their frees are not seen (refresh() finds out). Blocks that the ledger knows from an earlier
+  // install may have been freed since, and their addresses handed out again.
   void seed() {
     if (!delegating_->upstream()->initialized()) return;
     struct Found {
@@ -166,7 +169,7 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
     for (const auto& [address, found] : alive) {
       recorder().seed(address, found.bytes, static_cast<Device>(1 + found.device), 0);
     }
-    name_seeded_workspaces();
+    retag_seeded_workspaces();
   }
 
   DelegatingCudaAllocator* delegating_ = nullptr;

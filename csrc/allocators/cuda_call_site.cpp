@@ -27,7 +27,7 @@ bool resizes_storage(const void* return_address) {
 
 namespace {
 
-int visit(dl_phdr_info* info, std::size_t /*size*/, void* /*data*/) {
+int find_code_segment(dl_phdr_info* info, std::size_t /*size*/, void* /*data*/) {
   if (std::string_view(info->dlpi_name).find("libtorch_cuda.so") == std::string_view::npos)
     return 0;
   for (int i = 0; i < info->dlpi_phnum; ++i) {
@@ -44,6 +44,6 @@ int visit(dl_phdr_info* info, std::size_t /*size*/, void* /*data*/) {
 
 }  // namespace detail
 
-void find_libtorch_cuda() { dl_iterate_phdr(detail::visit, nullptr); }
+void find_libtorch_cuda() { dl_iterate_phdr(detail::find_code_segment, nullptr); }
 
 }  // namespace opacus_memprof

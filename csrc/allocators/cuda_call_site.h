@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tells workspaces of CUDA libraries from tensors by who asked.
+// Tells workspaces of CUDA libraries from tensors, by the caller of the allocator.
 //
 // Tensors are made by libtorch_cpu (at::detail::empty_generic), on every device. What libtorch_cuda
 // asks for directly are the workspaces it lends to cuBLAS, cuDNN, cub and the like (up to 65 MiB on

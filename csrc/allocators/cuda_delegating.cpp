@@ -20,7 +20,7 @@ c10::DeleterFnPtr upstream_deleter = nullptr;
 
 Device device_number(c10::DeviceIndex index) noexcept { return static_cast<Device>(1 + index); }
 
-[[gnu::hot]] void forget(const void* pointer) noexcept {
+[[gnu::hot]] void report_freed_block(const void* pointer) noexcept {
   note_peak_ended_by_free(report_free(pointer));
 }
 
@@ -28,15 +28,16 @@ Device device_number(c10::DeviceIndex index) noexcept { return static_cast<Devic
 // never see a free.
 [[gnu::hot]] void free_block(void* pointer) {
   recorder().prefetch();
-  __builtin_prefetch(recorder().place(address_of(pointer)), 1);
-  forget(pointer);
+  __builtin_prefetch(recorder().prefetch_address(address_of(pointer)), 1);
+  report_freed_block(pointer);
   upstream_deleter(pointer);
 }
 
-// What `allocate` returns; a request that cannot be met is an event, and stays torch's error. Other
-// errors are of earlier work, a kernel's above all, which the allocation merely came upon.
+// Returns what `allocate` returns. If memory runs out, records the failure and rethrows torch's
+// error. Other errors pass as they are: they come from earlier asynchronous work, such as a kernel,
+// and only surface in the allocation.
 template <typename Allocate>
-auto or_report_oom(cca::CUDAAllocator* upstream, std::size_t size, Allocate allocate)
+auto report_oom_of(cca::CUDAAllocator* upstream, std::size_t size, Allocate allocate)
     -> decltype(allocate()) {
   try {
     return allocate();
@@ -51,11 +52,13 @@ auto or_report_oom(cca::CUDAAllocator* upstream, std::size_t size, Allocate allo
   }
 }
 
-[[gnu::hot]] void remember(c10::DataPtr& data, std::size_t size, const void* return_address) {
+[[gnu::hot]] void report_new_block(c10::DataPtr& data, std::size_t size,
+                                   const void* return_address) {
   if (!data || !data.compare_exchange_deleter(upstream_deleter, &free_block)) return;
-  __builtin_prefetch(recorder().place(address_of(data.get())), 1);
+  __builtin_prefetch(recorder().prefetch_address(address_of(data.get())), 1);
   const c10::DeviceIndex device = data.device().index();
-  const std::uint8_t stream = recorder().detailed() ? current_stream_id(device) : std::uint8_t{0};
+  const std::uint8_t stream =
+      recorder().writes_events() ? current_stream_id(device) : std::uint8_t{0};
   report_alloc(data.get(), size, device_number(device), stream,
                is_library_workspace(return_address));
 }
@@ -68,18 +71,18 @@ DelegatingCudaAllocator::DelegatingCudaAllocator(cca::CUDAAllocator* upstream)
 }
 
 c10::DataPtr DelegatingCudaAllocator::allocate(size_t size) {
-  if (retired()) [[unlikely]]
+  if (uninstalled()) [[unlikely]]
     return upstream_->allocate(size);
   recorder().prefetch();
-  c10::DataPtr data = or_report_oom(upstream_, size, [&] { return upstream_->allocate(size); });
-  remember(data, size, __builtin_return_address(0));
+  c10::DataPtr data = report_oom_of(upstream_, size, [&] { return upstream_->allocate(size); });
+  report_new_block(data, size, __builtin_return_address(0));
   return data;
 }
 
 #ifdef OPACUS_MEMPROF_HAS_allocateWithAddress
 c10::DataPtr DelegatingCudaAllocator::allocateWithAddress(size_t size, void* address) {
   c10::DataPtr data = upstream_->allocateWithAddress(size, address);
-  if (!retired()) remember(data, size, __builtin_return_address(0));
+  if (!uninstalled()) report_new_block(data, size, __builtin_return_address(0));
   return data;
 }
 #endif
@@ -88,7 +91,7 @@ c10::DeleterFnPtr DelegatingCudaAllocator::raw_deleter() const { return &free_bl
 
 void* DelegatingCudaAllocator::raw_alloc(size_t size) {
   const c10::DeviceIndex device = c10::cuda::current_device();
-  void* pointer = or_report_oom(upstream_, size, [&] { return upstream_->raw_alloc(size); });
+  void* pointer = report_oom_of(upstream_, size, [&] { return upstream_->raw_alloc(size); });
   report_alloc(pointer, size, device_number(device), current_stream_id(device),
                is_library_workspace(__builtin_return_address(0)));
   return pointer;
@@ -96,7 +99,7 @@ void* DelegatingCudaAllocator::raw_alloc(size_t size) {
 
 void* DelegatingCudaAllocator::raw_alloc_with_stream(size_t size, cudaStream_t stream) {
   const c10::DeviceIndex device = c10::cuda::current_device();
-  void* pointer = or_report_oom(upstream_, size,
+  void* pointer = report_oom_of(upstream_, size,
                                 [&] { return upstream_->raw_alloc_with_stream(size, stream); });
   report_alloc(pointer, size, device_number(device), stream_id(stream),
                is_library_workspace(__builtin_return_address(0)));
@@ -104,7 +107,7 @@ void* DelegatingCudaAllocator::raw_alloc_with_stream(size_t size, cudaStream_t s
 }
 
 void DelegatingCudaAllocator::raw_delete(void* pointer) {
-  forget(pointer);
+  report_freed_block(pointer);
   upstream_->raw_delete(pointer);
 }
 
@@ -113,7 +116,7 @@ void DelegatingCudaAllocator::recordStream(const c10::DataPtr& data, c10::cuda::
     upstream_->recordStream(data, stream);
     return;
   }
-  // Native recordStream returns without a word unless the deleter is its own.
+  // Native recordStream returns silently unless the deleter is its own.
   c10::DataPtr native(data.get(), data.get_context(), upstream_deleter, data.device());
   try {
     upstream_->recordStream(native, stream);
@@ -131,7 +134,7 @@ void DelegatingCudaAllocator::recordStream(const c10::DataPtr& data, c10::Stream
 cca::CheckpointDelta DelegatingCudaAllocator::setCheckpointPoolState(
     c10::DeviceIndex device, std::shared_ptr<cca::AllocatorState> state) {
   cca::CheckpointDelta delta = upstream_->setCheckpointPoolState(device, std::move(state));
-  for (void* pointer : delta.ptrs_freed) forget(pointer);
+  for (void* pointer : delta.ptrs_freed) report_freed_block(pointer);
   if (delta.dataptrs_allocd.empty()) return delta;
   // Upstream made these blocks alive again by itself: it alone knows the bytes that were asked for.
   std::unordered_map<std::uint64_t, std::size_t> requested;
@@ -139,7 +142,7 @@ cca::CheckpointDelta DelegatingCudaAllocator::setCheckpointPoolState(
     if (block.allocated) requested[address] = block.requested_size;
   });
   for (c10::DataPtr& data : delta.dataptrs_allocd) {
-    remember(data, requested[address_of(data.get())], __builtin_return_address(0));
+    report_new_block(data, requested[address_of(data.get())], __builtin_return_address(0));
   }
   return delta;
 }

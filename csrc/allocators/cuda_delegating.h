@@ -178,9 +178,10 @@ class DelegatingCudaAllocator final : public cca::CUDAAllocator {
 #endif
 
  private:
-  // torch has its own allocator back, but storages keep the one they were made by, and ask it when
-  // they are resized: what they get then must not be ours, since nobody undoes our deleter.
-  [[nodiscard]] bool retired() const noexcept {
+  // Whether torch has its own allocator back. Storages keep the allocator that made them and call
+  // it when they are resized; such blocks must not get our deleter, because nothing would remove
+  // it.
+  [[nodiscard]] bool uninstalled() const noexcept {
     return cca::allocator.load(std::memory_order_relaxed) == upstream_;
   }
 

@@ -12,7 +12,7 @@ namespace cca = c10::cuda::CUDACachingAllocator;
 namespace {
 
 // Blocks of a segment follow one another; what is neither allocated nor active is free.
-void add_up(const cca::SegmentInfo& segment, UpstreamAtFailure& found) {
+void add_segment(const cca::SegmentInfo& segment, UpstreamAtFailure& found) {
   std::int64_t free = 0;
   for (const auto& block : segment.blocks) {
     const auto size = static_cast<std::int64_t>(block.size);
@@ -60,7 +60,7 @@ UpstreamAtFailure upstream_at_failure(cca::CUDAAllocator& upstream,
     sums.reserved = sums.allocated = sums.pending = sums.largest_free = 0;
     sums.free_segments = sums.free_expandable = 0;
     for (const auto& segment : snapshot.segments) {
-      if (segment.device == device) add_up(segment, sums);
+      if (segment.device == device) add_segment(segment, sums);
     }
     found = sums;
   } catch (...) {

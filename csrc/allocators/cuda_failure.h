@@ -8,7 +8,7 @@
 
 namespace opacus_memprof {
 
-// Asks for no device memory, and never throws: what nobody tells stays -1.
+// Asks for no device memory, and never throws: figures that are not available stay -1.
 UpstreamAtFailure upstream_at_failure(c10::cuda::CUDACachingAllocator::CUDAAllocator& upstream,
                                       c10::DeviceIndex device) noexcept;
 

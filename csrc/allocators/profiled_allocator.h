@@ -23,8 +23,8 @@ class ProfiledAllocator {
   virtual void uninstall() = 0;
   [[nodiscard]] virtual bool installed() const = 0;
 
-  // Makes the free of a block that was allocated before us visible; false if it is not such a
-  // block.
+  // Takes over a block that was allocated before install(), so that its free is reported; false if
+  // it is not such a block.
   virtual bool adopt(c10::DataPtr& data, std::size_t bytes) = 0;
   // Asks upstream what it counts, for the peak that has just been closed on `device`.
   virtual void note_peak(Device device) noexcept = 0;
@@ -41,12 +41,12 @@ ProfiledAllocator* allocator_of(c10::DeviceType type);
 // count there.
 std::vector<Recorder::DevicePeak> closed_peaks();
 
-// c10's own count of the bytes that its CPU allocator has out since install, blocks adopted
-// included.
+// The bytes that are live by the count of c10's CPU memory reporter: what was allocated since
+// install, and the blocks that were adopted.
 std::int64_t cpu_reported_bytes();
 
 // The CPU runs out of memory beyond so many of these bytes, as a device of that size would; 0 lifts
-// the limit. A machine without a GPU can so rehearse what one would refuse.
+// the limit. So a machine without a GPU can rehearse running out of memory.
 void cpu_limit(std::int64_t bytes);
 
 // The name of torch's current CUDA allocator, and whether it runs under ours; "" without CUDA.

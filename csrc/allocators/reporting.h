@@ -18,14 +18,13 @@ inline std::uint64_t address_of(const void* pointer) noexcept {
 [[gnu::always_inline]] inline Tag tag_of_allocation() {
   const ThreadTags& tags = this_thread();
   const Tag top = tags.top();
-  if (recorder().detailed()) {
-    // Inside a hook's tags, autograd need not be asked for its node.
-    const bool said = top.module != kKeep16 && top.op != kKeep16;
-    return said ? tags.resolve({.task = backward_task()}) : tags.resolve(backward_position());
+  if (recorder().writes_events()) {
+    // Asking autograd for its node is dear, and not needed if hooks have set module and op.
+    if (top.module == kKeep16 || top.op == kKeep16) return tags.resolve(backward_position());
+    return tags.resolve({.task = backward_task()});
   }
-  // The counters need the category alone, and a hook has said it already.
-  const bool said = top.category != kKeep8;
-  return tags.resolve({.task = said ? -1 : backward_task()});
+  // The counters need the category alone, which depends on the task only if no hook has set it.
+  return tags.resolve({.task = top.category == kKeep8 ? backward_task() : -1});
 }
 
 // After upstream has allocated. `workspace`: lent to a library, whatever else is going on.
@@ -36,11 +35,11 @@ inline void report_alloc(const void* pointer, std::size_t size, Device device, s
   recorder().on_alloc(address_of(pointer), size, device, stream, tag);
 }
 
-// Before upstream frees; returns what Recorder::on_free does. What a thread is doing when it frees
-// tells the analysis activations from temporaries; the counters do not ask.
+// Before upstream frees; returns what Recorder::on_free does. The analysis tells activations from
+// temporaries by the phase of the free; the counters do not need it.
 inline int report_free(const void* pointer) noexcept {
   Phase phase = Phase::idle;
-  if (recorder().detailed()) {
+  if (recorder().writes_events()) {
     phase = backward_task() >= 0 ? backward_state.phase() : this_thread().phase();
   }
   return recorder().on_free(address_of(pointer), phase);

@@ -80,13 +80,13 @@ class ForwardThreads {
  public:
   // Of the calling thread, from `sequence` on.
   void begin(std::uint64_t sequence, std::uint16_t module) {
-    thread_local Mine mine(*this);
+    thread_local ThreadRegistration registration(*this);
     const std::lock_guard guard(lock_);
-    mine.ranges->begin(sequence, module);
-    changed();
+    registration.ranges->begin(sequence, module);
+    count_change();
   }
 
-  // Goes up with each range that begins or is forgotten; 0 is none that anybody has seen.
+  // Counts the ranges that began or were dropped. Never 0, so that 0 can stand for no look-up.
   [[nodiscard]] std::uint32_t changes() const noexcept {
     return changes_.load(std::memory_order_relaxed);
   }
@@ -98,39 +98,41 @@ class ForwardThreads {
     return found == threads_.end() ? SequenceRange{} : found->second.find(sequence, hint);
   }
 
-  // For pthread_atfork: nobody is inside while the process forks.
+  // For pthread_atfork: no thread holds the lock while the process forks.
   void lock() noexcept { lock_.lock(); }
   void unlock() noexcept { lock_.unlock(); }
 
  private:
-  // A thread's own ranges, which outlive it: its graph may.
-  struct Mine {
-    explicit Mine(ForwardThreads& of)
-        : all(of), thread(at::RecordFunction::currentThreadId()), ranges(of.enter(thread)) {}
-    Mine(const Mine&) = delete;
-    Mine& operator=(const Mine&) = delete;
-    ~Mine() { all.leave(thread); }
+  // The length of a thread. Its ranges outlive it, because its graph may.
+  struct ThreadRegistration {
+    explicit ThreadRegistration(ForwardThreads& threads)
+        : all(threads),
+          thread(at::RecordFunction::currentThreadId()),
+          ranges(threads.register_thread(thread)) {}
+    ThreadRegistration(const ThreadRegistration&) = delete;
+    ThreadRegistration& operator=(const ThreadRegistration&) = delete;
+    ~ThreadRegistration() { all.unregister_thread(thread); }
 
     ForwardThreads& all;
     std::uint64_t thread;
     SequenceRanges* ranges;
   };
 
-  SequenceRanges* enter(std::uint64_t thread) {
+  SequenceRanges* register_thread(std::uint64_t thread) {
     const std::lock_guard guard(lock_);
-    return &threads_[thread];  // stays where it is
+    return &threads_[thread];  // an unordered_map does not move its values
   }
 
-  void leave(std::uint64_t thread) {
+  void unregister_thread(std::uint64_t thread) {
     const std::lock_guard guard(lock_);
     ended_.push_back(thread);
     if (ended_.size() <= kKept) return;
     threads_.erase(ended_.front());
     ended_.pop_front();
-    changed();
+    count_change();
   }
 
-  void changed() noexcept {  // under the lock
+  void count_change() noexcept {  // under the lock
     changes_.store(changes() + 1, std::memory_order_relaxed);
   }
 
@@ -151,7 +153,8 @@ ForwardThreads& forward_threads() {
   return *instance;
 }
 
-// Whose forward made the node. Most nodes are of the same module as the one before.
+// The module whose forward made the node. Most nodes are of the same module as the last one, so
+// that its range is looked at first.
 [[gnu::hot]] std::uint16_t module_of(ThreadTags::LastNode& last, const torch::autograd::Node& node,
                                      std::uint64_t sequence) noexcept {
   constexpr std::uint64_t kAccumulateGrad = UINT64_MAX;  // belongs to no forward
@@ -173,7 +176,7 @@ ForwardThreads& forward_threads() {
 // that one load reads both.
 class OpNames {
  public:
-  std::uint16_t of(const torch::autograd::Node& node) {
+  std::uint16_t id_of(const torch::autograd::Node& node) {
     const std::type_info& type = typeid(node);
     const auto address = reinterpret_cast<std::uint64_t>(&type);
     std::atomic<std::uint64_t>& slot = slots_[(address >> 4U) % slots_.size()];
@@ -226,7 +229,7 @@ int backward_task() noexcept {
     last.node = node.get();
     last.sequence = sequence;
     last.position = {
-        .task = task, .module = module_of(last, *node, sequence), .op = op_names.of(*node)};
+        .task = task, .module = module_of(last, *node, sequence), .op = op_names.id_of(*node)};
   }
   return last.position;
 }

@@ -11,11 +11,12 @@
 
 namespace opacus_memprof {
 
-// Of the calling thread, now: valid until it is asked again. Never takes the GIL.
+// Where the calling thread is now; the reference holds until the thread's next call. Never takes
+// the GIL.
 const BackwardPosition& backward_position();
 
-// The graph task that the calling thread is inside (it says so to backward_state), or -1. Cheaper,
-// where module and op do not matter.
+// The graph task that the calling thread is inside, which backward_state then knows, or -1. Cheaper
+// than backward_position(), for callers that need neither module nor op.
 int backward_task() noexcept;
 
 // The length of a module's forward: pushes its tag and gives it the sequence numbers made
@@ -27,7 +28,8 @@ class ModuleScope {
   ModuleScope& operator=(const ModuleScope&) = delete;
   [[gnu::hot]] ~ModuleScope();
 
-  // The forward has raised: the outermost one's end is that of the phase, for no backward follows.
+  // To be called if the forward has raised: the phase then ends with the outermost forward, because
+  // no backward follows.
   void fail() noexcept { failed_ = true; }
 
  private:

@@ -157,14 +157,14 @@ static auto fields(const Follower&) {
 
 namespace {
 
-// What is not shown by a table.
-class ShowIds {
+// Converts what has no table of fields.
+class IdConverter {
  public:
   // Beyond the first `categories` ids every figure is 0.
-  explicit ShowIds(std::size_t categories) : categories_(categories) {}
+  explicit IdConverter(std::size_t categories) : categories_(categories) {}
 
   py::object operator()(const CategoryBytes& bytes) const {
-    return shown(std::span(bytes).first(categories_));
+    return as_python(std::span(bytes).first(categories_));
   }
   py::object operator()(const std::vector<ReplayResult::Share>& shares) const {
     py::dict result;
@@ -177,21 +177,21 @@ class ShowIds {
     return result;
   }
   py::object operator()(const std::map<std::uint8_t, Follower::Device>& devices) const {
-    return shown(std::views::values(devices));
+    return as_python(std::views::values(devices));
   }
   // By phase, but for those that never were.
   py::object operator()(const std::array<ReplayResult::Moment, kPhases>& phases) const {
     py::dict result;
     for (std::size_t phase = 0; phase < kPhases; ++phase) {
       if (phases[phase].event == ReplayResult::kNever) continue;
-      result[py::int_(phase)] = shown(phases[phase]);
+      result[py::int_(phase)] = as_python(phases[phase]);
     }
     return result;
   }
 
  private:
   template <typename Value>
-  [[nodiscard]] py::object shown(const Value& value) const {
+  [[nodiscard]] py::object as_python(const Value& value) const {
     return to_python(value, *this);
   }
 
@@ -213,19 +213,19 @@ PYBIND11_MODULE(_core, m) {
           const py::gil_scoped_release release;
           return replay(directory + "/events.bin", {.timeline_points = timeline_points});
         }();
-        return to_python(result, ShowIds(result.categories));
+        return to_python(result, IdConverter(result.categories));
       },
       "directory"_a, "timeline_points"_a = 2000,
       "What directory/events.bin says; core/replay.h documents the fields. Raises RuntimeError.");
   m.def(
       "for_event_rows",
-      [](const std::string& directory, const py::function& take) {
+      [](const std::string& directory, const py::function& on_rows) {
         for_event_rows(directory + "/events.bin", [&](std::span<const EventRow> rows) {
-          take(py::bytes(reinterpret_cast<const char*>(rows.data()), rows.size_bytes()));
+          on_rows(py::bytes(reinterpret_cast<const char*>(rows.data()), rows.size_bytes()));
         });
       },
-      "directory"_a, "take"_a,
-      "Calls take(bytes) with all rows of core/event_rows.h, in pieces. Raises RuntimeError.");
+      "directory"_a, "on_rows"_a,
+      "Calls on_rows(bytes) with all rows of core/event_rows.h, in pieces. Raises RuntimeError.");
   py::class_<Follower>(m, "Follower", "Reads on in directory/events.bin while it is written.")
       .def(py::init([](const std::string& directory) {
              return std::make_unique<Follower>(directory + "/events.bin");
@@ -238,7 +238,7 @@ PYBIND11_MODULE(_core, m) {
               const py::gil_scoped_release release;
               follower.advance();
             }
-            return to_python(follower, ShowIds(kMaxCategories));
+            return to_python(follower, IdConverter(kMaxCategories));
           },
           "Reads what was written since; what is live now, with ids as replay() has them.");
 }

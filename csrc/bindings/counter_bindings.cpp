@@ -31,7 +31,7 @@ auto tag_of(auto tag, auto field) {
   return [=](const auto& value) { return std::invoke(field, std::invoke(tag, value)); };
 }
 
-// None where nobody counts.
+// None for a figure that is not available.
 auto if_known(std::int64_t UpstreamAtFailure::*bytes) {
   return [=](const UpstreamAtFailure& upstream) {
     return upstream.*bytes < 0 ? std::nullopt : std::optional(upstream.*bytes);
@@ -144,8 +144,8 @@ static auto fields(const EventLog::Status&) {
 
 namespace {
 
-// What is not shown by a table.
-struct ShowLive {
+// Converts what has no table of fields.
+struct NameConverter {
   // Built-in categories always, the program's own as far as they have names.
   py::object operator()(const CategoryBytes& bytes) const {
     py::dict result;
@@ -168,20 +168,20 @@ struct ShowLive {
 };
 
 template <typename Value>
-py::object shown(const Value& value) {
-  return to_python(value, ShowLive{});
+py::object as_python(const Value& value) {
+  return to_python(value, NameConverter{});
 }
 
 }  // namespace
 
 void bind_counters(py::module_& m) {
-  m.def("snapshot", [](const std::string& name) { return shown(recorder().snapshot(name)); });
-  m.def("counters", [] { return shown(recorder().state()); });
-  m.def("peaks", [] { return shown(closed_peaks()); });
+  m.def("snapshot", [](const std::string& name) { return as_python(recorder().snapshot(name)); });
+  m.def("counters", [] { return as_python(recorder().state()); });
+  m.def("peaks", [] { return as_python(closed_peaks()); });
   m.def("reset_peaks", [] { recorder().reset_peaks(); });
-  m.def("live_blocks", [] { return shown(recorder().live_blocks()); });
-  m.def("failures", [] { return shown(recorder().failures()); });
-  m.def("events_status", [] { return shown(recorder().events_status()); });
+  m.def("live_blocks", [] { return as_python(recorder().live_blocks()); });
+  m.def("failures", [] { return as_python(recorder().failures()); });
+  m.def("events_status", [] { return as_python(recorder().events_status()); });
 }
 
 }  // namespace opacus_memprof

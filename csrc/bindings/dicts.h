@@ -21,21 +21,21 @@ struct Field {
   Get get;
 };
 
-// `show(value)` is asked first: what it takes, it turns into a Python object in its own way.
-template <typename Show, typename Value>
-pybind11::object to_python(const Value& value, const Show& show) {
-  if constexpr (requires { show(value); }) {
-    return show(value);
+// `converter(value)`, if there is such an overload, goes before the table.
+template <typename Converter, typename Value>
+pybind11::object to_python(const Value& value, const Converter& converter) {
+  if constexpr (requires { converter(value); }) {
+    return converter(value);
   } else if constexpr (requires { fields(value); }) {
     pybind11::dict result;
     const auto add = [&](const auto&... field) {
-      ((result[field.name] = to_python(std::invoke(field.get, value), show)), ...);
+      ((result[field.name] = to_python(std::invoke(field.get, value), converter)), ...);
     };
     std::apply(add, fields(value));
     return result;
   } else if constexpr (std::ranges::range<Value> && !std::convertible_to<Value, std::string_view>) {
     pybind11::list result;
-    for (const auto& item : value) result.append(to_python(item, show));
+    for (const auto& item : value) result.append(to_python(item, converter));
     return result;
   } else {
     return pybind11::cast(value);

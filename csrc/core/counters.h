@@ -16,7 +16,7 @@ using CategoryBytes = std::array<std::int64_t, kMaxCategories>;
 // follows it, so that what was retagged meanwhile counts under its right name.
 struct Peak {
   std::int64_t requested = 0;
-  // What the allocator itself counted at that instant; -1 where nobody counts.
+  // What the allocator itself counted at that instant; -1 if it does not count.
   std::int64_t upstream_requested = -1;
   std::int64_t upstream_allocated = -1;
   std::int64_t upstream_reserved = -1;

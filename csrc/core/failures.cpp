@@ -34,11 +34,11 @@ std::vector<Holding> holdings_of(const std::vector<Block>& blocks, Device device
 }
 
 std::uint64_t FailureLog::add(std::list<Failure>& failure) noexcept {
-  const std::uint64_t number = seen_++;
+  const std::uint64_t number = total_++;
   if (failure.empty()) return number;
   failure.front().number = number;
   newest_.splice(newest_.end(), failure);
-  if (newest_.size() > kMost) failure.splice(failure.begin(), newest_, newest_.begin());
+  if (newest_.size() > kMaxFailures) failure.splice(failure.begin(), newest_, newest_.begin());
   return number;
 }
 
@@ -49,7 +49,7 @@ void FailureLog::set_upstream(std::uint64_t number, const UpstreamAtFailure& ups
 }
 
 std::list<Failure> FailureLog::clear() noexcept {
-  seen_ = 0;
+  total_ = 0;
   return std::exchange(newest_, {});
 }
 

@@ -58,7 +58,7 @@ std::vector<Holding> holdings_of(const std::vector<Block>& blocks, Device device
 // asked for or given back: its entries come and go as lists.
 class FailureLog {
  public:
-  static constexpr std::size_t kMost = 16;
+  static constexpr std::size_t kMaxFailures = 16;
 
   // `failure` has one entry, which gets its number here, or none where there was no memory for it.
   // Afterwards it has the entry that there is no room for any more, if there is one. Returns the
@@ -67,12 +67,12 @@ class FailureLog {
   void set_upstream(std::uint64_t number, const UpstreamAtFailure& upstream) noexcept;
   // The newest last.
   [[nodiscard]] const std::list<Failure>& newest() const noexcept { return newest_; }
-  // Starts anew; returns what is forgotten.
+  // Removes all failures and counts from 0 again; returns them, to be freed outside the lock.
   std::list<Failure> clear() noexcept;
 
  private:
   std::list<Failure> newest_;
-  std::uint64_t seen_ = 0;
+  std::uint64_t total_ = 0;
 };
 
 }  // namespace opacus_memprof

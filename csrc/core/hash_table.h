@@ -64,8 +64,10 @@ class HashTable {
     size_ = 0;
   }
 
-  // Where a slot of this hash is, or next to it: worth a prefetch.
-  [[nodiscard]] const void* place(std::uint64_t hash) const noexcept { return &slots_[home(hash)]; }
+  // The address to prefetch before a slot of this hash is looked up: it is there or close by.
+  [[nodiscard]] const void* prefetch_address(std::uint64_t hash) const noexcept {
+    return &slots_[home(hash)];
+  }
 
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
 

@@ -13,8 +13,8 @@ namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20U;
 
-// The kernel may refuse a huge page; then these are ordinary ones.
-char* the_page() noexcept {
+// A huge page, or ordinary pages of the same size if the kernel has none; nullptr without memory.
+char* hot_page() noexcept {
   static char* const page = []() -> char* {
     void* memory = ::mmap(nullptr, 2 * kHugePage, PROT_READ | PROT_WRITE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -34,7 +34,7 @@ std::atomic<std::size_t> used{0};
 void* hot_memory(std::size_t bytes) noexcept {
   constexpr std::size_t kLine = 64;
   const std::size_t rounded = (bytes + kLine - 1) / kLine * kLine;
-  char* page = the_page();
+  char* page = hot_page();
   if (page == nullptr || rounded > kHugePage) return nullptr;
   std::size_t begin = used.load();
   do {
@@ -44,7 +44,7 @@ void* hot_memory(std::size_t bytes) noexcept {
 }
 
 bool is_hot_memory(const void* pointer) noexcept {
-  const char* page = the_page();
+  const char* page = hot_page();
   const auto* address = static_cast<const char*>(pointer);
   return page != nullptr && address >= page && address < page + kHugePage;
 }

@@ -71,9 +71,9 @@ class Ledger {
   }
   void erase(Block* block) noexcept { blocks_.erase(block); }
 
-  // Where the block at this address is, or next to it, for whoever wants to prefetch it.
-  [[nodiscard]] const void* place(std::uint64_t address) const noexcept {
-    return blocks_.place(Block::hash_of_address(address));
+  // The address to prefetch before the block is looked up or inserted.
+  [[nodiscard]] const void* prefetch_address(std::uint64_t address) const noexcept {
+    return blocks_.prefetch_address(Block::hash_of_address(address));
   }
   [[nodiscard]] std::size_t size() const noexcept { return blocks_.size(); }
   template <typename Function>

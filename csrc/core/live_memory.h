@@ -17,7 +17,7 @@
 
 namespace opacus_memprof {
 
-// A block as a capture remembers it.
+// Tells a block from a later one at the same address.
 struct BlockId {
   std::uint64_t address = 0;
   std::uint32_t serial = 0;
@@ -25,9 +25,9 @@ struct BlockId {
 
 class LiveMemory {
  public:
-  // What is needed to find a block or to insert one, for whoever wants to prefetch it.
-  [[nodiscard]] const void* place(std::uint64_t address) const noexcept {
-    return ledger_.place(address);
+  // The address to prefetch before the block is looked up or inserted.
+  [[nodiscard]] const void* prefetch_address(std::uint64_t address) const noexcept {
+    return ledger_.prefetch_address(address);
   }
   [[nodiscard]] const DeviceCounters* first_gpu() const noexcept { return &counters_[1]; }
 
@@ -53,7 +53,8 @@ class LiveMemory {
     counters_[block.device].add(block.category(), block.size(), block.phase, block.step);
   }
 
-  // The maximum that the block's death ends is closed; returns whether there was one.
+  // Takes the block out of the counters. If that ends a new maximum, closes the peak first and
+  // returns true.
   bool subtract(const Block& block) noexcept {
     const bool closed = close_peak(block.device);
     counters_[block.device].subtract(block.category(), block.size());
@@ -75,7 +76,7 @@ class LiveMemory {
     const auto more = more_captures_.find(block.address);
     return more == more_captures_.end() ? 1 : 1 + more->second;
   }
-  // True where it did not hold the block before.
+  // Returns true if this is the block's first capture.
   bool capture(Block& block) {
     if (block.captured) {
       ++more_captures_[block.address];
@@ -84,7 +85,7 @@ class LiveMemory {
     block.captured = 1;
     return true;
   }
-  // True where it does not hold the block, which is captured, any more.
+  // Returns true if this was the last capture of the block, which is captured.
   bool release(Block& block) noexcept {
     const auto more = more_captures_.find(block.address);
     if (more != more_captures_.end()) {
@@ -95,7 +96,7 @@ class LiveMemory {
     return true;
   }
 
-  // Closes the device's maximum that no free has ended yet; returns whether there is one.
+  // Closes the device's peak if it is open; returns whether it was.
   bool close_peak(Device device) noexcept {
     DeviceCounters& counters = counters_[device];
     if (!counters.peak_is_open()) return false;

@@ -62,11 +62,11 @@ std::string as_utf8(std::string_view text) {
 }  // namespace
 
 Names::Names() {
-  of(Kind::category).limit = kMaxCategories;
-  of(Kind::module).limit = 0xFFFF;  // kKeep16 is no id
-  of(Kind::op).limit = 0xFFFF;
-  of(Kind::thread).limit = 0x100;
-  of(Kind::stream).limit = 0x100;
+  list_of(Kind::category).limit = kMaxCategories;
+  list_of(Kind::module).limit = 0xFFFF;  // kKeep16 is no id
+  list_of(Kind::op).limit = 0xFFFF;
+  list_of(Kind::thread).limit = 0x100;
+  list_of(Kind::stream).limit = 0x100;
   for (const auto name : kCategoryNames) intern(Kind::category, name);
   for (const auto kind : {Kind::module, Kind::op, Kind::stream}) intern(kind, "");
 }
@@ -74,7 +74,7 @@ Names::Names() {
 std::uint16_t Names::intern(Kind kind, std::string_view name) {
   std::string key = as_utf8(name);  // allocated before the lock is taken
   const std::lock_guard guard(lock_);
-  List& list = of(kind);
+  List& list = list_of(kind);
   if (const auto found = list.ids.find(key); found != list.ids.end()) {
     return found->second;
   }
@@ -108,23 +108,23 @@ void Names::set_component(std::uint16_t module, std::string_view component) {
 std::vector<std::string> Names::components() const {
   const std::lock_guard guard(lock_);
   std::vector<std::string> result = components_;
-  result.resize(of(Kind::module).names.size());
+  result.resize(list_of(Kind::module).names.size());
   return result;
 }
 
 std::vector<std::string> Names::list(Kind kind) const {
   const std::lock_guard guard(lock_);
-  return of(kind).names;
+  return list_of(kind).names;
 }
 
 std::string Names::name(Kind kind, std::size_t id) const {
   const std::lock_guard guard(lock_);
-  return of(kind).names[id];
+  return list_of(kind).names[id];
 }
 
 std::size_t Names::size(Kind kind) const noexcept {
   const std::lock_guard guard(lock_);
-  return of(kind).names.size();
+  return list_of(kind).names.size();
 }
 
 std::uint64_t Names::version() const noexcept {

@@ -21,7 +21,7 @@ class Names {
   Names();
 
   // The id of `name`, added if new; what is not UTF-8 in it is replaced. A list that is full
-  // answers with its last id, which then is named "(other)": figures stay whole, only their names
+  // answers with its last id, which then is named "(other)": no bytes are lost, only their names
   // merge.
   std::uint16_t intern(Kind kind, std::string_view name);
 
@@ -40,7 +40,7 @@ class Names {
   // Counts every change, so that meta.json is rewritten only when it must be.
   [[nodiscard]] std::uint64_t version() const noexcept;
 
-  // For pthread_atfork: nobody is inside while the process forks.
+  // For pthread_atfork: no thread holds the lock while the process forks.
   void lock() noexcept { lock_.lock(); }
   void unlock() noexcept { lock_.unlock(); }
 
@@ -50,8 +50,8 @@ class Names {
     std::unordered_map<std::string, std::uint16_t> ids;
     std::size_t limit = 0;
   };
-  List& of(Kind kind) { return lists_[static_cast<std::size_t>(kind)]; }
-  const List& of(Kind kind) const { return lists_[static_cast<std::size_t>(kind)]; }
+  List& list_of(Kind kind) { return lists_[static_cast<std::size_t>(kind)]; }
+  const List& list_of(Kind kind) const { return lists_[static_cast<std::size_t>(kind)]; }
 
   mutable SpinLock lock_;
   std::array<List, kKinds> lists_;

@@ -29,8 +29,8 @@ constexpr Tag kUnknown{.category = static_cast<std::uint8_t>(Category::unattribu
 
 }  // namespace
 
-// A forked child (a DataLoader worker) shares the parent's file and inherits its locks: nobody may
-// be inside while the process forks, and the child stops recording.
+// A forked child (a DataLoader worker) shares the parent's file and inherits its locks: no thread
+// may hold one while the process forks, and the child stops recording.
 struct ForkHandlers {
   static void prepare() {
     names().lock();
@@ -52,7 +52,7 @@ Recorder::Recorder() = default;
 
 namespace detail {
 
-Recorder* const the_recorder = [] {
+Recorder* const process_recorder = [] {
   names();  // made before anything can fork
   pthread_atfork(ForkHandlers::prepare, ForkHandlers::parent, ForkHandlers::child);
   void* memory = hot_memory(sizeof(Recorder));
@@ -135,7 +135,7 @@ void Recorder::note_upstream_at_peak(Device device, std::int64_t requested, std:
   peak.upstream_reserved = reserved;
 }
 
-bool Recorder::knows(std::uint64_t address) noexcept { return size_of(address) != 0; }
+bool Recorder::has_block(std::uint64_t address) noexcept { return size_of(address) != 0; }
 
 std::uint64_t Recorder::size_of(std::uint64_t address) noexcept {
   const std::lock_guard guard(lock_);
@@ -149,7 +149,7 @@ std::uint16_t Recorder::module_of(std::uint64_t address) noexcept {
   return block == nullptr ? std::uint16_t{0} : block->module;
 }
 
-std::vector<std::uint64_t> Recorder::seeded(Device device) {
+std::vector<std::uint64_t> Recorder::seeded_addresses(Device device) {
   std::vector<std::uint64_t> addresses;
   for (const Block& block : live_blocks()) {
     if (block.seeded && block.device == device) addresses.push_back(block.address);
@@ -246,9 +246,9 @@ std::uint64_t Recorder::on_oom(std::uint64_t size, Device device, Tag tag) noexc
   }
   const std::lock_guard guard(lock_);
   log_.write(EventKind::oom, request, tag.phase, tag.op, step());
-  for (Failure& of_now : failure) {
-    of_now.step = step();
-    of_now.logical_step = logical_.load();
+  for (Failure& entry : failure) {
+    entry.step = step();
+    entry.logical_step = logical_.load();
   }
   return failures_.add(failure);
 }

@@ -32,16 +32,15 @@ class Recorder {
   // Called before upstream allocates, and first of all in a free: fetches in parallel what is
   // needed one after the other later.
   void prefetch() const noexcept;
-  // What to prefetch before a call for this address. (gcc 12 drops calls of functions that do
+  // The address to prefetch before a call for this block. (gcc 12 drops calls of functions that do
   // nothing but prefetch.)
-  [[nodiscard]] const void* place(std::uint64_t address) const noexcept {
-    return live_.place(address);
+  [[nodiscard]] const void* prefetch_address(std::uint64_t address) const noexcept {
+    return live_.prefetch_address(address);
   }
-  // false in a forked child: its blocks are its own affair.
-  [[nodiscard]] bool records() const noexcept { return enabled_; }
-  // Events are being written: worth asking for stream, module and op, which the counters do not
-  // need.
-  [[nodiscard]] bool detailed() const noexcept { return log_.is_open(); }
+  // false in a forked child, whose blocks are not recorded.
+  [[nodiscard]] bool is_recording() const noexcept { return enabled_; }
+  // Whether events are being written. They need stream, module and op, the counters do not.
+  [[nodiscard]] bool writes_events() const noexcept { return log_.is_open(); }
   [[gnu::hot, gnu::flatten]] void on_alloc(std::uint64_t address, std::uint64_t size, Device device,
                                            std::uint8_t stream, const Tag& tag) noexcept;
   // `phase` is what the freeing thread is doing. Returns the device whose new maximum this free
@@ -50,7 +49,7 @@ class Recorder {
   [[gnu::hot, gnu::flatten]] int on_free(std::uint64_t address, Phase phase) noexcept;
   // A block that was there before the profiler.
   void seed(std::uint64_t address, std::uint64_t size, Device device, std::uint8_t stream) noexcept;
-  // Takes stock of the device's live blocks; returns the failure's number.
+  // A failed allocation. Adds up the device's live blocks by origin; returns the failure's number.
   std::uint64_t on_oom(std::uint64_t size, Device device, Tag tag) noexcept;
   void note_upstream_at_failure(std::uint64_t number, const UpstreamAtFailure& upstream) noexcept;
   // What upstream counts at the peak that was just closed (or at `requested`'s instant).
@@ -58,10 +57,10 @@ class Recorder {
                              std::int64_t reserved) noexcept;
   // The peak that no free has ended yet; true if upstream should be asked.
   bool close_peak(Device device) noexcept;
-  [[nodiscard]] bool knows(std::uint64_t address) noexcept;
+  [[nodiscard]] bool has_block(std::uint64_t address) noexcept;
   [[nodiscard]] std::uint64_t size_of(std::uint64_t address) noexcept;    // 0 if unknown
   [[nodiscard]] std::uint16_t module_of(std::uint64_t address) noexcept;  // likewise
-  [[nodiscard]] std::vector<std::uint64_t> seeded(Device device);
+  [[nodiscard]] std::vector<std::uint64_t> seeded_addresses(Device device);
   // The block's own free will be reported from now on.
   void adopt(std::uint64_t address) noexcept;
 
@@ -75,7 +74,8 @@ class Recorder {
   // Opacus holds the block as a captured activation. serial 0: not a block that can be one.
   [[gnu::hot]] BlockId capture(std::uint64_t address);
   [[gnu::hot]] void release(BlockId id) noexcept;
-  // The captured block is held by Opacus alone (or by autograd as well).
+  // Decides whether Opacus alone holds the captured block, or autograd as well: `holders` counts
+  // those that hold its storage.
   [[gnu::hot]] void settle(BlockId id, std::int64_t holders) noexcept;
 
   void set_phase(Phase phase) noexcept;  // of the calling thread
@@ -112,7 +112,7 @@ class Recorder {
   std::vector<DevicePeak> peaks();
   void reset_peaks() noexcept;
   std::vector<Block> live_blocks();
-  // The newest since events were started, the newest last; at most FailureLog::kMost.
+  // The newest since events were started, the newest last; at most FailureLog::kMaxFailures.
   std::vector<Failure> failures();
 
   // Steps count from 0 again; what is live enters the file as seeds. Throws std::logic_error if
@@ -151,11 +151,11 @@ class Recorder {
 };
 
 namespace detail {
-extern Recorder* const the_recorder;
+extern Recorder* const process_recorder;
 }
 
 // The process' recorder; never destroyed, since blocks may outlive static destruction.
-inline Recorder& recorder() { return *detail::the_recorder; }
+inline Recorder& recorder() { return *detail::process_recorder; }
 
 inline void Recorder::prefetch() const noexcept {
   __builtin_prefetch(&lock_, 1);

@@ -47,7 +47,9 @@ class ReplayTable {
 
   // Where the key would be looked up: worth a prefetch some events before it is needed, since of
   // a table with millions of blocks hardly any of it is in a cache.
-  [[nodiscard]] const void* home(std::uint64_t key) const { return slots_.place(hash_of(key)); }
+  [[nodiscard]] const void* home(std::uint64_t key) const {
+    return slots_.prefetch_address(hash_of(key));
+  }
 
   // As new, but for its memory, which it keeps.
   void clear() {

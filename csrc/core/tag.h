@@ -8,8 +8,8 @@
 
 namespace opacus_memprof {
 
-// In a tag that is being pushed: take this field from the enclosing tag. On the stack's top: nobody
-// said, so the allocation's circumstances decide (tag_stack.h).
+// In a tag that is being pushed: take this field from the enclosing tag. On the stack's top: no
+// hook has set the field, and ThreadTags::resolve fills it in.
 inline constexpr std::uint8_t kKeep8 = 0xFF;
 inline constexpr std::uint16_t kKeep16 = 0xFFFF;
 

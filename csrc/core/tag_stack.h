@@ -66,7 +66,7 @@ class alignas(64) ThreadTags {
   void pop() noexcept {
     if (depth_ > 0) unwind(depth_ - 1);
   }
-  // What is on top goes on under this tag.
+  // Replaces the fields of the top tag that `tag` sets, until it is popped.
   void change(Tag tag) noexcept { top_ = merge(top_, tag); }
   [[nodiscard]] std::size_t depth() const noexcept { return depth_; }
   // Pops down to `depth`, also what an exception left behind.
@@ -125,7 +125,7 @@ class TagScope {
   std::size_t depth_;
 };
 
-// What every thread must know of backward passes.
+// What all threads share about backward passes.
 class alignas(64) Backward {
  public:
   // Called on each allocation and free inside a graph task; cheap when the task is the one seen

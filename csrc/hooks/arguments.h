@@ -99,10 +99,10 @@ pybind11::object to_python(Number number) {
 // Converts all arguments of a call; false with a Python error set.
 template <typename... Values>
 bool parse(PyObject* const* args, Py_ssize_t count, Values&... values) {
-  constexpr Py_ssize_t kMost = sizeof...(Values);
-  constexpr Py_ssize_t kLeast = (0 + ... + (std::same_as<Values, ModuleOrKeep> ? 0 : 1));
-  if (count < kLeast || count > kMost) {
-    PyErr_Format(PyExc_TypeError, "%zd arguments are expected, not %zd", kLeast, count);
+  constexpr Py_ssize_t kMaxArguments = sizeof...(Values);
+  constexpr Py_ssize_t kMinArguments = (0 + ... + (std::same_as<Values, ModuleOrKeep> ? 0 : 1));
+  if (count < kMinArguments || count > kMaxArguments) {
+    PyErr_Format(PyExc_TypeError, "%zd arguments are expected, not %zd", kMinArguments, count);
     return false;
   }
   Py_ssize_t at = 0;

@@ -15,12 +15,13 @@ namespace {
 struct CaptureActivations {
   py::function wrapped;
   std::uint16_t module;
-  py::function again;  // called where a module captures before a backward has used its last capture
+  // Called if the module captures again before a backward pass has used its last capture.
+  py::function on_repeat;
 
   static constexpr const char* kName = "CaptureActivations";
   static constexpr auto arguments() {
     using Hook = CaptureActivations;
-    return std::tuple(&Hook::wrapped, &Hook::module, &Hook::again);
+    return std::tuple(&Hook::wrapped, &Hook::module, &Hook::on_repeat);
   }
 
   [[gnu::hot]] PyObject* call(const Call& call) const {
@@ -46,16 +47,16 @@ struct CaptureActivations {
     capture_tensors(module, {PySequence_Fast_ITEMS(tensors.ptr()),
                              static_cast<std::size_t>(PySequence_Fast_GET_SIZE(tensors.ptr()))});
     // Activation checkpointing runs the forward again in backward.
-    if (backward_task() >= 0) again(module, true, false);
+    if (backward_task() >= 0) on_repeat(module, true, false);
   }
 
   // Ghost clipping refuses a second capture, with an error that speaks of tied parameters.
   void report_refusal() const {
     if (PyErr_ExceptionMatches(PyExc_NotImplementedError) == 0) return;
     const py::error_scope raised;
-    PyObject* told = PyObject_CallFunction(again.ptr(), "iOO", static_cast<int>(module),
-                                           backward_task() < 0 ? Py_False : Py_True, Py_True);
-    Py_XDECREF(told);
+    PyObject* result = PyObject_CallFunction(on_repeat.ptr(), "iOO", static_cast<int>(module),
+                                             backward_task() < 0 ? Py_False : Py_True, Py_True);
+    Py_XDECREF(result);
   }
 
   [[nodiscard]] py::object reduce(py::handle protocol) const {

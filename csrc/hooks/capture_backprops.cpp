@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// CaptureBackprops: Opacus' full backward hook. The module's own backward has run: autograd has let
-// go of what it saved. What the hook allocates is under one tag until its sampler has returned, and
-// under another one from then on.
+// CaptureBackprops: Opacus' full backward hook. It runs after the module's own backward, when
+// autograd has released what it saved. What the hook allocates gets one tag until its sampler has
+// returned, and another one from then on.
 #include "core/tag_stack.h"
 #include "hooks/attributes.h"
 #include "hooks/captures.h"
@@ -14,8 +14,8 @@ namespace opacus_memprof {
 
 namespace {
 
-// The tag that what runs on this thread goes on under once a sampler has returned; nullptr outside
-// of CaptureBackprops.
+// The tag of the CaptureBackprops that runs on this thread for what follows its sampler; nullptr if
+// none runs.
 thread_local const Tag* tag_after_sampling = nullptr;
 
 class SamplingScope {

@@ -43,7 +43,7 @@ void set_parameter_owner(py::handle parameter, std::uint16_t module) {
   set_owner(parameter.ptr(), module);
 }
 
-void forget_parameter_owner(ObjectId parameter) { forget_owner(parameter.address); }
+void remove_parameter_owner(ObjectId parameter) { remove_owner(parameter.address); }
 
 std::uint16_t owner_of_parameter(py::handle parameter) { return owner_of(parameter.ptr()); }
 
@@ -138,7 +138,7 @@ PyMethodDef functions[] = {
     method<end_step>("end_step"),
     method<set_component>("set_component"),
     method<set_parameter_owner>("set_owner"),
-    method<forget_parameter_owner>("forget_owner"),
+    method<remove_parameter_owner>("remove_owner"),
     method<owner_of_parameter>("owner_of"),
     method<follow_parameter_gradient>("follow_gradient"),
     method<unfollow_parameter_gradient>("unfollow_gradient"),
@@ -156,7 +156,7 @@ PyMethodDef functions[] = {
     method<retag_first_state>("retag_first_state"),
     method<retag_gradients>("retag_gradients"),
     method<retag_attribute>("retag_attribute"),
-    method<look_again>("look_again"),
+    method<forget_observed_shapes>("forget_observed_shapes"),
     {nullptr, nullptr, 0, nullptr},
 };
 

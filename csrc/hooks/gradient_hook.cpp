@@ -18,41 +18,42 @@ namespace {
 
 using torch::autograd::PostAccumulateGradHook;
 
-std::atomic<std::uint64_t> lost{0};
+std::atomic<std::uint64_t> lost_hooks{0};
 
 class GradientHook final : public PostAccumulateGradHook {
  public:
-  GradientHook(std::uint16_t module, std::unique_ptr<PostAccumulateGradHook> others)
-      : module_(module), others_(std::move(others)) {}
+  GradientHook(std::uint16_t module, std::unique_ptr<PostAccumulateGradHook> existing_hooks)
+      : module_(module), existing_hooks_(std::move(existing_hooks)) {}
   GradientHook(const GradientHook&) = delete;
   GradientHook& operator=(const GradientHook&) = delete;
   ~GradientHook() override {
-    if (!resigned_) ++lost;
+    if (!detached_) ++lost_hooks;
   }
 
   [[gnu::hot]] void operator()(const at::Tensor& parameter) override {
     retag_tensor(parameter.grad(), static_cast<std::uint8_t>(Category::gradients), module_);
-    if (others_ != nullptr) (*others_)(parameter);  // may drop the gradient
+    if (existing_hooks_ != nullptr) (*existing_hooks_)(parameter);  // may drop the gradient
   }
 
-  // Compiled autograd has no place for us; the base class would refuse.
+  // Compiled autograd cannot run our hook, for which the base class would raise: it gets the
+  // existing hooks alone.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    if (others_ != nullptr) others_->compiled_args(args);
+    if (existing_hooks_ != nullptr) existing_hooks_->compiled_args(args);
   }
   void apply_with_saved(at::Tensor& parameter,
                         torch::dynamo::autograd::SwapSavedVariables& saved) override {
-    if (others_ != nullptr) others_->apply_with_saved(parameter, saved);
+    if (existing_hooks_ != nullptr) existing_hooks_->apply_with_saved(parameter, saved);
   }
 
-  std::unique_ptr<PostAccumulateGradHook> resign() {
-    resigned_ = true;
-    return std::move(others_);
+  std::unique_ptr<PostAccumulateGradHook> detach() {
+    detached_ = true;
+    return std::move(existing_hooks_);
   }
 
  private:
   std::uint16_t module_;
-  std::unique_ptr<PostAccumulateGradHook> others_;
-  bool resigned_ = false;
+  std::unique_ptr<PostAccumulateGradHook> existing_hooks_;
+  bool detached_ = false;
 };
 
 // nullptr where there is none.
@@ -69,20 +70,20 @@ void follow_gradient(PyObject* parameter, std::uint16_t module) {
   if (!THPVariable_Check(parameter)) return;
   unfollow_gradient(parameter);
   const at::Tensor& tensor = THPVariable_Unpack(parameter);
-  std::unique_ptr<PostAccumulateGradHook> others;
+  std::unique_ptr<PostAccumulateGradHook> existing_hooks;
   if (torch::autograd::impl::get_autograd_meta(tensor) != nullptr) {
-    others = std::move(torch::autograd::impl::post_acc_grad_hooks(tensor));
+    existing_hooks = std::move(torch::autograd::impl::post_acc_grad_hooks(tensor));
   }
   torch::autograd::impl::set_post_acc_grad_hooks(
-      tensor, std::make_unique<GradientHook>(module, std::move(others)));
+      tensor, std::make_unique<GradientHook>(module, std::move(existing_hooks)));
 }
 
 void unfollow_gradient(PyObject* parameter) {
   GradientHook* ours = hook_at(parameter);
   if (ours == nullptr) return;
-  torch::autograd::impl::set_post_acc_grad_hooks(THPVariable_Unpack(parameter), ours->resign());
+  torch::autograd::impl::set_post_acc_grad_hooks(THPVariable_Unpack(parameter), ours->detach());
 }
 
-std::uint64_t gradient_hooks_lost() noexcept { return lost; }
+std::uint64_t gradient_hooks_lost() noexcept { return lost_hooks; }
 
 }  // namespace opacus_memprof

@@ -3,17 +3,21 @@
 // CPython type of its own, called by the vectorcall protocol: a call through pybind11 or of a
 // Python object would cost several times as much as the hook does.
 //
-// A hook is a struct with
-//   static constexpr const char* kName;                the type's name in Python
-//   static constexpr auto arguments();                 its members that the constructor sets, as a
-//   tuple of pointers PyObject* call(const Call& call);                  a new reference, or
-//   nullptr with a Python error set; may throw
-// and, where it differs from what most hooks do,
-//   pybind11::object wrapped_callable() const;         `__wrapped__`; else the member `wrapped`
-//   pybind11::object reduce(pybind11::handle protocol) const;       `__reduce_ex__`; else the hook
-//   is made anew from its arguments static constexpr bool kForwardsAttributes = true;  what the
-//   type has not is looked up in `__wrapped__` static std::vector<PyGetSetDef> properties(); more
-//   of them static std::vector<PyType_Slot> slots();           likewise
+// A hook is a struct with these members:
+// - `static constexpr const char* kName`: the type's name in Python.
+// - `static constexpr auto arguments()`: a tuple of pointers to the members that the constructor
+//   sets, in the order of its arguments.
+// - `PyObject* call(const Call& call)`: a new reference, or nullptr with a Python error set. It may
+//   throw.
+//
+// These are optional:
+// - `pybind11::object wrapped_callable() const`: `__wrapped__`, which else is the member `wrapped`.
+// - `pybind11::object reduce(pybind11::handle protocol) const`: `__reduce_ex__`, which else makes
+//   the hook anew from its arguments.
+// - `static constexpr bool kForwardsAttributes = true`: attributes that the type does not have are
+//   looked up in `__wrapped__`.
+// - `static std::vector<PyGetSetDef> properties()` and `static std::vector<PyType_Slot> slots()`:
+//   what the type has in addition.
 #pragma once
 
 #include <Python.h>

@@ -15,10 +15,11 @@ void add_sampler(pybind11::module_& module);
 void add_parameter_function(pybind11::module_& module);
 void add_functions(pybind11::module_& module);
 
-// Samplers let every layer be observed once more.
-void look_again() noexcept;
+// Samplers call their observer for every layer once more, whichever shapes it has seen.
+void forget_observed_shapes() noexcept;
 
-// The sampler that a CaptureBackprops on this thread has called, if one has, is about to return.
+// Called by a Sampler before it returns: the CaptureBackprops that runs on this thread, if one
+// does, changes to its second tag.
 void end_sampling() noexcept;
 
 }  // namespace opacus_memprof

@@ -14,7 +14,7 @@ namespace {
 constexpr std::uint64_t kUnclaimed =
     set_of(Category::unattributed) | set_of(Category::forward_undecided);
 
-void become_inputs(PyObject* tensor, std::uint64_t expected) {
+void retag_as_inputs(PyObject* tensor, std::uint64_t expected) {
   retag_tensor(tensor, static_cast<std::uint8_t>(Category::inputs), kKeep16, expected);
 }
 
@@ -27,7 +27,7 @@ std::pair<std::int64_t, std::int64_t> tag_inputs(PyObject* batch) {
   for (PyObject* object : found) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
     if (tensor.requires_grad()) continue;
-    become_inputs(object, kUnclaimed);
+    retag_as_inputs(object, kUnclaimed);
     // Sizes may be symbols, and nested tensors have none.
     if (tensor.is_nested()) continue;
     if (samples < 0 && tensor.dim() > 0) samples = tensor.sym_size(0).maybe_as_int().value_or(-1);
@@ -38,9 +38,9 @@ std::pair<std::int64_t, std::int64_t> tag_inputs(PyObject* batch) {
 
 void tag_target(PyObject* target) {
   if (!THPVariable_CheckExact(target) || THPVariable_Unpack(target).requires_grad()) return;
-  become_inputs(target, held_by_program_alone(THPVariable_Unpack(target))
-                            ? kUnclaimed
-                            : set_of(Category::unattributed));
+  retag_as_inputs(target, held_by_program_alone(THPVariable_Unpack(target))
+                              ? kUnclaimed
+                              : set_of(Category::unattributed));
 }
 
 }  // namespace opacus_memprof

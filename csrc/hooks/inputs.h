@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step is given becomes `inputs`, unless somebody has claimed it: hooks/inputs.py.
+// Gives the category `inputs` to the tensors that a step is given, if no hook has given them
+// another one. opacus_memprof/hooks/inputs.py says when.
 #pragma once
 
 #include <Python.h>
@@ -9,12 +10,12 @@
 
 namespace opacus_memprof {
 
-// The tensors of a batch that nobody has computed from parameters. Returns the first dimension of
-// the first one that has dimensions, -1 where none has, and the elements of all.
+// Retags the tensors of a batch, but not those that require a gradient. Returns the first dimension
+// of the first one that has dimensions, -1 where none has, and the elements of all.
 std::pair<std::int64_t, std::int64_t> tag_inputs(PyObject* batch);
 
-// What a loss compares with, unless it was computed from parameters, or made in forward and held by
-// autograd too. Whatever is no plain tensor is passed over.
+// Retags the target of a loss, unless it requires a gradient, or was made in forward and autograd
+// holds it too. Objects that are no plain tensors are skipped.
 void tag_target(PyObject* target);
 
 }  // namespace opacus_memprof

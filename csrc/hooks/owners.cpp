@@ -22,7 +22,7 @@ void set_owner(PyObject* parameter, std::uint16_t module) {
   owners()[address_of(parameter)] = module;
 }
 
-void forget_owner(std::uintptr_t address) noexcept { owners().erase(address); }
+void remove_owner(std::uintptr_t address) noexcept { owners().erase(address); }
 
 std::uint16_t owner_of(PyObject* parameter) noexcept {
   const auto found = owners().find(address_of(parameter));

@@ -64,7 +64,7 @@ struct Sampler {
 
 }  // namespace
 
-void look_again() noexcept { observed_shapes().clear(); }
+void forget_observed_shapes() noexcept { observed_shapes().clear(); }
 
 void add_sampler(py::module_& module) { HookType<Sampler>::add(module); }
 

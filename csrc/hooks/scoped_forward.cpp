@@ -19,7 +19,7 @@ namespace opacus_memprof {
 namespace {
 
 struct ScopedForward {
-  py::function function;  // the class' own, unbound; or what stood in the __dict__, called as it is
+  py::function function;  // the class' own, unbound; or the callable that was in the __dict__
   py::weakref reference;  // to the module
   std::uint16_t module;
   bool bound_by_class;
@@ -39,7 +39,7 @@ struct ScopedForward {
   }
 
   [[gnu::hot]] PyObject* call_bound(const Call& call) const {
-    const py::object self = the_module();
+    const py::object self = referenced_module();
     const auto count = static_cast<std::size_t>(call.positional() + call.named());
     std::array<PyObject*, 8> few;
     std::vector<PyObject*> many;
@@ -54,7 +54,7 @@ struct ScopedForward {
     return PyObject_Vectorcall(function.ptr(), all, positional + 1, call.names);
   }
 
-  [[nodiscard]] py::object the_module() const {
+  [[nodiscard]] py::object referenced_module() const {
     PyObject* found = nullptr;
 #if PY_VERSION_HEX >= 0x030D0000
     PyWeakref_GetRef(reference.ptr(), &found);
@@ -69,17 +69,18 @@ struct ScopedForward {
     return py::reinterpret_steal<py::object>(found);
   }
 
-  // What stands behind it, bound: for inspect.signature and whoever unwraps.
+  // The wrapped forward as a bound method, for inspect.signature and other code that unwraps.
   [[nodiscard]] py::object wrapped_callable() const {
     if (!bound_by_class) return function;
-    return py::reinterpret_steal<py::object>(PyMethod_New(function.ptr(), the_module().ptr()));
+    return py::reinterpret_steal<py::object>(
+        PyMethod_New(function.ptr(), referenced_module().ptr()));
   }
 
   // A pickle or deep copy of a model carries its plain forward: copies are not profiled.
   [[nodiscard]] py::object reduce(py::handle protocol) const {
     if (!bound_by_class) return reduce_to(function, protocol);
     const py::object getattr = py::module_::import("builtins").attr("getattr");
-    return py::make_tuple(getattr, py::make_tuple(the_module(), "forward"));
+    return py::make_tuple(getattr, py::make_tuple(referenced_module(), "forward"));
   }
 
   static std::vector<PyGetSetDef> properties() {

@@ -13,7 +13,7 @@ namespace {
 struct Tagged {
   Tag tag;
   py::function wrapped;
-  OrNone<py::str> module_of;  // the name of an argument whose block says the module
+  OrNone<py::str> module_of;  // the name of a tensor argument: the module is that of its block
 
   static constexpr const char* kName = "Tagged";
   static constexpr bool kForwardsAttributes = true;

@@ -26,7 +26,7 @@ bool is_mapping(PyObject* value) {
   return is != 0;
 }
 
-py::object or_raise(PyObject* made) {
+py::object steal_or_raise(PyObject* made) {
   if (made == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(made);
 }
@@ -35,7 +35,7 @@ py::object or_raise(PyObject* made) {
 
 TensorsIn::TensorsIn(py::handle value) {
   if (add(value.ptr()) || value.is_none()) return;
-  add_items(or_raise(PySequence_List(value.ptr())).ptr());
+  add_items(steal_or_raise(PySequence_List(value.ptr())).ptr());
 }
 
 bool TensorsIn::add(PyObject* value) {
@@ -45,7 +45,7 @@ bool TensorsIn::add(PyObject* value) {
   } else if (PyTuple_Check(value) || PyList_Check(value)) {
     add_items(value);
   } else if (!is_plain(value) && is_mapping(value)) {
-    add_items(or_raise(PyMapping_Values(value)).ptr());
+    add_items(steal_or_raise(PyMapping_Values(value)).ptr());
   } else {
     return false;
   }

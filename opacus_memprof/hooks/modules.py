@@ -164,15 +164,15 @@ def follow_parameters(attachment: Attachment, root: nn.Module) -> None:
     follow_gradients(root)
     attachment.on_detach(partial(_unfollow_gradients, weakref.ref(root)))
     keys: list[int] = []
-    attachment.on_detach(partial(_forget_owners, keys))
+    attachment.on_detach(partial(_remove_owners, keys))
     for name, parameter in owned_parameters(root):
         native.set_owner(parameter, native.module_id(name))
         keys.append(id(parameter))
 
 
-def _forget_owners(keys: list[int]) -> None:
+def _remove_owners(keys: list[int]) -> None:
     for key in keys:
-        native.forget_owner(key)
+        native.remove_owner(key)
 
 
 def follow_gradients(root: nn.Module) -> None:

@@ -34,7 +34,7 @@ def _reset() -> None:
     _at_forward_begin.clear()
     _recomputed.clear()
     _noise_optimizers.clear()
-    native.look_again()
+    native.forget_observed_shapes()
     _reducing_optimizers.clear()
 
 

@@ -55,17 +55,17 @@ TEST(Failures, TakeStockOfTheDevice) {
 
 TEST(Failures, OnlyTheNewestAreKept) {
   Recorder recorder;
-  for (std::uint64_t size = 0; size < FailureLog::kMost + 5; ++size) {
+  for (std::uint64_t size = 0; size < FailureLog::kMaxFailures + 5; ++size) {
     EXPECT_EQ(recorder.on_oom(size, kGpu, {}), size);
   }
-  recorder.note_upstream_at_failure(FailureLog::kMost, {.reserved = 77});
+  recorder.note_upstream_at_failure(FailureLog::kMaxFailures, {.reserved = 77});
   recorder.note_upstream_at_failure(0, {.reserved = 88});  // forgotten already
   const auto failures = recorder.failures();
-  ASSERT_EQ(failures.size(), FailureLog::kMost);
+  ASSERT_EQ(failures.size(), FailureLog::kMaxFailures);
   EXPECT_EQ(failures.front().number, 5U);
-  EXPECT_EQ(failures.back().number, FailureLog::kMost + 4);
+  EXPECT_EQ(failures.back().number, FailureLog::kMaxFailures + 4);
   for (const Failure& failure : failures) {
-    EXPECT_EQ(failure.upstream.reserved, failure.number == FailureLog::kMost ? 77 : -1);
+    EXPECT_EQ(failure.upstream.reserved, failure.number == FailureLog::kMaxFailures ? 77 : -1);
   }
 }
 
@@ -79,7 +79,7 @@ TEST(Failures, OfManyThreadsWhileBlocksComeAndGo) {
         recorder.on_alloc(address, 64, kGpu, 0, {.category = 0, .phase = 0, .module = 0, .op = 0});
         if (i % 20 == 0) {
           recorder.on_oom(i, kGpu, {});
-          EXPECT_LE(recorder.failures().size(), FailureLog::kMost);
+          EXPECT_LE(recorder.failures().size(), FailureLog::kMaxFailures);
         }
         recorder.on_free(address, Phase::idle);
       }

@@ -99,5 +99,12 @@ TEST(Names, ACharacterThatWasCutOffAtTheEndIsLeftOut) {
   }
 }
 
+TEST(Names, APhaseIsItsIndexInTheVocabulary) {
+  EXPECT_EQ(phase_id("idle"), 0);
+  EXPECT_EQ(phase_id("zero_grad"), static_cast<std::uint8_t>(Phase::zero_grad));
+  EXPECT_THROW(phase_id(""), std::invalid_argument);
+  EXPECT_THROW(phase_id("forwards"), std::invalid_argument);
+}
+
 }  // namespace
 }  // namespace opacus_memprof

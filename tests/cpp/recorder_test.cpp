@@ -86,7 +86,7 @@ TEST(Recorder, CountsByCategory) {
   EXPECT_EQ(live(recorder, Category::noise), 100);
   EXPECT_EQ(total(recorder), 130);
   recorder.on_free(0x1000, Phase::idle);
-  EXPECT_FALSE(recorder.knows(0x1000));
+  EXPECT_FALSE(recorder.has_block(0x1000));
   recorder.on_free(0x1000, Phase::idle);  // once more: nobody's
   EXPECT_EQ(live(recorder, Category::noise), 0);
   EXPECT_EQ(total(recorder), 30);
@@ -173,10 +173,10 @@ TEST(Recorder, ASeededBlockThatWasFreedUnseenGivesWayToTheNextOneThere) {
   Recorder recorder;
   recorder.seed(0x1000, 100, kGpu, 0);
   recorder.seed(0x1000, 100, kGpu, 0);  // again: known
-  EXPECT_EQ(recorder.seeded(kGpu), std::vector<std::uint64_t>{0x1000});
+  EXPECT_EQ(recorder.seeded_addresses(kGpu), std::vector<std::uint64_t>{0x1000});
   recorder.on_alloc(0x1000, 30, kGpu, 0, tag_of(Category::noise));
   EXPECT_EQ(total(recorder), 30);
-  EXPECT_TRUE(recorder.seeded(kGpu).empty());
+  EXPECT_TRUE(recorder.seeded_addresses(kGpu).empty());
 }
 
 TEST(Recorder, AForkedChildDoesNotRecord) {

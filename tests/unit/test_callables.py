@@ -191,7 +191,7 @@ def test_parameter_function_names_what_it_sets_for_the_owner(via: str | None) ->
 
     function = native.ParameterFunction(set_samples, TAG, "grad_sample", SAMPLES, via)
     function(parameter if via is None else SimpleNamespace(orig_weight=parameter), 1000)
-    native.forget_owner(id(parameter))
+    native.remove_owner(id(parameter))
     block = block_of(parameter.grad_sample)
     assert (block["category"], block["module"]) == ("per_sample_gradients", "some.owner")
     function(SimpleNamespace(), 10)  # an argument without a parameter, or a parameter without samples
@@ -206,6 +206,6 @@ def test_retag_attribute_skips_parameters_without() -> None:
     with_grad.summed_grad = torch.zeros(50)  # type: ignore[attr-defined]
     assert native.retag_attribute([without, with_grad], "summed_grad", gradients) == 200
     assert native.retag_attribute([without, with_grad], "no_such", gradients) == 0
-    native.forget_owner(id(with_grad))
+    native.remove_owner(id(with_grad))
     assert native.owner_of(with_grad) == 0
     assert block_of(with_grad.grad)["module"] == "some.owner"
