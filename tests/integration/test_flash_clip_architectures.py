@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flash_clip clips public architectures as clipping by hand does, one sample at a time: all parameters, and LoRA
+adapters."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("torchvision")
+
+from tests.integration.architectures import IMAGE, LANGUAGE, batch_for, build, losses
+from tests.integration.clipping_by_hand import difference
+
+LORA = ["gpt2", "llama", "mistral", "qwen2", "gemma", "phi", "falcon", "bloom", "opt", "bert", "roberta", "t5"]
+LORA += ["vit", "swin", "convnext", "torchvision_vit"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", [*LANGUAGE, *IMAGE])
+def test_full_training(name: str) -> None:
+    torch.manual_seed(0)
+    model = build(name)
+    assert difference(model, batch_for(name), losses, passes=1) < 1e-8
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_lora_adapters(name: str) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    base = build(name)
+    targets = [n for n, module in base.named_modules() if _can_be_adapted(n, module)]
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=targets)).double().train()
+    for parameter_name, parameter in model.named_parameters():
+        if "lora_B" in parameter_name:  # zero at first, which would leave lora_A without gradients
+            nn.init.normal_(parameter, std=0.1)
+    assert difference(model.base_model.model, batch_for(name), losses, passes=1) < 1e-8
+
+
+def _can_be_adapted(name: str, module: nn.Module) -> bool:
+    kind = type(module).__name__
+    return kind in ("Linear", "Conv1D", "FalconLinear") and not name.endswith(("head", "out_proj", "classifier"))
