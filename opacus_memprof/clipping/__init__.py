@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from opacus_memprof.clipping.module import FlashClipHooks, GradSampleModuleFlashClip
     from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
     from opacus_memprof.clipping.register import register_norm_samplers
+    from opacus_memprof.clipping.verification import Verification, verify
 
 _MODULES = {
     "DPOptimizerFlashClip": "optimizer",
@@ -22,7 +23,9 @@ _MODULES = {
     "FlashClipHooks": "module",
     "GradSampleModuleFlashClip": "module",
     "adopt_grad_samples": "grad_sample_copies",
+    "Verification": "verification",
     "register_norm_samplers": "register",
+    "verify": "verification",
 }
 
 __all__ = [
@@ -30,8 +33,10 @@ __all__ = [
     "FlashClipEngineMixin",
     "FlashClipHooks",
     "GradSampleModuleFlashClip",
+    "Verification",
     "adopt_grad_samples",
     "register_norm_samplers",
+    "verify",
 ]
 
 
