@@ -8,8 +8,8 @@ from fractions import Fraction
 
 from opacus_memprof.analysis.virtual import compare_virtual
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.profiles.json_object import JsonObject
-from opacus_memprof.profiles.profile import Device, Groups, Peak, PhasePeak, Profile, Sizes
+from opacus_memprof.profiles.difference import DeviceDiff, Diff, DiffPeak, DiffPhase, PeakDifference
+from opacus_memprof.profiles.profile import Device, Groups, Peak, PhasePeak, Profile
 from opacus_memprof.profiles.units import format_bytes, parse_size
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.ASCII)
@@ -37,47 +37,6 @@ class GrowthLimit:
         """Whether a peak of `after` bytes is within the limit of one of `before`."""
         allowed = self.size if self.percent is None else self.percent * before / 100
         return after - before <= allowed
-
-
-class DiffPeak(JsonObject):
-    """When a peak was, and its bytes by category."""
-
-    requested_bytes: int
-    phase: str
-    step: int
-    categories: Sizes
-
-
-class DiffPhase(JsonObject):
-    """The peaks of a phase, None where a run has no such phase, and after less before in signed bytes."""
-
-    total: int
-    before_bytes: int | None
-    after_bytes: int | None
-    categories: Sizes
-
-
-class PeakDifference(JsonObject):
-    """One peak less another in signed bytes, without what did not change: Σ `categories` = Σ `modules` = `total`."""
-
-    total: int
-    categories: Sizes
-    modules: Groups
-
-
-class DeviceDiff(PeakDifference):
-    """The difference between two peaks of one device, and between the peaks of its phases."""
-
-    before: DiffPeak
-    after: DiffPeak
-    phases: dict[str, DiffPhase]
-
-
-class Diff(JsonObject):
-    """The differences between two profiles by device, and notes on what else differs."""
-
-    devices: dict[str, DeviceDiff]
-    notes: list[str]
 
 
 def diff_profiles(before: Profile, after: Profile) -> Diff:

@@ -3,31 +3,12 @@
 
 from msgspec.structs import replace
 
-from opacus_memprof.analysis.diff import PeakDifference, join_names, modules_of, peak_difference, refuse_without_devices
+from opacus_memprof.analysis.diff import join_names, modules_of, peak_difference, refuse_without_devices
 from opacus_memprof.analysis.names import as_without_dp
 from opacus_memprof.analysis.virtual import compare_virtual
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.profiles.json_object import JsonObject
+from opacus_memprof.profiles.difference import DeviceTax, Tax
 from opacus_memprof.profiles.profile import Peak, Profile
-
-
-class DeviceTax(PeakDifference):
-    """The private run's peak on a device less the vanilla one's: `total` = private_bytes - vanilla_bytes.
-
-    Captures that autograd holds as well count as the activations that they are without Opacus; `opacus_only` is what
-    Opacus alone holds of them, the private run's share of activation_hooks.
-    """
-
-    private_bytes: int
-    vanilla_bytes: int
-    opacus_only: int
-
-
-class Tax(JsonObject):
-    """What privacy adds by device, and notes on what else differs."""
-
-    devices: dict[str, DeviceTax]
-    notes: list[str]
 
 
 def dp_tax(private: Profile, vanilla: Profile) -> Tax:

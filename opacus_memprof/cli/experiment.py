@@ -30,13 +30,13 @@ def experiment(
     Exits with 1 where the training failed. Running out of memory is a result.
     """
     chosen = training.configuration(default="transformer", mode=mode, nproc=nproc)
-    result = process.run_to(output, chosen, token=training.token, on_line=print)
+    result = process.run_to_file(output, chosen, token=training.token, on_line=print)
     from opacus_memprof.experiments.grid import MethodCell
     from opacus_memprof.experiments.rows import Row
-    from opacus_memprof.experiments.summary import closing
+    from opacus_memprof.experiments.summary import terminal_summary
 
     row = Row(output.stem, MethodCell(chosen).label, result)
-    print(closing([row], output.parent))
+    print(terminal_summary([row], output.parent))
     print(f"result: {output}")
-    if not row.finished and not row.ran_out:
+    if not row.finished and not row.ran_out_of_memory:
         raise typer.Exit(1)

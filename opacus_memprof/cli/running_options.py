@@ -47,7 +47,7 @@ class RunningOptions:
         from rich.console import Console
 
         from opacus_memprof.experiments.engine import run_grid
-        from opacus_memprof.experiments.summary import closing
+        from opacus_memprof.experiments.summary import terminal_summary
 
         console = Console()
         rows = run_grid(
@@ -61,13 +61,13 @@ class RunningOptions:
             token=token,
             on_line=print if len(cells) == 1 else lambda line: None,
         )
-        print(closing(rows, results_dir))
-        for reason in dict.fromkeys(row.result["data"]["reason"] for row in rows if row.result["data"]):
+        print(terminal_summary(rows, results_dir))
+        for reason in dict.fromkeys(row.result.data.reason for row in rows if row.result.data):
             console.print(f"data: {reason}", highlight=False, markup=False, soft_wrap=True)
         counts = Counter(row.outcome for row in rows)
         listed = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
         console.print(f"{listed}. The results are in {results_dir.absolute()}", highlight=False, soft_wrap=True)
-        if any(not row.finished and not row.ran_out for row in rows):
+        if any(not row.finished and not row.ran_out_of_memory for row in rows):
             raise typer.Exit(1)
 
 

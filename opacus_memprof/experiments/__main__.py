@@ -12,15 +12,15 @@ from opacus_memprof import virtual_gpu
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.files import read_json, write_json
-from opacus_memprof.experiments.process import CONFIGURATION, PROFILE, RESULT
+from opacus_memprof.experiments.process import CONFIGURATION, PROFILE_DIRECTORY, RESULT
 from opacus_memprof.integrations.hub import use_cache_if_hub_unreachable
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
-    """Trains what configuration.json says, and leaves result.json."""
-    # Whoever kills the one that waits for this run wants no GPU to stay busy.
+    """Trains the configuration in configuration.json, and writes result.json."""
+    # If the process that waits for this run is killed, the run ends too, and frees its GPU.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     warnings.simplefilter("ignore")  # Opacus' and torch's advice to those who write training scripts
     directory = Path(sys.argv[1])
@@ -31,31 +31,31 @@ def main() -> None:
         return
     if configuration.pretrained:
         use_cache_if_hub_unreachable()
-    from opacus_memprof.experiments.ranks import leave, result_file  # loads torch
+    from opacus_memprof.experiments.sharded_run import leave_group, rank_result_file  # loads torch
     from opacus_memprof.experiments.training import train
 
-    result = train(configuration, directory / PROFILE)
-    write_json(directory / result_file(RESULT), result)
+    result = train(configuration, directory / PROFILE_DIRECTORY)
+    write_json(directory / rank_result_file(RESULT), result)
     if configuration.nproc > 1:
-        if result["status"] != "finished":
+        if result.status != "finished":
             os._exit(1)  # the launcher then ends the others, which wait for this process
-        leave()
+        leave_group()
 
 
 def _start_virtual_gpu(configuration: Configuration, directory: Path) -> bool:
-    """Without it the training cannot be run on this machine, which result.json says then."""
+    """Starts the virtual GPUs of a configuration. If that is not possible, writes a result that says why, and returns
+    False."""
     assert configuration.virtual_gpu is not None
     try:
         virtual_gpu.load_no_weights()  # whose values nobody would read
         virtual_gpu.start(configuration.virtual_gpu, memory=configuration.virtual_memory, count=configuration.nproc)
         return True
     except MemprofError as error:
-        from opacus_memprof.experiments.ranks import result_file  # loads torch
-        from opacus_memprof.experiments.result import RunProgress, result_of
+        from opacus_memprof.experiments.result import ProgressLog, build_result
 
-        profile = directory / PROFILE
-        result = result_of(configuration, RunProgress(), None, profile, error, profile)
-        write_json(directory / result_file(RESULT), result)
+        profile = directory / PROFILE_DIRECTORY
+        result = build_result(configuration, ProgressLog(), None, profile, error, profile)
+        write_json(directory / rank_result_file(RESULT), result)
         return False
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory of a grid's results. It says what it holds, so that nothing else is mixed in.
+"""The directory of a grid's results, whose manifest keeps other results from being mixed in.
 
 manifest.json   the command, what all configurations share, and their names
 and of each run, as the preset has it: its result, and a directory with configuration.json, log.txt, profile/
@@ -18,15 +18,16 @@ from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.files import MANIFEST, read_json, read_result, write_json
 from opacus_memprof.experiments.grid import Cell
 from opacus_memprof.experiments.presets import Preset
-from opacus_memprof.experiments.rows import Row, in_order
+from opacus_memprof.experiments.rows import Row, sort_by_mode
 from opacus_memprof.profiles.directory import LOCK, lock
+from opacus_memprof.profiles.experiment_result import ExperimentResult
 from opacus_memprof.profiles.json_object import FORMAT
 
 _DONE = ("finished", "out_of_memory")
 
 
 class ResultsDirectory:
-    """The directory of `cells` for the length of a `with` block, in which nobody else writes to it.
+    """The directory of the results of `cells`, locked for the length of a `with` block.
 
     Args:
         path: made where it is not there.
@@ -55,12 +56,12 @@ class ResultsDirectory:
         self._rows: dict[str, Row] = {}
 
     def __enter__(self) -> "ResultsDirectory":
-        self._refuse_others()
+        self._refuse_other_files()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = lock(self.path)
             try:
-                self._refuse_others()  # which another process may have written until now
+                self._refuse_other_files()  # which another process may have written until now
                 self._new = not (self.path / MANIFEST).exists()
                 manifest = {"format": FORMAT, "command": self._preset.command, "shared": self._shared}
                 write_json(self.path / MANIFEST, {**manifest, "names": self.names})
@@ -97,20 +98,20 @@ class ResultsDirectory:
     def _result(self, name: str) -> Path:
         return self.path / self._preset.result.format(name)
 
-    def missing(self) -> list[Cell]:
-        """The cells that are to be run now. A run that failed or was killed is run again."""
+    def pending(self) -> list[Cell]:
+        """The cells that have no result to keep. Runs that failed or were killed are run again."""
         return [cell for cell in self._cells if not (self._resume and self._is_done(cell.name))]
 
-    def add(self, cell: Cell, result: dict[str, Any]) -> Row:
-        """Adds what `process.run` has left in the cell's directory. Raises MemprofError where it cannot be written."""
+    def add(self, cell: Cell, result: ExperimentResult) -> Row:
+        """Adds the result of `process.run` in the cell's directory. Raises MemprofError if it cannot be written."""
         if self._result(cell.name).parent != self.run_directory(cell.name):
             process.move_result(result, self.run_directory(cell.name), self._result(cell.name))
-        self._rows[cell.name] = row = self._made(cell, result)
+        self._rows[cell.name] = row = self._make_row(cell, result)
         return row
 
     def rows(self) -> list[Row]:
-        """Of the results that are there, in the order of `names`, vanilla first."""
-        return in_order([found for name in self.names if (found := self._row(name)) is not None])
+        """The rows of all existing results, in the order of `names`, vanilla first."""
+        return sort_by_mode([row for name in self.names if (row := self._row(name)) is not None])
 
     def any_done(self) -> bool:
         """Whether any cell has finished or run out of memory."""
@@ -119,53 +120,51 @@ class ResultsDirectory:
     def _row(self, name: str) -> Row | None:
         if name not in self._rows and self._result(name).exists():
             result = read_result(self._result(name))
-            cell = self._preset.cell(Configuration.from_json(result["config"]))
-            self._rows[name] = self._made(cell, result)
+            cell = self._preset.cell(Configuration.from_json(dict(result.config)))
+            self._rows[name] = self._make_row(cell, result)
         return self._rows.get(name)
 
-    def _made(self, cell: Cell, result: Mapping[str, Any]) -> Row:
+    def _make_row(self, cell: Cell, result: ExperimentResult) -> Row:
         return Row(cell.name, cell.label, result, os.path.dirname(self._preset.result.format(cell.name)))
 
     def _is_done(self, name: str) -> bool:
-        found = self._row(name)
-        return found is not None and found.result["status"] in _DONE
+        row = self._row(name)
+        return row is not None and row.result.status in _DONE
 
-    # --- what is there already ---
-
-    def _refuse_others(self) -> None:
+    def _refuse_other_files(self) -> None:
         if not self.path.is_dir() or not any(entry.name != LOCK for entry in self.path.iterdir()):
             return
-        there = read_json(self.path / MANIFEST) if (self.path / MANIFEST).is_file() else {}
-        if there.get("format", FORMAT) != FORMAT:
+        manifest = read_json(self.path / MANIFEST) if (self.path / MANIFEST).is_file() else {}
+        if manifest.get("format", FORMAT) != FORMAT:
             raise MemprofError(
-                f"{self.path} holds results of format {there['format']!r}, and this release writes {FORMAT}: "
+                f"{self.path} holds results of format {manifest['format']!r}, and this release writes {FORMAT}: "
                 "choose another --results-dir"
             )
-        if not there.keys() >= {"format", "command", "shared", "names"}:
+        if not manifest.keys() >= {"format", "command", "shared", "names"}:
             raise MemprofError(
                 f"{self.path} holds files that are no results, which stay as they are: choose another --results-dir"
             )
-        if there["command"] != self._preset.command:
+        if manifest["command"] != self._preset.command:
             raise MemprofError(
-                f"{self.path} holds results of `opacus-memprof {there['command']}`: choose another --results-dir"
+                f"{self.path} holds results of `opacus-memprof {manifest['command']}`: choose another --results-dir"
             )
-        self._refuse_other_settings(there["shared"])
+        self._refuse_other_settings(manifest["shared"])
         if self._preset.grows:
-            self.names = list(dict.fromkeys([*there["names"], *self.names]))
-        elif there["names"] != self.names:
+            self.names = list(dict.fromkeys([*manifest["names"], *self.names]))
+        elif manifest["names"] != self.names:
             raise MemprofError(
-                f"{self.path} holds another grid, of {len(there['names'])} configurations: "
+                f"{self.path} holds another grid, of {len(manifest['names'])} configurations: "
                 "give the same sizes and ranks as then, or choose another --results-dir"
             )
         elif not self._resume:
             raise MemprofError(f"{self.path} holds results: add --resume to go on, or choose another --results-dir")
 
-    def _refuse_other_settings(self, there: Mapping[str, Any]) -> None:
-        there = {**Configuration().to_json(), **there}  # an earlier release knew fewer
-        differs = [key for key in self._shared if there[key] != self._shared[key]]
+    def _refuse_other_settings(self, shared: Mapping[str, Any]) -> None:
+        shared = {**Configuration().to_json(), **shared}  # an earlier release knew fewer
+        differs = [key for key in self._shared if shared[key] != self._shared[key]]
         if differs:
             key = differs[0]
             raise MemprofError(
-                f"{self.path} holds results with {key} {there[key]!r}, and this call has {self._shared[key]!r}: "
+                f"{self.path} holds results with {key} {shared[key]!r}, and this call has {self._shared[key]!r}: "
                 "they cannot be compared, so choose another --results-dir"
             )

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a grid of configurations: each in a process of its own, its row into the table, and the table's pictures."""
+"""Runs a grid of configurations, each in a process of its own, and writes the tables and pictures of their results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from msgspec import to_builtins
 from rich.console import Console
 
+from opacus_memprof.analysis.tax import peak_tax
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.directory import ResultsDirectory
 from opacus_memprof.experiments.grid import Cell
-from opacus_memprof.experiments.launcher import Launcher, local_launcher, on_device
+from opacus_memprof.experiments.launcher import Launcher, choose_device, local_launcher
 from opacus_memprof.experiments.presets import Preset
-from opacus_memprof.experiments.progress import board
-from opacus_memprof.experiments.rows import Row, vanilla_of
-from opacus_memprof.profiles.json_object import from_plain
+from opacus_memprof.experiments.progress import progress_board
+from opacus_memprof.experiments.rows import Row, find_vanilla
+from opacus_memprof.profiles.difference import Tax
+from opacus_memprof.profiles.experiment_result import ExperimentResult
 from opacus_memprof.profiles.optional import require
-from opacus_memprof.profiles.profile import Peak
 
 
 def run_grid(
@@ -36,29 +36,29 @@ def run_grid(
     """Runs cells, whose results go to the directory `path`, and draws all that are there. Returns the cells' own rows.
 
     Args:
-        resume: results that are there are kept, and not run again.
-        cluster: of jobs on SLURM submitit's parameters; None runs on this machine.
+        resume: keep existing results, and run the other cells.
+        cluster: parameters of submitit for jobs on SLURM; None runs on this machine.
         pause: seconds between two runs on the same GPU.
         token: of the Hugging Face hub.
         on_line: called with each line on a run's progress, on this machine.
 
     Raises:
-        MemprofError: see ResultsDirectory, on_device and Submitted; or the first cell was refused, as all would be: of
-            an unknown model, most of all.
+        MemprofError: see ResultsDirectory, choose_device and SubmititLauncher; or the first cell was refused, as all
+            others would be, such as for an unknown model.
     """
     require("matplotlib", "pictures", "pictures")  # now, not after hours of training
     gpus: Sequence[int | None] = ()
     if cluster is None:
-        cells, gpus = on_device(cells)
+        cells, gpus = choose_device(cells)
     with ResultsDirectory(path, preset, cells, resume=resume) as directory:
         if cluster is None:
             together = preset.side_by_side or cells[0].configuration.virtual_gpu is not None  # which has no times
             chosen = gpus if together else gpus[:1]
             launcher: Launcher = local_launcher(directory, chosen, token, pause, on_line)
         else:
-            from opacus_memprof.experiments.submitted import Submitted
+            from opacus_memprof.experiments.submitit_launcher import SubmititLauncher
 
-            launcher = Submitted(directory, "slurm", cluster, token)
+            launcher = SubmititLauncher(directory, "slurm", cluster, token)
         _run_missing(directory, preset, launcher, console)
         rows = directory.rows()
         preset.draw(rows, directory.outputs)
@@ -67,30 +67,29 @@ def run_grid(
 
 
 def _run_missing(directory: ResultsDirectory, preset: Preset, launcher: Launcher, console: Console) -> None:
-    """Runs what has no result yet. The tables are written after each."""
-    cells, refused = directory.missing(), ""
+    """Runs the cells that have no result yet, and writes the tables after each."""
+    cells, refused = directory.pending(), ""
     if kept := len(directory.names) - len(cells):
         console.print(f"{kept} of {len(directory.names)} configurations have a result already", highlight=False)
     if cells:  # a bar of nothing would wait for its first result
-        with board(console, len(cells), launcher.workers) as ended, closing(launcher.run(cells)) as results:
+        with progress_board(console, len(cells), launcher.workers) as show_row, closing(launcher.run(cells)) as results:
             for cell, result in results:
                 # The others share what is wrong with the first; a later one may meet layers that its mode cannot train.
-                if result["refused"] and all(row.result["refused"] for row in directory.rows()):
-                    refused = result["error"]
+                if result.refused and all(row.result.refused for row in directory.rows()):
+                    refused = result.error or ""
                     break
-                result["tax"] = _tax(result, vanilla_of(directory.rows()))
-                ended(directory.add(cell, result))
+                result.tax = _tax(result, find_vanilla(directory.rows()))
+                show_row(directory.add(cell, result))
                 preset.write_tables(directory.rows(), directory.outputs)
     if refused:
         raise MemprofError(refused)
     preset.write_tables(directory.rows(), directory.outputs)
 
 
-def _tax(result: Mapping[str, Any], vanilla: Row | None) -> dict[str, Any] | None:
-    """By device, as `opacus-memprof tax` has it; None where the two cannot be compared."""
-    if vanilla is None or result["status"] != "finished" or result["config"]["mode"] == "vanilla":
+def _tax(result: ExperimentResult, vanilla: Row | None) -> Tax | None:
+    """What privacy costs, as `opacus-memprof tax` has it; None if the two cannot be compared."""
+    if vanilla is None or result.status != "finished" or result.config.mode == "vanilla":
         return None
-    from opacus_memprof.analysis.tax import peak_tax
-
-    private, plain = (from_plain(one["peak"], Peak, "the peak of a result") for one in (result, vanilla.result))
-    return {"devices": {result["device"]: to_builtins(peak_tax(private, plain))}, "notes": []}
+    if result.peak is None or vanilla.peak is None:
+        return None
+    return Tax(devices={str(result.device): peak_tax(result.peak, vanilla.peak)}, notes=[])

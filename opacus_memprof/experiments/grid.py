@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configurations that are run side by side, each with a name that says how it differs. Needs no torch."""
+"""The configurations of an experiment, each with a name that says how it differs from the others. Needs no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,9 +7,9 @@ from itertools import product
 from typing import ClassVar
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments.configuration import MODES, Configuration, Mode
+from opacus_memprof.experiments.configuration import MODES, Configuration
 
-LABELS: dict[Mode, str] = {
+LABELS: dict[str, str] = {
     "vanilla": "Vanilla (No DP-SGD)",
     "hooks": "Hooks (DP-SGD)",
     "functorch": "Functorch (DP-SGD)",
@@ -21,28 +21,28 @@ LABELS: dict[Mode, str] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One configuration of several that differ in `varied` only: in sizes."""
+    """One configuration of several that differ only in the sizes `varied`."""
 
     configuration: Configuration
     varied: ClassVar[tuple[str, ...]] = ("seq_length", "batch_size", "max_physical_batch_size", "lora_rank")
 
     @property
     def name(self) -> str:
-        """`seq128_batch8_physical1_lora16`, or `…_full` without LoRA: of files, and unique among such cells."""
-        cell = self.configuration
-        rank = "full" if cell.lora_rank is None else f"lora{cell.lora_rank}"
-        return f"seq{cell.seq_length}_batch{cell.batch_size}_physical{cell.physical_batch_size}_{rank}"
+        """A name for files, unique among such cells: `seq128_batch8_physical1_lora16`, or `…_full` without LoRA."""
+        sizes = self.configuration
+        rank = "full" if sizes.lora_rank is None else f"lora{sizes.lora_rank}"
+        return f"seq{sizes.seq_length}_batch{sizes.batch_size}_physical{sizes.physical_batch_size}_{rank}"
 
     @property
     def label(self) -> str:
-        """The same for people, in pictures: `S 128 · B 8/1 · r 16` (logical/physical batch)."""
-        cell = self.configuration
-        rank = "full" if cell.lora_rank is None else f"r {cell.lora_rank}"
-        return f"S {cell.seq_length} · B {cell.batch_size}/{cell.physical_batch_size} · {rank}"
+        """The same for pictures: `S 128 · B 8/1 · r 16` (logical/physical batch)."""
+        sizes = self.configuration
+        rank = "full" if sizes.lora_rank is None else f"r {sizes.lora_rank}"
+        return f"S {sizes.seq_length} · B {sizes.batch_size}/{sizes.physical_batch_size} · {rank}"
 
 
 class MethodCell(Cell):
-    """One configuration of several that differ in their mode only."""
+    """One configuration of several that differ only in their mode."""
 
     varied = ("mode",)
 
@@ -62,8 +62,8 @@ def grid(
     max_physical_batch_sizes: Sequence[int],
     lora_ranks: Sequence[int],
 ) -> tuple[list[Cell], int]:
-    """Every combination, those with small samples first, and how many were left out for a physical batch that is larger
-    than the logical one, of which it is a part.
+    """All combinations of sizes, the smallest first, and the number of those that were left out because their physical
+    batch is larger than the logical one.
 
     Args:
         base: what all of them share.
@@ -103,8 +103,8 @@ def grid(
 
 
 def one_at_a_time(base: Configuration) -> list[Cell]:
-    """What each choice costs, around sequences of 128 and batches of 8: other lengths, other logical batches, LoRA,
-    other physical batches."""
+    """Nine configurations that show what each size costs: sequences of 128 and batches of 8, and changes of one size:
+    other lengths, other logical batches, LoRA, other physical batches."""
     middle = replace(base, seq_length=128, batch_size=8, max_physical_batch_size=1, lora_rank=None)
     return [
         Cell(middle),
@@ -116,11 +116,12 @@ def one_at_a_time(base: Configuration) -> list[Cell]:
 
 
 def methods(base: Configuration, modes: Sequence[str]) -> list[Cell]:
-    """One for each of `modes` (none: all that can be trained so), vanilla first, which the others are held against.
+    """A configuration for each of `modes` (default: all that `base` allows), vanilla first, for the others to compare
+    with.
 
     Raises:
         MemprofError: there is no such mode.
     """
-    every = [mode for mode in MODES if not (base.checkpointing and mode == "ew")]
-    cells = {replace(base, mode=mode.replace("-", "_")) for mode in modes or every}  # type: ignore[arg-type]
-    return [MethodCell(chosen) for chosen in sorted(cells, key=lambda one: MODES.index(one.mode))]
+    allowed = [mode for mode in MODES if not (base.checkpointing and mode == "ew")]
+    chosen = {replace(base, mode=mode.replace("-", "_")) for mode in modes or allowed}  # type: ignore[arg-type]
+    return [MethodCell(each) for each in sorted(chosen, key=lambda configuration: MODES.index(configuration.mode))]

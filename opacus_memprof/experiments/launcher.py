@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where cells run. A launcher takes all that are to be run and hands back each result as it comes."""
+"""Launchers, which run cells and return their results as they come; and the one that runs them on this machine."""
 
 import queue
 import subprocess
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments import process
@@ -15,21 +15,20 @@ from opacus_memprof.experiments.configuration import Device
 from opacus_memprof.experiments.directory import ResultsDirectory
 from opacus_memprof.experiments.grid import Cell
 from opacus_memprof.planning.runs import usable_workers
-
-Result = dict[str, Any]
+from opacus_memprof.profiles.experiment_result import ExperimentResult
 
 
 class Launcher(Protocol):
-    """`workers` is how many cells run at once. `run` yields every cell once, with its result, as they end; when its
-    generator is closed, what still runs is ended."""
+    """Runs cells, `workers` of them at once. `run` yields each cell with its result when it has ended; closing the
+    generator ends the cells that still run."""
 
     workers: int
 
-    def run(self, cells: Sequence[Cell]) -> Generator[tuple[Cell, Result], None, None]: ...
+    def run(self, cells: Sequence[Cell]) -> Generator[tuple[Cell, ExperimentResult], None, None]: ...
 
 
-class Local:
-    """Side by side on this machine: one cell at a time on each GPU, or one at all on the CPU.
+class LocalLauncher:
+    """A launcher that runs cells on this machine: one at a time on each GPU, or a single one on the CPU.
 
     Args:
         run_cell: runs a cell in a process of its own, on the given GPU (None: wherever the cell says), and returns its
@@ -41,7 +40,7 @@ class Local:
 
     def __init__(
         self,
-        run_cell: Callable[[Cell, int | None], Result],
+        run_cell: Callable[[Cell, int | None], ExperimentResult],
         stop: Callable[[], object],
         gpus: Sequence[int | None],
         pause: float = 0,
@@ -49,14 +48,16 @@ class Local:
         self.workers = max(1, len(gpus))
         self._run_cell, self._stop, self._pause = run_cell, stop, pause
         self._stopped = threading.Event()
-        self._free: queue.SimpleQueue[tuple[int | None, float]] = queue.SimpleQueue()  # and the pause before its next
+        self._free: queue.SimpleQueue[tuple[int | None, float]] = (
+            queue.SimpleQueue()
+        )  # with the pause before the next cell
         for gpu in gpus or (None,):
             self._free.put((gpu, 0.0))
 
-    def run(self, cells: Sequence[Cell]) -> Generator[tuple[Cell, Result], None, None]:
+    def run(self, cells: Sequence[Cell]) -> Generator[tuple[Cell, ExperimentResult], None, None]:
         pool = ThreadPoolExecutor(self.workers)
         try:
-            futures = {pool.submit(self._on_a_free_gpu, cell): cell for cell in cells}
+            futures = {pool.submit(self._run_on_free_gpu, cell): cell for cell in cells}
             for future in as_completed(futures):
                 yield futures[future], future.result()
         except BaseException:  # the generator was closed, a cell could not be run, or Ctrl-C
@@ -67,7 +68,7 @@ class Local:
         finally:
             pool.shutdown()
 
-    def _on_a_free_gpu(self, cell: Cell) -> Result:
+    def _run_on_free_gpu(self, cell: Cell) -> ExperimentResult:
         gpu, pause = self._free.get()
         self._stopped.wait(pause)
         try:
@@ -76,15 +77,15 @@ class Local:
             self._free.put((gpu, self._pause))
 
 
-def on_device(cells: Sequence[Cell]) -> tuple[list[Cell], Sequence[int | None]]:
-    """The cells on the device that "auto" stands for, and the numbers of the GPUs to run them on; on virtual ones a
-    None for each cell that this machine can run at a time.
+def choose_device(cells: Sequence[Cell]) -> tuple[list[Cell], Sequence[int | None]]:
+    """The cells with "auto" replaced by a device, and the numbers of the GPUs to run them on; for virtual GPUs, a None
+    for each cell that this machine can run at a time.
 
     Raises:
         MemprofError: a GPU is asked for and there is none.
     """
-    wanted, needed = cells[0].configuration.device, cells[0].configuration.nproc
-    if wanted == "cpu":
+    device_name, processes = cells[0].configuration.device, cells[0].configuration.nproc
+    if device_name == "cpu":
         return list(cells), []
     if cells[0].configuration.virtual_gpu is not None:
         return list(cells), [None] * usable_workers()
@@ -92,11 +93,11 @@ def on_device(cells: Sequence[Cell]) -> tuple[list[Cell], Sequence[int | None]]:
 
     from opacus_memprof.recording.allocators import resolve_device
 
-    if needed > 1:  # one cell at a time, which sees all GPUs
-        if wanted == "cuda" and needed > torch.cuda.device_count():
-            raise MemprofError(f"--nproc is {needed} and there are {torch.cuda.device_count()} GPUs: lower it")
+    if processes > 1:  # one cell at a time, which sees all GPUs
+        if device_name == "cuda" and processes > torch.cuda.device_count():
+            raise MemprofError(f"--nproc is {processes} and there are {torch.cuda.device_count()} GPUs: lower it")
         return list(cells), []
-    device: Device = "cuda" if resolve_device(wanted) == "cuda" else "cpu"
+    device: Device = "cuda" if resolve_device(device_name) == "cuda" else "cpu"
     gpus = range(torch.cuda.device_count()) if device == "cuda" else []
     return [replace(cell, configuration=replace(cell.configuration, device=device)) for cell in cells], list(gpus)
 
@@ -107,23 +108,23 @@ def local_launcher(
     token: str | None,
     pause: float,
     on_line: Callable[[str], object],
-) -> Local:
-    """Runs cells on this machine, as `process.run` does it; `gpus` and `pause` as for `Local`."""
+) -> LocalLauncher:
+    """A LocalLauncher that runs cells by `process.run`. Arguments are those of `process.run` and LocalLauncher."""
     children: set[subprocess.Popen[str]] = set()
     stopping = threading.Event()
 
-    def started(child: "subprocess.Popen[str]") -> None:
+    def add_child(child: "subprocess.Popen[str]") -> None:
         children.add(child)
         if stopping.is_set():  # too late for `stop` to see it
             child.kill()
 
-    def run_cell(cell: Cell, gpu: int | None) -> Result:
+    def run_cell(cell: Cell, gpu: int | None) -> ExperimentResult:
         path = directory.run_directory(cell.name)
-        return process.run(cell.configuration, path, token=token, gpu=gpu, on_line=on_line, on_start=started)
+        return process.run(cell.configuration, path, token=token, gpu=gpu, on_line=on_line, on_start=add_child)
 
     def stop() -> None:
         stopping.set()
         for child in list(children):
             child.kill()  # harmless where it has ended
 
-    return Local(run_cell, stop, gpus, pause)
+    return LocalLauncher(run_cell, stop, gpus, pause)

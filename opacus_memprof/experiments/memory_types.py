@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Categories rolled up into the few kinds of memory that people speak of."""
+"""Sums up categories into a few types of memory: parameters, optimizer, gradients …"""
 
-from collections.abc import Mapping
-from typing import Any
+from opacus_memprof.profiles.profile import Peak, Sizes
 
 OTHER = "other"
 
-# What an optimizer, a model and autograd need is theirs; `privacy` is what is there for Opacus alone.
+# `privacy` is what only Opacus needs.
 MEMORY_TYPES = {
     "parameters": ("model_parameters", "buffers", "unsharded_parameters"),
     "optimizer": ("optimizer_states",),
@@ -28,13 +27,13 @@ MEMORY_TYPES = {
 _TYPE_OF = {category: name for name, categories in MEMORY_TYPES.items() for category in categories}
 
 
-def memory_types(peak: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes by kind of memory, of a peak as profile.json has it; they sum up to its requested bytes."""
-    split = peak["activation_hooks"]
+def memory_types(peak: Peak) -> Sizes:
+    """The bytes of a peak by type of memory, whose sum is its requested bytes."""
+    split = peak.activation_hooks
     categories = {
-        **{name: size for name, size in peak["categories"].items() if name != "activation_hooks"},
-        "activation_hooks_shared": split["shared_with_autograd"],
-        "activation_hooks_opacus_only": split["opacus_only"],
+        **{name: size for name, size in peak.categories.items() if name != "activation_hooks"},
+        "activation_hooks_shared": split.shared_with_autograd,
+        "activation_hooks_opacus_only": split.opacus_only,
     }
     sums = dict.fromkeys(MEMORY_TYPES, 0)
     for category, size in categories.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each command makes of a grid of configurations: where results go, and which tables and pictures there are."""
+"""Presets, one for each command that runs a grid: where results go, and which tables and pictures are written."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,11 +14,11 @@ from opacus_memprof.profiles.files import write_text
 
 @dataclass(frozen=True)
 class Preset:
-    """A command's.
+    """What a command makes of a grid of configurations.
 
     Attributes:
         command: its name, which the directory keeps.
-        cell: what tells its configurations apart.
+        cell: the class of its cells, which says in what its configurations differ.
         grows: whether a directory takes further configurations, and results of the same ones are replaced.
         side_by_side: whether several GPUs work at once. Not where times are compared.
         result, run: a run's result, and the directory of everything else of it, from its name.
@@ -37,11 +37,11 @@ class Preset:
     outputs: str = "."
 
     def write_tables(self, rows: Sequence[Row], directory: Path) -> list[Path]:
-        """Into `directory`, each replaced atomically. Raises MemprofError where they cannot be written."""
+        """Writes the tables into `directory`, each atomically. Raises MemprofError if one cannot be written."""
         return [write_text(directory / name, TABLES[name](rows)) for name in self.tables]
 
     def draw(self, rows: Sequence[Row], directory: Path) -> list[Path]:
-        """Into `directory`, light and `_dark`. Raises MemprofError where they cannot be written."""
+        """Draws the pictures into `directory`, light and `_dark`. Raises MemprofError if one cannot be written."""
         return [path for name in self.figures for path in draw_figure(name, rows, directory)]
 
 

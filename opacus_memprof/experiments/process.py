@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a configuration in a fresh process, so that no run sees another's memory. Needs no torch in this one."""
+"""Runs a configuration in a fresh process, so that no run affects another's memory. This process needs no torch."""
 
 import contextlib
 import os
@@ -11,13 +11,14 @@ from typing import Any
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
-from opacus_memprof.experiments.files import PROGRESS, read_json, write_json
-from opacus_memprof.profiles.directory import RANKS, ProfileDirectory, rank_directories, refuse_what_stays
+from opacus_memprof.experiments.files import PROGRESS, read_result, write_json
+from opacus_memprof.profiles.directory import RANKS, ProfileDirectory, rank_directories, refuse_foreign_files
+from opacus_memprof.profiles.experiment_result import ExperimentResult
 
 CONFIGURATION = "configuration.json"
 RESULT = "result.json"
 LOG = "log.txt"
-PROFILE = "profile"
+PROFILE_DIRECTORY = "profile"
 
 
 def run(
@@ -28,7 +29,7 @@ def run(
     gpu: int | None = None,
     on_line: Callable[[str], object] = lambda line: None,
     on_start: Callable[["subprocess.Popen[str]"], object] = lambda child: None,
-) -> dict[str, Any]:
+) -> ExperimentResult:
     """Trains in a process of its own and returns the result, which is also in `directory`/result.json.
 
     Everything that can go wrong with the training is a result: `status` is "finished", "out_of_memory", "failed" or
@@ -39,9 +40,9 @@ def run(
             go there. What an earlier run has left there is replaced.
         token: of the Hugging Face hub (HF_TOKEN without it). It reaches the process through its environment only,
             and no file.
-        gpu: the process sees this one of the GPUs that this process may use; None leaves it all.
-        on_line: called with each line on the run's progress, as it comes; what else the process prints is in the log.
-        on_start: called with the process, for who waits in a thread and wants to end it.
+        gpu: the number of the only GPU that the process sees, of those that this process sees; None: all.
+        on_line: called with each line on the run's progress; everything else that the process prints is in the log.
+        on_start: called with the process, so that another thread can end it.
 
     Raises:
         MemprofError: the directory cannot be written.
@@ -49,28 +50,34 @@ def run(
     path = Path(directory).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        _clear_profile(path / PROFILE)
+        _clear_profile(path / PROFILE_DIRECTORY)
         for earlier in path.glob(f"{Path(RESULT).stem}*.json"):
             earlier.unlink()
         write_json(path / CONFIGURATION, configuration.to_json())
-        command = [sys.executable, *_launcher(configuration.nproc), "-m", "opacus_memprof.experiments", str(path)]
-        code, last = _run_child(command, path, _environment(token, gpu), token, on_line, on_start)
+        command = [
+            sys.executable,
+            *_launcher_arguments(configuration.nproc),
+            "-m",
+            "opacus_memprof.experiments",
+            str(path),
+        ]
+        code, last_line = _run_child(command, path, _environment(token, gpu), token, on_line, on_start)
     except OSError as error:
         raise MemprofError(f"cannot write the experiment to {path} ({error.strerror}): choose another place") from error
     if configuration.nproc > 1:
-        from opacus_memprof.experiments.ranks import together  # loads torch
+        from opacus_memprof.experiments.sharded_run import merge_results  # loads torch
 
-        together(path, RESULT, path / PROFILE)
+        merge_results(path, RESULT, path / PROFILE_DIRECTORY)
     if (path / RESULT).exists():
-        return read_json(path / RESULT)
-    from opacus_memprof.experiments.result import without_result  # loads torch
+        return read_result(path / RESULT)
+    from opacus_memprof.experiments.result import result_from_events  # loads torch
 
-    result = without_result(configuration, path / PROFILE, code, last)
+    result = result_from_events(configuration, path / PROFILE_DIRECTORY, code, last_line)
     write_json(path / RESULT, result)
     return result
 
 
-def run_to(output: str | os.PathLike[str], configuration: Configuration, **options: Any) -> dict[str, Any]:
+def run_to_file(output: str | os.PathLike[str], configuration: Configuration, **options: Any) -> ExperimentResult:
     """As `run` with the same options, with the result in the file `output` (NAME.json), and the rest in the directory
     NAME.run beside it.
 
@@ -83,36 +90,38 @@ def run_to(output: str | os.PathLike[str], configuration: Configuration, **optio
         raise MemprofError(f"{output} is no place for a result: give the name of a file that ends in .json")
     directory = path.with_suffix(".run")
     result = run(configuration, directory, **options)
-    if result["refused"]:
-        raise MemprofError(result["error"])
+    if result.refused:
+        raise MemprofError(str(result.error))
     move_result(result, directory, path)
     return result
 
 
-def move_result(result: dict[str, Any], directory: Path, output: Path) -> None:
-    """Moves what `run` has left in `directory` beside it, where it says where its profile is."""
-    for key in ("profile", "oom_report"):
-        result[key] = result[key] and f"{directory.name}/{result[key]}"
+def move_result(result: ExperimentResult, directory: Path, output: Path) -> None:
+    """Moves the result of `run` from `directory` to the file `output` beside it, with the paths that are in it."""
+    if result.profile:
+        result.profile = f"{directory.name}/{result.profile}"
+    if result.oom_report:
+        result.oom_report = f"{directory.name}/{result.oom_report}"
     write_json(output, result)
     (directory / RESULT).unlink()
 
 
 def _clear_profile(path: Path) -> None:
-    """Removes an earlier profile, which must not be taken for this run's. Raises MemprofError for other files, before
+    """Removes an earlier profile, which would be taken for this run's. Raises MemprofError for other files, before
     anything is removed."""
     ranks = list(rank_directories(path).values())
-    for one in (path, *ranks):
-        refuse_what_stays(one)
+    for folder in (path, *ranks):
+        refuse_foreign_files(folder)
     with contextlib.ExitStack() as releases:
         earlier = []
-        for one in ranks or [path]:
-            earlier.append(ProfileDirectory(one))
+        for folder in ranks or [path]:
+            earlier.append(ProfileDirectory(folder))
             releases.callback(earlier[-1].release)
         for claimed in earlier:
             claimed.clear()
-    for one in ranks:
+    for folder in ranks:
         with contextlib.suppress(OSError):  # its reports stay
-            one.rmdir()
+            folder.rmdir()
     (path / RANKS).unlink(missing_ok=True)
 
 
@@ -128,8 +137,8 @@ def _environment(token: str | None, gpu: int | None) -> dict[str, str]:
     return environment
 
 
-def _launcher(nproc: int) -> list[str]:
-    """What starts that many processes."""
+def _launcher_arguments(nproc: int) -> list[str]:
+    """The arguments of Python that start `nproc` processes."""
     if nproc == 1:
         return []
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
@@ -143,9 +152,9 @@ def _run_child(
     on_line: Callable[[str], object],
     on_start: Callable[["subprocess.Popen[str]"], object],
 ) -> tuple[int, str]:
-    """Its exit code (negative: the signal that killed it), and the last line that it printed."""
+    """Runs a command. Returns its exit code (negative: the signal that killed it) and the last line that it printed."""
     secret = token or environment.get("HF_TOKEN")
-    last = ""
+    last_line = ""
     with (
         open(path / LOG, "w", encoding="utf-8") as log,
         subprocess.Popen(
@@ -169,10 +178,10 @@ def _run_child(
                 log.flush()
                 message = line.removeprefix(PROGRESS)
                 if message and not message.startswith(" "):  # indented are the details of the one before
-                    last = message
+                    last_line = message
                 if line.startswith(PROGRESS):
                     on_line(message)
-            return child.wait(), last
+            return child.wait(), last_line
         except BaseException:  # Ctrl-C, most of all
             child.kill()
             raise

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of one run, as JSON has it: docs/experiments.md describes its keys. Sizes in MB are of 2**20 bytes."""
+"""Builds the result of one run, whose keys docs/experiments.md describes. Sizes in MB are of 2**20 bytes."""
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-from msgspec import UNSET, to_builtins
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from opacus_memprof.analysis.device import thin_timeline
@@ -16,9 +17,18 @@ from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.files import PROGRESS
-from opacus_memprof.experiments.recorded import best_suggestion, highest_until
+from opacus_memprof.experiments.recorded import best_suggestion, peaks_between
 from opacus_memprof.profiles.directory import OOM_REPORTS
-from opacus_memprof.profiles.json_object import FORMAT
+from opacus_memprof.profiles.experiment_result import (
+    AllocatorPeak,
+    DataSource,
+    ExperimentResult,
+    RunConfiguration,
+    RunEnvironment,
+    RunProgress,
+    RunTimeline,
+    StageSnapshot,
+)
 from opacus_memprof.profiles.profile import Device, DeviceSnapshot, Profile, Timeline
 from opacus_memprof.profiles.versions import VERSION, installed_version
 from opacus_memprof.session import outcome
@@ -28,13 +38,13 @@ _TIMELINE_ROWS = 500
 
 
 @dataclass
-class RunProgress:
-    """How far a run has got: printed as it goes, and kept for its result."""
+class ProgressLog:
+    """The progress of a run: printed as it happens, and kept for its result."""
 
     stage: str = "starting"
-    steps_completed: int = 0  # of the optimizer, warm-up included
+    steps_completed: int = 0  # of the optimizer, including warm-up
     step_seconds: list[float] = field(default_factory=list)  # of the measured steps
-    data: dict[str, str] | None = None
+    data: DataSource | None = None
     parameters: dict[str, int] | None = None
 
     def begin(self, stage: str) -> None:
@@ -43,11 +53,11 @@ class RunProgress:
         print(f"{PROGRESS}{stage}", flush=True)
 
     def detail(self, message: str) -> None:
-        """Prints something about the stage that has begun."""
+        """Prints a detail of the current stage."""
         print(f"{PROGRESS}  {message}", flush=True)
 
     def step_ended(self, seconds: float, configuration: Configuration) -> None:
-        """Counts a step of the optimizer, whose time is kept where it is not one of the warm-up's."""
+        """Counts a step of the optimizer, and keeps its time unless it is a step of the warm-up."""
         self.steps_completed += 1
         if self.steps_completed > configuration.warmup_steps:
             self.step_seconds.append(seconds)
@@ -55,53 +65,63 @@ class RunProgress:
         print(f"{PROGRESS}{self.steps_completed} of {total} steps, the last in {seconds * 1000:.1f} ms", flush=True)
 
 
-def result_of(
+def build_result(
     configuration: Configuration,
-    progress: RunProgress,
+    progress: ProgressLog,
     profile: Profile | None,
     profile_directory: Path,
     error: BaseException | None,
     own_directory: Path,
-) -> dict[str, Any]:
-    """From what a run has left in this process, whose own part of the profile is in `own_directory`."""
+) -> ExperimentResult:
+    """The result of a run.
+
+    Args:
+        configuration: of the run.
+        progress: of the run.
+        profile: of this process; None without one.
+        profile_directory: of the run, which contains one directory per rank if there are several.
+        error: what ended the run, or None.
+        own_directory: of this process' profile.
+    """
     report = own_directory.absolute() / OOM_REPORTS[0]
     allocator_peak = _allocator_peak()
     times = [] if configuration.virtual_gpu else [1000 * seconds for seconds in progress.step_seconds]
-    status = outcome(error)[0]
-    return {
-        "format": FORMAT,
-        "experiment": configuration.mode,
-        "config": configuration.to_json(),
-        "status": status,
-        "error": _sentence(error, progress) if error else None,
-        "refused": isinstance(error, MemprofError),
-        "progress": {
-            "stage": progress.stage,
-            "steps_completed": progress.steps_completed,
-            "steps": configuration.warmup_steps + configuration.num_steps,
-        },
-        "environment": _environment(configuration),
-        "data": progress.data,
-        "parameters": progress.parameters,
-        "tax": None,
-        "avg_time_ms": sum(times) / len(times) if times else None,
-        "step_times_ms": times,
+    return ExperimentResult(
+        experiment=configuration.mode,
+        config=msgspec.convert(configuration.to_json(), RunConfiguration),
+        status=outcome(error)[0],
+        error=_error_message(error, progress) if error else None,
+        refused=isinstance(error, MemprofError),
+        progress=RunProgress(
+            stage=progress.stage,
+            steps_completed=progress.steps_completed,
+            steps=configuration.warmup_steps + configuration.num_steps,
+        ),
+        environment=_environment(configuration),
+        data=progress.data,
+        parameters=progress.parameters,
+        avg_time_ms=sum(times) / len(times) if times else None,
+        step_times_ms=times,
         **_memory(profile, allocator_peak, own_directory),
-        "oom_suggestion": best_suggestion(own_directory),
-        "allocator_peak": allocator_peak,
-        "oom_report": str(report.relative_to(profile_directory.absolute().parent)) if report.exists() else None,
-        "profile": profile_directory.name,
-        **({"virtual": to_builtins(profile.virtual)} if profile and profile.virtual is not UNSET else {}),
-    }
+        oom_suggestion=best_suggestion(own_directory),
+        allocator_peak=allocator_peak,
+        oom_report=str(report.relative_to(profile_directory.absolute().parent)) if report.exists() else None,
+        profile=profile_directory.name,
+        virtual=profile.virtual if profile else UNSET,
+    )
 
 
-def without_result(configuration: Configuration, profile_directory: Path, exit_code: int, last: str) -> dict[str, Any]:
-    """Of a process that ended without a result, from the events that it has written until then; of several the first
-    one's.
+def result_from_events(
+    configuration: Configuration, profile_directory: Path, exit_code: int, last_line: str
+) -> ExperimentResult:
+    """The result of a process that has left none, from the events that it has written; of several processes, those of
+    the first.
 
     Args:
-        exit_code: as subprocess has it: the negative number of the signal that killed it.
-        last: the last line that it printed.
+        configuration: of the run.
+        profile_directory: of the run.
+        exit_code: as subprocess has it: negative for the signal that killed it.
+        last_line: the last line that it printed.
     """
     how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
     own = profile_directory / "rank_0" if configuration.nproc > 1 else profile_directory
@@ -109,26 +129,26 @@ def without_result(configuration: Configuration, profile_directory: Path, exit_c
         profile = load_profile(own)
     except MemprofError:
         profile = None
-    result = result_of(configuration, RunProgress(stage=last), profile, profile_directory, None, own)
-    status = "killed" if exit_code < 0 else "failed"
-    device = _device(profile)
-    steps = max((step.logical_step for step in device.steps), default=0) if device else 0
-    result["progress"]["steps_completed"] = steps
-    result["environment"] |= {"device_name": None, "device_bytes": None}  # this process has not looked
-    result["allocator_peak"] = None
-    return {**result, "status": status, "error": f'the process {how}; the last that it said was "{last}"'}
+    result = build_result(configuration, ProgressLog(stage=last_line), profile, profile_directory, None, own)
+    result.status = "killed" if exit_code < 0 else "failed"
+    result.error = f'the process {how}; the last that it said was "{last_line}"'
+    device = _main_device(profile)
+    result.progress.steps_completed = max((step.logical_step for step in device.steps), default=0) if device else 0
+    result.environment.device_name = result.environment.device_bytes = None  # those of the other process are unknown
+    result.allocator_peak = None
+    return result
 
 
-def _memory(profile: Profile | None, allocator_peak: Mapping[str, int] | None, directory: Path) -> dict[str, Any]:
-    """What the profile says, in the result's words."""
-    device = _device(profile)
+def _memory(profile: Profile | None, allocator_peak: AllocatorPeak | None, directory: Path) -> dict[str, Any]:
+    """The fields of a result that come from its profile."""
+    device = _main_device(profile)
     if profile is None or device is None:
-        nothing = dict.fromkeys(("device", "started_unix_ns", "peak_memory_mb", "breakdown", "peak"))
-        lists: dict[str, Any] = {"snapshots": [], "steps": [], "out_of_memory": [], "findings": [], "warnings": []}
-        return {**nothing, **lists, "phases": {}, "timeline": {}}
+        empty: dict[str, Any] = dict.fromkeys(("peak_memory_mb", "breakdown", "peak"))
+        empty |= {key: [] for key in ("snapshots", "out_of_memory", "findings")}
+        return {**empty, "phases": {}, "timeline": RunTimeline()}
     peak = device.peak
     allocated = peak.requested_bytes if peak.allocated_bytes is None else peak.allocated_bytes
-    name = next(name for name, found in profile.devices.items() if found is device)
+    name = next(name for name, entry in profile.devices.items() if entry is device)
     return {
         "device": name,
         "started_unix_ns": profile.started_unix_ns,
@@ -136,89 +156,88 @@ def _memory(profile: Profile | None, allocator_peak: Mapping[str, int] | None, d
         "breakdown": {
             **{f"{category}_mb": size / MB for category, size in peak.categories.items()},
             "total_allocated_mb": allocated / MB,
-            "peak_allocated_mb": (allocator_peak["max_allocated_bytes"] if allocator_peak else allocated) / MB,
+            "peak_allocated_mb": (allocator_peak.max_allocated_bytes if allocator_peak else allocated) / MB,
         },
-        "snapshots": _snapshots(device.snapshots, name, directory),
-        "peak": to_builtins(peak),
-        "phases": to_builtins(device.phases),
-        "steps": to_builtins(device.steps),
-        "out_of_memory": to_builtins(device.out_of_memory),
-        "timeline": to_builtins(_thin(device.timeline)),
-        "findings": to_builtins(profile.findings),
+        "snapshots": _stage_snapshots(device.snapshots, name, directory),
+        "peak": peak,
+        "phases": device.phases,
+        "steps": device.steps,
+        "out_of_memory": device.out_of_memory,
+        "timeline": _short_timeline(device.timeline),
+        "findings": profile.findings,
         "warnings": profile.warnings,
     }
 
 
-def _device(profile: Profile | None) -> Device | None:
-    """The GPU's part of a profile where there is one, else the CPU's."""
+def _main_device(profile: Profile | None) -> Device | None:
+    """The first GPU of a profile; without one, the CPU."""
     devices = profile.devices if profile else {}
     return next((devices[name] for name in sorted(devices, key=lambda name: (name == "cpu", name))), None)
 
 
-def _snapshots(entries: Sequence[DeviceSnapshot], device: str, directory: Path) -> list[dict[str, Any]]:
-    """With the highest bytes since the snapshot before, `peak_bytes`; None where events are missing."""
-    found = [_snapshot(entry) for entry in entries]
-    events = [entry.event for entry in entries if entry.event is not None]
-    if len(events) < len(entries):  # the event file was full
-        return [{**entry, "peak_bytes": None} for entry in found]
-    sizes = [entry.requested_bytes for entry in entries]
-    try:
-        highest = highest_until(directory, device, events)
-    except MemprofError:
-        return [{**entry, "peak_bytes": None} for entry in found]
+def _stage_snapshots(snapshots: Sequence[DeviceSnapshot], device: str, directory: Path) -> list[StageSnapshot]:
+    """The snapshots with the highest bytes since the snapshot before; None if events are missing."""
+    events = [snapshot.event for snapshot in snapshots if snapshot.event is not None]
+    sizes = [snapshot.requested_bytes for snapshot in snapshots]
+    peaks: list[int | None] = [None] * len(snapshots)
+    if len(events) == len(snapshots):  # else the event file was full
+        try:
+            highest = peaks_between(directory, device, events)
+            peaks = [max(bytes) for bytes in zip(highest, [0, *sizes], sizes, strict=False)]
+        except MemprofError:
+            pass
     return [
-        {**entry, "peak_bytes": max(between, before, after)}
-        for entry, between, before, after in zip(found, highest, [0, *sizes], sizes, strict=False)
+        StageSnapshot(
+            **snapshot,
+            allocated_mb=_in_mb(snapshot.get("allocated_bytes")),
+            reserved_mb=_in_mb(snapshot.get("reserved_bytes")),
+            timestamp=snapshot.unix_ns / 1e9,
+            peak_bytes=peak,
+        )
+        for snapshot, peak in zip(snapshots, peaks, strict=True)
     ]
 
 
-def _snapshot(entry: DeviceSnapshot) -> dict[str, Any]:
-    allocated, reserved = entry.get("allocated_bytes"), entry.get("reserved_bytes")
-    return {
-        "name": entry["name"],
-        "allocated_mb": None if allocated is None else allocated / MB,
-        "reserved_mb": None if reserved is None else reserved / MB,
-        "timestamp": entry["unix_ns"] / 1e9,
-        **{key: value for key, value in entry.items() if key != "name"},
-    }
+def _in_mb(size: int | None) -> float | None:
+    return None if size is None else size / MB
 
 
-def _thin(timeline: Timeline) -> Timeline:
-    """With at most _TIMELINE_ROWS. Categories that never have a byte are left out."""
+def _short_timeline(timeline: Timeline) -> RunTimeline:
+    """The timeline with about _TIMELINE_ROWS rows, without categories that never have a byte."""
     used = {name: sizes for name, sizes in timeline.categories.items() if any(sizes)}
-    return thin_timeline(replace(timeline, categories=used), max(1, -(-len(timeline.bytes) // _TIMELINE_ROWS)))
+    rows = max(1, -(-len(timeline.bytes) // _TIMELINE_ROWS))
+    return RunTimeline(**thin_timeline(replace(timeline, categories=used), rows))
 
 
-def _sentence(error: BaseException, progress: RunProgress) -> str:
+def _error_message(error: BaseException, progress: ProgressLog) -> str:
     if isinstance(error, MemprofError):
         return str(error)
     first = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
     return f"{type(error).__name__} while {progress.stage}: {first}"
 
 
-def _environment(configuration: Configuration) -> dict[str, Any]:
+def _environment(configuration: Configuration) -> RunEnvironment:
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return {
-        "device_name": _device_name(configuration) if cuda else f"CPU ({platform.machine()})",
-        "device_bytes": torch.cuda.get_device_properties(0).total_memory if cuda else None,
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda if cuda else None,
+    return RunEnvironment(
+        device_name=_device_name(configuration) if cuda else f"CPU ({platform.machine()})",
+        device_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else None,
+        torch=str(torch.__version__),
+        cuda=torch.version.cuda if cuda else None,
         **{name: installed_version(name) for name in ("opacus", "transformers", "peft")},
-        "opacus_memprof": VERSION,
-        "python": platform.python_version(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-    }
+        opacus_memprof=VERSION,
+        python=platform.python_version(),
+        float32_matmul_precision=torch.get_float32_matmul_precision(),
+    )
 
 
 def _device_name(configuration: Configuration) -> str:
     return f"{'virtual ' if configuration.virtual_gpu else ''}{torch.cuda.get_device_name()}"
 
 
-def _allocator_peak() -> dict[str, int] | None:
-    """What torch's allocator itself has counted; None on the CPU."""
+def _allocator_peak() -> AllocatorPeak | None:
+    """The peaks that torch's allocator itself has counted; None on the CPU."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
-    return {
-        "max_allocated_bytes": torch.cuda.max_memory_allocated(),
-        "max_reserved_bytes": torch.cuda.max_memory_reserved(),
-    }
+    return AllocatorPeak(
+        max_allocated_bytes=torch.cuda.max_memory_allocated(), max_reserved_bytes=torch.cuda.max_memory_reserved()
+    )

@@ -1,52 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results as text and as a LaTeX table. MB are 2**20 bytes, as in the JSON."""
+"""The summary of results as text, and as a LaTeX table. MB are 2**20 bytes, as in the JSON."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from opacus_memprof.experiments.grid import LABELS
-from opacus_memprof.experiments.rows import MB, OPERATIONS, Row, difference, vanilla_of
+from opacus_memprof.experiments.rows import MB, OPERATIONS, Row, find_vanilla, overhead
 from opacus_memprof.profiles.categories import PRIVATE
+from opacus_memprof.profiles.profile import Finding
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.latex import escape
 
 _WIDE, _NARROW = 104, 80
-_FEW = 6  # runs, up to which a terminal shows all of each
-_TOP = 3  # findings
+_MAX_BREAKDOWNS = 6  # of more runs, a terminal shows the breakdown of the largest only
+_TOP_FINDINGS = 3
 
 
-def line(row: Row) -> str:
-    """What became of a run, in a line."""
+def describe_outcome(row: Row) -> str:
+    """One line on the outcome of a run: its status, peak and time."""
     words = [row.outcome]
     if row.peak:
-        words.append(f"peak {format_bytes(row.total)} in {row.peak['phase']}")
-    if row.milliseconds is not None:
-        words.append(f"{row.milliseconds:.3g} ms a step")
+        words.append(f"peak {format_bytes(row.total_bytes)} in {row.peak.phase}")
+    if row.step_ms is not None:
+        words.append(f"{row.step_ms:.3g} ms a step")
     if failed := row.failed_allocation:
-        words.append(f"{format_bytes(failed['requested_bytes'])} more for {failed['category']} did not fit")
-    why = f": {row.result['error']}" if row.result["error"] and not row.failed_allocation else ""
+        words.append(f"{format_bytes(failed.requested_bytes)} more for {failed.category} did not fit")
+    why = f": {row.result.error}" if row.result.error and not row.failed_allocation else ""
     return ", ".join(words) + why
 
 
-def text(rows: Sequence[Row]) -> str:
-    """summary.txt: a line for each run, findings, why memory ran out, and the parts of each one's peak."""
-    return _joined(rows, rows, "")
+def summary_text(rows: Sequence[Row]) -> str:
+    """The content of summary.txt: a line for each run, findings, failures, and the breakdown of each peak."""
+    return _build_text(rows, rows, "")
 
 
-def closing(rows: Sequence[Row], directory: Path) -> str:
-    """The same for a terminal, with paths as they are seen from there; of many runs the parts of the largest alone."""
-    shown = rows if len(rows) <= _FEW else [max(rows, key=lambda row: row.total)]
-    return _joined(rows, shown, f"{directory}/")
+def terminal_summary(rows: Sequence[Row], directory: Path) -> str:
+    """The same for a terminal: with paths relative to the working directory, and with few breakdowns."""
+    shown = rows if len(rows) <= _MAX_BREAKDOWNS else [max(rows, key=lambda row: row.total_bytes)]
+    return _build_text(rows, shown, f"{directory}/")
 
 
-def _joined(rows: Sequence[Row], shown: Sequence[Row], root: str) -> str:
-    vanilla = vanilla_of(rows)
+def _build_text(rows: Sequence[Row], shown: Sequence[Row], root: str) -> str:
+    vanilla = find_vanilla(rows)
     lines = [*_overview(rows), "", *_findings(rows), *_failures(rows, root), "COMPONENT-LEVEL BREAKDOWN:", ""]
     for row in shown:
         lines += [f"{row.label}:", "-" * _NARROW, *_breakdown(row, vanilla), *_components(row), *_stages(row), ""]
-    return "\n".join([*lines, *_conditions(rows)]) + "\n"
+    return "\n".join([*lines, *_environment_lines(rows)]) + "\n"
 
 
 def _overview(rows: Sequence[Row]) -> list[str]:
@@ -56,9 +56,9 @@ def _overview(rows: Sequence[Row]) -> list[str]:
     lines.append(f"{heading:<{wide}}{'Peak Memory (MB)':>20}{'Avg Time (ms)':>22}{'Memory/Time':>20}")
     lines.append("-" * _WIDE)
     for row in rows:
-        peak = f"{row.total / MB:.2f}" if row.total else "-"
-        if row.finished and row.milliseconds:
-            times = f"{row.milliseconds:>22.2f}{_ratio(row.total / MB / row.milliseconds):>20}"
+        peak = f"{row.total_bytes / MB:.2f}" if row.total_bytes else "-"
+        if row.finished and row.step_ms:
+            times = f"{row.step_ms:>22.2f}{_ratio(row.total_bytes / MB / row.step_ms):>20}"
         else:
             times = f"{row.outcome:>22}{'-':>20}"
         lines.append(f"{row.label:<{wide}}{peak:>20}{times}")
@@ -70,20 +70,20 @@ def _ratio(value: float) -> str:
 
 
 def _findings(rows: Sequence[Row]) -> list[str]:
-    """The largest of each kind, the first few kinds, and the runs that have them."""
-    kinds: dict[str, list[tuple[Mapping[str, Any], Row]]] = {}
+    """The largest finding of each of the first few kinds, and the number of runs that have it."""
+    kinds: dict[str, list[tuple[Finding, Row]]] = {}
     for row in rows:
         for finding in row.findings:
-            kinds.setdefault(finding["kind"], []).append((finding, row))
-    largest = [max(found, key=lambda one: one[0]["bytes"]) for found in kinds.values()]
-    largest.sort(key=lambda one: -one[0]["bytes"])
+            kinds.setdefault(finding.kind, []).append((finding, row))
+    largest = [max(found, key=lambda pair: pair[0].bytes) for found in kinds.values()]
+    largest.sort(key=lambda pair: -pair[0].bytes)
     lines = ["TOP FINDINGS:", ""] if largest else []
-    for finding, row in largest[:_TOP]:
-        where = f" in {finding['module']}" if finding["module"] else ""
-        others = len({other.name for _, other in kinds[finding["kind"]]}) - 1
-        runs = f"{row.short}, and {others} more" if others else row.short
-        lines.append(f"{finding['kind'].replace('_', ' ')}{where}, {format_bytes(finding['bytes'])} ({runs})")
-        lines += [*_wrapped("evidence", finding["evidence"]), *_wrapped("remedy", finding["remedy"]), ""]
+    for finding, row in largest[:_TOP_FINDINGS]:
+        where = f" in {finding.module}" if finding.module else ""
+        others = len({other.name for _, other in kinds[finding.kind]}) - 1
+        runs = f"{row.short_label}, and {others} more" if others else row.short_label
+        lines.append(f"{finding.kind.replace('_', ' ')}{where}, {format_bytes(finding.bytes)} ({runs})")
+        lines += [*_wrap("evidence", finding.evidence), *_wrap("remedy", finding.remedy), ""]
     return lines
 
 
@@ -91,35 +91,33 @@ def _failures(rows: Sequence[Row], root: str) -> list[str]:
     failed = [row for row in rows if row.failed_allocation is not None]
     lines = ["OUT OF MEMORY:", ""] if failed else []
     for row in failed:
-        lines.append(f"{row.label}: {line(row)}")
-        if best := row.result.get("oom_suggestion"):
-            fits = {True: ", which fits", False: ", not enough alone", None: ""}[best["fits"]]
-            lines.append(
-                f"  suggestion: {best['title']} (predicted peak {format_bytes(best['predicted_peak_bytes'])}{fits})"
-            )
-            lines += [f"    {code}" for code in best["code"].splitlines()]
+        lines.append(f"{row.label}: {describe_outcome(row)}")
+        if best := row.result.oom_suggestion:
+            fits = {True: ", which fits", False: ", not enough alone", None: ""}[best.fits]
+            lines.append(f"  suggestion: {best.title} (predicted peak {format_bytes(best.predicted_peak_bytes)}{fits})")
+            lines += [f"    {code}" for code in best.code.splitlines()]
         if row.oom_report:
             lines.append(f"  report: {root}{row.oom_report}")
         lines.append("")
     return lines
 
 
-def _wrapped(title: str, words: str) -> list[str]:
+def _wrap(title: str, words: str) -> list[str]:
     return textwrap.wrap(words, _WIDE, initial_indent=f"  {title}: ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _components(row: Row) -> list[str]:
     sizes = {name: sum(parts.values()) for name, parts in row.components.items()}
-    lines = [f"    {name:<42}{size / MB:>16.2f} MB" for name, size in sorted(sizes.items(), key=lambda one: -one[1])]
+    lines = [f"    {name:<42}{size / MB:>16.2f} MB" for name, size in sorted(sizes.items(), key=lambda item: -item[1])]
     return ["", "  By component:", *lines] if lines else []
 
 
 def _stages(row: Row) -> list[str]:
-    """Set-up's stages, each with its own peak and what it leaves, and the training's operations."""
-    found: list[tuple[str, int | None, int | None]] = list(row.set_up)
-    found += [(name, row.operation_peak(name), None) for name in OPERATIONS if row.operation(name)]
+    """The stages of set-up, with their peaks and the live bytes at their ends, and the operations of training."""
+    stages: list[tuple[str, int | None, int | None]] = list(row.set_up)
+    stages += [(name, row.operation_peak(name), None) for name in OPERATIONS if row.operation(name)]
     lines = []
-    for name, peak, after in found:
+    for name, peak, after in stages:
         left = "" if after is None else f"{after / MB:>16.2f} MB"
         lines.append(
             f"    {name.replace('_', ' '):<42}" + ("-".rjust(19) if peak is None else f"{peak / MB:>16.2f} MB") + left
@@ -129,7 +127,7 @@ def _stages(row: Row) -> list[str]:
 
 def _breakdown(row: Row, vanilla: Row | None) -> list[str]:
     lines = []
-    more = {} if vanilla is None or vanilla is row or not row.finished else difference(row, vanilla)
+    more = {} if vanilla is None or vanilla is row or not row.finished else overhead(row, vanilla)
     for category, size in sorted(row.bytes.items(), key=lambda item: -item[1]):
         mark = ""
         change = more.get(category, 0)
@@ -139,47 +137,47 @@ def _breakdown(row: Row, vanilla: Row | None) -> list[str]:
             mark = "  <- DP-SGD only"
         elif round(change / MB, 2):
             mark = f"  <- {change / MB:+.2f} MB against vanilla"
-        lines.append(f"  {_title(category):<44}{size / MB:>16.2f} MB{mark}")
+        lines.append(f"  {_heading(category):<44}{size / MB:>16.2f} MB{mark}")
     if more:
         lines.append(f"  {'All, against vanilla':<44}{sum(more.values()) / MB:>+16.2f} MB")
     if not row.finished:
-        lines.append(f"  {row.outcome}: {row.result['error']}")
+        lines.append(f"  {row.outcome}: {row.result.error}")
     if failed := row.failed_allocation:
-        lines.append(f"  {'In use when memory ran out':<44}{failed['live_bytes'] / MB:>16.2f} MB")
+        lines.append(f"  {'In use when memory ran out':<44}{failed.live_bytes / MB:>16.2f} MB")
         lines.append(f"  {'Wanted beyond that':<44}{row.refused_bytes / MB:>16.2f} MB")
     return lines or ["  nothing was recorded"]
 
 
-def _conditions(rows: Sequence[Row]) -> list[str]:
-    """What all of them ran on, and with; what differs is in the JSON files."""
+def _environment_lines(rows: Sequence[Row]) -> list[str]:
+    """The device, versions and settings of the runs; the JSON files have them run by run."""
     lines = []
     for title, values in (
-        ("Device", [row.result["environment"]["device_name"] for row in rows]),
-        ("torch", [row.result["environment"]["torch"] for row in rows]),
-        ("Opacus", [row.result["environment"]["opacus"] for row in rows]),
-        ("Model", [row.result["config"]["model"] for row in rows]),
-        ("Sequence length", [row.result["config"]["seq_length"] for row in rows]),
-        ("Batch size", [row.result["config"]["batch_size"] for row in rows]),
-        ("dtype", [row.result["config"]["dtype"] for row in rows]),
-        ("Data", [(row.result["data"] or {}).get("source") for row in rows]),
+        ("Device", [row.result.environment.device_name for row in rows]),
+        ("torch", [row.result.environment.torch for row in rows]),
+        ("Opacus", [row.result.environment.opacus for row in rows]),
+        ("Model", [row.result.config.model for row in rows]),
+        ("Sequence length", [row.result.config.seq_length for row in rows]),
+        ("Batch size", [row.result.config.batch_size for row in rows]),
+        ("dtype", [row.result.config.dtype for row in rows]),
+        ("Data", [row.result.data.source if row.result.data else None for row in rows]),
     ):
         known = dict.fromkeys(str(value) for value in values if value is not None)
         lines.append(f"{title}: {', '.join(known) or 'unknown'}")
     return [*lines, "MB are 2**20 bytes. Each breakdown is that of one instant, the run's own peak."]
 
 
-def latex(rows: Sequence[Row]) -> str:
-    """A table for a paper; needs the package booktabs."""
-    vanilla = vanilla_of(rows)
+def latex_table(rows: Sequence[Row]) -> str:
+    """A LaTeX table for a paper, which needs the package booktabs."""
+    vanilla = find_vanilla(rows)
     lines = []
     for row in rows:
-        cells = [escape(row.label), f"{row.total / MB:.2f}" if row.total else "--"]
+        cells = [escape(row.label), f"{row.total_bytes / MB:.2f}" if row.total_bytes else "--"]
         if not row.finished:
             cells += [r"\multicolumn{3}{c}{" + escape(row.outcome) + "}"]
         else:
-            time = row.milliseconds
-            base = vanilla.milliseconds if vanilla else None
-            cells.append("--" if vanilla is None else f"{100 * (row.total / vanilla.total - 1):+.1f}")
+            time = row.step_ms
+            base = vanilla.step_ms if vanilla else None
+            cells.append("--" if vanilla is None else f"{100 * (row.total_bytes / vanilla.total_bytes - 1):+.1f}")
             cells.append("--" if time is None else f"{time:.2f}")
             cells.append("--" if time is None or not base else f"{time / base:.2f}")
         lines.append(" & ".join(cells) + r" \\")
@@ -197,5 +195,5 @@ def latex(rows: Sequence[Row]) -> str:
     )
 
 
-def _title(category: str) -> str:
+def _heading(category: str) -> str:
     return category.replace("_", " ").title()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains one configuration under a profiling session, and says what it took."""
+"""Trains one configuration under a profiling session, and returns its result."""
 
 import traceback
 from itertools import count
@@ -10,21 +10,22 @@ import torch
 from torch import nn
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments import data, models, ranks, steps
+from opacus_memprof.experiments import data, models, sharded_run, steps
 from opacus_memprof.experiments.configuration import Configuration
-from opacus_memprof.experiments.result import RunProgress, result_of
+from opacus_memprof.experiments.result import ProgressLog, build_result
 from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS
+from opacus_memprof.profiles.experiment_result import DataSource, ExperimentResult
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.session import Session, one_line, outcome
 from opacus_memprof.session.privacy_engine import PrivacyEngine
 
 
-def train(configuration: Configuration, profile_directory: Path) -> dict[str, Any]:
+def train(configuration: Configuration, profile_directory: Path) -> ExperimentResult:
     """Trains, with the profile in `profile_directory`, and returns the result (docs/experiments.md).
 
-    Whatever goes wrong is a result too: its `status` is "out_of_memory" or "failed", its `error` a sentence.
+    A failure is a result too, whose `status` is "out_of_memory" or "failed", and whose `error` is a sentence.
     """
-    progress = RunProgress()
+    progress = ProgressLog()
     error: Exception | None = None
     profile = None
     own = profile_directory
@@ -33,7 +34,7 @@ def train(configuration: Configuration, profile_directory: Path) -> dict[str, An
         session.start()
         own = session.directory
         try:
-            _Run(configuration, session, progress).all()
+            _Run(configuration, session, progress).train()
         except Exception as failure:
             error = failure
             if not isinstance(failure, MemprofError):
@@ -41,84 +42,84 @@ def train(configuration: Configuration, profile_directory: Path) -> dict[str, An
         profile = session.close(*outcome(error), one_line(error))
     except MemprofError as failure:  # the session could not begin, or not be written
         error = error or failure
-    return result_of(configuration, progress, profile, profile_directory, error, own)
+    return build_result(configuration, progress, profile, profile_directory, error, own)
 
 
 class _Run:
     """The stages of one run."""
 
-    def __init__(self, configuration: Configuration, session: Session, progress: RunProgress) -> None:
-        self._chosen = configuration
+    def __init__(self, configuration: Configuration, session: Session, progress: ProgressLog) -> None:
+        self._configuration = configuration
         self._session = session
         self._progress = progress
         self._numbers = count()
 
-    def all(self) -> None:
+    def train(self) -> None:
         """Sets up and trains."""
-        chosen, progress = self._chosen, self._progress
+        configuration, progress = self._configuration, self._progress
         self._device = torch.device(self._session.device)
-        if chosen.nproc > 1:
+        if configuration.nproc > 1:
             progress.begin("joining the other processes")
-            self._device = ranks.join(self._session.device)
+            self._device = sharded_run.join_group(self._session.device)
         progress.begin("loading the model")
-        model = models.build(chosen, self._device)
+        model = models.build(configuration, self._device)
         self._session.attach(model)
         progress.parameters = counted = models.count_parameters(model)
         progress.detail(f"{counted['total']:,} parameters, of which {counted['trainable']:,} are trained")
         self._snapshot("model_loaded")
 
         progress.begin("preparing the data")
-        loaded = data.load(chosen, models.vocabulary_of(model), getattr(model, "padding", None))
-        progress.data = {"source": loaded.source, "reason": loaded.reason}
+        loaded = data.load(configuration, models.vocabulary_of(model), getattr(model, "padding", None))
+        progress.data = DataSource(source=loaded.source, reason=loaded.reason)
         progress.detail(loaded.reason)
         self._snapshot("data_prepared")
 
-        if chosen.nproc > 1:
+        if configuration.nproc > 1:
             progress.begin("sharding the model")
-            model = ranks.shard(model)
+            model = sharded_run.shard(model)
             self._session.attach(model)
             self._snapshot("fsdp_wrapped")
 
         progress.begin("setting up the optimizer")
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer: Any = torch.optim.Adam(trained, lr=chosen.learning_rate)
+        optimizer: Any = torch.optim.Adam(trained, lr=configuration.learning_rate)
         self._session.attach(optimizer)
         self._snapshot("optimizer_set_up")
 
         module: Any = model
         criterion: Any = nn.CrossEntropyLoss()
-        if chosen.mode == "vanilla":
-            batches = steps.plain_batches(loaded.loader, chosen.physical_batch_size)
+        if configuration.mode == "vanilla":
+            batches = steps.plain_batches(loaded.loader, configuration.physical_batch_size)
         else:
             progress.begin("setting up the privacy engine")
             module, optimizer, criterion, loader = self._make_private(model, optimizer, criterion, loaded.loader)
-            batches = steps.private_batches(loader, chosen, optimizer)
+            batches = steps.private_batches(loader, configuration, optimizer)
             self._snapshot("privacy_engine_set_up")
-        trainer = steps.Trainer(module, optimizer, criterion, chosen.mode, self._device, self._snapshot)
+        trainer = steps.Trainer(module, optimizer, criterion, configuration.mode, self._device, self._snapshot)
 
         progress.begin("training")
         for batch in batches:
-            step = progress.steps_completed - chosen.warmup_steps
+            step = progress.steps_completed - configuration.warmup_steps
             name = f"step_{step}" if step >= 0 else f"warmup_{progress.steps_completed}"
             seconds = trainer.step(batch, name)
             if seconds is not None:
-                progress.step_ended(seconds, chosen)
+                progress.step_ended(seconds, configuration)
 
     def _make_private(self, model: nn.Module, optimizer: Any, criterion: nn.Module, loader: Any) -> Any:
-        chosen = self._chosen
+        configuration = self._configuration
         prepared = PrivacyEngine().make_private(
             module=model,
             optimizer=optimizer,
             criterion=criterion,
             data_loader=loader,
-            noise_multiplier=chosen.sigma,
-            max_grad_norm=chosen.max_grad_norm,
+            noise_multiplier=configuration.sigma,
+            max_grad_norm=configuration.max_grad_norm,
             poisson_sampling=False,  # only batches of one size can be compared
-            grad_sample_mode=chosen.grad_sample_mode,
+            grad_sample_mode=configuration.grad_sample_mode,
         )
-        return tuple(prepared) if chosen.mode == "ghost" else (*prepared[:2], criterion, prepared[2])
+        return tuple(prepared) if configuration.mode == "ghost" else (*prepared[:2], criterion, prepared[2])
 
     def _snapshot(self, name: str) -> None:
-        taken = self._session.snapshot(f"{next(self._numbers)}_{name}")
-        live = sum(count.requested_bytes for count in taken.devices.values())
+        snapshot = self._session.snapshot(f"{next(self._numbers)}_{name}")
+        live = sum(count.requested_bytes for count in snapshot.devices.values())
         self._progress.detail(f"{name.replace('_', ' ')}: {format_bytes(live)} live")

@@ -54,7 +54,7 @@ def claim(path: str | os.PathLike[str]) -> "ProfileDirectory":
     launch = Launch.from_environment()
     if launch is None:
         return ProfileDirectory(path)
-    _refuse_all_but_ranks(Path(path).absolute())
+    _refuse_unless_job(Path(path).absolute())
     return ProfileDirectory(Path(path) / f"rank_{launch.rank}", launch)
 
 
@@ -85,7 +85,7 @@ class ProfileDirectory:
         self.path = Path(path).absolute()  # the program may change its own
         self.launch = launch
         self._made = not self.path.exists()
-        _refuse_foreign_files(self.path)
+        _refuse_unless_replaceable(self.path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock: int | None = lock(self.path)
@@ -134,8 +134,8 @@ class ProfileDirectory:
                 self.path.rmdir()
 
 
-def _refuse_foreign_files(path: Path) -> None:
-    """A directory is ours to replace when it is empty or its events.bin is a profiler's."""
+def _refuse_unless_replaceable(path: Path) -> None:
+    """Raises MemprofError unless the directory is empty or its events.bin is a profiler's."""
     if not path.is_dir():
         return
     try:
@@ -146,26 +146,25 @@ def _refuse_foreign_files(path: Path) -> None:
                 return
     except OSError:
         pass
-    raise _foreign_files(path)
+    raise _foreign_files_error(path)
 
 
-def _foreign_files(path: Path) -> MemprofError:
+def _foreign_files_error(path: Path) -> MemprofError:
     return MemprofError(f"{path} holds files that are not a profile, which stay as they are: choose another directory")
 
 
-def refuse_what_stays(path: Path) -> None:
-    """For who clears `path` for another process: with the profile gone, that one takes what stays for foreign files.
+def refuse_foreign_files(path: Path) -> None:
+    """Raises MemprofError if `path` holds more than a profile, its reports and its ranks' directories.
 
-    Raises:
-        MemprofError: there is more than a profile, its reports and its ranks' directories.
+    For a caller who removes the profile for another process, which would refuse the files that are left.
     """
-    ours = {*_FILES, LOCK, RANKS, *(rank.name for rank in rank_directories(path).values())}
-    if path.is_dir() and not all(entry.name in ours or _REPORTS.fullmatch(entry.name) for entry in path.iterdir()):
-        raise _foreign_files(path)
+    known = {*_FILES, LOCK, RANKS, *(rank.name for rank in rank_directories(path).values())}
+    if path.is_dir() and not all(entry.name in known or _REPORTS.fullmatch(entry.name) for entry in path.iterdir()):
+        raise _foreign_files_error(path)
 
 
-def _refuse_all_but_ranks(path: Path) -> None:
-    """A job's directory is ours when it is empty or holds a rank's profile."""
+def _refuse_unless_job(path: Path) -> None:
+    """Raises MemprofError unless the directory is empty or holds a rank's profile."""
     if not path.is_dir() or rank_directories(path) or _is_empty(path):
         return
     what = "the profile of one process" if (path / EVENTS).exists() else "files that are not a profile of several ranks"
@@ -173,7 +172,7 @@ def _refuse_all_but_ranks(path: Path) -> None:
 
 
 def _is_empty(path: Path) -> bool:
-    """But for a lock, and for the reports of a profile that was there."""
+    """Whether there is nothing but a lock and the reports of an earlier profile."""
     return all(entry.name == LOCK or _REPORTS.fullmatch(entry.name) for entry in path.iterdir())
 
 

@@ -4,10 +4,12 @@
 Fields that end in `_mb` are in MB of 2**20 bytes; the units of the others are those of profiles.profile.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
+from opacus_memprof.profiles.difference import Tax
+from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.json_object import FORMAT, JsonObject
 from opacus_memprof.profiles.profile import (
     DeviceSnapshot,
@@ -95,7 +97,7 @@ class StageSnapshot(DeviceSnapshot, kw_only=True):
     peak_bytes: int | UnsetType | None = UNSET
 
 
-class RunTimeline(Timeline):
+class RunTimeline(Timeline, omit_defaults=True):
     """A timeline of at most about 500 rows; without any where nothing was measured."""
 
     event: list[int] = []
@@ -150,7 +152,7 @@ class ExperimentResult(JsonObject, kw_only=True):
     environment: RunEnvironment
     data: DataSource | None
     parameters: dict[str, int] | None = None
-    tax: dict[str, Any] | None = None
+    tax: Tax | None = None
     avg_time_ms: float | None
     step_times_ms: list[float] = []
     device: str | None = None
@@ -170,4 +172,4 @@ class ExperimentResult(JsonObject, kw_only=True):
     oom_report: str | None = None
     profile: str | UnsetType = UNSET
     virtual: VirtualGpus | UnsetType = UNSET
-    ranks: dict[str, Any] | UnsetType | None = UNSET
+    ranks: JobSummary | UnsetType | None = UNSET

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON objects whose fields are known: the base of the structures that files hold, how they are read and written."""
+"""The base class of structures that are stored as JSON, and the functions that read and write them."""
 
 import json
 import re
@@ -69,36 +69,37 @@ def to_json(content: Any, indent: int | None = None) -> str:
 
 
 def read_json_object(path: Path, kind: type[T], remedy: str = REMEDY) -> T:
-    """The structure in a file.
+    """Reads a structure of type `kind` from a JSON file.
 
     Raises:
         MemprofError: it cannot be read, is of a newer format, or lacks a field or has one of another type; `remedy` is
             what to do then.
     """
     content = read_object(path, remedy)
-    refuse_other_format(path, content, remedy)
-    return from_plain(content, kind, str(path), remedy)
+    check_format(path, content, remedy)
+    return convert_json(content, kind, str(path), remedy)
 
 
-def from_plain(content: Any, kind: type[T], source: str, remedy: str = REMEDY) -> T:
-    """The structure that `content`, plain JSON, holds. `source` is what the message names, as which it raises."""
+def convert_json(content: Any, kind: type[T], source: str, remedy: str = REMEDY) -> T:
+    """The structure of type `kind` in `content`, parsed JSON. Raises MemprofError, which names `source`, if a field is
+    missing or of another type."""
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
-        raise MemprofError(f"{source} {_in_words(content, kind, error)}: {remedy}") from None
+        raise MemprofError(f"{source} {_error_message(content, kind, error)}: {remedy}") from None
 
 
-def refuse_other_format(path: Path, content: dict[str, Any], remedy: str = REMEDY) -> None:
-    """Raises MemprofError where `content` has another `format` than this release writes."""
-    found = content.get("format")
-    if found == FORMAT:
+def check_format(path: Path, content: dict[str, Any], remedy: str = REMEDY) -> None:
+    """Raises MemprofError if `content` has another `format` than this release writes."""
+    version = content.get("format")
+    if version == FORMAT:
         return
-    if not isinstance(found, int) or isinstance(found, bool) or found < FORMAT:
-        raise MemprofError(f"{path} is not the profiler's, for its format is {found!r}: {remedy}")
+    if not isinstance(version, int) or isinstance(version, bool) or version < FORMAT:
+        raise MemprofError(f"{path} is not the profiler's, for its format is {version!r}: {remedy}")
     versions = content.get("versions") or content.get("environment")
     writer = versions.get("opacus_memprof") if isinstance(versions, dict) else None
     needed = f"opacus-memprof {writer}, which wrote it, or newer" if writer else "a newer opacus-memprof"
-    raise MemprofError(f"{path} has format {found}, and this release reads up to {FORMAT}: read it with {needed}")
+    raise MemprofError(f"{path} has format {version}, and this release reads up to {FORMAT}: read it with {needed}")
 
 
 _TYPES = {
@@ -112,10 +113,10 @@ _TYPES = {
 }
 
 
-def _in_words(content: Any, kind: type[JsonObject], error: msgspec.ValidationError) -> str:
-    """What is wrong, from msgspec's "Expected `int`, got `str` - at `$.devices[...].peak`"."""
+def _error_message(content: Any, kind: type[JsonObject], error: msgspec.ValidationError) -> str:
+    """A sentence on what is wrong, from msgspec's "Expected `int`, got `str` - at `$.devices[...].peak`"."""
     problem, _, at = str(error).partition(" - at `$")
-    place = _place(content, kind, str(error), at.rstrip("`"))
+    place = _field_path(content, kind, str(error), at.rstrip("`"))
     if problem.startswith("Object missing required field"):
         field = problem.split("`")[1]
         return f"is not the profiler's, for it lacks {f'{place}.{field}' if place else field}"
@@ -125,8 +126,8 @@ def _in_words(content: Any, kind: type[JsonObject], error: msgspec.ValidationErr
     return f"is not the profiler's, for {place or 'it'} should be {' or '.join(words[:-1])} and is {words[-1]}"
 
 
-def _place(content: Any, kind: type[JsonObject], message: str, path: str) -> str:
-    """msgspec's path with the keys of dicts, which it writes as `[...]`. Changes `content`."""
+def _field_path(content: Any, kind: type[JsonObject], message: str, path: str) -> str:
+    """The path of the wrong field: msgspec's, with the keys of dicts instead of `[...]`. Changes `content`."""
     place, inside = "", content
     for name, index in re.findall(r"\.(\w+)|\[(\d+|\.{3})\]", path):
         if index.isdecimal():
@@ -138,7 +139,7 @@ def _place(content: Any, kind: type[JsonObject], message: str, path: str) -> str
 
 
 def _wrong_key(inside: dict[str, Any], content: Any, kind: type[JsonObject], message: str) -> str:
-    """The key of `inside`, a part of `content`, of which alone msgspec says the same. The others are removed."""
+    """The key of `inside`, a part of `content`, that alone causes the same message. Removes the other keys."""
     for key, value in list(inside.items()):
         inside.clear()
         inside[key] = value

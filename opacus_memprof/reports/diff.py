@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from opacus_memprof.analysis.diff import DeviceDiff, Diff, DiffPhase, percent_change
+from opacus_memprof.analysis.diff import percent_change
+from opacus_memprof.profiles.difference import DeviceDiff, Diff, DiffPhase
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.moments import describe_time
 from opacus_memprof.reports.tables import largest_changes, shorten_name, signed_bytes, table_of

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.markup import escape
 
-from opacus_memprof.analysis.tax import Tax
+from opacus_memprof.profiles.difference import Tax
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.tables import largest_changes, signed_bytes, table_of
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cuda
 @pytest.fixture(autouse=True)
 def _same_gpu_in_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experiments run in processes of their own, which see a virtual GPU only if they are given one."""
-    monkeypatch.setattr(process, "_launcher", lambda nproc: interpreter()[1:])
+    monkeypatch.setattr(process, "_launcher_arguments", lambda nproc: interpreter()[1:])
 
 
 SMALL = Configuration(seq_length=256, batch_size=8, hidden_dim=256, num_heads=4, num_steps=3, warmup_steps=2)

@@ -22,7 +22,7 @@ from opacus_memprof.experiments.engine import run_grid
 from opacus_memprof.experiments.grid import methods
 from opacus_memprof.experiments.presets import EXPERIMENTS
 from tests.unit.event_files import EventFile
-from tests.unit.sweep_results import out_of_memory
+from tests.unit.sweep_results import failed, out_of_memory, typed
 
 VOCABULARY, WIDTH, LAYERS, TOKENS, BATCH = 256, 64, 2, 16, 4
 TINY = Configuration(seq_length=TOKENS, batch_size=BATCH, num_steps=2, warmup_steps=1, device="cpu")
@@ -196,8 +196,8 @@ def test_running_out_of_memory_is_a_result(tmp_path: Path) -> None:
 def test_the_command_says_where_memory_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = out_of_memory(TINY) | {"oom_report": "result.run/profile/rank_1/oom_report.txt"}
-    monkeypatch.setattr(process, "run_to", lambda *arguments, **options: result)
+    result = typed(out_of_memory(TINY) | {"oom_report": "result.run/profile/rank_1/oom_report.txt"})
+    monkeypatch.setattr(process, "run_to_file", lambda *arguments, **options: result)
     assert run_command(["experiment", "--experiment=ghost", f"--output={tmp_path / 'result.json'}"], monkeypatch) == 0
     said = capsys.readouterr().out
     assert f"report: {tmp_path}/result.run/profile/rank_1/oom_report.txt\n" in said
@@ -263,7 +263,7 @@ def test_other_files_where_the_profile_goes_stay(tmp_path: Path) -> None:
     theirs.parent.mkdir(parents=True)
     theirs.write_text("keep me")
     with pytest.raises(MemprofError, match="holds files that are not a profile"):
-        process.run_to(tmp_path / "result.json", TINY)
+        process.run_to_file(tmp_path / "result.json", TINY)
     assert theirs.read_text() == "keep me"
     assert not (tmp_path / "result.json").exists()
 
@@ -342,10 +342,10 @@ def test_directories_without_results_are_refused(
 def test_a_refused_training_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "result.json"
     output.write_text("before")
-    refused = {"refused": True, "error": "cannot be loaded"}
-    monkeypatch.setattr(process, "run", lambda *arguments, **options: dict(refused))
+    refused = typed(failed(TINY) | {"refused": True, "error": "cannot be loaded"})
+    monkeypatch.setattr(process, "run", lambda *arguments, **options: refused)
     with pytest.raises(MemprofError, match="cannot be loaded"):
-        process.run_to(output, TINY)
+        process.run_to_file(output, TINY)
     assert output.read_text() == "before"
 
 

@@ -6,6 +6,9 @@ from typing import Any
 from msgspec import to_builtins
 
 from opacus_memprof.experiments.configuration import Configuration
+from opacus_memprof.experiments.rows import Row
+from opacus_memprof.profiles.experiment_result import ExperimentResult
+from opacus_memprof.profiles.json_object import convert_json
 from tests.unit.made_profiles import a_device, a_peak
 
 GIB = 2**30
@@ -123,3 +126,29 @@ def failed(configuration: Configuration) -> dict[str, Any]:
         "timeline": {},
         "data": None,
     }
+
+
+def typed(result: dict[str, Any]) -> ExperimentResult:
+    """The result as files.read_result reads it."""
+    return convert_json(result, ExperimentResult, "a result made by hand")
+
+
+def a_row(name: str, label: str, result: dict[str, Any]) -> Row:
+    return Row(name, label, typed(result))
+
+
+def with_fields(result: ExperimentResult, **fields: Any) -> ExperimentResult:
+    """The result with other values of some fields, as JSON has them."""
+    return typed(to_builtins(result) | fields)
+
+
+def assert_contains(read: Any, written: Any) -> None:
+    """That all of `written` is in `read`, which may have fields that earlier releases did not write."""
+    if isinstance(written, dict):
+        for key, value in written.items():
+            assert_contains(read[key], value)
+    elif isinstance(written, list):
+        for one, other in zip(read, written, strict=True):
+            assert_contains(one, other)
+    else:
+        assert read == written

@@ -3,16 +3,20 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 
 from opacus_memprof.experiments import summary
+from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.figures import bars, timeline, tradeoff
-from opacus_memprof.experiments.rows import Row, difference, rows_by_mode, vanilla_of
+from opacus_memprof.experiments.rows import Row, find_vanilla, overhead
+from opacus_memprof.experiments.rows import rows_by_mode as typed_rows_by_mode
 from opacus_memprof.reports.palette import PHASE_COLORS
+from tests.unit.made_profiles import a_device, a_peak
+from tests.unit.sweep_results import a_row, finished, typed
 
 MIB = 2**20
 
@@ -22,24 +26,18 @@ def result(mode: str, mebibytes: dict[str, int], milliseconds: float | None = 10
     sizes = {category: size * MIB for category, size in mebibytes.items()}
     total = sum(sizes.values())
     names = ["0_model_loaded", "1_data_prepared", "2_optimizer_set_up"]
-    return {
-        "format": 1,
-        "experiment": mode,
-        "status": "finished",
-        "error": None,
-        "config": {"model": "tiny", "mode": mode, "seq_length": 8, "batch_size": 2, "dtype": "fp32"},
+    steps = {"step": 0, "logical_step": 0, "unix_ns": 0}
+    snapshots = [
+        {"index": index, "name": name, "event": event, "requested_bytes": event, "phase": "setup", "categories": {}}
+        for index, (name, event) in enumerate(zip(names, (10, 11, 20), strict=True))
+    ]
+    return finished(Configuration(mode=mode, seq_length=8, batch_size=2)) | {  # type: ignore[arg-type]
         "environment": {"device_name": "a GPU", "torch": "2", "opacus": "1"},
-        "data": {"source": "synthetic", "reason": "random"},
         "avg_time_ms": milliseconds,
-        "breakdown": {},
-        "peak": {"categories": sizes, "rounding": 0, "requested_bytes": total, "phase": "backward"},
-        "out_of_memory": [],
-        "parameters": {"total": 1, "trainable": 1},
-        "findings": [],
+        "peak": to_builtins(a_peak(categories=sizes, rounding=0, requested_bytes=total, phase="backward")),
         "phases": {},
         "snapshots": [
-            {"name": name, "event": event, "requested_bytes": event}
-            for name, event in zip(names, (10, 11, 20), strict=True)
+            {**snapshot, **steps, "allocated_mb": None, "reserved_mb": None, "timestamp": 0.0} for snapshot in snapshots
         ],
         "timeline": {
             "event": [0, 10, 20, 30, 40],
@@ -48,8 +46,13 @@ def result(mode: str, mebibytes: dict[str, int], milliseconds: float | None = 10
             "phase": ["idle", "idle", "forward", "backward", "backward"],
             "categories": {"model_parameters": [0, total // 4, total // 2, total, total // 3]},
         },
+        "out_of_memory": [],
         **changes,
     }
+
+
+def rows_by_mode(results: dict[str, dict[str, Any]]) -> list[Row]:
+    return typed_rows_by_mode({name: typed(result) for name, result in results.items()})
 
 
 VANILLA = result("vanilla", {"model_parameters": 10, "activations": 30, "gradients": 2})
@@ -60,7 +63,9 @@ RAN_OUT = result(
     None,
     status="out_of_memory",
     error="OutOfMemoryError while training: no more",
-    out_of_memory=[{"requested_bytes": 50 * MIB, "live_bytes": 17 * MIB, "category": "noise"}],
+    out_of_memory=to_builtins(
+        a_device(out_of_memory=[{"requested_bytes": 50 * MIB, "live_bytes": 17 * MIB, "category": "noise"}])
+    )["out_of_memory"],
 )
 NOTHING = result("flash_clip", {}, None, status="failed", error="no", peak=None, snapshots=[], timeline={})
 FOUR = rows_by_mode({"v": VANILLA, "g": GHOST, "h": RAN_OUT, "f": NOTHING})
@@ -75,18 +80,18 @@ def test_methods_come_in_the_modes_order_and_same_ones_by_their_names() -> None:
     ]
     twice = rows_by_mode({"fp32": GHOST, "bf16": GHOST})
     assert [method.label for method in twice] == ["Ghost Clipping (DP-SGD) bf16", "Ghost Clipping (DP-SGD) fp32"]
-    assert vanilla_of(twice) is None
+    assert find_vanilla(twice) is None
 
 
 def test_what_a_method_takes_more_than_vanilla() -> None:
     vanilla, ran_out, ghost, _ = FOUR
-    more = difference(ghost, vanilla)
+    more = overhead(ghost, vanilla)
     assert more == {"activations": -10 * MIB, "gradients": -2 * MIB, "temp_matrices": 33 * MIB}
-    assert (ran_out.total, ran_out.refused_bytes) == (19 * MIB, 50 * MIB)
+    assert (ran_out.total_bytes, ran_out.refused_bytes) == (19 * MIB, 50 * MIB)
 
 
 def test_the_summary() -> None:
-    lines = summary.text(FOUR).splitlines()
+    lines = summary.summary_text(FOUR).splitlines()
     rows = [line.split() for line in lines[6:10]]
     assert rows[0] == ["Vanilla", "(No", "DP-SGD)", "42.00", "10.00", "4.20"]
     assert rows[1] == ["Hooks", "(DP-SGD)", "19.00", "out", "of", "memory", "-"]
@@ -108,27 +113,27 @@ def test_the_summary() -> None:
 def test_a_change_that_rounds_to_nothing_is_not_told() -> None:
     slightly = result("ghost", {"model_parameters": 10, "activations": 20})
     slightly["peak"]["categories"]["model_parameters"] += 100
-    text = summary.text(rows_by_mode({"v": VANILLA, "g": slightly}))
+    text = summary.summary_text(rows_by_mode({"v": VANILLA, "g": slightly}))
     assert "+0.00 MB against vanilla" not in text
 
 
 def test_captures_that_autograd_holds_as_well_are_told_from_those_of_opacus_alone() -> None:
     hooks = result("hooks", {"activation_hooks": 10, "model_parameters": 10})
     hooks["peak"]["activation_hooks"] = {"shared_with_autograd": 7 * MIB, "opacus_only": 3 * MIB}
-    lines = summary.text(rows_by_mode({"v": VANILLA, "h": hooks})).splitlines()
+    lines = summary.summary_text(rows_by_mode({"v": VANILLA, "h": hooks})).splitlines()
     (line,) = (" ".join(line.split()) for line in lines if "Activation Hooks" in line)
     assert line == "Activation Hooks 10.00 MB <- captured for DP-SGD; autograd holds 7.00 MB of it anyway"
 
 
 def test_the_latex_table() -> None:
-    assert "Peak (MiB)" in summary.latex(FOUR)
-    assert summary.latex(FOUR).splitlines()[4:8] == [
+    assert "Peak (MiB)" in summary.latex_table(FOUR)
+    assert summary.latex_table(FOUR).splitlines()[4:8] == [
         r"Vanilla (No DP-SGD) & 42.00 & +0.0 & 10.00 & 1.00 \\",
         r"Hooks (DP-SGD) & 19.00 & \multicolumn{3}{c}{out of memory} \\",
         r"Ghost Clipping (DP-SGD) & 63.00 & +50.0 & 30.00 & 3.00 \\",
         r"Flash Clipping (DP-SGD) & -- & \multicolumn{3}{c}{failed} \\",
     ]
-    assert "50\\% \\& \\_" in summary.latex([Row("x", "50% & _", GHOST)])
+    assert "50\\% \\& \\_" in summary.latex_table([a_row("x", "50% & _", GHOST)])
 
 
 @pytest.fixture
@@ -175,10 +180,9 @@ def test_the_bars_are_the_bytes(figures: list[Any], tmp_path: Path) -> None:
 def test_no_tick_s_label_is_on_another(figures: list[Any], tmp_path: Path) -> None:
     """Of axes whose room for words is as wide as their bars, and of those with bars on both sides."""
     for factor in (1, 23, 300):
-        peaks = [row.peak | {"categories": scaled(row.bytes, factor)} for row in FOUR]
         rows = [
-            replace(row, label="a configuration whose name is long", result=row.result | {"peak": peak})
-            for row, peak in zip(FOUR, peaks, strict=True)
+            a_row(row.name, "a configuration whose name is long", scaled(result, factor))
+            for row, result in zip(FOUR, (VANILLA, RAN_OUT, GHOST, NOTHING), strict=True)
         ]
         bars.breakdown_comparison(rows, tmp_path / "a.png", "light")
         for axes in figures[-1].axes:
@@ -189,16 +193,20 @@ def test_no_tick_s_label_is_on_another(figures: list[Any], tmp_path: Path) -> No
             assert not any(a.overlaps(b) for index, a in enumerate(boxes) for b in boxes[:index])
 
 
-def scaled(sizes: dict[str, int], factor: int) -> dict[str, int]:
-    return {category: size * factor for category, size in sizes.items()}
+def scaled(result: dict[str, Any], factor: int) -> dict[str, Any]:
+    peak = result["peak"]
+    sizes = peak and {category: size * factor for category, size in peak["categories"].items()}
+    return result | {"peak": peak and peak | {"categories": sizes}}
 
 
 def test_an_out_of_memory_run_has_one_figure_everywhere(figures: list[Any], tmp_path: Path) -> None:
     """Its peak, which the JSON has as well; not what was in use when memory ran out."""
     (row,) = rows_by_mode({"h": RAN_OUT})
-    assert f"{row.total / MIB:.2f}" == "19.00"
-    assert "Hooks (DP-SGD)                               19.00" in summary.text([row])
-    assert summary.line(row).startswith("out of memory, peak 19.00 MiB in backward, 50.00 MiB more for noise")
+    assert f"{row.total_bytes / MIB:.2f}" == "19.00"
+    assert "Hooks (DP-SGD)                               19.00" in summary.summary_text([row])
+    assert summary.describe_outcome(row).startswith(
+        "out of memory, peak 19.00 MiB in backward, 50.00 MiB more for noise"
+    )
     bars.breakdown_comparison([row], tmp_path / "a.png", "light")
     assert figures[0].axes[0].texts[0].get_text().startswith("19.00 MiB, ")
 

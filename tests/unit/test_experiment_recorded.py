@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments.recorded import best_suggestion, highest_until
+from opacus_memprof.experiments.recorded import best_suggestion, peaks_between
 from tests.unit.event_files import EventFile
 
 
@@ -26,10 +26,10 @@ def test_the_highest_bytes_of_each_stretch(tmp_path: Path) -> None:
     ]:
         events.add(kind, address, size, device=device)
     events.write(tmp_path)
-    assert highest_until(tmp_path, "cuda:0", [1, 3, 4, 6]) == [300, 800, 0, 20]
-    assert highest_until(tmp_path, "cpu", [0, 1]) == [0, 10_000]
+    assert peaks_between(tmp_path, "cuda:0", [1, 3, 4, 6]) == [300, 800, 0, 20]
+    assert peaks_between(tmp_path, "cpu", [0, 1]) == [0, 10_000]
     with pytest.raises(MemprofError):
-        highest_until(tmp_path / "none", "cpu", [1])
+        peaks_between(tmp_path / "none", "cpu", [1])
 
 
 def test_the_best_suggestion(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from opacus_memprof.experiments.grid import Cell, grid
-from opacus_memprof.experiments.launcher import Local
+from opacus_memprof.experiments.launcher import LocalLauncher
 from tests.unit.sweep_results import BASE
 
 
@@ -34,7 +34,7 @@ def test_every_cell_runs_once_and_a_gpu_has_one_at_a_time(cells: list[Cell]) -> 
             busy[gpu] -= 1
         return {"of": cell.name}
 
-    launcher = Local(run_cell, lambda: None, [0, 1, 5])
+    launcher = LocalLauncher(run_cell, lambda: None, [0, 1, 5])
     ended = list(launcher.run(cells))
     assert launcher.workers == 3
     assert sorted(cell.name for cell, _ in ended) == sorted(cell.name for cell in cells)
@@ -50,7 +50,7 @@ def test_gpus_work_side_by_side(cells: list[Cell]) -> None:
         together.wait(timeout=10)
         return {}
 
-    assert len(list(Local(run_cell, lambda: None, [0, 1, 2, 3]).run(cells))) == len(cells) == 12
+    assert len(list(LocalLauncher(run_cell, lambda: None, [0, 1, 2, 3]).run(cells))) == len(cells) == 12
 
 
 def test_the_cpu_has_one_at_a_time(cells: list[Cell]) -> None:
@@ -62,7 +62,7 @@ def test_the_cpu_has_one_at_a_time(cells: list[Cell]) -> None:
         lock.release()
         return {}
 
-    launcher = Local(run_cell, lambda: None, [])
+    launcher = LocalLauncher(run_cell, lambda: None, [])
     assert launcher.workers == 1
     assert [cell for cell, _ in launcher.run(cells)] == cells
     assert gpus == {None}
@@ -77,7 +77,7 @@ def test_closing_ends_what_runs_and_starts_no_more(cells: list[Cell]) -> None:
             assert stopped.wait(timeout=10)  # as a process that is waited for until it is killed
         return {}
 
-    with closing(Local(run_cell, stopped.set, [0, 1]).run(cells)) as results:
+    with closing(LocalLauncher(run_cell, stopped.set, [0, 1]).run(cells)) as results:
         first, _ = next(results)
     assert first is cells[0]
     assert stopped.is_set()
@@ -94,7 +94,7 @@ def test_a_cell_that_cannot_be_run_ends_the_others(cells: list[Cell]) -> None:
         return {}
 
     with pytest.raises(OSError, match="the disk is full"):
-        list(Local(run_cell, stopped.set, [0, 1]).run(cells))
+        list(LocalLauncher(run_cell, stopped.set, [0, 1]).run(cells))
     assert stopped.is_set()
 
 
@@ -106,7 +106,7 @@ def test_a_gpu_rests_between_two_cells_and_not_before_the_first(cells: list[Cell
         return {}
 
     begin = time.monotonic()
-    list(Local(run_cell, lambda: None, [0, 1], pause=0.2).run(cells[:4]))
+    list(LocalLauncher(run_cell, lambda: None, [0, 1], pause=0.2).run(cells[:4]))
     for begun in times.values():
         assert begun[0] - begin < 0.15
         assert all(later - earlier >= 0.2 for earlier, later in pairwise(begun))

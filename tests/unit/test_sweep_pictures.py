@@ -15,21 +15,21 @@ from opacus_memprof.experiments.figures.overview import lines_over, varied_sizes
 from opacus_memprof.experiments.grid import grid
 from opacus_memprof.experiments.memory_types import MEMORY_TYPES
 from opacus_memprof.experiments.presets import DETAILED_SWEEP, SINGLE_GPU
-from opacus_memprof.experiments.rows import Row
-from tests.unit.sweep_results import BASE, GIB, failed, finished, out_of_memory
+from opacus_memprof.profiles.profile import PhasePeak
+from tests.unit.sweep_results import BASE, GIB, a_row, failed, finished, out_of_memory
 
 CELLS, _ = grid(BASE, [16, 32], [8], [1, 2, 4], [0, 8])
 MADE = [finished] * 10 + [failed, out_of_memory]
-ROWS = [Row(cell.name, cell.label, made(cell.configuration)) for cell, made in zip(CELLS, MADE, strict=True)]
+ROWS = [a_row(cell.name, cell.label, made(cell.configuration)) for cell, made in zip(CELLS, MADE, strict=True)]
 
 
 def test_what_is_read_from_a_result() -> None:
-    assert ROWS[0].short == "S 16 · B 8/1 · full"
-    assert ROWS[0].total == GIB + 16 * 2**20 + 300
+    assert ROWS[0].short_label == "S 16 · B 8/1 · full"
+    assert ROWS[0].total_bytes == GIB + 16 * 2**20 + 300
     assert ROWS[0].bytes == {"model_parameters": GIB, "activations": 16 * 2**20, "activation_hooks": 300}
     assert [ROWS[place].outcome for place in (0, -1, -2)] == ["finished", "out of memory", "failed"]
     assert [ROWS[place].refused_bytes for place in (0, -1, -2)] == [0, 3 * GIB, 0]
-    assert (ROWS[-2].total, ROWS[-2].bytes) == (0, {})
+    assert (ROWS[-2].total_bytes, ROWS[-2].bytes) == (0, {})
 
 
 def test_a_line_differs_in_one_size_only() -> None:
@@ -40,7 +40,7 @@ def test_a_line_differs_in_one_size_only() -> None:
         sizes = [value for value, _ in line]
         assert sizes == sorted(sizes)
         tokens = line[0][1].result["config"]["seq_length"]
-        assert [row.total for _, row in line] == [GIB + tokens * size * 2**20 + 300 for size in sizes]
+        assert [row.total_bytes for _, row in line] == [GIB + tokens * size * 2**20 + 300 for size in sizes]
     ranks = lines_over("lora_rank", ROWS)
     assert {tuple(value for value, _ in line) for line in ranks} == {(0, 8), (8,)}
 
@@ -48,9 +48,9 @@ def test_a_line_differs_in_one_size_only() -> None:
 def test_the_heat_map_finds_every_cell() -> None:
     cells = rows_by_sizes(ROWS)
     assert len(cells) == 12
-    assert cells[8, 8, 32, 4].ran_out
+    assert cells[8, 8, 32, 4].ran_out_of_memory
     assert cells[0, 8, 16, 2].result["config"]["max_physical_batch_size"] == 2
-    whole = Row("", "", finished(BASE))  # no physical batch size of its own: all of the batch at once
+    whole = a_row("", "", finished(BASE))  # no physical batch size of its own: all of the batch at once
     assert list(rows_by_sizes([whole])) == [(0, 1, 128, 1)]
 
 
@@ -82,7 +82,7 @@ def test_all_pictures_are_there(tmp_path: Path) -> None:
 
 def test_nothing_was_measured(tmp_path: Path) -> None:
     """Every run failed: there are pictures all the same, and they say so."""
-    rows = [Row(CELLS[0].name, CELLS[0].label, failed(CELLS[0].configuration))]
+    rows = [a_row(CELLS[0].name, CELLS[0].label, failed(CELLS[0].configuration))]
     DETAILED_SWEEP.draw(rows, tmp_path)
     SINGLE_GPU.draw(rows, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2 * 7
@@ -108,11 +108,11 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_two_rows_of_operations_lose_no_entry_of_the_legend_and_no_tick(figures: list[Any], tmp_path: Path) -> None:
     from opacus_memprof.profiles.categories import REPORTED
 
-    rows = [Row(cell.name, cell.label, finished(cell.configuration)) for cell in CELLS[:2]]
+    rows = [a_row(cell.name, cell.label, finished(cell.configuration)) for cell in CELLS[:2]]
     for place, phase in enumerate(("forward", "backward", "clip", "noise", "optimizer_step")):
         sizes = dict.fromkeys(REPORTED[4 * place : 4 * place + 4], 100 * 2**20)
         for row in rows:
-            row.result["phases"][phase] = {"peak_bytes": 400 * 2**20, "categories": sizes}
+            row.result.phases[phase] = PhasePeak(400 * 2**20, 0, 0, 0, 0, sizes)
     details.operation_breakdown(rows, tmp_path / "a.png", "light")
     (figure,) = figures
     (legend,) = figure.legends

@@ -6,9 +6,8 @@ import io
 import pytest
 from rich.console import Console
 
-from opacus_memprof.experiments.progress import board, time_left
-from opacus_memprof.experiments.rows import Row
-from tests.unit.sweep_results import BASE, failed, finished, out_of_memory
+from opacus_memprof.experiments.progress import progress_board, time_left
+from tests.unit.sweep_results import BASE, a_row, failed, finished, out_of_memory
 
 
 def test_the_others_take_as_long_as_those_before() -> None:
@@ -21,10 +20,10 @@ def test_the_others_take_as_long_as_those_before() -> None:
 
 def test_what_is_said_of_a_cell() -> None:
     text = io.StringIO()
-    with board(Console(file=text, width=200), 3, 2) as ended:
-        ended(Row("one", "", finished(BASE)))
-        ended(Row("two", "", out_of_memory(BASE)))
-        ended(Row("three", "", failed(BASE)))
+    with progress_board(Console(file=text, width=200), 3, 2) as ended:
+        ended(a_row("one", "", finished(BASE)))
+        ended(a_row("two", "", out_of_memory(BASE)))
+        ended(a_row("three", "", failed(BASE)))
     lines = text.getvalue().splitlines()
     said = "one  finished, peak 1.13 GiB in backward, 12.5 ms a step"  # 1 GiB, 128 MiB, 300 B
     assert lines[0] == f"{said}  [1 of 3, about 0:00:00 left]"
@@ -36,6 +35,6 @@ def test_what_is_said_of_a_cell() -> None:
 
 def test_brackets_of_an_error_are_no_markup() -> None:
     text = io.StringIO()
-    with board(Console(file=text, width=200), 1, 1) as ended:
-        ended(Row("one", "", failed(BASE) | {"error": "IndexError: [/] a[0]"}))
+    with progress_board(Console(file=text, width=200), 1, 1) as ended:
+        ended(a_row("one", "", failed(BASE) | {"error": "IndexError: [/] a[0]"}))
     assert text.getvalue().startswith("one  failed: IndexError: [/] a[0]")

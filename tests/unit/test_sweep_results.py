@@ -10,7 +10,7 @@ import pytest
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.directory import ResultsDirectory
-from opacus_memprof.experiments.files import write_json
+from opacus_memprof.experiments.files import read_result, write_json
 from opacus_memprof.experiments.grid import Cell, grid, methods
 from opacus_memprof.experiments.presets import EXPERIMENTS, SINGLE_GPU, SWEEP
 from tests.unit.sweep_results import BASE, failed, finished, out_of_memory
@@ -42,30 +42,30 @@ def content(path: Path) -> dict[str, bytes]:
 
 def test_what_has_ended_is_not_run_again(tmp_path: Path) -> None:
     with sweep(tmp_path / "r") as directory:
-        assert directory.missing() == CELLS
+        assert directory.pending() == CELLS
         put(directory, CELLS[0], finished(CELLS[0].configuration))
         put(directory, CELLS[1], out_of_memory(CELLS[1].configuration))
         put(directory, CELLS[2], failed(CELLS[2].configuration))
     with sweep(tmp_path / "r", resume=True) as directory:
-        assert directory.missing() == CELLS[2:]
+        assert directory.pending() == CELLS[2:]
         assert names(directory) == [cell.name for cell in CELLS[:3]]
 
 
 def test_resume_begins_where_there_is_nothing(tmp_path: Path) -> None:
     with sweep(tmp_path / "r", resume=True) as directory:
-        assert directory.missing() == CELLS
+        assert directory.pending() == CELLS
 
 
 def test_single_runs_gather(tmp_path: Path) -> None:
     for cell in CELLS[:2]:
         with single(tmp_path, [cell]) as directory:
-            assert directory.missing() == [cell]
+            assert directory.pending() == [cell]
             put(directory, cell, finished(cell.configuration))
     with single(tmp_path, CELLS[1:], resume=True) as directory:
-        assert directory.missing() == CELLS[2:]
+        assert directory.pending() == CELLS[2:]
         assert names(directory) == directory.names[:2] == [cell.name for cell in CELLS[:2]]
     with single(tmp_path, CELLS[:1]) as directory:
-        assert directory.missing() == CELLS[:1]  # measured anew
+        assert directory.pending() == CELLS[:1]  # measured anew
         assert directory.names == [cell.name for cell in CELLS]
 
 
@@ -134,7 +134,7 @@ def test_a_damaged_result_is_refused_in_a_sentence(tmp_path: Path, part: tuple[s
         put(directory, CELLS[0], result)
         file = directory.run_directory(CELLS[0].name) / "result.json"
     with sweep(tmp_path, resume=True) as directory, pytest.raises(MemprofError) as refused:
-        directory.missing()
+        directory.pending()
     lacking = ".".join([*part, key])
     assert (
         str(refused.value)
@@ -158,7 +158,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
             pass
         assert content(tmp_path) == before
     with sweep(tmp_path, resume=True) as directory:
-        assert directory.missing() == CELLS
+        assert directory.pending() == CELLS
 
 
 def ended_by(error: BaseException, directory: ResultsDirectory, results: dict[Cell, dict]) -> None:
@@ -191,14 +191,14 @@ def test_methods_gather_each_with_its_result_beside_its_run(tmp_path: Path) -> N
         """What had to be run; the names of all rows are checked."""
         cells = methods(base, modes)
         with ResultsDirectory(tmp_path, EXPERIMENTS, cells, resume=resume) as directory:
-            missing = directory.missing()
-            for cell in missing:
+            pending = directory.pending()
+            for cell in pending:
                 put(directory, cell, finished(cell.configuration) | {"oom_report": "profile/oom_report.txt"})
-                row = directory.add(cell, json.loads((directory.run_directory(cell.name) / "result.json").read_text()))
+                row = directory.add(cell, read_result(directory.run_directory(cell.name) / "result.json"))
                 assert row.oom_report == f"{cell.name}_result.run/profile/oom_report.txt"
             assert directory.outputs == tmp_path / "visualizations"
             seen.append(names(directory))
-        return [cell.name for cell in missing]
+        return [cell.name for cell in pending]
 
     seen: list[list[str]] = []
     assert run(["ghost"]) == ["ghost"]
@@ -224,4 +224,4 @@ def test_a_directory_of_an_earlier_release_has_the_defaults_of_what_it_does_not_
     del manifest["shared"]["checkpointing"], manifest["shared"]["dataset"]
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with single(tmp_path, CELLS[:1]) as directory:
-        assert directory.missing() == CELLS[:1]
+        assert directory.pending() == CELLS[:1]

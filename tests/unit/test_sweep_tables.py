@@ -13,15 +13,13 @@ from opacus_memprof.experiments import summary
 from opacus_memprof.experiments.grid import grid
 from opacus_memprof.experiments.memory_types import MEMORY_TYPES, memory_types
 from opacus_memprof.experiments.presets import DETAILED_SWEEP, SWEEP
-from opacus_memprof.experiments.rows import Row
-from opacus_memprof.experiments.tables import detail, results_lines, summary_csv
-from tests.unit.sweep_results import BASE, GIB, failed, finished, out_of_memory
+from opacus_memprof.experiments.tables import results_lines, row_details, summary_csv
+from tests.unit.made_profiles import a_peak
+from tests.unit.sweep_results import BASE, GIB, a_row, assert_contains, failed, finished, out_of_memory, with_fields
 
 CELLS, _ = grid(BASE, [16, 32, 64], [8], [2], [4])
-ROWS = [
-    Row(cell.name, cell.label, made(cell.configuration))
-    for cell, made in zip(CELLS, (finished, out_of_memory, failed), strict=True)
-]
+MADE = (finished, out_of_memory, failed)
+ROWS = [a_row(cell.name, cell.label, made(cell.configuration)) for cell, made in zip(CELLS, MADE, strict=True)]
 
 
 def test_the_summary_has_a_line_for_each() -> None:
@@ -56,9 +54,9 @@ def test_the_summary_says_what_was_found_and_what_would_fit() -> None:
 
     small, large = finding("discarded_gradients", GIB), finding("discarded_gradients", 2 * GIB)
     three = [finding(f"kind_{number}", number * 2**20) for number in (3, 2, 1)]
-    found = [replace(ROWS[0], result=ROWS[0].result | {"findings": [small, *three]})]
-    found.append(replace(ROWS[1], result=ROWS[1].result | {"findings": [large]}, folder="runs/two"))
-    lines = [" ".join(line.split()) for line in summary.text(found).splitlines()]
+    found = [replace(ROWS[0], result=with_fields(ROWS[0].result, findings=[small, *three]))]
+    found.append(replace(ROWS[1], result=with_fields(ROWS[1].result, findings=[large]), folder="runs/two"))
+    lines = [" ".join(line.split()) for line in summary.summary_text(found).splitlines()]
     assert lines[lines.index("TOP FINDINGS:") + 2] == (
         "discarded gradients in mlp, 2.00 GiB (S 32 · B 8/2 · r 4, and 1 more)"
     )
@@ -66,7 +64,7 @@ def test_the_summary_says_what_was_found_and_what_would_fit() -> None:
     assert "remedy: mend kind_1" not in lines  # the top three
     assert "suggestion: physical batches of 1 (predicted peak 512.00 MiB, which fits)" in lines
     assert "report: runs/two/profile/oom_report.txt" in lines
-    assert f"report: {Path('there/runs/two/profile/oom_report.txt')}" in summary.closing(found, Path("there"))
+    assert f"report: {Path('there/runs/two/profile/oom_report.txt')}" in summary.terminal_summary(found, Path("there"))
     assert "mlp 1024.00 MB" in lines
     assert lines[lines.index("By stage: peak live after it") + 1] == "model loaded 1025.00 MB 1024.00 MB"
     (first, second) = csv.DictReader(io.StringIO(summary_csv(found)))
@@ -81,15 +79,15 @@ def test_the_summary_says_what_was_found_and_what_would_fit() -> None:
 
 def test_of_many_runs_a_terminal_shows_the_parts_of_the_largest_alone() -> None:
     many = [replace(ROWS[0], name=str(number), label=f"run {number}") for number in range(6)] + [ROWS[1]]
-    said = summary.closing(many, Path())
+    said = summary.terminal_summary(many, Path())
     assert said.count("By component:") == 1
-    assert summary.text(many).count("By component:") == 7
+    assert summary.summary_text(many).count("By component:") == 7
 
 
 def test_memory_over_time_of_a_slow_run_is_not_nothing() -> None:
-    slow = replace(ROWS[0], result=ROWS[0].result | {"avg_time_ms": 5e6})
-    row = next(line for line in summary.text([slow]).splitlines() if line.startswith(slow.label))
-    assert float(row.split()[-1]) == pytest.approx(slow.total / 2**20 / 5e6, rel=0.05)
+    slow = replace(ROWS[0], result=with_fields(ROWS[0].result, avg_time_ms=5e6))
+    row = next(line for line in summary.summary_text([slow]).splitlines() if line.startswith(slow.label))
+    assert float(row.split()[-1]) == pytest.approx(slow.total_bytes / 2**20 / 5e6, rel=0.05)
 
 
 def test_the_files(tmp_path: Path) -> None:
@@ -104,23 +102,23 @@ def test_the_files(tmp_path: Path) -> None:
     assert content["format"] == 1
     assert [entry["name"] for entry in content["results"]] == [row.name for row in ROWS]
     assert "modules" not in content["results"][0]["peak"]
-    for entry, row in zip(content["results"], ROWS, strict=True):
-        assert {key: entry[key] for key in row.result if key != "peak"} == {
-            key: value for key, value in row.result.items() if key != "peak"
-        }
+    for entry, cell, made in zip(content["results"], CELLS, MADE, strict=True):
+        result = made(cell.configuration)
+        del result["peak"]
+        assert_contains(entry, result)
     DETAILED_SWEEP.write_tables(ROWS, tmp_path)
     details = json.loads((tmp_path / "detailed_memory_results.json").read_text())["results"]
     assert [entry["status"] for entry in details] == ["finished", "out_of_memory", "failed"]
 
 
 def test_details_sum_up_to_the_peak() -> None:
-    found = detail(ROWS[0])
+    found = row_details(ROWS[0])
     assert found["components"] == {"mlp": GIB + 300, "other": 32 * 2**20}
     for parts in (found["components"], found["memory_types"]):
         assert sum(parts.values()) == found["peak_bytes"] == ROWS[0].peak["requested_bytes"]
     assert list(found["operations"]) == ["forward", "backward"]
     assert [stage["added_bytes"] for stage in found["stages"]] == [GIB, 32 * 2**20, -32 * 2**20]
-    assert detail(ROWS[2])["components"] == {}
+    assert row_details(ROWS[2])["components"] == {}
 
 
 def test_kinds_of_memory() -> None:
@@ -134,11 +132,10 @@ def test_kinds_of_memory() -> None:
         "temporaries": 0,
         "other": 0,
     }
-    split = {"shared_with_autograd": 0, "opacus_only": 0}
-    own = memory_types({"categories": {"teacher": 5, "library_workspace": 7}, "activation_hooks": split})
+    own = memory_types(a_peak(categories={"teacher": 5, "library_workspace": 7}))
     assert own["other"] == 12
     gathered = {"model_parameters": 1, "unsharded_parameters": 20, "gradients": 3, "unsharded_gradients": 40}
-    of_fsdp = memory_types({"categories": gathered, "activation_hooks": split})
+    of_fsdp = memory_types(a_peak(categories=gathered))
     assert (of_fsdp["parameters"], of_fsdp["gradients"], of_fsdp["other"]) == (21, 43, 0)
 
 

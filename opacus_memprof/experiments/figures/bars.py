@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opacus_memprof.experiments.rows import Row, difference, vanilla_of
+from opacus_memprof.experiments.rows import Row, find_vanilla, overhead
 from opacus_memprof.profiles.categories import stack_order
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.figures import byte_axis, category_label, label_bars, legend, saved_figure, stacked_bars
@@ -15,7 +15,7 @@ from opacus_memprof.reports.tables import shorten_name, signed_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_LABEL = 60  # characters: each part tells a run from others
+_LABEL_LENGTH = 60  # characters
 
 
 def breakdown_comparison(rows: Sequence[Row], path: Path, theme: str) -> None:
@@ -37,59 +37,60 @@ def peak_comparison(rows: Sequence[Row], path: Path, theme: str) -> None:
 
 
 def height(rows: Sequence[Row]) -> float:
-    """Of a picture with a bar for each row, and a legend beside them, in inches."""
+    """The height in inches of a picture with a bar for each row, and a legend beside them."""
     categories = {category for row in rows for category in row.bytes}
     return max(1.3 + 0.3 * max(len(rows), 4), 0.7 + 0.19 * (len(categories) + 1))
 
 
 def labels(rows: Sequence[Row]) -> list[str]:
-    return [shorten_name(row.short, _LABEL) for row in rows]
+    """The labels of bars."""
+    return [shorten_name(row.short_label, _LABEL_LENGTH) for row in rows]
 
 
 def peaks(axes: "Axes", rows: Sequence[Row], theme: Theme) -> None:
-    """The peak of each by category. One that did not finish is hatched: it shows how far it got; what was not to be had
-    has dashes, above what was in use then."""
+    """Draws the peak of each run by category. The bar of a run that failed is hatched, and the allocation that failed
+    is a dashed bar on top of the bytes in use then."""
     texts = [_peak_text(row) for row in rows]
     failed = [row for row in rows if not row.finished]
     stacked_bars(axes, labels(rows), [row.bytes for row in rows], texts=texts if failed else None)
     axes.set_title("Memory at the peak, by category")
-    most, reach = max((row.total for row in rows), default=0), 0
+    highest, width = max((row.total_bytes for row in rows), default=0), 0
     for place, row in enumerate(rows):
-        end = row.total
+        end = row.total_bytes
         if not row.finished:
             axes.barh(place, end, fill=False, hatch="////", edgecolor=theme.accent, linewidth=0)
         if row.failed_allocation is not None:
-            in_use = row.failed_allocation["live_bytes"]
-            wanted = min(row.refused_bytes, most)  # with all of it no other bar could be seen
-            look: dict[str, Any] = {"fill": False, "edgecolor": theme.accent, "linewidth": 1.2, "linestyle": "--"}
-            axes.barh(place, wanted, left=in_use, **look)
+            in_use = row.failed_allocation.live_bytes
+            wanted = min(row.refused_bytes, highest)  # with all of it no other bar could be seen
+            style: dict[str, Any] = {"fill": False, "edgecolor": theme.accent, "linewidth": 1.2, "linestyle": "--"}
+            axes.barh(place, wanted, left=in_use, **style)
             end = max(end, in_use + wanted)
         text: Any = axes.texts[place]
-        text.xy, reach = (end, place), max(reach, end)
+        text.xy, width = (end, place), max(width, end)
         text.set_color(theme.text if row.finished else theme.accent)
     if failed:
-        axes.set_xlim(0, 1.65 * max(reach, 1))
-        byte_axis(axes.xaxis, 1.65 * reach)
+        axes.set_xlim(0, 1.65 * max(width, 1))
+        byte_axis(axes.xaxis, 1.65 * width)
 
 
 def _peak_text(row: Row) -> str:
-    words = [format_bytes(row.total)] if row.total else []
-    words += [] if row.finished else [row.outcome]
+    parts = [format_bytes(row.total_bytes)] if row.total_bytes else []
+    parts += [] if row.finished else [row.outcome]
     asked = f",\nasked {format_bytes(row.refused_bytes)} more" if row.refused_bytes else ""
-    return ", ".join(words) + asked
+    return ", ".join(parts) + asked
 
 
 def overheads(axes: "Axes", rows: Sequence[Row], theme: Theme) -> None:
-    """What each takes more than vanilla by category, to the right, and less, to the left; a line where both sum up."""
+    """Draws the bytes by category that each run takes more than vanilla (right) or less (left), and their sum."""
     axes.set_title("More than vanilla")
-    vanilla = vanilla_of(rows)
+    vanilla = find_vanilla(rows)
     if vanilla is None or len(rows) == 1:
         why = "no other run to compare" if vanilla else "no finished vanilla run to compare with"
         axes.text(0.5, 0.5, why, transform=axes.transAxes, ha="center", color=theme.muted)
         axes.tick_params(left=False, bottom=False, labelbottom=False)
         axes.grid(visible=False)
         return
-    changes = [difference(row, vanilla) if row.finished else {} for row in rows]
+    changes = [overhead(row, vanilla) if row.finished else {} for row in rows]
     more, less = [0] * len(rows), [0] * len(rows)
     for category in stack_order(category for change in changes for category in change):
         sizes = [change.get(category, 0) for change in changes]
@@ -98,18 +99,18 @@ def overheads(axes: "Axes", rows: Sequence[Row], theme: Theme) -> None:
         more = [end + max(size, 0) for end, size in zip(more, sizes, strict=True)]
         less = [end + min(size, 0) for end, size in zip(less, sizes, strict=True)]
     for place, (row, change) in enumerate(zip(rows, changes, strict=True)):
-        words = row.outcome if not row.finished else "" if row is vanilla else signed_bytes(sum(change.values()))
-        if words and row.finished:
+        text = row.outcome if not row.finished else "" if row is vanilla else signed_bytes(sum(change.values()))
+        if text and row.finished:
             total = sum(change.values())
             ends = [place - 0.45, place + 0.45]
             axes.plot([total, total], ends, color=theme.text, linewidth=1.5, label="all together")
         color = theme.text if row.finished else theme.accent
-        look: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": color}
-        axes.annotate(words, (more[place], place), (5, 0), **look)
+        style: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": color}
+        axes.annotate(text, (more[place], place), (5, 0), **style)
     axes.axvline(0, color=theme.muted, linewidth=0.8)
-    # What is next to nothing beside the whole should look like it.
-    reach = max(*more, *(-end for end in less), vanilla.total // 20, 1)
-    low, high = min(less) - 0.05 * reach, max(*more, reach // 2) + 0.3 * reach
+    # A small overhead must look small: the axis is at least a twentieth of vanilla's peak.
+    width = max(*more, *(-end for end in less), vanilla.total_bytes // 20, 1)
+    low, high = min(less) - 0.05 * width, max(*more, width // 2) + 0.3 * width
     axes.set_xlim(low, high)
     label_bars(axes, labels(rows))
     axes.tick_params(axis="y", length=0, labelleft=False)
@@ -117,13 +118,13 @@ def overheads(axes: "Axes", rows: Sequence[Row], theme: Theme) -> None:
 
 
 def step_times(axes: "Axes", rows: Sequence[Row], theme: Theme) -> None:
-    """The mean time of each one's measured steps."""
-    times = [row.milliseconds or 0.0 for row in rows]
+    """Draws the mean time of the measured steps of each run."""
+    times = [row.step_ms or 0.0 for row in rows]
     axes.barh(range(len(times)), times, color=theme.muted)
     for place, time in enumerate(times):
         if time:
-            words = f"{time:,.0f} ms" if time >= 100 else f"{time:.3g} ms"
-            axes.annotate(words, (time, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
+            text = f"{time:,.0f} ms" if time >= 100 else f"{time:.3g} ms"
+            axes.annotate(text, (time, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_title("Time of a step")
     axes.set_xlim(0, 1.35 * max([*times, 1e-9]))
     label_bars(axes, labels(rows))

@@ -11,7 +11,7 @@ from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.figures import byte_axis, category_label, legend, saved_figure, stacked_bars
 from opacus_memprof.reports.palette import category_color
 
-# Told apart also without colours of their own names: Okabe and Ito's, for who sees colours differently.
+# Okabe and Ito's colours, which people with colour vision deficiencies can tell apart, and three more.
 COMPONENT_COLORS = {
     "embedding": "#0072b2",
     "attention": "#e69f00",
@@ -37,8 +37,8 @@ TYPE_COLORS = {
 
 
 def detailed_analysis(rows: Sequence[Row], path: Path, theme: str) -> None:
-    """The peaks by component and by kind of memory; and the components of the largest peak by category."""
-    largest = max(rows, key=lambda row: row.total)
+    """Draws the peaks by component and by type of memory, and the components of the largest peak by category."""
+    largest = max(rows, key=lambda row: row.total_bytes)
     components = sorted(largest.components.items(), key=lambda item: -sum(item[1].values()))
     by_component = [{name: sum(sizes.values()) for name, sizes in row.components.items()} for row in rows]
     by_type = [memory_types(row.peak) if row.peak else {} for row in rows]
@@ -57,19 +57,19 @@ def detailed_analysis(rows: Sequence[Row], path: Path, theme: str) -> None:
                 axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.5 / upper), ncols=4)
         axes = bottom.subplots()
         stacked_bars(axes, [name for name, _ in components], [sizes for _, sizes in components])
-        axes.set_title(f"Components of the largest peak ({largest.short}), by category")
+        axes.set_title(f"Components of the largest peak ({largest.short_label}), by category")
         legend(bottom, axes)
 
 
 def operation_breakdown(rows: Sequence[Row], path: Path, theme: str) -> None:
-    """What was live at the highest instant within each operation, side by side."""
+    """Draws the live bytes at the highest instant within each operation, side by side."""
     names = [name + _outcome(row) for name, row in zip(labels(rows), rows, strict=True)]
     reached = [operation for operation in OPERATIONS if any(row.operation(operation) for row in rows)]
     sizes = {operation: [row.operation(operation) for row in rows] for operation in reached}
-    highest = max((sum(parts.values()) for found in sizes.values() for parts in found), default=1)
-    categories = {category for found in sizes.values() for parts in found for category in parts}
-    tall = max(height(rows), 0.7 + 0.19 * len(categories)) + 0.4
-    with saved_figure(path, theme, (15, tall)) as figure:
+    highest = max((sum(parts.values()) for column in sizes.values() for parts in column), default=1)
+    categories = {category for column in sizes.values() for parts in column for category in parts}
+    figure_height = max(height(rows), 0.7 + 0.19 * len(categories)) + 0.4
+    with saved_figure(path, theme, (15, figure_height)) as figure:
         figure.suptitle("The highest instant within each operation, by category", fontweight="bold")
         panels = figure.subplots(1, max(len(reached), 1), sharex=True, sharey=True, squeeze=False)[0]
         for axes, operation in zip(panels, reached, strict=False):
@@ -83,5 +83,5 @@ def operation_breakdown(rows: Sequence[Row], path: Path, theme: str) -> None:
 
 
 def _outcome(row: Row) -> str:
-    """To put behind a label: nothing where it finished."""
-    return "" if row.finished else " (OOM)" if row.ran_out else f" ({row.outcome})"
+    """The suffix of a label: "" for a run that finished."""
+    return "" if row.finished else " (OOM)" if row.ran_out_of_memory else f" ({row.outcome})"

@@ -18,18 +18,19 @@ Key = tuple[int, int, int, int]  # LoRA rank (0: none), logical batch, sequence 
 
 
 def rows_by_sizes(rows: Sequence[Row]) -> dict[Key, Row]:
-    found = {}
+    """The rows by their sizes."""
+    by_sizes = {}
     for row in rows:
-        config = Configuration.from_json(row.result["config"])
-        found[config.lora_rank or 0, config.batch_size, config.seq_length, config.physical_batch_size] = row
-    return found
+        config = Configuration.from_json(dict(row.result.config))
+        by_sizes[config.lora_rank or 0, config.batch_size, config.seq_length, config.physical_batch_size] = row
+    return by_sizes
 
 
 def memory_heatmap(rows: Sequence[Row], path: Path, theme: str) -> None:
-    """A square for each configuration; those that ran out of memory are hatched and have no colour."""
+    """Draws a square for each configuration; those that ran out of memory are hatched and have no colour."""
     cells = rows_by_sizes(rows)
     ranks, batches, lengths, physical = (sorted(set(axis)) for axis in zip(*cells, strict=True))
-    finished = [row.total for row in rows if row.finished]
+    finished = [row.total_bytes for row in rows if row.finished]
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
@@ -46,7 +47,7 @@ def memory_heatmap(rows: Sequence[Row], path: Path, theme: str) -> None:
                 for y, length in enumerate(lengths):
                     for x, part in enumerate(physical):
                         _square(axes, (x, y), cells.get((rank, batch, length, part)), scale, THEMES[theme])
-                _name(axes, physical, lengths)
+                _label_axes(axes, physical, lengths)
         figure.supxlabel("physical batch size", fontsize=9)
         figure.supylabel("sequence length", fontsize=9)
 
@@ -55,22 +56,22 @@ def _square(axes: "Axes", place: tuple[int, int], row: Row | None, scale: Any, t
     from matplotlib.patches import Rectangle
 
     corner = (place[0] - 0.5, place[1] - 0.5)
-    words, color = "", theme.muted
+    text, color = "", theme.muted
     if row is None:
-        words = "not run"
+        text = "not run"
     elif row.finished:
-        red, green, blue, _ = shade = scale.to_rgba(row.total)
+        red, green, blue, _ = shade = scale.to_rgba(row.total_bytes)
         axes.add_patch(Rectangle(corner, 1, 1, facecolor=shade))
-        words = format_bytes(row.total)
+        text = format_bytes(row.total_bytes)
         color = "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#ffffff"
     else:
         axes.add_patch(Rectangle(corner, 1, 1, fill=False, hatch="////", edgecolor=theme.grid, linewidth=0))
-        words = row.outcome.replace("out of memory", "out of\nmemory")
+        text = row.outcome.replace("out of memory", "out of\nmemory")
         color = theme.accent
-    axes.text(*place, words, ha="center", va="center", fontsize=8, color=color)
+    axes.text(*place, text, ha="center", va="center", fontsize=8, color=color)
 
 
-def _name(axes: "Axes", physical: Sequence[int], lengths: Sequence[int]) -> None:
+def _label_axes(axes: "Axes", physical: Sequence[int], lengths: Sequence[int]) -> None:
     axes.set_xlim(-0.5, len(physical) - 0.5)
     axes.set_ylim(-0.5, len(lengths) - 0.5)
     axes.set_xticks(range(len(physical)), [str(size) for size in physical])

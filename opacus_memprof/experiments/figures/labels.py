@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labels in a picture where they do not cover one another."""
+"""Places the labels of points in a picture so that they do not cover one another."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -9,21 +9,21 @@ if TYPE_CHECKING:
     from matplotlib.text import Annotation
     from matplotlib.transforms import Bbox
 
-# Where a label may stand, in points from what it names; the first place that is free is taken.
+# The places of a label relative to its point, in points (1/72 inch); the first that is free is used.
 _BESIDE = [(9, 0, "left"), (-9, 0, "right"), (0, 22, "center"), (0, -22, "center")]
 _AWAY = [(dx, dy, "left" if dx > 0 else "right") for dy in (20, -20, 40, -40, 60, -60, 80, -80) for dx in (12, -12)]
 _DOT = 6  # half as wide as a point, in points
 
 
 def place_labels(axes: "Axes", x: Sequence[float], y: Sequence[float], labels: Sequence[str]) -> None:
-    """Names points, each beside its own; one further away gets a line to it."""
+    """Labels points. A label that is not beside its point gets a line to it."""
     from matplotlib.transforms import Bbox
 
     axes.figure.canvas.draw()  # text has no size before
     inside = axes.get_window_extent()
     pad = _DOT * axes.figure.dpi / 72
     points = list(zip(x, y, strict=True))
-    taken = [
+    occupied = [
         Bbox.from_extents(px - pad, py - pad, px + pad, py + pad) for px, py in map(axes.transData.transform, points)
     ]
     for point, label in zip(points, labels, strict=True):
@@ -34,10 +34,10 @@ def place_labels(axes: "Axes", x: Sequence[float], y: Sequence[float], labels: S
             text = _label(axes, point, label, place)
             box = text.get_window_extent()
             text.remove()
-            return not _is_within(box, inside), sum(box.overlaps(other) for other in taken)
+            return not _is_within(box, inside), sum(box.overlaps(other) for other in occupied)
 
         best = min([*_BESIDE, *_AWAY], key=cost)
-        taken.append(_label(axes, point, label, best).get_window_extent())
+        occupied.append(_label(axes, point, label, best).get_window_extent())
 
 
 def _is_within(box: "Bbox", outer: "Bbox") -> bool:

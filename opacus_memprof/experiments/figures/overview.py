@@ -30,7 +30,7 @@ Line = list[tuple[int, Row]]
 
 
 def analysis_overview(rows: Sequence[Row], path: Path, theme: str) -> None:
-    """memory_analysis_overview.png."""
+    """Draws every configuration's peak, and below it a panel for each size that varies."""
     varied = varied_sizes(rows)
     values = {size: sorted({_value(row, size) for row in rows}) for size in varied}
     entries = max(
@@ -53,13 +53,12 @@ def analysis_overview(rows: Sequence[Row], path: Path, theme: str) -> None:
 
 
 def varied_sizes(rows: Sequence[Row]) -> list[str]:
-    """Those of Cell.varied that have more than one value."""
+    """The sizes in Cell.varied that have more than one value."""
     return [size for size in Cell.varied if len({_value(row, size) for row in rows}) > 1]
 
 
 def lines_over(size: str, rows: Sequence[Row]) -> list[Line]:
-    """Results that differ in `size` only, as lines of (size, row) from the smallest on; those with no peak are left
-    out."""
+    """The rows that differ only in `size`, as lines of (size, row) in ascending order. Rows need a peak."""
     lines: dict[tuple[int, ...], Line] = defaultdict(list)
     for row in rows:
         if row.peak:
@@ -69,39 +68,39 @@ def lines_over(size: str, rows: Sequence[Row]) -> list[Line]:
 
 
 def _value(row: Row, size: str) -> int:
-    return int(row.result["config"][size] or 0)  # no LoRA is rank 0
+    return int(row.result.config[size] or 0)  # no LoRA is rank 0
 
 
 def _trend(axes: "Axes", size: str, lines: Sequence[Line], others: Mapping[str, Sequence[int]], theme: Theme) -> None:
-    """One line for each combination of the other sizes, of which the one with most values is told by colour, the next
-    by markers, the last by dashes."""
+    """Draws a line for each combination of the other sizes. Colours stand for the one with most values, markers for the
+    next, dashes for the last."""
     ordered = sorted(others, key=lambda other: -len(others[other]))
-    looks = {other: _looks(kind, others[other], theme) for other, kind in zip(ordered, _KINDS, strict=False)}
+    styles = {other: _line_styles(kind, others[other], theme) for other, kind in zip(ordered, _KINDS, strict=False)}
     values = sorted({value for line in lines for value, _ in line})
-    place = {value: index for index, value in enumerate(values)}
+    position = {value: index for index, value in enumerate(values)}
     for line in lines:
-        look: dict[str, Any] = {"color": theme.muted, "marker": "o", "linewidth": 1, "markersize": 4}
-        for other, found in looks.items():
-            look |= found[_value(line[0][1], other)]
-        sizes = [row.total for _, row in line]
-        axes.plot([place[value] for value, _ in line], sizes, **look)
+        style: dict[str, Any] = {"color": theme.muted, "marker": "o", "linewidth": 1, "markersize": 4}
+        for other, found in styles.items():
+            style |= found[_value(line[0][1], other)]
+        sizes = [row.total_bytes for _, row in line]
+        axes.plot([position[value] for value, _ in line], sizes, **style)
         for (value, row), reached in zip(line, sizes, strict=True):
             if not row.finished:
-                axes.plot(place[value], reached, marker="x", markersize=10, color=theme.accent, linestyle="")
+                axes.plot(position[value], reached, marker="x", markersize=10, color=theme.accent, linestyle="")
     axes.set_title(_TITLES[size])
-    axes.set_xticks(range(len(values)), [_name(size, value) for value in values])
+    axes.set_xticks(range(len(values)), [_size_label(size, value) for value in values])
     axes.margins(x=0.15)
-    largest = max((row.total for line in lines for _, row in line), default=0)
+    largest = max((row.total_bytes for line in lines for _, row in line), default=0)
     axes.set_ylim(0, 1.1 * max(largest, 1))
     byte_axis(axes.yaxis, largest)
-    _explain(axes, looks, theme, failed=any(not row.finished for line in lines for _, row in line))
+    _draw_legend(axes, styles, theme, failed=any(not row.finished for line in lines for _, row in line))
 
 
 _KINDS = ("color", "marker", "linestyle")
 
 
-def _looks(kind: str, values: Sequence[int], theme: Theme) -> dict[int, dict[str, Any]]:
-    """Of lines by a size's value."""
+def _line_styles(kind: str, values: Sequence[int], theme: Theme) -> dict[int, dict[str, Any]]:
+    """The styles of lines by a size's value."""
     if kind == "color":
         from matplotlib import colormaps
 
@@ -112,21 +111,23 @@ def _looks(kind: str, values: Sequence[int], theme: Theme) -> dict[int, dict[str
     return {value: {kind: choices[index % len(choices)]} for index, value in enumerate(values)}
 
 
-def _explain(axes: "Axes", looks: Mapping[str, Mapping[int, dict[str, Any]]], theme: Theme, *, failed: bool) -> None:
-    """A legend below: what the colours, the markers and the dashes are."""
+def _draw_legend(
+    axes: "Axes", styles: Mapping[str, Mapping[int, dict[str, Any]]], theme: Theme, *, failed: bool
+) -> None:
+    """Draws a legend below the panel: the meanings of colours, markers and dashes."""
     from matplotlib.lines import Line2D
 
     entries: list[Line2D] = []
-    for other, found in looks.items():
+    for other, found in styles.items():
         entries.append(Line2D([], [], linestyle="", label=f"{_TITLES[other]}:"))
-        for value, look in found.items():
-            own: dict[str, Any] = {"color": theme.muted, "linewidth": 1.5, **look}
-            entries.append(Line2D([], [], label=_name(other, value), **own))
+        for value, style in found.items():
+            shown: dict[str, Any] = {"color": theme.muted, "linewidth": 1.5, **style}
+            entries.append(Line2D([], [], label=_size_label(other, value), **shown))
     if failed:
         entries.append(Line2D([], [], linestyle="", marker="x", color=theme.accent, label="did not finish"))
     if entries:
         axes.legend(handles=entries, loc="upper center", bbox_to_anchor=(0.5, -0.1), handlelength=3)
 
 
-def _name(size: str, value: int) -> str:
+def _size_label(size: str, value: int) -> str:
     return "full" if size == "lora_rank" and value == 0 else str(value)

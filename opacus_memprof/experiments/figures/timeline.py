@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory by category over the time of runs.
+"""Draws memory by category over the time of runs.
 
 Time is counted in events of the allocator. In seconds, a GPU's picture would be of the host's waiting: it allocates all
 of a forward in a few milliseconds, and then waits for the device.
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opacus_memprof.experiments.rows import SET_UP, Row
+from opacus_memprof.profiles.experiment_result import ExperimentResult
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.figures import (
     byte_axis,
@@ -33,8 +34,8 @@ _STRIP = (0.94, 1.0)  # of the height: the phases
 
 
 def timelines(rows: Sequence[Row], path: Path, theme: str) -> None:
-    """A panel for each run, on the same scale of bytes: what is live, by category, while it trains, and its phases.
-    Set-up is shown too where the peak is there."""
+    """Draws a panel for each run, on the same scale of bytes: live bytes by category while it trains, and its phases.
+    Set-up is shown only if the peak is in it."""
     columns = 1 if len(rows) <= 6 else 2 if len(rows) <= 12 else 3
     lines = math.ceil(len(rows) / columns)
     size = (12, 5) if len(rows) == 1 else (11 if columns == 1 else 8 * columns, 1 + 2.5 * lines)
@@ -52,61 +53,61 @@ def timelines(rows: Sequence[Row], path: Path, theme: str) -> None:
         for axes in used[-columns:]:
             axes.set_xlabel(_AXIS)
         legend(figure, *used)
-        phases = {phase for row in rows if row.result["timeline"] for phase in row.result["timeline"]["phase"]}
+        phases = {phase for row in rows for phase in row.result.timeline.phase}
         phase_legend(figure, phases, loc="outside lower center")
 
 
 def _title(row: Row) -> str:
-    peak = f": {format_bytes(row.total)} in {category_label(row.peak['phase'])}" if row.peak else ""
-    return row.short + peak + ("" if row.finished else f", {row.outcome}")
+    peak = f": {format_bytes(row.total_bytes)} in {category_label(row.peak.phase)}" if row.peak else ""
+    return row.short_label + peak + ("" if row.finished else f", {row.outcome}")
 
 
-def _panel(axes: "Axes", result: Mapping[str, Any], title: str, theme: Theme) -> None:
-    """Stacked categories, the peak, and phases above. Events count from the end of set-up."""
+def _panel(axes: "Axes", result: ExperimentResult, title: str, theme: Theme) -> None:
+    """Draws stacked categories, the peak, and phases above. Events count from the end of set-up."""
     axes.set_title(title)
-    rows = result["timeline"]
-    if not rows or not rows["event"]:
+    timeline = result.timeline
+    if not timeline.event:
         axes.text(0.5, 0.5, "nothing was recorded", transform=axes.transAxes, ha="center", color=theme.muted)
         return
-    set_up = _set_up(result)
-    origin = max(set_up.values(), default=0)
-    events = [event - origin for event in rows["event"]]
-    peak = max(range(len(events)), key=rows["bytes"].__getitem__)
+    stage_ends = _stage_ends(result)
+    origin = max(stage_ends.values(), default=0)
+    events = [event - origin for event in timeline.event]
+    peak = max(range(len(events)), key=timeline.bytes.__getitem__)
     in_set_up = events[peak] < 0
     first = 0 if in_set_up else max((index for index, event in enumerate(events) if event <= 0), default=0)
-    stacked_areas(axes, events[first:], {name: column[first:] for name, column in rows["categories"].items()})
+    stacked_areas(axes, events[first:], {name: column[first:] for name, column in timeline.categories.items()})
     start, end = events[0] if in_set_up else 0, events[-1]
     axes.set_xlim(start, end if end > start else start + 1)
     event_axis(axes.xaxis)
-    marker = "X" if result["status"] == "out_of_memory" else "v"
-    axes.plot(events[peak], rows["bytes"][peak], marker=marker, color=theme.accent, markersize=6, clip_on=False)
-    axes.set_ylim(0, rows["bytes"][peak] * 1.22)  # room for the phases
-    phase_strip(axes, events[first:], rows["phase"][first:], rows["step"][first:], _STRIP)
+    marker = "X" if result.status == "out_of_memory" else "v"
+    axes.plot(events[peak], timeline.bytes[peak], marker=marker, color=theme.accent, markersize=6, clip_on=False)
+    axes.set_ylim(0, timeline.bytes[peak] * 1.22)  # room for the phases
+    phase_strip(axes, events[first:], timeline.phase[first:], timeline.step[first:], _STRIP)
     if in_set_up:
-        _mark_stages(axes, {name: event - origin for name, event in set_up.items()})
+        _mark_stages(axes, {name: event - origin for name, event in stage_ends.items()})
 
 
-def _set_up(result: Mapping[str, Any]) -> dict[str, int]:
-    """The stages of set-up, and the event after which each was done."""
-    found = {}
-    for entry in result["snapshots"]:
-        stage = entry["name"].partition("_")[2]
-        if stage in SET_UP and entry["event"] is not None:
-            found[stage.replace("_", " ")] = int(entry["event"])
-    return found
+def _stage_ends(result: ExperimentResult) -> dict[str, int]:
+    """The last event of each stage of set-up."""
+    ends = {}
+    for snapshot in result.snapshots:
+        stage = snapshot.name.partition("_")[2]
+        if stage in SET_UP and snapshot.event is not None:
+            ends[stage.replace("_", " ")] = snapshot.event
+    return ends
 
 
-def _mark_stages(axes: "Axes", set_up: Mapping[str, int]) -> None:
-    """Lines where they end; names where there is room for them."""
+def _mark_stages(axes: "Axes", stage_ends: Mapping[str, int]) -> None:
+    """Draws a line at the end of each stage, and its name if there is room for it."""
     color = axes.xaxis.label.get_color()
     start, end = axes.get_xlim()
     inches = 0.75 * axes.get_window_extent().width / axes.figure.dpi
     before = start
-    for name, event in set_up.items():
+    for name, event in stage_ends.items():
         if event <= start:
             continue
         axes.axvline(event, color=color, linewidth=0.8, linestyle="--")
         if (event - before) * inches / (end - start) >= _LINE:
-            look: dict[str, Any] = {"color": color, "fontsize": 7, "transform": axes.get_xaxis_transform()}
-            axes.text(event, 0.5, f"{name} ", rotation=90, ha="right", va="center", **look)
+            style: dict[str, Any] = {"color": color, "fontsize": 7, "transform": axes.get_xaxis_transform()}
+            axes.text(event, 0.5, f"{name} ", rotation=90, ha="right", va="center", **style)
             before = event

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells as jobs of a cluster, one job each, through submitit. The results directory has to be on a disk that both the
-jobs and this process see."""
+"""Runs cells as jobs of a cluster, one job each, through submitit. The results directory must be on a disk that both
+the jobs and this process see."""
 
 import contextlib
 import os
@@ -12,9 +12,9 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments import process
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.directory import ResultsDirectory
-from opacus_memprof.experiments.files import read_json, write_json
+from opacus_memprof.experiments.files import read_result, write_json
 from opacus_memprof.experiments.grid import Cell
-from opacus_memprof.experiments.launcher import Result
+from opacus_memprof.profiles.experiment_result import ExperimentResult
 
 JOBS = "jobs"  # submitit's files: what each job was given and has printed
 _POLL_SECONDS = 1.0
@@ -24,8 +24,8 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class Submitted:
-    """One job a cell.
+class SubmititLauncher:
+    """A launcher that submits one job per cell.
 
     Args:
         directory: where results go; submitit's own files go to `jobs` in it.
@@ -54,50 +54,50 @@ class Submitted:
             raise MemprofError(f"no jobs can be submitted ({error}): correct --launcher-option") from error
         self.workers = int(options.get("slurm_array_parallelism", _DEFAULTS[cluster].get("slurm_array_parallelism", 1)))
 
-    def run(self, cells: Sequence[Cell]) -> Generator[tuple[Cell, Result], None, None]:
+    def run(self, cells: Sequence[Cell]) -> Generator[tuple[Cell, ExperimentResult], None, None]:
         """Submits all, on SLURM as one array, and yields each as it ends; jobs that are left are cancelled when the
         generator is closed. Raises MemprofError where the cluster takes no jobs."""
-        given = [(cell.configuration.to_json(), str(self._directory.run_directory(cell.name))) for cell in cells]
-        for _, run_directory in given:
-            _forget_result(run_directory)
+        arguments = [(cell.configuration.to_json(), str(self._directory.run_directory(cell.name))) for cell in cells]
+        for _, run_directory in arguments:
+            _remove_result(run_directory)
         try:
             if self._batch:  # submitit's local executor runs the jobs of an array one after the other
-                jobs = self._executor.map_array(train, *zip(*given, strict=True)) if given else []
+                jobs = self._executor.map_array(train, *zip(*arguments, strict=True)) if arguments else []
             else:
-                jobs = [self._executor.submit(train, *one) for one in given]
+                jobs = [self._executor.submit(train, *each) for each in arguments]
         except Exception as error:  # submitit's own, of many kinds
             raise MemprofError(f"the cluster takes no jobs: {str(error).strip().splitlines()[0]}") from error
-        left = dict(zip(jobs, cells, strict=True))
+        unfinished = dict(zip(jobs, cells, strict=True))
         try:
-            while left:
-                for job in [job for job in left if job.done()]:
-                    cell = left.pop(job)
+            while unfinished:
+                for job in [job for job in unfinished if job.done()]:
+                    cell = unfinished.pop(job)
                     yield cell, self._result(job, cell)
-                if left:
+                if unfinished:
                     time.sleep(_POLL_SECONDS)
         finally:
-            for job in left:
+            for job in unfinished:
                 with contextlib.suppress(Exception):
                     job.cancel()
 
-    def _result(self, job: Any, cell: Cell) -> Result:
-        """What the cell has left; of a job that ended without (cancelled, out of time), what its events say."""
+    def _result(self, job: Any, cell: Cell) -> ExperimentResult:
+        """The result of a cell; of a job that ended without one (cancelled, out of time), that from its events."""
         path = self._directory.run_directory(cell.name)
         if not (path / process.RESULT).exists():
-            from opacus_memprof.experiments.result import without_result  # loads torch
+            from opacus_memprof.experiments.result import result_from_events  # loads torch
 
-            result = without_result(cell.configuration, path / process.PROFILE, 1, "")
-            result |= {"status": "killed", "error": f"job {job.job_id} ended without a result ({job.state})"}
+            result = result_from_events(cell.configuration, path / process.PROFILE_DIRECTORY, 1, "")
+            result.status, result.error = "killed", f"job {job.job_id} ended without a result ({job.state})"
             write_json(path / process.RESULT, result)
-        return read_json(path / process.RESULT)
+        return read_result(path / process.RESULT)
 
 
 def train(configuration: Mapping[str, Any], directory: str) -> None:
-    """The job: trains in a process of its own and leaves result.json in `directory`."""
+    """Runs a job: trains in a process of its own, which writes result.json in `directory`."""
     process.run(Configuration.from_json(configuration), directory)
 
 
-def _forget_result(directory: str) -> None:
-    """An earlier result must not be taken for that of a job which dies before it begins."""
+def _remove_result(directory: str) -> None:
+    """Removes an earlier result, which would be taken for that of a job that dies before it begins."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(directory, process.RESULT))

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments import submitted
+from opacus_memprof.experiments import submitit_launcher
+from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.directory import ResultsDirectory
 from opacus_memprof.experiments.grid import Cell, grid
 from opacus_memprof.experiments.presets import SWEEP
-from opacus_memprof.experiments.submitted import Submitted
-from tests.unit.sweep_results import BASE
+from opacus_memprof.experiments.submitit_launcher import SubmititLauncher
+from tests.unit.sweep_results import BASE, finished
 
 pytest.importorskip("submitit")
 
@@ -45,24 +46,25 @@ def trains(monkeypatch: pytest.MonkeyPatch) -> None:
             os._exit(3)
         time.sleep(60 * (size == 2))
         with open(f"{directory}/result.json", "w") as file:
-            json.dump({"status": "finished", "size": size, "token": os.environ.get("HF_TOKEN")}, file)
+            json.dump(finished(Configuration.from_json(configuration)) | {"error": os.environ.get("HF_TOKEN")}, file)
 
-    monkeypatch.setattr(submitted, "train", train)
+    monkeypatch.setattr(submitit_launcher, "train", train)
 
 
 def test_each_cell_is_a_job(directory: ResultsDirectory, cells: list[Cell], monkeypatch: pytest.MonkeyPatch) -> None:
     trains(monkeypatch)
     monkeypatch.setenv("HF_TOKEN", "")  # restored at the end
-    launcher = Submitted(directory, "local", {"timeout_min": 2}, token="secret")
+    launcher = SubmititLauncher(directory, "local", {"timeout_min": 2}, token="secret")
     with closing(launcher.run(cells)) as results:
         first, second = next(results), next(results)
     found = {cell.configuration.max_physical_batch_size: result for cell, result in (first, second)}
-    assert found[1] == {"status": "finished", "size": 1, "token": "secret"}
-    assert found[4]["status"] == "killed"
-    assert "ended without a result" in found[4]["error"]
+    assert (found[1].status, found[1].config.max_physical_batch_size) == ("finished", 1)
+    assert found[1].error == "secret"  # which the job has taken from its environment
+    assert found[4].status == "killed"
+    assert "ended without a result" in found[4].error
     left = {cell for cell in cells if (directory.run_directory(cell.name) / "result.json").exists()}
     assert left == {cell for cell, _ in (first, second)}
-    assert [cell.configuration.max_physical_batch_size for cell in directory.missing()] == [1, 2, 4]  # without --resume
+    assert [cell.configuration.max_physical_batch_size for cell in directory.pending()] == [1, 2, 4]  # without --resume
     for folder, _, files in os.walk(directory.path):
         for name in files:
             if name != "result.json":
@@ -71,6 +73,6 @@ def test_each_cell_is_a_job(directory: ResultsDirectory, cells: list[Cell], monk
 
 def test_what_cannot_be_submitted_is_refused_in_a_sentence(directory: ResultsDirectory) -> None:
     with pytest.raises(MemprofError, match="--launcher-option"):
-        Submitted(directory, "local", {"slurm_colour": "blue"})
+        SubmititLauncher(directory, "local", {"slurm_colour": "blue"})
     with pytest.raises(MemprofError, match="no jobs can be submitted"):
-        Submitted(directory, "slurm", {})  # there is no SLURM here
+        SubmititLauncher(directory, "slurm", {})  # there is no SLURM here

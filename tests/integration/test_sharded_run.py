@@ -10,9 +10,10 @@ import pytest
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments import process
 from opacus_memprof.experiments.configuration import Configuration
-from opacus_memprof.experiments.ranks import together
+from opacus_memprof.experiments.sharded_run import merge_results
 from opacus_memprof.profiles.directory import claim
 from tests.unit.event_files import EventFile
+from tests.unit.sweep_results import BASE, assert_contains, failed, finished, out_of_memory
 
 
 @pytest.mark.slow
@@ -33,14 +34,13 @@ def test_a_model_is_sharded_over_two_processes(tmp_path: Path) -> None:
 
 
 def test_of_the_ranks_results_the_one_that_says_most_stays(tmp_path: Path) -> None:
-    for name, status in (("result", "finished"), ("result_1", "out_of_memory"), ("result_2", "failed")):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"status": status, "error": name}))
-    together(tmp_path, "result.json", tmp_path / "profile")
-    assert json.loads((tmp_path / "result.json").read_text()) == {
-        "status": "out_of_memory",
-        "error": "result_1",
-        "ranks": None,  # no rank has left a profile
-    }
+    made = {"result": finished(BASE), "result_1": out_of_memory(BASE), "result_2": failed(BASE)}
+    for name, result in made.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    merge_results(tmp_path, "result.json", tmp_path / "profile")
+    merged = json.loads((tmp_path / "result.json").read_text())
+    assert merged["ranks"] is None  # no rank has left a profile
+    assert_contains(merged, made["result_1"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json"]
 
 

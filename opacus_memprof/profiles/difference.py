@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The structures of differences between two profiles, as analysis.diff and analysis.tax compute them.
+
+Sizes are signed bytes; what did not change is left out.
+"""
+
+from opacus_memprof.profiles.json_object import JsonObject
+from opacus_memprof.profiles.profile import Groups, Sizes
+
+
+class PeakDifference(JsonObject):
+    """One peak less another: Σ `categories` = Σ `modules` = `total`."""
+
+    total: int
+    categories: Sizes
+    modules: Groups
+
+
+class DiffPeak(JsonObject):
+    """When a peak was, and its bytes by category."""
+
+    requested_bytes: int
+    phase: str
+    step: int
+    categories: Sizes
+
+
+class DiffPhase(JsonObject):
+    """The peaks of a phase, None where a run has no such phase, and their difference."""
+
+    total: int
+    before_bytes: int | None
+    after_bytes: int | None
+    categories: Sizes
+
+
+class DeviceDiff(PeakDifference):
+    """The difference between two peaks of one device, and between the peaks of its phases."""
+
+    before: DiffPeak
+    after: DiffPeak
+    phases: dict[str, DiffPhase]
+
+
+class Diff(JsonObject):
+    """The differences between two profiles by device, and notes on what else differs."""
+
+    devices: dict[str, DeviceDiff]
+    notes: list[str]
+
+
+class DeviceTax(PeakDifference):
+    """The private run's peak on a device less the vanilla one's: `total` = private_bytes - vanilla_bytes.
+
+    Captures that autograd holds as well count as the activations that they are without Opacus; `opacus_only` is what
+    Opacus alone holds of them, the private run's share of activation_hooks.
+    """
+
+    private_bytes: int
+    vanilla_bytes: int
+    opacus_only: int
+
+
+class Tax(JsonObject):
+    """What privacy adds by device, and notes on what else differs."""
+
+    devices: dict[str, DeviceTax]
+    notes: list[str] = []
