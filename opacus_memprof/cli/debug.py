@@ -64,7 +64,9 @@ def _model_only(model: str, precision: str, labels: dict[str, Any], log_dir: Pat
     from opacus_memprof.toolkit.training import memory_profiled_training
 
     with memory_profiled_training(log_dir) as profiler:
-        created = profiler.profile_stage("model_creation", lora.create, lora.Settings(model=model), precision, token)
+        created = profiler.profile_stage(
+            "model_creation", lora.create_model, lora.Settings(model=model), precision, token
+        )
     return {"creation_analysis": analyze_model(created, model), "stages": profiler.stages, "labels": labels}
 
 
@@ -82,10 +84,10 @@ def _custom(model: str, precision: str, labels: dict[str, Any], log_dir: Path, t
 
     chosen = lora.Settings(model=model)
     with memory_profiled_training(log_dir) as profiler:
-        created = profiler.profile_stage("model_creation", lora.create, chosen, precision, token)
-        vocabulary = lora.vocabulary_of(created)
+        created = profiler.profile_stage("model_creation", lora.create_model, chosen, precision, token)
+        vocabulary = lora.vocabulary_size(created)
         loader = profiler.profile_stage("data_loading", lora.synthetic_batches, chosen, vocabulary)
-        training = profiler.profile_stage("preparation", lora.prepare, created, loader, chosen)
+        training = profiler.profile_stage("preparation", lora.prepare_training, created, loader, chosen)
         batches = list(training.batches)
         training.batches = batches[:1]
         profiler.profile_stage("first_step", lora.train, training, precision)

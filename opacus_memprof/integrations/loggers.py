@@ -15,7 +15,12 @@ class Logger(Protocol):
     """A destination of scalars."""
 
     def log(self, scalars: Mapping[str, int], step: int) -> None:
-        """Logs the values of one step."""
+        """Logs the values of one step.
+
+        Args:
+            scalars: bytes by name.
+            step: the number of steps that have ended.
+        """
 
 
 class TensorBoardLogger:
@@ -44,8 +49,12 @@ class WandbLogger:
 
 
 def scalars() -> dict[str, int]:
-    """The bytes that are live now and those at the peak so far, by category: `memory/cuda:0/live/gradients`,
-    `memory/cuda:0/peak/gradients`, `…/live/total` and `…/peak/total`. Takes microseconds and writes no event."""
+    """The live bytes now and those at the peak so far, by device and category.
+
+    Returns:
+        Bytes by name: `memory/cuda:0/live/gradients`, `memory/cuda:0/peak/gradients`, `…/live/total`, `…/peak/total`.
+        Empty if nothing is recorded. Reading takes microseconds and writes no event.
+    """
     return {
         **_scalars("live", live.read_live().devices),
         **_scalars("peak", live.read_peaks()),
@@ -61,18 +70,22 @@ def _scalars(kind: str, devices: Mapping[str, LiveDevice] | Mapping[str, LivePea
 
 
 def log_steps(profile: Profile, loggers: Iterable[Logger]) -> None:
-    """Logs the peak of each step by category from a profile (`Session.close`, `load_profile`), after training:
-    `memory/cuda:0/step_peak/gradients`, in bytes."""
-    for device, found in profile.devices.items():
-        for step in found.steps:
-            values = {f"memory/{device}/step_peak/{name}": size for name, size in step.categories.items()}
-            values[f"memory/{device}/step_peak/total"] = step.peak_bytes
+    """Logs the peak of each step by category, after training: `memory/cuda:0/step_peak/gradients`, in bytes.
+
+    Args:
+        profile: returned by `Session.close`, or by `load_profile`.
+        loggers: that receive the values of each step.
+    """
+    for name, device in profile.devices.items():
+        for step in device.steps:
+            values = {f"memory/{name}/step_peak/{category}": size for category, size in step.categories.items()}
+            values[f"memory/{name}/step_peak/total"] = step.peak_bytes
             for logger in loggers:
                 logger.log(values, step.step)
 
 
 class StepLog:
-    """What the callbacks of frameworks have in common: the running session, and scalars for the loggers.
+    """The common part of the callbacks: the running session, and logging at every so many steps.
 
     Args:
         loggers: receive `scalars()`.
@@ -99,7 +112,7 @@ class StepLog:
         return running
 
     def step_ended(self, step: int) -> None:
-        """Logs, if it is time to. `step` is the number of steps that have ended."""
+        """Logs, if `step`, the number of steps that have ended, is a multiple of `every`."""
         if self._loggers and step % self._every == 0:
             values = scalars()
             for logger in self._loggers:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with the memory of a run or with a model, each with its evidence and a remedy.
+"""Finds anomalies in the memory of a run and in a model, each with its evidence and a remedy.
 
 Findings are those of profiles, with a severity; `module` is a parameter's name. The thresholds are the constants here;
 sizes in MB of 2**20 bytes.
@@ -7,10 +7,10 @@ sizes in MB of 2**20 bytes.
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch import nn
 from opacus_memprof.profiles.profile import Finding
 from opacus_memprof.toolkit.output import LOGGER, MB
 from opacus_memprof.toolkit.readings import RESIDENT
+from opacus_memprof.toolkit.structures import MemorySnapshot
 
 MONITOR = "monitor"  # the name of readings that are taken at an interval, at no particular point of a step
 
@@ -53,13 +54,13 @@ LARGE_PARAMETER_MB = 100.0
 EXPLODING_GRADIENT = 1e4  # root mean square of a parameter's gradient; fp16 ends at 6.5e4
 
 
-def in_history(history: Sequence[Mapping[str, Any]], growth_mb: float | None = None) -> list[Finding]:
-    """Leaks and sudden growth among snapshots of the same name, and what the newest snapshot shows by itself.
+def find_in_history(history: Sequence[MemorySnapshot], growth_mb: float | None = None) -> list[Finding]:
+    """Finds leaks and sudden growth among snapshots of the same name, and the anomalies of the newest snapshot.
 
     Args:
         history: snapshots as `memory_snapshot` returns them, oldest first.
-        growth_mb: what memory may grow by from one named snapshot to another, in MB. Without it only a reading that
-            exceeds many before it is sudden growth.
+        growth_mb: the most that memory may grow by from one named snapshot to another, in MB. None: only a reading
+            that exceeds many before it is sudden growth.
     """
     findings = []
     series: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
@@ -73,27 +74,27 @@ def in_history(history: Sequence[Mapping[str, Any]], growth_mb: float | None = N
             findings += _sudden_growth(device, name, [size for size, _ in readings])
         leaks += _leak(device, source, name, readings)
     if growth_mb is not None:
-        findings += _growth_between([one for one in history if one["name"] != MONITOR], growth_mb)
-    return [*largest(leaks), *findings, *(in_snapshot(history[-1]) if history else [])]
+        findings += _growth_between([snapshot for snapshot in history if snapshot["name"] != MONITOR], growth_mb)
+    return [*largest(leaks), *findings, *(find_in_snapshot(history[-1]) if history else [])]
 
 
-def in_snapshot(snapshot: Mapping[str, Any], threshold_mb: float | None = None) -> list[Finding]:
-    """Overuse and fragmentation, and devices where more than `threshold_mb` is in use."""
+def find_in_snapshot(snapshot: MemorySnapshot, threshold_mb: float | None = None) -> list[Finding]:
+    """Finds overuse, fragmentation, and devices where more than `threshold_mb` is in use."""
     findings = []
     for reading in snapshot["devices"]:
         device, used, reserved = reading["device"], reading["allocated_mb"], reading["reserved_mb"]
         if threshold_mb is not None and used > threshold_mb:
-            evidence = f"{label(device)} memory use exceeds the threshold: {used:.1f}MB > {threshold_mb:.1f}MB"
+            evidence = f"{device_label(device)} memory use exceeds the threshold: {used:.1f}MB > {threshold_mb:.1f}MB"
             remedy = "see which category holds it (opacus_memprof.profile), or raise the threshold"
             findings.append(_finding("over_threshold", used - threshold_mb, evidence, remedy, device=device))
         if reading["total_mb"] and used >= OVERUSE_RATIO * reading["total_mb"]:
-            evidence = f"{label(device)} is {100 * used / reading['total_mb']:.1f}% full: {used:.1f}MB in use"
+            evidence = f"{device_label(device)} is {100 * used / reading['total_mb']:.1f}% full: {used:.1f}MB in use"
             remedy = "take a smaller physical batch (BatchMemoryManager), or grad_sample_mode ghost"
             findings.append(_finding("overuse", used, evidence, remedy, device=device))
         never_used = reading["max_reserved_mb"] - reading["max_allocated_mb"]
         if never_used >= max(FRAGMENTATION_MB, FRAGMENTATION_RATIO * reading["max_reserved_mb"]):
             evidence = (
-                f"{label(device)} reserved up to {reading['max_reserved_mb']:.1f}MB while at most "
+                f"{device_label(device)} reserved up to {reading['max_reserved_mb']:.1f}MB while at most "
                 f"{reading['max_allocated_mb']:.1f}MB were in use at once; now {reserved - used:.1f}MB are cached"
             )
             remedy = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -101,8 +102,8 @@ def in_snapshot(snapshot: Mapping[str, Any], threshold_mb: float | None = None) 
     return findings
 
 
-def in_model(model: nn.Module) -> list[Finding]:
-    """Parameters that are very large or not finite, and gradients that are not finite, very large or for nothing.
+def find_in_model(model: nn.Module) -> list[Finding]:
+    """Finds parameters that are very large or not finite, and gradients that are not finite, very large or unused.
 
     Allocates a few numbers for each parameter, no copy of it.
     """
@@ -132,18 +133,18 @@ def log(findings: Sequence[Finding]) -> None:
 
 
 def largest(findings: Iterable[Finding]) -> list[Finding]:
-    """Each device's with the most bytes."""
+    """The finding with the most bytes of each device."""
     return list({finding.device: finding for finding in sorted(findings, key=lambda finding: finding.bytes)}.values())
 
 
-def bytes_of(tensor: torch.Tensor) -> int:
+def tensor_bytes(tensor: torch.Tensor) -> int:
     """A tensor's bytes; of a sparse one, those of its indices and values."""
     if not tensor.is_sparse:
         return tensor.nbytes
     return tensor._indices().nbytes + tensor._values().nbytes
 
 
-def label(device: str) -> str:
+def device_label(device: str) -> str:
     """ "GPU 0" for "cuda:0"."""
     return device.replace("cuda:", "GPU ") if device.startswith("cuda:") else device.upper()
 
@@ -156,12 +157,12 @@ def _finding(
 
 
 def _leak(device: str, source: str, name: str, readings: Sequence[tuple[float, str]]) -> list[Finding]:
-    least = LEAK_MONITOR_READINGS if name == MONITOR else LEAK_READINGS
+    min_readings = LEAK_MONITOR_READINGS if name == MONITOR else LEAK_READINGS
     length = (len(readings) - WARM_UP_READINGS) // LEAK_WINDOWS
-    if length * LEAK_WINDOWS < least:
+    if length * LEAK_WINDOWS < min_readings:
         return []
     steady = readings[len(readings) - length * LEAK_WINDOWS :]
-    if name == MONITOR and source == RESIDENT and _seconds(steady) < LEAK_WINDOWS * LEAK_WINDOW_SECONDS:
+    if name == MONITOR and source == RESIDENT and _duration_s(steady) < LEAK_WINDOWS * LEAK_WINDOW_SECONDS:
         return []
     windows = [[size for size, _ in steady[start : start + length]] for start in range(0, len(steady), length)]
     if any(min(before) >= min(after) or max(before) >= max(after) for before, after in pairwise(windows)):
@@ -169,18 +170,18 @@ def _leak(device: str, source: str, name: str, readings: Sequence[tuple[float, s
     rises = sorted(min(after) - min(before) for before, after in pairwise(windows))
     if sum(rises[:-LEAK_ONCE]) < (LEAK_RESIDENT_MB if source == RESIDENT else LEAK_MB):
         return []
-    grew = min(windows[-1]) - min(windows[0])
-    each = grew / (len(steady) - length)
+    growth = min(windows[-1]) - min(windows[0])
+    per_reading = growth / (len(steady) - length)
     evidence = (
-        f'{label(device)} memory keeps growing: the last {len(steady)} readings of "{name}" went from '
-        f"{min(windows[0]):.1f}MB to {min(windows[-1]):.1f}MB, {each:+.2f}MB each"
+        f'{device_label(device)} memory keeps growing: the last {len(steady)} readings of "{name}" went from '
+        f"{min(windows[0]):.1f}MB to {min(windows[-1]):.1f}MB, {per_reading:+.2f}MB each"
     )
     remedy = "look for losses or outputs that are kept with their graph (use .item() or .detach()), and for lists"
-    return [_finding("leak", grew, evidence, remedy, device=device)]
+    return [_finding("leak", growth, evidence, remedy, device=device)]
 
 
-def _seconds(readings: Sequence[tuple[float, str]]) -> float:
-    first, last = (datetime.fromisoformat(when) for _, when in (readings[0], readings[-1]))
+def _duration_s(readings: Sequence[tuple[float, str]]) -> float:
+    first, last = (datetime.fromisoformat(timestamp) for _, timestamp in (readings[0], readings[-1]))
     return (last - first).total_seconds()
 
 
@@ -189,8 +190,8 @@ def _sudden_growth(device: str, name: str, sizes: Sequence[float]) -> list[Findi
     for index, size in enumerate(sizes):
         if index >= GROWTH_READINGS and highest > 0 and size > highest * GROWTH_RATIO and size - highest > GROWTH_MB:
             evidence = (
-                f'{label(device)} memory grew suddenly: reading {index + 1} of "{name}" is {size:.1f}MB, and none '
-                f"before exceeded {highest:.1f}MB"
+                f'{device_label(device)} memory grew suddenly: reading {index + 1} of "{name}" is {size:.1f}MB, and '
+                f"none before exceeded {highest:.1f}MB"
             )
             remedy = "compare this step's batch (size, sequence length) with the others'"
             return [_finding("sudden_growth", size - highest, evidence, remedy, device=device)]
@@ -198,36 +199,36 @@ def _sudden_growth(device: str, name: str, sizes: Sequence[float]) -> list[Findi
     return []
 
 
-def _growth_between(history: Sequence[Mapping[str, Any]], growth_mb: float) -> list[Finding]:
-    """Growth by more than `growth_mb` to a snapshot: of a name that was there before, since the lowest one of that
-    name, which was taken at the same point of a step; of a new name, since the lowest snapshot. What was found once is
-    where it is counted from next. Of one name the largest."""
+def _growth_between(history: Sequence[MemorySnapshot], growth_mb: float) -> list[Finding]:
+    """Finds growth by more than `growth_mb` to a snapshot. A name that occurred before is compared with the lowest
+    snapshot of that name, at the same point of a step; a new name with the lowest snapshot of all. After a finding,
+    its snapshot is compared with. Of several findings of one name, the largest is returned."""
     found: dict[tuple[str, str], Finding] = {}
     lowest: dict[tuple[str, str, str | None], tuple[str, float]] = {}
     for snapshot in history:
         name = snapshot["name"]
         for reading in snapshot["devices"]:
             device, source, size = reading["device"], reading["source"], reading["allocated_mb"]
-            known = name if (device, source, name) in lowest else None
-            before, was = lowest.get((device, source, known), (name, size))
-            grew = size - was > growth_mb
-            if grew or size <= was:
-                lowest[device, source, known] = name, size
+            reference = name if (device, source, name) in lowest else None
+            before, lowest_size = lowest.get((device, source, reference), (name, size))
+            grew = size - lowest_size > growth_mb
+            if grew or size <= lowest_size:
+                lowest[device, source, reference] = name, size
             lowest.setdefault((device, source, name), (name, size))
             if not grew:
                 continue
             evidence = (
-                f'{label(device)} memory grew by {size - was:.1f}MB from "{before}" to "{name}", to {size:.1f}MB: more '
-                f"than the threshold of {growth_mb:.1f}MB"
+                f'{device_label(device)} memory grew by {size - lowest_size:.1f}MB from "{before}" to "{name}", '
+                f"to {size:.1f}MB: more than the threshold of {growth_mb:.1f}MB"
             )
             remedy = "see which category grew (opacus_memprof.profile, compare_checkpoints), or raise the threshold"
-            growth = _finding("sudden_growth", size - was, evidence, remedy, device=device)
-            found[device, name] = max(found.get((device, name), growth), growth, key=lambda one: one.bytes)
+            growth = _finding("sudden_growth", size - lowest_size, evidence, remedy, device=device)
+            found[device, name] = max(found.get((device, name), growth), growth, key=lambda finding: finding.bytes)
     return list(found.values())
 
 
 def _gradient(name: str, parameter: nn.Parameter, gradient: torch.Tensor) -> list[Finding]:
-    size = bytes_of(gradient) / MB
+    size = tensor_bytes(gradient) / MB
     if wrong := _not_finite(gradient):
         remedy = "check the batch and the loss for NaN, lower the learning rate, or scale the loss under fp16"
         return [_finding("gradient_anomaly", size, f"gradient {wrong}: {name}", remedy, module=name, error=True)]
@@ -245,7 +246,7 @@ def _gradient(name: str, parameter: nn.Parameter, gradient: torch.Tensor) -> lis
 
 
 def _not_finite(tensor: torch.Tensor) -> str:
-    """ "contains NaN", "contains Inf" or "". The extremes tell, without a mask of the tensor's size."""
+    """ "contains NaN", "contains Inf" or "", from the extremes: a mask would take the tensor's size."""
     values = tensor.detach()
     if values.is_sparse:
         values = values.coalesce().values()

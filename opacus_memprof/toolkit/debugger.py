@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A memory debugger: checkpoints by name, monitoring in the background, and a report of both."""
+"""MemoryDebugger: named checkpoints, monitoring in the background, and a report of both."""
 
 import json
 import math
@@ -10,19 +10,19 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.profile import Finding
 from opacus_memprof.toolkit import anomalies, journal
-from opacus_memprof.toolkit.output import LOGGER, FileLog, LineFile
-from opacus_memprof.toolkit.report import describe, report_text
-from opacus_memprof.toolkit.snapshots import checked_threshold, compare_snapshots, take
+from opacus_memprof.toolkit.output import LOGGER, LineFile, LineFileHandler
+from opacus_memprof.toolkit.report import describe_reading, report_text
+from opacus_memprof.toolkit.snapshots import check_threshold, compare_snapshots, take_snapshot
+from opacus_memprof.toolkit.structures import MemorySnapshot, SnapshotDifference
 
 DEFAULT_LOG_DIR = "logs/memory_debug"
 DEFAULT_INTERVAL = 1.0  # seconds
-_KEPT = 100_000  # readings in memory; the file has all
+_MAX_SNAPSHOTS = 100_000  # in memory; the file has all
 
 
 def create_memory_debugger(
@@ -41,7 +41,7 @@ def create_memory_debugger(
 
 
 class MemoryDebugger:
-    """See `create_memory_debugger`.
+    """The debugger that `create_memory_debugger` returns.
 
     Attributes:
         memory_history: the snapshots of checkpoints and monitoring (of the name "monitor"), oldest first, the latest
@@ -51,14 +51,14 @@ class MemoryDebugger:
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
-        self.memory_history: list[dict[str, Any]] = []
-        self._checkpoints: dict[str, dict[str, Any]] = {}
+        self.memory_history: list[MemorySnapshot] = []
+        self._checkpoints: dict[str, MemorySnapshot] = {}
         self._monitor: _Monitor | None = None
         self._threshold_mb: float | None = None
         self._file = LineFile(log_dir, "memory_history", ".jsonl")
         self._lock = threading.Lock()  # the monitor's thread adds to the history as well
-        self._begun = time.monotonic()
-        log = FileLog(LineFile(log_dir, "memory_debug", ".log"))
+        self._start_time = time.monotonic()
+        log = LineFileHandler(LineFile(log_dir, "memory_debug", ".log"))
         LOGGER.addHandler(log)
         self._end_log = weakref.finalize(self, LOGGER.removeHandler, log)
 
@@ -71,41 +71,37 @@ class MemoryDebugger:
         self.stop()
 
     def stop(self) -> None:
-        """Ends monitoring and the log; again is harmless."""
+        """Ends monitoring and the log. A second call does nothing."""
         self.stop_real_time_monitoring()
         self._end_log()
 
-    # --- checkpoints ---
-
-    def create_memory_checkpoint(self, name: str) -> dict[str, Any]:
-        """Takes a snapshot by this name; one of the same name before is compared with no more. As `memory_snapshot`."""
-        snapshot = take(name)
+    def create_memory_checkpoint(self, name: str) -> MemorySnapshot:
+        """Takes a snapshot, as `memory_snapshot` does. It replaces an earlier checkpoint of the same name."""
+        snapshot = take_snapshot(name)
         self._checkpoints[name] = snapshot
         self._add(snapshot)
-        journal.note("snapshot", snapshot)
+        journal.add("snapshot", snapshot)
         LOGGER.info(f"checkpoint: {name}")
         for reading in snapshot["devices"]:
-            LOGGER.info(f"  {describe(reading)}")
+            LOGGER.info(f"  {describe_reading(reading)}")
         return snapshot
 
-    def compare_checkpoints(self, before: str, after: str) -> dict[str, Any]:
-        """What changed between two checkpoints, as `compare_snapshots` has it.
+    def compare_checkpoints(self, before: str, after: str) -> SnapshotDifference:
+        """The change between two checkpoints, as `compare_snapshots` returns it.
 
         Raises:
             MemprofError: there is no such checkpoint, or an allocator was installed between them.
         """
         return compare_snapshots(self._checkpoint(before), self._checkpoint(after))
 
-    def _checkpoint(self, name: str) -> dict[str, Any]:
+    def _checkpoint(self, name: str) -> MemorySnapshot:
         if name not in self._checkpoints:
-            known = ", ".join(f'"{known}"' for known in self._checkpoints) or "none yet"
+            known = ", ".join(f'"{checkpoint}"' for checkpoint in self._checkpoints) or "none yet"
             raise MemprofError(f'there is no checkpoint "{name}": those there are: {known}')
         return self._checkpoints[name]
 
-    # --- monitoring ---
-
     def start_real_time_monitoring(self, interval: float = DEFAULT_INTERVAL) -> None:
-        """Takes a snapshot every `interval` seconds in the background; where it did before, at this interval instead.
+        """Takes a snapshot every `interval` seconds in the background. Replaces earlier monitoring.
 
         Raises:
             MemprofError: the interval is not a positive number.
@@ -115,57 +111,63 @@ class MemoryDebugger:
         self._monitor = monitor
 
     def stop_real_time_monitoring(self) -> None:
-        """Ends monitoring; harmless where there is none."""
+        """Ends monitoring, if any."""
         if self._monitor is not None:
             self._monitor.stop()
             self._monitor = None
 
-    # --- what it finds ---
-
     def check_memory_anomalies(self, threshold_mb: float = anomalies.GROWTH_MB) -> list[Finding]:
-        """Leaks, growth between checkpoints by more than `threshold_mb`, overuse and fragmentation in the history. They
-        are logged and stand in the reports; the debugger's own report goes by this threshold from then on.
+        """Finds leaks, overuse, fragmentation, and growth between checkpoints by more than `threshold_mb`.
+
+        The findings are logged and added to reports, and the debugger's own report uses this threshold from now on.
+
+        Args:
+            threshold_mb: in MB of 2**20 bytes.
 
         Raises:
-            MemprofError: the threshold is negative or no number.
+            MemprofError: the threshold is negative or not a number.
         """
-        self._threshold_mb = checked_threshold(threshold_mb)
-        findings = anomalies.in_history(self._history(), self._threshold_mb)
+        self._threshold_mb = check_threshold(threshold_mb)
+        findings = anomalies.find_in_history(self._history(), self._threshold_mb)
         anomalies.log(findings)
-        journal.note("finding", *findings)
+        journal.add("finding", *findings)
         return findings
 
     _check_memory_anomalies = check_memory_anomalies  # the name that scripts know it by
 
     def generate_memory_report(self, output_file: str | os.PathLike[str] | None = None) -> str:
-        """The history, what is wrong in it, and the models, differences and findings since the debugger was made, as
-        text; written to `output_file` (memory_report.txt in `log_dir`).
+        """The text of a report: the checkpoints, the highest reading of monitoring for each device, the anomalies among
+        them, and the models, differences and findings since the debugger was made.
 
-        Of monitoring it has the highest reading of each device. Raises MemprofError where it cannot be written.
+        Args:
+            output_file: to which it is written; default: memory_report.txt in `log_dir`.
+
+        Raises:
+            MemprofError: the file cannot be written.
         """
         history = self._history()
         shown = [snapshot for snapshot in history if snapshot["name"] != anomalies.MONITOR]
         monitored = [snapshot for snapshot in history if snapshot["name"] == anomalies.MONITOR]
-        findings = anomalies.in_history(history, self._threshold_mb)
-        report = report_text("memory debugger", [*shown, take("now")], findings, self._begun)
-        report += "".join(f"{line}\n" for line in _monitored(monitored))
+        findings = anomalies.find_in_history(history, self._threshold_mb)
+        report = report_text("memory debugger", [*shown, take_snapshot("now")], findings, self._start_time)
+        report += "".join(f"{line}\n" for line in _describe_monitoring(monitored))
         path = write_text(self.log_dir / "memory_report.txt" if output_file is None else output_file, report)
         LOGGER.info(f"memory report: {path}")
         return report
 
-    def _history(self) -> list[dict[str, Any]]:
+    def _history(self) -> list[MemorySnapshot]:
         with self._lock:
             return list(self.memory_history)
 
-    def _add(self, snapshot: dict[str, Any]) -> None:
+    def _add(self, snapshot: MemorySnapshot) -> None:
         with self._lock:
             self.memory_history.append(snapshot)
-            del self.memory_history[:-_KEPT]
+            del self.memory_history[:-_MAX_SNAPSHOTS]
         self._file.append(json.dumps(snapshot, ensure_ascii=False))
 
 
 class _Monitor:
-    """Calls `note` with a snapshot every `interval` seconds, on a thread of its own, until `stop`.
+    """Calls `on_snapshot` with a snapshot every `interval` seconds, on a thread of its own, until `stop`.
 
     The snapshots are cheap ones, without categories. The program's end does not wait for the thread.
 
@@ -173,17 +175,17 @@ class _Monitor:
         MemprofError: the interval is not a positive number.
     """
 
-    def __init__(self, interval: float, note: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, interval: float, on_snapshot: Callable[[MemorySnapshot], None]) -> None:
         if not isinstance(interval, (int, float)) or not 0 < interval < math.inf:
             raise MemprofError(f"an interval of {interval!r} s cannot be kept: give a positive number of seconds")
         self._interval = interval
-        self._note = note
+        self._on_snapshot = on_snapshot
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="opacus-memprof monitor", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends it and waits until it has ended; again is harmless."""
+        """Ends the thread, and waits for its end. A second call does nothing."""
         self._ending.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -191,16 +193,16 @@ class _Monitor:
     def _watch(self) -> None:
         try:
             while not self._ending.wait(self._interval):
-                self._note({**take(), "name": anomalies.MONITOR})
-        except (MemprofError, RuntimeError) as error:  # a full disk, a broken device: not the program's to die of
+                self._on_snapshot({**take_snapshot(), "name": anomalies.MONITOR})
+        except (MemprofError, RuntimeError) as error:  # such as a full disk: the program goes on
             LOGGER.warning(f"monitoring ends: {error}")
 
 
-def _monitored(snapshots: list[dict[str, Any]]) -> list[str]:
+def _describe_monitoring(snapshots: list[MemorySnapshot]) -> list[str]:
     if not snapshots:
         return []
     lines = [f"monitoring: {len(snapshots)} readings from {snapshots[0]['timestamp']} to {snapshots[-1]['timestamp']}"]
     for device in dict.fromkeys(reading["device"] for snapshot in snapshots for reading in snapshot["devices"]):
-        found = [reading for snapshot in snapshots for reading in snapshot["devices"] if reading["device"] == device]
-        lines.append(f"  highest, {describe(max(found, key=lambda reading: reading['allocated_mb']))}")
+        readings = [reading for snapshot in snapshots for reading in snapshot["devices"] if reading["device"] == device]
+        lines.append(f"  highest, {describe_reading(max(readings, key=lambda reading: reading['allocated_mb']))}")
     return lines

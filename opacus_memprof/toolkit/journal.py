@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the toolkit has seen in this process, for its reports: snapshots, models and differences as the functions that
-take them return them, and findings."""
+"""The journal of this process for the toolkit's reports: snapshots, model analyses, differences and findings."""
 
 import time
 from collections import deque
@@ -17,18 +16,18 @@ _entries: dict[Kind, deque[tuple[float, Any]]] = {
 }
 
 
-def note(kind: Kind, *seen: Any) -> None:
-    """Keeps what was seen for the reports."""
+def add(kind: Kind, *entries: Any) -> None:
+    """Adds entries."""
     now = time.monotonic()
-    _entries[kind].extend((now, one) for one in seen)
+    _entries[kind].extend((now, entry) for entry in entries)
 
 
-def noted(kind: Kind, since: float = 0.0) -> list[Any]:
-    """What was seen since a time of time.monotonic(), oldest first."""
-    return [one for when, one in list(_entries[kind]) if when >= since]
+def entries_since(kind: Kind, since: float = 0.0) -> list[Any]:
+    """The entries since a time of time.monotonic(), oldest first."""
+    return [entry for time_added, entry in list(_entries[kind]) if time_added >= since]
 
 
 def clear() -> None:
-    """Forgets everything: the memory that it takes, and what the next report would say."""
+    """Removes all entries."""
     for entries in _entries.values():
         entries.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A language model with LoRA adapters, made from a configuration and trained: what the debugging of LoRA debugs.
+"""Creates and trains a language model with LoRA adapters, from a configuration.
 
 Needs transformers and peft, which are loaded when they are used.
 """
@@ -33,7 +33,7 @@ _TINY_CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What of a configuration is used.
+    """The settings that are used of a configuration.
 
     Attributes:
         model: "tiny" (built in, random weights), a model's id on the Hugging Face hub or a local path, or a causal
@@ -74,24 +74,24 @@ class Settings:
             )
 
 
-def settings(config: object) -> Settings:
-    """From a mapping or an object with attributes. Keys that are not Settings' are the program's own, and unused."""
-    found = config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
-    if found is None:
+def read_settings(config: object) -> Settings:
+    """The settings in a mapping or in the attributes of an object. Other keys are ignored."""
+    values = config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
+    if values is None:
         raise MemprofError(f"a configuration cannot be a {type(config).__name__}: pass a dict")
     known = {field.name for field in fields(Settings)}
-    return Settings(**{key: value for key, value in found.items() if key in known})
+    return Settings(**{key: value for key, value in values.items() if key in known})
 
 
-def dtype_of(precision: str) -> torch.dtype:
-    """Of "fp32", "fp16" or "bf16". Raises MemprofError for another."""
+def parse_precision(precision: str) -> torch.dtype:
+    """The dtype of "fp32", "fp16" or "bf16". Raises MemprofError for any other precision."""
     if precision not in _PRECISIONS:
         raise MemprofError(f'there is no precision "{precision}": use {", ".join(_PRECISIONS)}')
     return _PRECISIONS[precision]
 
 
-def create(chosen: Settings, precision: str = "fp32", token: str | None = None) -> nn.Module:
-    """The model with its adapters, on the GPU where there is one. Frozen weights have the precision, adapters fp32.
+def create_model(settings: Settings, precision: str = "fp32", token: str | None = None) -> nn.Module:
+    """Creates the model with its adapters, on the GPU if there is one. Frozen weights have `precision`, adapters fp32.
 
     Args:
         token: of the Hugging Face hub; HF_TOKEN without it. Written nowhere.
@@ -99,14 +99,14 @@ def create(chosen: Settings, precision: str = "fp32", token: str | None = None) 
     Raises:
         MemprofError: transformers or peft is missing, or the model cannot be loaded or adapted.
     """
-    dtype = dtype_of(precision)
-    base = chosen.model if isinstance(chosen.model, nn.Module) else _load(str(chosen.model), dtype, token)
+    dtype = parse_precision(precision)
+    base = settings.model if isinstance(settings.model, nn.Module) else _load(str(settings.model), dtype, token)
     model: nn.Module = with_adapters(
         base,
-        chosen.r,
-        chosen.alpha,
-        lora_dropout=chosen.dropout,
-        target_modules=chosen.target_modules,
+        settings.r,
+        settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=settings.target_modules,
         task_type="CAUSAL_LM",
     )
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -119,25 +119,24 @@ def _load(model: str, dtype: torch.dtype, token: str | None) -> Any:
     return load_pretrained("AutoModelForCausalLM", model, f'use a local path, or "{TINY}"', token=token, dtype=dtype)
 
 
-def vocabulary_of(model: nn.Module) -> int:
-    """How many tokens a language model knows."""
+def vocabulary_size(model: nn.Module) -> int:
+    """The number of tokens in the vocabulary of a language model."""
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
     return int(embeddings.weight.shape[0])
 
 
-def synthetic_batches(chosen: Settings, vocabulary: int) -> Any:
+def synthetic_batches(settings: Settings, vocabulary: int) -> Any:
     """A DataLoader of random tokens: `steps` batches of {"input_ids", "labels"}, (batch_size, sequence_length)."""
     generator = torch.Generator().manual_seed(0)
-    shape = (chosen.steps * chosen.batch_size, chosen.sequence_length)
+    shape = (settings.steps * settings.batch_size, settings.sequence_length)
     tokens = torch.randint(vocabulary, shape, generator=generator)
     samples = [{"input_ids": row, "labels": row} for row in tokens]
-    return DataLoader(samples, batch_size=chosen.batch_size)  # type: ignore[arg-type]
+    return DataLoader(samples, batch_size=settings.batch_size)  # type: ignore[arg-type]
 
 
 @dataclass
 class Training:
-    """What trains: the model as it is called, its optimizer and its batches; with ghost clipping also the criterion, in
-    the place of the model's own loss."""
+    """A model, its optimizer and its batches; with ghost clipping also the criterion that replaces the model's loss."""
 
     model: nn.Module
     optimizer: Any
@@ -145,23 +144,23 @@ class Training:
     criterion: Any = None
 
 
-def prepare(model: nn.Module, batches: Iterable[Any], chosen: Settings) -> Training:
-    """AdamW on the adapters; made private where a noise multiplier is set.
+def prepare_training(model: nn.Module, batches: Iterable[Any], settings: Settings) -> Training:
+    """Prepares training of the adapters with AdamW; private training if a noise multiplier is set.
 
     Raises:
         MemprofError: private training is given no data loader of torch, or flash_clip cannot clip the model.
     """
     model.train()
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=chosen.learning_rate)
-    if chosen.noise_multiplier is None:
+    optimizer = torch.optim.AdamW(trainable, lr=settings.learning_rate)
+    if settings.noise_multiplier is None:
         return Training(model, optimizer, batches)
     from opacus import PrivacyEngine
 
     from opacus_memprof.clipping import FlashClipEngineMixin
 
     class Engine(FlashClipEngineMixin, PrivacyEngine):  # type: ignore[misc]
-        """Not that of the package, which needs the extension."""
+        """The engine for flash_clip without a session: that of the package needs the extension."""
 
     if not isinstance(batches, DataLoader):
         raise MemprofError(
@@ -171,17 +170,17 @@ def prepare(model: nn.Module, batches: Iterable[Any], chosen: Settings) -> Train
         module=model,
         optimizer=optimizer,
         data_loader=batches,
-        noise_multiplier=chosen.noise_multiplier,
-        max_grad_norm=chosen.max_grad_norm,
+        noise_multiplier=settings.noise_multiplier,
+        max_grad_norm=settings.max_grad_norm,
         poisson_sampling=False,
-        grad_sample_mode=chosen.grad_sample_mode,
+        grad_sample_mode=settings.grad_sample_mode,
     )
     return Training(private, private_optimizer, loader, *criterion)  # ghost clipping returns one, other modes do not
 
 
 def train(training: Training, precision: str, after_step: Callable[[], object] = lambda: None) -> list[float]:
-    """One epoch; returns each step's loss. The last step's gradients stay. `after_step` is called after each."""
-    dtype = dtype_of(precision)
+    """Trains for one epoch, calls `after_step` after each step, and returns the losses. Keeps the last gradients."""
+    dtype = parse_precision(precision)
     device = next(training.model.parameters()).device
     losses = []
     for batch in _on_device(training.batches, device):
@@ -195,8 +194,8 @@ def train(training: Training, precision: str, after_step: Callable[[], object] =
     return losses
 
 
-def finish(training: Training) -> None:
-    """Takes Opacus out of a private model: left there, its hooks keep the samples' gradients of every further pass."""
+def remove_opacus(training: Training) -> None:
+    """Removes Opacus' hooks from a private model, which would keep the per-sample gradients of further passes."""
     restore = getattr(training.model, "to_standard_module", None)
     if restore is not None:
         restore()
@@ -212,7 +211,7 @@ def _loss(training: Training, batch: dict[str, torch.Tensor]) -> Any:
 
 
 def _on_device(batches: Iterable[Any], device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """From batches of a dict of tensors, of (input_ids, labels) or of input_ids, which are also the default labels."""
+    """The batches as dicts on the device, from dicts, (input_ids, labels) or input_ids. Labels default to input_ids."""
     for batch in batches:
         if isinstance(batch, torch.Tensor):
             batch = {"input_ids": batch}

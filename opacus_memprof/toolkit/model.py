@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's parameters, buffers and gradients take, for each parameter and layer. Sizes in MB of 2**20 bytes."""
+"""Analyzes the memory of a model's parameters, buffers and gradients. Sizes in MB of 2**20 bytes."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,10 +9,11 @@ from torch import nn
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.toolkit import anomalies, journal
 from opacus_memprof.toolkit.output import LOGGER, MB
+from opacus_memprof.toolkit.structures import LayerSize, ModelAnalysis, ParameterSize
 
 
-def analyze_model(model: nn.Module, name: str = "model") -> dict[str, Any]:
-    """Counts a model's parameters and bytes. Parameters that are shared count once. Opacus' wrapper is looked through.
+def analyze_model(model: nn.Module, name: str = "model") -> ModelAnalysis:
+    """Counts a model's parameters and bytes, and logs them. Shared parameters count once, Opacus' wrapper does not.
     The tables of parameters and layers, and the findings, stand in the reports from then on.
 
     Returns:
@@ -24,7 +24,7 @@ def analyze_model(model: nn.Module, name: str = "model") -> dict[str, Any]:
         "findings" (anomalies of its parameters and gradients)}. A layer is a module of a list, or of the top level.
 
     Raises:
-        MemprofError: it is no nn.Module.
+        MemprofError: `model` is not an nn.Module.
     """
     analysis = analyze(model, name)
     LOGGER.info(f"model analysis: {name}")
@@ -33,20 +33,20 @@ def analyze_model(model: nn.Module, name: str = "model") -> dict[str, Any]:
     LOGGER.info(f"  memory: {analysis['memory_mb']:.2f} MB")
     LOGGER.info(f"  parameter efficiency: {analysis['param_efficiency']:.2f}%")
     anomalies.log(analysis["findings"])
-    journal.note("model", analysis)
+    journal.add("model", analysis)
     return analysis
 
 
-def analyze(model: nn.Module, name: str = "model") -> dict[str, Any]:
-    """As `analyze_model`, which nobody hears of."""
+def analyze(model: nn.Module, name: str = "model") -> ModelAnalysis:
+    """As `analyze_model`, without log and journal."""
     if not isinstance(model, nn.Module):
         raise MemprofError(f"cannot analyze a {type(model).__name__}: pass an nn.Module")
     inner = getattr(model, "_module", None)  # of Opacus' GradSampleModule
     module = inner if isinstance(inner, nn.Module) else model
     parameters = [_parameter(path, parameter) for path, parameter in module.named_parameters()]
-    layers: dict[str, dict[str, Any]] = {}
+    layers: dict[str, LayerSize] = {}
     for entry in parameters:
-        layer = layers.setdefault(layer_of(entry["name"]), {"total": 0, "trainable": 0, "memory_mb": 0.0})
+        layer = layers.setdefault(layer_name(entry["name"]), {"total": 0, "trainable": 0, "memory_mb": 0.0})
         layer["total"] += entry["numel"]
         layer["trainable"] += entry["numel"] * entry["trainable"]
         layer["memory_mb"] += entry["memory_mb"]
@@ -71,12 +71,12 @@ def analyze(model: nn.Module, name: str = "model") -> dict[str, Any]:
             "gradients_mb": gradients_mb,
             "per_sample_gradients_mb": samples_mb,
         },
-        "findings": anomalies.in_model(module),
+        "findings": anomalies.find_in_model(module),
     }
 
 
-def describe(analysis: Mapping[str, Any]) -> list[str]:
-    """Lines of a report: the model, its layers, and its parameters one by one."""
+def describe_model(analysis: ModelAnalysis) -> list[str]:
+    """The lines of a report: the model, its layers, and its parameters."""
     lines = [
         f"model {analysis['name']}: {analysis['total']:,} parameters, {analysis['trainable']:,} of them trainable "
         f"({analysis['param_efficiency']:.2f}%), {analysis['memory_mb']:.2f}MB with buffers"
@@ -95,7 +95,7 @@ def describe(analysis: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def layer_of(parameter: str) -> str:
+def layer_name(parameter: str) -> str:
     """ "model.layers.0" of "model.layers.0.attention.q.weight": up to the first number, else the first name."""
     parts = parameter.split(".")
     for index, part in enumerate(parts):
@@ -104,7 +104,7 @@ def layer_of(parameter: str) -> str:
     return parts[0]
 
 
-def _parameter(path: str, parameter: nn.Parameter) -> dict[str, Any]:
+def _parameter(path: str, parameter: nn.Parameter) -> ParameterSize:
     return {
         "name": path,
         "shape": list(parameter.shape),
@@ -117,7 +117,7 @@ def _parameter(path: str, parameter: nn.Parameter) -> dict[str, Any]:
 
 
 def _gradient_bytes(gradient: Any) -> int:
-    """Of a gradient, or of a list of per-sample gradients."""
+    """The bytes of a gradient, or of a list of per-sample gradients."""
     if isinstance(gradient, torch.Tensor):
-        return anomalies.bytes_of(gradient)
+        return anomalies.tensor_bytes(gradient)
     return sum(map(_gradient_bytes, gradient)) if isinstance(gradient, (list, tuple)) else 0

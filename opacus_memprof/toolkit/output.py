@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the toolkit's words go: a logger with a console of its own, and files that grow by whole lines."""
+"""The toolkit's logger, and its log files."""
 
 import logging
 import sys
@@ -12,31 +12,31 @@ from opacus_memprof.errors import MemprofError
 MB = 2**20  # as torch's and nvidia-smi's users write it
 
 
-class OneLine(logging.Formatter):
-    """Line breaks in a message become spaces."""
+class OneLineFormatter(logging.Formatter):
+    """A formatter that replaces line breaks by spaces."""
 
     def format(self, record: logging.LogRecord) -> str:
         return " ".join(super().format(record).splitlines())
 
 
-_FILE_FORMAT = OneLine("%(asctime)s - %(name)s - %(levelname)s - %(message)s", "%Y-%m-%d %H:%M:%S")
+_FILE_FORMAT = OneLineFormatter("%(asctime)s - %(name)s - %(levelname)s - %(message)s", "%Y-%m-%d %H:%M:%S")
 
 
 def echo(text: str) -> None:
-    """Prints, with ? for what an ASCII terminal has no letter for."""
+    """Prints a text, with ? for characters that the terminal cannot show."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     print(text.encode(encoding, "replace").decode(encoding), flush=True)
 
 
-class Console(logging.Handler):
-    """Prints records to what sys.stdout is at the time."""
+class StdoutHandler(logging.Handler):
+    """A handler that prints records to the current sys.stdout."""
 
     def emit(self, record: logging.LogRecord) -> None:
         echo(self.format(record))
 
 
 def _make_printable(record: logging.LogRecord) -> bool:
-    """A filter that lets everything pass: names that are no Unicode, as of some files, are escaped for all handlers."""
+    """A filter that passes all records, and escapes text that is not Unicode, as in some file names."""
     record.msg = str(record.msg).encode("utf-8", "backslashreplace").decode()
     return True
 
@@ -47,15 +47,15 @@ def _make_printable(record: logging.LogRecord) -> bool:
 LOGGER = logging.getLogger("opacus_memprof.toolkit")
 LOGGER.addFilter(_make_printable)
 if not LOGGER.handlers:
-    _console = Console()
-    _console.setFormatter(OneLine("[%(levelname)s] %(message)s"))
+    _console = StdoutHandler()
+    _console.setFormatter(OneLineFormatter("[%(levelname)s] %(message)s"))
     LOGGER.addHandler(_console)
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False
 
 
 class LineFile:
-    """A file that grows by whole lines, which a killed process leaves behind. Threads may share it.
+    """A text file to which threads append whole lines, which are kept if the process is killed.
 
     Attributes:
         path: directory/prefix_YYYYMMDD_HHMMSS.suffix, numbered where another took the second; None before `make`.
@@ -69,14 +69,14 @@ class LineFile:
         self._lock = threading.RLock()
 
     def make(self) -> Path:
-        """Makes the empty file, unless that was done, and returns its path. Raises MemprofError."""
+        """Creates the file unless it exists, and returns its path. Raises MemprofError if it cannot be written."""
         with self._lock:
             if self.path is None:
-                self.path = claim(self._directory, self._prefix, self._suffix)
+                self.path = create_file(self._directory, self._prefix, self._suffix)
             return self.path
 
     def append(self, line: str) -> None:
-        """Adds a line. Raises MemprofError."""
+        """Appends a line. Raises MemprofError if it cannot be written."""
         with self._lock:
             path = self.make()
             try:
@@ -86,9 +86,9 @@ class LineFile:
                 raise _cannot_write(path, error) from error
 
 
-class FileLog(logging.Handler):
-    """Writes records to a file as lines "2024-01-15 10:30:15 - NAME - INFO - MESSAGE". A file that can be written no
-    longer ends, with a warning on the console: the program is not to die of it."""
+class LineFileHandler(logging.Handler):
+    """A handler that writes records to a file as lines "2024-01-15 10:30:15 - NAME - INFO - MESSAGE". If the file
+    cannot be written any more, it prints a warning and stops, without an exception."""
 
     def __init__(self, file: LineFile) -> None:
         super().__init__()
@@ -104,20 +104,19 @@ class FileLog(logging.Handler):
             echo(f"[WARNING] the log ends: {error}")
 
 
-def run_logger(name: str, file: LineFile | None) -> logging.Logger:
-    """A logger that nothing else configures: each record is a line on the console and, where there is one, in the file,
-    in the same format."""
+def make_logger(name: str, file: LineFile | None) -> logging.Logger:
+    """A logger outside of logging's hierarchy, which writes each record as a line to stdout and to the file, if any."""
     logger = logging.Logger(name, logging.INFO)
-    console = Console()
+    console = StdoutHandler()
     console.setFormatter(_FILE_FORMAT)
     logger.addHandler(console)
     if file is not None:
-        logger.addHandler(FileLog(file))
+        logger.addHandler(LineFileHandler(file))
     return logger
 
 
-def claim(directory: Path, prefix: str, suffix: str) -> Path:
-    """A new empty file, prefix_YYYYMMDD_HHMMSS.suffix, or with a number where another took the second."""
+def create_file(directory: Path, prefix: str, suffix: str) -> Path:
+    """Creates an empty file prefix_YYYYMMDD_HHMMSS.suffix, with a number if that exists, and returns its path."""
     stem = f"{prefix}_{datetime.now():%Y%m%d_%H%M%S}"
     number = 1
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A timeline of events: the memory in use at each, logged as it happens, reported and exported at the end."""
+"""GPUMemoryProfiler: records the memory in use at named events, logs it, and reports and exports it at the end."""
 
 import json
 import logging
@@ -19,22 +19,23 @@ from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.profile import Finding
 from opacus_memprof.toolkit import anomalies, readings
 from opacus_memprof.toolkit.model import analyze
-from opacus_memprof.toolkit.output import MB, LineFile, claim, echo, run_logger
-from opacus_memprof.toolkit.report import describe, findings_text
-from opacus_memprof.toolkit.snapshots import checked_threshold, take
+from opacus_memprof.toolkit.output import MB, LineFile, create_file, echo, make_logger
+from opacus_memprof.toolkit.report import describe_reading, format_findings
+from opacus_memprof.toolkit.snapshots import check_threshold, take_snapshot
+from opacus_memprof.toolkit.structures import EventRecord, MemorySnapshot, Sizes
 
 INITIAL = "initialization"  # the timeline's first line
 _NAME_WIDTH = 20  # columns of an event's name in the timeline
-_COUNTS = ("allocated", "reserved", "max_allocated", "max_reserved")
 
 
 class GPUMemoryProfiler:
-    """Records the memory in use at events that the program names; on the CPU too, where the log says who counts.
+    """Records the memory in use at events that the program names, on GPUs and on the CPU.
 
     Args:
-        log_dir: where memory_profiler_YYYYMMDD_HHMMSS.log and the other files go; made when the first is written.
-        enable_file_logging: whether there is a log file beside the console, and a file of the summary.
-        threshold_mb: what may be in use, in MB; a record with more is a warning in the log, and a finding.
+        log_dir: the directory of memory_profiler_YYYYMMDD_HHMMSS.log and other files, made with the first of them.
+        enable_file_logging: whether to log to a file too, and write the summary to a file.
+        threshold_mb: the most that may be in use, in MB of 2**20 bytes; a record with more is logged as a warning, and
+            is a finding.
 
     Attributes:
         records: event → its records, each {"time" (seconds since the first record), "allocated", "reserved",
@@ -43,8 +44,8 @@ class GPUMemoryProfiler:
         log_file: the log's path, or None.
 
     Raises:
-        MemprofError: the log cannot be written, or the threshold is none; from every method but `cleanup`, that the
-            profiler was cleaned up.
+        MemprofError: the log cannot be written, or the threshold is negative; from every method but `cleanup`: after
+            `cleanup`.
     """
 
     def __init__(
@@ -54,11 +55,11 @@ class GPUMemoryProfiler:
         threshold_mb: float | None = None,
     ) -> None:
         self.log_dir = Path(log_dir)
-        self.threshold_mb = None if threshold_mb is None else checked_threshold(threshold_mb)
-        self.records: dict[str, list[dict[str, Any]]] = {}
+        self.threshold_mb = None if threshold_mb is None else check_threshold(threshold_mb)
+        self.records: dict[str, list[EventRecord]] = {}
         self._start: float | None = None  # at the first record
         self._device = readings.primary_device()
-        self._history: list[dict[str, Any]] = []
+        self._history: list[MemorySnapshot] = []
         self._source = ""
         self._described: set[str] = set()
         self._json_file: Path | None = None
@@ -68,27 +69,27 @@ class GPUMemoryProfiler:
         if file is not None:
             self.log_file = file.make()
             stamp = self.log_file.stem.removeprefix("memory_profiler")
-        self._log: logging.Logger | None = run_logger(f"MemoryProfiler{stamp}", file)
-        self._initial = take()
+        self._log: logging.Logger | None = make_logger(f"MemoryProfiler{stamp}", file)
+        self._initial = take_snapshot()
         self._write_header(self._log)
 
     def record(self, event: str, extra: object = "") -> None:
-        """Records the memory in use now under the event's name; `extra` goes to the log. In a running session it is
-        a snapshot in the profile as well."""
+        """Records the memory in use now under the event's name, and logs it with `extra`. The profile of a running
+        session gets a snapshot of that name too."""
         log = self._open_log()
-        taken = take(str(event))
+        snapshot = take_snapshot(str(event))
         now = time.perf_counter()
         self._start = now if self._start is None else self._start
         elapsed = now - self._start
-        sizes = _sizes(taken)
-        main = self._main(sizes)
-        entry: dict[str, Any] = {"time": elapsed, **main, "timestamp": taken["timestamp"]}
+        sizes = _sizes(snapshot)
+        main = self._main_sizes(sizes)
+        entry: EventRecord = {"time": elapsed, **main, "timestamp": snapshot["timestamp"]}  # type: ignore[typeddict-item]
         if len(sizes) > 1:
             entry["devices"] = sizes
         self.records.setdefault(str(event), []).append(entry)
-        self._history.append(taken)
-        self._log_devices(log, taken)
-        self._log_source(log, taken)
+        self._history.append(snapshot)
+        self._log_devices(log, snapshot)
+        self._log_source(log, snapshot)
         line = (
             f"event: {event} | allocated: {main['allocated']:8.1f}MB | reserved: {main['reserved']:8.1f}MB | "
             f"max allocated: {main['max_allocated']:8.1f}MB | max reserved: {main['max_reserved']:8.1f}MB | "
@@ -96,10 +97,10 @@ class GPUMemoryProfiler:
         )
         log.info(f"{line} | {extra}" if extra != "" else line)
         if len(sizes) > 1:
-            for reading in taken["devices"]:
-                log.info(f"  {describe(reading)}")
-        for found in self._over_threshold(taken):
-            log.warning(found.evidence)
+            for reading in snapshot["devices"]:
+                log.info(f"  {describe_reading(reading)}")
+        for finding in self._over_threshold(snapshot):
+            log.warning(finding.evidence)
 
     def record_detailed(
         self,
@@ -107,7 +108,7 @@ class GPUMemoryProfiler:
         tensor_info: Mapping[str, Any] | None = None,
         model_info: Mapping[str, Any] | nn.Module | None = None,
     ) -> None:
-        """Records an event, and logs what the tensors and the model are.
+        """Records an event, and logs descriptions of tensors and of a model.
 
         Args:
             tensor_info: name → tensor: shape, dtype, device and MB are logged.
@@ -118,32 +119,32 @@ class GPUMemoryProfiler:
         for name, tensor in (tensor_info or {}).items():
             log.info(f"  tensor {name}: {_describe_tensor(tensor)}")
         if isinstance(model_info, nn.Module):
-            found = analyze(model_info)
+            analysis = analyze(model_info)
             model_info = {
-                "total_params": found["total"],
-                "trainable_params": found["trainable"],
-                "memory_mb": round(found["memory_mb"], 2),
+                "total_params": analysis["total"],
+                "trainable_params": analysis["trainable"],
+                "memory_mb": round(analysis["memory_mb"], 2),
             }
         for name, value in (model_info or {}).items():
             log.info(f"  model {name}: {f'{value:,}' if isinstance(value, (int, float)) else value}")
 
     def findings(self) -> list[Finding]:
-        """Leaks and sudden growth from one record of an event to the next, overuse, fragmentation, and the record that
-        exceeds the threshold the most: see `opacus_memprof.toolkit.anomalies`."""
+        """The findings among the records: leaks, sudden growth, overuse, fragmentation, and the record that exceeds the
+        threshold the most. See `opacus_memprof.toolkit.anomalies`."""
         self._open_log()
-        over = (finding for taken in self._history for finding in self._over_threshold(taken))
-        return [*anomalies.in_history(self._history), *anomalies.largest(over)]
+        over = (finding for snapshot in self._history for finding in self._over_threshold(snapshot))
+        return [*anomalies.find_in_history(self._history), *anomalies.largest(over)]
 
     def print_report(self) -> None:
-        """Prints the timeline: what was in use when the profiler was made, and a line for each record, in order."""
+        """Prints the timeline: a line for the start, and one for each record, in order."""
         self._open_log()
         echo(self._timeline())
 
     def generate_summary_report(self) -> str:
-        """The peak and where it came, each event's range, and findings; logged, and with file logging also written
-        to memory_summary_*.txt. Returns the text."""
+        """The text of a summary: the peak and its event, the range of each event, and findings. Logs it and, with file
+        logging, writes it to memory_summary_*.txt."""
         log = self._open_log()
-        text = "\n".join([*self._summary(), findings_text(self.findings())])
+        text = "\n".join([*self._summary(), format_findings(self.findings())])
         for line in filter(None, text.splitlines()):
             log.info(line)
         if self.log_file is not None:
@@ -151,7 +152,7 @@ class GPUMemoryProfiler:
         return text
 
     def save_to_json(self, filename: str | os.PathLike[str] | None = None) -> str:
-        """Writes `records` (without a name: memory_profiler_*.json in `log_dir`) and returns the path."""
+        """Writes `records` to a JSON file (default: memory_profiler_*.json in `log_dir`), and returns its path."""
         log = self._open_log()
         if filename is not None:
             path = Path(filename)
@@ -160,7 +161,7 @@ class GPUMemoryProfiler:
                 self._json_file = (
                     self.log_file.with_suffix(".json")
                     if self.log_file is not None
-                    else claim(self.log_dir, "memory_profiler", ".json")
+                    else create_file(self.log_dir, "memory_profiler", ".json")
                 )
             path = self._json_file
         write_text(path, json.dumps(self.records, ensure_ascii=False, indent=2) + "\n")
@@ -168,7 +169,7 @@ class GPUMemoryProfiler:
         return str(path)
 
     def cleanup(self) -> None:
-        """Closes the log. Again is harmless."""
+        """Closes the log. A second call does nothing."""
         self._log = None
 
     # --- the log and the reports ---
@@ -178,12 +179,13 @@ class GPUMemoryProfiler:
             raise MemprofError("this profiler was cleaned up: make another GPUMemoryProfiler to go on")
         return self._log
 
-    def _main(self, sizes: Mapping[str, dict[str, float]]) -> dict[str, float]:
-        """Of each device's, the sizes that there is room for in one line."""
+    def _main_sizes(self, sizes: Mapping[str, Sizes]) -> Sizes:
+        """The sizes of the device in use, of those of all devices."""
         return sizes.get(self._device) or next(iter(sizes.values()))
 
-    def _over_threshold(self, taken: Mapping[str, Any]) -> list[Finding]:
-        return [found for found in anomalies.in_snapshot(taken, self.threshold_mb) if found.kind == "over_threshold"]
+    def _over_threshold(self, snapshot: MemorySnapshot) -> list[Finding]:
+        findings = anomalies.find_in_snapshot(snapshot, self.threshold_mb)
+        return [finding for finding in findings if finding.kind == "over_threshold"]
 
     def _stamped(self, prefix: str, suffix: str) -> str:
         assert self.log_file is not None
@@ -201,32 +203,32 @@ class GPUMemoryProfiler:
         log.info("sizes in MB of 2^20 bytes and GB of 2^30")
         self._log_devices(log, self._initial)
 
-    def _log_devices(self, log: logging.Logger, taken: Mapping[str, Any]) -> None:
-        """Each device once, as soon as it is known: a GPU is not before the program has initialised CUDA."""
-        for reading in taken["devices"]:
+    def _log_devices(self, log: logging.Logger, snapshot: MemorySnapshot) -> None:
+        """Logs each device once, as soon as its memory is known: that of a GPU, after CUDA is initialised."""
+        for reading in snapshot["devices"]:
             device = reading["device"]
             if device in self._described or reading["total_mb"] is None:
                 continue
             self._described.add(device)
             name = "" if device == "cpu" else f": {torch.cuda.get_device_name(device)}"
-            log.info(f"{anomalies.label(device)}{name} ({reading['total_mb'] / 1024:.1f}GB)")
+            log.info(f"{anomalies.device_label(device)}{name} ({reading['total_mb'] / 1024:.1f}GB)")
 
-    def _log_source(self, log: logging.Logger, taken: Mapping[str, Any]) -> None:
-        """At the first record, and whenever an allocator was installed or taken out in between."""
-        source = _sources(taken)
+    def _log_source(self, log: logging.Logger, snapshot: MemorySnapshot) -> None:
+        """Logs who counts, at the first record and whenever that has changed."""
+        source = _sources(snapshot)
         if source != self._source:
             self._source = source
             log.info(f"counted: {source}")
 
-    def _rows(self) -> list[tuple[str, Mapping[str, Any]]]:
+    def _rows(self) -> list[tuple[str, EventRecord]]:
         rows = [(event, record) for event, records in self.records.items() for record in records]
         return sorted(rows, key=lambda row: float(row[1]["time"]))
 
     def _timeline(self) -> str:
         lines = ["==== GPU Memory Timeline ====="]
-        rows = self._rows()
+        rows: list[tuple[str, Sizes]] = [*self._rows()]
         if not self._history or _sources(self._initial) == _sources(self._history[0]):  # else it cannot be compared
-            rows = [(INITIAL, self._main(_sizes(self._initial))), *rows]
+            rows = [(INITIAL, self._main_sizes(_sizes(self._initial))), *rows]
         for event, record in rows:
             name = " ".join(event.splitlines())
             name += " " * (_NAME_WIDTH - cell_len(name))  # a Chinese character takes two columns
@@ -239,12 +241,12 @@ class GPUMemoryProfiler:
             return ["GPU memory summary: nothing was recorded"]
         first, last = rows[0][1], rows[-1][1]
         peak = max(record["max_allocated"] for _, record in rows)
-        at = next(event for event, record in rows if record["max_allocated"] == peak)
+        peak_event = next(event for event, record in rows if record["max_allocated"] == peak)
         lines = [
             f"GPU memory summary: {len(rows)} records of {len(self.records)} events in {last['time']:.2f}s",
             f"counted: {self._source}",
             f"device: {self._device}",
-            f"peak: {peak:.1f}MB allocated, {last['max_reserved']:.1f}MB reserved, reached by the event {at}",
+            f"peak: {peak:.1f}MB allocated, {last['max_reserved']:.1f}MB reserved, reached by the event {peak_event}",
             f"from first to last record: {last['allocated'] - first['allocated']:+.1f}MB",
         ]
         largest = sorted(readings.peak_categories(self._device).items(), key=lambda item: -item[1])
@@ -255,12 +257,22 @@ class GPUMemoryProfiler:
         return lines
 
 
-def _sources(taken: Mapping[str, Any]) -> str:
-    return ", ".join(f"{anomalies.label(reading['device'])} by {reading['source']}" for reading in taken["devices"])
+def _sources(snapshot: MemorySnapshot) -> str:
+    return ", ".join(
+        f"{anomalies.device_label(reading['device'])} by {reading['source']}" for reading in snapshot["devices"]
+    )
 
 
-def _sizes(taken: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    return {reading["device"]: {key: reading[f"{key}_mb"] for key in _COUNTS} for reading in taken["devices"]}
+def _sizes(snapshot: MemorySnapshot) -> dict[str, Sizes]:
+    return {
+        reading["device"]: {
+            "allocated": reading["allocated_mb"],
+            "reserved": reading["reserved_mb"],
+            "max_allocated": reading["max_allocated_mb"],
+            "max_reserved": reading["max_reserved_mb"],
+        }
+        for reading in snapshot["devices"]
+    }
 
 
 def _describe_tensor(tensor: object) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place where the toolkit's figures come from: each device's bytes now, and who counted them.
+"""Reads the bytes in use on each device now; all figures of the toolkit come from here.
 
 | source | where | what `allocated` is |
 |---|---|---|
@@ -12,12 +12,12 @@ Nothing here initialises CUDA.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from opacus_memprof.profiles.live_memory import DeviceCount, LivePeak
 from opacus_memprof.toolkit.output import MB
+from opacus_memprof.toolkit.structures import Reading
 
 try:
     from opacus_memprof import session
@@ -37,14 +37,14 @@ _STATUS = Path("/proc/self/status")
 _MEMINFO = Path("/proc/meminfo")
 
 
-def read(name: str | None = None) -> list[dict[str, Any]]:
-    """A reading of every device, as `memory_snapshot` has them. One with a name counts categories as well and stays in
-    the running session's profile as a snapshot of that name; one without costs no more than a look at counters."""
-    taken = _snapshot(name) if name is not None else {}
-    return [_cpu(taken.get("cpu")) if device == "cpu" else _cuda(device, taken.get(device)) for device in devices()]
+def read_devices(name: str | None = None) -> list[Reading]:
+    """Reads all devices. With a name, categories are counted as well, and the running session's profile gets a snapshot
+    of that name. Without one, only counters are read."""
+    counts = _snapshot(name) if name is not None else {}
+    return [_cpu(counts.get("cpu")) if device == "cpu" else _cuda(device, counts.get(device)) for device in devices()]
 
 
-def reading(
+def make_reading(
     device: str,
     source: str,
     allocated: int,
@@ -53,9 +53,9 @@ def reading(
     max_reserved: int,
     total: int | None,
     categories: Mapping[str, int] | None = None,
-) -> dict[str, Any]:
-    """One device at one moment, from bytes. `reserved` equals `allocated` where nothing caches, as on the CPU; `total`
-    is the device's memory, None while CUDA is not initialised. `categories` are for named readings of RECORDER."""
+) -> Reading:
+    """A reading of one device from sizes in bytes. `reserved` equals `allocated` if nothing caches, as on the CPU;
+    `total` is the device's memory, None while CUDA is not initialised. `categories` are those of named readings."""
     return {
         "device": device,
         "source": source,
@@ -70,13 +70,13 @@ def reading(
 
 
 def devices() -> list[str]:
-    """The GPUs; the CPU where there are none, or where its allocations are recorded."""
+    """The names of all GPUs, and of the CPU if there is no GPU or its allocations are recorded."""
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     return gpus + ["cpu"] * (not gpus or _recorded("cpu"))
 
 
 def primary_device() -> str:
-    """The device of the figures that have room for one: the recorded one, else the GPU in use, else the CPU."""
+    """The device for figures of a single device: the recorded one, else the current GPU, else the CPU."""
     if torch.cuda.device_count() == 0 or (_recorded("cpu") and not _recorded("cuda")):
         return "cpu"
     return f"cuda:{torch.cuda.current_device() if torch.cuda.is_initialized() else 0}"  # type: ignore[no-untyped-call]
@@ -84,12 +84,12 @@ def primary_device() -> str:
 
 def system_memory() -> tuple[int, int]:
     """Total and available bytes of the machine. Source: /proc/meminfo."""
-    lines = _kilobytes(_MEMINFO)
+    lines = _read_sizes(_MEMINFO)
     return lines["MemTotal"], lines["MemAvailable"]
 
 
 def peak_categories(device: str) -> dict[str, int]:
-    """The bytes by category at the device's peak, without those that have none; empty where nobody records."""
+    """The bytes by category at the device's peak, without zeros; empty if nothing is recorded."""
     if not _recorded(device.partition(":")[0]):
         return {}
     return _categories(read_peaks().get(device))
@@ -107,25 +107,25 @@ def _snapshot(name: str) -> dict[str, DeviceCount]:
     return (snapshots.take(name) if running is None else running.snapshot(name)).devices
 
 
-def _cpu(taken: DeviceCount | None) -> dict[str, Any]:
+def _cpu(count: DeviceCount | None) -> Reading:
     total, _ = system_memory()
     if not _recorded("cpu"):
-        status = _kilobytes(_STATUS)
-        resident, most = status["VmRSS"], max(status["VmHWM"], status["VmRSS"])
-        return reading("cpu", RESIDENT, resident, resident, most, most, total)
-    live = taken.requested_bytes if taken else cpu_reported_bytes()
+        status = _read_sizes(_STATUS)
+        resident, highest = status["VmRSS"], max(status["VmHWM"], status["VmRSS"])
+        return make_reading("cpu", RESIDENT, resident, resident, highest, highest, total)
+    live = count.requested_bytes if count else cpu_reported_bytes()
     peak = read_peaks().get("cpu")
-    most = max(live, peak.requested_bytes) if peak else live
-    return reading("cpu", RECORDER, live, live, most, most, total, _categories(taken))
+    highest = max(live, peak.requested_bytes) if peak else live
+    return make_reading("cpu", RECORDER, live, live, highest, highest, total, _categories(count))
 
 
-def _cuda(device: str, taken: DeviceCount | None) -> dict[str, Any]:
+def _cuda(device: str, count: DeviceCount | None) -> Reading:
     # The recording allocator passes memory_stats on: these are the same figures with it and without.
     stats, total = {}, None
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         stats = torch.cuda.memory_stats(device)
         total = torch.cuda.get_device_properties(device).total_memory
-    return reading(
+    return make_reading(
         device,
         RECORDER if _recorded("cuda") else MEMORY_STATS,
         stats.get("allocated_bytes.all.current", 0),
@@ -133,15 +133,15 @@ def _cuda(device: str, taken: DeviceCount | None) -> dict[str, Any]:
         stats.get("allocated_bytes.all.peak", 0),
         stats.get("reserved_bytes.all.peak", 0),
         total,
-        _categories(taken),
+        _categories(count),
     )
 
 
-def _categories(found: DeviceCount | LivePeak | None) -> dict[str, int]:
-    return {category: size for category, size in found.categories.items() if size} if found else {}
+def _categories(count: DeviceCount | LivePeak | None) -> dict[str, int]:
+    return {category: size for category, size in count.categories.items() if size} if count else {}
 
 
-def _kilobytes(file: Path) -> dict[str, int]:
+def _read_sizes(file: Path) -> dict[str, int]:
     """The sizes of a file of /proc, in bytes."""
     lines = (line.split() for line in file.read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1:] == ["kB"]}

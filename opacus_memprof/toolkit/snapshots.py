@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory snapshots: taken by a name or around a function, compared, looked at for trouble, and reported. Sizes in MB of
-2**20 bytes."""
+"""Takes, compares and reports memory snapshots. Sizes in MB of 2**20 bytes."""
 
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -16,30 +15,32 @@ from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.profile import Finding
 from opacus_memprof.toolkit import anomalies, journal, readings
 from opacus_memprof.toolkit.output import LOGGER, MB
-from opacus_memprof.toolkit.report import describe, describe_difference, report_text
+from opacus_memprof.toolkit.report import describe_difference, describe_reading, report_text
+from opacus_memprof.toolkit.structures import DeviceChange, MemorySnapshot, Reading, SnapshotDifference
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def memory_snapshot(name: str = "snapshot") -> dict[str, Any]:
-    """The memory in use now; in a running session it stays in the profile, as a snapshot of this name.
+def memory_snapshot(name: str = "snapshot") -> MemorySnapshot:
+    """Takes a snapshot of the memory in use now, and logs it. The profile of a running session contains it too.
 
     Returns:
         {"name", "timestamp", "devices": [{"device", "source", "allocated_mb", "reserved_mb", "max_allocated_mb",
         "max_reserved_mb", "total_mb", "utilization_percent", "categories_mb"}], "system": {"total_mb",
-        "available_mb", "used_percent"}}. `source` says who counted.
+        "available_mb", "used_percent"}}, sizes in MB of 2**20 bytes. `source` says who counted: the recording
+        allocator, torch.cuda.memory_stats, or the process' resident memory.
     """
-    taken = take(name)
-    journal.note("snapshot", taken)
+    snapshot = take_snapshot(name)
+    journal.add("snapshot", snapshot)
     LOGGER.info(f"memory snapshot: {name}")
-    for reading in taken["devices"]:
-        LOGGER.info(f"  {describe(reading)}")
-    return taken
+    for reading in snapshot["devices"]:
+        LOGGER.info(f"  {describe_reading(reading)}")
+    return snapshot
 
 
-def compare_snapshots(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What changed from one snapshot to the other.
+def compare_snapshots(before: MemorySnapshot, after: MemorySnapshot) -> SnapshotDifference:
+    """The change from one snapshot to another, which is logged too.
 
     Returns:
         {"before", "after" (their names), "gpu_changes": [{"device", "memory_change_mb", "reserved_change_mb",
@@ -50,8 +51,8 @@ def compare_snapshots(before: Mapping[str, Any], after: Mapping[str, Any]) -> di
     Raises:
         MemprofError: not two snapshots, or ones of different devices or sources.
     """
-    changes = compare(before, after)
-    journal.note("difference", changes)
+    changes = difference(before, after)
+    journal.add("difference", changes)
     LOGGER.info(f"memory snapshots compared: {before['name']} vs {after['name']}")
     for line in describe_difference(changes):
         LOGGER.info(f"  {line}")
@@ -59,26 +60,33 @@ def compare_snapshots(before: Mapping[str, Any], after: Mapping[str, Any]) -> di
 
 
 def check_memory_status(threshold_mb: float = 1000.0) -> list[Finding]:
-    """Warns of devices where more than `threshold_mb` is in use, overuse and fragmentation; returns the findings.
+    """Finds devices where more than `threshold_mb` is in use, overuse and fragmentation, and logs warnings.
+
+    Args:
+        threshold_mb: in MB of 2**20 bytes.
+
+    Returns:
+        The findings, with `kind`, `device`, `bytes`, `evidence` and `remedy`.
 
     Raises:
         MemprofError: the threshold is negative or no number.
     """
-    findings = anomalies.in_snapshot(take(), checked_threshold(threshold_mb))
+    findings = anomalies.find_in_snapshot(take_snapshot(), check_threshold(threshold_mb))
     anomalies.log(findings)
-    journal.note("finding", *findings)
+    journal.add("finding", *findings)
     if not findings:
         LOGGER.info(f"memory use is within {threshold_mb:.1f}MB")
     return findings
 
 
-def monitor_function(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tuple[R, dict[str, Any]]:
-    """Calls the function; returns its result, and what its call changed.
+def monitor_function(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tuple[R, SnapshotDifference]:
+    """Calls the function, and returns its result and the change of the memory in use.
 
-    The change is as `change_between` has it, with "duration_s". The function's exceptions pass as they are.
+    The change is that of `compare_snapshots` with "duration_s", in seconds. If the call installs or removes the
+    recording allocator, "gpu_changes" is empty. The function's exceptions pass unchanged.
 
     Raises:
-        MemprofError: it cannot be called.
+        MemprofError: `function` cannot be called.
     """
     if not callable(function):
         raise MemprofError(f"cannot monitor a {type(function).__name__}: pass a function and then its arguments")
@@ -87,42 +95,50 @@ def monitor_function(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
     start = time.perf_counter()
     result = function(*args, **kwargs)
     duration = time.perf_counter() - start
-    return result, {**change_between(before, memory_snapshot(f"after {name}")), "duration_s": duration}
+    change = difference_around_call(before, memory_snapshot(f"after {name}"))
+    change["duration_s"] = duration
+    return result, change
 
 
-def cleanup_memory() -> dict[str, Any]:
-    """Collects garbage and gives cached blocks back to the GPUs; returns what changed, as `compare_snapshots` does."""
-    before = take()
+def cleanup_memory() -> SnapshotDifference:
+    """Collects garbage and empties the GPUs' caches. Returns the change, as `compare_snapshots` does, and logs it."""
+    before = take_snapshot()
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
-    changes = compare(before, take())
+    changes = difference(before, take_snapshot())
     for change in changes["gpu_changes"]:
         LOGGER.info(
-            f"cleanup: {anomalies.label(change['device'])} allocated {change['memory_change_mb']:+.1f}MB, "
+            f"cleanup: {anomalies.device_label(change['device'])} allocated {change['memory_change_mb']:+.1f}MB, "
             f"reserved {change['reserved_change_mb']:+.1f}MB"
         )
     return changes
 
 
 def generate_report(output_file: str | os.PathLike[str] | None = None) -> str:
-    """What the toolkit has seen in this process, as text: the snapshots (the latest 1000) and the memory in use now,
-    the models that were analysed, the differences, and everything that was found. Also written to `output_file`; raises
-    MemprofError where that cannot be written."""
-    history = [*journal.noted("snapshot"), take("now")]
-    report = report_text("memory report", history, anomalies.in_history(history))
+    """The text of a report on this process: the latest 1000 snapshots, the memory in use now, model analyses,
+    differences and findings.
+
+    Args:
+        output_file: to which the report is written; None: to no file.
+
+    Raises:
+        MemprofError: the file cannot be written.
+    """
+    history = [*journal.entries_since("snapshot"), take_snapshot("now")]
+    report = report_text("memory report", history, anomalies.find_in_history(history))
     if output_file is not None:
         write_text(output_file, report)
     return report
 
 
-def take(name: str | None = None) -> dict[str, Any]:
-    """As `memory_snapshot`, logged and kept nowhere. Without a name: no categories, not in the profile."""
+def take_snapshot(name: str | None = None) -> MemorySnapshot:
+    """As `memory_snapshot`, without log and journal. Without a name, it has no categories and is not in the profile."""
     total, available = readings.system_memory()
     return {
         "name": "now" if name is None else str(name),
         "timestamp": datetime.now().isoformat(),
-        "devices": readings.read(None if name is None else str(name)),
+        "devices": readings.read_devices(None if name is None else str(name)),
         "system": {
             "total_mb": total / MB,
             "available_mb": available / MB,
@@ -131,8 +147,8 @@ def take(name: str | None = None) -> dict[str, Any]:
     }
 
 
-def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """As `compare_snapshots`, logged and kept nowhere."""
+def difference(before: MemorySnapshot, after: MemorySnapshot) -> SnapshotDifference:
+    """As `compare_snapshots`, without log and journal."""
     try:
         pairs = [{reading["device"]: reading for reading in snapshot["devices"]} for snapshot in (before, after)]
     except (TypeError, KeyError) as error:
@@ -157,9 +173,9 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def change_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """As `compare_snapshots`, around a call whose result must not be lost: where the call itself installed or removed
-    the recording allocator, "gpu_changes" is empty and a warning says why."""
+def difference_around_call(before: MemorySnapshot, after: MemorySnapshot) -> SnapshotDifference:
+    """As `compare_snapshots`, but without errors: if a call between the two has installed or removed the recording
+    allocator, "gpu_changes" is empty, and a warning is logged."""
     try:
         return compare_snapshots(before, after)
     except MemprofError as error:
@@ -167,17 +183,17 @@ def change_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[
         return {"before": before["name"], "after": after["name"], "gpu_changes": []}
 
 
-def checked_threshold(threshold_mb: float) -> float:
-    """A threshold that is one. Raises MemprofError."""
+def check_threshold(threshold_mb: float) -> float:
+    """Returns the threshold. Raises MemprofError if it is negative or not a number."""
     if not isinstance(threshold_mb, (int, float)) or not threshold_mb >= 0:
         raise MemprofError(f"a threshold of {threshold_mb!r} MB cannot be exceeded: give a number of MB from 0 on")
     return threshold_mb
 
 
-def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    used = before["utilization_percent"], after["utilization_percent"]
-    if used[0] is None and used[1] is not None:  # CUDA was not initialised: this process used nothing of the device
-        used = 0.0, used[1]
+def _change(before: Reading, after: Reading) -> DeviceChange:
+    old, new = before["utilization_percent"], after["utilization_percent"]
+    if old is None and new is not None:  # CUDA was not initialised: this process used nothing of the device
+        old = 0.0
     categories = {
         category: after["categories_mb"].get(category, 0.0) - before["categories_mb"].get(category, 0.0)
         for category in {**before["categories_mb"], **after["categories_mb"]}
@@ -187,6 +203,6 @@ def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
         "memory_change_mb": after["allocated_mb"] - before["allocated_mb"],
         "reserved_change_mb": after["reserved_mb"] - before["reserved_mb"],
         "peak_change_mb": after["max_allocated_mb"] - before["max_allocated_mb"],
-        "utilization_change": None if None in used else used[1] - used[0],
+        "utilization_change": None if old is None or new is None else new - old,
         "categories_change_mb": {category: change for category, change in categories.items() if change},
     }

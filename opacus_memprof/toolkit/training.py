@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training run in stages, each with what it changed; LoRA training as a whole; and configurations side by side."""
+"""Profiles the stages of a training run, and debugs LoRA training with one or several configurations."""
 
 import copy
 import gc
@@ -27,7 +27,8 @@ from opacus_memprof.toolkit import anomalies, lora
 from opacus_memprof.toolkit.model import analyze_model
 from opacus_memprof.toolkit.output import LOGGER, MB
 from opacus_memprof.toolkit.report import report_text
-from opacus_memprof.toolkit.snapshots import change_between, memory_snapshot, take
+from opacus_memprof.toolkit.snapshots import difference_around_call, memory_snapshot, take_snapshot
+from opacus_memprof.toolkit.structures import MemorySnapshot, Stage
 
 if TYPE_CHECKING:
     from opacus_memprof.session import Session
@@ -39,32 +40,32 @@ R = TypeVar("R")
 
 
 def memory_profiled_training(log_dir: str | os.PathLike[str] = DEFAULT_LOG_DIR) -> "TrainingProfiler":
-    """For a `with` block: stages of a training run are measured, and a report is written at its end.
+    """A context manager that measures the stages of a training run, and writes a report at the end of its block.
 
-    Records a session into `log_dir`/profile, for categories and the peak, unless one is running (then it is used) or
-    none can be had (then logs why, and goes on without). Attached to it are the models and optimizers that stages are
-    handed and return, whatever a PrivacyEngine makes, and optimizers that make their first step.
+    Uses the running session, or records one into `log_dir`/profile, for categories and the peak; if that is not
+    possible, it logs why and goes on without. It attaches the models and optimizers among arguments and results of
+    stages, those that a PrivacyEngine makes private, and optimizers at their first step.
     """
     return TrainingProfiler(Path(log_dir))
 
 
 class TrainingProfiler:
-    """See `memory_profiled_training`.
+    """The profiler that `memory_profiled_training` returns.
 
     Attributes:
-        stages: {"name", "duration_s", "failed", "change" (as `change_between` has it)} of each, in order.
+        stages: {"name", "duration_s", "failed", "change" (as `difference_around_call` has it)} of each, in order.
         session: the session that records, or None.
         profile: the content of profile.json, once the block was left; None where no session began here.
     """
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
-        self.stages: list[dict[str, Any]] = []
+        self.stages: list[Stage] = []
         self.session: Session | None = None
         self.profile: Profile | None = None
         self._own_session = False
-        self._history: list[dict[str, Any]] = []
-        self._begun = time.monotonic()
+        self._history: list[MemorySnapshot] = []
+        self._start_time = time.monotonic()
         self._follow_optimizers: RemovableHandle | None = None
 
     def __enter__(self) -> "TrainingProfiler":
@@ -102,8 +103,11 @@ class TrainingProfiler:
             LOGGER.warning(str(failure))
 
     def profile_stage(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function and returns its result; notes what the memory in use changed by. Models and optimizers
-        among its arguments and in its result are attached to the session. The function's exceptions pass."""
+        """Calls the function, returns its result, and adds a stage with the change of the memory in use.
+
+        Models and optimizers among the arguments and in the result are attached to the session. The function's
+        exceptions pass unchanged.
+        """
         self._attach(*args, *kwargs.values())
         before = memory_snapshot(f"{name}: start")
         start = time.perf_counter()
@@ -117,40 +121,47 @@ class TrainingProfiler:
             duration = time.perf_counter() - start
             after = memory_snapshot(f"{name}: end")
             self._history += [before, after]
-            change = change_between(before, after)
+            change = difference_around_call(before, after)
             self.stages.append({"name": name, "duration_s": duration, "failed": failed, "change": change})
 
-    def _attach(self, *things: object) -> None:
-        """Attaches the models, then the optimizers, among these and in lists, dicts and dataclasses of them."""
+    def _attach(self, *objects: object) -> None:
+        """Attaches the models, then the optimizers, among the objects and in lists, dicts and dataclasses of them."""
         if self.session is None or torch.compiler.is_compiling():
             return
         from opacus_memprof.hooks import is_attached
 
-        found = list(_trained(things))
-        for thing in sorted(found, key=lambda thing: isinstance(thing, Optimizer)):
-            if not is_attached(thing):
-                self.session.attach(thing)
+        for trainable in sorted(_find_trainable(objects), key=lambda each: isinstance(each, Optimizer)):
+            if not is_attached(trainable):
+                self.session.attach(trainable)
 
     def note(self, name: str) -> None:
-        """A reading at a point that comes again in every step: what leaks are found from."""
-        self._history.append({**take(), "name": name})
+        """Adds a reading at a point that every step passes, from which leaks are found."""
+        self._history.append({**take_snapshot(), "name": name})
 
     def memory_issues(self) -> list[Finding]:
-        """The findings of the stages and readings so far."""
-        return anomalies.in_history(self._history)
+        """The findings of all stages and readings so far."""
+        return anomalies.find_in_history(self._history)
 
     def generate_training_report(self, output_file: str | os.PathLike[str] | None = None) -> str:
-        """Each stage's change, the findings and, once the block was left, the profile's summary, as text; written to
-        `output_file` (training_report.txt in `log_dir`). Raises MemprofError where it cannot be written."""
+        """The text of a report: the changes of all stages, the findings and, after the block, the profile's summary.
+
+        Args:
+            output_file: to which it is written; default: training_report.txt in `log_dir`.
+
+        Raises:
+            MemprofError: the file cannot be written.
+        """
         lines = []
         for stage in self.stages:
             lines.append(f"{stage['name']}: {stage['duration_s']:.2f}s{', failed' if stage['failed'] else ''}")
             for change in stage["change"]["gpu_changes"]:
                 lines.append(
-                    f"  {anomalies.label(change['device'])}: {change['memory_change_mb']:+.2f}MB, "
+                    f"  {anomalies.device_label(change['device'])}: {change['memory_change_mb']:+.2f}MB, "
                     f"peak {change['peak_change_mb']:+.2f}MB"
                 )
-        report = "\n".join([*lines, "", report_text("training", self._history[-1:], self.memory_issues(), self._begun)])
+        report = "\n".join(
+            [*lines, "", report_text("training", self._history[-1:], self.memory_issues(), self._start_time)]
+        )
         if self.profile is not None:
             report += "\n" + _summary(self.profile)
         write_text(self.log_dir / "training_report.txt" if output_file is None else output_file, report)
@@ -167,17 +178,15 @@ def debug_lora_training(
     log_dir: str | os.PathLike[str] = "logs/lora_debug",
     token: str | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Makes a model with LoRA adapters, trains it for one epoch, and says where the memory went.
+    """Creates a model with LoRA adapters, trains it for one epoch, and reports its memory by stage and category.
 
     Args:
-        config: a dict or object; `opacus_memprof.toolkit.lora.Settings` says what of it is used.
+        config: a dict or object with the settings of `opacus_memprof.toolkit.lora.Settings`; others are ignored.
         dataloader: of dicts of tensors, (input_ids, labels) or input_ids; None trains on random tokens.
         precision: "fp32", "fp16" or "bf16".
-        pkg: what the data is; it stands in the results, among the "labels".
-        version: likewise.
-        knowledge_type: likewise.
-        log_dir: where the report and the profile go.
-        token: of the Hugging Face hub; HF_TOKEN without it. Written nowhere.
+        pkg, version, knowledge_type: labels of the data, which the result contains.
+        log_dir: the directory of the report and the profile.
+        token: of the Hugging Face hub; default: HF_TOKEN. It is written to no file.
 
     Returns:
         The trained model, and {"creation_analysis", "training_analysis" (as `analyze_model`), "memory_issues",
@@ -187,17 +196,17 @@ def debug_lora_training(
     Raises:
         MemprofError: the configuration, the precision or a batch cannot be used, or the model cannot be made.
     """
-    chosen = lora.settings(config)
-    lora.dtype_of(precision)
+    settings = lora.read_settings(config)
+    lora.parse_precision(precision)
     with memory_profiled_training(log_dir) as profiler:
-        model = profiler.profile_stage("model_creation", lora.create, chosen, precision, token)
+        model = profiler.profile_stage("model_creation", lora.create_model, settings, precision, token)
         creation = analyze_model(model, "model creation")
         if dataloader is None:
-            dataloader = lora.synthetic_batches(chosen, lora.vocabulary_of(model))
-        training = profiler.profile_stage("preparation", lora.prepare, model, dataloader, chosen)
+            dataloader = lora.synthetic_batches(settings, lora.vocabulary_size(model))
+        training = profiler.profile_stage("preparation", lora.prepare_training, model, dataloader, settings)
         losses = profiler.profile_stage("training", lora.train, training, precision, lambda: profiler.note("step"))
         trained = analyze_model(model, "training")
-        lora.finish(training)
+        lora.remove_opacus(training)
     issues = [*creation["findings"], *trained["findings"], *profiler.memory_issues()]
     devices = profiler.profile.devices if profiler.profile else {}
     return model, {
@@ -206,7 +215,7 @@ def debug_lora_training(
         "memory_issues": [issue for index, issue in enumerate(issues) if issue not in issues[:index]],
         "stages": profiler.stages,
         "losses": losses,
-        "peak": {device: to_builtins(found.peak) for device, found in devices.items()},
+        "peak": {name: to_builtins(device.peak) for name, device in devices.items()},
         "labels": {"pkg": pkg, "version": version, "knowledge_type": knowledge_type},
         "report_file": str(Path(log_dir) / "training_report.txt"),
     }
@@ -219,12 +228,12 @@ def debug_memory_with_different_configs(
     log_dir: str | os.PathLike[str] = "logs/config_comparison",
     token: str | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Debugs LoRA training under each variation of a configuration, on random tokens.
+    """Runs `debug_lora_training` for each variation of a configuration, on random tokens.
 
     Args:
         base_config: as `debug_lora_training` takes it.
-        variations: name → what differs, in the words of `opacus_memprof.toolkit.lora.Settings`.
-        log_dir: each variation's files go to a directory of its name (or number) in it.
+        variations: name → the settings of `opacus_memprof.toolkit.lora.Settings` that differ.
+        log_dir: the parent of each variation's directory, which has its name (or number).
 
     Returns:
         name → {"memory_mb", "total", "trainable", "param_efficiency" (of the model, as `analyze_model`),
@@ -233,7 +242,7 @@ def debug_memory_with_different_configs(
     Raises:
         MemprofError: there are no variations, or one that changes nothing that is used.
     """
-    base = vars(lora.settings(base_config))
+    base = vars(lora.read_settings(base_config))
     if not isinstance(variations, Mapping) or not variations:
         raise MemprofError('there are no configurations to compare: pass {"small": {"r": 8}, "large": {"r": 32}}')
     for name, variation in variations.items():
@@ -249,32 +258,34 @@ def debug_memory_with_different_configs(
         gc.collect()  # the model before is part of cycles, and would count
         config = {**base, **variation}
         config["model"] = copy.deepcopy(config["model"])  # adapters go into the model that is given
-        found = debug_lora_training(config, precision=precision, log_dir=directory, token=token)[1]
-        analysis = found["creation_analysis"]
-        peaks = [peak["requested_bytes"] / MB for peak in found["peak"].values()]
+        result = debug_lora_training(config, precision=precision, log_dir=directory, token=token)[1]
+        analysis = result["creation_analysis"]
+        peaks = [peak["requested_bytes"] / MB for peak in result["peak"].values()]
         results[name] = {
             **{key: analysis[key] for key in ("memory_mb", "total", "trainable", "param_efficiency")},
             "peak_memory_mb": max(peaks, default=None),
-            "memory_issues": found["memory_issues"],
+            "memory_issues": result["memory_issues"],
             "config": dict(variation),
         }
     return results
 
 
-def _trained(things: Iterable[object]) -> Iterator[nn.Module | Optimizer]:
-    for thing in things:
-        inside = _elements(thing)
-        for one in (thing,) if inside is None else inside:
-            if isinstance(one, Optimizer) or (isinstance(one, nn.Module) and any(True for _ in one.parameters())):
-                yield one
+def _find_trainable(objects: Iterable[object]) -> Iterator[nn.Module | Optimizer]:
+    """The models with parameters and the optimizers among the objects and their elements."""
+    for container in objects:
+        for each in _elements(container):
+            if isinstance(each, Optimizer) or (isinstance(each, nn.Module) and any(True for _ in each.parameters())):
+                yield each
 
 
-def _elements(thing: object) -> Iterable[object] | None:
-    if isinstance(thing, (list, tuple)):
-        return thing
-    if isinstance(thing, Mapping):
-        return thing.values()
-    return vars(thing).values() if is_dataclass(thing) and not isinstance(thing, type) else None
+def _elements(container: object) -> Iterable[object]:
+    """The elements of a list, tuple, mapping or dataclass; of any other object, itself."""
+    if isinstance(container, (list, tuple)):
+        return container
+    if isinstance(container, Mapping):
+        return container.values()
+    is_instance = is_dataclass(container) and not isinstance(container, type)
+    return vars(container).values() if is_instance else (container,)
 
 
 def _summary(profile: Profile) -> str:

@@ -234,12 +234,12 @@ def test_several_devices_stand_beside_the_shape(tmp_path: Path, monkeypatch: pyt
     def two(name: str | None = None) -> list[dict[str, Any]]:
         gpus = [("cuda:0", 1), ("cuda:1", 3)]
         return [
-            readings.reading(device, readings.MEMORY_STATS, size * MB, 2 * size * MB, size * MB, 0, 40 * MB)
+            readings.make_reading(device, readings.MEMORY_STATS, size * MB, 2 * size * MB, size * MB, 0, 40 * MB)
             for device, size in gpus
         ]
 
     profiler = GPUMemoryProfiler(tmp_path)
-    monkeypatch.setattr(readings, "read", two)
+    monkeypatch.setattr(readings, "read_devices", two)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     profiler._device = "cuda:1"
     profiler.record("event")
@@ -258,8 +258,8 @@ def test_several_devices_stand_beside_the_shape(tmp_path: Path, monkeypatch: pyt
 
 def test_a_gpu_is_named_as_soon_as_cuda_is_initialised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def gpu(total: int | None) -> None:
-        found = readings.reading("cuda:0", readings.MEMORY_STATS, 0, 0, 0, 0, total)
-        monkeypatch.setattr(readings, "read", lambda name=None: [found])
+        found = readings.make_reading("cuda:0", readings.MEMORY_STATS, 0, 0, 0, 0, total)
+        monkeypatch.setattr(readings, "read_devices", lambda name=None: [found])
 
     gpu(None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the name of {device}")

@@ -232,8 +232,8 @@ def test_lora_training_is_debugged(tmp_path: Path) -> None:
 def plain_losses(tokens: list[dict[str, torch.Tensor]]) -> list[float]:
     """The same training without anybody looking."""
     torch.manual_seed(0)
-    model = lora.create(lora.Settings(r=4, alpha=8))
-    return lora.train(lora.prepare(model, tokens, lora.Settings()), "fp32")
+    model = lora.create_model(lora.Settings(r=4, alpha=8))
+    return lora.train(lora.prepare_training(model, tokens, lora.Settings()), "fp32")
 
 
 @pytest.mark.parametrize(("precision", "itemsize"), [("fp32", 4), ("bf16", 2)])
@@ -253,9 +253,9 @@ def clipped(mode: str) -> tuple[list[float], torch.Tensor]:
     """The losses of two private steps without noise, and the adapters that they leave."""
     torch.manual_seed(0)
     chosen = lora.Settings(noise_multiplier=0.0, max_grad_norm=0.1, grad_sample_mode=mode, steps=2, batch_size=3)
-    model = lora.create(chosen)
+    model = lora.create_model(chosen)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    losses = lora.train(lora.prepare(model, lora.synthetic_batches(chosen, 256), chosen), "fp32")
+    losses = lora.train(lora.prepare_training(model, lora.synthetic_batches(chosen, 256), chosen), "fp32")
     return losses, torch.cat([parameter.detach().flatten() for parameter in trained])
 
 
@@ -269,7 +269,7 @@ def test_every_mode_clips_alike(mode: str) -> None:
 def test_a_model_that_was_trained_privately_is_an_ordinary_one_again(mode: str, tmp_path: Path) -> None:
     config = {"noise_multiplier": 1.0, "grad_sample_mode": mode, "steps": 1, "batch_size": 2, "sequence_length": 8}
     model, _ = opacus_memprof.debug_lora_training(config, log_dir=tmp_path)
-    same = lora.create(lora.Settings())
+    same = lora.create_model(lora.Settings())
     same.load_state_dict(model.state_dict())
     tokens = torch.randint(256, (2, 8))
     for one in (model, same):
@@ -282,7 +282,7 @@ def test_a_model_that_was_trained_privately_is_an_ordinary_one_again(mode: str, 
 
 def tiny() -> Any:
     """The tiny model without adapters."""
-    model: Any = lora.create(lora.Settings())
+    model: Any = lora.create_model(lora.Settings())
     return model.unload()
 
 

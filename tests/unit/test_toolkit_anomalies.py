@@ -12,7 +12,7 @@ from torch import nn
 
 from opacus_memprof.toolkit import anomalies
 from opacus_memprof.toolkit.readings import MEMORY_STATS, RECORDER, RESIDENT
-from opacus_memprof.toolkit.report import findings_text
+from opacus_memprof.toolkit.report import format_findings
 
 GPU_MB = 10_000.0
 START = datetime(2024, 1, 15, 10, 30)
@@ -49,7 +49,7 @@ def kinds(findings: list[dict[str, Any]]) -> list[str]:
 
 def series(sizes: list[float], interval: float = 1.0, **options: Any) -> list[dict[str, Any]]:
     """The findings in readings that are `interval` seconds apart."""
-    return anomalies.in_history(
+    return anomalies.find_in_history(
         [snapshot(size, seconds=interval * index, **options) for index, size in enumerate(sizes)]
     )
 
@@ -91,19 +91,19 @@ def test_batches_of_varying_size_are_no_leak() -> None:
         batches = [max(0.0, noise.gauss(64, 8)) for _ in range(noise.randrange(18, 60))]
         history = [snapshot(50 + batch, "forward") for batch in batches]
         history += [snapshot(50 + 3 * batch, "backward") for batch in batches]
-        assert anomalies.in_history(history) == []
+        assert anomalies.find_in_history(history) == []
 
 
 def test_the_same_leak_at_every_point_of_a_step_is_one_finding() -> None:
     history = [snapshot(100 + step * (3 if name == "b" else 2), name) for step in range(20) for name in "ab"]
-    [leak] = anomalies.in_history(history)
+    [leak] = anomalies.find_in_history(history)
     assert 'of "b"' in leak["evidence"]
 
 
 def test_points_of_a_step_are_not_compared_with_each_other() -> None:
     assert series([100.0, 900.0] * 20, name="at random") == []
     history = [snapshot(100.0 * position, f"stage {position}") for position in range(1, 40)]
-    assert anomalies.in_history(history) == []
+    assert anomalies.find_in_history(history) == []
 
 
 def test_resident_memory_may_creep() -> None:
@@ -156,7 +156,7 @@ def test_a_leak_beside_one_large_allocation_is_found() -> None:
 
 def grown(*readings: tuple[str, float], threshold: float = 200.0) -> list[tuple[str, int]]:
     """The growth between named snapshots: what its evidence says of their names, and MB."""
-    found = anomalies.in_history([snapshot(size, name) for name, size in readings], growth_mb=threshold)
+    found = anomalies.find_in_history([snapshot(size, name) for name, size in readings], growth_mb=threshold)
     assert all(one["kind"] == "sudden_growth" for one in found)
     return [(one["evidence"].split("from ")[1].split(", to")[0], one["bytes"] // 2**20) for one in found]
 
@@ -183,27 +183,29 @@ def test_sudden_growth() -> None:
     assert "reading 13" in finding["evidence"]
     assert series([300.0] * 12 + [440.0]) == []  # less than half as much again
     assert series([10.0] * 12 + [100.0]) == []  # less than 200 MB
-    assert kinds(anomalies.in_history([snapshot(10.0)] * 12 + [snapshot(100.0)], growth_mb=50.0)) == ["sudden_growth"]
+    assert kinds(anomalies.find_in_history([snapshot(10.0)] * 12 + [snapshot(100.0)], growth_mb=50.0)) == [
+        "sudden_growth"
+    ]
     assert series([300.0] * 3 + [900.0]) == []  # still setting up
 
 
 def test_overuse_and_threshold() -> None:
-    assert anomalies.in_snapshot(snapshot(0.89 * GPU_MB)) == []
-    assert kinds(anomalies.in_snapshot(snapshot(0.9 * GPU_MB))) == ["overuse"]
-    assert anomalies.in_snapshot(snapshot(1.0, total=None)) == []
-    [finding] = anomalies.in_snapshot(snapshot(1456.7), threshold_mb=1000.0)
+    assert anomalies.find_in_snapshot(snapshot(0.89 * GPU_MB)) == []
+    assert kinds(anomalies.find_in_snapshot(snapshot(0.9 * GPU_MB))) == ["overuse"]
+    assert anomalies.find_in_snapshot(snapshot(1.0, total=None)) == []
+    [finding] = anomalies.find_in_snapshot(snapshot(1456.7), threshold_mb=1000.0)
     assert finding["kind"] == "over_threshold"
     assert finding["evidence"] == "GPU 0 memory use exceeds the threshold: 1456.7MB > 1000.0MB"
     assert finding["bytes"] == round(456.7 * 2**20)
 
 
 def test_fragmentation_is_what_was_never_in_use_at_once() -> None:
-    [finding] = anomalies.in_snapshot(snapshot(500.0, peak=2000.0, reserved=3000.0))
+    [finding] = anomalies.find_in_snapshot(snapshot(500.0, peak=2000.0, reserved=3000.0))
     assert finding["kind"] == "fragmentation"
     assert finding["bytes"] == 1000 * 2**20
     assert "expandable_segments" in finding["remedy"]
-    assert anomalies.in_snapshot(snapshot(0.0, peak=3000.0, reserved=3000.0)) == []  # only cached
-    assert anomalies.in_snapshot(snapshot(10.0, peak=100.0, reserved=200.0)) == []  # small
+    assert anomalies.find_in_snapshot(snapshot(0.0, peak=3000.0, reserved=3000.0)) == []  # only cached
+    assert anomalies.find_in_snapshot(snapshot(10.0, peak=100.0, reserved=200.0)) == []  # small
 
 
 class Model(nn.Module):
@@ -221,7 +223,7 @@ def trained() -> Model:
 
 
 def test_a_clean_model_has_no_anomaly() -> None:
-    assert anomalies.in_model(trained()) == []
+    assert anomalies.find_in_model(trained()) == []
 
 
 @pytest.mark.parametrize(("value", "word"), [(float("nan"), "NaN"), (float("inf"), "Inf"), (float("-inf"), "Inf")])
@@ -231,7 +233,7 @@ def test_parameters_that_are_not_finite(value: float, word: str, dtype: torch.dt
     weight = torch.zeros(4, 4)
     weight[2, 3] = value
     model.body.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
-    [finding] = anomalies.in_model(model)
+    [finding] = anomalies.find_in_model(model)
     assert (finding["kind"], finding["module"]) == ("nan_inf_parameter", "body.weight")
     assert (finding["severity"], finding["bytes"]) == ("error", 16 * dtype.itemsize)
     assert finding["evidence"] == f"parameter contains {word}: body.weight"
@@ -243,7 +245,7 @@ def test_parameters_without_numbers_are_passed_over() -> None:
     model.meta = nn.Parameter(torch.empty(3, device="meta"))
     model.index = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
     model.complex = nn.Parameter(torch.tensor([1j, complex(0, float("nan"))]))
-    assert [found["module"] for found in anomalies.in_model(model)] == ["complex"]
+    assert [found["module"] for found in anomalies.find_in_model(model)] == ["complex"]
 
 
 def test_gradients() -> None:
@@ -253,7 +255,7 @@ def test_gradients() -> None:
     assert model.body.bias.grad is not None
     model.body.bias.grad.fill_(2e4)
     model.head.weight.requires_grad_(False)
-    found = {finding["module"]: finding for finding in anomalies.in_model(model)}
+    found = {finding["module"]: finding for finding in anomalies.find_in_model(model)}
     assert set(found) == {"body.weight", "body.bias", "head.weight"}
     assert all(finding["kind"] == "gradient_anomaly" for finding in found.values())
     assert found["body.weight"]["evidence"] == "gradient contains NaN: body.weight"
@@ -264,10 +266,10 @@ def test_gradients() -> None:
 def test_a_sparse_gradient_is_looked_at() -> None:
     table = nn.Embedding(8, 4, sparse=True)
     table(torch.tensor([1, 1, 5])).sum().backward()
-    assert anomalies.in_model(table) == []
+    assert anomalies.find_in_model(table) == []
     assert table.weight.grad is not None
     table.weight.grad *= float("inf")
-    assert kinds(anomalies.in_model(table)) == ["gradient_anomaly"]
+    assert kinds(anomalies.find_in_model(table)) == ["gradient_anomaly"]
 
 
 def test_a_parameter_that_is_large_for_its_model() -> None:
@@ -277,18 +279,18 @@ def test_a_parameter_that_is_large_for_its_model() -> None:
             self.head = nn.Linear(1024, 25 * 1024 + 1, bias=False, device="meta")  # a row more than 100 MB
             self.body = nn.Linear(1024, 24 * 1024, bias=False, device="meta")  # 96 MB
 
-    [finding] = anomalies.in_model(Large())
+    [finding] = anomalies.find_in_model(Large())
     assert (finding["kind"], finding["module"]) == ("large_parameter", "head.weight")
     assert finding["bytes"] == 100 * 2**20 + 4096
     many = nn.Sequential(*(nn.Linear(1024, 26 * 1024, bias=False, device="meta") for _ in range(11)))
-    assert anomalies.in_model(many) == []  # 104 MB each, but none of them a tenth
+    assert anomalies.find_in_model(many) == []  # 104 MB each, but none of them a tenth
 
 
 def test_the_text_has_evidence_and_remedy() -> None:
-    findings = anomalies.in_snapshot(snapshot(0.95 * GPU_MB))
-    text = findings_text([*findings, *findings])
+    findings = anomalies.find_in_snapshot(snapshot(0.95 * GPU_MB))
+    text = format_findings([*findings, *findings])
     assert text.count("remedy: ") == 1
     assert "95.0% full" in text
-    assert findings_text([]) == "\nno anomalies\n"
+    assert format_findings([]) == "\nno anomalies\n"
     many = [replace(findings[0], evidence=f"number {number}.") for number in range(9)]
-    assert all(f"number {number}." in findings_text(many) for number in range(9))
+    assert all(f"number {number}." in format_findings(many) for number in range(9))

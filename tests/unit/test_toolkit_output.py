@@ -15,7 +15,7 @@ from opacus_memprof.toolkit import output
 
 
 def test_two_files_of_one_second_have_two_names(tmp_path: Path) -> None:
-    paths = [output.claim(tmp_path, "log", ".txt") for _ in range(5)]
+    paths = [output.create_file(tmp_path, "log", ".txt") for _ in range(5)]
     assert len(set(paths)) == 5
     assert all(path.exists() for path in paths)
 
@@ -24,7 +24,7 @@ def test_a_place_that_is_none(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(MemprofError, match=r"cannot write .*: choose another place"):
-        output.claim(blocked, "x", ".log")
+        output.create_file(blocked, "x", ".log")
 
 
 def test_threads_share_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,8 +32,8 @@ def test_threads_share_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         time.sleep(0.05)  # so that the other threads come in between
         return claim(directory, prefix, suffix)
 
-    claim = output.claim
-    monkeypatch.setattr(output, "claim", slowly)
+    claim = output.create_file
+    monkeypatch.setattr(output, "create_file", slowly)
     file = output.LineFile(tmp_path, "history", ".jsonl")
     threads = [threading.Thread(target=file.append, args=(f"line {number}",)) for number in range(8)]
     for thread in threads:
@@ -49,7 +49,7 @@ def test_a_record_is_one_line_on_the_console_and_in_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = output.LineFile(tmp_path, "run", ".log")
-    logger = output.run_logger("Name_1", file)
+    logger = output.make_logger("Name_1", file)
     logger.info("one\ntwo")
     logger.warning("three")
     assert file.path is not None
@@ -60,7 +60,7 @@ def test_a_record_is_one_line_on_the_console_and_in_the_file(
 
 def test_a_log_that_cannot_be_written_ends_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    logger = output.run_logger("run", output.LineFile(tmp_path / "file", "run", ".log"))
+    logger = output.make_logger("run", output.LineFile(tmp_path / "file", "run", ".log"))
     logger.info("first")
     logger.info("second")
     printed = capsys.readouterr().out

@@ -33,13 +33,13 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def by_device(name: str | None = None) -> dict[str, dict[str, Any]]:
-    return {reading["device"]: reading for reading in readings.read(name)}
+    return {reading["device"]: reading for reading in readings.read_devices(name)}
 
 
 def test_without_the_allocator_they_are_torchs_statistics() -> None:
     found = by_device("name")
     assert list(found) == ["cuda:0", "cuda:1"]
-    assert found["cuda:0"] == readings.reading("cuda:0", readings.MEMORY_STATS, 100, 200, 150, 250, 1000)
+    assert found["cuda:0"] == readings.make_reading("cuda:0", readings.MEMORY_STATS, 100, 200, 150, 250, 1000)
     assert found["cuda:1"]["max_reserved_mb"] == 4 / 2**20
     assert readings.primary_device() == "cuda:1"
     assert readings.peak_categories("cuda:1") == {}
@@ -52,7 +52,7 @@ def test_cuda_is_not_initialised_by_looking(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     for name in ("current_device", "memory_stats", "get_device_properties"):
         monkeypatch.setattr(torch.cuda, name, refuse)
-    assert by_device()["cuda:1"] == readings.reading("cuda:1", readings.MEMORY_STATS, 0, 0, 0, 0, None)
+    assert by_device()["cuda:1"] == readings.make_reading("cuda:1", readings.MEMORY_STATS, 0, 0, 0, 0, None)
     assert readings.primary_device() == "cuda:0"
 
 
@@ -78,9 +78,9 @@ def test_a_cpu_that_is_recorded_stands_beside_the_gpus(monkeypatch: pytest.Monke
 
 def test_before_cuda_is_initialised_nothing_of_a_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    before = snapshots.take("before")
+    before = snapshots.take_snapshot("before")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    changes = snapshots.compare(before, snapshots.take("after"))["gpu_changes"]
+    changes = snapshots.difference(before, snapshots.take_snapshot("after"))["gpu_changes"]
     assert [change["utilization_change"] for change in changes] == [10.0, pytest.approx(0.1)]  # of 1000 bytes
-    unknown = snapshots.compare(before, before)["gpu_changes"]
+    unknown = snapshots.difference(before, before)["gpu_changes"]
     assert [change["utilization_change"] for change in unknown] == [None, None]
