@@ -52,6 +52,7 @@ def _start_virtual_gpu(configuration: Configuration, directory: Path) -> bool:
         return True
     except MemprofError as error:
         from opacus_memprof.experiments.result import ProgressLog, build_result
+        from opacus_memprof.experiments.sharded_run import rank_result_file  # loads torch
 
         profile = directory / PROFILE_DIRECTORY
         result = build_result(configuration, ProgressLog(), None, profile, error, profile)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one training run is: its model, its sizes, how it is made private. Needs no torch."""
+"""The configuration of one training run: its model, its sizes, its privacy. Needs no torch."""
 
 import math
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ _OPTIONAL_COUNTS = ("max_physical_batch_size", "lora_rank", *SIZES)
 
 @dataclass(frozen=True)
 class Configuration:
-    """One training run. Raises MemprofError for values that cannot be trained.
+    """The configuration of one training run. Raises MemprofError for values that cannot be trained.
 
     Attributes:
         model: the name of a built-in configuration with random weights (`opacus_memprof.experiments.models.BUILT_IN`),
             or, where `pretrained`, an id on the Hugging Face hub or a local path.
-        pretrained: what `model` is.
+        pretrained: whether `model` is such an id or path.
         task: "language_model" (next token) or "classification" (of sequences, three classes as SNLI has).
         mode: "vanilla" trains without privacy; the others are grad-sample modes.
         seq_length: tokens of a sample.
@@ -42,13 +42,13 @@ class Configuration:
         sigma: the noise multiplier.
         max_grad_norm: the clipping bound.
         seed: of weights and data.
-        device: "auto" is CUDA where there is a GPU, else the CPU.
+        device: "auto" is CUDA if there is a GPU, else the CPU.
         nproc: processes, each with a GPU and batches of its own, over which FSDP2 shards the model. More than one for
             "vanilla" and "ghost" alone.
-        checkpointing: blocks keep their inputs alone and make their activations again in backward. Not for "ew".
+        checkpointing: blocks keep only their inputs, and recompute their activations in backward. Not for "ew".
         virtual_gpu: the kind of virtual GPU to run on, which computes nothing: times are not measured then.
         virtual_memory: its bytes; None for the kind's.
-        dataset: the user's own in place of SNLI: a file of texts, or a function that makes one; see data.py.
+        dataset: the user's own instead of SNLI: a file of texts, or a function that makes a data set; see data.py.
         vocab_size, hidden_dim, num_layers, num_heads: in place of a built-in configuration's own.
     """
 
@@ -83,15 +83,15 @@ class Configuration:
             if getattr(self, name) not in get_args(choices):
                 raise MemprofError(f'there is no {name} "{getattr(self, name)}": use {", ".join(get_args(choices))}')
         for name in _COUNTS:
-            _need_count(name, getattr(self, name), 1)
+            _check_count(name, getattr(self, name), 1)
         for name in ("warmup_steps", "seed"):
-            _need_count(name, getattr(self, name), 0)
+            _check_count(name, getattr(self, name), 0)
         for name in _OPTIONAL_COUNTS:
             if getattr(self, name) is not None:
-                _need_count(name, getattr(self, name), 1)
+                _check_count(name, getattr(self, name), 1)
         for name in ("learning_rate", "max_grad_norm"):
-            _need_number(name, getattr(self, name), above=True)
-        _need_number("sigma", self.sigma, above=False)
+            _check_number(name, getattr(self, name), positive=True)
+        _check_number("sigma", self.sigma, positive=False)
         if self.virtual_gpu is not None:
             choose_gpu(self.virtual_gpu, self.virtual_memory, self.nproc)
             if self.device == "cpu":
@@ -117,20 +117,20 @@ class Configuration:
             raise MemprofError(f"checkpointing does not go with this, for {why}: leave it out, or use another mode")
         if not self.model:
             raise MemprofError("the model has no name: give one")
-        if self.pretrained and (given := [name for name in SIZES if getattr(self, name) is not None]):
+        if self.pretrained and (overridden := [name for name in SIZES if getattr(self, name) is not None]):
             raise MemprofError(
-                f'{given[0]} cannot be set for the model "{self.model}", whose sizes are its own: '
+                f'{overridden[0]} cannot be set for the model "{self.model}", whose sizes are its own: '
                 "leave it out, or use a built-in configuration"
             )
 
     @property
     def physical_batch_size(self) -> int:
-        """Samples that go through the model at once, at most."""
+        """The most samples that go through the model at once."""
         return self.max_physical_batch_size or self.batch_size
 
     @property
     def grad_sample_mode(self) -> str:
-        """What Opacus calls the mode."""
+        """The mode's name in Opacus."""
         return "ghost_fsdp" if self.nproc > 1 and self.mode == "ghost" else self.mode
 
     def to_json(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Configuration:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Configuration":
-        """Fields that are missing have their defaults.
+        """The configuration with these fields; missing ones have their defaults.
 
         Raises:
             MemprofError: a field that is unknown, or a value that cannot be trained.
@@ -150,12 +150,12 @@ class Configuration:
         return cls(**values)
 
 
-def _need_count(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise MemprofError(f"{name} is {value!r}: give a whole number from {least} on")
+def _check_count(name: str, value: object, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise MemprofError(f"{name} is {value!r}: give a whole number from {minimum} on")
 
 
-def _need_number(name: str, value: float, *, above: bool) -> None:
+def _check_number(name: str, value: float, *, positive: bool) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0 or (above and value == 0):
-        raise MemprofError(f"{name} is {value!r}: give a number {'above 0' if above else 'from 0 on'}")
+    if not number or not math.isfinite(value) or value < 0 or (positive and value == 0):
+        raise MemprofError(f"{name} is {value!r}: give a number {'above 0' if positive else 'from 0 on'}")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batches: the user's own data; or SNLI where the model has a tokenizer and the data set can be reached, otherwise
-random tokens."""
+"""Loads training data: the user's own; or SNLI, if the model has a tokenizer and the hub can be reached; else random
+tokens."""
 
 import csv
 import importlib
@@ -25,41 +25,47 @@ SNLI = "stanfordnlp/snli"
 
 
 @dataclass(frozen=True)
-class Data:
-    """`loader` gives (input_ids [batch, tokens], targets) of `batch_size` samples; targets are the next tokens
-    [batch, tokens], or classes [batch]. `source` is "snli", "own" or "synthetic", `reason` a sentence on why."""
+class TrainingData:
+    """A data set in batches.
+
+    Attributes:
+        loader: of (input_ids [batch, tokens], targets); targets are the next tokens [batch, tokens], or classes
+            [batch].
+        source: "snli", "own" or "synthetic".
+        reason: a sentence on why it is this source.
+    """
 
     loader: "DataLoader[Any]"
     source: str
     reason: str
 
 
-def load(configuration: Configuration, vocabulary: int, padding: int | None) -> Data:
-    """As many samples as the run needs; from the beginning again where there are too few.
+def load_data(configuration: Configuration, vocabulary: int, padding: int | None) -> TrainingData:
+    """Loads as many samples as the run needs, repeating them if there are too few.
 
     Args:
         configuration: of the run.
-        vocabulary: how many tokens the model knows.
-        padding: what fills samples up; None where the model has no tokenizer.
+        vocabulary: the number of tokens in the model's vocabulary.
+        padding: the padding token; None if the model has no tokenizer.
 
     Raises:
-        MemprofError: the user's own data set is not there, or not what the model takes.
+        MemprofError: the user's own data set cannot be loaded, or its samples do not fit the model.
     """
     samples = configuration.batch_size * (configuration.warmup_steps + configuration.num_steps)
     source, reason = "synthetic", "random tokens: random weights have no tokenizer"
     dataset: Any = None
     if configuration.dataset is not None:
-        dataset = _own(configuration, configuration.dataset, samples, vocabulary, padding)
+        dataset = _load_own(configuration, configuration.dataset, samples, vocabulary, padding)
         source, reason = "own", configuration.dataset
     elif padding is not None:
         try:
-            dataset = _snli(configuration, samples, padding)
+            dataset = _load_snli(configuration, samples, padding)
             source, reason = "snli", f"the train split of {SNLI}"
         except Exception as error:  # the hub's client, its network and its file formats raise anything
             reason = f"random tokens: SNLI cannot be loaded ({short_message(error)})"
     if dataset is None:
         dataset = _random_tokens(configuration, samples, vocabulary)
-    return Data(DataLoader(dataset, batch_size=configuration.batch_size), source, reason)
+    return TrainingData(DataLoader(dataset, batch_size=configuration.batch_size), source, reason)
 
 
 def _random_tokens(configuration: Configuration, samples: int, vocabulary: int) -> TensorDataset:
@@ -71,7 +77,7 @@ def _random_tokens(configuration: Configuration, samples: int, vocabulary: int) 
     return TensorDataset(tokens[:, :-1].clone(), tokens[:, 1:].clone())
 
 
-def _snli(configuration: Configuration, samples: int, padding: int) -> TensorDataset:
+def _load_snli(configuration: Configuration, samples: int, padding: int) -> TensorDataset:
     datasets = require("datasets", "data sets of the hub", "models")
     token = os.environ.get("HF_TOKEN") or None
     rows = [
@@ -79,13 +85,13 @@ def _snli(configuration: Configuration, samples: int, padding: int) -> TensorDat
         for row in datasets.load_dataset(SNLI, split=f"train[:{2 * samples + 64}]", token=token)
         if row["label"] >= 0  # -1: the annotators did not agree
     ]
-    return _encoded(configuration, rows, samples, padding)
+    return _tokenize(configuration, rows, samples, padding)
 
 
-def _encoded(
+def _tokenize(
     configuration: Configuration, rows: Sequence[Mapping[str, Any]], samples: int, padding: int
 ) -> TensorDataset:
-    """Texts (`text`, or `premise` and `hypothesis`) as tokens, padded or cut to seq_length, with their `label`."""
+    """The data set of texts (`text`, or `premise` and `hypothesis`) as tokens, padded or cut to seq_length."""
     tokenizer = _tokenizer(configuration)
     rows = [rows[index % len(rows)] for index in range(samples)]
     length = configuration.seq_length + 1
@@ -104,42 +110,39 @@ def _tokenizer(configuration: Configuration) -> Any:
     return transformers.AutoTokenizer.from_pretrained(configuration.model, token=os.environ.get("HF_TOKEN") or None)
 
 
-# --- the user's own ---
-
-
-def _own(configuration: Configuration, name: str, samples: int, vocabulary: int, padding: int | None) -> Any:
-    """Of a file of texts, or of `MODULE:FUNCTION` or `FILE.py:FUNCTION`: the function is called with the configuration
-    and the tokenizer (None where the model has none) and returns samples (input_ids [tokens], target), by number: a
-    torch data set, or a list. Raises MemprofError."""
+def _load_own(configuration: Configuration, name: str, samples: int, vocabulary: int, padding: int | None) -> Any:
+    """The user's data set, from a file of texts, `MODULE:FUNCTION` or `FILE.py:FUNCTION`. The function is called with
+    the configuration and the tokenizer (None without one), and returns a torch data set or a list of (input_ids
+    [tokens], target). Raises MemprofError."""
     if Path(name).suffix in (".jsonl", ".csv"):
         if padding is None:
             raise MemprofError(
                 f"{name} holds texts, and random weights have no tokenizer: give --model-name, or a function that "
                 "returns tokens (--dataset MODULE:FUNCTION)"
             )
-        return _encoded(configuration, _read_texts(Path(name), configuration), samples, padding)
-    made = _function(name)(configuration, None if padding is None else _tokenizer(configuration))
+        return _tokenize(configuration, _read_texts(Path(name), configuration), samples, padding)
+    dataset = _import_function(name)(configuration, None if padding is None else _tokenizer(configuration))
     try:
-        count = len(made)
-        tokens, target = (torch.as_tensor(part) for part in made[0])
+        count = len(dataset)
+        tokens, target = (torch.as_tensor(part) for part in dataset[0])
     except (TypeError, ValueError, LookupError) as error:
         raise MemprofError(f"{name} returned no list of samples (input_ids, target): {short_message(error)}") from error
-    sizes = {"classification": (), "language_model": (configuration.seq_length,)}
-    highest = CLASSES if configuration.task == "classification" else vocabulary
-    for what, part, shape, most in (
+    shapes = {"classification": (), "language_model": (configuration.seq_length,)}
+    targets = CLASSES if configuration.task == "classification" else vocabulary
+    for field, part, shape, limit in (
         ("input_ids", tokens, (configuration.seq_length,), vocabulary),
-        ("target", target, sizes[configuration.task], highest),
+        ("target", target, shapes[configuration.task], targets),
     ):
-        if tuple(part.shape) != shape or part.dtype != torch.int64 or not 0 <= part.min() <= part.max() < most:
+        if tuple(part.shape) != shape or part.dtype != torch.int64 or not 0 <= part.min() <= part.max() < limit:
             raise MemprofError(
-                f"the {what} of the first sample of {name} are {part.dtype} of shape {list(part.shape)}: return "
-                f"torch.int64 of shape {list(shape)}, from 0 to {most - 1}"
+                f"the {field} of the first sample of {name} are {part.dtype} of shape {list(part.shape)}: return "
+                f"torch.int64 of shape {list(shape)}, from 0 to {limit - 1}"
             )
-    return Subset(made, [index % count for index in range(samples)])
+    return Subset(dataset, [index % count for index in range(samples)])
 
 
 def _read_texts(path: Path, configuration: Configuration) -> list[dict[str, Any]]:
-    """The rows of a file: JSON objects, one a line, or CSV with a header. Raises MemprofError."""
+    """The rows of a file of JSON lines, or of CSV with a header. Raises MemprofError if it cannot be used."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file)) if path.suffix == ".csv" else [json.loads(line) for line in file]
@@ -160,7 +163,7 @@ def _read_texts(path: Path, configuration: Configuration) -> list[dict[str, Any]
     return rows
 
 
-def _function(name: str) -> Any:
+def _import_function(name: str) -> Any:
     module, colon, function = name.rpartition(":")
     if not colon:
         raise MemprofError(f"{name} is no data set: give a .jsonl or .csv file, MODULE:FUNCTION or FILE.py:FUNCTION")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of a configuration, from a built-in shape, the Hugging Face hub or a local path; with LoRA where asked."""
+"""Builds the model of a configuration, from a built-in shape, the Hugging Face hub or a local path."""
 
 import inspect
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Logits(nn.Module):
         super().__init__()
         self.model = model
         self.padding = padding
-        # The model of a model with adapters takes anything: ask the one inside.
+        # The forward of a model with adapters takes any argument: ask the one inside.
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
         self._positions = "position_ids" in inspect.signature(inner.forward).parameters
         self._cache = "use_cache" in inspect.signature(inner.forward).parameters
@@ -47,12 +47,12 @@ class Logits(nn.Module):
         return logits
 
 
-def build(configuration: Configuration, device: torch.device) -> nn.Module:
-    """The model in training mode on the device, from token ids [batch, tokens] to logits [batch, tokens, vocabulary],
-    or [batch, classes] in classification.
+def build_model(configuration: Configuration, device: torch.device) -> nn.Module:
+    """Builds the model in training mode on the device, from token ids [batch, tokens] to logits [batch, tokens,
+    vocabulary], or [batch, classes] in classification.
 
-    What Opacus cannot train is replaced by what computes the same: Conv1D of GPT-2 by Linear, and a head that is tied
-    to trained embeddings by a copy of its own.
+    Layers that Opacus cannot train are replaced by equivalent ones: Conv1D of GPT-2 by Linear, and a head that is tied
+    to trained embeddings by a copy.
 
     Raises:
         MemprofError: the model is unknown or cannot be loaded, it cannot be given adapters, or transformers or peft is
@@ -61,18 +61,18 @@ def build(configuration: Configuration, device: torch.device) -> nn.Module:
     torch.manual_seed(configuration.seed)
     family = "" if configuration.pretrained else shape_of(configuration)[0]
     if family == "transformer":
-        model = _transformer(configuration, device)
+        model = _build_transformer(configuration, device)
         if configuration.lora_rank is not None:
             head = ["head"] if configuration.task == "classification" else None
             names = ["qkv", "out", "up", "down"]
-            model = _adapted(model, configuration, target_modules=names, modules_to_save=head)
+            model = _add_adapters(model, configuration, target_modules=names, modules_to_save=head)
         return model.to(device).train()
     transformers = require("transformers", "language models", "models")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model = _pretrained(configuration) if configuration.pretrained else _random(configuration, device)
+    model = _load_pretrained(configuration) if configuration.pretrained else _build_random(configuration, device)
     replace_conv1d(model)
-    model.config.pad_token_id = padding = _padding(model.config)
+    model.config.pad_token_id = padding = _padding_token(model.config)
     if configuration.seq_length > (longest := getattr(model.config, "max_position_embeddings", None) or 2**31):
         raise MemprofError(
             f'seq_length is {configuration.seq_length}, and "{configuration.model}" has {longest} positions: '
@@ -81,30 +81,30 @@ def build(configuration: Configuration, device: torch.device) -> nn.Module:
     if configuration.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": True})  # Opacus follows this kind alone
     if configuration.lora_rank is None:
-        _untie(model)
+        _untie_head(model)
     else:
         task = "CAUSAL_LM" if configuration.task == "language_model" else "SEQ_CLS"
-        model = _adapted(model, configuration, task_type=task)
+        model = _add_adapters(model, configuration, task_type=task)
     return Logits(model, padding if configuration.pretrained else None).to(device).train()
 
 
-def vocabulary_of(model: nn.Module) -> int:
-    """How many tokens it knows."""
+def vocabulary_size(model: nn.Module) -> int:
+    """The number of tokens in the model's vocabulary."""
     sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     return sizes[0]
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:
-    """All, and those that are trained; each once."""
+    """The numbers of all parameters and of those that are trained. Shared parameters count once."""
     return {
         "total": sum(parameter.numel() for parameter in model.parameters()),
         "trainable": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
     }
 
 
-def _transformer(configuration: Configuration, device: torch.device) -> nn.Module:
+def _build_transformer(configuration: Configuration, device: torch.device) -> nn.Module:
     sizes = shape_of(configuration)[1]
-    with _defaults(configuration, device):
+    with _default_placement(configuration, device):
         return Transformer(
             sizes["vocab_size"],
             sizes["hidden_dim"],
@@ -116,7 +116,7 @@ def _transformer(configuration: Configuration, device: torch.device) -> nn.Modul
         )
 
 
-def _random(configuration: Configuration, device: torch.device) -> Any:
+def _build_random(configuration: Configuration, device: torch.device) -> Any:
     import transformers
 
     family, sizes = shape_of(configuration)
@@ -126,11 +126,11 @@ def _random(configuration: Configuration, device: torch.device) -> Any:
         config: Any = transformers.GPT2Config(n_positions=positions, **sizes, **common)
     else:
         config = transformers.LlamaConfig(**sizes, **common)
-    with _defaults(configuration, device):
+    with _default_placement(configuration, device):
         return getattr(transformers, _auto_class(configuration)).from_config(config)
 
 
-def _pretrained(configuration: Configuration) -> Any:
+def _load_pretrained(configuration: Configuration) -> Any:
     extra: dict[str, Any] = {}
     if configuration.task == "classification":  # a head of other classes that the model may have is replaced
         extra = {"num_labels": CLASSES, "ignore_mismatched_sizes": True}
@@ -142,8 +142,8 @@ def _pretrained(configuration: Configuration) -> Any:
     return load_pretrained(_auto_class(configuration), configuration.model, remedy, dtype=dtype, **extra)
 
 
-def _padding(config: Any) -> int:
-    """The token that fills samples up: the model's own, or, where it has none, the one that ends a text."""
+def _padding_token(config: Any) -> int:
+    """The padding token of a model; without one, the token that ends a text."""
     for token in (getattr(config, "pad_token_id", None), getattr(config, "eos_token_id", None)):
         if token is not None:
             return int(token[0] if isinstance(token, list) else token)
@@ -154,14 +154,14 @@ def _auto_class(configuration: Configuration) -> str:
     return f"AutoModelFor{'SequenceClassification' if configuration.task == 'classification' else 'CausalLM'}"
 
 
-def _adapted(model: nn.Module, configuration: Configuration, **options: Any) -> Any:
+def _add_adapters(model: nn.Module, configuration: Configuration, **options: Any) -> Any:
     rank = configuration.lora_rank or 0
     return with_adapters(model, rank, 2 * rank, **options)
 
 
 @contextmanager
-def _defaults(configuration: Configuration, device: torch.device) -> Iterator[None]:
-    """Weights are made where and as they will stay: no copy in another place or dtype."""
+def _default_placement(configuration: Configuration, device: torch.device) -> Iterator[None]:
+    """Creates weights on the device and in the dtype of the configuration, so that no copy is needed."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[configuration.dtype])
     try:
@@ -172,22 +172,22 @@ def _defaults(configuration: Configuration, device: torch.device) -> Iterator[No
 
 
 def replace_conv1d(model: nn.Module) -> None:
-    """Puts a Linear in the place of every Conv1D of transformers: the same with its weight transposed, which Opacus'
-    modes know."""
+    """Replaces every Conv1D of transformers by a Linear with the transposed weight, which Opacus' modes know."""
     from transformers.pytorch_utils import Conv1D
 
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, Conv1D):
-                inside, outside = child.weight.shape
-                linear = nn.Linear(inside, outside, device="meta")
+                inputs, outputs = child.weight.shape
+                linear = nn.Linear(inputs, outputs, device="meta")
                 linear.weight = nn.Parameter(child.weight.detach().T.contiguous())
                 linear.bias = nn.Parameter(child.bias.detach())
                 setattr(module, name, linear)
 
 
-def _untie(model: Any) -> None:
-    """The norm of a sum of gradients is not the sum of norms: what is used twice must be two parameters."""
+def _untie_head(model: Any) -> None:
+    """Replaces a head that shares the weight of the input embedding by a copy: the norm of the sum of both gradients is
+    not the sum of their norms."""
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     if outputs is not None and outputs.weight is inputs.weight:
         outputs.weight = nn.Parameter(outputs.weight.detach().clone())

@@ -16,7 +16,7 @@ _LLAMA_3: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 
-# Family, and sizes in its words. Sources: the models' own config.json.
+# Family, and sizes by the family's names. Sources: the models' own config.json.
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": ("transformer", {"vocab_size": 256, "hidden_dim": 64, "num_layers": 2, "num_heads": 4}),
     "transformer": ("transformer", {"vocab_size": 32000, "hidden_dim": 2048, "num_layers": 20, "num_heads": 16}),
@@ -58,7 +58,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 BUILT_IN = tuple(_SHAPES)
 
-_WORDS: dict[str, tuple[str, str, str, str]] = {  # the families' words for SIZES
+_SIZE_NAMES: dict[str, tuple[str, str, str, str]] = {  # the families' names of SIZES
     "transformer": SIZES,
     "gpt2": ("vocab_size", "n_embd", "n_layer", "n_head"),
     "llama": ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
@@ -81,11 +81,11 @@ def shape_of(configuration: Configuration) -> tuple[str, dict[str, Any]]:
         )
     family, shape = _SHAPES[configuration.model]
     sizes = dict(shape)
-    words = dict(zip(SIZES, _WORDS[family], strict=True))
-    for ours, theirs in words.items():
-        if (value := getattr(configuration, ours)) is not None:
-            sizes[theirs] = value
-    width, heads = sizes[words["hidden_dim"]], sizes[words["num_heads"]]
+    names = dict(zip(SIZES, _SIZE_NAMES[family], strict=True))
+    for name, family_name in names.items():
+        if (value := getattr(configuration, name)) is not None:
+            sizes[family_name] = value
+    width, heads = sizes[names["hidden_dim"]], sizes[names["num_heads"]]
     if width % heads:
         raise MemprofError(f"{heads} heads do not divide a width of {width}: choose num_heads and hidden_dim that fit")
     if family == "llama":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps: what each takes in time, and a snapshot after forward, backward and the optimizer."""
+"""Training steps with their times, and snapshots after forward, backward and the optimizer."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -25,16 +25,16 @@ class Batch:
 
 
 def plain_batches(loader: Any, physical: int) -> Iterator[Batch]:
-    """Logical batches, cut into physical ones whose gradients accumulate."""
+    """Logical batches, split into physical ones whose gradients accumulate."""
     for tokens, targets in loader:
         count = -(-len(tokens) // physical)
         parts = list(zip(tokens.tensor_split(count), targets.tensor_split(count), strict=True))
-        for index, (some, theirs) in enumerate(parts):
-            yield Batch(some, theirs, len(some) / len(tokens), index + 1 == count)
+        for index, (part, part_targets) in enumerate(parts):
+            yield Batch(part, part_targets, len(part) / len(tokens), index + 1 == count)
 
 
 def private_batches(loader: Any, configuration: Configuration, optimizer: Any) -> Iterator[Batch]:
-    """Likewise, cut by Opacus' BatchMemoryManager; the optimizer knows which is the last and weighs them itself."""
+    """Logical batches, split by Opacus' BatchMemoryManager. Its optimizer weighs them, and knows the last one."""
     physical, count = (
         configuration.physical_batch_size,
         -(-configuration.batch_size // configuration.physical_batch_size),
@@ -45,8 +45,8 @@ def private_batches(loader: Any, configuration: Configuration, optimizer: Any) -
 
 
 class Stopwatch:
-    """The time of what runs between `start` and `stop`, added up. On CUDA by events in the stream, so that nothing
-    waits for the device before `seconds` does."""
+    """Adds up the times between `start` and `stop`. On CUDA it uses events in the stream, so that only `seconds` waits
+    for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -60,7 +60,7 @@ class Stopwatch:
         self._parts.append((self._started, self._now()))
 
     def seconds(self) -> float:
-        """Since the last call."""
+        """The sum of the times since the last call, in seconds."""
         parts, self._parts = self._parts, []
         if not self._cuda:
             return float(sum(end - start for start, end in parts))
@@ -77,7 +77,7 @@ class Stopwatch:
 
 @dataclass
 class Trainer:
-    """Trains a model by physical batches. Opacus wants its optimizers stepped and cleared at each of them."""
+    """Trains a model by physical batches. Opacus requires that its optimizers are stepped and cleared for each."""
 
     module: Any
     optimizer: Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a profile is: the categories that its bytes are counted by. Needs no torch.
+"""Profiles: the categories of bytes, the structures of all files, and their directory. Needs no torch.
 
 Not called `profile`, which is the public function that records one.
 """

@@ -143,12 +143,12 @@ NOT_IN_CORE: Final = tuple(
 
 
 def reported_name(category: str) -> str:
-    """The category that reports have for one of the live counters': the parts of activation_hooks are one."""
+    """The name in reports of a category of the live counters: both parts of activation_hooks have one name."""
     return ACTIVATION_HOOKS if category in PARTS else category
 
 
 def add_parts(live: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by the live counters' categories as bytes by those of reports."""
+    """Bytes by category of reports, from bytes by category of the live counters."""
     sums: dict[str, int] = {}
     for category, size in live.items():
         name = reported_name(category)

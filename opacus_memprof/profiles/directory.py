@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory of one profile: one writer at a time, and nothing of anybody else's is overwritten.
+"""The directory of one profile: one writer at a time, which overwrites no other files.
 
 Needs no torch: `opacus-memprof run` claims its directory before the script has imported anything.
 """
@@ -45,7 +45,7 @@ _FIRST_BYTES = 5 * 1024 * 1024  # the event file's first chunk (4 MiB), its head
 
 
 def claim(path: str | os.PathLike[str]) -> "ProfileDirectory":
-    """`path` itself, or in one of several processes of a job that process' own directory in it, `rank_0`, `rank_1` …
+    """Claims `path`; in a job of several processes, this process' own directory in it: `rank_0`, `rank_1` …
 
     Raises:
         MemprofError: as ProfileDirectory does; or `path` holds something else than the ranks of a job; or the
@@ -59,15 +59,15 @@ def claim(path: str | os.PathLike[str]) -> "ProfileDirectory":
 
 
 def rank_directories(path: Path) -> dict[int, Path]:
-    """The directories of a job's ranks in `path`, by rank; {} where that is the profile of one process, or none."""
+    """The directories of a job's ranks in `path`, by rank; {} if that is the profile of one process, or none."""
     if not path.is_dir() or (path / EVENTS).exists():
         return {}
-    found = {}
+    directories = {}
     for entry in path.iterdir():
         match = RANK_DIRECTORY.fullmatch(entry.name)
         if match and entry.is_dir():
-            found[int(match[1])] = entry
-    return dict(sorted(found.items()))
+            directories[int(match[1])] = entry
+    return dict(sorted(directories.items()))
 
 
 class ProfileDirectory:
@@ -111,9 +111,9 @@ class ProfileDirectory:
             for rank, directory in rank_directories(self.path.parent).items():
                 if rank >= self.launch.world_size:
                     with contextlib.suppress(MemprofError, OSError):  # in use, or somebody else's
-                        left = ProfileDirectory(directory)
-                        left.clear()
-                        left.release()
+                        earlier = ProfileDirectory(directory)
+                        earlier.clear()
+                        earlier.release()
                         directory.rmdir()
 
     def _files(self) -> list[Path]:
@@ -121,7 +121,7 @@ class ProfileDirectory:
         return [file for file in files if file.is_file()]
 
     def release(self) -> None:
-        """Lets another profiler have the directory; a directory that was made for nothing goes again."""
+        """Releases the directory for other profilers, and removes it if it was made by this one and is empty."""
         if self._lock is None:
             return
         if os.getpid() == self._pid:  # a forked child shares the lock and must not end it
@@ -177,9 +177,9 @@ def _is_empty(path: Path) -> bool:
 
 
 def lock(directory: Path) -> int:
-    """An open descriptor that holds the directory's lock. It is not inherited by programs that are executed.
+    """Locks the directory, and returns the open descriptor that holds the lock. Executed programs do not inherit it.
 
-    Raises MemprofError where another profiler holds it, and OSError where the directory cannot be written.
+    Raises MemprofError if another profiler holds the lock, and OSError if the directory cannot be written.
     """
     path = directory / LOCK
     while True:

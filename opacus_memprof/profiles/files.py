@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that readers see whole, the old one or the new one, and JSON objects read from them."""
+"""Writes files atomically, and reads JSON objects from files."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from opacus_memprof.errors import MemprofError
 
 @contextlib.contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """What the block cannot write for `target`, its directory included, is a MemprofError that names it."""
+    """A context manager that turns an OSError into a MemprofError which names `target`."""
     try:
         yield
     except OSError as error:
@@ -22,9 +22,9 @@ def writing(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary file to write, which becomes `path` when the block ends without an exception.
+    """A context manager that gives a temporary file, which replaces `path` when the block ends without an exception.
 
-    Makes the directory. Raises MemprofError where `path` cannot be written.
+    Makes the directory of `path`. Raises MemprofError if `path` cannot be written.
     """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -39,17 +39,18 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:
-    """UTF-8, by `replacing`, as which it raises; with escapes for what is no text, such as parts of some file names."""
+    """Writes UTF-8 text atomically, and returns the path. Text that is not Unicode is escaped. Raises MemprofError if
+    the file cannot be written."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
     return Path(path)
 
 
 def read_object(path: Path, remedy: str = "remove it, or profile again") -> dict[str, Any]:
-    """The JSON object in a file of ours.
+    """Reads a JSON object from a file.
 
     Raises:
-        MemprofError: it cannot be read, or holds none; `remedy` is what to do then.
+        MemprofError: the file cannot be read or holds no JSON object. `remedy` says what to do then.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

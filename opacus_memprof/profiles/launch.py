@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which process of a distributed job this is, as its launcher says in the environment.
+"""The launch of a process of a distributed job, read from its launcher's environment variables.
 
 torchrun and accelerate (and whatever else sets RANK and WORLD_SIZE), Open MPI, and SLURM's srun. Needs no torch.
 """
@@ -11,15 +11,14 @@ from collections.abc import Mapping
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.json_object import JsonObject
 
-# What each launcher calls the process' number, the number of processes, and the process' number on its machine. A batch
-# script outside srun has SLURM_PROCID as well, but no SLURM_STEP_NUM_TASKS. The first launcher that is there counts:
-# torchrun runs under srun, not the other way round.
+# The variables of each launcher: rank, world size, local rank. A batch script outside srun has SLURM_PROCID as well,
+# but no SLURM_STEP_NUM_TASKS. The first launcher found counts: torchrun runs under srun, not the other way round.
 _VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
-# What is the same in all processes of one job, and another in the next job.
+# Variables that are equal in all processes of one job, and differ between jobs.
 _JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
@@ -27,13 +26,13 @@ _played: list[int] | None = None
 
 
 def set_played_ranks(ranks: list[int]) -> None:
-    """Says which ranks of this process' job run at all, where the job is only played."""
+    """Sets the ranks that run, of a job that is played."""
     global _played
     _played = ranks
 
 
 class Launch(JsonObject):
-    """One process of a job of several, in meta.json and profile.json too.
+    """One process of a job of several, as meta.json and profile.json have it.
 
     Attributes:
         rank: 0 to world_size - 1.
@@ -57,15 +56,15 @@ class Launch(JsonObject):
 
     @property
     def ranks(self) -> list[int]:
-        """Those that leave a profile."""
+        """The ranks that leave a profile."""
         return list(range(self.world_size)) if self.played is None else self.played
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Launch | None":
-        """This process', or None where it is the only one.
+        """The launch of this process; None if it is the only process.
 
         Raises:
-            MemprofError: the variables are there and make no sense.
+            MemprofError: the variables are not numbers, or contradict each other.
         """
         for names in _VARIABLES:
             if names[0] in environment and names[1] in environment:
@@ -86,7 +85,7 @@ class Launch(JsonObject):
         return cls(rank, world_size, local_rank, socket.gethostname(), job, os.getppid(), restart, _played)
 
     def same_job(self, other: "Launch | None") -> bool:
-        """Whether the two are of one job, and not of an earlier one of the same name or an earlier attempt."""
+        """Whether both are of the same job, and of the same attempt."""
         if other is None or (self.host == other.host and self.launcher != other.launcher):
             return False
         return (self.job, self.world_size, self.restart) == (other.job, other.world_size, other.restart)

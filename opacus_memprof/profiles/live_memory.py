@@ -13,7 +13,7 @@ from opacus_memprof.profiles.profile import HookedActivations, Sizes
 
 
 class LiveDevice(JsonObject):
-    """One device now.
+    """The live bytes of one device.
 
     Attributes:
         requested_bytes: the sum of `categories`.
@@ -30,7 +30,7 @@ class LiveDevice(JsonObject):
 
 
 class LiveMemory(JsonObject):
-    """Every device that has had a block, at one instant. `rank` is None where there is one process."""
+    """The live bytes of all devices that have had a block, at one instant. `rank` is None without a job."""
 
     unix_ns: int
     pid: int
@@ -41,7 +41,7 @@ class LiveMemory(JsonObject):
 
 
 class LivePeak(JsonObject):
-    """The instant of a device's highest requested bytes, as the live counters have it.
+    """The peak of one device, as the live counters have it.
 
     Attributes:
         counted_bytes, allocated_bytes, reserved_bytes: as of profiles.profile.Peak; None where nobody counts.
@@ -59,7 +59,7 @@ class LivePeak(JsonObject):
 
 
 class DeviceCount(JsonObject):
-    """One device's live bytes, held against what the allocator itself counts.
+    """One device's live bytes, compared with what the allocator itself counts.
 
     The sums go on: requested_bytes is the sum of `categories`; with `rounding` it is what the allocator has handed out,
     with `cached` what it has reserved, with `outside_pytorch` what is used on the device. What nobody counts is None.
@@ -83,7 +83,7 @@ class DeviceCount(JsonObject):
 
 
 class Snapshot(JsonObject):
-    """Every device's live bytes at one call of session.snapshot; `index` counts the calls in a process."""
+    """The live bytes of all devices at one call of session.snapshot; `index` counts the calls in a process."""
 
     index: int
     name: str

@@ -45,5 +45,5 @@ class Meta(JsonObject):
 
 
 def read_meta(path: Path) -> Meta:
-    """meta.json, or an empty one where there is none. Raises MemprofError as read_json_object."""
+    """Reads meta.json; without the file, an empty one. Raises MemprofError as read_json_object does."""
     return read_json_object(path, Meta, "remove it, or profile again") if path.exists() else Meta()

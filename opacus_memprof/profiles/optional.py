@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages that only some parts need."""
+"""Imports packages that only some parts need."""
 
 import importlib
 from typing import Any
@@ -8,12 +8,12 @@ from opacus_memprof.errors import MemprofError
 
 
 def require(module: str, what: str, extra: str = "") -> Any:
-    """The module, imported. Raises MemprofError with the command that installs its package where it is missing.
+    """Imports a module. Raises MemprofError with the command that installs its package if it is missing.
 
     Args:
         module: its package is installed under the name of its first part.
-        what: needs it, in the plural: "pictures".
-        extra: of this project, which has all that is needed with it.
+        what: the parts that need it, in the plural: "pictures".
+        extra: the extra of this project that installs it.
     """
     package = module.split(".")[0]
     try:

@@ -33,7 +33,7 @@ STRUCTURES: dict[str, type[JsonObject]] = {
 
 
 def schema_of(kind: type[JsonObject]) -> dict[str, Any]:
-    """JSON Schema 2020-12. Keys that it does not name are allowed: later releases may add some."""
+    """The JSON Schema 2020-12 of a structure. It allows further keys, which later releases may add."""
     schema = msgspec.json.schema(kind)
     for part in schema["$defs"].values():
         part["description"] = inspect.cleandoc(part["description"])
@@ -43,7 +43,7 @@ def schema_of(kind: type[JsonObject]) -> dict[str, Any]:
 
 
 def schema_files() -> dict[str, str]:
-    """By file name, the content."""
+    """The contents of all schema files, by file name."""
     return {
         f"{name}.schema.json": json.dumps(schema_of(kind), indent=1, ensure_ascii=False) + "\n"
         for name, kind in STRUCTURES.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes in bytes, read from text and written as text.
+"""Parses and formats sizes in bytes.
 
 Read: decimal units are powers of 1000 (1 MB = 1 000 000 bytes), binary ones powers of 1024 (1 MiB = 1 048 576
 bytes), as IEC 80000-13 has them. Written: always binary, as torch and nvidia-smi do.

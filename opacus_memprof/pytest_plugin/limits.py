@@ -45,13 +45,13 @@ class Limit:
     def check(self, devices: Mapping[str, Device]) -> str | None:
         """Returns a message if a device exceeds the limit: by how much, and in which categories and modules."""
         for name, device in devices.items():
-            found, sizes, modules, where = select(device, self.category, self.module, self.phase)
-            if found > self.size:
+            used, sizes, modules, where = select(device, self.category, self.module, self.phase)
+            if used > self.size:
                 subject = " of ".join(filter(None, [self.category, self.module])) or "memory"
                 return "\n".join(
                     [
-                        f"{format_bytes(found)} ({found} bytes) of {subject} on {name} {where}, which is "
-                        f"{format_bytes(found - self.size)} more than the limit of {format_bytes(self.size)} "
+                        f"{format_bytes(used)} ({used} bytes) of {subject} on {name} {where}, which is "
+                        f"{format_bytes(used - self.size)} more than the limit of {format_bytes(self.size)} "
                         f"({self.size} bytes)",
                         *_largest("category", sizes),
                         *_largest("module", modules),

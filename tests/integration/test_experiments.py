@@ -162,13 +162,13 @@ def test_every_method_trains_with_a_smaller_physical_batch(mode: Any, tmp_path: 
 
 def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Vanilla, in parts and at once: the weights that result are the same."""
-    build, kept = training.models.build, []
+    build, kept = training.models.build_model, []
 
     def build_and_keep(*arguments: Any) -> Any:
         kept.append(build(*arguments))
         return kept[-1]
 
-    monkeypatch.setattr(training.models, "build", build_and_keep)
+    monkeypatch.setattr(training.models, "build_model", build_and_keep)
     monkeypatch.setattr(torch.optim, "Adam", torch.optim.SGD)  # Adam makes much of rounding
     for physical in (None, 2, 3):
         chosen = replace(TINY, mode="vanilla", max_physical_batch_size=physical, learning_rate=0.1)

@@ -31,12 +31,12 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_built_in_shape_has_the_parameters_of_its_model(name: str) -> None:
-    counted = models.count_parameters(models.build(Configuration(model=name), META))
+    counted = models.count_parameters(models.build_model(Configuration(model=name), META))
     assert counted == {"total": PUBLISHED[name], "trainable": PUBLISHED[name]}
 
 
 def test_the_long_sequences_transformer() -> None:
-    model = models.build(Configuration(model="transformer", seq_length=16384, dtype="bf16"), META)
+    model = models.build_model(Configuration(model="transformer", seq_length=16384, dtype="bf16"), META)
     width, block = 2048, 12 * 2048**2 + 13 * 2048
     assert models.count_parameters(model)["total"] == (2 * 32000 + 16384) * width + 20 * block + 2 * width
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -45,7 +45,7 @@ def test_the_long_sequences_transformer() -> None:
 def test_lora_trains_what_it_adds_and_leaves_the_rest_as_it_is() -> None:
     """peft adapts q_proj and v_proj of a Llama, the latter with 8 of 24 heads."""
     chosen = Configuration(model="llama-3.2-3b", lora_rank=16)
-    counted = models.count_parameters(models.build(chosen, META))
+    counted = models.count_parameters(models.build_model(chosen, META))
     adapters = 28 * 16 * ((3072 + 3072) + (3072 + 1024))
     assert counted == {"total": 3_212_749_824 + adapters, "trainable": adapters}
 
@@ -56,10 +56,10 @@ def test_lora_trains_what_it_adds_and_leaves_the_rest_as_it_is() -> None:
 def test_sizes_in_place_of_the_configuration_s_own(model: str, task: Any, rank: int | None) -> None:
     sizes: dict[str, Any] = {"vocab_size": 50, "hidden_dim": 32, "num_layers": 3, "num_heads": 4}
     chosen = Configuration(model=model, task=task, lora_rank=rank, seq_length=9, **sizes)
-    built = models.build(chosen, CPU)
+    built = models.build_model(chosen, CPU)
     logits = built(torch.ones(2, 9, dtype=torch.long))
     assert logits.shape == ((2, 9, 50) if task == "language_model" else (2, 3))
-    assert models.vocabulary_of(built) == 50
+    assert models.vocabulary_size(built) == 50
     lists = [module for module in built.modules() if isinstance(module, nn.ModuleList) and len(module) == 3]
     assert len(lists) == 1
     embedding = next(module for module in built.modules() if isinstance(module, nn.Embedding))
@@ -68,7 +68,7 @@ def test_sizes_in_place_of_the_configuration_s_own(model: str, task: Any, rank: 
 
 def test_a_llama_of_another_size_keeps_its_proportions() -> None:
     chosen = Configuration(model="llama-3.2-3b", hidden_dim=96, num_heads=6, num_layers=1)
-    config = models.build(chosen, META).model.config  # type: ignore[union-attr]
+    config = models.build_model(chosen, META).model.config  # type: ignore[union-attr]
     assert (config.intermediate_size, config.num_key_value_heads, config.head_dim) == (256, 2, 16)
 
 
@@ -96,7 +96,7 @@ def test_a_local_path_loads_and_computes_the_same(saved_gpt2: Path) -> None:
     from transformers.pytorch_utils import Conv1D
 
     original = GPT2LMHeadModel.from_pretrained(saved_gpt2).eval()
-    built = models.build(Configuration(model=str(saved_gpt2), pretrained=True, seq_length=16), CPU).eval()
+    built = models.build_model(Configuration(model=str(saved_gpt2), pretrained=True, seq_length=16), CPU).eval()
     ids = torch.randint(1, 10, (2, 16))
     ids[1, 12:] = 0  # GPT-2 has no token for padding, and is filled up with the one that ends a text
     expected = original(input_ids=ids, attention_mask=ids.ne(0)).logits
@@ -105,7 +105,7 @@ def test_a_local_path_loads_and_computes_the_same(saved_gpt2: Path) -> None:
     assert not any(isinstance(module, Conv1D) for module in built.modules())
     assert models.count_parameters(built)["total"] == original.num_parameters() + 10 * 16
     with pytest.raises(MemprofError, match=r"seq_length is 17, and .* has 16 positions"):
-        models.build(Configuration(model=str(saved_gpt2), pretrained=True, seq_length=17), CPU)
+        models.build_model(Configuration(model=str(saved_gpt2), pretrained=True, seq_length=17), CPU)
 
 
 def test_a_classifier_of_other_classes_gets_a_head_of_its_own(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_classifier_of_other_classes_gets_a_head_of_its_own(tmp_path: Path) ->
     original = LlamaForSequenceClassification(LlamaConfig(**sizes, num_attention_heads=2, num_labels=2))
     original.save_pretrained(tmp_path)
     chosen = Configuration(model=str(tmp_path), pretrained=True, task="classification", seq_length=8)
-    built = models.build(chosen, CPU)
+    built = models.build_model(chosen, CPU)
     assert built(torch.ones(2, 8, dtype=torch.long)).shape == (2, 3)
     weights = dict(built.named_parameters())
     for name, weight in original.model.named_parameters():
@@ -132,7 +132,7 @@ def test_a_classifier_of_other_classes_gets_a_head_of_its_own(tmp_path: Path) ->
     ],
 )
 def test_what_fills_samples_up(config: dict[str, Any], padding: int) -> None:
-    assert models._padding(SimpleNamespace(**config)) == padding
+    assert models._padding_token(SimpleNamespace(**config)) == padding
 
 
 def test_a_local_copy_is_trained_privately(saved_gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_a_model_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     path = tmp_path / "hf_secret"
     with pytest.raises(MemprofError) as refused:
-        models.build(Configuration(model=str(path), pretrained=True), CPU)
+        models.build_model(Configuration(model=str(path), pretrained=True), CPU)
     said = str(refused.value)
     assert "\n" not in said
     assert said.startswith(f'the model "{path}" cannot be loaded (')
@@ -189,7 +189,7 @@ def test_snli_where_it_can_be_reached(saved_gpt2: Path, monkeypatch: pytest.Monk
     chosen = Configuration(
         model=str(saved_gpt2), pretrained=True, task=task, seq_length=6, batch_size=3, num_steps=1, warmup_steps=0
     )
-    loaded = data.load(chosen, 10, 9)
+    loaded = data.load_data(chosen, 10, 9)
     assert (loaded.source, loaded.reason) == ("snli", "the train split of stanfordnlp/snli")
     assert asked == [("stanfordnlp/snli", "train[:70]")]
     ((tokens, targets),) = loaded.loader
@@ -206,7 +206,7 @@ def test_random_tokens_where_it_cannot(saved_gpt2: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    loaded = data.load(Configuration(model=str(saved_gpt2), pretrained=True, seq_length=5, batch_size=2), 10, 0)
+    loaded = data.load_data(Configuration(model=str(saved_gpt2), pretrained=True, seq_length=5, batch_size=2), 10, 0)
     assert loaded.source == "synthetic"
     assert loaded.reason == "random tokens: SNLI cannot be loaded (no route for ***)"
     batches = list(loaded.loader)
@@ -242,7 +242,7 @@ def test_checkpointing_trains_to_the_same_weights_with_fewer_activations(
     model: str, rank: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Adam makes much of rounding, and dropout is drawn anew: SGD, and none of it."""
-    build, kept = training.models.build, []
+    build, kept = training.models.build_model, []
 
     def build_and_keep(*arguments: Any) -> Any:
         kept.append(build(*arguments))
@@ -251,7 +251,7 @@ def test_checkpointing_trains_to_the_same_weights_with_fewer_activations(
                 module.p = 0.0
         return kept[-1]
 
-    monkeypatch.setattr(training.models, "build", build_and_keep)
+    monkeypatch.setattr(training.models, "build_model", build_and_keep)
     monkeypatch.setattr(torch.optim, "Adam", torch.optim.SGD)
     sizes: dict[str, Any] = {"vocab_size": 50, "hidden_dim": 32, "num_layers": 4, "num_heads": 4, "batch_size": 2}
     plain = Configuration(
@@ -304,7 +304,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_function_makes_the_data(own: Path, name: str) -> None:
     name = name.format(own)
     chosen = Configuration(task="classification", seq_length=3, batch_size=2, num_steps=2, warmup_steps=0, dataset=name)
-    loaded = data.load(chosen, 10, None)
+    loaded = data.load_data(chosen, 10, None)
     assert (loaded.source, loaded.reason) == ("own", name)
     assert [(tokens.tolist(), targets.tolist()) for tokens, targets in loaded.loader] == 2 * [
         ([[0, 0, 0], [2, 2, 2]], [0, 2])
@@ -319,7 +319,7 @@ def test_a_file_of_texts_makes_the_data(saved_gpt2: Path, tmp_path: Path) -> Non
         chosen = Configuration(
             model=str(saved_gpt2), pretrained=True, task="classification", seq_length=4, batch_size=2, dataset=str(path)
         )
-        batches = list(data.load(chosen, 10, 9).loader)
+        batches = list(data.load_data(chosen, 10, 9).loader)
         assert len(batches) == 5
         tokens, targets = batches[0]
         assert tokens.tolist() == [[1, 2, 3, 9], [1, 2, 4, 9]]
@@ -356,9 +356,9 @@ def test_other_data_is_refused_in_a_sentence(
         model=str(saved_gpt2), pretrained=True, task="classification", seq_length=4, batch_size=2, dataset=dataset
     )
     with pytest.raises(MemprofError, match=sentence):
-        data.load(chosen, 10, 9)
+        data.load_data(chosen, 10, 9)
 
 
 def test_texts_need_a_tokenizer() -> None:
     with pytest.raises(MemprofError, match="random weights have no tokenizer: give --model-name, or a function"):
-        data.load(Configuration(dataset="texts.csv"), 10, None)
+        data.load_data(Configuration(dataset="texts.csv"), 10, None)
