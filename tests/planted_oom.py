@@ -33,6 +33,7 @@ from tests.planted_models import (
     deep_mlp,
     images,
     labelled_texts,
+    llama,
     mlp,
     sequences,
     tagged_texts,
@@ -85,6 +86,10 @@ _TEXT = (
     {"vocabulary": 100, "width": 32, "heads": 4, "blocks": 4, "length": 64, "batch": 8},
     {"vocabulary": 4000, "width": 512, "heads": 8, "blocks": 8, "length": 1024, "batch": 16},
 )
+_LORA = (
+    {"in": 64, "rank": 4, "out": 8, "layers": 2, "length": 512, "batch": 6},
+    {"in": 1024, "rank": 8, "out": 16, "layers": 4, "length": 8192, "batch": 8},
+)
 _WIDE = {"in": 512, "hidden": 512, "out": 512, "batch": 3}, {"in": 16384, "hidden": 16384, "out": 4096, "batch": 3}
 _IMAGE = (
     {"channels": 16, "length": 48, "out": 10, "batch": 24},
@@ -103,8 +108,7 @@ PLANS = (
         "LoRA with a long sequence",
         adapters,
         sequences,
-        {"in": 64, "rank": 4, "out": 8, "layers": 2, "length": 512, "batch": 6},
-        {"in": 1024, "rank": 8, "out": 16, "layers": 4, "length": 8192, "batch": 8},
+        *_LORA,
         mode="ghost",
         limit=0.6,
     ),
@@ -146,6 +150,14 @@ def _tags(name: str, build: Callable[[dict[str, int]], nn.Module], limit: float,
     return Plan(name, build, tagged_texts, sizes, sizes, mode=mode, optimizer=_ADAM, limit=limit)
 
 
+# Runs that end in the first of the blocks that repeat, or before half of a model in which none does.
+FIRST_BLOCK_PLANS = (
+    Plan("attention, failed in the first block", Transformer, texts, *_TEXT, optimizer=_ADAM, limit=0.18),
+    Plan("SwiGLU, failed in the first block", llama, texts, *_TEXT, optimizer=_ADAM, limit=0.18),
+    Plan("convolutions, failed in the first", convolutions, images, *_IMAGE, optimizer=_ADAM, limit=0.1),
+    Plan("LoRA, failed in the first", adapters, sequences, *_LORA, mode="ghost", limit=0.13),
+)
+
 # Models in which flash_clip needs the most at different instants, and runs that end early or late.
 FLASH_CLIP_PLANS = (
     _tags("no operations between layers", tagger(), 0.3),
@@ -157,6 +169,7 @@ FLASH_CLIP_PLANS = (
     _tags("wide, clipped sums the highest", tagger(nn.ReLU), 0.3, width=2048, length=32, batch=128),
     replace(_tags("one label", tagger(nn.GELU, pooled=True), 0.3, out=10), batch=labelled_texts),
     Plan("attention", Transformer, texts, *_TEXT, optimizer=_ADAM, limit=0.5),
+    *FIRST_BLOCK_PLANS,
 )
 
 

@@ -77,7 +77,7 @@ def attach_model(model: nn.Module | AbstractGradSampleHooks) -> Attachment:
         modules.tag_parameters_and_buffers(root)
         modules.follow_parameters(attachment, root)
         named = list(modules.named_modules(root))
-        shapes.record_model(model, named)
+        is_recorded = shapes.record_model(model, named)
         for name, component in components.components_of(named).items():
             native.set_component(native.module_id(name), component)
         hook_ids = {
@@ -85,7 +85,9 @@ def attach_model(model: nn.Module | AbstractGradSampleHooks) -> Attachment:
         }
         for name, module in named:
             opacus_hooks.wrap_opacus_hooks(attachment, module, name, hook_ids)
-        modules.wrap_forwards(attachment, root)
+        scoped = modules.wrap_forwards(attachment, root)
+        if is_recorded:
+            shapes.watch_model(attachment, root, named, scoped)
         if isinstance(model, GradSampleHooksNoOp):
             optimizer.follow_no_op_model(attachment, model)
         _opacus.use(attachment)

@@ -89,7 +89,7 @@ class ModelForwardPreHook:
         self.previous_phase = native.set_phase(FORWARD)
         samples, elements = native.tag_inputs((args, kwargs))
         if samples >= 0:
-            shapes.on_batch(samples, elements, captures_outstanding)
+            shapes.on_batch(root, samples, elements, (args, kwargs or {}), captures_outstanding)
 
     def _parameters_moved(self, root: nn.Module) -> bool:
         """Whether the first parameter has another block than at the last forward, as after `model.to(...)`. The others
@@ -124,7 +124,7 @@ class ModelForwardHook:
         if torch_compile.hooks_suspended():
             return
         native.settle_all((output,))
-        shapes.remove_probes()
+        shapes.remove_probes(root)
         if not torch.is_grad_enabled():  # there will be no backward pass, which would end the phase
             native.set_phase(self._pre_hook.previous_phase)
 
@@ -187,27 +187,30 @@ def _unfollow_gradients(reference: "weakref.ref[nn.Module]") -> None:
         native.unfollow_gradient(parameter)
 
 
-def wrap_forwards(attachment: Attachment, root: nn.Module) -> None:
+def wrap_forwards(attachment: Attachment, root: nn.Module) -> set[nn.Module]:
     """Wraps the forward of every module of the user's in a tag, and hooks the outermost one.
 
     Modules inside compiled ones are left out, and those under nn.DataParallel, whose replicas share the attributes of
     the original modules.
+
+    Returns:
+        The modules that were not left out.
     """
     skipped: set[nn.Module] = set()
-    scoped: list[tuple[str, nn.Module]] = []
+    scoped: set[nn.Module] = set()
     for name, module in named_modules(root):
         if module in skipped or torch_compile.is_compiled(module) or isinstance(module, nn.DataParallel):
             skipped.update(module.children())
         else:
-            scoped.append((name, module))
+            scoped.add(module)
             _wrap_forward(attachment, module, native.module_id(name))
-    shapes.watch_modules(attachment, scoped)
     pre_hook = ModelForwardPreHook()
     hook = ModelForwardHook(pre_hook)
     torch_compile.follow(attachment, root, (pre_hook, hook))
     if not tracing.is_compile_result(root):
         attachment.on_detach(root.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=True).remove)
         attachment.on_detach(root.register_forward_hook(hook).remove)
+    return scoped
 
 
 def _wrap_forward(attachment: Attachment, module: nn.Module, module_id: int) -> None:

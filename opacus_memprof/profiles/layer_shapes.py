@@ -56,6 +56,21 @@ class CaptureShape:
     layout_copied: bool = False
 
 
+@dataclass(frozen=True)
+class WholeForward:
+    """What a whole forward pass keeps, as found without running it on the device.
+
+    Attributes:
+        forwards: as in TrainingShapes.
+        kept: bytes of activations that live until backward, by the module that allocates them.
+        largest: the largest of these, by module.
+    """
+
+    forwards: dict[str, CaptureShape]
+    kept: dict[str, int]
+    largest: dict[str, int]
+
+
 @dataclass
 class TrainingShapes:
     """The shapes of the model, its activations, its batches and its optimizer.
@@ -76,6 +91,7 @@ class TrainingShapes:
         released: the most forward passes whose captures a backward has released together.
         multiprocessors: of the GPU; 0 without one.
         flash_clip_refusal: why flash_clip cannot clip the model; None if it can.
+        whole_forward: finds what the whole forward pass of the largest batch keeps; None if it cannot.
     """
 
     mode: str = ""
@@ -91,6 +107,7 @@ class TrainingShapes:
     released: int = 1
     multiprocessors: int = 0
     flash_clip_refusal: Callable[[], str | None] = lambda: "no model is followed"
+    whole_forward: Callable[[], WholeForward | None] = lambda: None
 
     @property
     def trained_bytes(self) -> int:

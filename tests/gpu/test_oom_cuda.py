@@ -65,4 +65,4 @@ def test_what_flash_clip_would_take(plan: Plan, tmp_path: Path) -> None:
         one["predicted_peak_bytes"] for one in failed.report["suggestions"] if one["actions"] == [flash_clip]
     )
     measured = train(plan, "cuda", tmp_path / "followed", changes=Changes(mode="flash_clip")).peak
-    assert 0.97 * measured <= predicted <= 1.1 * measured
+    assert 0.97 * measured <= predicted <= 1.15 * measured

@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import nn
 import opacus_memprof
 from opacus_memprof.recording import native
 from opacus_memprof.session.out_of_memory import _attach
-from tests.planted_oom import PLANS, Changes, Plan, train
+from tests.planted_models import ValueDependent
+from tests.planted_oom import FIRST_BLOCK_PLANS, PLANS, Changes, Plan, train
 
 # The others take as long and tell less here; all are planted on a GPU (tests/gpu/test_oom_cuda.py).
 QUICK = (
@@ -36,7 +38,7 @@ REPORTS = ["oom_report.html", "oom_report.json", "oom_report.txt"]
 
 
 @pytest.fixture(autouse=True)
-def _unlimited() -> Any:
+def _unlimited(no_remains: None) -> Any:
     yield
     native.cpu_limit(0)
 
@@ -62,13 +64,29 @@ def test_the_first_suggestion_makes_it_fit(plan: Plan, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("limit", "guessed"), [(150_000, True), (2_500_000, False)])
 def test_a_prediction_that_rests_on_no_whole_block_says_so(limit: int, guessed: bool, tmp_path: Path) -> None:
-    """In the first of the blocks that repeat nobody knows yet what one keeps."""
+    """In the first of the blocks that repeat nobody knows what one keeps, if the forward cannot be repeated without
+    values."""
     (plan,) = (plan for plan in PLANS if plan.name == "the same, in the first block")
+    plan = replace(plan, build=ValueDependent)
     report = train(plan, "cpu", tmp_path, limit + model_bytes(plan)).report
     assert report is not None
     assert report["request"]["module"].startswith("blocks.0") == guessed
     (clipped,) = (one for one in report["suggestions"] if one["actions"] == [FLASH_CLIP])
     assert ("what they keep is a guess" in clipped["computed"]) == guessed
+
+
+@pytest.mark.parametrize("plan", FIRST_BLOCK_PLANS, ids=str)
+def test_flash_clip_is_predicted_from_the_first_block(plan: Plan, tmp_path: Path) -> None:
+    """At most 3 % less than what is then measured, wherever memory runs out: also before any block has ended."""
+    needs = train(plan, "cpu", tmp_path / "needs")
+    failed = train(plan, "cpu", tmp_path / "failed", int(needs.peak * plan.limit))
+    assert failed.report is not None
+    assert failed.report["request"]["phase"] == "forward"
+    assert failed.report["request"]["module"].startswith(("blocks.0", "0"))
+    (one,) = (one for one in failed.report["suggestions"] if one["actions"] == [FLASH_CLIP])
+    assert "guess" not in one["computed"]
+    measured = train(plan, "cpu", tmp_path / "followed", changes=Changes(mode="flash_clip")).peak
+    assert 0.97 * measured <= one["predicted_peak_bytes"] <= 1.15 * measured
 
 
 def model_bytes(plan: Plan) -> int:

@@ -41,7 +41,10 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
         largest_blocks |= {module: largest_blocks.get(module, 0) * samples // stray for module in left_behind}
     seen = {name: _with_samples(forward, samples) for name, forward in shapes.forwards.items()}
     in_first_forward = failure.phase == "forward" and not history.step_peaks
-    reached = failure.module if in_first_forward else None
+    whole = shapes.whole_forward() if in_first_forward else None
+    if whole is not None:
+        seen, live, largest_blocks = whole.forwards, whole.kept, whole.largest
+    reached = failure.module if in_first_forward and whole is None else None
     layers = _layers(shapes, seen, live, largest_blocks, samples, reached=reached)
     if not layers:
         return None
@@ -79,7 +82,7 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
         keeps_gradients=keeps_gradients(shapes),
         output=output,
         multiprocessors=shapes.multiprocessors if on_gpu else 0,
-        is_guessed=in_first_forward and not _has_seen_whole_unit(shapes, seen),
+        is_guessed=in_first_forward and whole is None and not _has_seen_whole_unit(shapes, seen),
         workspace=_WORKSPACE if on_gpu and not by_category.get("library_workspace") else 0,
     )
 

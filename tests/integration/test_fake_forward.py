@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A forward pass on fake tensors keeps what the real one keeps, and leaves no trace in the model."""
+
+import copy
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from opacus import GradSampleModule
+from torch import Tensor, nn
+
+import opacus_memprof
+from opacus_memprof.hooks.fake_forward import FakeForward
+from opacus_memprof.recording import layer_shapes
+from tests.planted_models import Transformer, ValueDependent, adapters, convolutions, llama
+
+pytestmark = pytest.mark.usefixtures("no_remains")
+TEXT = {"vocabulary": 100, "width": 32, "heads": 4, "blocks": 3, "length": 16}
+
+
+class Remembering(nn.Module):
+    """Its forward changes the model, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.dropout = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.5)
+        self.second.weight = self.first.weight
+        self.calls = 0
+        self.outputs: list[Tensor] = []
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        self.calls += 1
+        random.random()
+        y = self.dropout(torch.relu(self.first(x))) * scale + torch.rand(8)
+        self.outputs.append(y.detach())
+        return self.second(y)
+
+
+class Checkpointed(Transformer):
+    checkpoints = True
+
+
+def whole_forward() -> Any:
+    return layer_shapes.current().whole_forward()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("build", [Transformer, llama, Checkpointed], ids=lambda build: build.__name__)
+def test_it_keeps_what_the_real_one_keeps(
+    build: Callable[[dict[str, int]], nn.Module], private: bool, autocast: bool, tmp_path: Path
+) -> None:
+    ids = torch.zeros(4, 16, dtype=torch.long)
+    compare(build(TEXT), ids, private, autocast, tmp_path)
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (convolutions({"channels": 8, "out": 4}), (4, 3, 16, 16)),
+        (adapters({"in": 16, "rank": 2, "out": 4, "layers": 2}), (4, 8, 16)),
+    ],
+    ids=["convolutions", "adapters"],
+)
+def test_of_images_and_adapters(model: nn.Module, shape: tuple[int, ...], private: bool, tmp_path: Path) -> None:
+    compare(copy.deepcopy(model), torch.randn(shape), private, False, tmp_path)
+
+
+def compare(model: nn.Module, inputs: Tensor, private: bool, autocast: bool, directory: Path) -> None:
+    """Compares with what the allocator counts after the real forward. Autograd wraps each number that it saves in a
+    tensor of 8 bytes, which no operation allocates: in these models one for each of three blocks."""
+    made = GradSampleModule(model) if private else model
+    with opacus_memprof.profile(directory, device="cpu") as session:
+        session.attach(made)
+        before = kept_bytes(session)
+        with torch.autocast("cpu", torch.bfloat16, autocast):
+            output = made(inputs)
+            found = whole_forward()
+        real = kept_bytes(session) - before
+        assert output.requires_grad
+    assert found is not None
+    rng_states = 3 * torch.get_rng_state().nbytes if isinstance(model, Checkpointed) else 0  # of each block
+    assert real - sum(found.kept.values()) - rng_states in (0, 24)
+    assert all(found.largest[name] <= size for name, size in found.kept.items())
+
+
+def kept_bytes(session: Any) -> int:
+    live = session.breakdown()["cpu"]
+    return sum(live.get(name, 0) for name in ("activations", "activation_hooks", "forward_undecided"))
+
+
+def test_it_leaves_no_trace(tmp_path: Path) -> None:
+    model = Remembering()
+    hook_calls: list[Any] = []
+    model.first.register_forward_hook(lambda *_: hook_calls.append(1))
+    x = torch.randn(3, 8)
+    with opacus_memprof.profile(tmp_path, device="cpu") as session:
+        session.attach(model)
+        model(x, scale=2.0)
+        states = torch.get_rng_state(), random.getstate()
+        keys = {name: list(vars(module)) for name, module in model.named_modules()}
+        parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
+        found = whole_forward()
+        assert found is not None
+        assert set(found.forwards) == {"first", "second"}
+        assert found.forwards["second"].input_bytes == 3 * 8 * 4
+        assert (model.calls, len(model.outputs), len(hook_calls)) == (1, 1, 1)
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert random.getstate() == states[1]
+        assert {name: list(vars(module)) for name, module in model.named_modules()} == keys
+        assert {name: id(parameter) for name, parameter in model.named_parameters()} == parameters
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [((torch.zeros(2, 16, dtype=torch.long),), {}), ((object(),), {}), None],
+    ids=["values", "objects", "none"],
+)
+def test_what_cannot_be_repeated(inputs: Any) -> None:
+    model = ValueDependent(TEXT)
+    forward = FakeForward(list(model.named_modules()))
+    if inputs is not None:
+        forward.record_inputs(inputs)
+    assert forward.run((), captures=False) is None
+
+
+def test_one_of_several_ranks_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its collectives would wait for the other ranks."""
+    model = Transformer(TEXT)
+    forward = FakeForward(list(model.named_modules()))
+    forward.record_inputs(((torch.zeros(2, 16, dtype=torch.long),), {}))
+    assert forward.run((), captures=False) is not None
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert forward.run((), captures=False) is None
+
+
+def test_it_keeps_no_model_alive() -> None:
+    model = Transformer(TEXT)
+    forward = FakeForward(list(model.named_modules()))
+    forward.record_inputs(((torch.zeros(2, 16, dtype=torch.long),), {}))
+    del model
+    assert forward.run((), captures=False) is None

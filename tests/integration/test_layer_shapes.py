@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer shapes are those of one model, whatever other models are attached, run and detached beside it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from opacus import GradSampleModule
+from torch import nn
+
+import opacus_memprof
+from opacus_memprof.hooks import attach_model
+from opacus_memprof.recording import layer_shapes
+
+pytestmark = pytest.mark.usefixtures("no_remains")
+
+
+def model(width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4))
+
+
+def test_a_model_that_comes_and_goes_beside_it(tmp_path: Path) -> None:
+    private, teacher = GradSampleModule(model(16)), model(32)
+    with opacus_memprof.profile(tmp_path, device="cpu") as session:
+        session.attach(private)
+        attachment = attach_model(teacher)
+        teacher(torch.randn(64, 8))
+        shapes = layer_shapes.current()
+        assert (dict(shapes.forwards), list(shapes.batches)) == ({}, [])
+        private(torch.randn(2, 8)).sum().backward()
+        assert shapes.forwards["0"].output_bytes == 2 * 16 * 4
+        attachment.detach()
+        private(torch.randn(6, 8))
+        assert shapes.forwards["0"].output_bytes == 6 * 16 * 4
+        assert [samples for _, samples in shapes.batches] == [2, 6]
+
+
+def test_a_model_inside_of_the_forward_of_another(tmp_path: Path) -> None:
+    """The forward of the inner one does not end the probing of the outer one."""
+
+    class Student(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x)
+            teacher(x)
+            return self.second(y)  # type: ignore[no-any-return]
+
+    teacher, private = model(32), GradSampleModule(Student())
+    with opacus_memprof.profile(tmp_path, device="cpu") as session:
+        session.attach(teacher)
+        session.attach(private)
+        private(torch.randn(2, 8))
+        assert list(layer_shapes.current().forwards) == ["first", "second"]
