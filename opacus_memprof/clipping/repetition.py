@@ -34,6 +34,16 @@ def is_repeating() -> bool:
     return getattr(_thread, "repeating", False)
 
 
+@contextmanager
+def repeating() -> Iterator[None]:
+    """Inside, ``is_repeating`` is true."""
+    before, _thread.repeating = is_repeating(), True
+    try:
+        yield
+    finally:
+        _thread.repeating = before
+
+
 @dataclass
 class RandomState:
     """The states of the random number generators that a forward began with."""
@@ -99,12 +109,8 @@ class Call:
         """The output's leaves that are listed in ``outputs``."""
         args, kwargs = tree_unflatten(list(leaves), self.structure)
         device, dtype, enabled = self.autocast
-        _thread.repeating = True
-        try:
-            with torch.autocast(device, dtype, enabled, cache_enabled=False):
-                output = functional_call(module, parameters, args, kwargs)
-        finally:
-            _thread.repeating = False
+        with repeating(), torch.autocast(device, dtype, enabled, cache_enabled=False):
+            output = functional_call(module, parameters, args, kwargs)
         found = tree_flatten(output)[0]
         return [found[i] for i in self.outputs]
 

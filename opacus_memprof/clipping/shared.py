@@ -90,7 +90,7 @@ class SharedGradient:
             assert self.stack is not None
             return squared_norms(self.stack)
         linear = [use for use in self.uses if type(use.layer) is LinearLayer]
-        embeddings = [use for use in self.uses if type(use.layer) is EmbeddingLayer]
+        embeddings = [use for use in self.uses if isinstance(use.layer, EmbeddingLayer)]
         paddings = {use.layer.module.padding_idx for use in embeddings}
         if self.stack is not None or len(linear) + len(embeddings) < len(self.uses) or len(paddings) > 1:
             return self._norms_of_gradients(workspace)

@@ -13,6 +13,7 @@ from opacus_memprof.clipping.layers.embedding import EmbeddingLayer
 from opacus_memprof.clipping.layers.generic import GenericLayer
 from opacus_memprof.clipping.layers.linear import LinearLayer
 from opacus_memprof.clipping.layers.normalization import GroupNormLayer, LayerNormLayer, RMSNormLayer
+from opacus_memprof.clipping.layers.recognition import recognize
 
 LAYERS: dict[type[nn.Module], type[Layer]] = {
     nn.Linear: LinearLayer,
@@ -23,7 +24,7 @@ LAYERS: dict[type[nn.Module], type[Layer]] = {
     nn.Conv2d: ConvolutionLayer,
     nn.GroupNorm: GroupNormLayer,
 }
-"""By exact type, because a subclass may have another forward."""
+"""By exact type, because a subclass may have another forward. Others are recognized by what they compute."""
 
 
 def layer_for(name: str, module: nn.Module, trainable: Sequence[str]) -> Layer:
@@ -36,7 +37,7 @@ def layer_for(name: str, module: nn.Module, trainable: Sequence[str]) -> Layer:
     """
     if type(module) in LAYERS and set(trainable) <= {"weight", "bias"}:
         return LAYERS[type(module)](name, module)
-    return GenericLayer(name, module, trainable)
+    return recognize(name, module) or GenericLayer(name, module, trainable)
 
 
 __all__ = ["LAYERS", "GenericLayer", "KeptTensors", "Layer", "layer_for"]

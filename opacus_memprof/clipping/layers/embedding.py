@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.cost import Choice, Cost
-from opacus_memprof.clipping.layers.base import Layer
+from opacus_memprof.clipping.layers.base import KeptTensors, Layer
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 
 _INDEX_BYTES = 64  # per token: sorted indices, order, slots and the temporaries of sorting, all int64
@@ -110,3 +110,24 @@ class EmbeddingLayer(Layer):
         if self.module.padding_idx is not None:
             total[self.module.padding_idx] = 0
         return total
+
+
+class ScaledEmbeddingLayer(EmbeddingLayer):
+    """An embedding whose output is multiplied by a constant."""
+
+    def __init__(self, name: str, module: nn.Module, scale: float) -> None:
+        super().__init__(name, module)
+        self.scale = scale
+
+    def keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace, norms: bool = True) -> KeptTensors:
+        return super().keep(x, g * self.scale, workspace, norms)
+
+    def parameter_squared_norms(
+        self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace
+    ) -> dict[nn.Parameter, torch.Tensor]:
+        return super().parameter_squared_norms(x, g * self.scale, workspace)
+
+    def sums_of_scaled_gradients(
+        self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace
+    ) -> dict[nn.Parameter, torch.Tensor]:
+        return super().sums_of_scaled_gradients(x, g * self.scale, workspace)

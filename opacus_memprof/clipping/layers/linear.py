@@ -44,3 +44,18 @@ class LinearLayer(MatrixLayer):
             g = g.reshape(size.samples, size.tokens, size.rows).mT
             a = x.to(g.dtype).reshape(size.samples, size.tokens, size.columns)
             yield Block(slice(0, size.samples), slice(0, 1), slice(0, size.columns), g, a)
+
+
+class TransposedLinearLayer(LinearLayer):
+    """A linear layer whose weight is [inputs, outputs], such as Conv1D of transformers: the gradient of its weight is
+    that of a linear layer with input and output gradient exchanged."""
+
+    def sizes(self, x: torch.Tensor, g: torch.Tensor) -> Sizes:
+        return Sizes(len(x), 1, x.shape[1:-1].numel(), x.shape[-1], g.shape[-1])
+
+    def blocks(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Iterator[Block]:
+        size = self.sizes(x, g)
+        if size.samples and size.tokens:
+            a = x.to(g.dtype).reshape(size.samples, size.tokens, size.rows).mT
+            g = g.reshape(size.samples, size.tokens, size.columns)
+            yield Block(slice(0, size.samples), slice(0, 1), slice(0, size.columns), a, g)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recognizes layers by what they compute, on a tiny input: linear maps, scaled embeddings, scales of features.
+
+Frameworks have many classes for these: Conv1D and RMSNorm of transformers, linear layers of recurrent cells, LayerNorm
+over channels. A class name would say nothing about its forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from opacus_memprof.clipping.layers.base import Layer
+from opacus_memprof.clipping.layers.embedding import EmbeddingLayer, ScaledEmbeddingLayer
+from opacus_memprof.clipping.layers.linear import LinearLayer, TransposedLinearLayer
+from opacus_memprof.clipping.layers.scale import ScaleLayer
+from opacus_memprof.clipping.repetition import repeating
+
+
+def recognize(name: str, module: nn.Module) -> Layer | None:
+    """The layer that computes what ``module`` does, or None. The module's own parameters are all that it has; it is
+    left as it was, and so are the random number generators."""
+    own = dict(module.named_parameters(recurse=False))
+    weight = own.get("weight")
+    if weight is None or not own.keys() <= {"weight", "bias"} or len(list(module.parameters())) != len(own):
+        return None
+    if any(True for _ in module.children()) or weight.numel() == 0:
+        return None
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        with torch.no_grad(), repeating(), torch.random.fork_rng([weight.device] if weight.is_cuda else []):
+            return _recognize(name, module, weight, own.get("bias"))
+    except Exception:  # whatever the module raises on an input that it does not expect
+        return None
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def _recognize(name: str, module: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None) -> Layer | None:
+    if isinstance(module, nn.Embedding):
+        return _embedding(name, module, weight)
+    if weight.dim() == 2:
+        return _linear(name, module, weight, bias)
+    return _scale(name, module, weight, bias) if weight.dim() == 1 else None
+
+
+def _embedding(name: str, module: nn.Embedding, weight: torch.Tensor) -> Layer | None:
+    ids = torch.randint(0, len(weight), (2, 3), device=weight.device)
+    ones = torch.ones((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+    scale = _call(module, ids, weight=ones).flatten()[0]
+    if not _agree(_call(module, ids), weight[ids] * scale):
+        return None
+    return EmbeddingLayer(name, module) if float(scale) == 1 else ScaledEmbeddingLayer(name, module, float(scale))
+
+
+def _linear(name: str, module: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None) -> Layer | None:
+    candidates: list[tuple[type[Layer], torch.Tensor]] = [(LinearLayer, weight.mT), (TransposedLinearLayer, weight)]
+    for kind, matrix in candidates:
+        x = torch.randn(2, 3, len(matrix), dtype=weight.dtype, device=weight.device)
+        try:
+            expected = x @ matrix if bias is None else x @ matrix + bias
+            found = _call(module, x)
+        except RuntimeError:
+            continue
+        if weight.any() and _agree(found, expected):
+            return kind(name, module)
+    return None
+
+
+def _scale(name: str, module: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None) -> Layer | None:
+    axes: tuple[Literal[-1, 1], ...] = (-1, 1)
+    for axis in axes:
+        shape = (2, 3, 1, len(weight)) if axis == -1 else (2, len(weight), 3, 4)
+        x = torch.randn(shape, dtype=weight.dtype, device=weight.device)
+        try:
+            unit = _unit(module, x, axis, weight, bias)
+        except RuntimeError:
+            continue
+        if unit is not None:
+            return ScaleLayer(name, module, axis, unit)
+    return None
+
+
+def _unit(
+    module: nn.Module, x: torch.Tensor, axis: int, weight: torch.Tensor, bias: torch.Tensor | None
+) -> float | None:
+    """The weight for which the module's output, without a bias, is c(x); None if it is no such module."""
+    zeros = {} if bias is None else {"bias": torch.zeros_like(bias)}
+    shift = _call(module, x, weight=torch.zeros_like(weight), **zeros)
+    scaled = _call(module, x, weight=torch.ones_like(weight), **zeros)
+    if shift.shape != x.shape or not scaled.any() or not _one_by_one(module, x):
+        return None
+    c = scaled - shift
+    values = {"weight": torch.randn_like(weight)} | ({} if bias is None else {"bias": torch.randn_like(bias)})
+    view = [1] * x.dim()
+    view[axis] = -1
+    expected = shift + c * values["weight"].view(view)
+    expected = expected if bias is None else expected + values["bias"].view(view)
+    if not _agree(_call(module, x, **values), expected):
+        return None
+    if not shift.any():
+        return 1.0
+    return 0.0 if _agree(shift, c) else None
+
+
+def _one_by_one(module: nn.Module, x: torch.Tensor) -> bool:
+    """Whether each sample has the output that it has alone."""
+    return _agree(_call(module, x[:1]), _call(module, x)[:1])
+
+
+def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two outputs agree. Many layers compute in float32, whatever their parameters are."""
+    precision = 8 * torch.finfo(actual.dtype).eps if actual.dtype.itemsize < 4 else 1e-5
+    scale = float(expected.abs().max())
+    return actual.shape == expected.shape and torch.allclose(actual, expected, rtol=precision, atol=precision * scale)
+
+
+def _call(module: nn.Module, x: torch.Tensor, **values: torch.Tensor) -> torch.Tensor:
+    output: Any = functional_call(module, values, (x,))
+    if not isinstance(output, torch.Tensor):
+        raise TypeError
+    return output
