@@ -65,11 +65,11 @@ c10::StorageImpl* storage_of_local_tensor(PyObject* object, c10::StorageImpl* ow
   return bytes;
 }
 
-[[gnu::hot]] void prefetch_block_of(PyObject* tensor) noexcept {
+[[gnu::hot]] void prefetch_block_of(PyObject* tensor) {
   if (THPVariable_Check(tensor)) prefetch_block(storage_of(THPVariable_Unpack(tensor)));
 }
 
-[[gnu::hot]] void prefetch_block_of_gradient(PyObject* parameter) noexcept {
+[[gnu::hot]] void prefetch_block_of_gradient(PyObject* parameter) {
   if (!THPVariable_Check(parameter)) return;
   prefetch_block(storage_of(THPVariable_Unpack(parameter).grad()));
 }

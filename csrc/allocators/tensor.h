@@ -34,8 +34,8 @@ std::uint64_t retag_gradient(PyObject* parameter, std::uint8_t category, std::ui
 
 // Prefetches what retag_tensor (retag_gradient) will read. Called for each of many tensors before
 // the first is retagged: the cache misses then overlap.
-void prefetch_block_of(PyObject* tensor) noexcept;
-void prefetch_block_of_gradient(PyObject* parameter) noexcept;
+void prefetch_block_of(PyObject* tensor);
+void prefetch_block_of_gradient(PyObject* parameter);
 
 // The module that the block under a tensor belongs to; 0 if it belongs to none or there is none.
 std::uint16_t module_of_tensor(PyObject* tensor);

@@ -88,16 +88,21 @@ def test_tensors_are_found_a_hundred_levels_deep() -> None:
         native.tensors_in([value])
 
 
+class Unaskable:
+    """Raises where torch looks whether it is a tensor."""
+
+    @property
+    def __class__(self) -> Any:
+        raise LookupError("no class")
+
+
 def test_an_error_that_torch_has_set_is_raised_as_it_is() -> None:
-    """As by an object whose class cannot be asked for, where torch looks whether it is a tensor."""
-
-    class Unaskable:
-        @property
-        def __class__(self) -> Any:
-            raise LookupError("no class")
-
+    parameter = torch.zeros(3)
+    parameter.odd = Unaskable()  # type: ignore[attr-defined]
     with pytest.raises(LookupError, match="no class"):
         native.retag([Unaskable()], GRADIENTS)
+    with pytest.raises(LookupError, match="no class"):
+        native.retag_attribute([parameter], "odd", GRADIENTS)
 
 
 def test_a_mapping_that_fails_is_heard() -> None:
