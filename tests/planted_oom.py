@@ -22,7 +22,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 
 import opacus_memprof
-from opacus_memprof.clipping import register_norm_samplers
+from opacus_memprof.clipping import adopt_grad_samples, register_norm_samplers
 from opacus_memprof.recording import native
 from tests.models import MeanCrossEntropy
 from tests.planted_models import (
@@ -186,6 +186,7 @@ class Changes:
     set_to_none: bool = False
     checkpoints: bool = False
     norm_samplers: bool = False
+    adopts_samples: bool = False
     optimizer: str = ""
     setting: str = ""
     mends_quirk: bool = False
@@ -202,6 +203,7 @@ class Changes:
                 "set_to_none": {"set_to_none": True},
                 "checkpoint": {"checkpoints": True},
                 "register_norm_samplers": {"norm_samplers": True},
+                "adopt_grad_samples": {"adopts_samples": True},
                 "optimizer": {"optimizer": value},
                 "let_go": {"mends_quirk": True},
                 "no_grad": {"mends_quirk": True},
@@ -313,6 +315,8 @@ def _train(plan: Plan, device: str, changes: Changes) -> None:
     with contextlib.ExitStack() as stack:
         if changes.norm_samplers:
             stack.callback(register_norm_samplers())
+        if changes.adopts_samples:
+            stack.callback(adopt_grad_samples())
         made = opacus_memprof.PrivacyEngine().make_private(
             module=model,
             optimizer=make(trained, lr=1e-3),

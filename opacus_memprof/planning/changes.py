@@ -11,7 +11,7 @@ from opacus.utils import batch_memory_manager
 from opacus.utils.batch_memory_manager import BatchMemoryManager, wrap_data_loader
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 
-from opacus_memprof.clipping import FlashClipEngineMixin, register_norm_samplers
+from opacus_memprof.clipping import FlashClipEngineMixin, adopt_grad_samples, register_norm_samplers
 
 _TWO_PASSES = ("ghost", "ghost_fsdp")  # their make_private returns the criterion too
 
@@ -36,6 +36,8 @@ class OpacusSetup:
         self._sets_to_none = "set_to_none" in values
         if "drawn_batch" in values:
             _fix_drawn_batches(values["drawn_batch"])
+        if "adopt_grad_samples" in values:
+            adopt_grad_samples()
         if "register_norm_samplers" in values:
             register_norm_samplers()
         original = opacus.PrivacyEngine.make_private

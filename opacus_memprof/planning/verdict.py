@@ -15,6 +15,7 @@ LARGEST_MEMORY = 2**40  # the most that a virtual GPU can have: where it does no
 _MOST_ADVICE = 4
 # Actions that need no change of the program's source; allocator_setting goes through the environment.
 _APPLICABLE = {
+    "adopt_grad_samples",
     "allocator_setting",
     "drop_gradients",
     "grad_sample_mode",

@@ -89,6 +89,22 @@ def test_flash_clip_is_predicted_from_the_first_block(plan: Plan, tmp_path: Path
     assert 0.97 * measured <= one["predicted_peak_bytes"] <= 1.15 * measured
 
 
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+@pytest.mark.parametrize("limit", [0.6, 0.8])
+def test_per_sample_gradients_without_a_copy(mode: str, limit: float, tmp_path: Path) -> None:
+    """Where the copy of the largest layer's makes the peak, the prediction is what is then measured."""
+    plan = replace(PLANS[0], mode=mode, limit=limit)
+    needs = train(plan, "cpu", tmp_path / "needs")
+    assert needs.phase == "backward"
+    failed = train(plan, "cpu", tmp_path / "failed", int(needs.peak * limit))
+    assert failed.report is not None
+    (one,) = (one for one in failed.report["suggestions"] if one["actions"] == [{"kind": "adopt_grad_samples"}])
+    followed = train(plan, "cpu", tmp_path / "followed", changes=Changes.of(one["actions"]))
+    assert followed.peak < needs.peak
+    assert 0.97 * followed.peak <= one["predicted_peak_bytes"] <= 1.05 * followed.peak
+    assert one["fits"] == (followed.peak <= int(needs.peak * limit))
+
+
 def model_bytes(plan: Plan) -> int:
     return sum(parameter.nbytes for parameter in plan.build(plan.cpu).parameters())
 

@@ -89,19 +89,20 @@ class Layer:
         outputs, summed = (n * rows, tokens) if by_sample else (rows, n * tokens)
         return reduction_workspace(outputs, summed, multiprocessors)
 
-    def sampler(self, n: int) -> int:
+    def sampler(self, n: int, *, copies: bool = True) -> int:
         """The peak of Opacus' grad sampler, including its result: 2·s·n·w, because the result is copied into zeros; or
-        more if a convolution's unfolded input or the normalized copies of a norm are larger."""
-        twice = 2 * self.per_sample_gradients(n)
+        more if a convolution's unfolded input or the normalized copies of a norm are larger. `copies` is False where
+        adopt_grad_samples has removed the copy."""
+        result = (2 if copies else 1) * self.per_sample_gradients(n)
         forward = self.forward
         if self.is_convolution:
             unfolded = forward.element_bytes * n * forward.tokens * self.module.columns * self.module.groups
             all_pairs = self.per_sample_gradients(n) * self.module.groups  # of groups; the diagonal is the result
             results = all_pairs + self.per_sample_gradients(n) if self.module.groups > 1 else all_pairs
-            return max(self.scale(forward.input_bytes, n) + unfolded, unfolded + results, twice)
+            return max(self.scale(forward.input_bytes, n) + unfolded, unfolded + results, result)
         if self.module.kind in NORMS:
-            return max(2 * self.scale(forward.output_bytes, n), twice)
-        return twice
+            return max(2 * self.scale(forward.output_bytes, n), result)
+        return result
 
     def ghost_norms(self, n: int) -> int:
         """The peak of Opacus' norm sampler in ghost clipping. A Linear with T > 1 tokens forms T x T matrices, s·n·T²

@@ -50,6 +50,7 @@ class Step:
         is_guessed: the activations of repeated units are guessed, because none has been seen as a whole.
         drops_gradients: p.grad is dropped as soon as autograd has accumulated it.
         forms_squares: ghost clipping forms T x T matrices of tokens by tokens.
+        copies_samples: what a grad sampler returns is copied.
     """
 
     mode: str
@@ -70,6 +71,7 @@ class Step:
     is_guessed: bool = False
     drops_gradients: bool = False
     forms_squares: bool = True
+    copies_samples: bool = True
 
     @property
     def on_gpu(self) -> bool:
@@ -135,7 +137,7 @@ class Step:
                 {
                     **parts,
                     "backward_temporaries": layer.passed_gradients(n, self.mean_loss and private),
-                    "temp_matrices": layer.sampler(n) if private else 0,
+                    "temp_matrices": layer.sampler(n, copies=self.copies_samples) if private else 0,
                 },
             )
             per_sample_gradients += layer.per_sample_gradients(n) if private else 0

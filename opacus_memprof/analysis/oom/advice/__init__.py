@@ -16,6 +16,7 @@ ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     defects.drop_unused_gradients,
     defects.set_gradients_to_none,
     modes.norms_without_squares,
+    modes.adopted_samples,
     batch.physical_batch,
     modes.another_mode,
     training.checkpoints,

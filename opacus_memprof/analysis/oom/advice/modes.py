@@ -43,6 +43,24 @@ def norms_without_squares(case: Case) -> Iterator[Suggestion]:
     )
 
 
+def adopted_samples(case: Case) -> Iterator[Suggestion]:
+    """Suggests per-sample gradients without the copy that Opacus makes of what its grad samplers return."""
+    step = case.step
+    if step is None or step.mode not in ("hooks", "functorch") or not step.layers:
+        return
+    size, name = max((layer.per_sample_gradients(step.samples), layer.name) for layer in step.layers)
+    yield suggest(
+        case,
+        case.peak_of(step.with_changes(copies_samples=False)),
+        LINE,
+        "per-sample gradients without a copy of each",
+        "opacus_memprof.clipping.adopt_grad_samples()  # before training",
+        f"Opacus copies what its grad samplers return into zeros of the same size, {format_bytes(size)} for {name}; "
+        "without the copy, backward holds a layer's once.",
+        Action(kind="adopt_grad_samples"),
+    )
+
+
 def another_mode(case: Case) -> Iterator[Suggestion]:
     """Suggests flash_clip, ghost or hooks instead of the current mode; with a smaller physical batch if the mode alone
     does not fit."""
