@@ -10,6 +10,7 @@ from opacus.grad_sample import GradSampleHooksFastGradientClipping
 from torch import nn
 
 from opacus_memprof.clipping.layers import LAYERS
+from opacus_memprof.clipping.layers.recognition import recognize
 from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB
 from opacus_memprof.clipping.workspace import Workspace
 
@@ -25,11 +26,16 @@ class FlashNormSampler:
     def __call__(
         self, layer: nn.Module, activations: list[torch.Tensor], backprops: torch.Tensor
     ) -> dict[nn.Parameter, torch.Tensor]:
-        norms = LAYERS[type(layer)]("", layer).parameter_squared_norms(activations[0], backprops, self.workspace)
+        kind = type(layer)
+        made = LAYERS[kind]("", layer) if kind in LAYERS else recognize("", layer)
+        assert made is not None  # only layers of recognized types have this sampler
+        norms = made.parameter_squared_norms(activations[0], backprops, self.workspace)
         return {parameter: squares.sqrt_() for parameter, squares in norms.items()}
 
 
-def register_norm_samplers(workspace_mb: float = DEFAULT_WORKSPACE_MB) -> Callable[[], None]:
+def register_norm_samplers(
+    workspace_mb: float = DEFAULT_WORKSPACE_MB, model: nn.Module | None = None
+) -> Callable[[], None]:
     """Registers exact norm samplers for every layer that flash_clip supports with Opacus' ghost clipping.
 
     ``opacus.PrivacyEngine().make_private(..., grad_sample_mode="ghost")`` then never forms a T x T matrix. It still
@@ -37,14 +43,17 @@ def register_norm_samplers(workspace_mb: float = DEFAULT_WORKSPACE_MB) -> Callab
 
     Args:
         workspace_mb: ceiling, in MiB, on the temporaries of one layer's norm.
+        model: a model whose layers of other types get samplers too, where flash_clip recognizes what they compute, such
+            as Conv1D and RMSNorm of transformers.
 
     Returns:
         A function that restores the samplers that were registered before.
     """
     samplers: dict[type[nn.Module], NormSampler] = GradSampleHooksFastGradientClipping.NORM_SAMPLERS
-    originals = {cls: samplers.get(cls) for cls in LAYERS}
     sampler = FlashNormSampler(Workspace.from_mib(workspace_mb))
-    samplers.update(dict.fromkeys(LAYERS, sampler))
+    types = [*LAYERS, *_recognized_types(model)]
+    originals = {cls: samplers.get(cls) for cls in types}
+    samplers.update(dict.fromkeys(types, sampler))
 
     def restore() -> None:
         for cls, original in originals.items():
@@ -54,3 +63,13 @@ def register_norm_samplers(workspace_mb: float = DEFAULT_WORKSPACE_MB) -> Callab
                 samplers[cls] = original
 
     return restore
+
+
+def _recognized_types(model: nn.Module | None) -> list[type[nn.Module]]:
+    """The types of which every layer in the model that is trained is recognized."""
+    recognized: dict[type[nn.Module], bool] = {}
+    for name, module in model.named_modules() if model is not None else ():
+        if type(module) not in LAYERS and any(p.requires_grad for p in module.parameters(recurse=False)):
+            known = recognized.get(type(module), True)
+            recognized[type(module)] = known and recognize(name, module) is not None
+    return [kind for kind, known in recognized.items() if known]

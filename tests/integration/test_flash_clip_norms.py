@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from torch import nn
 
 from opacus_memprof.clipping import register_norm_samplers
@@ -82,6 +83,40 @@ def test_samplers_for_plain_ghost_clipping(name: str) -> None:
         finally:
             restore()
     assert_same(norms[1], norms[0])
+
+
+def test_samplers_for_layers_that_are_recognized() -> None:
+    """Conv1D of GPT-2, which plain ghost clipping samples by forming its per-sample gradients."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=17,
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        n_positions=9,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        classifier_dropout=0,
+    )
+    model = transformers.GPT2ForTokenClassification(config).double().train()
+    model.transformer.wpe.requires_grad_(False)
+    ids = torch.randint(0, 17, (4, 6))
+    restore = register_norm_samplers(model=model)
+    try:
+        private = copy.deepcopy(model)
+        module = GradSampleModuleFastGradientClipping(private, max_grad_norm=1.0, loss_reduction="sum", strict=False)
+        module(input_ids=ids).logits.square().sum().backward()
+        norms = module.get_norm_sample()
+    finally:
+        restore()
+    assert transformers.pytorch_utils.Conv1D not in GradSampleModuleFastGradientClipping.NORM_SAMPLERS
+    for i in range(4):
+        model.zero_grad()
+        model(input_ids=ids[i : i + 1]).logits.square().sum().backward()
+        expected = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+        torch.testing.assert_close(norms[i], expected, rtol=1e-10, atol=0)
 
 
 def test_restoring_samplers_leaves_opacus_as_it_was() -> None:

@@ -44,8 +44,6 @@ def attributed(directory: Path) -> list[Counter[tuple[Any, ...]]]:
 @pytest.mark.parametrize("model", MODELS, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_step_is_attributed_as_the_one_before(device: str, model: Model, mode: str, tmp_path: Path) -> None:
-    if mode == "flash_clip" and model.name == "lstm":
-        pytest.skip("flash_clip refuses recurrent layers")
     with opacus_memprof.profile(tmp_path, device=device) as session:
         engine = opacus_memprof.PrivacyEngine() if mode == "flash_clip" else PrivacyEngine()
         session.attach(engine)
