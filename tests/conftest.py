@@ -37,7 +37,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _what_is_there_is_no_garbage() -> Iterator[None]:
+def _frozen_garbage() -> Iterator[None]:
     """Collections pass over what there is before a file's tests: looking through it was most of the tests' time."""
     gc.collect()
     gc.freeze()

@@ -11,7 +11,7 @@ from opacus_memprof.analysis import findings
 
 
 @pytest.fixture
-def no_remains(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No garbage of an earlier test is released in this one, and its session ends also where it fails.
 
     What an earlier test has allocated under a session and still keeps counts at this one's peak, so that no share of

@@ -65,7 +65,7 @@ def by_a_method(model: nn.Module, **options: Any) -> Any:
     return torch.compile(Trainer().predict, **options)
 
 
-def its_forward(model: nn.Module, **options: Any) -> Any:
+def compile_forward(model: nn.Module, **options: Any) -> Any:
     model.forward = torch.compile(model.forward, **options)
     return model
 
@@ -74,7 +74,7 @@ def imported_before(model: nn.Module, **options: Any) -> Any:
     return TORCH_COMPILE(model, **options)
 
 
-WAYS = (as_wrapper, in_place, by_a_function, by_a_method, its_forward)
+WAYS = (as_wrapper, in_place, by_a_function, by_a_method, compile_forward)
 
 
 def train(mode: str, network: Callable[[], nn.Module], compile: Compile, backend: str, profiled: bool) -> list[Any]:

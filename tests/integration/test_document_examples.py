@@ -58,7 +58,7 @@ class Run:
 
 
 @pytest.fixture(autouse=True)
-def their_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def aliased_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in MODULES:
         monkeypatch.setitem(sys.modules, name, opacus_memprof)
     monkeypatch.chdir(tmp_path)

@@ -232,7 +232,7 @@ def documented_reader() -> Any:
 
 
 @pytest.fixture
-def talkative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def failing_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A python that says what it was given, and fails."""
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$@"\necho "> token: $HF_TOKEN, device: $CUDA_VISIBLE_DEVICES"\nexit 3\n')
@@ -240,7 +240,7 @@ def talkative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process.sys, "executable", str(python))
 
 
-@pytest.mark.usefixtures("talkative")
+@pytest.mark.usefixtures("failing_python")
 def test_the_token_goes_through_the_environment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     said: list[str] = []
@@ -257,7 +257,7 @@ def test_the_token_goes_through_the_environment_only(tmp_path: Path, monkeypatch
         process.run(TINY, tmp_path / "run", gpu=2)
 
 
-@pytest.mark.usefixtures("talkative")
+@pytest.mark.usefixtures("failing_python")
 def test_other_files_where_the_profile_goes_stay(tmp_path: Path) -> None:
     theirs = tmp_path / "result.run" / "profile" / "theirs.txt"
     theirs.parent.mkdir(parents=True)

@@ -21,7 +21,7 @@ from tests.integration.planted_findings import (
     profiled,
 )
 
-pytestmark = pytest.mark.usefixtures("no_remains")
+pytestmark = pytest.mark.usefixtures("clean_process")
 
 
 def test_forwards_without_backward(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.integration.planted_findings import BATCH, FLOAT, Training, kinds, of_kind, profiled
 
-pytestmark = pytest.mark.usefixtures("no_remains")
+pytestmark = pytest.mark.usefixtures("clean_process")
 
 
 class Sequence(nn.Module):

@@ -23,7 +23,7 @@ from tests.integration.planted_findings import (
     profiled,
 )
 
-pytestmark = pytest.mark.usefixtures("no_remains")
+pytestmark = pytest.mark.usefixtures("clean_process")
 
 
 class HalfFrozen(nn.Module):
@@ -141,7 +141,7 @@ class Twice(nn.Module):
         return self.shared(torch.relu(self.shared(x)))  # type: ignore[no-any-return]
 
 
-def test_copies_that_are_needed_stay(no_remains: None) -> None:
+def test_copies_that_are_needed_stay(clean_process: None) -> None:
     """Gradients of a parameter that is used twice add up, in the copy of the first."""
 
     def gradients() -> list[torch.Tensor]:

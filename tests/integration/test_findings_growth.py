@@ -20,7 +20,7 @@ from tests.integration.planted_findings import (
     profiled,
 )
 
-pytestmark = pytest.mark.usefixtures("no_remains")
+pytestmark = pytest.mark.usefixtures("clean_process")
 
 
 def train(steps: int, model: nn.Module, mode: str, keep: Any = lambda output, step: None) -> Any:

@@ -32,7 +32,7 @@ def backward(module: Any) -> None:
     module(torch.randn(BATCH, TOKENS, 6, dtype=torch.float64)).square().sum((1, 2)).mean().backward()
 
 
-def since(before: dict[str, int]) -> dict[str, int]:
+def change_since(before: dict[str, int]) -> dict[str, int]:
     after = categories()
     return {name: after[name] - before[name] for name in KEPT if after[name] != before[name]}
 
@@ -52,7 +52,7 @@ def test_one_pass_keeps_the_smaller_of_pairs_and_samples(cpu: None) -> None:  # 
     backward(module)
     pair = BATCH * TOKENS * 50 * DOUBLE  # of the second Linear: its input, and its output's gradient
     samples = BATCH * (6 * 50 + 50) * DOUBLE  # of the first: weight and bias
-    assert since(before) == {
+    assert change_since(before) == {
         "activation_hooks_opacus_only": pair,
         "backprop_copies": pair,
         "per_sample_gradients": samples,
@@ -66,7 +66,7 @@ def test_one_pass_keeps_the_smaller_of_pairs_and_samples(cpu: None) -> None:  # 
         ("0", "norm_samples"): 2 * BATCH * DOUBLE,
     }
     optimizer.step()  # p.grad shows the sum with its noise, in the sum's own memory
-    assert since(before) == {}
+    assert change_since(before) == {}
     gradients = (6 * 50 + 50 + 50 * 50) * DOUBLE
     assert categories()["gradients"] - before["gradients"] == gradients
     optimizer.zero_grad()
@@ -80,9 +80,9 @@ def test_two_passes_keep_norms_and_sums(cpu: None) -> None:  # noqa: F811
     before = categories()
     backward(module)
     sums = (6 * 50 + 50 + 50 * 50) * DOUBLE
-    assert since(before) == {"norm_samples": 3 * BATCH * DOUBLE, "summed_gradients": sums}
+    assert change_since(before) == {"norm_samples": 3 * BATCH * DOUBLE, "summed_gradients": sums}
     optimizer.zero_grad()
-    assert since(before) == {}
+    assert change_since(before) == {}
     attachment.detach()
 
 

@@ -29,7 +29,7 @@ class Seen:
 
 
 @pytest.fixture
-def model(no_remains: None) -> Iterator[nn.Sequential]:
+def model(clean_process: None) -> Iterator[nn.Sequential]:
     native.cpu_install()
     yield nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1))
     native.cpu_uninstall()

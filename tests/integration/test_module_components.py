@@ -57,7 +57,7 @@ class Gpt(nn.Module):
         return self.h(self.n(x))
 
 
-def found(model: nn.Module) -> dict[str, str]:
+def components_by_module(model: nn.Module) -> dict[str, str]:
     """Of each module but the model itself."""
     named = list(named_modules(model))
     component = Components(known=components_of(named))
@@ -88,7 +88,7 @@ GPT = {
 
 
 def test_a_gpt_whose_names_say_nothing() -> None:
-    assert found(Gpt()) == GPT
+    assert components_by_module(Gpt()) == GPT
 
 
 @pytest.mark.parametrize("widths", ["separate", "grouped", "fused and grouped", "gated", "fused gate", "MLP only"])
@@ -107,7 +107,7 @@ def test_what_a_linear_is_for_is_told_by_the_widths_of_its_block(widths: str) ->
     layers = [nn.Linear(*one) for one in [*attention, *mlp]]
     model = nn.Sequential(nn.Embedding(9, d), nn.ModuleList([nn.ModuleList(layers)]), nn.Linear(d, 9))
     expected = ["attention"] * len(attention) + ["mlp"] * len(mlp)
-    assert [found(model)[f"1.0.{number}"] for number in range(len(layers))] == expected
+    assert [components_by_module(model)[f"1.0.{number}"] for number in range(len(layers))] == expected
 
 
 class Misleading(nn.Module):
@@ -125,7 +125,7 @@ class Misleading(nn.Module):
 
 
 def test_names_of_other_things_mislead_nobody() -> None:
-    components = found(Misleading())
+    components = components_by_module(Misleading())
     assert {name: components[name] for name, _ in Misleading().named_children()} == {
         "attention_norm": "embedding",
         "mlp_layers": "mlp",  # a list computes nothing
@@ -141,17 +141,17 @@ def test_names_of_other_things_mislead_nobody() -> None:
 
 def test_models_without_blocks() -> None:
     plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
-    assert list(found(plain).values()) == ["mlp", "mlp", "mlp", "head"]
+    assert list(components_by_module(plain).values()) == ["mlp", "mlp", "mlp", "head"]
     images = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
-    assert list(found(images).values()) == ["conv", "norm", "conv", "conv", "head"]
+    assert list(components_by_module(images).values()) == ["conv", "norm", "conv", "conv", "head"]
     patches = nn.Sequential(nn.Conv2d(3, 8, 4, stride=4), nn.Conv2d(8, 8, 2, stride=2))
-    assert list(found(patches).values()) == ["embedding", "conv"]
+    assert list(components_by_module(patches).values()) == ["embedding", "conv"]
 
 
 def test_adapters_on_names_that_say_nothing() -> None:
     from peft import LoraConfig, get_peft_model
 
-    components = found(get_peft_model(Gpt(), LoraConfig(r=2, target_modules=["a", "c", "d"])))
+    components = components_by_module(get_peft_model(Gpt(), LoraConfig(r=2, target_modules=["a", "c", "d"])))
     inside = "base_model.model."
     for name, component in GPT.items():
         assert components[inside + name] == component, name
@@ -180,7 +180,7 @@ def test_models_of_transformers(kind: str) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(transformers_models()[kind])
-    components = found(model)
+    components = components_by_module(model)
     for name, module in model.named_modules():
         if module._parameters:
             attention, mlp = "attention" in name or "attn" in name, "mlp" in name

@@ -63,7 +63,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.usefixtures("no_remains")
+@pytest.mark.usefixtures("clean_process")
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_the_peak_under_flash_clip(plan: Plan, tmp_path: Path) -> None:
     measured = train(plan, "cpu", tmp_path / "flash_clip", changes=Changes(mode="flash_clip")).peak

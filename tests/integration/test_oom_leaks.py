@@ -51,7 +51,7 @@ def train(mode: str, keep: Callable[[nn.Module, torch.Tensor], Any]) -> None:
         keep(model, output)
 
 
-def left_behind(directory: Path, mode: str, keep: Callable[[nn.Module, torch.Tensor], Any]) -> dict[str, Any]:
+def train_and_keep(directory: Path, mode: str, keep: Callable[[nn.Module, torch.Tensor], Any]) -> dict[str, Any]:
     with pytest.raises(torch.OutOfMemoryError), opacus_memprof.profile(directory, device="cpu"):
         train(mode, keep)
     report = json.loads((directory / "oom_report.json").read_text())
@@ -63,7 +63,7 @@ def left_behind(directory: Path, mode: str, keep: Callable[[nn.Module, torch.Ten
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "flash_clip"])
 def test_outputs_that_are_kept(mode: str, tmp_path: Path) -> None:
     kept: list[torch.Tensor] = []
-    left = left_behind(tmp_path, mode, lambda _, output: kept.append(output))
+    left = train_and_keep(tmp_path, mode, lambda _, output: kept.append(output))
     assert left["steps"] == [0, 1, 2]
     assert left["categories"] == {"activations": pytest.approx(sum(output.nbytes for output in kept), abs=100)}
 
@@ -86,4 +86,4 @@ def test_what_a_loop_keeps_on_purpose(keeps: str, mode: str, tmp_path: Path) -> 
         "the last two outputs": lambda _, output: last.append(output),
         "averages": Averages(),
     }[keeps]
-    assert left_behind(tmp_path, mode, keep)["bytes"] == 0
+    assert train_and_keep(tmp_path, mode, keep)["bytes"] == 0

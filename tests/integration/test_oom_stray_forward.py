@@ -21,7 +21,7 @@ from tests.models import MeanCrossEntropy
 BATCH, EVALUATED, WIDTH, CLASSES = 32, 256, 128, 500
 LIMIT = 60_000_000
 GRADIENTS = BATCH * 4 * ((WIDTH + 1) * WIDTH + (WIDTH + 1) * CLASSES)  # of all samples
-pytestmark = pytest.mark.usefixtures("no_remains")
+pytestmark = pytest.mark.usefixtures("clean_process")
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ def hooks_of(model: nn.Module) -> list[Any]:
     return [hook for module in model.modules() for table in tables for hook in getattr(module, table).values()]
 
 
-def is_ours(hook: Any) -> bool:
+def is_profiler_hook(hook: Any) -> bool:
     return type(hook).__module__.startswith("opacus_memprof")
 
 
@@ -60,9 +60,9 @@ def test_copies_behave_as_without(mode: str, make_copy: Any) -> None:
     with attached(training):
         training.run()
         copied = make_copy(training.model)
-        assert any(is_ours(hook) for hook in hooks_of(training.model))
+        assert any(is_profiler_hook(hook) for hook in hooks_of(training.model))
 
-    assert not any(is_ours(hook) for hook in hooks_of(copied))
+    assert not any(is_profiler_hook(hook) for hook in hooks_of(copied))
     result = outcome(copied)
     assert torch.equal(result, expected) if isinstance(expected, torch.Tensor) else result == expected
     for a, b in zip(copied.parameters(), plain.model.parameters(), strict=True):

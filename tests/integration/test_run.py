@@ -137,7 +137,7 @@ def start() -> Iterator[Start]:
             process.kill()
 
 
-def rest_of(process: "subprocess.Popen[str]") -> tuple[str, str]:
+def read_rest(process: "subprocess.Popen[str]") -> tuple[str, str]:
     """What it prints until its end on stdout (after what `start` has read) and on stderr."""
     output = process.stdout.read()  # not communicate(), which knows nothing of what readline has buffered
     return output, process.stderr.read()
@@ -151,7 +151,10 @@ def test_a_script_that_a_signal_ends(tmp_path: Path, start: Start, number: signa
         each.send_signal(number)
         each.wait(timeout=60)
     # The parent sees a death by the signal, as it does without the profiler.
-    assert process.returncode == reference.returncode == -number, (rest_of(reference), rest_of(process))
+    assert process.returncode == reference.returncode == -number, (
+        read_rest(reference),
+        read_rest(process),
+    )
     profile = profile_of(tmp_path / "out")
     assert (profile["status"], profile["exit_code"]) == ("killed", 128 + number)
     assert_reconciled(profile, tmp_path / "out")
@@ -174,7 +177,7 @@ def test_a_script_that_hangs_in_a_library_call(tmp_path: Path, start: Start) -> 
     (tmp_path / "hangs.py").write_text(HANGS)
     process = start(*RUN, "-o", tmp_path / "out", tmp_path / "hangs.py", last=0)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == -signal.SIGTERM, rest_of(process)
+    assert process.wait(timeout=60) == -signal.SIGTERM, read_rest(process)
     profile = profile_of(tmp_path / "out")
     assert (profile["status"], profile["exit_code"]) == ("killed", 128 + signal.SIGTERM)
     assert profile["devices"]["cpu"]["end_bytes"] >= 4000
@@ -198,7 +201,7 @@ def test_a_handler_that_takes_longer_than_the_grace(tmp_path: Path, start: Start
     (tmp_path / "slow.py").write_text(SLOW_HANDLER)
     process = start(*RUN, "-o", tmp_path / "out", tmp_path / "slow.py", last=0)
     process.send_signal(signal.SIGTERM)
-    output, _ = rest_of(process)
+    output, _ = read_rest(process)
     assert process.wait(timeout=60) == 4
     assert output.startswith("checkpoint written")
 
@@ -206,7 +209,7 @@ def test_a_handler_that_takes_longer_than_the_grace(tmp_path: Path, start: Start
 def test_a_script_with_a_handler_of_its_own(tmp_path: Path, start: Start) -> None:
     process = start(*RUN, "-o", tmp_path / "out", SCRIPTS / "handlers.py", last=0)
     process.send_signal(signal.SIGTERM)
-    output, _ = rest_of(process)
+    output, _ = read_rest(process)
     assert process.wait(timeout=60) == 4
     assert output.startswith("checkpoint written")
     assert profile_of(tmp_path / "out")["exit_code"] == 4
@@ -478,7 +481,7 @@ def test_an_event_file_that_cannot_grow(tmp_path: Path, small_disk: Callable[[st
 def test_a_profile_that_cannot_be_written(tmp_path: Path, start: Start) -> None:
     process = start(*RUN, "-o", tmp_path / "out", TRAIN, "--steps", "20", "--end", "exit_3", last=0)
     (tmp_path / "out" / "profile.json").mkdir()
-    output, errors = rest_of(process)
+    output, errors = read_rest(process)
     assert process.wait(timeout=60) == 3
     assert losses(output) == losses(plain(TRAIN, "--steps", "20").stdout)[1:]
     assert "the profile could not be written" in errors

@@ -64,7 +64,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(list(value.values()))
 
 
-def walk(training: Training, inputs: list[torch.Tensor], loss: Any) -> dict[str, set[int]]:
+def storages_by_owner(training: Training, inputs: list[torch.Tensor], loss: Any) -> dict[str, set[int]]:
     """Category → addresses of the storages that are of that category by who holds them."""
     model, trained = training.module, list(training.parameters())
     activations = [getattr(module, "activations", ()) for module in model.modules()]
@@ -90,7 +90,7 @@ def assert_agree(training: Training, inputs: list[torch.Tensor], loss: Any, fore
     for block in native.live_blocks():
         if block["address"] not in foreign:
             by_category.setdefault(block["category"], set()).add(block["address"])
-    walked = walk(training, inputs, loss)
+    walked = storages_by_owner(training, inputs, loss)
     for category in (*HELD_BY_OPACUS, *HELD_BY_TRAINING):
         assert by_category.get(category, set()) == walked[category], category
     for category in PASSING:
@@ -114,7 +114,7 @@ def assert_modules_agree(training: Training) -> None:
         assert found <= names
 
 
-def assert_somebody_holds_every_block(loss: Any, foreign: set[int]) -> None:
+def assert_every_block_has_an_owner(loss: Any, foreign: set[int]) -> None:
     objects = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
     held = addresses(objects) | addresses(saved_by_autograd(getattr(loss, "loss_per_sample", loss).grad_fn))
     assert {block["address"] for block in native.live_blocks()} - foreign <= held
@@ -133,7 +133,7 @@ def test_walked_storages_agree_with_the_ledger(model: Model, mode: str, tmp_path
             inputs = list(model.batch(6))
             loss = training.criterion(training.module(inputs[0]), inputs[1])
             assert_agree(training, inputs, loss, foreign)
-            assert_somebody_holds_every_block(loss, foreign)
+            assert_every_block_has_an_owner(loss, foreign)
             loss.backward()
             assert_agree(training, inputs, loss, foreign)
             if (
@@ -145,5 +145,5 @@ def test_walked_storages_agree_with_the_ledger(model: Model, mode: str, tmp_path
             assert_modules_agree(training)
             training.optimizer.zero_grad()
             assert_agree(training, inputs, loss, foreign)
-            assert_somebody_holds_every_block(loss, foreign)
+            assert_every_block_has_an_owner(loss, foreign)
             del loss

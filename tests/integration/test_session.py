@@ -29,7 +29,7 @@ WEIGHTS = (16 * 32 + 32 + 32 * 4 + 4) * 4  # bytes of the model below
 
 
 @pytest.fixture(autouse=True)
-def torch_as_it_was() -> Iterator[None]:
+def restored_torch() -> Iterator[None]:
     """No test leaves a session or an allocator behind, nor starts with what an earlier one's cycles keep alive."""
     gc.collect()
     assert native.live_blocks() == []

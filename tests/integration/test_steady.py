@@ -23,7 +23,7 @@ FIRST = 2  # the steps before fill caches, and make the optimizer's states
 LAST = STEPS - 2  # what autograd's thread has not dropped when the file ends is told as having outlived its step
 
 
-def attributed(directory: Path) -> list[Counter[tuple[Any, ...]]]:
+def attributions_by_step(directory: Path) -> list[Counter[tuple[Any, ...]]]:
     """How often each step allocated, or gave another category to, so many bytes under each combination of names."""
     rows, names = rows_of(directory)
     found: list[Counter[tuple[Any, ...]]] = [Counter() for _ in range(STEPS)]
@@ -50,7 +50,7 @@ def test_a_step_is_attributed_as_the_one_before(device: str, model: Model, mode:
         training = models.prepare(model, mode, device, engine)
         for _ in range(STEPS):
             training.step(filling=opacus_memprof.tag("per_sample_gradients"))
-    steps = attributed(tmp_path)
+    steps = attributions_by_step(tmp_path)
     for step in range(FIRST, LAST):
         assert steps[step] == steps[step + 1], {
             "gone": steps[step] - steps[step + 1],

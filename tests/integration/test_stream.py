@@ -22,7 +22,7 @@ from opacus_memprof.recording.stream.json_lines import JsonLines
 
 MIB = 2**20
 
-pytestmark = pytest.mark.usefixtures("no_remains")
+pytestmark = pytest.mark.usefixtures("clean_process")
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -39,7 +39,7 @@ def metrics(text: str) -> dict[tuple[str, ...], float]:
     }
 
 
-def until(condition: Any) -> None:
+def wait_until(condition: Any) -> None:
     end = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < end
@@ -55,7 +55,7 @@ def test_json_lines_say_what_was_live(tmp_path: Path) -> None:
         del more
         expected = session.snapshot("now")["devices"]["cpu"]["requested_bytes"]
         begin = len(lines(file))
-        until(lambda: len(lines(file)) >= begin + 3)
+        wait_until(lambda: len(lines(file)) >= begin + 3)
         newest = lines(file)[-1]
     assert (
         newest["devices"]["cpu"]["requested_bytes"] == expected == sum(newest["devices"]["cpu"]["categories"].values())
@@ -132,7 +132,7 @@ def test_prometheus_by_file_and_by_address(tmp_path: Path, unused_port: int) -> 
         key = ("opacus_memprof_memory_bytes", "cpu", "noise")
         with urllib.request.urlopen(f"{address}/metrics") as answer:
             scraped = metrics(answer.read().decode())
-        until(lambda: metrics(file.read_text()).get(key) == MIB)
+        wait_until(lambda: metrics(file.read_text()).get(key) == MIB)
         written = metrics(file.read_text())
         counted = native.counters()["devices"]["cpu"]
     assert scraped[key] == MIB

@@ -63,7 +63,7 @@ def child(tmp_path: Path) -> Child:
     return make
 
 
-def called(arguments: list[str], python: Path | str, monkeypatch: pytest.MonkeyPatch) -> int:
+def run_cli(arguments: list[str], python: Path | str, monkeypatch: pytest.MonkeyPatch) -> int:
     """The exit code of `opacus-memprof ARGUMENTS`, whose trainings are `python`'s."""
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(sys, "argv", ["opacus-memprof", *arguments])
@@ -108,8 +108,8 @@ def test_a_killed_sweep_goes_on(
         sweep.kill()
     assert [row["name"] for row in summary(results)] == NAMES[:2]
 
-    assert called(arguments, child(), monkeypatch) == 2  # without --resume nothing is touched
-    assert called([*arguments, "--resume"], child(), monkeypatch) == 0
+    assert run_cli(arguments, child(), monkeypatch) == 2  # without --resume nothing is touched
+    assert run_cli([*arguments, "--resume"], child(), monkeypatch) == 0
     assert trained(tmp_path) == [*NAMES[:3], *NAMES[2:]]
     assert [(row["name"], row["status"]) for row in summary(results)] == [(name, "finished") for name in NAMES]
     drawn = {"memory_analysis_overview.png", "memory_heatmap.png"}
@@ -118,7 +118,7 @@ def test_a_killed_sweep_goes_on(
     assert not [path for path in results.rglob("*") if path.is_file() and b"hf_secret" in path.read_bytes()]
 
     capsys.readouterr()
-    assert called([*arguments, "--resume", "--detailed"], child(), monkeypatch) == 0  # only what can be drawn from it
+    assert run_cli([*arguments, "--resume", "--detailed"], child(), monkeypatch) == 0  # only what can be drawn from it
     said = capsys.readouterr().out
     assert "4 of 4 configurations have a result already" in said
     assert "0/0" not in said
@@ -131,10 +131,10 @@ def test_a_killed_run_is_a_result_and_run_again(
     tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [*FOUR, "--results_dir", str(tmp_path / "results")]
-    assert called(arguments, child("os.kill(os.getpid(), signal.SIGKILL)"), monkeypatch) == 1
+    assert run_cli(arguments, child("os.kill(os.getpid(), signal.SIGKILL)"), monkeypatch) == 1
     assert [row["status"] for row in summary(tmp_path / "results")] == ["finished", "finished", "killed", "finished"]
     assert "killed by signal 9" in capsys.readouterr().out
-    assert called([*arguments, "--resume"], child(), monkeypatch) == 0
+    assert run_cli([*arguments, "--resume"], child(), monkeypatch) == 0
     assert trained(tmp_path) == [*NAMES, NAMES[2]]
     assert {row["status"] for row in summary(tmp_path / "results")} == {"finished"}
 
@@ -144,7 +144,7 @@ def test_what_is_refused_leaves_nothing(
 ) -> None:
     refused = 'result = failed(configuration) | {"refused": True, "error": "the model \\"x\\" cannot be loaded: do y"}'
     python = child(refused, NAMES[0])
-    assert called([*FOUR, "--results_dir", str(tmp_path / "results")], python, monkeypatch) == 2
+    assert run_cli([*FOUR, "--results_dir", str(tmp_path / "results")], python, monkeypatch) == 2
     assert 'opacus-memprof: the model "x" cannot be loaded: do y' in capsys.readouterr().err
     assert trained(tmp_path)[0] == NAMES[0]
     assert not (tmp_path / "results").exists()
@@ -155,8 +155,8 @@ def test_single_runs_are_compared(
 ) -> None:
     results = tmp_path / "results"
     one = ["single-gpu", "--config", "tiny", "--device", "cpu", "--results_dir", str(results), "--seq_length", "16"]
-    assert called([*one, "--batch_size", "8"], child(), monkeypatch) == 0
-    assert called([*one, "--batch_size", "8", "--use_lora", "--lora_rank", "4"], child(), monkeypatch) == 0
+    assert run_cli([*one, "--batch_size", "8"], child(), monkeypatch) == 0
+    assert run_cli([*one, "--batch_size", "8", "--use_lora", "--lora_rank", "4"], child(), monkeypatch) == 0
     said = capsys.readouterr().out
     assert "model tiny (random weights), mode hooks, bf16, device cpu\n" in said
     assert "sequence length 16, batch 8, physical batch 1, training LoRA adapters of rank 4\n" in said
@@ -171,7 +171,7 @@ def test_single_runs_are_compared(
 def test_all_single_runs(tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     results = tmp_path / "results"
     arguments = ["single-gpu", "--config", "tiny", "--device", "cpu", "--results_dir", str(results), "--run_all"]
-    assert called(arguments, child(), monkeypatch) == 0
+    assert run_cli(arguments, child(), monkeypatch) == 0
     assert [row["name"] for row in summary(results)] == trained(tmp_path)
     assert len(set(trained(tmp_path))) == 9
 
@@ -184,7 +184,7 @@ def test_the_documented_detailed_analysis(
     results = tmp_path / "detailed_results"
     lists = ["--seq_lengths", "128", "256", "--batch_sizes", "8", "16", "--max_physical_batch_sizes", "1", "2"]
     arguments = ["sweep", "--detailed", "--config", "tiny", "--device", "cpu", *lists, "--num_steps", "3"]
-    assert called([*arguments, "--token", "x", "--results_dir", str(results)], child(), monkeypatch) == 0
+    assert run_cli([*arguments, "--token", "x", "--results_dir", str(results)], child(), monkeypatch) == 0
     names = [f"seq{s}_batch{b}_physical{p}_lora16" for s in (128, 256) for b in (8, 16) for p in (1, 2)]
     assert [row["name"] for row in summary(results)] == names
     details = json.loads((results / "detailed_memory_results.json").read_text())["results"]
@@ -220,7 +220,7 @@ def test_bad_input_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert called([*arguments, "--results-dir", str(tmp_path / "results")], "/nowhere/python", monkeypatch) == 2
+    assert run_cli([*arguments, "--results-dir", str(tmp_path / "results")], "/nowhere/python", monkeypatch) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1
     assert sentence in said[0]
@@ -239,7 +239,7 @@ def test_memory_that_runs_out_is_a_result(tmp_path: Path, monkeypatch: pytest.Mo
     arguments = ["sweep", "--config", "tiny", "--device", "cpu", "--dtype", "fp32", "--num_steps", "1"]
     arguments += ["--seq_lengths", "16", "16384", "--batch_sizes", "64", "--max_physical_batch_sizes", "64"]
     arguments += ["--lora_ranks", "0", "--results_dir", str(results)]
-    assert called(arguments, python, monkeypatch) == 0
+    assert run_cli(arguments, python, monkeypatch) == 0
 
     fits, runs_out = json.loads((results / "memory_profile_results.json").read_text())["results"]
     assert (fits["status"], runs_out["status"]) == ("finished", "out_of_memory")

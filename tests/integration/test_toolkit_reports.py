@@ -21,7 +21,7 @@ MB = 2**20
 
 
 @pytest.fixture(autouse=True)
-def nothing_noted() -> Iterator[None]:
+def empty_journal() -> Iterator[None]:
     journal.clear()
     yield
     journal.clear()

@@ -35,7 +35,7 @@ def adapters(rank: int) -> int:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
+def collected_garbage() -> Iterator[None]:
     gc.collect()  # an earlier test's model, whose parameters would count as well
     yield
     assert opacus_memprof.session.current() is None

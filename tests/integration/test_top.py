@@ -50,12 +50,12 @@ def running(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     process.wait()
 
 
-def told(process: "subprocess.Popen[str]") -> dict[str, Any]:
+def read_counts(process: "subprocess.Popen[str]") -> dict[str, Any]:
     assert process.stdout is not None
     return dict(json.loads(process.stdout.readline()))
 
 
-def go_on(process: "subprocess.Popen[str]") -> None:
+def let_continue(process: "subprocess.Popen[str]") -> None:
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
@@ -73,11 +73,11 @@ def read_named(follower: ProfileFollower) -> dict[str, Any]:
 
 
 def test_a_running_process_is_followed(running: "subprocess.Popen[str]", tmp_path: Path) -> None:
-    first = told(running)
+    first = read_counts(running)
     assert directory_of_process(running.pid) == tmp_path / "profile"
     follower = ProfileFollower(tmp_path / "profile")
     for size in (0, 1, 3):
-        counted = first if size == 0 else told(running)
+        counted = first if size == 0 else read_counts(running)
         seen = read_named(follower)
         assert seen["status"] == "running"
         assert seen["pid"] == running.pid
@@ -87,7 +87,7 @@ def test_a_running_process_is_followed(running: "subprocess.Popen[str]", tmp_pat
         assert device["modules"][""].get("mine", 0) == 4000 * size
         assert device["requested_bytes"] == sum(counted["cpu"].values())
         if size < 3:
-            go_on(running)
+            let_continue(running)
     running.kill()
     running.wait()
     assert follower.read()["status"] == "killed"

@@ -22,7 +22,7 @@ from tests.event_rows import made_by_op, rows_of
 from tests.integration.planted_findings import Training
 
 pytestmark = [
-    pytest.mark.usefixtures("no_remains"),
+    pytest.mark.usefixtures("clean_process"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
 ]
 
@@ -41,7 +41,7 @@ def session(tmp_path: Path) -> Iterator[opacus_memprof.Session]:
         yield running
 
 
-def said_of(tensors: Any) -> set[tuple[str, str]]:
+def tags_of(tensors: Any) -> set[tuple[str, str]]:
     """The categories and modules of the blocks under tensors."""
     gc.collect()
     blocks = {block["address"]: (block["category"], block["module"]) for block in native.live_blocks()}
@@ -88,7 +88,7 @@ def test_states_that_are_others(
     training = Training(mlp(), mode, optimizer=kind)
     for _ in range(3):
         training.step(torch.randn(BATCH, WIDTHS[0]))
-        assert said_of(states(training.optimizer)) == {("optimizer_states", "0"), ("optimizer_states", "2")}
+        assert tags_of(states(training.optimizer)) == {("optimizer_states", "0"), ("optimizer_states", "2")}
         between(training.optimizer.original_optimizer)
 
 
@@ -98,7 +98,7 @@ def test_moved_parameters(session: Any) -> None:
         training.step(torch.randn(BATCH, WIDTHS[0]))
         training.model.double().float()
     training.model(torch.randn(BATCH, WIDTHS[0]))
-    assert said_of(training.model.parameters()) == {("model_parameters", "0"), ("model_parameters", "2")}
+    assert tags_of(training.model.parameters()) == {("model_parameters", "0"), ("model_parameters", "2")}
 
 
 class Forces(nn.Module):
@@ -122,7 +122,7 @@ def test_gradients_inside_a_forward(mode: str, session: Any) -> None:
     for _ in range(2):
         output = training.model(torch.randn(BATCH, WIDTHS[0]))
         (captured,) = training.model._module.after.activations[0]
-        assert said_of([captured]) == {("activation_hooks_shared", "")}
+        assert tags_of([captured]) == {("activation_hooks_shared", "")}
         assert {block["phase"] for block in native.live_blocks() if block["bytes"] == captured.nbytes} == {"forward"}
         del captured
         training.criterion(output, torch.zeros(BATCH)).backward()
@@ -163,7 +163,7 @@ def test_after_an_evaluation_the_program_has_its_own(session: Any) -> None:
     with torch.no_grad():
         training.model(torch.randn(BATCH, WIDTHS[0]))
     best = {key: value.clone() for key, value in training.model.state_dict().items()}
-    assert said_of(best.values()) == {("unattributed", "")}
+    assert tags_of(best.values()) == {("unattributed", "")}
 
 
 def test_a_teacher_s_forward_does_not_end_the_student_s(session: Any) -> None:
@@ -175,7 +175,7 @@ def test_a_teacher_s_forward_does_not_end_the_student_s(session: Any) -> None:
     with torch.no_grad():
         target = teacher(x)
     difference = output - target
-    assert said_of([difference]) == {("forward_undecided", "")}
+    assert tags_of([difference]) == {("forward_undecided", "")}
 
 
 def refused(*_: Any) -> None:
@@ -209,7 +209,7 @@ def test_after_a_failure_the_program_has_its_own(fail: Callable[[Training], Call
         training.step(torch.randn(BATCH, WIDTHS[0]))
     mend()
     training.optimizer.zero_grad()
-    assert said_of([torch.randn(1000)]) == {("unattributed", "")}
+    assert tags_of([torch.randn(1000)]) == {("unattributed", "")}
 
 
 class Hidden(nn.Module):
@@ -228,10 +228,10 @@ class Hidden(nn.Module):
 def test_what_the_program_alone_holds_besides_opacus_is_not_autograd_s(session: Any) -> None:
     training = Training(Hidden())
     _, (hidden,) = training.model(torch.randn(BATCH, WIDTHS[0]))
-    assert said_of([hidden]) == {("activation_hooks_opacus_only", "first")}
+    assert tags_of([hidden]) == {("activation_hooks_opacus_only", "first")}
     scaled = hidden.square()  # autograd saves it
     native.settle_all([hidden, scaled])
-    assert said_of([hidden]) == {("activation_hooks_shared", "first")}
+    assert tags_of([hidden]) == {("activation_hooks_shared", "first")}
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])

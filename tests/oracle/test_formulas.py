@@ -50,7 +50,7 @@ def windows() -> Iterator[None]:
     patch.undo()
 
 
-def held(training: Training) -> dict[str, int]:
+def bytes_by_category(training: Training) -> dict[str, int]:
     """Bytes by category, from the tensors that Opacus hangs on parameters and modules."""
     trained = training.trained
     captured = [t for m in training.hooked for call in getattr(m, "activations", ()) for t in call]
@@ -65,7 +65,7 @@ def held(training: Training) -> dict[str, int]:
 
 
 def expected(categories: dict[str, int]) -> dict[str, int]:
-    """The formulas' categories under the names of `held`."""
+    """The formulas' categories under the names of `bytes_by_category`."""
     names = ("per_sample_gradients", "norm_samples", "gradients", "summed_gradients", "clipping_temporaries")
     captured = categories["activation_hooks_shared"] + categories["activation_hooks_opacus_only"]
     return {name: categories[name] for name in names} | {"captured": captured}
@@ -80,11 +80,11 @@ def test_formulas_agree_with_torch(case: Case) -> None:
 
     def step() -> None:
         loss = training.forward()
-        seen["after forward"] = held(training)
+        seen["after forward"] = bytes_by_category(training)
         loss.backward()
-        seen["after backward"] = held(training)
+        seen["after backward"] = bytes_by_category(training)
         training.optimizer.step()
-        seen["after step"] = held(training)
+        seen["after step"] = bytes_by_category(training)
 
     peaks = window_peaks(step)
 

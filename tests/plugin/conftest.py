@@ -48,7 +48,7 @@ Run = Callable[..., pytest.RunResult]
 
 
 @pytest.fixture(scope="package", autouse=True)
-def everything_loaded() -> None:
+def preloaded_torch() -> None:
     """Torch loads parts of itself on their first use, and none of them can be loaded twice."""
     scope: dict[str, Any] = {}
     exec(TRAINING, scope)

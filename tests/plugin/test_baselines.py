@@ -16,13 +16,13 @@ def test_step(memprof):
 """
 
 
-def checked(width: int = 32, mode: str = "hooks", rel: float = 0.02) -> str:
+def baseline_test(width: int = 32, mode: str = "hooks", rel: float = 0.02) -> str:
     return CHECK.format(width=width, mode=mode, rel=rel)
 
 
 def test_written_then_kept_then_grown(run: Run, pytester: pytest.Pytester) -> None:
     """A model with 6 % more neurons: every per-sample gradient grows by as much."""
-    run(checked(), "--memprof-update-baselines").assert_outcomes(passed=1)
+    run(baseline_test(), "--memprof-update-baselines").assert_outcomes(passed=1)
     file = pytester.path / "memprof_baselines" / "step.json"
     content = json.loads(file.read_text())
     (entry,) = content["baselines"]
@@ -34,8 +34,8 @@ def test_written_then_kept_then_grown(run: Run, pytester: pytest.Pytester) -> No
     }
     assert entry["peak_bytes"] == sum(sum(sizes.values()) for sizes in entry["modules"].values())
 
-    run(checked(rel=0)).assert_outcomes(passed=1)
-    result = run(checked(width=34))
+    run(baseline_test(rel=0)).assert_outcomes(passed=1)
+    result = run(baseline_test(width=34))
     result.assert_outcomes(failed=1)
     before, after = (8 * (2 * 16 * n + n + 4 * n + 4) * 4 for n in (32, 34))
     percent = 100 * (after / before - 1)
@@ -48,14 +48,14 @@ def test_written_then_kept_then_grown(run: Run, pytester: pytest.Pytester) -> No
             "*in 0 *33.00 KiB -> *35.06 KiB  +2.06 KiB (+6.2 %)",
         ]
     )
-    run(checked(width=34, rel=0.07)).assert_outcomes(passed=1)
-    run(checked(width=30)).assert_outcomes(passed=1)
+    run(baseline_test(width=34, rel=0.07)).assert_outcomes(passed=1)
+    run(baseline_test(width=30)).assert_outcomes(passed=1)
 
     for mode in ("ghost", "functorch"):
-        refused = run(checked(mode=mode))
+        refused = run(baseline_test(mode=mode))
         refused.assert_outcomes(failed=1)
         refused.stdout.fnmatch_lines([f"*step.json has no baseline for cpu, *mode {mode}, but for cpu, *mode hooks: *"])
-    run(checked(mode="ghost"), "--memprof-update-baselines").assert_outcomes(passed=1)
+    run(baseline_test(mode="ghost"), "--memprof-update-baselines").assert_outcomes(passed=1)
     modes = [entry["key"]["mode"] for entry in json.loads(file.read_text())["baselines"]]
     assert modes == ["ghost", "hooks"]
     assert [path.name for path in file.parent.iterdir()] == ["step.json"]

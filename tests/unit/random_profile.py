@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from event_files import EventFile
-from test_analysis_format import the_reader
+from test_analysis_format import documented_reader
 
 from opacus_memprof.analysis.profile import build_profile, write_profile
 
@@ -70,7 +70,7 @@ class Oracle:
     """`live[i, c]`: bytes of category id `c` after event `i` of a device; 0 where the device has not begun."""
 
     def __init__(self, directory: Path, device: int) -> None:
-        self.events, self.names = the_reader()["read_events"](directory)
+        self.events, self.names = documented_reader()["read_events"](directory)
         here = self.events["device"] == device
         kind, size, category = (self.events[key].astype(np.int64) for key in ("kind", "size", "category"))
         self.blocks = here & np.isin(kind, (1, 2, 7))

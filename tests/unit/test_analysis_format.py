@@ -36,7 +36,7 @@ def keys(table: str) -> set[str]:
     return {key for row in rows for key in re.findall(r"`(\w+)`", row.split("|")[1])}
 
 
-def the_reader() -> dict[str, Any]:
+def documented_reader() -> dict[str, Any]:
     (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
     reader: dict[str, Any] = {}
     exec(code, reader)
@@ -44,7 +44,7 @@ def the_reader() -> dict[str, Any]:
 
 
 def test_the_reader_of_the_document_reads(tmp_path: Path) -> None:
-    reader = the_reader()
+    reader = documented_reader()
     events, names = reader["read_events"](a_file().write(tmp_path))
     assert [names["categories"][id] for id in events["category"][:3]] == ["model_parameters", "gradients", "inputs"]
     assert events["kind"].tolist() == [KINDS[kind] for kind in ("seed", "alloc", "alloc", "free", "oom", "snapshot")]
@@ -68,7 +68,7 @@ def test_the_reader_of_the_document_reads_what_a_killed_process_has_left(tmp_pat
     content = bytearray(file.write(tmp_path).joinpath("events.bin").read_bytes())
     content[16:24] = (2).to_bytes(8, "little")
     (tmp_path / "events.bin").write_bytes(content + bytes(32 * reserved))
-    events, _ = the_reader()["read_events"](tmp_path)
+    events, _ = documented_reader()["read_events"](tmp_path)
     assert events["size"].tolist() == [100, 2**47 + 7, 50, 100, 2**40, 1]
     assert build_profile(tmp_path, status="killed", exit_code=None)["events"]["recorded"] == 6
 

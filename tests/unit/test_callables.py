@@ -42,7 +42,7 @@ def block_of(tensor: torch.Tensor) -> dict[str, Any]:
     return next(block for block in native.live_blocks() if block["address"] == tensor.untyped_storage().data_ptr())
 
 
-def made_now() -> str:
+def category_of_new_block() -> str:
     return str(block_of(torch.empty(1000))["category"])
 
 
@@ -60,12 +60,12 @@ def test_an_exception_passes_and_ends_the_tag(name: str) -> None:
         TAG.__enter__()  # which nobody leaves
         raise KeyError("as it was")
 
-    before = made_now()
+    before = category_of_new_block()
     with pytest.raises(KeyError, match="as it was"):
         MAKERS[name](broken)(Layer(), None, None)
     if name == "CaptureActivations":  # runs Opacus' hook under no tag of its own
         TAG.__exit__(None, None, None)
-    assert made_now() == before != "temp_matrices"
+    assert category_of_new_block() == before != "temp_matrices"
 
 
 @pytest.mark.parametrize("name", MAKERS)

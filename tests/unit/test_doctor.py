@@ -99,7 +99,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     return Machine(monkeypatch, tmp_path)
 
 
-def only(name: str) -> Check:
+def check_of(name: str) -> Check:
     (check,) = [check for check in examine() if check.name == name]
     return check
 
@@ -128,34 +128,36 @@ def test_a_machine_in_order(machine: Machine, tmp_path: Path) -> None:
 def test_no_torch(machine: Machine) -> None:
     machine.modules["torch"] = ImportError("No module named 'torch'")
     assert problems() == ["torch"]
-    assert only("torch").found == "No module named 'torch'"
-    assert "pip install torch" in only("torch").remedy
+    assert check_of("torch").found == "No module named 'torch'"
+    assert "pip install torch" in check_of("torch").remedy
 
 
 def test_a_broken_torch_does_not_break_the_doctor(machine: Machine) -> None:
     machine.modules["torch"] = OSError("libcudart.so.13: cannot open shared object file\nand more")
-    assert only("torch").found == "libcudart.so.13: cannot open shared object file"
+    assert check_of("torch").found == "libcudart.so.13: cannot open shared object file"
     assert problems() == ["torch"]
 
 
 def test_an_extension_that_cannot_be_used_is_explained(machine: Machine) -> None:
     machine.modules["opacus_memprof.recording.native"] = ImportError("built for torch 2.11.0: run `pip install`")
     assert problems() == ["extension"]
-    assert only("extension").remedy == "built for torch 2.11.0: run `pip install`"
+    assert check_of("extension").remedy == "built for torch 2.11.0: run `pip install`"
 
 
 def test_an_extension_that_was_never_built(machine: Machine) -> None:
     machine.modules["opacus_memprof._build_info"] = ImportError("none")
     machine.modules["opacus_memprof.recording.native"] = ImportError("not built: run `pip install`")
     del machine.versions["opacus-memprof"]
-    assert only("opacus-memprof").found == "not installed, run from its source tree; its extension has not been built"
+    assert (
+        check_of("opacus-memprof").found == "not installed, run from its source tree; its extension has not been built"
+    )
     assert problems() == ["extension"]
 
 
 @pytest.mark.parametrize(("version", "level"), [("1.5.4", "problem"), ("1.6", "ok"), ("1.10.0", "ok"), ("2.0", "ok")])
 def test_versions_of_opacus(machine: Machine, version: str, level: str) -> None:
     machine.versions["opacus"] = version
-    assert only("Opacus").level == level
+    assert check_of("Opacus").level == level
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,10 @@ def test_versions_of_opacus(machine: Machine, version: str, level: str) -> None:
 )
 def test_versions_of_torch(machine: Machine, version: str, level: str) -> None:
     machine.modules["torch"] = fake_torch(version)
-    assert (only("torch").level, only("torch").remedy) == (level, "tried are 2.11 to 2.15" if level == "note" else "")
+    assert (check_of("torch").level, check_of("torch").remedy) == (
+        level,
+        "tried are 2.11 to 2.15" if level == "note" else "",
+    )
     assert problems() == []
 
 
@@ -176,21 +181,21 @@ def test_docs_claim_what_is_tried() -> None:
 
 def test_no_opacus(machine: Machine) -> None:
     del machine.versions["opacus"]
-    assert only("Opacus") == Check("Opacus", "not installed", "problem", 'install it: `pip install "opacus>=1.6"`')
+    assert check_of("Opacus") == Check("Opacus", "not installed", "problem", 'install it: `pip install "opacus>=1.6"`')
 
 
 def test_no_driver_leaves_the_cpu(machine: Machine) -> None:
     machine.driver = None
     machine.modules["torch"] = fake_torch(gpus=0)
-    assert only("CUDA driver").found == "none"
-    assert only("GPUs").found == "torch finds none"
+    assert check_of("CUDA driver").found == "none"
+    assert check_of("GPUs").found == "torch finds none"
     assert problems() == []
 
 
 @pytest.mark.parametrize(("driver", "level"), [(12080, "note"), (13000, "ok"), (14010, "ok")])
 def test_a_driver_of_an_older_major_version_is_too_old(machine: Machine, driver: int, level: str) -> None:
     machine.driver = driver
-    check = only("CUDA driver")
+    check = check_of("CUDA driver")
     assert check.level == level
     assert ("update the driver" in check.remedy) == (level == "note")
 
@@ -198,7 +203,7 @@ def test_a_driver_of_an_older_major_version_is_too_old(machine: Machine, driver:
 def test_hidden_gpus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.modules["torch"] = fake_torch(gpus=0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert only("GPUs").found == "CUDA_VISIBLE_DEVICES= leaves none"
+    assert check_of("GPUs").found == "CUDA_VISIBLE_DEVICES= leaves none"
 
 
 def test_gpus_that_fail(machine: Machine) -> None:
@@ -209,15 +214,15 @@ def test_gpus_that_fail(machine: Machine) -> None:
 
     torch_.cuda.get_device_properties = fail
     machine.modules["torch"] = torch_
-    assert only("GPUs").found == "CUDA error: device busy"
+    assert check_of("GPUs").found == "CUDA error: device busy"
     assert problems() == []
 
 
 def test_torch_for_the_cpu_only(machine: Machine) -> None:
     machine.modules["torch"] = fake_torch("2.15.0+cpu", cuda=None)
     machine.modules["opacus_memprof.recording.native"] = module("native", HAS_CUDA=False)
-    assert only("torch").found == "2.15.0+cpu, built for the CPU only"
-    assert only("extension") == Check("extension", "loads; CPU only, as torch is")
+    assert check_of("torch").found == "2.15.0+cpu, built for the CPU only"
+    assert check_of("extension") == Check("extension", "loads; CPU only, as torch is")
     assert not [check for check in examine() if check.name in ("CUDA driver", "CUDA allocator", "GPUs")]
 
 
@@ -225,7 +230,7 @@ def test_built_without_cuda_for_a_torch_with_it(machine: Machine) -> None:
     machine.modules["opacus_memprof.recording.native"] = module(
         "native", HAS_CUDA=False, rebuild_command=lambda: "MEND"
     )
-    check = only("extension")
+    check = check_of("extension")
     assert check.level == "note"
     assert "`OPACUS_MEMPROF_CUDA=1 MEND`" in check.remedy
 
@@ -233,7 +238,7 @@ def test_built_without_cuda_for_a_torch_with_it(machine: Machine) -> None:
 @pytest.mark.parametrize("name", ["cudaMallocAsync", "pluggable"])
 def test_another_allocator(machine: Machine, name: str) -> None:
     machine.modules["opacus_memprof.recording.native"] = module("native", HAS_CUDA=True, cuda_current_name=lambda: name)
-    check = only("CUDA allocator")
+    check = check_of("CUDA allocator")
     assert name in check.found
     assert check.level == "note"
     assert check.remedy
@@ -242,21 +247,21 @@ def test_another_allocator(machine: Machine, name: str) -> None:
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_settings_of_the_allocator_are_shown(machine: Machine, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "backend:cudaMallocAsync")
-    assert only(variable).found == "backend:cudaMallocAsync"
+    assert check_of(variable).found == "backend:cudaMallocAsync"
 
 
 def test_no_caching(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
-    assert only("PYTORCH_NO_CUDA_MEMORY_CACHING").level == "note"
+    assert check_of("PYTORCH_NO_CUDA_MEMORY_CACHING").level == "note"
 
 
 def test_a_virtual_gpu_that_cannot_be_is_explained(machine: Machine) -> None:
     machine.virtual_gpu_fails = "the libraries have not been built: install it again", True
     why = "does not work here: the libraries have not been built: install it again"
-    assert only("virtual GPU") == Check("virtual GPU", why, "note")
+    assert check_of("virtual GPU") == Check("virtual GPU", why, "note")
     machine.virtual_gpu_fails = "a trial ended with exit code 1 (ImportError: no)", False
-    assert only("virtual GPU").found.endswith("(ImportError: no)")
-    assert "install opacus-memprof again" in only("virtual GPU").remedy
+    assert check_of("virtual GPU").found.endswith("(ImportError: no)")
+    assert "install opacus-memprof again" in check_of("virtual GPU").remedy
     assert problems() == []
 
 
@@ -276,8 +281,8 @@ def test_how_a_trial_ends(monkeypatch: pytest.MonkeyPatch, program: str, failed:
 
 def test_rmm(machine: Machine) -> None:
     machine.versions["rmm"] = "26.2.0"
-    assert only("RMM").found == "26.2.0"
-    assert "before the profile starts" in only("RMM").remedy
+    assert check_of("RMM").found == "26.2.0"
+    assert "before the profile starts" in check_of("RMM").remedy
 
 
 def test_a_directory_that_cannot_be_written(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +290,7 @@ def test_a_directory_that_cannot_be_written(machine: Machine, monkeypatch: pytes
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
-    check = only("directory")
+    check = check_of("directory")
     assert check.found.endswith(": Read-only file system")
     assert "-o DIR" in check.remedy
     assert problems() == []

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from event_files import START, EventFile, unix_ns
-from test_analysis_format import the_reader
+from test_analysis_format import documented_reader
 
 from opacus_memprof.analysis.events import KINDS, Events
 from opacus_memprof.analysis.profile import build_profile
@@ -69,7 +69,7 @@ def test_categories_are_settled_from_birth_on(tmp_path: Path) -> None:
 
 def test_a_row_has_what_its_record_has(tmp_path: Path) -> None:
     rows, names = rows_of(a_run().write(tmp_path))
-    raw, raw_names = the_reader()["read_events"](tmp_path)
+    raw, raw_names = documented_reader()["read_events"](tmp_path)
     for field, of in (("kind", "kind"), ("address", "address"), ("step", "step")):
         assert rows[field].tolist() == raw[of].tolist(), field
     for field, of in (("tag", "category"), ("phase", "phase"), ("device", "device"), ("thread", "thread")):

@@ -21,13 +21,13 @@ FILES = [
 ]
 
 
-def leaves(content: Any, path: str = "") -> Iterator[tuple[Any, Any, str]]:
+def json_leaves(content: Any, path: str = "") -> Iterator[tuple[Any, Any, str]]:
     """Every number, text and null in a document: what it lies in, its key there, and its path in words."""
     items = content.items() if isinstance(content, dict) else enumerate(content)
     for key, value in items:
         place = f"{path}[{key}]" if isinstance(content, list) else f"{path}.{key}".removeprefix(".")
         if isinstance(value, (dict, list)):
-            yield from leaves(value, place)
+            yield from json_leaves(value, place)
         else:
             yield content, key, place
 
@@ -36,7 +36,7 @@ def leaves(content: Any, path: str = "") -> Iterator[tuple[Any, Any, str]]:
 def test_whatever_is_wrong_is_named(file: Path, kind: type[JsonObject], tmp_path: Path) -> None:
     """An object stands in the place of a number or text, 40 times at random."""
     content = json.loads(file.read_text())
-    everything = list(leaves(content))
+    everything = list(json_leaves(content))
     for inside, key, place in random.Random(0).sample(everything, 40):
         before, inside[key] = inside[key], {}
         (tmp_path / "bad.json").write_text(json.dumps(content))

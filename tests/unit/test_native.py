@@ -39,7 +39,7 @@ def load(monkeypatch: pytest.MonkeyPatch, tree: Path, built_for: str | None, ext
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def extension_with_everything() -> ModuleType:
+def stub_extension() -> ModuleType:
     made = ModuleType("opacus_memprof._C")
     vars(made).update(dict.fromkeys(stub_names()), category_id=lambda name: 0)  # called when it is loaded
     return made
@@ -63,7 +63,7 @@ def test_everything_that_the_stub_declares_is_let_through() -> None:
 
 
 def test_the_matching_torch_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    load(monkeypatch, tmp_path, str(torch.__version__), extension_with_everything())
+    load(monkeypatch, tmp_path, str(torch.__version__), stub_extension())
 
 
 def test_another_torch_is_refused_before_the_extension_is_touched(
@@ -85,7 +85,7 @@ def test_another_torch_is_refused_before_the_extension_is_touched(
 def test_in_a_source_tree_the_command_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "setup.py").touch()
     with pytest.raises(ImportError, match=r"built for torch 1\.0") as raised:
-        load(monkeypatch, tmp_path, "1.0", extension_with_everything())
+        load(monkeypatch, tmp_path, "1.0", stub_extension())
     assert str(raised.value).endswith(f"run `pip install --no-deps -e {tmp_path}`")
 
 
@@ -100,7 +100,7 @@ def test_an_extension_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_an_extension_of_an_older_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    extension = extension_with_everything()
+    extension = stub_extension()
     del extension.settle
     with pytest.raises(ImportError, match=r"cannot be loaded \(cannot import name 'settle'.* run `pip"):
         load(monkeypatch, tmp_path, str(torch.__version__), extension)

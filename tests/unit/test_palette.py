@@ -29,7 +29,7 @@ def linear(color: str) -> np.ndarray:
     return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
 
 
-def lab(rgb: np.ndarray) -> np.ndarray:
+def to_cielab(rgb: np.ndarray) -> np.ndarray:
     """CIELAB (D65) of linear sRGB: another space than the one in which the colours were searched."""
     to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
     t = to_xyz @ np.clip(rgb, 0, 1) / np.array([0.9505, 1.0, 1.089])
@@ -37,7 +37,7 @@ def lab(rgb: np.ndarray) -> np.ndarray:
     return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
 
 
-def contrast(one: str, other: str) -> float:
+def contrast_ratio(one: str, other: str) -> float:
     """As WCAG 2 defines it."""
     lights = sorted((float(np.array([0.2126, 0.7152, 0.0722]) @ linear(color)) for color in (one, other)), reverse=True)
     return (lights[0] + 0.05) / (lights[1] + 0.05)
@@ -51,7 +51,7 @@ def test_every_builtin_category_has_a_colour() -> None:
 @pytest.mark.parametrize(("eyes", "apart"), [("normal", 8.0), ("protanopia", 4.5), ("deuteranopia", 4.5)])
 def test_two_categories_look_different(eyes: str, apart: float) -> None:
     """2.3 is what is just noticeable (Mahy 1994)."""
-    seen = {name: lab(SEEN_AS[eyes] @ linear(category_color(name))) for name in {*CATEGORIES, *REPORTED} - PARTS}
+    seen = {name: to_cielab(SEEN_AS[eyes] @ linear(category_color(name))) for name in {*CATEGORIES, *REPORTED} - PARTS}
     distances = {pair: float(np.linalg.norm(seen[pair[0]] - seen[pair[1]])) for pair in combinations(sorted(seen), 2)}
     nearest = min(distances, key=lambda pair: distances[pair])
     assert distances[nearest] > apart, (nearest, distances[nearest])
@@ -61,13 +61,13 @@ def test_two_categories_look_different(eyes: str, apart: float) -> None:
 def test_text_can_be_read(theme: Theme) -> None:
     background = theme.background
     for name in ("text", "muted", "accent"):
-        assert contrast(getattr(theme, name), background) >= 4.5, name
+        assert contrast_ratio(getattr(theme, name), background) >= 4.5, name
 
 
 @pytest.mark.parametrize("theme", THEMES.values(), ids=THEMES)
 def test_a_category_stands_out_from_the_background(theme: Theme) -> None:
     for category in CATEGORIES:
-        assert contrast(category_color(category), theme.background) > 1.3, category
+        assert contrast_ratio(category_color(category), theme.background) > 1.3, category
 
 
 def test_a_programs_own_category_keeps_its_colour() -> None:

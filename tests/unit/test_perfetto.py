@@ -46,7 +46,7 @@ class Parsed:
         return [(b.track_event.name, b.timestamp, e.timestamp) for b, e in zip(begins, ends, strict=True)]
 
 
-def at(counter: list[tuple[int, int]], time: int) -> int:
+def value_at(counter: list[tuple[int, int]], time: int) -> int:
     """A counter holds its value until the next."""
     return next((value for when, value in reversed(counter) if when <= time), 0)
 
@@ -66,8 +66,8 @@ def test_counters_are_exact_at_every_event(parsed: Parsed, tmp_path: Path, devic
     for event, time in enumerate((oracle.events["time"] * TICK_NS).tolist()):
         if not oracle.blocks[: event + 1].any() or not (oracle.blocks[event] or oracle.events["kind"][event] == 4):
             continue
-        assert at(counters["total"], time) == oracle.total[event]
-        live = {name: at(counters[name], time) for name in names}
+        assert value_at(counters["total"], time) == oracle.total[event]
+        live = {name: value_at(counters[name], time) for name in names}
         assert {name: size for name, size in live.items() if size} == oracle.settled_at(event)
         checked += 1
     assert checked > 300

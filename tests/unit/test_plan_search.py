@@ -18,7 +18,7 @@ def _linear(rng: random.Random) -> Callable[[int], int]:
     return lambda n: base + slope * n
 
 
-def _bent(rng: random.Random) -> Callable[[int], int]:
+def _piecewise_linear(rng: random.Random) -> Callable[[int], int]:
     """The largest of several lines, as the instants of a step are."""
     lines = [(rng.randrange(60 * 2**30), rng.randrange(2**30)) for _ in range(4)]
     return lambda n: max(base + slope * n for base, slope in lines)
@@ -30,7 +30,7 @@ def _measured(requested: int, waste: float) -> Point:
     return Point(requested <= ROOM, requested, reserved, ROOM)
 
 
-@pytest.mark.parametrize("kind", [_linear, _bent])
+@pytest.mark.parametrize("kind", [_linear, _piecewise_linear])
 @pytest.mark.parametrize("waste", [1.0, 1.04])
 @pytest.mark.parametrize("width", [1, 2, 8])
 def test_it_finds_what_trying_all_finds(kind: Peaks, waste: float, width: int) -> None:

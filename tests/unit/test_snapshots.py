@@ -57,7 +57,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     return machine
 
 
-def take() -> DeviceCount:
+def snapshot_of_gpu() -> DeviceCount:
     assert gc.isenabled()
     device = snapshots.take("now").devices["cuda:0"]
     assert gc.isenabled()
@@ -66,7 +66,7 @@ def take() -> DeviceCount:
 
 
 def test_the_sums_end_at_what_the_device_uses(cuda: Any) -> None:
-    device = take()
+    device = snapshot_of_gpu()
     assert device["remainder"] == 0
     assert device["requested_bytes"] + device["rounding"] == device["allocated_bytes"] == 4608
     assert device["allocated_bytes"] + device["cached"] == device["reserved_bytes"] == 2**21
@@ -78,7 +78,7 @@ def test_what_waits_for_a_side_stream_is_counted_once(cuda: Any) -> None:
     # torch still counts the block as requested and as active, but no longer as allocated.
     cuda.pending = 500
     cuda.stats = stats(requested_bytes=4500, active_bytes=5120, allocated_bytes=4608, reserved_bytes=2**21)
-    device = take()
+    device = snapshot_of_gpu()
     assert device["categories"]["pending_free"] == 500
     assert device["remainder"] == 0
     assert device["requested_bytes"] + device["rounding"] + device["cached"] == 2**21
@@ -88,33 +88,33 @@ def test_captures_are_one_category_and_its_two_parts(cuda: Any, monkeypatch: pyt
     held = {"activation_hooks_shared": 1000, "activation_hooks_opacus_only": 500, "noise": 2500}
     taken = native.snapshot("now")
     taken["devices"]["cuda:0"]["categories"] = held
-    device = take()
+    device = snapshot_of_gpu()
     assert device.categories == {"activation_hooks": 1500, "noise": 2500}
     assert device.activation_hooks == {"shared_with_autograd": 1000, "opacus_only": 500}
 
 
 def test_a_difference_shows(cuda: Any) -> None:
     cuda.stats = stats(requested_bytes=4007, active_bytes=4608, allocated_bytes=4608, reserved_bytes=2**21)
-    assert take()["remainder"] == 7
+    assert snapshot_of_gpu()["remainder"] == 7
 
 
 def test_cuda_malloc_async_counts_two_things(cuda: Any) -> None:
     cuda.pending = None
     cuda.stats = stats(requested_bytes=0, active_bytes=0, allocated_bytes=4000, reserved_bytes=2**21)
-    device = take()
+    device = snapshot_of_gpu()
     assert (device["remainder"], device["rounding"], device["cached"]) == (0, 0, 2**21 - 4000)
 
 
 @pytest.mark.parametrize("counts", [stats(requested_bytes=0, allocated_bytes=0), RuntimeError("not supported"), {}])
 def test_where_nobody_counts_nothing_is_claimed(cuda: Any, counts: Any) -> None:
     cuda.stats = counts
-    device = take()
+    device = snapshot_of_gpu()
     assert device["requested_bytes"] == 4000
     assert device["remainder"] is device["rounding"] is device["cached"] is device["allocated_bytes"] is None
 
 
 def test_a_device_in_error_leaves_what_is_known(cuda: Any) -> None:
     cuda.free = None
-    device = take()
+    device = snapshot_of_gpu()
     assert device["outside_pytorch"] is None
     assert device["remainder"] == 0

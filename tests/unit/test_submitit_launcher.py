@@ -32,7 +32,7 @@ def directory(tmp_path: Path, cells: list[Cell]) -> Iterator[ResultsDirectory]:
         yield directory
 
 
-def trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def replace_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each job leaves a result that says its physical batch; 2 takes a minute, 4 ends without one."""
 
     def train(configuration: Mapping[str, Any], directory: str) -> None:
@@ -52,7 +52,7 @@ def trains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_cell_is_a_job(directory: ResultsDirectory, cells: list[Cell], monkeypatch: pytest.MonkeyPatch) -> None:
-    trains(monkeypatch)
+    replace_training(monkeypatch)
     monkeypatch.setenv("HF_TOKEN", "")  # restored at the end
     launcher = SubmititLauncher(directory, "local", {"timeout_min": 2}, token="secret")
     with closing(launcher.run(cells)) as results:

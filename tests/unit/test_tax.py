@@ -40,12 +40,12 @@ def profile_in(directory: Path, file: EventFile) -> Profile:
     return build_profile(file.write(directory), status="finished", exit_code=0)
 
 
-def the_tax(path: Path) -> Tax:
+def tax_in(path: Path) -> Tax:
     return dp_tax(profile_in(path / "private", private_file()), profile_in(path / "vanilla", vanilla_file()))
 
 
 def test_the_difference_by_category_and_module(tmp_path: Path) -> None:
-    assert the_tax(tmp_path) == {
+    assert tax_in(tmp_path) == {
         "devices": {
             "cuda:0": {
                 "total": 56 * KIB,
@@ -79,7 +79,7 @@ def test_captures_that_autograd_holds_anyway_are_no_cost(tmp_path: Path) -> None
 
 def test_in_print(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=100, color_system=None)
-    print_tax(the_tax(tmp_path), console)
+    print_tax(tax_in(tmp_path), console)
     assert isinstance(console.file, io.StringIO)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert lines[0] == "cuda:0: privacy takes +56.00 KiB at the peak: 150.00 KiB with it, 94.00 KiB without"

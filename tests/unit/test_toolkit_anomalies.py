@@ -119,14 +119,14 @@ def test_readings_at_an_interval_need_more_of_them() -> None:
     assert kinds(series([100.0 + 5 * step for step in range(60)], name=anomalies.MONITOR)) == ["leak"]
 
 
-def creeping(sizes: list[float]) -> list[float]:
+def with_drift(sizes: list[float]) -> list[float]:
     """With what a running program and the readings themselves add."""
     return [size + 0.01 * index for index, size in enumerate(sizes)]
 
 
 def test_one_large_allocation_is_no_leak_whatever_else_creeps() -> None:
     for before in range(2, 58):
-        sizes = creeping([500.0] * before + [1300.0] * (60 - before))
+        sizes = with_drift([500.0] * before + [1300.0] * (60 - before))
         for source in (RECORDER, MEMORY_STATS, RESIDENT):
             assert "leak" not in kinds(series(sizes, name=anomalies.MONITOR, source=source))
             assert "leak" not in kinds(series(sizes, source=source))
@@ -138,7 +138,7 @@ def test_an_allocation_that_is_being_filled_is_no_leak(filling: float) -> None:
     for length in range(50, 2000, 50):
         for begins in (0, length // 3, length - 25):
             fills = [min(1.0, max(0.0, 0.02 * (index - begins) / filling)) for index in range(length)]
-            sizes = creeping([500 + 800 * full for full in fills])
+            sizes = with_drift([500 + 800 * full for full in fills])
             assert series(sizes, interval=0.02, name=anomalies.MONITOR, source=RESIDENT) == []
 
 

@@ -122,7 +122,7 @@ def attention(device: str) -> list[Any]:
     return found
 
 
-def compared(function: Callable[[str], Any]) -> dict[str, Any]:
+def run_on_both(function: Callable[[str], Any]) -> dict[str, Any]:
     on_cpu = function("cpu")
     return {"cpu": on_cpu, "cuda": function("cuda"), "reads": [use.operation for use in values.unknown_reads()]}
 
@@ -298,9 +298,9 @@ def gpt2() -> dict[str, Any]:
 
 
 FUNCTIONS: dict[str, Callable[[], dict[str, Any]]] = {
-    "operations": lambda: compared(operations),
-    "results": lambda: compared(results),
-    "attention": lambda: compared(attention),
+    "operations": lambda: run_on_both(operations),
+    "results": lambda: run_on_both(results),
+    "attention": lambda: run_on_both(attention),
     "scaler": scaler,
     "blocks": blocks,
     "unknown": unknown,
