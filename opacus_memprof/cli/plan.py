@@ -133,7 +133,8 @@ def _judge(
     board.stop()
     profile = adopt(runs, verdict.run)
     content: dict[str, Any] = {"verdict": verdict_content(verdict)}
-    report.print_verdict(verdict, _doubts(profile), console)
+    report.print_verdict(verdict, console)
+    report.print_doubts(profile["warnings"], console)
     fits = verdict.run.fits
     if steps is not None:
         draws = assess_draws(runs, configuration, verdict.run, steps, board.on_round)
@@ -157,12 +158,13 @@ def _compare(
     fitting = [cell for cell in cells if cell.answer is not None and cell.answer.fits]
     chosen = (fitting or [cell for cell in cells if cell.answer is not None])[0].answer
     assert chosen is not None
-    adopt(runs, chosen)
+    profile = adopt(runs, chosen)
     search = (
         None if searched is None else SearchedArgument(argument=searched.name, low=searched.low, high=searched.high)
     )
     write_plan(runs, base, search=search, cells=[cell_content(cell) for cell in cells])
     report.print_cells(cells, searched, console)
+    report.print_doubts(profile["warnings"], console)
     return bool(fitting)
 
 
@@ -171,11 +173,6 @@ def _kinds(listed: str) -> list[str]:
     for kind in kinds:
         find_gpu(kind)
     return kinds
-
-
-def _doubts(profile: dict[str, Any]) -> list[str]:
-    """What the run decided by values that a virtual GPU does not compute, or could not know."""
-    return [warning for warning in profile.get("warnings", []) if "virtual GPU" in warning or "real GPU" in warning]
 
 
 class _Board:

@@ -95,13 +95,13 @@ class Player:
 
 def _replay(asked: dict[str, Any], directory: Path) -> dict[str, Any]:
     virtual_gpu.start(asked["gpu"], memory=asked["memory"])
-    import torch
-
     try:
+        import torch
+
         torch.cuda.init()  # type: ignore[no-untyped-call]
         player = Player(Events(directory), asked["device"])
         failed = player.play()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise MemprofError(f"torch's allocator refuses these settings: {str(error).splitlines()[0]}") from None
     free, _ = torch.cuda.mem_get_info()
     return {

@@ -16,6 +16,7 @@ from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.virtual_gpu.devices import GPUS
 
 _MOST_WARNINGS = 3
+_UNKNOWN = "what the virtual GPU does not compute"  # in warnings on values and shapes
 
 
 def gpu_name(kind: str, memory: int | None) -> str:
@@ -48,7 +49,7 @@ def print_draws(draws: Draws, console: Console) -> None:
         )
 
 
-def print_verdict(verdict: Verdict, warnings: Sequence[str], console: Console) -> None:
+def print_verdict(verdict: Verdict, console: Console) -> None:
     """Whether it fits and by how much, because of what, and what to do."""
     run, gpu = verdict.run, gpu_name(verdict.configuration.gpu, verdict.configuration.memory)
     room = f"{format_bytes(run.may_reserve or 0)} that it may reserve"
@@ -76,8 +77,20 @@ def print_verdict(verdict: Verdict, warnings: Sequence[str], console: Console) -
         _print(console, f"   [cyan]{escape(one.code)}[/]")
     if not run.fits and not verdict.advice:
         _print(console, "\nNothing is known that would make it fit but a GPU with more memory.")
-    for warning in warnings[:_MOST_WARNINGS]:
+
+
+def print_doubts(warnings: Sequence[str], console: Console) -> None:
+    """What the run decided by values that a virtual GPU does not compute, from its profile's warnings, and how to set
+    them for the plan."""
+    doubts = [warning for warning in warnings if "virtual GPU" in warning or "real GPU" in warning]
+    for warning in doubts[:_MOST_WARNINGS]:
         _print(console, f"[yellow]note: {escape(warning)}[/]")
+    if any(_UNKNOWN in warning for warning in doubts):
+        _print(
+            console,
+            "[yellow]note: what the training would decide there can be set for the plan, where "
+            "opacus_memprof.virtual_gpu.active() is not None[/]",
+        )
 
 
 def _outcome(advice: Advice) -> str:

@@ -32,6 +32,7 @@ class Advice:
     Attributes:
         tried: the run with it; None if it cannot be applied without editing the program.
         failure: why it could not be tried although it can be applied; "" otherwise.
+        applied: what was tried.
     """
 
     title: str
@@ -39,6 +40,7 @@ class Advice:
     predicted: int
     tried: VirtualRun | None
     failure: str = ""
+    applied: Configuration | None = None
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,8 @@ def judge(runs: PlannedRuns, configuration: Configuration, mode_argument: str | 
         failure = ""
         if result is not None and (result.status in ("failed", "killed") or not result.requested):
             failure = result.error or result.last_words() or "it used no GPU"
-        advice.append(
-            Advice(suggestion["title"], suggestion["code"], suggestion["predicted_peak_bytes"], result, failure)
-        )
+        predicted = suggestion["predicted_peak_bytes"]
+        advice.append(Advice(suggestion["title"], suggestion["code"], predicted, result, failure, applied))
     computed = report.get("needed", {}).get("bytes", 0)
     needed = (whole.reserved or 0) if whole.fits else max(computed, run.may_reserve or 0)
     advice.sort(key=lambda one: not (one.tried is not None and one.tried.fits))  # stable: the least change first

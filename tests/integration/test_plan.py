@@ -103,7 +103,8 @@ def test_what_does_not_fit_has_advice_that_was_tried(tmp_path: Path) -> None:
     [
         ("cache=1..4", [], "has no argument cache (train_to_plan.py: error: unrecognized arguments: --cache"),
         ("seed=1..9", [], "train_to_plan.py does not depend on seed"),
-        ("batch-size=100..200", [], "not even batch-size=100 fits"),
+        ("batch-size=100..200", [], "not even batch-size=100 fits into the 944.17 MiB that may be reserved on t4 (it"),
+        ("batch-size=100..200", [], "): use a GPU with more memory"),
         ("batch-size=1..2", ["--steps", "0"], "ended before its first training step"),
     ],
 )
@@ -117,6 +118,20 @@ def test_what_cannot_be_planned_is_one_sentence(
     assert len(planned.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
+def test_a_training_that_decides_by_unknown_values_is_named_and_can_be_fixed(tmp_path: Path) -> None:
+    script = SCRIPTS / "train_deciding.py"
+    line = next(i for i, text in enumerate(script.read_text().splitlines(), 1) if "bool(" in text)
+    asked = plan(tmp_path / "unknown", script)
+    assert f"train_deciding.py:{line}" in asked.stdout
+    assert "read what the virtual GPU does not compute, and got zeros" in asked.stdout
+    assert "opacus_memprof.virtual_gpu.active() is not None" in asked.stdout
+    fixed = plan(tmp_path / "fixed", script, "--planned")
+    assert "note:" not in fixed.stdout
+    peaks = [content(tmp_path / name)["verdict"]["run"]["requested_bytes"] for name in ("unknown", "fixed")]
+    assert peaks[1] - peaks[0] == 2**28 - 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -125,6 +140,10 @@ def test_what_cannot_be_planned_is_one_sentence(
         (["--gpu", "h100,h300"], 'there is no virtual GPU "h300"'),
         (["--modes", "mode="], "names no modes"),
         (["--memory", "24 apples"], "is not a size"),
+        (["--settings", "True"], "is not of the form KEY:VALUE"),
+        (["--search", "n=1..4", "--search", "n=2"], "names n twice"),
+        (["--steps", "9", "--settings", "a:1,2"], "--steps is for one configuration"),
+        (["--gpu", ""], 'there is no virtual GPU ""'),
     ],
 )
 def test_bad_options_are_refused_before_anything_runs(tmp_path: Path, arguments: list[str], sentence: str) -> None:

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The largest physical batch by planning on the CPU, against the true one on a GPU.
+
+    python benchmarks/planning.py --output DIR                   # both sides, on a machine with a GPU
+    python benchmarks/planning.py --output DIR --side planned    # DIR/planned.json; needs no GPU
+    python benchmarks/planning.py --output DIR --side real       # DIR/real.json, with DIR/planned.json from elsewhere
+
+12 programs in 3 modes train under a limit on what torch may reserve. The planned side searches as `opacus-memprof plan
+--search` does. The real one doubles and bisects, with a fresh process for each batch. Then each program gets twice the
+planned batch, and the plan's first advice that it has tried is followed on the GPU. Where both sides are there, the
+table is in DIR/planning.md. Both sides need the same torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+LIMIT = 3 * 2**30
+HIGH = 4096
+CASE = Path(__file__).with_name("planning_case.py")
+MODELS = ("gpt", "gpt-small", "gpt2", "gpt2-lora", "llama-lora", "bert", "vit", "wide-head")
+MODELS += ("cifar-cnn", "text-cnn", "audio", "unet")
+MODES = ("hooks", "ghost", "flash_clip")
+SIDE_BY_SIDE = 8  # on one GPU; each has its own limit, and a context
+FITS, OUT_OF_MEMORY, FAILED = 0, 3, 1  # exit codes of a real run
+
+Name = tuple[str, str]  # model and mode
+
+
+def arguments_of(name: Name, batch: int | None = None) -> list[str]:
+    """Of planning_case.py."""
+    given = ["--model", name[0], "--mode", name[1], "--limit", str(LIMIT)]
+    return given if batch is None else [*given, "--batch-size", str(batch)]
+
+
+def plan(output: Path, kind: str, names: Sequence[Name]) -> dict[str, Any]:
+    """The planned side: by "MODEL MODE" the largest batch, and the first advice for twice as many samples."""
+    from opacus_memprof.errors import MemprofError
+    from opacus_memprof.planning.arguments import Range
+    from opacus_memprof.planning.runs import open_runs
+    from opacus_memprof.planning.table import Cell, fill
+    from opacus_memprof.planning.verdict import judge
+    from opacus_memprof.planning.virtual_run import Configuration, Program
+
+    begun = time.monotonic()
+    searched = Range("batch-size", 1, HIGH)
+    programs = [Program(str(CASE), tuple(arguments_of(name))) for name in names]
+    cells = [Cell(name[1], Configuration(program, kind)) for name, program in zip(names, programs, strict=True)]
+    results: dict[str, Any] = {}
+    with open_runs(output / "plan", resume=True, on_end=dot) as runs:
+        fill(runs, cells, searched, lambda started: None)
+        for name, cell in zip(names, cells, strict=True):
+            found: dict[str, Any] = {"largest": cell.largest, "runs": len(cell.runs), "error": cell.error}
+            results[" ".join(name)] = found
+            if not cell.largest or 2 * cell.largest > HIGH:
+                continue
+            try:
+                verdict = judge(runs, searched.apply(cell.configuration, 2 * cell.largest), "mode")
+            except MemprofError as error:
+                found["error"] = str(error)
+                continue
+            first = next((one for one in verdict.advice if one.tried is not None and one.tried.fits), None)
+            if first is not None and first.applied is not None:
+                followed = {"arguments": first.applied.program.arguments, "changes": first.applied.changes}
+                found["advice"] = {"title": first.title, **followed}
+    print()
+    return {**machine(), "gpu": kind, "seconds": round(time.monotonic() - begun), "limit": LIMIT, "cases": results}
+
+
+def dot(*about: object) -> None:
+    print(".", end="", flush=True)
+
+
+def measure(names: Sequence[Name], planned: Mapping[str, Any]) -> dict[str, Any]:
+    """The real side: by "MODEL MODE" the largest batch, and whether the advice fits."""
+    sys.path.insert(0, str(CASE.parent))
+    import planning_case  # noqa: F401  (loaded once, before processes are forked; it does not touch the GPU)
+    import virtual_gpu_models  # noqa: F401
+
+    from opacus_memprof.clipping import register_norm_samplers  # noqa: F401
+
+    begun = time.monotonic()
+    results: dict[str, Any] = {}
+    searches = {" ".join(name): bisected(name) for name in names}
+    for name, found in side_by_side(searches).items():
+        results[name] = {"largest": found}
+    tried = {name: one["advice"] for name, one in planned.get("cases", {}).items() if one.get("advice")}
+    for name, found in side_by_side({name: once(advice) for name, advice in tried.items()}).items():
+        results[name]["advice"] = found
+    return {**machine(), "seconds": round(time.monotonic() - begun), "limit": LIMIT, "cases": results}
+
+
+Asked = tuple[list[str], list[dict[str, Any]]]  # arguments, and changes that a plan has applied
+Search = Generator[Asked, int, Any]  # sends exit codes of real runs
+
+
+def bisected(name: Name) -> Search:
+    """The largest batch that fits, without a line: doubled until one does not, then bisected. None where one failed."""
+    good, bad = 0, 1
+    while bad <= HIGH:
+        code = yield arguments_of(name, bad), []
+        if code == FAILED:
+            return None
+        if code == OUT_OF_MEMORY:
+            break
+        good, bad = bad, 2 * bad
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        code = yield arguments_of(name, middle), []
+        good, bad = (middle, bad) if code == FITS else (good, middle)
+    return good
+
+
+def once(advice: Mapping[str, Any]) -> Search:
+    """Whether advice fits."""
+    code = yield list(advice["arguments"]), list(advice["changes"])
+    return {FITS: "fits", OUT_OF_MEMORY: "out of memory"}.get(code, "failed")
+
+
+def side_by_side(searches: Mapping[str, Search]) -> dict[str, Any]:
+    """Runs what the searches ask for, in processes of their own, and returns what they find."""
+    fork = multiprocessing.get_context("fork")
+    found: dict[str, Any] = {}
+    waiting = [(name, next(search)) for name, search in searches.items()]
+    running: dict[int, tuple[str, Any]] = {}
+    while waiting or running:
+        while waiting and len(running) < SIDE_BY_SIDE:
+            name, asked = waiting.pop(0)
+            process = fork.Process(target=train, args=asked)
+            process.start()
+            running[process.sentinel] = name, process
+        for sentinel in wait(list(running)):
+            name, process = running.pop(sentinel)  # type: ignore[call-overload]
+            process.join()
+            try:
+                waiting.append((name, searches[name].send(process.exitcode)))
+            except StopIteration as end:
+                found[name] = end.value
+                print(f"{name}: {end.value}", flush=True)
+    return found
+
+
+def train(arguments: list[str], changes: list[dict[str, Any]]) -> None:
+    """In a process of its own: exits with one of the codes above."""
+    import planning_case
+    import torch
+
+    from opacus_memprof.planning.changes import OpacusSetup
+
+    for change in changes:
+        if change["kind"] == "allocator_setting":
+            torch.cuda.memory._set_allocator_settings(change["value"])
+    OpacusSetup(changes)
+    try:
+        planning_case.main(arguments)
+        torch.cuda.synchronize()
+        code = FITS
+    except torch.OutOfMemoryError:
+        code = OUT_OF_MEMORY
+    except Exception as error:
+        print(f"{' '.join(arguments)}: {error}", file=sys.stderr)
+        code = FAILED
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    return {"torch": torch.__version__, "cores": os.cpu_count()}
+
+
+def markdown(planned: Mapping[str, Any], real: Mapping[str, Any]) -> str:
+    """The table, and how many are within one of the true batch, above it by more than 1 %, and fit with the advice."""
+    rows, near, above, fitting, advised = [], 0, 0, 0, 0
+    for name, one in planned["cases"].items():
+        true = real["cases"].get(name, {}).get("largest")
+        advice = real["cases"].get(name, {}).get("advice")
+        largest = one["largest"]
+        if true is None or largest is None:
+            rows.append(f"| {name} | {largest} | {true} | | {one['error']} |")
+            continue
+        near += abs(largest - true) <= 1
+        above += largest > 1.01 * true
+        advised += advice is not None
+        fitting += advice == "fits"
+        title = one.get("advice", {}).get("title", "")
+        followed = f"{title}: {advice}" if advice else ""
+        rows.append(f"| {name} | {largest} | {true} | {largest - true:+d} | {followed} |")
+    lines = [
+        f"The largest physical batch of two steps with at most {LIMIT / 2**30:g} GiB reserved: planned for a virtual "
+        f"{planned['gpu']} (torch {planned['torch']}, {planned['cores']} cores, {planned['seconds']} s), and on a GPU "
+        f"(torch {real['torch']}, {real['seconds']} s).",
+        "",
+        f"Within one of the true batch: {near} of {len(rows)}. More than 1 % above it: {above}. Twice the planned "
+        f"batch with the plan's first advice fits on the GPU: {fitting} of {advised}.",
+        "",
+        "| training | planned | true | difference | advice for twice the planned batch, on the GPU |",
+        "|---|---:|---:|---:|---|",
+        *rows,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that forks must not initialise CUDA
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--side", choices=["planned", "real"], help="one side alone")
+    parser.add_argument("--kind", default="h200", help="the virtual GPU (default: %(default)s)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    args = parser.parse_args()
+    names = [(model, mode) for model in args.models for mode in args.modes]
+    args.output.mkdir(parents=True, exist_ok=True)
+    files = {side: args.output / f"{side}.json" for side in ("planned", "real")}
+    if args.side != "real":
+        files["planned"].write_text(json.dumps(plan(args.output, args.kind, names), indent=1) + "\n")
+    planned = json.loads(files["planned"].read_text()) if files["planned"].exists() else {}
+    if args.side != "planned":
+        files["real"].write_text(json.dumps(measure(names, planned), indent=1) + "\n")
+    if all(file.exists() for file in files.values()):
+        text = markdown(planned, json.loads(files["real"].read_text()))
+        (args.output / "planning.md").write_text(text)
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of benchmarks/planning.py: two steps of a model, with a limit on what torch may reserve.
+
+python benchmarks/planning_case.py --model gpt --mode ghost --batch-size 8 --limit 3221225472
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+from virtual_gpu_cases import Case
+from virtual_gpu_training import train
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--mode", required=True)
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--limit", type=int, required=True, help="bytes that torch may reserve")
+    args = parser.parse_args(arguments)
+    device = torch.device("cuda", 0)
+    torch.cuda.set_per_process_memory_fraction(args.limit / torch.cuda.get_device_properties(device).total_memory)
+    case = Case(args.model, args.model, args.mode, args.batch_size, steps=2)
+    train(case, device, None)  # type: ignore[arg-type]  # of a training without privacy alone
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
