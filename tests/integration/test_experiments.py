@@ -102,7 +102,8 @@ def test_a_result_is_as_documented(suite: Path, mode: str) -> None:
     assert result["data"] == {"source": "synthetic", "reason": "random tokens: random weights have no tokenizer"}
     document = (Path(__file__).parents[2] / "docs" / "experiments.md").read_text(encoding="utf-8")
     section = document.partition("## The result of one run")[2]
-    assert set(result) == set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|(.*?)\|", section, re.MULTILINE))))
+    documented = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|(.*?)\|", section, re.MULTILINE))))
+    assert set(result) == documented - {"virtual"}  # which only runs on virtual GPUs have
 
 
 @pytest.mark.parametrize("mode", ["vanilla", "ghost"])
