@@ -48,6 +48,9 @@ def register_norm_samplers(
 
     Returns:
         A function that restores the samplers that were registered before.
+
+    Raises:
+        MemprofError: `workspace_mb` is not positive.
     """
     samplers: dict[type[nn.Module], NormSampler] = GradSampleHooksFastGradientClipping.NORM_SAMPLERS
     sampler = FlashNormSampler(Workspace.from_mib(workspace_mb))

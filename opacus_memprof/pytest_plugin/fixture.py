@@ -27,15 +27,22 @@ class Memprof:
         self._session.attach(*objects)
 
     def snapshot(self, name: str) -> Snapshot:
-        """All live bytes now, held against what the allocator counts; see `Session.snapshot`."""
+        """Takes a snapshot of all live bytes, compared with the allocator's own figures. See `Session.snapshot`."""
         return self._session.snapshot(name)
 
     def breakdown(self) -> dict[str, dict[str, int]]:
-        """The test's live bytes now: device → category → bytes. See `Session.breakdown`."""
+        """The test's live bytes now.
+
+        Returns:
+            {device: {category: bytes}}, as `Session.breakdown`.
+
+        Raises:
+            MemprofError: the test's events cannot be read.
+        """
         return self._session.breakdown()
 
     def peak(self, category: str | None = None, *, module: str | None = None, phase: str | None = None) -> int:
-        """The bytes at the test's peak so far, or at the peak of a phase. Of several devices, the highest.
+        """The requested bytes at the test's peak so far, or at the peak of a phase; the highest of several devices.
 
         Args:
             category: count this category only.
