@@ -4,6 +4,7 @@
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,49 @@ def build_profile(
         components=dict(components or {}),
         findings=find(Run(devices, by_name, facts, names)),
         warnings=list(dict.fromkeys(messages)),
+    )
+
+
+def build_profile_from_counters(
+    directory: str | os.PathLike[str],
+    *,
+    status: str,
+    exit_code: int | None,
+    error: str | None,
+    started_unix_ns: int,
+    peaks: Mapping[str, LivePeak],
+    warnings: Iterable[str],
+) -> Profile:
+    """What there is of a profile whose events cannot be read: the peaks of the live counters, and the snapshots. The
+    arguments are those of `build_profile`."""
+    path = Path(directory)
+    meta, snapshots, sentences = Meta(), dict[int, Snapshot](), list(warnings)
+    try:
+        meta = read_meta(path / META)
+        snapshots = _read_snapshots(path / SNAPSHOTS)
+    except (MemprofError, OSError) as trouble:
+        sentences.append(f"{META} or {SNAPSHOTS} cannot be read ({trouble})")
+    sentences.append(f"{EVENTS} cannot be read: the profile has the peaks of the live counters alone, without modules")
+    component_of = Components({}, {})
+    return Profile(
+        versions=meta.versions,
+        virtual=meta.virtual,
+        status=status,
+        exit_code=exit_code,
+        error=error,
+        command=meta.command,
+        launch=meta.launch,
+        pid=os.getpid(),
+        started_unix_ns=started_unix_ns,
+        ended_unix_ns=max(time.time_ns(), started_unix_ns),
+        events=EventCounts(recorded=0, dropped=0, capacity=0, closed=True, contradictions={}),
+        devices={
+            name: build_device_from_counters(name, peak, component_of, snapshots)[0]
+            for name, peak in peaks.items()
+            if peak.requested_bytes
+        },
+        findings=[],
+        warnings=list(dict.fromkeys(sentences)),
     )
 
 

@@ -2,11 +2,12 @@
 """Wraps Opacus' hooks, samplers, functions and optimizers, so that the core knows what each allocation is for.
 
 Nothing that Opacus computes changes. A wrapper either pushes a tag for the duration of a call, or retags the blocks
-that Opacus has just allocated. `Attachment.detach` undoes everything.
+that Opacus has just allocated. `Attachment.detach` undoes everything. Each change is applied for itself: what does not
+fit this Opacus or this torch is left out, with a sentence in the profile, and the rest is followed.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from opacus.grad_sample import AbstractGradSampleHooks, GradSampleHooksNoOp
@@ -28,8 +29,8 @@ from opacus_memprof.hooks import (
     shapes,
     torch_compile,
 )
-from opacus_memprof.hooks.attachment import Attachment, SharedPatch
 from opacus_memprof.recording import native
+from opacus_memprof.recording.attachment import Attachment, SharedPatch
 
 __all__ = [
     "Attachment",
@@ -37,6 +38,10 @@ __all__ = [
     "attach_optimizer",
     "attach_privacy_engine_class",
     "attach_private",
+    "follow_model",
+    "follow_optimizer",
+    "follow_prepared",
+    "follow_privacy_engines",
     "is_attached",
 ]
 
@@ -45,7 +50,7 @@ _attached: "weakref.WeakKeyDictionary[Any, Attachment]" = weakref.WeakKeyDiction
 
 def _patch_opacus(attachment: Attachment) -> None:
     functions.wrap_functions(attachment)
-    ghost.wrap_ghost_backward(attachment)
+    ghost.observe_ghost_backward(attachment)
     inputs.wrap_inputs(attachment)
     torch_compile.wrap_torch_compile(attachment)
 
@@ -53,7 +58,7 @@ def _patch_opacus(attachment: Attachment) -> None:
 def _patch_flash_clip(attachment: Attachment) -> None:
     from opacus_memprof.hooks import flash_clip  # imported only where flash_clip is used
 
-    flash_clip.wrap_bookkeeping(attachment)
+    flash_clip.observe_bookkeeping(attachment)
 
 
 _opacus = SharedPatch(_patch_opacus)
@@ -62,58 +67,101 @@ _flash_clip = SharedPatch(_patch_flash_clip)
 _distributed = SharedPatch(distributed.wrap_distributed)
 
 
-def attach_model(model: nn.Module | AbstractGradSampleHooks) -> Attachment:
-    """Follows a model: what `make_private` returned, in any mode, or a plain module.
+def follow_model(attachment: Attachment, model: nn.Module | AbstractGradSampleHooks) -> None:
+    """Follows a model until `attachment` is detached: what `make_private` returned, in any mode, or a plain module.
 
-    Call it after `make_private`, before the forward pass. Attaching a model again undoes its earlier attachment.
+    Call it after `make_private`, before the forward pass. Following a model again undoes its earlier attachment.
     """
     root = model if isinstance(model, nn.Module) else model._module
     for module in root.modules():
         if module in _attached:
             _attached.pop(module).detach()
-    attachment = Attachment()
-    with attachment.detach_on_error():
-        modules.assign_name_prefix(attachment, root)
-        modules.tag_parameters_and_buffers(root)
-        modules.follow_parameters(attachment, root)
-        named = list(modules.named_modules(root))
-        is_recorded = shapes.record_model(model, named)
-        for name, component in components.components_of(named).items():
+    attachment.set_entry(_attached, root, attachment)
+
+    def assign_components(_: Attachment) -> None:
+        for name, component in components.components_of(list(modules.named_modules(root))).items():
             native.set_component(native.module_id(name), component)
-        hook_ids = {
-            handle.id for module in root.modules() for handle in vars(module).get("autograd_grad_sample_hooks", ())
-        }
-        for name, module in named:
-            opacus_hooks.wrap_opacus_hooks(attachment, module, name, hook_ids)
-        scoped = modules.wrap_forwards(attachment, root)
-        if is_recorded:
-            shapes.watch_model(attachment, root, named, scoped)
-        if isinstance(model, GradSampleHooksNoOp):
-            optimizer.follow_no_op_model(attachment, model)
-        _opacus.use(attachment)
-        _samplers.use(attachment)
-        _distributed.use(attachment)
-        if hasattr(model, "bookkeeping"):
-            _flash_clip.use(attachment)
-        attachment.set_entry(_attached, root, attachment)
-    return attachment
+
+    recorded: list[bool] = []
+    scoped: set[nn.Module] = set()
+    parts: dict[str, Callable[[Attachment], object]] = {
+        "the model's module names": lambda unit: modules.assign_name_prefix(unit, root),
+        "the model's parameters and buffers": lambda unit: modules.tag_parameters_and_buffers(root),
+        "the model's gradients": lambda unit: modules.follow_parameters(unit, root),
+        "the model's layer shapes": lambda unit: recorded.append(
+            shapes.record_model(model, list(modules.named_modules(root)))
+        ),
+        "the model's components": assign_components,
+        "Opacus' hooks of the model": lambda unit: opacus_hooks.wrap_opacus_hooks(unit, root),
+        "the model's forward passes": lambda unit: scoped.update(modules.wrap_forwards(unit, root)),
+        "Opacus' functions": _opacus.use,
+        "Opacus' grad samplers": _samplers.use,
+        "DDP and FSDP2": _distributed.use,
+    }
+    if isinstance(model, GradSampleHooksNoOp):
+        parts["per-sample gradients of the mode no_op"] = lambda unit: optimizer.follow_no_op_model(unit, model)
+    if hasattr(model, "bookkeeping"):
+        parts["flash_clip"] = _flash_clip.use
+    for name, change in parts.items():
+        attachment.apply(name, change)
+    if any(recorded):
+        named = list(modules.named_modules(root))
+        attachment.apply("the shapes of forward passes", lambda unit: shapes.watch_model(unit, root, named, scoped))
 
 
-def attach_optimizer(optim: Optimizer) -> Attachment:
-    """Follows an optimizer: any of Opacus' optimizers, or a plain one.
+def follow_optimizer(attachment: Attachment, optim: Optimizer) -> None:
+    """Follows an optimizer until `attachment` is detached: any of Opacus' optimizers, or a plain one.
 
-    Attach the model first, because that is what names the parameters' modules. Attaching an optimizer again, also in
+    Follow the model first, because that is what names the parameters' modules. Following an optimizer again, also in
     another Opacus wrapper, undoes its earlier attachment.
     """
     original = optim.original_optimizer if isinstance(optim, DPOptimizer) else optim
     if original in _attached:
         _attached.pop(original).detach()
-    attachment = Attachment()
-    with attachment.detach_on_error():
-        optimizer.wrap_methods(attachment, optim)
-        optimizer.register_step_hooks(attachment, original)
-        shapes.record_optimizer(optim)
-        attachment.set_entry(_attached, original, attachment)
+    attachment.set_entry(_attached, original, attachment)
+    attachment.apply("the optimizer's methods", lambda unit: optimizer.wrap_methods(unit, optim))
+    attachment.apply("the optimizer's update", lambda unit: optimizer.register_step_hooks(unit, original))
+    attachment.apply("the optimizer's states", lambda unit: shapes.record_optimizer(optim))
+
+
+def follow_prepared(attachment: Attachment, prepared: Sequence[Any]) -> None:
+    """Follows what `make_private` returned until `attachment` is detached: (model, optimizer, data loader), or (model,
+    optimizer, criterion, data loader) with ghost clipping."""
+    attachment.apply("the model", lambda unit: follow_model(unit, prepared[0]))
+    attachment.apply("the optimizer", lambda unit: follow_optimizer(unit, prepared[1]))
+
+
+def follow_privacy_engines(attachment: Attachment) -> None:
+    """Follows whatever any PrivacyEngine's `make_private` returns, until `attachment` is detached."""
+    attachment.apply("DDP and FSDP2", _distributed.use)  # before the script wraps its model in one of them
+    privacy_engine.observe_make_private(attachment, follow_prepared)
+
+
+def attach_model(model: nn.Module | AbstractGradSampleHooks) -> Attachment:
+    """Follows a model until what is returned is detached; see `follow_model`."""
+    attachment = Attachment("the model")
+    follow_model(attachment, model)
+    return attachment
+
+
+def attach_optimizer(optim: Optimizer) -> Attachment:
+    """Follows an optimizer until what is returned is detached; see `follow_optimizer`."""
+    attachment = Attachment("the optimizer")
+    follow_optimizer(attachment, optim)
+    return attachment
+
+
+def attach_private(prepared: Sequence[Any]) -> Attachment:
+    """Follows what `make_private` returned until what is returned is detached; see `follow_prepared`."""
+    attachment = Attachment("what make_private has returned")
+    follow_prepared(attachment, prepared)
+    return attachment
+
+
+def attach_privacy_engine_class() -> Attachment:
+    """Follows what any PrivacyEngine makes private until what is returned is detached; see `follow_privacy_engines`."""
+    attachment = Attachment("PrivacyEngine.make_private")
+    follow_privacy_engines(attachment)
     return attachment
 
 
@@ -123,21 +171,3 @@ def is_attached(target: nn.Module | Optimizer) -> bool:
         return (target.original_optimizer if isinstance(target, DPOptimizer) else target) in _attached
     roots = [root for root in _attached if isinstance(root, nn.Module)]
     return any(target is module for root in roots for module in root.modules())
-
-
-def attach_private(prepared: Sequence[Any]) -> Attachment:
-    """Follows what `make_private` returned: (model, optimizer, data loader), or (model, optimizer, criterion, data
-    loader) with ghost clipping."""
-    attachment = Attachment()
-    with attachment.detach_on_error():
-        attachment.on_detach(attach_model(prepared[0]).detach)
-        attachment.on_detach(attach_optimizer(prepared[1]).detach)
-    return attachment
-
-
-def attach_privacy_engine_class() -> Attachment:
-    """Follows whatever any PrivacyEngine's `make_private` returns from now on, until this is detached."""
-    attachment = Attachment()
-    _distributed.use(attachment)  # before the script wraps its model in DDP or FSDP2
-    privacy_engine.wrap_make_private(attachment, attach_private)
-    return attachment

@@ -2,6 +2,7 @@
 """Chooses the hooks for an object that a program passes to `Session.attach`, by its type. Importing this loads
 Opacus."""
 
+from collections.abc import Callable
 from typing import Any
 
 from opacus import PrivacyEngine
@@ -15,24 +16,25 @@ from torch.utils.data import DataLoader
 from opacus_memprof import hooks
 from opacus_memprof.errors import MemprofError
 
-attach_privacy_engine_class = hooks.attach_privacy_engine_class
-
 
 def is_privacy_engine(target: Any) -> bool:
     """Whether `target` is Opacus' PrivacyEngine: the class, a subclass, or an instance."""
     return isinstance(target, PrivacyEngine) or (isinstance(target, type) and issubclass(target, PrivacyEngine))
 
 
-def attach(target: Any) -> hooks.Attachment | None:
-    """Attaches a model or an optimizer. Returns None for a criterion or a data loader, which need no hooks.
+def change_for(target: Any) -> Callable[[hooks.Attachment], None]:
+    """The change that follows `target`: a PrivacyEngine, which stands for all, a model or an optimizer. A criterion and
+    a data loader need none.
 
     Raises:
         MemprofError: `target` is of another type.
     """
     if isinstance(target, (DataLoader, DPLossFastGradientClipping, _Loss)):
-        return None
+        return lambda attachment: None
+    if is_privacy_engine(target):
+        return hooks.follow_privacy_engines
     if isinstance(target, Optimizer):
-        return hooks.attach_optimizer(target)
+        return lambda attachment: hooks.follow_optimizer(attachment, target)
     if isinstance(target, (nn.Module, AbstractGradSampleHooks)):
-        return hooks.attach_model(target)
+        return lambda attachment: hooks.follow_model(attachment, target)
     raise MemprofError(f"cannot attach a {type(target).__name__}: pass a PrivacyEngine, a model or an optimizer")

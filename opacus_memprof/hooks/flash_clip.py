@@ -5,13 +5,13 @@ The step itself is an Opacus optimizer's: optimizer.py follows its clipping and 
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
-from opacus_memprof.hooks.attachment import Attachment
 from opacus_memprof.hooks.vocabulary import TEMP_MATRICES
 from opacus_memprof.recording import native
+from opacus_memprof.recording.attachment import Attachment
+from opacus_memprof.recording.faults import Observation
 
 _OP = native.op_id("flash_clip")
 # A layer's input that forward has made: autograd releases it right after backward, so flash_clip alone holds it then.
@@ -24,21 +24,17 @@ _RETAGGED_FROM = tuple(
 )
 
 
-def wrap_bookkeeping(attachment: Attachment) -> None:
+def observe_bookkeeping(attachment: Attachment) -> None:
     """Patches the class Bookkeeping: every flash_clip model has an instance, and a copy of a model gets another."""
-    attachment.replace_attribute(Bookkeeping, "add", _wrap_add(Bookkeeping.add))
+    attachment.observe("opacus_memprof.clipping.bookkeeping:Bookkeeping.add", _observe_add)
 
 
-def _wrap_add(add: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(add)
-    def wrapper(self: Bookkeeping, layer: Any, x: Any, g: Any) -> None:
-        module = native.owner_of(next(iter(layer.trainable())))
-        with _tag(module):
-            add(self, layer, x, g)
-        for category, tensor in self.kept_tensors_of(layer):
-            native.retag_if(tensor, _RETAGGED_FROM, _CATEGORIES[category], module)
-
-    return wrapper
+def _observe_add(bookkeeping: Bookkeeping, layer: Any, *args: Any) -> Observation:
+    module = native.owner_of(next(iter(layer.trainable())))
+    with _tag(module):
+        yield
+    for category, tensor in bookkeeping.kept_tensors_of(layer):
+        native.retag_if(tensor, _RETAGGED_FROM, _CATEGORIES[category], module)
 
 
 @functools.cache

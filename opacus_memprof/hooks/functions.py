@@ -2,17 +2,13 @@
 """Wraps functions of Opacus, and of torch's ExpandedWeights, that other modules import by name: each of those modules
 refers to the function directly, so it is replaced in all of them."""
 
-import functools
+import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
-from opacus.grad_sample import functorch, grad_sample_module_fast_gradient_clipping
-from opacus.optimizers import ddp_perlayeroptimizer, optimizer
-from torch.nn.utils._expanded_weights import expanded_weights_utils
-
-from opacus_memprof.hooks.attachment import Attachment
 from opacus_memprof.hooks.observers import on_functorch_samples
 from opacus_memprof.hooks.samplers import wrap_sampler
 from opacus_memprof.hooks.vocabulary import (
@@ -24,46 +20,65 @@ from opacus_memprof.hooks.vocabulary import (
     TEMP_MATRICES,
 )
 from opacus_memprof.recording import native
+from opacus_memprof.recording.attachment import Attachment
+
+Function = Callable[..., Any]
 
 
 def wrap_functions(attachment: Attachment) -> None:
     """Replaces each function in every module that has imported it."""
-    replace = functools.partial(_replace, attachment, _importers())
-    replace(grad_sample_module_fast_gradient_clipping.create_norm_sample, lambda f: _tag(f, NORM_SAMPLES)(f))
-    replace(
-        functorch.ft_compute_per_sample_gradient,
-        lambda f: wrap_sampler(f, PER_SAMPLE_GRADIENTS, on_functorch_samples),
-    )
-    # Opacus calls it for one parameter at a time, and passes the parameter's clipped sum as `reference`.
-    replace(optimizer._generate_noise, lambda f: _tag(f, NOISE)(f, module_of="reference"))
-    # Clips one parameter's gradients during the backward pass.
-    replace(
-        ddp_perlayeroptimizer._clip_and_accumulate_parameter,
-        lambda f: native.ParameterFunction(f, _tag(f, CLIPPING_TEMPORARIES), "summed_grad", SUMMED_GRADIENTS, None),
-    )
-    # The grad sampler of ExpandedWeights; its first argument may be a parameter's ExpandedWeight.
-    replace(
-        expanded_weights_utils.set_grad_sample_if_exists,
-        lambda f: native.ParameterFunction(
-            f, _tag(f, TEMP_MATRICES), "grad_sample", PER_SAMPLE_GRADIENTS, "orig_weight"
-        ),
-    )
+    importers = _importers()
+    for path, wrap in _WRAPPERS.items():
+        attachment.apply(path, partial(_replace, importers, path, wrap))
 
 
-def _tag(function: Callable[..., Any], category: int) -> native.Tag:
+def _wrap_norm_sample(function: Function) -> Function:
+    return _tag(function, NORM_SAMPLES)(function)
+
+
+def _wrap_functorch(function: Function) -> Function:
+    return wrap_sampler(function, PER_SAMPLE_GRADIENTS, on_functorch_samples)
+
+
+def _wrap_noise(function: Function) -> Function:
+    """Opacus calls it for one parameter at a time, and passes the parameter's clipped sum as `reference`."""
+    return _tag(function, NOISE)(function, module_of="reference")
+
+
+def _wrap_clipping(function: Function) -> Function:
+    """Clips one parameter's gradients during the backward pass."""
+    tag = _tag(function, CLIPPING_TEMPORARIES)
+    return native.ParameterFunction(function, tag, "summed_grad", SUMMED_GRADIENTS, None)
+
+
+def _wrap_expanded_weights(function: Function) -> Function:
+    """The grad sampler of ExpandedWeights; its first argument may be a parameter's ExpandedWeight."""
+    tag = _tag(function, TEMP_MATRICES)
+    return native.ParameterFunction(function, tag, "grad_sample", PER_SAMPLE_GRADIENTS, "orig_weight")
+
+
+_WRAPPERS: dict[str, Callable[[Function], Function]] = {
+    "opacus.grad_sample.grad_sample_module_fast_gradient_clipping:create_norm_sample": _wrap_norm_sample,
+    "opacus.grad_sample.functorch:ft_compute_per_sample_gradient": _wrap_functorch,
+    "opacus.optimizers.optimizer:_generate_noise": _wrap_noise,
+    "opacus.optimizers.ddp_perlayeroptimizer:_clip_and_accumulate_parameter": _wrap_clipping,
+    "torch.nn.utils._expanded_weights.expanded_weights_utils:set_grad_sample_if_exists": _wrap_expanded_weights,
+}
+
+
+def _tag(function: Function, category: int) -> native.Tag:
     return native.Tag(category=category, op=native.op_id(function.__name__))
 
 
 def _replace(
-    attachment: Attachment,
-    importers: list[ModuleType],
-    function: Callable[..., Any],
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+    importers: list[ModuleType], path: str, wrap: Callable[[Function], Function], attachment: Attachment
 ) -> None:
-    name, wrapped = function.__name__, wrap(function)
-    for module in importers:
-        if module.__dict__.get(name) is function:
-            attachment.replace_attribute(module, name, wrapped)
+    module, _, name = path.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    wrapped = wrap(function)
+    for importer in importers:
+        if vars(importer).get(name) is function:
+            attachment.replace_attribute(importer, name, wrapped)
 
 
 def _importers() -> list[ModuleType]:

@@ -2,75 +2,63 @@
 """Sets the phases of ghost clipping's `loss.backward()`: a backward pass for the gradient norms, the clipping factors,
 and a second backward pass for the clipped gradients."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from opacus.grad_sample import (
-    GradSampleHooks,
-    GradSampleHooksFastGradientClipping,
-    GradSampleHooksFastGradientClippingFSDP,
-    GradSampleHooksFastGradientClippingTP,
-)
-from opacus.utils.adaptive_clipping.adaptive_clipping_utils import DPTensorFastGradientAdaptiveClipping
-from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
-
-from opacus_memprof.hooks.attachment import Attachment
 from opacus_memprof.hooks.vocabulary import CLIP, CLIPPING_TEMPORARIES, IDLE
 from opacus_memprof.recording import native
+from opacus_memprof.recording.attachment import Attachment
+from opacus_memprof.recording.faults import Observation
+
+_LOSSES = (
+    "opacus.utils.fast_gradient_clipping_utils:DPTensorFastGradientClipping",
+    "opacus.utils.adaptive_clipping.adaptive_clipping_utils:DPTensorFastGradientAdaptiveClipping",
+)
+_CLIPPING = (
+    "GradSampleHooksFastGradientClipping.get_clipping_coef",
+    "GradSampleHooksFastGradientClipping.get_norm_sample",
+    "GradSampleHooksFastGradientClippingFSDP.get_norm_sample",
+    "GradSampleHooksFastGradientClippingTP.get_norm_sample",
+)
 
 _running_backwards = 0  # calls of `backward` that have not returned
 
 
-def wrap_ghost_backward(attachment: Attachment) -> None:
+def observe_ghost_backward(attachment: Attachment) -> None:
     """Patches the classes, for each loss is a new object."""
-    for loss in (DPTensorFastGradientClipping, DPTensorFastGradientAdaptiveClipping):
-        attachment.replace_attribute(loss, "backward", _wrap_backward(loss.backward))
-    for cls, name in (
-        (GradSampleHooksFastGradientClipping, "get_clipping_coef"),
-        (GradSampleHooksFastGradientClipping, "get_norm_sample"),
-        (GradSampleHooksFastGradientClippingFSDP, "get_norm_sample"),
-        (GradSampleHooksFastGradientClippingTP, "get_norm_sample"),
-    ):
-        attachment.replace_attribute(cls, name, _wrap_clipping(cls.__dict__[name]))
-    attachment.replace_attribute(GradSampleHooks, "disable_hooks", _wrap_disable_hooks(GradSampleHooks.disable_hooks))
+    for loss in _LOSSES:
+        attachment.observe(f"{loss}.backward", _observe_backward)
+    for method in _CLIPPING:
+        attachment.observe(f"opacus.grad_sample:{method}", _observe_clipping(method.partition(".")[2]))
+    attachment.observe("opacus.grad_sample:GradSampleHooks.disable_hooks", _observe_disable_hooks)
 
 
-def _wrap_backward(backward: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(backward)
-    def wrapper(self: Any) -> None:
-        global _running_backwards
-        _running_backwards += 1
-        try:
-            backward(self)
-        finally:
-            _running_backwards -= 1
-            native.set_second_backward(False)
-            native.set_phase(IDLE)
-
-    return wrapper
+def _observe_backward(loss: Any) -> Observation:
+    global _running_backwards
+    _running_backwards += 1
+    try:
+        yield
+    finally:
+        _running_backwards -= 1
+        native.set_second_backward(False)
+        native.set_phase(IDLE)
 
 
-def _wrap_clipping(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _observe_clipping(op: str) -> Callable[[Any], Observation]:
     """Sets the phase `clip`, which lasts until the second pass: Opacus rescales the losses in between."""
-    tagged = native.Tag(category=CLIPPING_TEMPORARIES, op=native.op_id(function.__name__))(function)
+    tag = native.Tag(category=CLIPPING_TEMPORARIES, op=native.op_id(op))
 
-    @functools.wraps(function)
-    def wrapper(self: Any) -> Any:
+    def observation(hooks: Any) -> Observation:
         if _running_backwards:
             native.set_phase(CLIP)
-        return tagged(self)
+        with tag:
+            yield
 
-    return wrapper
+    return observation
 
 
-def _wrap_disable_hooks(disable_hooks: Callable[[Any], None]) -> Callable[[Any], None]:
+def _observe_disable_hooks(hooks: Any) -> Observation:
     """Marks the beginning of the second pass: Opacus disables its hooks right before it."""
-
-    @functools.wraps(disable_hooks)
-    def wrapper(self: Any) -> None:
-        disable_hooks(self)
-        if _running_backwards:
-            native.set_second_backward(True)
-
-    return wrapper
+    yield
+    if _running_backwards:
+        native.set_second_backward(True)

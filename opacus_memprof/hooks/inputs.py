@@ -8,20 +8,20 @@ stay the same objects, which programs have imported, inspect, pickle, script and
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
-from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.jit import _builtins
-from torch.utils.data import ConcatDataset, Subset, dataloader
+from torch.utils.data import ConcatDataset, Subset
 
-from opacus_memprof.hooks.attachment import Attachment
 from opacus_memprof.hooks.vocabulary import DATASET, FORWARD_UNDECIDED, UNATTRIBUTED
 from opacus_memprof.recording import native
+from opacus_memprof.recording.attachment import Attachment
+from opacus_memprof.recording.faults import Observation, contain
 
 _UNCLAIMED = (UNATTRIBUTED, FORWARD_UNDECIDED)  # categories of blocks that no hook has attributed yet
 
@@ -70,59 +70,52 @@ def _tensors_of(dataset: Any) -> Iterator[Tensor]:
 
 def wrap_inputs(attachment: Attachment) -> None:
     """Wraps DataLoader's iterator, Opacus' loss of ghost clipping, and torch's losses."""
-    iterator: Any = dataloader._BaseDataLoaderIter
-    attachment.replace_attribute(iterator, "__init__", _wrap_iterator_init(iterator.__init__))
-    attachment.replace_attribute(iterator, "__next__", _wrap_next(iterator.__next__))
-    attachment.replace_attribute(
-        DPLossFastGradientClipping, "__call__", _wrap_dp_loss_call(DPLossFastGradientClipping.__call__)
-    )
+    iterator = "torch.utils.data.dataloader:_BaseDataLoaderIter"
+    attachment.observe(f"{iterator}.__init__", _observe_iterator_init)
+    attachment.observe(f"{iterator}.__next__", _observe_next)
+    loss = "opacus.utils.fast_gradient_clipping_utils:DPLossFastGradientClipping"
+    attachment.observe(f"{loss}.__call__", _observe_dp_loss_call)
     attachment.on_detach(_clear_dynamo_rules)
     for module, names in _LOSSES.items():
         for name in names:
-            attachment.replace_attribute(module, name, _wrap_loss(attachment, vars(module)[name]))
+            attachment.apply(f"{module.__name__}.{name}", partial(_replace_loss, module, name))
 
 
-def _wrap_iterator_init(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def wrapper(self: Any, loader: Any) -> None:
-        tag_dataset(loader.dataset)
-        init(self, loader)
-
-    return wrapper
+def _observe_iterator_init(iterator: Any, loader: Any) -> Observation:
+    tag_dataset(loader.dataset)
+    yield
 
 
-def _wrap_next(next_batch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @functools.wraps(next_batch)
-    def wrapper(self: Any) -> Any:
-        batch = next_batch(self)
-        native.tag_inputs((batch,))
-        return batch
-
-    return wrapper
+def _observe_next(iterator: Any) -> Observation:
+    native.tag_inputs(((yield),))
 
 
-def _wrap_dp_loss_call(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for target in native.tensors_in((args[1:], kwargs)):
-            native.tag_target(target)
-        return call(self, *args, **kwargs)
-
-    return wrapper
+def _observe_dp_loss_call(loss: Any, *args: Any, **kwargs: Any) -> Observation:
+    for target in native.tensors_in((args[1:], kwargs)):
+        native.tag_target(target)
+    yield
 
 
-def _wrap_loss(attachment: Attachment, loss: Callable[..., Any]) -> Callable[..., Any]:
+def _replace_loss(module: ModuleType, name: str, attachment: Attachment) -> None:
+    loss = vars(module)[name]
+
     @functools.wraps(loss)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not is_compiling():
-            native.tag_target(args[1] if len(args) > 1 else kwargs.get("target"))
+            _tag_target(args[1] if len(args) > 1 else kwargs.get("target"))
         return loss(*args, **kwargs)
 
-    # torch.jit knows built-in functions by identity.
+    from torch.jit import _builtins  # knows built-in functions by identity
+
     scriptable = _builtins._get_builtin_table()  # type: ignore[no-untyped-call]
+    attachment.on_detach(partial(scriptable.pop, id(wrapper), None))
     scriptable[id(wrapper)] = scriptable[id(loss)]
-    attachment.on_detach(functools.partial(scriptable.pop, id(wrapper)))
-    return wrapper
+    attachment.replace_attribute(module, name, wrapper)
+
+
+@contain("tagging the target of a loss")
+def _tag_target(target: Any) -> None:
+    native.tag_target(target)
 
 
 def _clear_dynamo_rules() -> None:

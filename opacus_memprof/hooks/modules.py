@@ -13,7 +13,6 @@ from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 
 from opacus_memprof.hooks import observers, shapes, torch_compile
-from opacus_memprof.hooks.attachment import Attachment
 from opacus_memprof.hooks.distributed import DDP_WRAPPERS
 from opacus_memprof.hooks.vocabulary import (
     BUFFERS,
@@ -24,6 +23,8 @@ from opacus_memprof.hooks.vocabulary import (
     PER_SAMPLE_GRADIENTS,
 )
 from opacus_memprof.recording import native, tracing
+from opacus_memprof.recording.attachment import Attachment
+from opacus_memprof.recording.faults import contain
 
 # The classes that wrap the user's model, and their attribute that holds it.
 _WRAPPERS = ((AbstractGradSampleModule, "_module"), *DDP_WRAPPERS)
@@ -77,6 +78,7 @@ class ModelForwardPreHook:
         self._first_parameter: tuple[weakref.ref[nn.Module], str] | None = None  # its module, and its name there
 
     # torch passes no kwargs if the hook was removed during this call.
+    @contain("following the beginning of a forward pass")
     def __call__(self, root: nn.Module, args: Any, kwargs: Any = None) -> None:
         if torch_compile.hooks_suspended():
             return
@@ -120,6 +122,7 @@ class ModelForwardHook:
     def __init__(self, pre_hook: ModelForwardPreHook) -> None:
         self._pre_hook = pre_hook
 
+    @contain("following the end of a forward pass")
     def __call__(self, root: nn.Module, args: Any, output: Any) -> None:
         if torch_compile.hooks_suspended():
             return
@@ -161,13 +164,13 @@ def tag_parameters_and_buffers(root: nn.Module) -> None:
 
 def follow_parameters(attachment: Attachment, root: nn.Module) -> None:
     """Records which module owns each parameter, and follows the parameters' gradients."""
-    follow_gradients(root)
     attachment.on_detach(partial(_unfollow_gradients, weakref.ref(root)))
+    follow_gradients(root)
     keys: list[int] = []
     attachment.on_detach(partial(_remove_owners, keys))
     for name, parameter in owned_parameters(root):
-        native.set_owner(parameter, native.module_id(name))
         keys.append(id(parameter))
+        native.set_owner(parameter, native.module_id(name))
 
 
 def _remove_owners(keys: list[int]) -> None:
@@ -224,8 +227,8 @@ def _wrap_forward(attachment: Attachment, module: nn.Module, module_id: int) -> 
         if method is nn.Module.forward or not inspect.isfunction(method):
             return  # a container without a forward, or a module of torch.jit
         scoped = native.ScopedForward(method, reference, module_id, True)
-    module.__dict__["forward"] = scoped
     attachment.on_detach(partial(_unwrap_forward, reference))
+    module.__dict__["forward"] = scoped
 
 
 def _unwrap_forward(reference: "weakref.ref[nn.Module]") -> None:

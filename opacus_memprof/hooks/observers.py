@@ -14,6 +14,7 @@ from opacus.optimizers import DPOptimizerFastGradientClipping
 from torch import Tensor, nn
 
 from opacus_memprof.recording import hook_facts, native
+from opacus_memprof.recording.faults import contain
 
 _CAPTURE_CATEGORIES = ("activation_hooks_shared", "activation_hooks_opacus_only")
 # Forwards in a row that must begin while captures are outstanding before that is a fact: fewer may share one backward.
@@ -65,6 +66,7 @@ def on_forward_begin() -> bool:
     return True
 
 
+@contain("observing a forward pass that ran again")
 def on_recapture(module: int, in_backward: bool, refused: bool) -> None:
     """Observes a module's forward that ran again before its captures were released.
 
@@ -100,6 +102,7 @@ def _record_captures(*, failed: bool, refused: bool = False) -> None:
         hook_facts.record("captures", module, size, **details, failed=failed, refused=refused)
 
 
+@contain("observing per-sample gradients")
 def on_functorch_samples(layer: nn.Module, backprops: Tensor, samples: Mapping[Any, Tensor]) -> None:
     """Records per-sample gradients of frozen parameters: functorch's sampler ignores `requires_grad`."""
     frozen = [(parameter, sample) for parameter, sample in samples.items() if not parameter.requires_grad]
@@ -108,6 +111,7 @@ def on_functorch_samples(layer: nn.Module, backprops: Tensor, samples: Mapping[A
         hook_facts.record("frozen_samples", native.owner_of(frozen[0][0]), size, samples=len(backprops))
 
 
+@contain("observing norm samples")
 def on_linear_norm_samples(layer: nn.Linear, backprops: Tensor, samples: Mapping[Any, Tensor]) -> None:
     """Records where Opacus' norm sampler of Linear is wasteful or computes nothing.
 

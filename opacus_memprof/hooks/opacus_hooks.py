@@ -9,17 +9,23 @@ is the zeros that the samples are copied into and that become `p.grad_sample`.
 
 from torch import nn
 
-from opacus_memprof.hooks import observers
-from opacus_memprof.hooks.attachment import Attachment
+from opacus_memprof.hooks import modules, observers
 from opacus_memprof.hooks.vocabulary import BACKPROP_COPIES, PER_SAMPLE_GRADIENTS
 from opacus_memprof.recording import native
+from opacus_memprof.recording.attachment import Attachment
 
 # One tag for all parameters: a tag for each would cost a call into the interpreter for each.
 _AFTER_SAMPLER = native.Tag(category=PER_SAMPLE_GRADIENTS, op=native.op_id("create_or_accumulate_grad_sample"))
 
 
-def wrap_opacus_hooks(attachment: Attachment, module: nn.Module, name: str, opacus_hooks: set[int]) -> None:
-    """Wraps the hooks of `module` whose ids are in `opacus_hooks`. `name` is the module's fully qualified name."""
+def wrap_opacus_hooks(attachment: Attachment, root: nn.Module) -> None:
+    """Wraps the hooks that Opacus has registered on the modules of a model."""
+    hook_ids = {handle.id for module in root.modules() for handle in vars(module).get("autograd_grad_sample_hooks", ())}
+    for name, module in modules.named_modules(root):
+        _wrap_hooks(attachment, module, name, hook_ids)
+
+
+def _wrap_hooks(attachment: Attachment, module: nn.Module, name: str, opacus_hooks: set[int]) -> None:
     module_id = native.module_id(name)
     forward, backward = module._forward_hooks, module._backward_hooks
     for key in opacus_hooks & forward.keys():

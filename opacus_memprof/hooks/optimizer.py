@@ -16,7 +16,6 @@ from opacus.optimizers import DPOptimizer
 from torch.optim import Optimizer
 
 from opacus_memprof.hooks import observers, shapes
-from opacus_memprof.hooks.attachment import Attachment
 from opacus_memprof.hooks.vocabulary import (
     ADD_NOISE,
     CLIP,
@@ -31,8 +30,8 @@ from opacus_memprof.hooks.vocabulary import (
     ZERO_GRAD,
 )
 from opacus_memprof.recording import native
-
-Call = Callable[[], Any]  # of a wrapped method, with its arguments bound
+from opacus_memprof.recording.attachment import Attachment
+from opacus_memprof.recording.faults import CallError, Observation, call_observed, contain
 
 # Models in Opacus' mode no_op, where the program sets `grad_sample` itself at a time that hooks cannot know.
 _no_op_models: "weakref.WeakKeyDictionary[GradSampleHooksNoOp, None]" = weakref.WeakKeyDictionary()
@@ -50,10 +49,10 @@ class MethodWrapper:
     dropped it. It never accesses the optimizer's __dict__, which would make CPython materialize that dictionary and
     look up every attribute more slowly from then on."""
 
-    __slots__ = ("__wrapped__", "_observed_call", "_optimizer", "_tagged", "replaced")
+    __slots__ = ("__wrapped__", "_observation", "_optimizer", "_tagged", "replaced")
 
     def __init__(self, optimizer: Optimizer, name: str) -> None:
-        tag, self._observed_call = _METHODS[name]
+        tag, self._observation = _METHODS[name]
         attribute, method = getattr(optimizer, name), getattr(type(optimizer), name)
         is_method = getattr(attribute, "__func__", None) is method
         self.replaced = None if is_method else attribute  # the program's own attribute, with the optimizer bound
@@ -68,56 +67,53 @@ class MethodWrapper:
         optimizer = self._optimizer()
         if self.replaced is None:
             args = (optimizer, *args)
-        return self._observed_call(optimizer, lambda: self._tagged(*args, **kwargs))
+        return call_observed(self._tagged, args, kwargs, lambda: self._observation(optimizer))
 
 
-def _pre_step(optimizer: DPOptimizer, call: Call) -> Any:
+def _observe_pre_step(optimizer: DPOptimizer) -> Observation:
     native.set_phase(CLIP)
     if _no_op_models:
         for parameter in native.tensors_in(optimizer.param_groups):
             samples = getattr(parameter, "grad_sample", None)
             native.retag((samples,), PER_SAMPLE_GRADIENTS, native.owner_of(parameter))
     try:
-        proceed = call()
-    except BaseException as error:
+        proceed = yield
+    except CallError as failed:
         native.set_phase(IDLE)
-        if isinstance(error, Exception):
+        if isinstance(failed.error, Exception):
             observers.on_step_failure()
         raise
     if not proceed:  # part of a logical batch: its gradients are clipped and summed, without an update
         native.set_phase(IDLE)
         native.end_step(False)
-    return proceed
 
 
-def _accumulate(optimizer: DPOptimizer, call: Call) -> Any:
-    result = call()
+def _observe_accumulate(optimizer: DPOptimizer) -> Observation:
+    yield
     _tag_summed_gradients(optimizer)
-    return result
 
 
-def _add_noise(optimizer: DPOptimizer, call: Call) -> Any:
+def _observe_add_noise(optimizer: DPOptimizer) -> Observation:
     observers.on_add_noise(optimizer)
     previous_phase = native.set_phase(ADD_NOISE)
     try:
-        result = call()
-    except BaseException:
+        yield
+    except CallError:
         native.set_phase(IDLE)
         raise
     native.set_phase(previous_phase)
     native.retag_gradients(optimizer.param_groups, GRADIENTS)
-    return result
 
 
-def _reduce_gradients(optimizer: DPOptimizer, call: Call) -> Any:
+def _observe_reduce_gradients(optimizer: DPOptimizer) -> Observation:
     observers.on_reduce_gradients(optimizer)
-    return call()
+    yield
 
 
-def _zero_grad(optimizer: Optimizer, call: Call) -> Any:
+def _observe_zero_grad(optimizer: Optimizer) -> Observation:
     previous_phase = native.set_phase(ZERO_GRAD)
     try:
-        return shapes.run_zero_grad(optimizer, call)
+        yield from shapes.observe_zero_grad(optimizer)
     finally:
         # If the phase was still one of a step, that step has raised: no hook runs when the original optimizer raises.
         native.set_phase(IDLE if previous_phase in _STEP_PHASES else previous_phase)
@@ -129,14 +125,14 @@ def _tag(category: int, op: str) -> native.Tag:
 
 _STEP_PHASES = (CLIP, ADD_NOISE, OPTIMIZER_STEP)
 
-# The tag that each method runs under, and the function that calls it.
-_METHODS: dict[str, tuple[native.Tag | None, Callable[[Any, Call], Any]]] = {
-    "pre_step": (None, _pre_step),
-    "clip_and_accumulate": (_tag(CLIPPING_TEMPORARIES, "clip_and_accumulate"), _accumulate),
-    "accumulate": (_tag(SUMMED_GRADIENTS, "accumulate"), _accumulate),
-    "add_noise": (_tag(GRADIENTS, "add_noise"), _add_noise),  # the noise itself is tagged in _generate_noise
-    "reduce_gradients": (_tag(COMMUNICATION, "reduce_gradients"), _reduce_gradients),
-    "zero_grad": (None, _zero_grad),
+# The tag that each method runs under, and its observation.
+_METHODS: dict[str, tuple[native.Tag | None, Callable[[Any], Observation]]] = {
+    "pre_step": (None, _observe_pre_step),
+    "clip_and_accumulate": (_tag(CLIPPING_TEMPORARIES, "clip_and_accumulate"), _observe_accumulate),
+    "accumulate": (_tag(SUMMED_GRADIENTS, "accumulate"), _observe_accumulate),
+    "add_noise": (_tag(GRADIENTS, "add_noise"), _observe_add_noise),  # the noise itself is tagged in _generate_noise
+    "reduce_gradients": (_tag(COMMUNICATION, "reduce_gradients"), _observe_reduce_gradients),
+    "zero_grad": (None, _observe_zero_grad),
 }
 
 
@@ -170,15 +166,18 @@ class _StepHooks:
         self._tagged_parameters = 0
         self.tag_states(optimizer)
 
+    @contain("following the beginning of an optimizer's update")
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         native.set_phase(OPTIMIZER_STEP)
 
+    @contain("following the end of an optimizer's update")
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if len(optimizer.state) != self._tagged_parameters or _states_replaced(optimizer.state):
             self.tag_states(optimizer)
         native.set_phase(IDLE)
         native.end_step(True)
 
+    @contain("tagging an optimizer's states")
     def tag_states(self, optimizer: Optimizer) -> None:
         self._tagged_parameters = len(optimizer.state)
         tag_states(optimizer)
@@ -189,8 +188,8 @@ def wrap_methods(attachment: Attachment, optimizer: Optimizer) -> None:
     names = _METHODS if isinstance(optimizer, DPOptimizer) else ("zero_grad",)
     for name in names:
         if hasattr(type(optimizer), name):
-            setattr(optimizer, name, MethodWrapper(optimizer, name))
             attachment.on_detach(partial(_restore_method, weakref.ref(optimizer), name))
+            setattr(optimizer, name, MethodWrapper(optimizer, name))
 
 
 def _restore_method(reference: "weakref.ref[Optimizer]", name: str) -> None:
@@ -207,10 +206,6 @@ def _restore_method(reference: "weakref.ref[Optimizer]", name: str) -> None:
 def register_step_hooks(attachment: Attachment, original: Optimizer) -> None:
     """Hooks the update of a plain optimizer, or of the one inside Opacus'."""
     hooks = _StepHooks(original)
-    handles = (
-        original.register_step_pre_hook(hooks.before_step),
-        original.register_step_post_hook(hooks.after_step),
-        original.register_load_state_dict_post_hook(hooks.tag_states),
-    )
-    for handle in handles:
-        attachment.on_detach(handle.remove)
+    attachment.on_detach(original.register_step_pre_hook(hooks.before_step).remove)
+    attachment.on_detach(original.register_step_post_hook(hooks.after_step).remove)
+    attachment.on_detach(original.register_load_state_dict_post_hook(hooks.tag_states).remove)

@@ -12,10 +12,10 @@ from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipp
 from opacus.grad_sample.linear import compute_linear_norm_sample
 from torch import Tensor
 
-from opacus_memprof.hooks.attachment import Attachment
 from opacus_memprof.hooks.observers import on_linear_norm_samples
 from opacus_memprof.hooks.vocabulary import NORM_SAMPLES, PER_SAMPLE_GRADIENTS, TEMP_MATRICES
 from opacus_memprof.recording import native
+from opacus_memprof.recording.attachment import Attachment
 
 Observer = Callable[[Any, Tensor, Mapping[Any, Tensor]], None]
 
@@ -45,4 +45,5 @@ def wrap_samplers(attachment: Attachment) -> None:
             if isinstance(sampler, native.Sampler):
                 continue
             observer = on_linear_norm_samples if sampler is compute_linear_norm_sample else None
-            attachment.replace_item(registry, module_type, wrap_sampler(sampler, category, observer))
+            wrapped = wrap_sampler(sampler, category, observer)
+            attachment.replace_item(registry, module_type, wrapped)

@@ -4,7 +4,7 @@ larger than all before it. They are stored in `recording.layer_shapes`."""
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,11 +25,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.hooks.attachment import Attachment
 from opacus_memprof.hooks.capture_shape import capture_shape
 from opacus_memprof.hooks.fake_forward import FakeForward
 from opacus_memprof.profiles.layer_shapes import LayerShape
 from opacus_memprof.recording import layer_shapes, native
+from opacus_memprof.recording.attachment import Attachment
+from opacus_memprof.recording.faults import Observation, contain
 
 # By optimizer: how many tensors of a parameter's shape it keeps as state of each parameter, and how many temporary ones
 # its foreach step makes for all parameters at once (such as denominators).
@@ -162,16 +163,16 @@ def record_optimizer(optimizer: Optimizer) -> None:
     shapes.step_temporaries = temporaries if foreach else 0
 
 
-def run_zero_grad(optimizer: Optimizer, zero_grad: Callable[[], Any]) -> Any:
-    """Calls `zero_grad`, and records whether it keeps gradients that exist."""
+def observe_zero_grad(optimizer: Optimizer) -> Observation:
+    """Records whether zero_grad keeps gradients that exist."""
     shapes = layer_shapes.current()
-    if shapes.keeps_gradients is not None:
-        return zero_grad()
-    parameter = next((p for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None)
-    result = zero_grad()
+    parameter = None
+    if shapes.keeps_gradients is None:
+        of_optimizer = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        parameter = next((each for each in of_optimizer if each.grad is not None), None)
+    yield
     if parameter is not None:
         shapes.keeps_gradients = parameter.grad is not None
-    return result
 
 
 def watch_model(
@@ -191,8 +192,8 @@ def watch_model(
     shapes = layer_shapes.current()
     modules = [(name, weakref.ref(module)) for name, module in named if name in shapes.modules and module in probed]
     _watched = WatchedModel(weakref.ref(root), modules, FakeForward(named))
-    shapes.whole_forward = partial(_watched.forward.run, shapes.modules, captures=bool(shapes.mode))
     attachment.on_detach(partial(_unwatch, _watched))
+    shapes.whole_forward = partial(_watched.forward.run, shapes.modules, captures=bool(shapes.mode))
 
 
 def _unwatch(model: WatchedModel) -> None:
@@ -254,6 +255,7 @@ class ShapeProbe:
     def __init__(self, name: str) -> None:
         self._name = name
 
+    @contain("recording the shapes of a forward pass")
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not is_compiling() and (shape := capture_shape(module, inputs, output)) is not None:
             layer_shapes.current().forwards[self._name] = shape

@@ -10,17 +10,17 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.compiler import is_compiling
-from torch.jit import _recursive
 
 from opacus_memprof.hooks import shapes
-from opacus_memprof.hooks.attachment import Attachment
 from opacus_memprof.hooks.vocabulary import FORWARD, IDLE
 from opacus_memprof.recording import native, tracing
+from opacus_memprof.recording.attachment import Attachment
+from opacus_memprof.recording.faults import CallError, Observation, call_observed, contain, observe
 
 # A model's forward pre-hook and forward hook.
 ModelHooks = tuple[Callable[[nn.Module, Any, Any], None], Callable[[nn.Module, Any, Any], None]]
@@ -56,10 +56,16 @@ def follow(attachment: Attachment, root: nn.Module, hooks: ModelHooks) -> None:
 def wrap_torch_compile(attachment: Attachment) -> None:
     """Patches torch.compile, nn.Module.compile and torch.jit.script. A program that has imported `compile` by name
     before gets the same results, from more graphs."""
-    attachment.replace_attribute(torch, "compile", _wrap_compile(torch.compile))
-    attachment.replace_attribute(nn.Module, "compile", _wrap_module_compile(nn.Module.compile))
-    create_script_module = tracing.hide_profiler_hooks(_recursive.create_script_module)
-    attachment.replace_attribute(_recursive, "create_script_module", create_script_module)
+    for path, wrap in (
+        ("torch:compile", _wrap_compile),
+        ("torch.nn:Module.compile", lambda compile: observe(compile, _observe_module_compile)),
+        ("torch.jit._recursive:create_script_module", tracing.hide_profiler_hooks),
+    ):
+        attachment.apply(path, partial(_wrap, path, wrap))
+
+
+def _wrap(path: str, wrap: Callable[[Any], Any], attachment: Attachment) -> None:
+    attachment.wrap(path, wrap)
 
 
 def _wrap_compile(compile: Any) -> Any:
@@ -67,32 +73,41 @@ def _wrap_compile(compile: Any) -> Any:
     def wrapper(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         while isinstance(model, native.ScopedForward):  # from `torch.compile(model.forward)`
             model = model.__wrapped__
-        modules = tracing.reachable_modules(model)
-        for module in modules:
-            _remove_wrappers(module)
+        modules = _remove_reachable_wrappers(model) or []
         result = compile(model, *args, **kwargs)
-        root = next((inside for module in modules for inside in module.modules() if inside in _followed), None)
-        if isinstance(model, nn.Module) and isinstance(result, nn.Module) and result is not model:
-            _compiled_results.setdefault(model, weakref.WeakSet()).add(result)
-            if root is not None:
-                _compiled_results.setdefault(root, weakref.WeakSet()).add(result)
-                _wrap_compiled_call(_followed[root][0], result, "forward", root)
-        elif root is not None and getattr(model, "__name__", "") not in _METHODS_INSIDE_HOOKS:
-            # A compiled function may be a whole training step, so its phase is left to what it calls.
-            result = _call_hooks_around(result, weakref.ref(root), contextlib.nullcontext())
-        return result
+        followed = _follow_result(model, modules, result)
+        return result if followed is None else followed
 
     return wrapper
 
 
-def _wrap_module_compile(compile: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(compile)
-    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        compile(self, *args, **kwargs)
-        if self in _followed:
-            _wrap_compiled_call(_followed[self][0], self, "_compiled_call_impl", self)
+@contain("removing the profiler's hooks from what torch.compile traces")
+def _remove_reachable_wrappers(model: Any) -> list[nn.Module]:
+    """The modules that `model` can reach, without the profiler's wrappers."""
+    modules = tracing.reachable_modules(model)
+    for module in modules:
+        _remove_wrappers(module)
+    return modules
 
-    return wrapper
+
+@contain("following what torch.compile has returned")
+def _follow_result(model: Any, modules: list[nn.Module], result: Any) -> Any:
+    root = next((inside for module in modules for inside in module.modules() if inside in _followed), None)
+    if isinstance(model, nn.Module) and isinstance(result, nn.Module) and result is not model:
+        _compiled_results.setdefault(model, weakref.WeakSet()).add(result)
+        if root is not None:
+            _compiled_results.setdefault(root, weakref.WeakSet()).add(result)
+            _wrap_compiled_call(_followed[root][0], result, "forward", root)
+    elif root is not None and getattr(model, "__name__", "") not in _METHODS_INSIDE_HOOKS:
+        # A compiled function may be a whole training step, so its phase is left to what it calls.
+        return _call_hooks_around(result, weakref.ref(root), contextlib.nullcontext())
+    return result
+
+
+def _observe_module_compile(module: nn.Module, *args: Any, **kwargs: Any) -> Observation:
+    yield
+    if module in _followed:
+        _wrap_compiled_call(_followed[module][0], module, "_compiled_call_impl", module)
 
 
 def _remove_wrappers(module: nn.Module) -> None:
@@ -105,8 +120,8 @@ def _remove_wrappers(module: nn.Module) -> None:
 def _wrap_compiled_call(attachment: Attachment, holder: nn.Module, name: str, root: nn.Module) -> None:
     """Wraps the attribute `name` of `holder`, which is a compiled call of `root`."""
     wrapper = _call_hooks_around(holder.__dict__[name], weakref.ref(root), _FORWARD)
+    attachment.on_detach(partial(_restore, weakref.ref(holder), name, weakref.ref(wrapper)))
     holder.__dict__[name] = wrapper
-    attachment.on_detach(functools.partial(_restore, weakref.ref(holder), name, weakref.ref(wrapper)))
 
 
 def _restore(holder_ref: "weakref.ref[nn.Module]", name: str, wrapper_ref: "weakref.ref[Any]") -> None:
@@ -121,22 +136,25 @@ def _call_hooks_around(
 ) -> Callable[..., Any]:
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        global _running_calls
         root = root_ref()
         if root is None or root not in _followed or hooks_suspended():
             return call(*args, **kwargs)
-        forward_pre_hook, forward_hook = _followed[root][1]
-        forward_pre_hook(root, args, kwargs)
-        _running_calls += 1
-        try:
-            with tag:
-                output = call(*args, **kwargs)
-        except BaseException:
-            native.set_phase(IDLE)
-            raise
-        finally:
-            _running_calls -= 1
-        forward_hook(root, args, output)
-        return output
+        return call_observed(call, args, kwargs, lambda: _observe_compiled_call(root, tag, args, kwargs))
 
     return wrapper
+
+
+def _observe_compiled_call(root: nn.Module, tag: AbstractContextManager[Any], args: Any, kwargs: Any) -> Observation:
+    global _running_calls
+    forward_pre_hook, forward_hook = _followed[root][1]
+    forward_pre_hook(root, args, kwargs)
+    _running_calls += 1
+    try:
+        with tag:
+            output = yield
+    except CallError:
+        native.set_phase(IDLE)
+        raise
+    finally:
+        _running_calls -= 1
+    forward_hook(root, args, output)

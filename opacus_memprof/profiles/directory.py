@@ -41,6 +41,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 _REPORTS = re.compile(rf"{REPORT}[.-].*")
 _MAGIC = b"OMEMPROF"  # kMagic of csrc/core/event.h
+_SUMMARY = b'{"format":1,"versions":{'  # of profile.json
 _FIRST_BYTES = 5 * 1024 * 1024  # the event file's first chunk (4 MiB), its header and the small files
 
 
@@ -135,17 +136,16 @@ class ProfileDirectory:
 
 
 def _refuse_unless_replaceable(path: Path) -> None:
-    """Raises MemprofError unless the directory is empty or its events.bin is a profiler's."""
+    """Raises MemprofError unless the directory is empty, or its events.bin or its profile.json is a profiler's."""
     if not path.is_dir():
         return
-    try:
+    with contextlib.suppress(OSError):
         if _is_empty(path):
             return
-        with open(path / EVENTS, "rb") as events:
-            if events.read(len(_MAGIC)) == _MAGIC:
+    for name, beginning in ((EVENTS, _MAGIC), (PROFILE, _SUMMARY)):  # a session may have had no events
+        with contextlib.suppress(OSError), open(path / name, "rb") as file:
+            if file.read(len(beginning)) == beginning:
                 return
-    except OSError:
-        pass
     raise _foreign_files_error(path)
 
 

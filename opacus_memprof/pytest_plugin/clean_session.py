@@ -15,7 +15,7 @@ from opacus.grad_sample import AbstractGradSampleHooks, GradSampleModule
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.hooks import Attachment
-from opacus_memprof.hooks.privacy_engine import wrap_make_private
+from opacus_memprof.hooks.privacy_engine import observe_make_private
 from opacus_memprof.hooks.vocabulary import UNATTRIBUTED
 from opacus_memprof.profiles.categories import reported_name
 from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS
@@ -79,7 +79,7 @@ class CleanSession(Session):
                 delattr(sys, name)
         empty_caches()
         super().start()
-        wrap_make_private(self._engines, self._follow)
+        observe_make_private(self._engines, self._follow)
 
     def attach(self, *objects: Any) -> None:
         """As Session.attach. A PrivacyEngine is attached already."""
@@ -127,9 +127,8 @@ class CleanSession(Session):
     def _test_events(self) -> TestEvents:
         return TestEvents(self.directory)
 
-    def _follow(self, prepared: Any) -> Attachment:
+    def _follow(self, engines: Attachment, prepared: Any) -> None:
         self.attach(*prepared)
-        return Attachment()  # the session detaches it
 
 
 def empty_caches() -> None:

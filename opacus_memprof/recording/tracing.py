@@ -3,7 +3,6 @@
 Opacus."""
 
 import contextlib
-import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from opacus_memprof.recording import native
+from opacus_memprof.recording.faults import Observation, observe
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -62,14 +62,14 @@ def hide_profiler_hooks(create: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps torch.jit._recursive.create_script_module, which compiles a module with its hooks and its instance's
     `forward`: the profiler's are removed for the duration of the call."""
 
-    @functools.wraps(create)
-    def wrapper(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            for module in model.modules():
-                stack.enter_context(_without_profiler_hooks(module))
-            return create(model, *args, **kwargs)
+    return observe(create, _observe_create)
 
-    return wrapper
+
+def _observe_create(model: nn.Module, *args: Any, **kwargs: Any) -> Observation:
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(_without_profiler_hooks(module))
+        yield
 
 
 @contextlib.contextmanager

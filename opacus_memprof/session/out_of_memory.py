@@ -12,7 +12,6 @@ import contextlib
 import io
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,9 @@ from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.meta import NameLists
 from opacus_memprof.profiles.oom_report import OomReport
-from opacus_memprof.recording import hook_facts, layer_shapes, native
+from opacus_memprof.recording import faults, hook_facts, layer_shapes, native
+from opacus_memprof.recording.attachment import Attachment
+from opacus_memprof.recording.faults import Observation, observe
 from opacus_memprof.reports.html.oom import build_oom_page
 from opacus_memprof.reports.oom_text import exception_note, print_oom
 
@@ -36,7 +37,7 @@ _TIMELINE_POINTS = 16384  # enough to show what a forward pass has saved at its 
 
 
 class Forensics:
-    """Explains the failed allocations of a session, from `start` to `stop`.
+    """Explains the failed allocations of a session.
 
     Attributes:
         report: of the latest failure that was explained, or None.
@@ -47,37 +48,39 @@ class Forensics:
         self._directory = directory
         self._explained = 0  # number of failures
         self._pid = os.getpid()
-        self._running = False
+        self._is_explaining = False
         self._printed = False
 
-    def start(self) -> None:
-        """Patches torch.OutOfMemoryError."""
-        self._is_inherited = "__init__" not in vars(torch.OutOfMemoryError)
-        self._original = original = torch.OutOfMemoryError.__init__
+    def patch(self, attachment: Attachment) -> None:
+        """Has torch.OutOfMemoryError explained when it is constructed, until `attachment` is detached."""
+        error_class: Any = torch.OutOfMemoryError
+        is_inherited = "__init__" not in vars(error_class)
+        original = error_class.__init__
 
-        def init_and_explain(error: BaseException, *args: Any, **kwargs: Any) -> None:
-            original(error, *args, **kwargs)
+        def observation(error: BaseException, *args: Any, **kwargs: Any) -> Observation:
+            yield
             self.explain(error)
 
-        self._patched = init_and_explain
-        torch.OutOfMemoryError.__init__ = init_and_explain  # type: ignore[method-assign, assignment]
+        init_and_explain = observe(original, observation)
 
-    def stop(self) -> None:
-        """Restores torch.OutOfMemoryError."""
-        if vars(torch.OutOfMemoryError).get("__init__") is not self._patched:
-            return  # another patch has wrapped ours and still calls it
-        if self._is_inherited:
-            del torch.OutOfMemoryError.__init__
-        else:
-            torch.OutOfMemoryError.__init__ = self._original  # type: ignore[method-assign]
+        def restore() -> None:
+            if vars(error_class).get("__init__") is not init_and_explain:
+                return  # another patch has wrapped ours and still calls it
+            if is_inherited:
+                del error_class.__init__
+            else:
+                error_class.__init__ = original
+
+        attachment.on_detach(restore)
+        error_class.__init__ = init_and_explain
 
     def explain(self, error: BaseException | None = None) -> None:
         """Writes a report of the allocations that have failed since the last call, if any, and adds a note to `error`
         if it is an out-of-memory error or was caused by one. Never raises, so that the program's own error is not
         hidden."""
-        if self._running or os.getpid() != self._pid:
+        if self._is_explaining or os.getpid() != self._pid:
             return
-        self._running = True
+        self._is_explaining = True
         try:
             failed = native.failures()
             explained = error if is_out_of_memory(error) else None
@@ -91,9 +94,9 @@ class Forensics:
                 if explained is not None:
                     _attach(explained, exception_note(self.report, str(self._directory / OOM_REPORTS[0])))
         except Exception as trouble:
-            warnings.warn(f"the failure could not be explained ({trouble!r})", RuntimeWarning, stacklevel=2)
+            faults.record(f"the failed allocation could not be explained ({faults.describe(trouble)})")
         finally:
-            self._running = False
+            self._is_explaining = False
 
     def print(self) -> None:
         """Prints the report to the process' stderr, once."""

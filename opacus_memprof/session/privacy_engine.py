@@ -7,7 +7,8 @@ import opacus
 
 from opacus_memprof.clipping import FlashClipEngineMixin
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.hooks.privacy_engine import run_in_setup_phase
+from opacus_memprof.hooks.privacy_engine import in_setup_phase
+from opacus_memprof.recording.faults import Observation, observe
 from opacus_memprof.session.session import current
 
 
@@ -25,8 +26,9 @@ class PrivacyEngine(FlashClipEngineMixin, opacus.PrivacyEngine):  # type: ignore
                 "ghost_tp cannot be trained through Opacus' PrivacyEngine, which has no optimizer for it: use "
                 "ghost_fsdp over several GPUs, or ghost"
             )
-        prepared = run_in_setup_phase(lambda: super(PrivacyEngine, self).make_private(**kwargs))
-        session = current()
-        if session is not None:
-            session.attach(*prepared)
-        return prepared
+        return observe(super().make_private, _observe_make_private)(**kwargs)
+
+
+def _observe_make_private(**kwargs: Any) -> Observation:
+    session = current()
+    return in_setup_phase(lambda prepared: None if session is None else session.attach(*prepared))

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A profiling session: the recording allocator, the hooks and the event file, from a start to an end."""
 
+import contextlib
 import html
 import os
-import warnings
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opacus_memprof import virtual_gpu
 from opacus_memprof.analysis import job_directory
-from opacus_memprof.analysis.profile import build_profile, write_profile
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import (
     DEFAULT_DIRECTORY,
@@ -23,48 +23,25 @@ from opacus_memprof.profiles.directory import (
 )
 from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.json_object import to_json
-from opacus_memprof.profiles.live_memory import LivePeak, Snapshot
+from opacus_memprof.profiles.live_memory import Snapshot
 from opacus_memprof.profiles.profile import Peak, Profile
-from opacus_memprof.recording import allocators, hook_facts, live, native, run_metadata, snapshots
+from opacus_memprof.recording import allocators, faults, hook_facts, live, native, run_metadata, snapshots
+from opacus_memprof.recording.attachment import Attachment
+from opacus_memprof.recording.faults import contain
 from opacus_memprof.recording.stream import Stream, Target, make_sinks
-from opacus_memprof.session.out_of_memory import Forensics, is_out_of_memory
-
-if TYPE_CHECKING:
-    from opacus_memprof.hooks import Attachment
+from opacus_memprof.session.out_of_memory import Forensics
+from opacus_memprof.session.outcome import one_line, outcome
+from opacus_memprof.session.result import Result
 
 _current: "Session | None" = None
 
 
 def current() -> "Session | None":
     """The session that is recording in this process, or None."""
-    return _current
-
-
-def tag(name: str) -> native.Tag:
-    """Attributes what is allocated inside to the category `name`, the program's own or a built-in one.
-
-    As `with tag("teacher"):` or as a decorator, `@tag("teacher")`. It holds for the calling thread.
-
-    Raises:
-        MemprofError: there are more than 64 categories.
-    """
-    return native.Tag(category=_category_id(name))
-
-
-def retag(tensors: Any, name: str) -> int:
-    """Gives what is allocated already, under these tensors, the category `name`; returns the bytes that this changed.
-
-    `tensors` is one, an iterable of them, or sequences and mappings that nest some. What another tensor shares with
-    them changes as well. Raises MemprofError as `tag` does.
-    """
-    return native.retag(tensors, _category_id(name))
-
-
-def _category_id(name: str) -> int:
-    try:
-        return native.category_id(name)
-    except (ValueError, IndexError, RuntimeError) as error:
-        raise MemprofError(f'no room for the category "{name}": {error}') from error
+    session = _current
+    if session is None or session._result is None or session._result.pid != os.getpid():  # the parent's, after a fork
+        return None
+    return session
 
 
 def profile(
@@ -120,55 +97,55 @@ class Session:
         self.job: JobSummary | None = None
         self._target = directory
         self._max_events = max_events
-        self._attachments: list[Attachment] = []
-        self._follows_engines = False
         self._stream_to = stream
         self._stream_interval = stream_interval
-        self._stream: Stream | None = None
-        self._live_at_end: dict[str, dict[str, int]] | None = None
-        self._built: tuple[tuple[int, int], Profile] | None = None  # by events written and dropped until then
+        self._changes = Attachment("what the session has changed")  # of the process, and of what is attached
+        self._claim = Attachment("the claim of the profile's directory")
+        self._follows_engines = False
+        self._forensics: Forensics | None = None
+        self._result: Result | None = None  # once started
 
     # --- the whole ---
 
     def start(self) -> None:
-        """Starts recording; see `profile` for what is refused."""
+        """Starts recording; see `profile` for what is refused. What else goes wrong is no reason to end the program:
+        the profile has a sentence on it."""
         global _current
-        if _current is not None:
+        if (running := current()) is not None:
             raise MemprofError(
-                f"a profile is being recorded into {_current.directory} already: one session at a time "
+                f"a profile is being recorded into {running.directory} already: one session at a time "
                 "(opacus_memprof.session.current() is the running one)"
             )
         if not 1 <= self._max_events <= MOST_EVENTS:
             raise MemprofError(f"max_events must be between 1 and {MOST_EVENTS}, not {self._max_events}")
+        faults.clear()
         self.device = allocators.resolve_device(self.device)
-        claimed = self._target if isinstance(self._target, ProfileDirectory) else claim(self._target)
-        self._installed_here = not allocators.is_installed(self.device)
-        self.warnings += run_metadata.allocator_warnings(self.device)
+        self._claimed = self._target if isinstance(self._target, ProfileDirectory) else claim(self._target)
+        self._claim.on_detach(self._claimed.release)
+        self.directory = self._claimed.path
+        self._result = Result(self.directory, self.warnings)
+        with contain("looking for what torch's allocator cannot count"):
+            self.warnings += run_metadata.allocator_warnings(self.device)
+        apply = self._changes.apply
+        is_empty = False
         try:
-            allocators.install(self.device)
-            self._start_events(claimed)
-        except MemprofError:
-            if self._installed_here:
-                allocators.uninstall_device(self.device)
-            claimed.release()
+            apply("torch's allocator", self._install_allocator)
+            with _directory_errors(self.directory):
+                self._claimed.clear()
+            is_empty = True
+            apply("the event file", self._start_events)
+            for reset in (native.reset_peaks, hook_facts.clear, virtual_gpu.begin_run):
+                with contain("beginning a recording"):
+                    reset()
+            apply("torch.OutOfMemoryError", self._start_forensics)
+            apply("the stream", self._start_stream)
+        except BaseException:
+            self._changes.detach()
+            if is_empty:  # an earlier profile there stays if this one was refused before
+                self._claimed.clear()
+            self._claim.detach()
             raise
-        native.reset_peaks()
-        hook_facts.clear()
-        virtual_gpu.begin_run()
-        self._claimed = claimed
-        self._pid = os.getpid()
-        self.directory = claimed.path
-        self._forensics = Forensics(self.directory)
-        self._forensics.start()
         _current = self
-        if self._stream_to is not None:
-            try:
-                self._stream = Stream(make_sinks(self._stream_to), self._stream_interval, self._warn)
-            except MemprofError:
-                self._stop()
-                claimed.clear()
-                claimed.release()
-                raise
 
     def close(self, status: str = "finished", exit_code: int = 0, error: str | None = None) -> Profile:
         """Stops recording, takes everything out again, writes profile.json and returns its content.
@@ -181,34 +158,38 @@ class Session:
         Raises:
             MemprofError: profile.json could not be written. Everything is stopped and taken out all the same.
         """
-        peaks, facts = self._stop()
+        global _current
+        _current = None
         try:
-            result = build_profile(
-                self.directory,
-                status=status,
-                exit_code=exit_code,
-                error=error,
-                peaks=peaks,
-                warnings=[*self.warnings, *virtual_gpu.describe_limits()],
-                facts=facts,
-                virtual=virtual_gpu.describe_run(),
-            )
-            write_profile(result, self.directory)
-            self.result = result
-        except OSError as error:
-            raise MemprofError(f"the profile could not be written to {self.directory}: {error}") from error
+            with contain("ending the recording"):
+                self._keep_figures()
         finally:
-            self._claimed.release()
-            self._forensics.print()
-        self._finish_job()
-        return result
+            self._changes.detach()
+        try:
+            assert self._result is not None  # of a session that was started
+            with contain("building the profile"):
+                self.result = self._result.write(status, exit_code, error)
+                return self.result
+            self.result = self._result.write_from_counters(status, exit_code, error)
+            return self.result
+        finally:
+            self._claim.detach()
+            with contain("printing the report of a failed allocation"):
+                if self._forensics is not None:
+                    self._forensics.print()
+            with contain("merging the ranks' profiles"):
+                self._finish_job()
 
     def discard(self) -> None:
         """Stops recording and takes everything out again, as `close`, but makes no profile.json of it."""
+        global _current
+        _current = None
         try:
-            self._stop()
+            with contain("ending the recording"):
+                self._keep_figures()
         finally:
-            self._claimed.release()
+            self._changes.detach()
+        self._claim.detach()
 
     def __enter__(self) -> "Session":
         self.start()
@@ -217,15 +198,18 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if os.getpid() != self._pid:
+        if self._result is None or self._result.pid != os.getpid():
             return  # a forked child that leaves the block; the profile is its parent's
-        status, exit_code = outcome(error)
+        status, exit_code, line = ("finished", 0, None) if error is None else ("failed", 1, type(error).__name__)
+        with contain("describing how the program has ended"):
+            status, exit_code = outcome(error)
+            line = one_line(error)
         if error is not None:
             self.explain(error)
         try:
-            self.close(status, exit_code, one_line(error))
+            self.close(status, exit_code, line)
         except MemprofError as failure:  # the training is done, and its result must not be lost over this
-            warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
+            faults.record(str(failure))
 
     # --- what to look at ---
 
@@ -239,17 +223,23 @@ class Session:
         Raises:
             MemprofError: an object of another kind.
         """
-        from opacus_memprof.hooks import dispatch  # loads Opacus, which a session that attaches nothing does not need
+        changes: list[tuple[str, Callable[[Attachment], None]]] = []
+        try:
+            # Loads Opacus, which a session that attaches nothing does not need.
+            from opacus_memprof.hooks import dispatch
 
-        for thing in objects:
-            attachment = None
-            if not dispatch.is_privacy_engine(thing):
-                attachment = dispatch.attach(thing)
-            elif not self._follows_engines:  # all of them at once
-                self._follows_engines = True
-                attachment = dispatch.attach_privacy_engine_class()
-            if attachment is not None:
-                self._attachments.append(attachment)
+            for target in objects:
+                if dispatch.is_privacy_engine(target):
+                    if self._follows_engines:  # all of them at once
+                        continue
+                    self._follows_engines = True
+                changes.append((f"a {type(target).__name__}", dispatch.change_for(target)))
+        except MemprofError:
+            raise
+        except Exception as error:
+            faults.record_fault("choosing the hooks for what is attached", error)
+        for name, change in changes:
+            self._changes.apply(name, change)
 
     def snapshot(self, name: str) -> Snapshot:
         """Counts every live byte by category now, reconciles the sum with what the allocator counts, and appends
@@ -262,9 +252,11 @@ class Session:
         Raises:
             MemprofError: the session is not recording.
         """
-        if _current is not self:
+        if _current is not self or self._result is None or self._result.pid != os.getpid():
             raise MemprofError("a snapshot is of a session that records: take it between its start and its end")
-        return self._snapshot(name)
+        with contain("taking a snapshot"):
+            return self._snapshot(name)
+        return Snapshot(name=name, index=-1, unix_ns=time.time_ns(), step=0, logical_step=0, devices={})
 
     def breakdown(self) -> dict[str, dict[str, int]]:
         """The bytes that are live now: device → category → bytes, without the categories that have none. It costs
@@ -273,7 +265,11 @@ class Session:
         Whether what a forward pass has made is an activation or a temporary shows only when it dies; until then
         it is `forward_undecided`.
         """
-        return live.read_breakdown() if self._live_at_end is None else self._live_at_end
+        if self._result is not None and self._result.live_at_end is not None:
+            return self._result.live_at_end
+        with contain("reading the live bytes"):
+            return live.read_breakdown()
+        return {}
 
     def peak(self) -> dict[str, Peak]:
         """The instant of each device's highest requested bytes so far: `session.peak()["cuda:0"].categories`, or by
@@ -285,79 +281,61 @@ class Session:
         Raises:
             MemprofError: the session has not started, or was discarded.
         """
-        if _current is not self and not hasattr(self, "result"):
+        if self._result is None or (_current is not self and self._result.profile is None):
             raise MemprofError("there is no peak of a session that has not started, or has left no profile")
-        return {name: device.peak for name, device in self._so_far().devices.items()}
+        return {name: device.peak for name, device in self._result.so_far().devices.items()}
 
     def _repr_html_(self) -> str | None:
         """For notebooks: the report of the session, or of the part so far, in a frame of its own."""
-        if not hasattr(self, "directory"):
+        if self._result is None:
             return None
         from opacus_memprof.reports.html.page import build_html  # only a notebook needs it
 
-        source = html.escape(build_html(self._so_far(), self.directory))
+        source = html.escape(build_html(self._result.so_far(), self.directory))
         return f'<iframe srcdoc="{source}" sandbox="allow-scripts" style="width:100%;height:48em;border:0"></iframe>'
 
     def explain(self, error: BaseException) -> None:
         """Where memory has run out since the last call: writes oom_report.txt, .json and .html, and attaches a note to
         the exception. torch.OutOfMemoryError needs no call; `close` prints the report to stderr."""
-        self._forensics.explain(error)
+        with contain("explaining a failed allocation"):
+            if self._forensics is not None:
+                self._forensics.explain(error)
 
     # --- beginning, end, and what goes wrong ---
 
-    def _start_events(self, claimed: ProfileDirectory) -> None:
-        claimed.clear()
-        try:
-            run = run_metadata.describe_run(self.device, claimed.launch)
+    def _install_allocator(self, changes: Attachment) -> None:
+        if not allocators.is_installed(self.device):
+            changes.on_detach(lambda: allocators.uninstall_device(self.device))
+        allocators.install(self.device)
+
+    def _start_events(self, changes: Attachment) -> None:
+        run: dict[str, Any] = {}
+        with contain("describing the run"):
+            run.update(run_metadata.describe_run(self.device, self._claimed.launch))
             if (gpus := virtual_gpu.describe_gpus()) is not None:
                 run["virtual"] = gpus
-            native.start_events(str(claimed.path), self._max_events, to_json(run))
-        except OSError as error:
-            claimed.clear()
-            raise MemprofError(f"cannot record events in {claimed.path}: {error}") from error
+        changes.on_detach(native.stop_events)
+        changes.on_detach(lambda: native.set_phase(native.phase_id("idle")))  # a forward that failed has left its own
+        with _directory_errors(self.directory):
+            native.start_events(str(self.directory), self._max_events, to_json(run))
 
-    def _stop(self) -> tuple[dict[str, LivePeak], list[dict[str, Any]]]:
-        """The live counters' peaks, and what the hooks have noticed."""
-        global _current
-        _current = None
-        self._forensics.explain()
-        self._forensics.stop()
-        try:
-            if self._stream is not None:
-                self._stream.stop()
-            self._last_snapshot()
-            self._live_at_end = live.read_breakdown()
-            for attachment in reversed(self._attachments):
-                attachment.detach()
-            events = native.events_status()
-            if events["error"] and events["dropped"]:
-                self._warn(f"the event file could not grow ({events['error']}): later events are missing")
-            return live.read_peaks(), hook_facts.recorded()
-        finally:
-            native.stop_events()
-            native.set_phase(native.phase_id("idle"))  # a forward that failed never said that it was over
-            if self._installed_here:
-                allocators.uninstall_device(self.device)
+    def _start_forensics(self, changes: Attachment) -> None:
+        self._forensics = Forensics(self.directory)
+        self._forensics.patch(changes)
 
-    def _so_far(self) -> Profile:
-        """The result, or before the end what it would be now."""
-        if hasattr(self, "result"):
-            return self.result
-        events = native.events_status()
-        count = events["written"], events["dropped"]
-        if self._built is None or self._built[0] != count:
-            native.write_meta()
-            profile = build_profile(
-                self.directory,
-                status="running",
-                exit_code=None,
-                peaks=live.read_peaks(),
-                warnings=virtual_gpu.describe_limits(),
-                virtual=virtual_gpu.describe_run(),
-                dropped=events["dropped"],
-            )
-            self._built = count, profile
-        return self._built[1]
+    def _start_stream(self, changes: Attachment) -> None:
+        if self._stream_to is not None:
+            changes.on_detach(Stream(make_sinks(self._stream_to), self._stream_interval, self._warn).stop)
+
+    def _keep_figures(self) -> None:
+        """Keeps what is lost with the recording, and takes the last snapshot: every profile is reconciled once."""
+        with contain("explaining a failed allocation"):
+            if self._forensics is not None:
+                self._forensics.explain()
+        with contain("taking the last snapshot"):
+            self._snapshot("end")
+        if self._result is not None:
+            self._result.read_figures()
 
     def _snapshot(self, name: str) -> Snapshot:
         self._look_for_swap()
@@ -374,14 +352,7 @@ class Session:
         try:
             self.job = job_directory.write_job_summary(self._claimed)
         except MemprofError as error:
-            warnings.warn(f"the ranks' profiles could not be merged ({error})", RuntimeWarning, stacklevel=2)
-
-    def _last_snapshot(self) -> None:
-        """So that every profile has been reconciled at least once; a broken device must not cost the profile."""
-        try:
-            self._snapshot("end")
-        except RuntimeError as error:
-            self._warn(f"the last snapshot failed ({error})")
+            faults.record(f"the ranks' profiles could not be merged ({error})")
 
     def _look_for_swap(self) -> None:
         if not allocators.is_installed(self.device):
@@ -396,23 +367,10 @@ class Session:
             self.warnings.append(sentence)
 
 
-def outcome(error: BaseException | None) -> tuple[str, int]:
-    """A program's status and exit code, from the exception that ended it (None: it came to its end)."""
-    code = 1
-    if error is None:
-        code = 0
-    elif isinstance(error, KeyboardInterrupt):
-        return "killed", 130
-    elif isinstance(error, SystemExit):
-        code = 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
-    if code == 0:
-        return "finished", 0
-    return "out_of_memory" if is_out_of_memory(error) else "failed", code
-
-
-def one_line(error: BaseException | None) -> str | None:
-    """What went wrong, for people: the exception's kind and its message's first line."""
-    if error is None or (isinstance(error, SystemExit) and not isinstance(error.code, str)):
-        return None
-    message = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+@contextlib.contextmanager
+def _directory_errors(directory: Path) -> Iterator[None]:
+    """Makes an OSError one of the user's, who can choose another directory."""
+    try:
+        yield
+    except OSError as error:
+        raise MemprofError(f"cannot record events in {directory}: {error}") from error

@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import opacus
+import opacus.utils.adaptive_clipping.adaptive_clipping_utils  # which is patched, and which opacus does not import
 import pytest
 from opacus import PrivacyEngine
 from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
+from opacus.optimizers import optimizer as optimizers
 from torch import nn
 
 from opacus_memprof import hooks
-from opacus_memprof.recording import native
+from opacus_memprof.recording import faults, native
 from tests.integration.opacus_training import MODES, Training, attached, categories, cpu, prepare  # noqa: F401
 
 # Opacus warns of first layers whose input needs no gradient, functorch of float64 under autocast.
@@ -195,9 +198,16 @@ def test_engine_class_attaches_what_it_returns(cpu: None) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "part", ["modules.wrap_forwards", "opacus_hooks.wrap_opacus_hooks", "optimizer.register_step_hooks"]
+    ("part", "name"),
+    [
+        ("modules.wrap_forwards", "the model's forward passes"),
+        ("opacus_hooks.wrap_opacus_hooks", "Opacus' hooks of the model"),
+        ("optimizer.register_step_hooks", "the optimizer's update"),
+    ],
 )
-def test_failing_attachment_leaves_nothing_behind(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_fails_is_left_out(part: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are attached, and all is restored."""
+    unattached = prepare("hooks").run()
     training = prepare("hooks")
     before, opacus_before = state_of(training), state_of_opacus()
 
@@ -205,8 +215,59 @@ def test_failing_attachment_leaves_nothing_behind(part: str, monkeypatch: pytest
         raise RuntimeError("no room")
 
     monkeypatch.setattr(f"opacus_memprof.hooks.{part}", fail)
-    with pytest.raises(RuntimeError, match="no room"):
-        hooks.attach_private(training.prepared)
+    faults.clear()
+    with pytest.warns(RuntimeWarning, match="no room"):
+        attachment = hooks.attach_private(training.prepared)
+    (sentence,) = faults.recorded()
+    assert sentence.startswith(f"{name} could not be followed (RuntimeError: no room; ")
+    assert state_of(training) != before
+    assert state_of_opacus() != opacus_before
+    assert training.run() == unattached
+    attachment.detach()
 
-    assert state_of(training) == before
+    assert {key: value for key, value in state_of(training).items() if "attributes" not in key} == {
+        key: value for key, value in before.items() if "attributes" not in key
+    }
     assert state_of_opacus() == opacus_before
+
+
+@pytest.mark.parametrize("fails", ["always", "once"])
+def test_every_undo_is_attempted(fails: str) -> None:
+    undone = []
+    attachment = hooks.Attachment("a patch")
+
+    def fail() -> None:
+        if fails == "always" or "failed" not in undone:
+            undone.append("failed")
+            raise ValueError("no way back")
+        undone.append("second attempt")
+
+    attachment.on_detach(lambda: undone.append("first"))
+    attachment.on_detach(fail)
+    attachment.on_detach(lambda: undone.append("last"))
+    faults.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        attachment.detach()
+    assert undone[:3] == ["last", "failed", "first"]
+    if fails == "once":
+        assert undone[3:] == ["second attempt"]
+        assert faults.recorded() == []
+    else:
+        (sentence,) = faults.recorded()
+        assert "undoing a patch (ValueError: no way back)" in sentence
+
+
+def test_a_function_that_this_opacus_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = state_of_opacus()
+    removed = optimizers._generate_noise
+    monkeypatch.delattr(optimizers, "_generate_noise")
+    faults.clear()
+    with pytest.warns(RuntimeWarning, match="_generate_noise could not be followed"):
+        attachment = hooks.attach_model(nn.Linear(2, 2))
+    assert len(faults.recorded()) == 1
+    assert state_of_opacus() != before
+    attachment.detach()
+    monkeypatch.undo()
+    assert optimizers._generate_noise is removed
+    assert state_of_opacus().keys() == before.keys()

@@ -14,9 +14,9 @@ from opacus.grad_sample import GradSampleModule
 from torch import nn
 
 from opacus_memprof import hooks
-from opacus_memprof.hooks.attachment import Attachment, SharedPatch
 from opacus_memprof.hooks.modules import named_modules
 from opacus_memprof.recording import layer_shapes, native
+from opacus_memprof.recording.attachment import Attachment, SharedPatch
 
 
 class TestAttachment:

@@ -16,12 +16,13 @@ from urllib.parse import urlsplit
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.launch import Launch
 from opacus_memprof.profiles.live_memory import LiveMemory
+from opacus_memprof.recording.faults import contain
 from opacus_memprof.recording.live import read_live
 from opacus_memprof.recording.stream.json_lines import JsonLines
 
 
 class Sink(Protocol):
-    """A destination of readings. If it raises OSError or MemprofError it is closed, with a warning in the profile."""
+    """A destination of readings. If it raises it is closed, with a warning in the profile."""
 
     def open(self) -> None:
         """Called before the first reading. Raises MemprofError if it cannot work; then the session does not start."""
@@ -69,8 +70,7 @@ class Stream:
         self._sinks: list[Sink] = []
         try:
             for sink in sinks:
-                sink.open()
-                self._sinks.append(sink)
+                self._open(sink)
         except MemprofError:
             self._close(*self._sinks)
             raise
@@ -86,16 +86,26 @@ class Stream:
         self._write()
         self._close(*self._sinks)
 
+    def _open(self, sink: Sink) -> None:
+        try:
+            sink.open()
+            self._sinks.append(sink)
+        except MemprofError:
+            raise
+        except Exception as error:
+            self._warn(f"the stream to {sink} could not be opened ({error})")
+
     def _run(self) -> None:
         while not self._stopping.wait(self._interval):
             self._write()
 
+    @contain("streaming live memory")
     def _write(self) -> None:
         reading = read_live()
         for sink in list(self._sinks):
             try:
                 sink.write(reading)
-            except (OSError, MemprofError) as error:  # such as a full disk, which must not end the program
+            except Exception as error:  # such as a full disk, which must not end the program
                 self._sinks.remove(sink)
                 self._warn(f"the stream to {sink} ended at step {reading.step} ({error})")
                 self._close(sink)
@@ -104,7 +114,7 @@ class Stream:
         for sink in sinks:
             try:
                 sink.close()
-            except (OSError, MemprofError) as error:
+            except Exception as error:
                 self._warn(f"the stream to {sink} could not be closed ({error})")
 
 

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contains what the profiler itself raises while a program runs, so that it never ends or changes a training.
+
+Whatever of the profiler runs inside a training stands in `contain`, or is an observation, which runs around a call of
+the program's. A fault becomes a warning and a sentence in the profile, and the training goes on. MemprofError, which a
+user can mend, is raised only where the user has called the profiler.
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Generator
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from torch.compiler import is_compiling
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# What stands before its `yield` runs before the observed call, and what follows runs after it, with the call's result.
+Observation = Generator[None, Any, None]
+
+_MOST_SENTENCES = 100
+_sentences: dict[str, None] = {}
+
+
+class CallError(Exception):
+    """Raised at the `yield` of an observation, where the observed call has raised `error`."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def clear() -> None:
+    """Discards the faults that were recorded. Called when a session begins."""
+    _sentences.clear()
+
+
+def recorded() -> list[str]:
+    """A sentence on each fault of the session, in their order."""
+    return list(_sentences)
+
+
+def record(sentence: str) -> None:
+    """Records a sentence for the profile and warns the program of it, once each. Never raises."""
+    if sentence in _sentences or len(_sentences) == _MOST_SENTENCES:
+        return
+    _sentences[sentence] = None
+    with contextlib.suppress(Exception):  # the program may have turned warnings into errors
+        warnings.warn(sentence, RuntimeWarning, stacklevel=2)
+
+
+def describe(error: BaseException) -> str:
+    """The exception's type and message, in a line."""
+    try:
+        message = " ".join(str(error).split())
+    except Exception:  # an exception that cannot be printed
+        message = ""
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def record_fault(doing: str, error: BaseException) -> None:
+    """Records that the profiler has failed while `doing` something. Never raises."""
+    record(
+        f"the profiler failed while {doing} ({describe(error)}): the training goes on without it, and the profile has "
+        "what there is"
+    )
+
+
+class Containment:
+    """What `contain` returns: a context manager, and a decorator of functions, which return None if they fail."""
+
+    __slots__ = ("_doing",)
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        record_fault(self._doing, error)
+        return True
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        doing = self._doing
+
+        @functools.wraps(function)
+        def contained(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                record_fault(doing, error)
+                return None
+
+        return contained
+
+
+def contain(doing: str) -> Containment:
+    """Contains the exceptions of a block or a function. `doing` completes "the profiler failed while"."""
+    return Containment(doing)
+
+
+def observe(function: Callable[..., R], observation: Callable[..., Observation]) -> Callable[..., R]:
+    """Wraps a function of the program's: `observation` is called with its arguments. What torch.compile traces is the
+    function alone."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> R:
+        if is_compiling():
+            return function(*args, **kwargs)
+        return call_observed(function, args, kwargs, lambda: observation(*args, **kwargs))
+
+    return wrapper
+
+
+def call_observed(function: Callable[..., R], args: Any, kwargs: Any, observe: Callable[[], Observation]) -> R:
+    """Calls a function of the program's inside the observation that `observe` returns. What the function returns or
+    raises passes unchanged, and what the observation raises is contained."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    observation: Observation | None = None
+    try:
+        observation = observe()
+        next(observation)
+    except StopIteration:
+        observation = None
+    except Exception as error:
+        observation = None
+        record_fault(f"following {name}", error)
+    try:
+        result = function(*args, **kwargs)
+    except BaseException as error:
+        if observation is not None:
+            _fail(name, observation, error)
+        raise
+    if observation is not None:
+        try:
+            observation.send(result)
+        except StopIteration:
+            pass
+        except Exception as error:
+            record_fault(f"following {name}", error)
+    return result
+
+
+def _fail(name: str, observation: Observation, error: BaseException) -> None:
+    """Raises CallError in an observation whose call has raised `error`."""
+    failure = CallError(error)
+    try:
+        observation.throw(failure)
+    except (StopIteration, CallError):
+        pass
+    except Exception as fault:
+        record_fault(f"following {name}", fault)
+    finally:  # its traceback has this frame: a cycle of references, which would keep the call's tensors alive
+        failure.__traceback__ = None

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds a session's profile: while it records, at its end, and from what there is where a part has failed."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from opacus_memprof import virtual_gpu
+from opacus_memprof.analysis.profile import build_profile, build_profile_from_counters, write_profile
+from opacus_memprof.profiles.live_memory import LivePeak
+from opacus_memprof.profiles.profile import Profile, Sizes
+from opacus_memprof.recording import faults, hook_facts, live, native
+from opacus_memprof.recording.faults import contain
+
+
+class Result:
+    """What a session knows of its profile.
+
+    Attributes:
+        profile: the content of profile.json, once it is written.
+        live_at_end: the bytes by device and category that were live at the end of the recording; None before.
+        warnings: sentences on what the profile cannot know.
+        pid: of the process that records.
+    """
+
+    def __init__(self, directory: Path, warnings: list[str]) -> None:
+        self.profile: Profile | None = None
+        self.live_at_end: dict[str, Sizes] | None = None
+        self.warnings = warnings
+        self.pid = os.getpid()
+        self._directory = directory
+        self._started_unix_ns = time.time_ns()
+        self._peaks: dict[str, LivePeak] = {}
+        self._facts: list[dict[str, Any]] = []
+        self._so_far: tuple[tuple[int, int], Profile] | None = None  # by events written and dropped until then
+
+    def read_figures(self) -> None:
+        """Keeps what only the recording process can read, before anything is undone. Each figure is read for itself."""
+        with contain("reading the live bytes"):
+            self.live_at_end = live.read_breakdown()
+        with contain("reading the peaks"):
+            self._peaks = live.read_peaks()
+        with contain("reading what the hooks have recorded"):
+            self._facts = hook_facts.recorded()
+        with contain("reading how many events were written"):
+            events = native.events_status()
+            if events["error"] and events["dropped"]:
+                self.warnings.append(f"the event file could not grow ({events['error']}): later events are missing")
+
+    def write(self, status: str, exit_code: int, error: str | None) -> Profile:
+        """Builds the profile from the events and writes profile.json.
+
+        Raises:
+            MemprofError: the events cannot be read, or profile.json cannot be written.
+        """
+        profile = build_profile(
+            self._directory,
+            status=status,
+            exit_code=exit_code,
+            error=error,
+            peaks=self._peaks,
+            warnings=self._all_warnings(),
+            facts=self._facts,
+            virtual=virtual_gpu.describe_run(),
+        )
+        write_profile(profile, self._directory)
+        self.profile = profile
+        return profile
+
+    def write_from_counters(self, status: str, exit_code: int, error: str | None) -> Profile:
+        """Builds the profile from the live counters alone and writes profile.json, where `write` has failed.
+
+        Raises:
+            MemprofError: profile.json cannot be written.
+        """
+        self.profile = self._build_from_counters(status, exit_code, error)
+        write_profile(self.profile, self._directory)
+        return self.profile
+
+    def so_far(self) -> Profile:
+        """The profile, or before the end what it would be now."""
+        if self.profile is not None:
+            return self.profile
+        with contain("building the profile so far"):
+            events = native.events_status()
+            count = events["written"], events["dropped"]
+            if self._so_far is None or self._so_far[0] != count:
+                native.write_meta()
+                profile = build_profile(
+                    self._directory,
+                    status="running",
+                    exit_code=None,
+                    peaks=live.read_peaks(),
+                    warnings=virtual_gpu.describe_limits(),
+                    virtual=virtual_gpu.describe_run(),
+                    dropped=events["dropped"],
+                )
+                self._so_far = count, profile
+            return self._so_far[1]
+        with contain("reading the peaks"):
+            self._peaks = live.read_peaks()
+        return self._build_from_counters("running", None, None)
+
+    def _build_from_counters(self, status: str, exit_code: int | None, error: str | None) -> Profile:
+        return build_profile_from_counters(
+            self._directory,
+            status=status,
+            exit_code=exit_code,
+            error=error,
+            started_unix_ns=self._started_unix_ns,
+            peaks=self._peaks,
+            warnings=self._all_warnings(),
+        )
+
+    def _all_warnings(self) -> list[str]:
+        limits: list[str] = []
+        with contain("describing what a virtual GPU cannot know"):
+            limits += virtual_gpu.describe_limits()
+        return [*self.warnings, *limits, *faults.recorded()]
