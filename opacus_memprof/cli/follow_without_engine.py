@@ -7,12 +7,10 @@ are attached in their first forward pass with gradients: a script calls `make_pr
 nothing is left to do. If no such forward pass is seen, the models are attached at the optimizer's first step."""
 
 import copyreg
-import functools
-import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
+from opacus_memprof.cli.model_index import ModelIndex, instances
 from opacus_memprof.recording import layer_shapes, tracing
+from opacus_memprof.recording.faults import Observation, contain, observe
 from opacus_memprof.session import Session
-
-T = TypeVar("T")
 
 
 class FollowWithoutEngine:
@@ -42,62 +40,31 @@ class FollowWithoutEngine:
         self._attached: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()  # by this object
         self._waiting: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
         self._modules_when_attached = layer_shapes.current().modules  # hooks replace it when they attach a model
-        self._patch_optimizer()
-        self._patch_compile()
+        self._index = ModelIndex()
+        Optimizer.__init__ = observe(Optimizer.__init__, self._observe_init)  # type: ignore[method-assign]
+        register_optimizer_step_pre_hook(self._on_step)
+        torch.compile = observe(torch.compile, self._observe_compile)
         _recursive.create_script_module = tracing.hide_profiler_hooks(_recursive.create_script_module)
 
-    def _patch_optimizer(self) -> None:
-        init = Optimizer.__init__
-        on_new_optimizer = self._warn_on_error(self._on_new_optimizer)
-        on_step = self._warn_on_error(self._on_step)
+    def _observe_init(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Observation:
+        yield
+        self._on_new_optimizer(optimizer)
 
-        @functools.wraps(init)
-        def wrapper(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            init(optimizer, *args, **kwargs)
-            on_new_optimizer(optimizer)
-
-        def step_pre_hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if not torch.compiler.is_compiling():
-                on_step(optimizer)
-
-        register_optimizer_step_pre_hook(step_pre_hook)
-        Optimizer.__init__ = wrapper  # type: ignore[method-assign, assignment]
-
-    def _patch_compile(self) -> None:
-        compile, on_compile = torch.compile, self._warn_on_error(self._on_compile)
-
-        @functools.wraps(compile)
-        def wrapper(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                on_compile(model, kwargs.get("fullgraph", False))
-            return compile(model, *args, **kwargs)
-
-        torch.compile = wrapper
-
-    def _warn_on_error(self, call: Callable[..., None]) -> Callable[..., None]:
-        """Turns exceptions of `call` into warnings, because the script did not ask for its models to be attached."""
-
-        def wrapper(*args: Any) -> None:
-            try:
-                call(*args)
-            except Exception as error:
-                self._session.warnings.append(f"a model that trains without Opacus could not be followed ({error})")
-
-        return wrapper
+    def _observe_compile(self, model: Any = None, *args: Any, fullgraph: bool = False, **kwargs: Any) -> Observation:
+        if model is not None:  # None if torch.compile is used as a decorator with arguments: it is called again
+            self._compiled.append((weakref.ref(getattr(model, "__self__", model)), fullgraph))
+        yield
 
     def _on_new_optimizer(self, optimizer: Optimizer) -> None:
         if self._attached_by_others():
             return
         self._optimizers.add(optimizer)
-        for model in _models(optimizer):
+        for model in self._models(optimizer):
             if model not in self._waiting:
-                hook = _FirstForwardHook(self._warn_on_error(self._on_first_forward))
+                hook = _FirstForwardHook(self._on_first_forward)
                 self._waiting[model] = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
-    def _on_compile(self, target: Any, fullgraph: bool) -> None:
-        if target is not None:  # None if torch.compile is used as a decorator with arguments: it is called again
-            self._compiled.append((weakref.ref(getattr(target, "__self__", target)), fullgraph))
-
+    @contain("following a model that trains without Opacus")
     def _on_first_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         parameters = list(model.parameters())
         ids = _ids(parameters)
@@ -115,17 +82,28 @@ class FollowWithoutEngine:
             if isinstance(hook, ModelForwardPreHook):
                 hook(root, args, kwargs)
 
-    def _on_step(self, optimizer: Optimizer) -> None:
+    @contain("following a model that trains without Opacus")
+    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Attaches models whose forward was not seen, because they are compiled, or the script calls their submodules
         instead."""
+        if torch.compiler.is_compiling():
+            return
         if optimizer in self._stepped or optimizer not in self._optimizers or self._attached_by_others():
             return
         self._stepped.add(optimizer)
         if optimizer in self._attached:
             return
-        for model in _models(optimizer):
+        for model in self._models(optimizer):
             if not self._is_traced(model):
                 self._attach(model)
+
+    def _models(self, optimizer: Optimizer) -> list[nn.Module]:
+        """The outermost modules that contain parameters of the optimizer. None that FSDP2 has sharded: its modules have
+        other parameters during forward."""
+        trained = [parameter for parameter in _parameters(optimizer) if isinstance(parameter, nn.Parameter)]
+        if not trained or any(hasattr(parameter, "_local_tensor") for parameter in trained):
+            return []
+        return self._index.models_of(trained)
 
     def _attached_by_others(self) -> bool:
         return layer_shapes.current().modules is not self._modules_when_attached
@@ -175,7 +153,7 @@ class FollowWithoutEngine:
         self._session.attach(model if opacus_model is None else opacus_model, *_dp_optimizers(optimizers))
         self._attached.update((root, *optimizers))
         self._modules_when_attached = layer_shapes.current().modules
-        for iterator in _instances(_BaseDataLoaderIter):  # later ones are tagged by hooks.inputs
+        for iterator in instances(_BaseDataLoaderIter):  # later ones are tagged by hooks.inputs
             tag_dataset(iterator._dataset)
         return root
 
@@ -209,16 +187,11 @@ def _uncompiled_modules(model: nn.Module) -> Iterator[nn.Module]:
             yield from _uncompiled_modules(child)
 
 
-def _instances(cls: type[T]) -> list[T]:
-    """All live instances of a class. `type(...)` instead of isinstance, which would evaluate weak proxies."""
-    return [instance for instance in gc.get_objects() if issubclass(type(instance), cls)]
-
-
 def _opacus_model(model: nn.Module) -> Any:
     """The GradSampleModule that the model is or is in, or the GradSampleHooks on it; None without Opacus."""
     from opacus.grad_sample import AbstractGradSampleHooks
 
-    for hooks in _instances(AbstractGradSampleHooks):
+    for hooks in instances(AbstractGradSampleHooks):
         if model is hooks or any(model is module for module in hooks._module.modules()):
             return hooks
     return None
@@ -228,7 +201,7 @@ def _dp_optimizers(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     """For each optimizer the DPOptimizer around it, or itself if there is none."""
     from opacus.optimizers import DPOptimizer
 
-    wrappers = {wrapper.original_optimizer: wrapper for wrapper in _instances(DPOptimizer)}
+    wrappers = {wrapper.original_optimizer: wrapper for wrapper in instances(DPOptimizer)}
     return [wrappers.get(optimizer, optimizer) for optimizer in optimizers]
 
 
@@ -238,17 +211,3 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def _ids(tensors: Iterable[Any]) -> set[int]:
     return set(map(id, tensors))
-
-
-def _models(optimizer: Optimizer) -> list[nn.Module]:
-    """The outermost modules that contain parameters of the optimizer. None that FSDP2 has sharded: its modules have
-    other parameters during forward."""
-    trained = [parameter for parameter in _parameters(optimizer) if isinstance(parameter, nn.Parameter)]
-    if not trained or any(hasattr(parameter, "_local_tensor") for parameter in trained):
-        return []
-    modules = [module for module in _instances(nn.Module) if isinstance(vars(module).get("_modules"), dict)]
-    children = {id(child) for module in modules for child in module._modules.values()}
-    ids = _ids(trained)
-    return [
-        module for module in modules if id(module) not in children and not ids.isdisjoint(_ids(module.parameters()))
-    ]

@@ -96,22 +96,26 @@ class ProgramRecording:
             # Kept, because a script may catch an ImportError of torch and go on, but must not go on unrecorded.
             self._start_error = MemprofError(str(error))
             raise self._start_error from None
+        except Exception as error:  # a fault of the profiler's, which must not end the program
+            _print_note(f"recording could not start ({type(error).__name__}: {error}): the program runs without it")
+            return
         self._session = session
-        from opacus_memprof.cli.follow_without_engine import FollowWithoutEngine
+        from opacus_memprof.recording.faults import contain
 
-        FollowWithoutEngine(session)
+        with contain("looking for models that train without Opacus"):
+            from opacus_memprof.cli.follow_without_engine import FollowWithoutEngine
+
+            FollowWithoutEngine(session)
 
     def _on_opacus_import(self) -> None:
         if self._session is None:
             return
-        import opacus
+        from opacus_memprof.recording.faults import contain
 
-        try:
+        with contain("following Opacus"):
+            import opacus
+
             self._session.attach(opacus.PrivacyEngine)
-        except (ImportError, AttributeError) as error:
-            self._session.warnings.append(
-                f"Opacus {opacus.__version__} is not one that this release knows ({error}): nothing is attributed to it"
-            )
 
     def _intercept_exits(self) -> None:
         """Finishes the recording also on SIGTERM and in os._exit, which skip exit handlers."""

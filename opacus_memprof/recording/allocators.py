@@ -14,6 +14,8 @@ import torch
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.recording import native
 
+_PID = os.getpid()  # of the process that has loaded the extension
+
 
 class Allocator:
     """The argument of `torch.cuda.memory.change_current_allocator`."""
@@ -41,9 +43,11 @@ def install(device: str = "auto") -> None:
     Blocks that exist already count as `unattributed` until they are freed or attached. A second call does nothing.
 
     Raises:
-        MemprofError: the device is unknown, there is no GPU, the extension was built without CUDA, or torch's current
-            allocator is not the one that the recording allocator already delegates to.
+        MemprofError: the device is unknown, there is no GPU, the extension was built without CUDA, torch's current
+            allocator is not the one that the recording allocator already delegates to, or the process was forked from
+            one that had loaded the extension.
     """
+    refuse_after_fork()
     try:
         if resolve_device(device) == "cpu":
             native.cpu_install()
@@ -81,6 +85,16 @@ def library_path() -> str:
     assert spec is not None  # recording.native has imported it
     assert spec.origin is not None
     return spec.origin
+
+
+def refuse_after_fork() -> None:
+    """Raises MemprofError in a child that was forked from a process which had loaded the extension: the allocator's
+    locks and counts there are those of the parent's threads, and nothing is recorded."""
+    if os.getpid() != _PID:
+        raise MemprofError(
+            "this process was forked after opacus_memprof had been used, and records nothing: start it by spawn "
+            '(multiprocessing.get_context("spawn")), or use opacus_memprof in the child alone'
+        )
 
 
 def resolve_device(device: str) -> str:

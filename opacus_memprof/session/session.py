@@ -65,7 +65,8 @@ def profile(
 
     Raises:
         MemprofError: on entering, when another session is running, the device is unknown or absent, max_events is out
-            of range, the directory cannot be written, is in use or holds other files, or the stream cannot be started.
+            of range, the directory cannot be written, is in use or holds other files, the stream cannot be started, or
+            the process was forked from one that had used opacus_memprof.
     """
     return Session(directory, device=device, max_events=max_events, stream=stream, stream_interval=stream_interval)
 
@@ -118,6 +119,7 @@ class Session:
             )
         if not 1 <= self._max_events <= MOST_EVENTS:
             raise MemprofError(f"max_events must be between 1 and {MOST_EVENTS}, not {self._max_events}")
+        allocators.refuse_after_fork()
         faults.clear()
         self.device = allocators.resolve_device(self.device)
         self._claimed = self._target if isinstance(self._target, ProfileDirectory) else claim(self._target)

@@ -3,6 +3,9 @@
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 FORKS = """
 import os, signal, threading
@@ -46,3 +49,72 @@ for _ in range(3):
     threading.Thread(target=allocate, daemon=True).start()
 """
     assert end_of_children(prepare, "kept = born_under_us = torch.empty(10)", forks=100) == ""
+
+
+SESSIONS = """
+import multiprocessing, os, sys
+import opacus_memprof
+
+
+def train(directory):
+    import torch
+    with opacus_memprof.profile(directory, device="cpu") as session:
+        kept = torch.empty(2**20, dtype=torch.uint8)
+        live = session.breakdown()
+    del kept
+    return live
+
+
+def run(directory):
+    try:
+        live = train(directory)
+        print(live == {"cpu": {"unattributed": 2**20}}, opacus_memprof.session.current() is None, flush=True)
+    except opacus_memprof.MemprofError as error:
+        print(error, opacus_memprof.session.current() is None, flush=True)
+
+
+if __name__ == "__main__":
+    run_in = multiprocessing.get_context(sys.argv[1])
+    if sys.argv[2] == "used":
+        train(sys.argv[3] + "/parent")
+    if sys.argv[2] == "recording":
+        import torch
+        with opacus_memprof.profile(sys.argv[3] + "/parent", device="cpu") as session:
+            child = run_in.Process(target=run, args=(sys.argv[3] + "/child",))
+            child.start()
+            child.join()
+            kept = torch.empty(2**10, dtype=torch.uint8)
+            print(session.breakdown() == {"cpu": {"unattributed": 2**10}})
+        sys.exit(child.exitcode)
+    child = run_in.Process(target=run, args=(sys.argv[3] + "/child",))
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "parent", "expected"),
+    [
+        ("fork", "imported", ["True True"]),
+        ("spawn", "used", ["True True"]),
+        ("fork", "used", ["refused"]),
+        ("fork", "recording", ["refused", "True"]),
+        ("spawn", "recording", ["True True", "True"]),
+    ],
+)
+def test_a_child_records_or_is_refused(method: str, parent: str, expected: list[str], tmp_path: Path) -> None:
+    """Never does it record nothing without a word."""
+    (tmp_path / "program.py").write_text(SESSIONS)
+    program = [sys.executable, str(tmp_path / "program.py"), method, parent, str(tmp_path)]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert len(lines) == len(expected), ended
+    for line, wanted in zip(lines, expected, strict=True):
+        if wanted == "refused":
+            assert "was forked after opacus_memprof had been used, and records nothing: start it by spawn" in line
+            assert line.endswith("True")
+        else:
+            assert line == wanted
+    assert (tmp_path / "child" / "profile.json").exists() == ("refused" not in expected)
