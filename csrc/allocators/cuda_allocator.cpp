@@ -2,13 +2,17 @@
 // Puts the delegating allocator in torch's place and takes it out again, at any time.
 #include "allocators/cuda_allocator.h"
 
+#include <algorithm>
+#include <optional>
 #include <shared_mutex>
 #include <stdexcept>
 #include <unordered_map>
 #include <unordered_set>
+#include <vector>
 
 #include "allocators/cuda_call_site.h"
 #include "allocators/cuda_delegating.h"
+#include "allocators/cuda_history.h"
 #include "allocators/reporting.h"
 
 // CUDAContextLight.h includes headers of CUDA libraries that not every installation has.
@@ -61,9 +65,13 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
                                "'): another library replaced it; start a new process and install "
                                "opacus-memprof after that library");
     }
-    seed();
+    ours.look_for_history();
+    forget_what_has_gone();
+    // First of all, so that no block falls between: what another thread allocates meanwhile is
+    // reported, and what is reported is not seeded.
     cca::allocator.store(&ours);
     c10::SetAllocator(c10::DeviceType::CUDA, &ours);
+    seed();
   }
 
   void uninstall() override {
@@ -90,6 +98,12 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
     return adopted;
   }
 
+  void annotate(const void* pointer, std::uint8_t category,
+                std::uint16_t module) noexcept override {
+    if (delegating_ == nullptr || !delegating_->records_history()) return;
+    annotate_history(*delegating_->upstream(), pointer, category, module);
+  }
+
   void note_peak(Device device) noexcept override {
     std::int64_t requested = -1;
     std::int64_t allocated = -1;
@@ -114,7 +128,7 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
                                  "') has no raw deleter, so frees cannot be followed; install "
                                  "opacus-memprof before it is replaced");
       }
-      find_libtorch_cuda();
+      find_libtorch_cpu();
       delegating_ = new DelegatingCudaAllocator(cca::get());
     }
     return *delegating_;
@@ -141,32 +155,46 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
   }
 
  private:
-  // Records the blocks that exist at install(). Their tensors have the native deleter, so that
-  // their frees are not seen (refresh() finds out). Blocks that the ledger knows from an earlier
-  // install may have been freed since, and their addresses handed out again.
-  void seed() {
-    if (!delegating_->upstream()->initialized()) return;
-    struct Found {
-      std::uint64_t bytes;
-      c10::DeviceIndex device;
-    };
+  struct Found {
+    std::uint64_t bytes;
+    c10::DeviceIndex device;
+  };
+
+  // The blocks that upstream has handed out, by address; nothing where it has no snapshots.
+  std::optional<std::unordered_map<std::uint64_t, Found>> handed_out() {
     std::unordered_map<std::uint64_t, Found> alive;
+    if (!delegating_->upstream()->initialized()) return std::nullopt;
     try {
       for_each_block(*delegating_->upstream(),
                      [&](std::uint64_t address, const auto& block, c10::DeviceIndex device) {
                        if (block.allocated) alive.insert({address, {block.requested_size, device}});
                      });
     } catch (const c10::Error&) {
-      // An upstream without snapshots: blocks from before stay unknown and show as a remainder.
-      return;
+      return std::nullopt;
     }
-    for (const Block& block : recorder().live_blocks()) {
+    return alive;
+  }
+
+  // What the ledger holds of an earlier install may be gone since, and its address somebody else's.
+  void forget_what_has_gone() {
+    const std::vector<Block> known = recorder().live_blocks();
+    if (std::ranges::all_of(known, [](const Block& block) { return block.device == 0; })) return;
+    const auto alive = handed_out();
+    if (!alive) return;
+    for (const Block& block : known) {
       if (block.device == 0) continue;
-      const auto found = alive.find(block.address);
-      const bool same = found != alive.end() && found->second.bytes == block.size();
+      const auto found = alive->find(block.address);
+      const bool same = found != alive->end() && found->second.bytes == block.size();
       if (block.seeded || !same) recorder().on_free(block.address, Phase::idle);
     }
-    for (const auto& [address, found] : alive) {
+  }
+
+  // Tensors from before have the native deleter: their frees go past us (refresh notices). Without
+  // snapshots they stay unknown and show as a remainder.
+  void seed() {
+    const auto alive = handed_out();
+    if (!alive) return;
+    for (const auto& [address, found] : *alive) {
       recorder().seed(address, found.bytes, static_cast<Device>(1 + found.device), 0);
     }
     retag_seeded_workspaces();

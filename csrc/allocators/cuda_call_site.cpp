@@ -11,31 +11,33 @@ namespace opacus_memprof {
 
 namespace detail {
 
-LibraryRange libtorch_cuda;
+LibraryRange libtorch_cpu;
 
-bool resizes_storage(const void* return_address) {
+bool asks_for_workspaces(const void* return_address) {
   // A handful of call sites, each looked up once a thread.
   thread_local std::unordered_map<const void*, bool> known;
   const auto found = known.find(return_address);
   if (found != known.end()) return found->second;
   Dl_info info{};
-  const bool resizes = dladdr(return_address, &info) != 0 && info.dli_sname != nullptr &&
-                       std::string_view(info.dli_sname).find("resize") != std::string_view::npos;
-  known.emplace(return_address, resizes);
-  return resizes;
+  const bool is_found = dladdr(return_address, &info) != 0;
+  const std::string_view library = is_found && info.dli_fname != nullptr ? info.dli_fname : "";
+  const std::string_view function = is_found && info.dli_sname != nullptr ? info.dli_sname : "";
+  const bool asks = library.find("libtorch_cuda") != std::string_view::npos &&
+                    function.find("resize") == std::string_view::npos;
+  known.emplace(return_address, asks);
+  return asks;
 }
 
 namespace {
 
 int find_code_segment(dl_phdr_info* info, std::size_t /*size*/, void* /*data*/) {
-  if (std::string_view(info->dlpi_name).find("libtorch_cuda.so") == std::string_view::npos)
-    return 0;
+  if (std::string_view(info->dlpi_name).find("libtorch_cpu.so") == std::string_view::npos) return 0;
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     const ElfW(Phdr)& header = info->dlpi_phdr[i];
     if (header.p_type != PT_LOAD || (header.p_flags & PF_X) == 0) continue;
     const auto* begin = reinterpret_cast<const char*>(info->dlpi_addr + header.p_vaddr);
-    libtorch_cuda.begin.store(begin);
-    libtorch_cuda.end.store(begin + header.p_memsz);
+    libtorch_cpu.begin.store(begin);
+    libtorch_cpu.end.store(begin + header.p_memsz);
   }
   return 1;
 }
@@ -44,6 +46,6 @@ int find_code_segment(dl_phdr_info* info, std::size_t /*size*/, void* /*data*/) 
 
 }  // namespace detail
 
-void find_libtorch_cuda() { dl_iterate_phdr(detail::find_code_segment, nullptr); }
+void find_libtorch_cpu() { dl_iterate_phdr(detail::find_code_segment, nullptr); }
 
 }  // namespace opacus_memprof

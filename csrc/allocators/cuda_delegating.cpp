@@ -8,6 +8,7 @@
 #include "allocators/cuda_allocator.h"
 #include "allocators/cuda_call_site.h"
 #include "allocators/cuda_failure.h"
+#include "allocators/cuda_history.h"
 #include "allocators/cuda_streams.h"
 #include "allocators/reporting.h"
 
@@ -74,6 +75,7 @@ c10::DataPtr DelegatingCudaAllocator::allocate(size_t size) {
   if (uninstalled()) [[unlikely]]
     return upstream_->allocate(size);
   recorder().prefetch();
+  const HistoryTag history_tag(*upstream_, records_history());
   c10::DataPtr data = report_oom_of(upstream_, size, [&] { return upstream_->allocate(size); });
   report_new_block(data, size, __builtin_return_address(0));
   return data;

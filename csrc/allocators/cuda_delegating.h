@@ -26,6 +26,18 @@ class DelegatingCudaAllocator final : public cca::CUDAAllocator {
   explicit DelegatingCudaAllocator(cca::CUDAAllocator* upstream);
 
   [[nodiscard]] cca::CUDAAllocator* upstream() const noexcept { return upstream_; }
+  // Whether the program has torch record a history. Asked of upstream at install, and followed here
+  // from then on.
+  [[nodiscard]] bool records_history() const noexcept {
+    return records_history_.load(std::memory_order_relaxed);
+  }
+  void look_for_history() {
+    try {
+      records_history_ = upstream_->isHistoryEnabled();
+    } catch (const c10::Error&) {
+      records_history_ = false;  // an upstream without one
+    }
+  }
 
   // --- reported (cuda_allocator.cpp) ---
   [[gnu::hot]] c10::DataPtr allocate(size_t size) override;
@@ -119,6 +131,7 @@ class DelegatingCudaAllocator final : public cca::CUDAAllocator {
                      cca::RecordContext when, bool clear,
                      const std::vector<std::string>& skip_actions) override {
     upstream_->recordHistory(enabled, context, max_entries, when, clear, skip_actions);
+    records_history_ = enabled;
   }
   void recordAnnotation(const std::vector<std::pair<std::string, std::string>>& metadata) override {
     upstream_->recordAnnotation(metadata);
@@ -186,6 +199,7 @@ class DelegatingCudaAllocator final : public cca::CUDAAllocator {
   }
 
   cca::CUDAAllocator* upstream_;
+  std::atomic<bool> records_history_{false};
 };
 
 // Calls function(address, block, device) for every block of the allocator's, free ones too.

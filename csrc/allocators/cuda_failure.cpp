@@ -47,11 +47,13 @@ UpstreamAtFailure upstream_at_failure(cca::CUDAAllocator& upstream,
   } else {
     static_cast<void>(cudaGetLastError());
   }
-  try {
-    const auto fraction = upstream.getMemoryFraction(device);
-    found.limit = static_cast<std::int64_t>(fraction * static_cast<double>(total));
-  } catch (...) {
-    // An upstream without a limit.
+  if (found.device_total > 0) {  // without it the limit is unknown, not 0
+    try {
+      const auto fraction = upstream.getMemoryFraction(device);
+      found.limit = static_cast<std::int64_t>(fraction * static_cast<double>(total));
+    } catch (...) {
+      // An upstream without a limit.
+    }
   }
   try {
     const auto snapshot = upstream.snapshot({0, 0}, false);

@@ -26,6 +26,9 @@ class ProfiledAllocator {
   // Takes over a block that was allocated before install(), so that its free is reported; false if
   // it is not such a block.
   virtual bool adopt(c10::DataPtr& data, std::size_t bytes) = 0;
+  // Tells upstream of a block's new category and module, where it keeps a history that has room.
+  virtual void annotate(const void* /*pointer*/, std::uint8_t /*category*/,
+                        std::uint16_t /*module*/) noexcept {}
   // Asks upstream what it counts, for the peak that has just been closed on `device`.
   virtual void note_peak(Device device) noexcept = 0;
 };

@@ -14,10 +14,12 @@ namespace {
                                          std::uint16_t module, std::uint64_t expected) {
   if (storage == nullptr) return 0;
   c10::DataPtr& data = storage->_mutable_data_ptr_no_checks();
-  if (ProfiledAllocator* allocator = allocator_of(data.device().type()); allocator != nullptr) {
-    allocator->adopt(data, storage->nbytes());
-  }
-  return recorder().retag(address_of(data.get()), category, module, expected);
+  ProfiledAllocator* allocator = allocator_of(data.device().type());
+  if (allocator != nullptr) allocator->adopt(data, storage->nbytes());
+  const std::uint64_t changed =
+      recorder().retag(address_of(data.get()), category, module, expected);
+  if (changed != 0 && allocator != nullptr) allocator->annotate(data.get(), category, module);
+  return changed;
 }
 
 // gcc drops calls of functions that do nothing but prefetch, so this one must be inlined.

@@ -10,6 +10,12 @@
 
 namespace opacus_memprof {
 
+namespace {
+
+constexpr std::size_t kMostNamesWithSnapshots = 0x8000;
+
+}  // namespace
+
 // Memory for the devices is reserved: nothing is allocated under the lock.
 void Recorder::read_counters(State& state) noexcept {
   state.unix_ns = unix_ns();
@@ -31,7 +37,10 @@ Recorder::State Recorder::state() {
 }
 
 Recorder::Snapshot Recorder::snapshot(const std::string& name) {
-  const std::uint16_t op = names().intern(Names::Kind::op, name);
+  // Snapshots may be named without end. Half of the names stays for operations; beyond, only
+  // snapshots.jsonl has a snapshot's name.
+  const bool has_room = names().size(Names::Kind::op) < kMostNamesWithSnapshots;
+  const std::uint16_t op = has_room ? names().intern(Names::Kind::op, name) : std::uint16_t{0};
   const ThreadTags& thread = this_thread();
   Snapshot result;
   result.name = name;

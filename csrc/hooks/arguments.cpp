@@ -29,7 +29,7 @@ bool to_id(PyObject* object, std::size_t limit, const char* what, Id& to) {
 
 }  // namespace
 
-PyObject* raise_current_exception() noexcept {
+PyObject* raise_current_exception() {
   try {
     throw;
   } catch (py::error_already_set& error) {

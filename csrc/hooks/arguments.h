@@ -49,7 +49,9 @@ struct ObjectId {
 };
 
 // Sets Python's error for the C++ exception in flight, for a call that Python made: always nullptr.
-PyObject* raise_current_exception() noexcept;
+// Neither this nor what catches for it is noexcept: Python ends a daemon thread, once the process
+// exits, by unwinding its stack, which must pass.
+PyObject* raise_current_exception();
 
 // "a str is expected, not 'int'": always false.
 bool refuse(PyObject* object, const char* expected);
@@ -111,8 +113,7 @@ bool parse(PyObject* const* args, Py_ssize_t count, Values&... values) {
 
 // Calls a function with Python's arguments, each converted to what the function takes.
 template <typename Result, typename... Values>
-PyObject* call_with(Result (*function)(Values...), PyObject* const* args,
-                    Py_ssize_t count) noexcept {
+PyObject* call_with(Result (*function)(Values...), PyObject* const* args, Py_ssize_t count) {
   try {
     std::tuple<std::remove_cvref_t<Values>...> values;
     if (!std::apply([&](auto&... each) { return parse(args, count, each...); }, values))

@@ -111,7 +111,7 @@ class HookType {
   // An entry for Hook::properties(), which reads `get(hook)`.
   template <auto get>
   static PyGetSetDef property(const char* name) noexcept {
-    constexpr auto kGet = [](PyObject* self, void* /*closure*/) noexcept {
+    constexpr auto kGet = [](PyObject* self, void* /*closure*/) {
       return guarded([&] { return to_python(std::invoke(get, std::as_const(of(self)))); });
     };
     return {name, kGet, nullptr, nullptr, nullptr};
@@ -126,7 +126,7 @@ class HookType {
 
   // A new reference to what `function` returns; nullptr with a Python error set where it throws.
   template <typename Function>
-  static PyObject* guarded(Function function) noexcept {
+  static PyObject* guarded(Function function) {
     try {
       return function().release().ptr();
     } catch (...) {
