@@ -327,6 +327,18 @@ def test_one_result_and_twenty(count: int, figures: list[Any], tmp_path: Path) -
     assert not any(a.overlaps(b) for index, a in enumerate(labels) for b in labels[:index])
 
 
+def test_points_on_one_another_share_a_label(figures: list[Any], tmp_path: Path) -> None:
+    """Batch sizes above the physical one change neither time nor peak."""
+    found = {f"c{number}": {**GHOST, "avg_time_ms": 10.0 + 10 * (number % 3)} for number in range(20)}
+    tradeoff.performance_tradeoff(rows_by_mode(found), tmp_path / "a.png", "light")
+    texts = figures[0].axes[0].texts
+    assert len(texts) == 3
+    shown = [number for text in texts for number in text.get_text().split(", ")]
+    assert sorted(shown, key=int) == [str(number) for number in range(1, 21)]
+    boxes = [text.get_window_extent() for text in texts]
+    assert not any(a.overlaps(b) for index, a in enumerate(boxes) for b in boxes[:index])
+
+
 def test_vanilla_s_name_stays_in_the_picture_beside_much_slower_methods(figures: list[Any], tmp_path: Path) -> None:
     rows = rows_by_mode({"v": VANILLA, "g": GHOST | {"avg_time_ms": 5000.0}, "f": result("flash_clip", {"noise": 42})})
     tradeoff.performance_tradeoff(rows, tmp_path / "a.png", "light")

@@ -38,10 +38,23 @@ def performance_tradeoff(rows: Sequence[Row], path: Path, theme: str) -> None:
             numbers = [str(number) for number in range(1, len(measured) + 1)]
             lines = [f"{number}  {name}".replace("\n", ": ") for number, name in zip(numbers, names, strict=True)]
             figure.legend([Line2D([], [])] * len(lines), lines, loc="outside right upper", handlelength=0)
-            names = numbers
+            times, totals, names = _one_label_a_place(times, totals, numbers)
         place_labels(axes, times, totals, names)
         if missing := [f"{row.short_label}: {row.outcome}" for row in rows if row not in measured]:
             axes.text(0.01, 0.01, "\n".join(missing), transform=axes.transAxes, va="bottom", color=palette.accent)
+
+
+def _one_label_a_place(
+    times: Sequence[float], totals: Sequence[int], numbers: Sequence[str]
+) -> tuple[list[float], list[int], list[str]]:
+    """The first of all points that lie on one another, in a grid of 40 x 40 places, with the numbers of them all."""
+    places: dict[tuple[int, int], list[int]] = {}
+    for index, (time, total) in enumerate(zip(times, totals, strict=True)):
+        place = int(40 * time / max(times)), int(40 * total / max(totals))
+        places.setdefault(place, []).append(index)
+    first = [indices[0] for indices in places.values()]
+    labels = [", ".join(numbers[index] for index in indices) for indices in places.values()]
+    return [times[index] for index in first], [totals[index] for index in first], labels
 
 
 def _relative(row: Row, vanilla: Row | None) -> str:
