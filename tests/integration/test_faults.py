@@ -40,7 +40,7 @@ Step = tuple[CodeType, CodeType | str]
 
 
 # What `start` checks before anything is recorded: a fault there is raised, before the training.
-CHECKS = ("current", "resolve_device", "claim", "ProfileDirectory.clear")
+CHECKS = ("current", "refuse_after_fork", "resolve_device", "claim", "ProfileDirectory.clear")
 
 
 class PlantedError(Exception):
