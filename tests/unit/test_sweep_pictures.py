@@ -134,3 +134,22 @@ def test_the_lines_of_the_trends_are_explained(figures: list[Any], tmp_path: Pat
     assert said == ["Physical batch size:", "1", "2", "4", "LoRA rank:", "full", "8", "did not finish"]
     looks = {(line.get_color(), line.get_marker()) for line in panels[0].lines if line.get_linestyle() != "None"}
     assert len(looks) == 6  # one for each combination
+
+
+def test_a_run_that_failed_before_anything_was_recorded_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no peak, which is another thing than a peak of 0 B."""
+    shown: list[Any] = []
+
+    @contextlib.contextmanager
+    def kept(path: Path, *arguments: Any) -> Iterator[Any]:
+        with original(path, *arguments) as figure:
+            yield figure
+            shown.extend(text.get_text() for axes in figure.axes for text in axes.texts)
+
+    original = details.saved_figure
+    monkeypatch.setattr(details, "saved_figure", kept)
+    details.detailed_analysis(ROWS, tmp_path / "a.png", "light")
+    assert shown.count("nothing was recorded") == 2  # in both panels
+    assert "0 B" not in shown

@@ -51,7 +51,8 @@ def detailed_analysis(rows: Sequence[Row], path: Path, theme: str) -> None:
             (left, "Memory at the peak, by component", by_component, COMPONENT_COLORS),
             (right, "By kind of memory", by_type, TYPE_COLORS),
         ):
-            stacked_bars(axes, names, parts, colors=colors)
+            texts = [format_bytes(sum(sizes.values())) if sizes else "nothing was recorded" for sizes in parts]
+            stacked_bars(axes, names, parts, colors=colors, texts=texts)
             axes.set_title(title)
             if axes.patches:
                 axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.5 / upper), ncols=4)
