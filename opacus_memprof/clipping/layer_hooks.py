@@ -142,7 +142,7 @@ class LayerHooks:
         if layout is None and self.observations is not None:
             return None
         if layout is None or len(layout.inputs) != len(leaves):
-            layout = self.guess(leaves, found)
+            layout = self._guess(layer, leaves, found)
         floats = [i for i in layout.outputs if i < len(found) and _is_float(found[i])]
         for i in floats:
             if layout.outputs[i] is None:
@@ -168,14 +168,21 @@ class LayerHooks:
                 found[i] = leaf
         return tree_unflatten(found, output_structure)
 
-    def guess(self, leaves: list[Any], outputs: list[Any]) -> Layout:
-        """A layout from the shapes alone, for models that cannot be probed."""
+    def _guess(self, layer: Layer, leaves: list[Any], outputs: list[Any]) -> Layout:
+        """A layout from the shapes alone, for calls that no probe has seen: of empty batches, and by other paths
+        through the model. Raises MemprofError if an output has no batch."""
 
         def where(x: Any) -> Arrangement | None:
             is_batch = isinstance(x, torch.Tensor) and x.dim() > 0 and PLAIN.rows(x, self.batch) is not None
             return PLAIN if is_batch else None
 
-        return Layout([where(x) for x in leaves], {i: where(x) for i, x in enumerate(outputs) if _is_float(x)})
+        found = {i: where(x) for i, x in enumerate(outputs) if _is_float(x)}
+        if None in found.values():
+            raise MemprofError(
+                f"{layer.describe()} was called in another way than before, and an output has no batch of {self.batch} "
+                "as its first dimension: call the model in the same way in every step."
+            )
+        return Layout([where(x) for x in leaves], found)
 
     def _observe(
         self, layer: Layer, leaves: list[Any], structure: Any, outputs: list[Any], random: RandomState | None

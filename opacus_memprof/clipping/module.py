@@ -16,7 +16,7 @@ from opacus_memprof.clipping.autograd_functions import TwoPassBackward, run_two_
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, first_input
 from opacus_memprof.clipping.layers import GenericLayer, Layer
-from opacus_memprof.clipping.probe import Probe
+from opacus_memprof.clipping.probe import CannotRunError, Probe
 from opacus_memprof.clipping.repetition import is_repeating
 from opacus_memprof.clipping.rules import Clipping, ClipRule
 from opacus_memprof.clipping.units import Units
@@ -77,6 +77,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self.layer_hooks = LayerHooks(bookkeeping, on_output=self._count_kept_bytes)
         self.hooks_enabled = True
         self._hooked: set[nn.Module] = set()
+        self._cannot_run: BaseException | None = None
         self._layouts: dict[Any, dict[Layer, Layout]] = {}
         self._kept_bytes = 0
         self._allocated_before = 0
@@ -129,7 +130,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
     def _active(self) -> bool:
         hooks = self.layer_hooks
-        if not self.hooks_enabled or not self._module.training or is_repeating():
+        if not self.hooks_enabled or not self._module.training or is_repeating() or self._cannot_run is not None:
             return False
         return hooks.observations is not None if hooks.is_probing else True
 
@@ -175,6 +176,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self.layer_hooks.batch = _batch_size(args, kwargs)
         if self.layer_hooks.batch:
             self._probe(args, kwargs)
+        if self._cannot_run is not None:
+            return None
         if torch.is_grad_enabled():
             self.bookkeeping.begin_pass()
             self._kept_bytes = 0
@@ -193,7 +196,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             probe = Probe(
                 self._module, self.units, self.layer_hooks, args, kwargs, self._run_model, self._units_changed
             )
-            self._layouts[signature] = probe.layouts()
+            try:
+                self._layouts[signature] = probe.layouts()
+            except CannotRunError as error:  # raised after the forward, which may fail for the same reason
+                self._cannot_run = error.__cause__
+                return
         self.layer_hooks.layouts = self._layouts[signature]
 
     def _units_changed(self) -> None:
@@ -203,6 +210,12 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
     def _after_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         changed = self._after_module(module, args, kwargs, output)
         output = output if changed is None else changed
+        cause, self._cannot_run = self._cannot_run, None
+        if output is not None and cause is not None:
+            raise MemprofError(
+                "flash_clip needs inputs whose first dimension is the batch, of the same length in all of them: this "
+                f"model ran on its whole input, but not on some samples of it ({type(cause).__name__}: {cause})."
+            ) from cause
         if output is None or not self._active() or not torch.is_grad_enabled() or self.passes == 1:
             return output
         leaves, structure = tree_flatten(output)

@@ -30,6 +30,10 @@ _SIZE, _CHANGED = 3, 1  # of the first two forwards: their size, and the sample 
 _OTHER_SIZES = (5, 4)
 
 
+class CannotRunError(Exception):
+    """The model cannot run on some samples of what it was called with."""
+
+
 class _UnsuitableError(Exception):
     """A tensor in which the samples are nowhere in particular."""
 
@@ -67,11 +71,12 @@ class Probe:
 
         Raises:
             MemprofError: samples mix, or a forward cannot be repeated.
+            CannotRunError: the model cannot run on other samples.
         """
         try:
             plain = self._forward(_SAMPLES[0])[0]
-        except Exception:  # the model cannot run on other samples than the caller's
-            return {}
+        except Exception as error:
+            raise CannotRunError from error
         layouts: dict[Layer, Layout] = {}
         for _ in range(2 * len(self.units.layers()) + 64):
             layouts, unsuitable = self._layouts(

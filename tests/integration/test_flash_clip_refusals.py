@@ -130,6 +130,25 @@ def test_models_that_mix_samples(passes: int) -> None:
     assert all(p.requires_grad for p in module.parameters())
 
 
+class Bags(nn.Module):
+    """Takes indices and offsets, neither of which has the samples alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(11, 9), nn.Linear(9, 3)
+
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.bag(ids, offsets))
+        return out
+
+
+def test_inputs_that_are_not_by_sample(passes: int) -> None:
+    module, _ = private(Bags(), passes)
+    with pytest.raises(MemprofError, match="needs inputs whose first dimension is the batch"):
+        module(torch.randint(0, 11, (9,)), torch.tensor([0, 3, 5]))
+    assert all(p.requires_grad for p in module.parameters())
+
+
 def test_several_forwards_for_one_backward_in_two_passes() -> None:
     module, _ = private(mlp(), 2)
     x = torch.randn(4, 9, dtype=torch.float64)
