@@ -17,7 +17,7 @@ from opacus_memprof.hooks.fake_forward import FakeForward
 from opacus_memprof.recording import layer_shapes
 from tests.planted_models import Transformer, ValueDependent, adapters, convolutions, llama
 
-pytestmark = pytest.mark.usefixtures("no_remains")
+pytestmark = pytest.mark.usefixtures("clean_process")
 TEXT = {"vocabulary": 100, "width": 32, "heads": 4, "blocks": 3, "length": 16}
 
 

@@ -12,7 +12,7 @@ import opacus_memprof
 from opacus_memprof.hooks import attach_model
 from opacus_memprof.recording import layer_shapes
 
-pytestmark = pytest.mark.usefixtures("no_remains")
+pytestmark = pytest.mark.usefixtures("clean_process")
 
 
 def model(width: int) -> nn.Sequential:

@@ -38,7 +38,7 @@ REPORTS = ["oom_report.html", "oom_report.json", "oom_report.txt"]
 
 
 @pytest.fixture(autouse=True)
-def _unlimited(no_remains: None) -> Any:
+def _unlimited(clean_process: None) -> Any:
     yield
     native.cpu_limit(0)
 
