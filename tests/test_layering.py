@@ -45,7 +45,7 @@ CPP_LAYERS = ["core", "autograd", "allocators", "hooks", "bindings"]
 
 CORE_MAY_INCLUDE = re.compile(
     r"<[a-z_]+>|"  # C++
-    r"<(?:fcntl|pthread|unistd|sys/mman|sys/stat|sys/types)\.h>|"  # POSIX
+    r"<(?:fcntl|pthread|unistd|sys/mman|sys/stat|sys/statvfs|sys/types)\.h>|"  # POSIX
     r"<(?:cpuid|immintrin|x86intrin)\.h>|"  # the processor's clock
     r"<nlohmann/[a-z_]+\.hpp>|"
     r'"core/[a-z_]+\.h"'

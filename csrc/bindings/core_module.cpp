@@ -114,6 +114,16 @@ static auto fields(const ReplayResult::Device&) {
                     Field{"end_bytes", &D::end_bytes}};
 }
 
+static auto fields(const ReplayResult::Gap&) {
+  using G = ReplayResult::Gap;
+  return std::tuple{Field{"first_event", &G::first_event},
+                    Field{"events", &G::events},
+                    Field{"time_ns", &G::time_ns},
+                    Field{"end_ns", &G::end_ns},
+                    Field{"step", &G::step},
+                    Field{"end_step", &G::end_step}};
+}
+
 static auto fields(const ReplayResult&) {
   using R = ReplayResult;
   return std::tuple{Field{"header", &R::header},
@@ -121,7 +131,8 @@ static auto fields(const ReplayResult&) {
                     Field{"contradictions", &R::contradictions},
                     Field{"category_names", [](const R&) { return kCategoryNames; }},
                     Field{"phase_names", [](const R&) { return kPhaseNames; }},
-                    Field{"devices", &R::devices}};
+                    Field{"devices", &R::devices},
+                    Field{"gaps", &R::gaps}};
 }
 
 static auto fields(const Follower::Device&) {

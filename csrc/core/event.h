@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One record of the event file, and the file's header. docs/format.md describes both to readers in
-// other languages; change them together and raise kFormatVersion.
+// One record of an event file, and the file's header. docs/format.md describes both to readers in
+// other languages; change them together and raise kEventVersion.
 #pragma once
 
 #include <array>
@@ -8,12 +8,14 @@
 
 namespace opacus_memprof {
 
-inline constexpr std::uint32_t kFormatVersion = 1;
+inline constexpr std::uint32_t kFormatVersion = 1;  // of the JSON files
+inline constexpr std::uint32_t kEventVersion = 2;
+inline constexpr std::uint32_t kWholeFileVersion = 1;  // without pieces; still read
 inline constexpr char kMagic[8] = {'O', 'M', 'E', 'M', 'P', 'R', 'O', 'F'};
 inline constexpr std::uint64_t kHeaderBytes = 4096;  // records start on the second page
 
 enum class EventKind : std::uint8_t {
-  none,      // an unwritten record: the end of a killed process' file
+  none,      // in version 1, an unwritten record: the end of a killed process' file
   alloc,     // a block was handed out; the tag is its tag at birth
   free,      // a block was given back; category is its last one, phase and step are the free's
   retag,     // a block changed category; `op` holds the category before
@@ -22,6 +24,8 @@ enum class EventKind : std::uint8_t {
   snapshot,  // session.snapshot(); `op` is the name's id in meta.json, `size` its number
   seed,      // a block that was there before the profiler
   oom,       // an allocation of `size` bytes failed under this tag
+  settled,   // after a piece's end: what a block that lived then turned out to be (replay_fates.h)
+  gap,       // in no file: readers' rows of events that are missing, `size` of them
 };
 
 // 32 bytes, little endian. Bit-fields of one 64-bit word each, low bits first.
@@ -54,16 +58,52 @@ constexpr std::uint64_t event_word(std::uint64_t low48, std::uint8_t sixth,
   return (low48 & kLow48) | std::uint64_t{sixth} << 48U | std::uint64_t{seventh} << 56U;
 }
 
-// The first page of the file. `count`, `dropped` and the last clock reading are refreshed some
-// fifty times a second; of a process that is alive or was killed, the records after `count` are
-// whole up to the first one without a kind (the word that holds it is written last).
+// How a piece begins: what its events, without those before, do not tell.
+struct Opening {
+  std::uint64_t piece;        // its number, from 0 on
+  std::uint64_t first_event;  // how many events there were before
+  std::uint64_t seeds;        // records of its live set, which come first
+  std::uint64_t births;       // how many blocks had been born
+  std::uint64_t ticks;        // since the header's start_ticks
+  std::uint64_t logical_step;
+  // How many blocks had been born at the latest such event (FateRules).
+  std::uint64_t after_backward;
+  std::uint64_t after_optimizer;
+  std::uint64_t at_oom;
+  std::array<std::uint64_t, 4> enters_phases;  // a bit a thread
+};
+
+// What the seed of a piece's live set has in place of a time.
+struct SeedState {
+  std::uint64_t birth : 37;  // how many blocks were born before this one
+  std::uint64_t retagged : 1;
+  std::uint64_t captured : 1;
+  std::uint64_t seeded : 1;
+  std::uint64_t fate : 8;
+};
+constexpr SeedState seed_state(const Event& seed) noexcept {
+  const std::uint64_t word = seed.time;
+  return {.birth = word & ((std::uint64_t{1} << 37U) - 1),
+          .retagged = word >> 37U & 1U,
+          .captured = word >> 38U & 1U,
+          .seeded = word >> 39U & 1U,
+          .fate = word >> 40U & 0xFFU};
+}
+constexpr std::uint64_t seed_word(const SeedState& state) noexcept {
+  return std::uint64_t{state.birth} | std::uint64_t{state.retagged} << 37U |
+         std::uint64_t{state.captured} << 38U | std::uint64_t{state.seeded} << 39U |
+         std::uint64_t{state.fate} << 40U;
+}
+
+// The first page of a piece. In the first one the fields up to `closed` are those of the run;
+// `count`, `dropped` and the last clock reading are refreshed some two hundred times a second.
 struct FileHeader {
   char magic[8];
   std::uint32_t version;
   std::uint32_t record_bytes;
-  std::uint64_t count;
-  std::uint64_t dropped;   // events that found no room
-  std::uint64_t capacity;  // the bound: records the file may hold
+  std::uint64_t count;     // events of the run; in version 1 records
+  std::uint64_t dropped;   // those that were lost; in version 1 those after the last record
+  std::uint64_t capacity;  // the bound: records that all pieces may hold
   std::uint64_t pid;
   // Two readings of the same instant on both clocks, at the start and (refreshed while the process
   // lives) last: ticks convert to nanoseconds on the line through them.
@@ -72,6 +112,7 @@ struct FileHeader {
   std::uint64_t last_ticks;
   std::uint64_t last_unix_ns;
   std::uint64_t closed;  // 1 once the recorder has ended in good order
+  Opening opening;       // 0 in version 1
 };
 static_assert(sizeof(FileHeader) <= kHeaderBytes);
 

@@ -2,6 +2,7 @@
 // The time of each event of a file, read in order.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/event.h"
@@ -13,6 +14,7 @@ class EventClock {
   explicit EventClock(const FileHeader& header) {
     // A process that was killed at once left one reading only.
     if (header.last_ticks > header.start_ticks && header.last_unix_ns > header.start_unix_ns) {
+      end_ = header.last_ticks - header.start_ticks;
       ns_per_tick_ = static_cast<double>(header.last_unix_ns - header.start_unix_ns) /
                      static_cast<double>(header.last_ticks - header.start_ticks);
     }
@@ -20,17 +22,33 @@ class EventClock {
 
   // Nanoseconds since the file was started. Events have 48 bits of ticks: about a day.
   [[nodiscard]] std::int64_t tell(const Event& event) {
-    constexpr std::uint64_t kLap = std::uint64_t{1} << 48;
     // Clocks of different cores may disagree a little; half a lap back is another lap.
     if (ticks_ > event.time && ticks_ - event.time > kLap / 2) lap_ += kLap;
     ticks_ = event.time;
-    return static_cast<std::int64_t>(static_cast<double>(lap_ + event.time) * ns_per_tick_);
+    return at(lap_ + event.time);
   }
 
+  // Goes on at these ticks, after a gap; returns the time there.
+  std::int64_t go_on(std::uint64_t ticks) {
+    ticks_ = ticks % kLap;
+    lap_ = ticks - ticks_;
+    return at(ticks);
+  }
+
+  // The header's last reading, or that of the last event.
+  [[nodiscard]] std::int64_t end() const { return at(std::max(end_, lap_ + ticks_)); }
+
  private:
+  static constexpr std::uint64_t kLap = std::uint64_t{1} << 48;
+
+  [[nodiscard]] std::int64_t at(std::uint64_t ticks) const {
+    return static_cast<std::int64_t>(static_cast<double>(ticks) * ns_per_tick_);
+  }
+
   double ns_per_tick_ = 1.0;
   std::uint64_t ticks_ = 0;  // of the event before
   std::uint64_t lap_ = 0;
+  std::uint64_t end_ = 0;
 };
 
 }  // namespace opacus_memprof

@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The event file: fixed-width records appended to a memory-mapped file, so that a killed process
-// loses nothing that was written and a write costs a store.
-//
-// The file's space is reserved ahead (posix_fallocate) and its pages are faulted in ahead by a
-// thread of its own: a full disk then shows as a refused reservation and never as a SIGBUS, and the
-// allocating thread pays no page fault.
+// The events of a run on their way to its files. The threads that allocate put them into memory
+// (EventRing); a thread of its own writes them (FlightRecorder) every few milliseconds, so that no
+// allocation waits for a disk.
 #pragma once
 
 #include <atomic>
@@ -14,80 +11,72 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "core/event.h"
+#include "core/event_ring.h"
+#include "core/flight_recorder.h"
+#include "core/ledger.h"
 
 namespace opacus_memprof {
 
 class alignas(64) EventFile {
  public:
-  // Creates (or empties) `path` for at most `capacity` events and reserves the first chunk.
-  // `housekeeping` runs about once a second on the file's own thread.
-  // Throws std::system_error where the file cannot be made, is beyond what can be mapped or has no
-  // room for the first chunk.
-  EventFile(const std::string& path, std::uint64_t capacity, std::function<void()> housekeeping);
+  // What is called on the file's own thread.
+  struct Calls {
+    std::function<void()> housekeeping;  // about once a second
+    // Where events were lost for want of room: what is live now. Calls go_on() meanwhile, while
+    // nobody appends. Without it nothing follows a loss.
+    std::function<std::vector<Block>(EventFile&)> live_blocks;
+  };
+
+  // Makes the files of a run at `path`, for at most `capacity` records.
+  // Throws std::system_error where they cannot be made or there is no room for the first ones.
+  EventFile(const std::string& path, std::uint64_t capacity, Calls calls);
   EventFile(const EventFile&) = delete;
   EventFile& operator=(const EventFile&) = delete;
-  // Cuts the file to what was written and marks it closed.
+  // Writes what is left and marks the run closed.
   ~EventFile();
 
-  // One writer at a time (the recorder's lock). Never throws, never blocks on the disk beyond a
-  // reservation; an event that finds no room is counted as dropped.
-  void append(const EventWords& words) noexcept {
-    Event* record = next_;
-    if (record >= end_.load(std::memory_order_relaxed) && !make_room()) {
-      dropped_.fetch_add(1, std::memory_order_relaxed);
-      return;
-    }
-    next_ = record + 1;
-    // The word that holds `kind` goes last: whoever reads a killed process' file stops at a record
-    // without a kind, and never sees half of one.
-    auto* target = reinterpret_cast<std::uint64_t*>(record);
-    target[1] = words[1];
-    target[2] = words[2];
-    target[3] = words[3];
-    std::atomic_ref(target[0]).store(words[0], std::memory_order_release);
-    __builtin_prefetch(record + 4, 1);  // the line after next, before the next event needs it
-  }
+  // One writer at a time (the recorder's lock). Never throws, never blocks; an event that finds no
+  // room is counted as dropped.
+  void append(const EventWords& words) noexcept { ring_.append(words); }
 
-  [[nodiscard]] std::uint64_t start_ticks() const noexcept { return start_ticks_; }
-  [[nodiscard]] std::uint64_t written() const noexcept {
-    return static_cast<std::uint64_t>(next_ - records_);
-  }
-  [[nodiscard]] std::uint64_t dropped() const noexcept { return dropped_; }
-  // Why the file stopped growing; empty while it has not.
+  [[nodiscard]] std::uint64_t start_ticks() const noexcept { return ring_.start_ticks(); }
+  [[nodiscard]] std::uint64_t written() const noexcept { return ring_.appended(); }
+  [[nodiscard]] std::uint64_t dropped() const noexcept;
+  // Why the files stopped growing; empty while they have not.
   [[nodiscard]] std::string error() const;
 
-  // In a forked child: lets go of the parent's file without touching it.
+  // Waits until the files have what has been appended.
+  void flush();
+  // For Calls::live_blocks.
+  void go_on() noexcept { ring_.go_on(); }
+
+  // In a forked child: lets go of the parent's files without touching them.
   void abandon() noexcept;
 
  private:
-  bool make_room() noexcept;
-  bool reserve(std::uint64_t events) noexcept;
-  void populate(std::uint64_t reserved) noexcept;
   void run();
-  void refresh_header() noexcept;
+  void write();
+  void write_or_fail() noexcept;
 
-  // What append touches, on the object's first line (Recorder::prefetch).
-  Event* next_ = nullptr;
-  std::atomic<Event*> end_{nullptr};  // of the reserved space
-  std::uint64_t start_ticks_ = 0;
-  std::atomic<std::uint64_t> dropped_{0};
-  Event* records_ = nullptr;
+  EventRing ring_;
 
   std::string path_;
-  std::uint64_t capacity_;
-  std::uint64_t mapped_bytes_;
-  int descriptor_ = -1;
-  FileHeader* header_ = nullptr;
-  std::uint64_t reserved_ = 0;   // events
-  std::uint64_t populated_ = 0;  // events; the file's own thread's, once it runs
+  Calls calls_;
+  FlightRecorder recorder_;    // the thread's
+  std::uint64_t skipped_ = 0;  // the thread's: what the ring had lost and the recorder knows of
+  bool failed_ = false;        // likewise: there was no memory to go on
+  std::atomic<std::uint64_t> lost_{0};  // beyond what the ring has lost
+  std::atomic<int> errno_{0};
 
-  mutable std::mutex mutex_;  // guards the reservation, errno_ and stopping_
+  std::mutex mutex_;  // guards the next three; nobody who allocates takes it
   std::condition_variable wake_;
-  int errno_ = 0;
   bool stopping_ = false;
-  std::function<void()> housekeeping_;
+  std::uint64_t wanted_ = 0;  // that somebody waits for
+  std::uint64_t done_ = 0;
+  std::condition_variable flushed_;
   std::thread thread_;
 };
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads an event file in order, in pieces: neither the file's size nor a writer that is still at
-// work matters, and a file that shrinks while it is read is an end and not a SIGBUS.
+// Reads the events of a run in order, in chunks, from all of its pieces (docs/format.md): neither
+// their size nor a writer that is still at work matters, and a file that shrinks while it is read
+// is an end and not a SIGBUS. A file that is removed meanwhile is read to its end.
 #pragma once
 
 #include <cstdint>
@@ -20,23 +21,45 @@ class EventReader {
   // another format version.
   explicit EventReader(const std::string& path);
 
-  [[nodiscard]] const FileHeader& header() const { return header_; }
+  // Of the first piece.
+  [[nodiscard]] const FileHeader& header() const { return pieces_.front().header; }
+  // Records that can be read, at most; those of live sets are left out.
+  [[nodiscard]] std::uint64_t size() const;
 
-  // Records that can be read: the header's count, or what the file holds where that is less or the
-  // writer has not ended; such a file's records end at the first without a kind.
-  [[nodiscard]] std::uint64_t size() const { return size_; }
-
-  // The next records, empty at the end; valid until the next call.
-  [[nodiscard]] std::span<const Event> next();
+  // Reads on; false at the end.
+  bool next();
+  // What the last call of next() has read; valid until the next call. Either events, among them
+  // settled blocks, or after a gap the live set with which a piece opens.
+  [[nodiscard]] std::span<const Event> records() const { return {buffer_.data(), read_}; }
+  // Of that piece; nullptr where the records are events.
+  [[nodiscard]] const Opening* opening() const { return opening_; }
+  // How many events of the run there were before the one that comes next.
+  [[nodiscard]] std::uint64_t position() const { return position_; }
 
   void rewind();
+  // Looks for what was written since; next() reads on there.
+  void refresh();
 
  private:
-  std::ifstream file_;
-  FileHeader header_{};
-  std::uint64_t size_ = 0;
+  struct Piece {
+    std::ifstream file;
+    FileHeader header{};
+    std::uint64_t records = 0;
+  };
+  static Piece open(const std::string& path);
+  void find_later_pieces();
+  void measure();
+  bool at_opening(const Piece& piece) const;
+  std::size_t read(Piece& piece, std::uint64_t records);
+
+  std::string path_;
+  std::vector<Piece> pieces_;  // in order
+  std::size_t piece_ = 0;      // the one that is read
+  std::uint64_t place_ = 0;    // records of it that were read or left out
   std::uint64_t position_ = 0;
+  const Opening* opening_ = nullptr;
   std::vector<Event> buffer_;
+  std::size_t read_ = 0;
 };
 
 }  // namespace opacus_memprof

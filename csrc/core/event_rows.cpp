@@ -18,9 +18,9 @@ constexpr std::size_t kPiece = std::size_t{1} << 16;
 // A visitor of EventWalk, for the second pass.
 class Rows {
  public:
-  Rows(const Fates& fates, const FileHeader& header,
+  Rows(const Survey& survey, const FileHeader& header,
        const std::function<void(std::span<const EventRow>)>& take)
-      : fates_(fates), clock_(header), take_(take) {
+      : fates_(survey.fates()), gaps_(survey.gaps()), clock_(header), take_(take) {
     rows_.reserve(kPiece + 1);
   }
 
@@ -43,9 +43,16 @@ class Rows {
             .thread = static_cast<std::uint8_t>(event.thread)};
   }
 
-  void born(const ReplayBlock& block) { tell_block(row_, block); }
+  void born(const ReplayBlock& block) {
+    tell_block(row_, block);
+    if (in_gap_) add(EventKind::seed, block);
+  }
 
   void died(const ReplayBlock& block, const Event& event) {
+    if (in_gap_) {
+      add(EventKind::free, block);
+      return;
+    }
     if (static_cast<EventKind>(event.kind) == EventKind::free) {
       tell_block(row_, block);
       return;
@@ -59,7 +66,19 @@ class Rows {
   void retagged(const ReplayBlock& block, std::uint8_t before) {
     tell_block(row_, block);
     row_.before = fates_.settled(before, block.birth);
+    if (in_gap_) add(EventKind::retag, block, row_.before);
   }
+
+  void fate_told(const ReplayBlock&, std::uint16_t) {}
+
+  void gap(const EventGap& gap, const ReplayTable&) {
+    add_gap(gap.first_event);
+    in_gap_ = true;
+    index_ = gap.opening->first_event;
+    gap_end_ns_ = clock_.go_on(gap.opening->ticks);
+  }
+
+  void resumed(const Opening&, const Births&) { in_gap_ = false; }
 
   void after(const Event&, std::uint64_t) {
     ++index_;
@@ -67,9 +86,44 @@ class Rows {
     if (rows_.size() >= kPiece) hand_over();
   }
 
-  void ended(const ReplayTable&) { hand_over(); }
+  void ended(const ReplayTable&) {
+    add_gap(index_);
+    hand_over();
+  }
 
  private:
+  // The gap that begins at this event, if one does.
+  void add_gap(std::uint64_t first_event) {
+    for (const ReplayResult::Gap& gap : gaps_) {
+      if (gap.first_event != first_event) continue;
+      rows_.push_back({.event = gap.first_event,
+                       .time_ns = gap.time_ns,
+                       .bytes = gap.events,
+                       .step = gap.step,
+                       .kind = static_cast<std::uint8_t>(EventKind::gap)});
+    }
+  }
+
+  // What has become of a block in the gap.
+  void add(EventKind kind, const ReplayBlock& block, std::uint8_t before) {
+    EventRow row{.event = index_,
+                 .time_ns = gap_end_ns_,
+                 .address = block.key & ((std::uint64_t{1} << 48U) - 1),
+                 .step = block.step,
+                 .op = static_cast<std::uint16_t>(kind == EventKind::retag ? 0 : block.op),
+                 .kind = static_cast<std::uint8_t>(kind),
+                 .tag = static_cast<std::uint8_t>(block.category),
+                 .phase = static_cast<std::uint8_t>(block.phase),
+                 .device = block.device(),
+                 .stream = static_cast<std::uint8_t>(block.stream),
+                 .thread = static_cast<std::uint8_t>(block.thread)};
+    tell_block(row, block);
+    if (kind == EventKind::retag) row.before = before;
+    rows_.push_back(row);
+    if (rows_.size() >= kPiece) hand_over();
+  }
+  void add(EventKind kind, const ReplayBlock& block) { add(kind, block, 0); }
+
   void tell_block(EventRow& row, const ReplayBlock& block) const {
     row.block = static_cast<std::int64_t>(block.birth);
     row.bytes = block.size;
@@ -83,10 +137,13 @@ class Rows {
   }
 
   const Fates& fates_;
+  const std::vector<ReplayResult::Gap>& gaps_;
   EventClock clock_;
   const std::function<void(std::span<const EventRow>)>& take_;
   EventRow row_;
   std::uint64_t index_ = 0;
+  bool in_gap_ = false;
+  std::int64_t gap_end_ns_ = 0;
   std::vector<EventRow> rows_;
 };
 
@@ -98,7 +155,7 @@ void for_event_rows(const std::string& events_path,
   Survey survey(reader, {});
   EventWalk first(survey);
   first.visit_all(reader);
-  Rows rows(survey.fates(), reader.header(), take);
+  Rows rows(survey, reader.header(), take);
   EventWalk(rows, first.take_table()).visit_all(reader);
 }
 

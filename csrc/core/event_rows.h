@@ -13,8 +13,10 @@
 namespace opacus_memprof {
 
 // One event, and one more of kind free where a file that contradicts itself allocates over a live
-// block. `bytes` are the block's for alloc, seed, free and retag of a known block; for others the
-// event's `size`. The layout is that of analysis.events.ROW.
+// block. Where events are missing one row of kind gap, whose `bytes` are their number, and rows of
+// kinds free, retag and seed for what has become of blocks in it, as at its end. `bytes` are the
+// block's for alloc, seed, free and retag of a known block; for others the event's `size`. The
+// layout is that of analysis.events.ROW.
 struct EventRow {
   static constexpr std::int64_t kNoBlock = -1;
 

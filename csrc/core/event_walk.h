@@ -2,10 +2,15 @@
 // A pass over events that keeps the table of live blocks and tells a visitor what happens.
 #pragma once
 
+#include <bitset>
 #include <cstddef>
 #include <cstdint>
+#include <span>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
+#include "core/births.h"
 #include "core/event.h"
 #include "core/event_reader.h"
 #include "core/replay_table.h"
@@ -22,6 +27,13 @@ struct Contradictions {
   std::uint64_t unreadable = 0;  // a kind, phase or category that this release has no name for
 };
 
+// What is missing between two events.
+struct EventGap {
+  std::uint64_t first_event = 0;     // how many events there were before
+  const Opening* opening = nullptr;  // of the piece after it
+  std::bitset<256> devices;          // on which blocks came or went
+};
+
 // The visitor's part. Calls come in this order for each event:
 //   before(event, table)     of every event
 //   died(block, event)       before the block leaves the table
@@ -29,6 +41,15 @@ struct Contradictions {
 //   born(block)
 //   after(event, index)      of every event
 // Events with a phase or category that has no name arrive with 0 in their place.
+// For a gap:
+//   gap(gap, table)          what is live in the table was before the gap
+//   died(block, event)       in the gap; the event is of kind none
+//   fate_told(block, module) it has lived on; block.fate is what it has turned out to be since,
+//                            and module whose it is
+//   retagged(block, before)  in the gap
+//   born(block)              in the gap, and live after it
+//   resumed(opening, births)
+// Between events fate_told(block, module) says what a block turns out to be later.
 //
 // Holds the table of live blocks, and counts the events and the contradictions among them. The
 // visitor must outlive it.
@@ -42,6 +63,9 @@ class EventWalk {
   [[nodiscard]] const ReplayTable& table() const { return table_; }
   [[nodiscard]] std::uint64_t events() const { return events_; }
   [[nodiscard]] const Contradictions& contradictions() const { return contradictions_; }
+  // The block that lives there; nullptr where none does.
+  [[nodiscard]] const ReplayBlock* find(std::uint64_t key) { return table_.find(key); }
+  [[nodiscard]] const Births& births() const { return births_; }
 
   // Ends the walk. The table is empty, and as large as it has had to be.
   [[nodiscard]] ReplayTable take_table() {
@@ -49,33 +73,42 @@ class EventWalk {
     return std::move(table_);
   }
 
-  // A whole file; at its end the visitor is told once: ended(table).
+  // A whole run; at its end the visitor is told once: ended(table).
   void visit_all(EventReader& reader) {
     reader.rewind();
-    bool more = true;
-    for (auto records = reader.next(); more && !records.empty(); records = reader.next()) {
-      constexpr std::size_t kAhead = 16;
-      for (std::size_t i = 0; more && i < records.size(); ++i) {
-        // Not in a function of its own: gcc 12 takes one that only prefetches for one without
-        // effect.
-        if (i + kAhead < records.size()) {
-          __builtin_prefetch(table_.home(ReplayTable::key(records[i + kAhead])), 1);
-        }
-        more = visit(records[i]);
-      }
-    }
+    read_on(reader);
     visitor_.ended(table_);
   }
 
-  // The next record of the file. False for one that was never written: the end of what a live or
-  // killed process wrote.
-  bool visit(Event event) {
-    if (static_cast<EventKind>(event.kind) == EventKind::none) return false;
-    if (event.phase >= kPhases || event.category >= kMaxCategories) {
-      ++contradictions_.unreadable;
-      if (event.phase >= kPhases) event.phase = 0;
-      if (event.category >= kMaxCategories) event.category = 0;
+  // What the reader has not read yet.
+  void read_on(EventReader& reader) {
+    while (reader.next()) {
+      const std::span<const Event> records = reader.records();
+      if (reader.opening() != nullptr) {
+        resume(*reader.opening(), records);
+        continue;
+      }
+      visit(records);
     }
+  }
+
+  void visit(std::span<const Event> events) {
+    constexpr std::size_t kAhead = 16;
+    for (std::size_t i = 0; i < events.size(); ++i) {
+      // Not in a function of its own: gcc 12 takes one that only prefetches for one without effect.
+      if (i + kAhead < events.size()) {
+        __builtin_prefetch(table_.home(ReplayTable::key(events[i + kAhead])), 1);
+      }
+      visit(events[i]);
+    }
+  }
+
+  void visit(Event event) {
+    if (static_cast<EventKind>(event.kind) == EventKind::settled) {
+      settle(event);
+      return;
+    }
+    make_readable(event);
     visitor_.before(event, table_);
     switch (static_cast<EventKind>(event.kind)) {
       case EventKind::alloc:
@@ -98,10 +131,53 @@ class EventWalk {
         ++contradictions_.unreadable;
     }
     visitor_.after(event, events_++);
-    return true;
+  }
+
+  // Goes on after a gap: at its end these blocks were live (a piece's live set, by birth).
+  void resume(const Opening& opening, std::span<const Event> seeds) {
+    EventGap gap{.first_event = events_, .opening = &opening, .devices = {}};
+    std::unordered_map<std::uint64_t, std::uint64_t> live;  // birth in the run by key
+    for (const Event& seed : seeds) live[ReplayTable::key(seed)] = seed_state(seed).birth;
+    std::vector<std::uint64_t> dead;
+    table_.for_each([&](const ReplayBlock& block) {
+      const auto found = live.find(block.key);
+      if (found != live.end() && found->second == births_.in_run(block.birth)) {
+        live.erase(found);
+      } else {
+        dead.push_back(block.key);
+        gap.devices.set(block.device());
+      }
+    });
+    for (const auto& [key, birth] : live) gap.devices.set(key >> 48U);
+    visitor_.gap(gap, table_);
+    for (const std::uint64_t key : dead) {
+      ReplayBlock* block = table_.find(key);
+      visitor_.died(*block, Event{});
+      table_.erase(block);
+    }
+    for (Event seed : seeds) {
+      make_readable(seed);
+      if (ReplayBlock* block = table_.find(ReplayTable::key(seed)); block != nullptr) {
+        live_on(*block, seed);
+      } else {
+        ReplayBlock born = block_of(seed, births_.add(seed_state(seed).birth));
+        set_state(born, seed);
+        visitor_.born(*table_.insert(born));
+      }
+    }
+    births_.go_on(opening.births);
+    events_ = opening.first_event;
+    visitor_.resumed(opening, births_);
   }
 
  private:
+  void make_readable(Event& event) {
+    if (event.phase < kPhases && event.category < kMaxCategories) return;
+    ++contradictions_.unreadable;
+    if (event.phase >= kPhases) event.phase = 0;
+    if (event.category >= kMaxCategories) event.category = 0;
+  }
+
   static bool hooked(const Event& event) {
     const auto category = static_cast<Category>(event.category);
     return category == Category::activation_hooks_shared ||
@@ -114,9 +190,13 @@ class EventWalk {
       visitor_.died(*stale, event);
       table_.erase(stale);
     }
+    visitor_.born(*table_.insert(block_of(event, births_.add())));
+  }
+
+  static ReplayBlock block_of(const Event& event, std::uint64_t birth) {
     ReplayBlock block;
     block.key = ReplayTable::key(event);
-    block.birth = births_++;
+    block.birth = birth & ((std::uint64_t{1} << 37U) - 1);
     block.captured = hooked(event) ? 1 : 0;
     block.seeded = static_cast<EventKind>(event.kind) == EventKind::seed;
     block.stream = event.stream;
@@ -127,7 +207,32 @@ class EventWalk {
     block.step = static_cast<std::uint32_t>(event.step);
     block.module = static_cast<std::uint16_t>(event.module);
     block.op = static_cast<std::uint16_t>(event.op);
-    visitor_.born(*table_.insert(block));
+    return block;
+  }
+
+  static void set_state(ReplayBlock& block, const Event& seed) {
+    const SeedState state = seed_state(seed);
+    block.retagged = state.retagged;
+    block.captured = state.captured;
+    block.seeded = state.seeded;
+    block.fate = state.fate;
+  }
+
+  void live_on(ReplayBlock& block, const Event& seed) {
+    const auto before = static_cast<std::uint8_t>(block.category);
+    const bool changed = before != seed.category || block.module != seed.module;
+    set_state(block, seed);
+    block.category = seed.category;
+    block.module = static_cast<std::uint16_t>(seed.module);
+    visitor_.fate_told(block, block.module);
+    if (changed) visitor_.retagged(block, before);
+  }
+
+  void settle(const Event& event) {
+    ReplayBlock* block = table_.find(ReplayTable::key(event));
+    if (block == nullptr) return;
+    block->fate = event.category;
+    visitor_.fate_told(*block, static_cast<std::uint16_t>(event.module));
   }
 
   void kill(const Event& event) {
@@ -160,7 +265,7 @@ class EventWalk {
   ReplayTable table_;
   std::uint64_t events_ = 0;
   Contradictions contradictions_;
-  std::uint64_t births_ = 0;
+  Births births_;
 };
 
 }  // namespace opacus_memprof

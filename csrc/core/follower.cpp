@@ -1,49 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/follower.h"
 
-#include "core/event_reader.h"
-
 namespace opacus_memprof {
-namespace {
 
-constexpr std::size_t kChunkRecords = 16384;
-
-}  // namespace
-
-Follower::Follower(const std::string& path)
-    : file_(path, std::ios::binary),
-      header_(EventReader(path).header()),
-      buffer_(kChunkRecords),
-      walk_(*this) {}
+Follower::Follower(const std::string& path) : reader_(path), walk_(*this) {}
 
 std::uint64_t Follower::advance() {
   const std::uint64_t before = walk_.events();
-  // The header first: what it counts must be among the records that are then read.
-  read_header();
-  bool more = true;
-  while (more) {
-    file_.clear();  // the last look ended at the end of the file
-    file_.seekg(static_cast<std::streamoff>(kHeaderBytes + walk_.events() * sizeof(Event)));
-    file_.read(reinterpret_cast<char*>(buffer_.data()),
-               static_cast<std::streamsize>(buffer_.size() * sizeof(Event)));
-    const auto read = static_cast<std::size_t>(file_.gcount()) / sizeof(Event);
-    more = read == buffer_.size();
-    for (std::size_t i = 0; i < read; ++i) {
-      if (!walk_.visit(buffer_[i])) {
-        more = false;
-        break;
-      }
-    }
-  }
+  reader_.refresh();
+  walk_.read_on(reader_);
   add_up();
   return walk_.events() - before;
-}
-
-void Follower::read_header() {
-  file_.clear();
-  file_.seekg(0);
-  FileHeader now{};
-  if (file_.read(reinterpret_cast<char*>(&now), sizeof(now))) header_ = now;
 }
 
 void Follower::add_up() {

@@ -6,13 +6,12 @@
 #include <array>
 #include <cstdint>
 #include <deque>
-#include <fstream>
 #include <map>
 #include <string>
-#include <vector>
 
 #include "core/counters.h"
 #include "core/event.h"
+#include "core/event_reader.h"
 #include "core/event_walk.h"
 
 namespace opacus_memprof {
@@ -36,10 +35,11 @@ class Follower {
   // another format version.
   explicit Follower(const std::string& path);
 
-  // Reads what was written since the last call; returns how many records that was.
+  // Reads what was written since the last call; returns how many events that was, with those of
+  // gaps.
   std::uint64_t advance();
 
-  [[nodiscard]] const FileHeader& header() const { return header_; }
+  [[nodiscard]] const FileHeader& header() const { return reader_.header(); }
   [[nodiscard]] const std::map<std::uint8_t, Device>& devices() const { return devices_; }
   [[nodiscard]] std::uint64_t events() const { return walk_.events(); }
   [[nodiscard]] const Contradictions& contradictions() const { return walk_.contradictions(); }
@@ -53,16 +53,16 @@ class Follower {
   void born(const ReplayBlock& block);
   void died(const ReplayBlock& block, const Event& event);
   void retagged(const ReplayBlock&, std::uint8_t) {}
+  void gap(const EventGap&, const ReplayTable&) {}
+  void fate_told(const ReplayBlock&, std::uint16_t) {}
+  void resumed(const Opening& opening, const Births&) { logical_step_ = opening.logical_step; }
   void after(const Event& event, std::uint64_t index);
 
  private:
   Device& device_of(const ReplayBlock& block);
-  void read_header();
   void add_up();
 
-  std::ifstream file_;
-  FileHeader header_{};
-  std::vector<Event> buffer_;
+  EventReader reader_;
   EventWalk<Follower> walk_;
   std::map<std::uint8_t, Device> devices_;
   std::uint32_t step_ = 0;

@@ -72,9 +72,12 @@ ProfileDirectory::ProfileDirectory(std::string directory, std::uint64_t max_even
   if (recorder().events_status().recording) {
     throw std::logic_error(kAlreadyWritten);
   }
-  write_meta();
-  recorder().start_events(std::make_unique<EventFile>(directory_ + "/events.bin", max_events,
-                                                      [this] { refresh_meta(); }));
+  replace_meta();
+  recorder().start_events(std::make_unique<EventFile>(
+      directory_ + "/events.bin", max_events,
+      EventFile::Calls{
+          .housekeeping = [this] { refresh_meta(); },
+          .live_blocks = [](EventFile& file) { return recorder().go_on_after_loss(file); }}));
 }
 
 ProfileDirectory::~ProfileDirectory() {
@@ -83,6 +86,11 @@ ProfileDirectory::~ProfileDirectory() {
 }
 
 void ProfileDirectory::write_meta() {
+  recorder().flush_events();
+  replace_meta();
+}
+
+void ProfileDirectory::replace_meta() {
   const std::lock_guard guard(mutex_);
   const std::uint64_t version = names().version();
   json meta = json::parse(info_);
@@ -98,7 +106,7 @@ void ProfileDirectory::write_meta() {
 
 void ProfileDirectory::refresh_meta() noexcept {
   try {
-    if (names().version() != written_version_) write_meta();
+    if (names().version() != written_version_) replace_meta();
   } catch (const std::exception&) {
     // A full disk shows in events_status(); the next refresh tries again.
   }

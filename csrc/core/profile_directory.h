@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of a profile directory that is written while training runs: events.bin and meta.json.
+// The part of a profile directory that is written while training runs: the event files and
+// meta.json.
 #pragma once
 
 #include <atomic>
@@ -27,10 +28,12 @@ class ProfileDirectory {
   // Ends the event file and writes the last meta.json.
   ~ProfileDirectory();
 
-  // Replaces meta.json atomically. Throws std::system_error.
+  // Brings the directory up to date: all events so far are in the files, and meta.json is replaced
+  // atomically. Throws std::system_error.
   void write_meta();
 
  private:
+  void replace_meta();
   void refresh_meta() noexcept;  // if names were added since it was written
 
   std::string directory_;

@@ -121,6 +121,10 @@ class Recorder {
   // Returns the file for its owner to close outside the lock; nullptr if there was none.
   std::unique_ptr<EventFile> stop_events() noexcept;
   EventLog::Status events_status();
+  // Waits until the files have every event so far. Not while another thread ends the file.
+  void flush_events();
+  // EventFile::Calls::live_blocks.
+  std::vector<Block> go_on_after_loss(EventFile& file);
 
  private:
   friend struct ForkHandlers;
@@ -134,6 +138,8 @@ class Recorder {
                              std::uint8_t stream, const Tag& tag, std::uint8_t thread) noexcept;
   [[gnu::hot]] bool erase(Block* block, std::uint8_t phase, std::uint8_t thread) noexcept;
   void read_counters(State& state) noexcept;
+  template <typename Then>  // what is called under the same lock
+  std::vector<Block> copy_blocks(Then then);
   [[nodiscard]] std::uint32_t step() const noexcept {
     return physical_.load(std::memory_order_relaxed);
   }

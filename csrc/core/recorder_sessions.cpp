@@ -70,21 +70,29 @@ void Recorder::reset_peaks() noexcept {
 }
 
 std::vector<Block> Recorder::live_blocks() {
+  return copy_blocks([] {});
+}
+
+std::vector<Block> Recorder::go_on_after_loss(EventFile& file) {
+  return copy_blocks([&] { file.go_on(); });
+}
+
+template <typename Then>
+std::vector<Block> Recorder::copy_blocks(Then then) {
   std::vector<Block> blocks;
-  std::size_t expected = 0;
-  do {  // memory is asked for outside the lock
+  for (;;) {  // memory is asked for outside the lock
+    std::size_t expected = 0;
     {
       const std::lock_guard guard(lock_);
       expected = live_.size();
     }
     blocks.reserve(expected + expected / 8 + 64);
     const std::lock_guard guard(lock_);
-    expected = live_.size();
-    if (expected <= blocks.capacity()) {
-      live_.for_each_block([&](const Block& block) { blocks.push_back(block); });
-    }
-  } while (blocks.size() < expected);
-  return blocks;
+    if (live_.size() > blocks.capacity()) continue;
+    live_.for_each_block([&](const Block& block) { blocks.push_back(block); });
+    then();
+    return blocks;
+  }
 }
 
 std::vector<Failure> Recorder::failures() {
@@ -107,6 +115,10 @@ void Recorder::start_events(std::unique_ptr<EventFile> file) {
 std::unique_ptr<EventFile> Recorder::stop_events() noexcept {
   const std::lock_guard guard(lock_);
   return log_.stop();
+}
+
+void Recorder::flush_events() {
+  if (EventFile* file = log_.file(); file != nullptr) file->flush();
 }
 
 EventLog::Status Recorder::events_status() {

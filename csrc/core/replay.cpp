@@ -116,6 +116,14 @@ class Accounting {
     }
   }
 
+  void gap(const EventGap& gap, const ReplayTable& table) {
+    for (const Device& device : result_.devices) {
+      if (gap.devices[device.id]) read(books_[device.id], table);
+    }
+  }
+  void fate_told(const ReplayBlock&, std::uint16_t) {}
+  void resumed(const Opening&, const Births&) {}
+
   void ended(const ReplayTable& table) {
     for (const Device& device : result_.devices) read(books_[device.id], table);
   }
@@ -276,10 +284,11 @@ ReplayResult replay(const std::string& events_path, ReplayOptions options) {
   EventWalk first(survey);
   first.visit_all(reader);
   result.devices = survey.devices();
+  result.gaps = survey.gaps();
+  result.events = survey.events();
   Accounting accounting(survey.fates(), result);
   EventWalk second(accounting, first.take_table());
   second.visit_all(reader);
-  result.events = second.events();
   result.contradictions = second.contradictions();
   return result;
 }

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What an event file says: the live bytes of every device by category, at its peak and over time.
 //
+// Of a run with gaps (docs/format.md, Pieces) the figures are those of what is there: each part
+// opens with the live set, so that every instant in it is exact.
+//
 // Which category a block belongs to can depend on how its life went on, so the file is read twice:
 // first to settle the blocks and to find the instants worth showing, then to add up what was live
 // at them. Settled means:
@@ -61,7 +64,7 @@ struct ReplayResult {
     std::uint32_t number = 0;
     Moment peak;
     std::int64_t end_bytes = 0;
-    bool complete = false;  // a step event ended it
+    bool complete = false;  // all of it was seen, and a step event ended it
   };
 
   struct Snapshot : Moment {
@@ -134,11 +137,22 @@ struct ReplayResult {
   // First and last steps, and the highest of those between.
   static constexpr std::size_t kMaxSteps = 600;
 
+  // Events that no file has: removed from a long run, or lost.
+  struct Gap {
+    std::uint64_t first_event = 0;  // how many events there were before
+    std::uint64_t events = 0;       // that are missing
+    std::int64_t time_ns = 0;       // of the last event before, since the file was started
+    std::int64_t end_ns = 0;        // of its end
+    std::uint32_t step = 0;         // physical steps that had ended before
+    std::uint32_t end_step = 0;     // and at its end, as far as known
+  };
+
   FileHeader header{};
   std::uint64_t events = 0;                     // that were read
   std::size_t categories = kBuiltinCategories;  // beyond these ids every figure is 0
   Contradictions contradictions;
   std::vector<Device> devices;  // those that had a block or ran out of memory, by id
+  std::vector<Gap> gaps;        // in order
 };
 
 // Throws std::runtime_error with one sentence where `events_path` is no readable event file.

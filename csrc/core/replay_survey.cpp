@@ -14,7 +14,7 @@ void keep_highest(ReplayResult::Instant& highest, const ReplayResult::Instant& n
 }  // namespace
 
 Survey::Survey(const EventReader& reader, const ReplayOptions& options)
-    : header_(reader.header()), clock_(reader.header()) {
+    : reader_(reader), clock_(reader.header()) {
   const std::uint64_t rows = std::max<std::uint64_t>(options.timeline_points, 1);
   bucket_events_ = std::max<std::uint64_t>((reader.size() + rows - 1) / rows, 1);
 }
@@ -33,13 +33,14 @@ void Survey::born(const ReplayBlock& block) {
   state(block.device()).bytes += static_cast<std::int64_t>(block.size);
 }
 
-void Survey::died(const ReplayBlock& block, const Event& event) {
+void Survey::died(ReplayBlock& block, const Event& event) {
   fates_.died(block, event);
   state(block.device()).bytes -= static_cast<std::int64_t>(block.size);
 }
 
 void Survey::after(const Event& event, std::uint64_t index) {
   fates_.after(event);
+  ++events_;
   tell_time(event, index);
   switch (static_cast<EventKind>(event.kind)) {
     case EventKind::step:
@@ -82,23 +83,31 @@ void Survey::tell_time(const Event& event, std::uint64_t index) {
   now_.phase = static_cast<std::uint8_t>(seed ? 0 : event.phase);
   const auto step = static_cast<std::uint32_t>(event.step);
   now_.step = seed ? std::max(now_.step, step) : step;
+  if (!seed && in_gap_) {
+    gaps_.back().end_step = step;
+    in_gap_ = false;
+  }
   if (!seed && !step_.has_value()) {
     step_ = step;
     for (const auto& device : devices_) {
-      if (device != nullptr && !device->steps.empty()) device->steps.back().number = step;
+      if (device != nullptr && device->in_step) device->steps.back().number = step;
     }
   }
 }
 
 void Survey::end_step(const Event& event) {
   now_.logical_step = event.size;
+  after_gap_ = false;
   if (now_.step == *step_) return;
   step_ = now_.step;
   for (const auto& device : devices_) {
     if (device == nullptr || device->steps.empty()) continue;
-    StepRow& row = device->steps.back();
-    row.end_bytes = device->bytes;
-    row.complete = true;
+    if (device->in_step) {
+      StepRow& row = device->steps.back();
+      row.end_bytes = device->bytes;
+      row.complete = row.whole;
+      device->in_step = false;
+    }
     now_.bytes = device->bytes;
     static_cast<Instant&>(device->result.last_step_end) = now_;
   }
@@ -109,12 +118,15 @@ void Survey::observe(DeviceState& device) {
   keep_highest(device.result.peak, now_);
   keep_highest(device.result.phases[now_.phase], now_);
 
-  if (device.steps.empty() || device.steps.back().complete) {
-    device.steps.emplace_back().number = step_.value_or(now_.step);
+  if (!device.in_step) {
+    device.in_step = true;
+    StepRow& row = device.steps.emplace_back();
+    row.number = step_.value_or(now_.step);
+    row.whole = !after_gap_;
   }
   keep_highest(device.steps.back().peak, now_);
 
-  const std::uint64_t bucket = now_.event / bucket_events_;
+  const std::uint64_t bucket = (events_ - 1) / bucket_events_;
   if (bucket != device.bucket) {
     device.bucket = bucket;
     device.result.timeline.emplace_back();
@@ -122,10 +134,39 @@ void Survey::observe(DeviceState& device) {
   keep_highest(device.result.timeline.back(), now_);
 }
 
+void Survey::gap(const EventGap& gap, const ReplayTable& /*table*/) {
+  gaps_.push_back({.first_event = gap.first_event,
+                   .events = gap.opening->first_event - gap.first_event,
+                   .time_ns = now_.time_ns,
+                   .end_ns = clock_.go_on(gap.opening->ticks),
+                   .step = now_.step,
+                   .end_step = now_.step});
+  in_gap_ = after_gap_ = true;
+  now_.logical_step = gap.opening->logical_step;
+  step_.reset();
+  for (const auto& device : devices_) {
+    if (device == nullptr || !device->in_step) continue;
+    device->steps.back().end_bytes = device->bytes;
+    device->in_step = false;
+  }
+}
+
 void Survey::ended(const ReplayTable& table) {
-  const bool full = header_.dropped > 0;
+  const FileHeader& header = reader_.header();
+  const std::uint64_t missing = header.version == kWholeFileVersion ? header.dropped
+                                : header.count > reader_.position()
+                                    ? header.count - reader_.position()
+                                    : 0;
+  if (missing > 0) {
+    gaps_.push_back({.first_event = reader_.position(),
+                     .events = missing,
+                     .time_ns = now_.time_ns,
+                     .end_ns = clock_.end(),
+                     .step = now_.step,
+                     .end_step = now_.step});
+  }
   const std::uint32_t last = now_.step;
-  fates_.ended(table, header_.closed != 0 && !full, full ? &last : nullptr);
+  fates_.ended(table, header.closed != 0 && missing == 0, missing > 0 ? &last : nullptr);
 }
 
 void Survey::choose_steps(DeviceState& device) {
@@ -156,9 +197,7 @@ std::vector<ReplayResult::Device> Survey::devices() {
   std::vector<ReplayResult::Device> result;
   for (auto& device : devices_) {
     if (device == nullptr) continue;
-    if (!device->steps.empty() && !device->steps.back().complete) {
-      device->steps.back().end_bytes = device->bytes;
-    }
+    if (device->in_step) device->steps.back().end_bytes = device->bytes;
     choose_steps(*device);
     device->result.end_bytes = device->bytes;
     result.push_back(std::move(device->result));

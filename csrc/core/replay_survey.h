@@ -10,6 +10,7 @@
 
 #include "core/event_clock.h"
 #include "core/event_reader.h"
+#include "core/event_walk.h"
 #include "core/replay.h"
 #include "core/replay_fates.h"
 
@@ -22,11 +23,16 @@ class Survey {
 
   void before(const Event&, const ReplayTable&) {}
   void born(const ReplayBlock& block);
-  void died(const ReplayBlock& block, const Event& event);
-  void retagged(const ReplayBlock& block, std::uint8_t before) { fates_.retagged(block, before); }
+  void died(ReplayBlock& block, const Event& event);
+  void retagged(ReplayBlock& block, std::uint8_t before) { fates_.retagged(block, before); }
   void after(const Event& event, std::uint64_t index);
+  void gap(const EventGap& gap, const ReplayTable& table);
+  void fate_told(const ReplayBlock& block, std::uint16_t module) { fates_.tell(block, module); }
+  void resumed(const Opening& opening, const Births& births) { fates_.resumed(opening, births); }
   void ended(const ReplayTable& table);
 
+  [[nodiscard]] const std::vector<ReplayResult::Gap>& gaps() const { return gaps_; }
+  [[nodiscard]] std::uint64_t events() const { return events_; }  // that were read
   [[nodiscard]] const Fates& fates() const { return fates_; }
 
   // The devices with every instant in place and all categories 0. Ends the survey.
@@ -40,12 +46,14 @@ class Survey {
     Instant peak;
     std::int64_t end_bytes = 0;
     bool complete = false;
+    bool whole = true;  // no gap before its end
   };
 
   struct DeviceState {
     ReplayResult::Device result;
     std::int64_t bytes = 0;
     std::vector<StepRow> steps;
+    bool in_step = false;                         // the last of them has not ended
     std::uint64_t bucket = ReplayResult::kNever;  // of the timeline's last row
   };
 
@@ -55,13 +63,17 @@ class Survey {
   void observe(DeviceState& device);
   static void choose_steps(DeviceState& device);
 
-  const FileHeader& header_;
+  const EventReader& reader_;
   EventClock clock_;
   std::uint64_t bucket_events_;
 
   Fates fates_;
   std::array<std::unique_ptr<DeviceState>, 256> devices_;
   Instant now_;
+  std::uint64_t events_ = 0;
+  std::vector<ReplayResult::Gap> gaps_;
+  bool in_gap_ = false;                // no event since the newest gap has told its step
+  bool after_gap_ = false;             // no step has ended since
   std::optional<std::uint32_t> step_;  // the running one, once an event other than a seed has told
 };
 

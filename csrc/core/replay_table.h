@@ -16,10 +16,11 @@ struct ReplayBlock {
   std::uint64_t key =
       ~std::uint64_t{0};  // device above 48 bits of address; all ones: an empty slot
 
-  std::uint64_t birth : 45 = 0;  // how many blocks were born before this one
+  std::uint64_t birth : 37 = 0;  // how many blocks were born before this one
   std::uint64_t retagged : 1 = 0;
   std::uint64_t captured : 1 = 0;  // has been an activation hook's
   std::uint64_t seeded : 1 = 0;    // was there before the file
+  std::uint64_t fate : 8 = 0xFF;   // replay_fates.h
   std::uint64_t stream : 8 = 0;
   std::uint64_t thread : 8 = 0;
 

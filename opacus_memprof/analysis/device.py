@@ -39,6 +39,7 @@ def build_device(
     component_of: Components,
     live: LivePeak | None,
     snapshots: Mapping[int, Snapshot],
+    missing: int,
 ) -> tuple[Device, list[str]]:
     """Builds a device's entry in profile.json. Returns it with warnings.
 
@@ -48,11 +49,12 @@ def build_device(
         header: the event file's.
         live: the live counters' peak of this device, if known.
         snapshots: those of snapshots.jsonl, by number.
+        missing: events that the files do not have.
     """
     start = header["start_unix_ns"]
     peak, warnings = _peak(name, replayed, names, component_of, start)
     if live is not None:
-        peak, more = _with_counters(name, peak, live, component_of, dropped=header["dropped"] > 0)
+        peak, more = _with_counters(name, peak, live, component_of, missing=missing > 0)
         warnings += more
     device = Device(
         peak=peak,
@@ -95,8 +97,8 @@ def build_device(
 def build_device_from_counters(
     name: str, live: LivePeak, component_of: Components, snapshots: Mapping[int, Snapshot]
 ) -> tuple[Device, list[str]]:
-    """As build_device, for a device whose first block was allocated after the event file was full."""
-    peak, warnings = _with_counters(name, None, live, component_of, dropped=True)
+    """As build_device, for a device of which the event files have nothing."""
+    peak, warnings = _with_counters(name, None, live, component_of, missing=True)
     empty = Timeline(event=[], time_ns=[], step=[], logical_step=[], bytes=[], phase=[], categories={})
     device = Device(
         peak=peak,
@@ -177,16 +179,16 @@ def _largest(sizes: Groups, count: int) -> Groups:
 
 
 def _with_counters(
-    name: str, peak: Peak | None, live: LivePeak, component_of: Components, *, dropped: bool
+    name: str, peak: Peak | None, live: LivePeak, component_of: Components, *, missing: bool
 ) -> tuple[Peak, list[str]]:
     """Adds to the peak what the allocator counted then. Returns it with a warning if events and counters differ."""
     warnings = []
     counted, recorded = live.requested_bytes, 0 if peak is None else peak.requested_bytes
-    if peak is None or (counted > recorded and dropped):
+    if peak is None or (counted > recorded and missing):
         peak = _counters_peak(live, component_of)
         warnings.append(
-            f"{name}: the peak of {counted} bytes came after the event file was full (peak before: {recorded}); its "
-            "breakdown is the live counters', without modules and with forward undecided"
+            f"{name}: the peak of {counted} bytes is not in the event files (their peak: {recorded}); its breakdown is "
+            "the live counters', without modules and with forward undecided"
         )
     elif counted != recorded:
         warnings.append(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads what is live in a running process from the profile that it is writing."""
 
+import contextlib
+import os
 import re
 import statistics
 import time
@@ -19,7 +21,7 @@ from opacus_memprof.profiles.json_object import JsonObject
 from opacus_memprof.profiles.meta import read_meta
 from opacus_memprof.profiles.profile import Groups, Sizes, VirtualGpus
 
-_MAPPED_EVENTS = re.compile(rf"\S+ \S+ \S+ \S+ \S+ +(?P<path>/.*)/{re.escape(EVENTS)}(?: \(deleted\))?")
+_EVENTS_PATH = re.compile(rf"(?P<path>/.*)/{re.escape(EVENTS)}(?: \(deleted\))?")
 _MIN_STEPS = 4  # for a trend
 
 
@@ -48,7 +50,7 @@ class RunningProfile(JsonObject, kw_only=True):
     Attributes:
         virtual: as in meta.json.
         status: "running", "ended" or "killed".
-        events, dropped: records so far, and those that found no room.
+        events, dropped: events so far, and those that were lost on their way to the disk.
         out_of_memory: allocations that failed.
     """
 
@@ -119,18 +121,19 @@ def _device(device: Mapping[str, Any], names: Names) -> RunningDevice:
 
 
 def directory_of_process(pid: int) -> Path:
-    """The directory into which a running process writes its profile. Source: its event file is mapped into its memory.
+    """The directory into which a running process writes its profile. Source: it has its event file open.
 
     Raises:
         MemprofError: there is no such process, it is somebody else's, or it is not profiled.
     """
     try:
-        maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="surrogateescape")
+        files = list(Path(f"/proc/{pid}/fd").iterdir())
     except PermissionError:
         raise MemprofError(f"process {pid} is another user's: give the directory of its profile") from None
     except OSError:
         raise MemprofError(f"there is no process {pid}: give the directory of a profile") from None
-    for line in maps.splitlines():
-        if match := _MAPPED_EVENTS.fullmatch(line):
-            return Path(match["path"])
+    for file in files:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if match := _EVENTS_PATH.fullmatch(os.readlink(file)):
+                return Path(match["path"])
     raise MemprofError(f"process {pid} is not being profiled: start it with `opacus-memprof run`")

@@ -22,7 +22,7 @@ from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.json_object import read_json_object, to_json
 from opacus_memprof.profiles.live_memory import LivePeak, Snapshot
 from opacus_memprof.profiles.meta import Meta, read_meta
-from opacus_memprof.profiles.profile import EventCounts, Profile, Timeline, VirtualGpus
+from opacus_memprof.profiles.profile import EventCounts, EventGap, Profile, Timeline, VirtualGpus
 
 TIMELINE_POINTS = 2000  # rows of a timeline in profile.json, at most
 
@@ -65,8 +65,8 @@ def build_profile(
     path = Path(directory)
     replayed = _replay(path, timeline_points)
     meta = read_meta(path / META)
-    header = replayed["header"]
-    header["dropped"] = max(header["dropped"], dropped)
+    header, gaps = replayed["header"], [EventGap(**gap) for gap in replayed["gaps"]]
+    missing = max(sum(gap.events for gap in gaps), dropped)
     names = Names(meta.names, replayed)
     snapshots = _read_snapshots(path / SNAPSHOTS)
     messages = [*warnings, *_file_warnings(replayed, meta)]
@@ -75,9 +75,11 @@ def build_profile(
     by_name = {names.device(device["id"]): device for device in replayed["devices"]}
     for name, device in by_name.items():
         live = None if peaks is None else peaks.get(name)
-        devices[name], device_warnings = build_device(name, device, header, names, component_of, live, snapshots)
+        devices[name], device_warnings = build_device(
+            name, device, header, names, component_of, live, snapshots, missing
+        )
         messages += device_warnings
-    for name, live in (peaks or {}).items() if header["dropped"] else ():
+    for name, live in (peaks or {}).items() if missing else ():
         if name not in devices and live.requested_bytes:
             devices[name], device_warnings = build_device_from_counters(name, live, component_of, snapshots)
             messages += device_warnings
@@ -94,10 +96,11 @@ def build_profile(
         ended_unix_ns=header["last_unix_ns"],
         events=EventCounts(
             recorded=replayed["events"],
-            dropped=header["dropped"],
+            dropped=missing,
             capacity=header["capacity"],
             closed=header["closed"],
             contradictions=replayed["contradictions"],
+            gaps=gaps,
         ),
         devices=devices,
         components=dict(components or {}),
@@ -200,21 +203,50 @@ def _replay(directory: Path, points: int) -> Replayed:
 def _file_warnings(replayed: Replayed, meta: Meta) -> list[str]:
     messages = []
     header = replayed["header"]
-    if header["dropped"]:
-        messages.append(
-            f"the event file was full after {replayed['events']} events and {header['dropped']} more were dropped: "
-            "all figures but the counters' peak are of the part before"
-        )
-    if replayed["events"] < header["count"]:
-        messages.append(
-            f"{EVENTS} is truncated: {header['count']} events were written and {replayed['events']} can be read"
-        )
+    if header["version"] == 1:
+        messages += _whole_file_warnings(header, replayed["events"])
+    elif gaps := [EventGap(**gap) for gap in replayed["gaps"]]:
+        messages += _gap_warnings(header, gaps)
     if wrong := {kind: count for kind, count in replayed["contradictions"].items() if count}:
         listed = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in wrong.items())
         messages.append(f"{EVENTS} contradicts itself ({listed}): its figures are doubtful")
     if not meta.names.categories:
         messages.append(f"there is no {META}: modules, ops and categories of the program's own have no names")
     return messages
+
+
+def _whole_file_warnings(header: Replayed, events: int) -> list[str]:
+    """Of an event file of version 1, which kept the beginning alone."""
+    messages = []
+    if header["dropped"]:
+        messages.append(
+            f"the event file was full after {events} events and {header['dropped']} more were dropped: "
+            "all figures but the counters' peak are of the part before"
+        )
+    if events < header["count"]:
+        messages.append(f"{EVENTS} is truncated: {header['count']} events were written and {events} can be read")
+    return messages
+
+
+def _gap_warnings(header: Replayed, gaps: Sequence[EventGap]) -> list[str]:
+    missing, count = sum(gap.events for gap in gaps), header["count"]
+    listed = ", ".join(_describe_gap(gap) for gap in gaps)
+    messages = [
+        f"{missing} of {max(count, gaps[-1].first_event + gaps[-1].events)} events are not in the event files, whose "
+        f"bound is {header['capacity']} records: {listed}. The peak and the end of the run are there; what else was "
+        "highest in the gaps is not known"
+    ]
+    if header["dropped"]:
+        messages.append(f"{header['dropped']} events were lost on their way to the disk, for it was full or too slow")
+    at_end = gaps[-1].first_event + gaps[-1].events >= count
+    if at_end and gaps[-1].events > header["dropped"]:
+        messages.append(f"an event file is truncated or missing: the last {gaps[-1].events} events cannot be read")
+    return messages
+
+
+def _describe_gap(gap: EventGap) -> str:
+    steps = f"in step {gap.step}" if gap.step == gap.end_step else f"from step {gap.step} to step {gap.end_step}"
+    return f"{gap.events} after event {gap.first_event} ({steps})"
 
 
 def _read_snapshots(path: Path) -> dict[int, Snapshot]:

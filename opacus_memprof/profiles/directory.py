@@ -39,6 +39,7 @@ _FILES = (EVENTS, META, f"{META}.tmp", SNAPSHOTS, PROFILE, *OOM_REPORTS)
 # Some network and cluster file systems have no locks: there, nobody stops two profilers of one directory.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
+_LATER_PIECES = "events.[0-9]*.bin"  # of a long run's events, after EVENTS
 _REPORTS = re.compile(rf"{REPORT}[.-].*")
 _MAGIC = b"OMEMPROF"  # kMagic of csrc/core/event.h
 _SUMMARY = b'{"format":1,"versions":{'  # of profile.json
@@ -118,7 +119,7 @@ class ProfileDirectory:
                         directory.rmdir()
 
     def _files(self) -> list[Path]:
-        files = [self.path / name for name in _FILES]
+        files = [*(self.path / name for name in _FILES), *self.path.glob(_LATER_PIECES)]
         return [file for file in files if file.is_file()]
 
     def release(self) -> None:
@@ -159,6 +160,7 @@ def refuse_foreign_files(path: Path) -> None:
     For a caller who removes the profile for another process, which would refuse the files that are left.
     """
     known = {*_FILES, LOCK, RANKS, *(rank.name for rank in rank_directories(path).values())}
+    known |= {piece.name for piece in path.glob(_LATER_PIECES)}
     if path.is_dir() and not all(entry.name in known or _REPORTS.fullmatch(entry.name) for entry in path.iterdir()):
         raise _foreign_files_error(path)
 

@@ -49,8 +49,8 @@ class Peak(JsonObject, kw_only=True):
         allocated_bytes, reserved_bytes: what the allocator counted then, or None.
         rounding: allocated_bytes less requested_bytes, or None.
         cached: reserved_bytes less allocated_bytes, or None.
-        source: "events", or "counters" where the peak came after the event file was full: then without modules, and
-            with forward_undecided.
+        source: "events", or "counters" where the event files do not have the peak: then without modules, and with
+            forward_undecided.
         categories: every built-in category, and the program's own that have bytes.
         remainder_bytes: requested_bytes less the sum of `categories`: 0, or a defect of the profiler.
         activation_hooks: the two parts of that category.
@@ -229,15 +229,33 @@ class Finding(JsonObject):
     severity: Literal["warning", "error"] | UnsetType = UNSET
 
 
+class EventGap(JsonObject):
+    """Events that no file has: removed from a run that is longer than the bound, or lost.
+
+    Attributes:
+        first_event: how many events there were before it. `events`: how many are missing.
+        time_ns: when the last event before it was, since recording began. `end_ns`: when it ends.
+        step: physical steps that had ended before it. `end_step`: after it, as far as known.
+    """
+
+    first_event: int
+    events: int
+    time_ns: int
+    end_ns: int
+    step: int
+    end_step: int
+
+
 class EventCounts(JsonObject):
-    """Of events.bin: records, events that found no room, how many it may hold, whether recording ended in good order,
-    and by kind what contradicts itself (0 in a whole file)."""
+    """Of the event files: the events that they have, those that they do not have (the sum of `gaps`), how many records
+    they may hold, whether recording ended in good order, and by kind what contradicts itself (0 in a whole file)."""
 
     recorded: int
     dropped: int
     capacity: int
     closed: bool
     contradictions: dict[str, int]
+    gaps: list[EventGap] = []
 
 
 class UnknownUse(JsonObject):

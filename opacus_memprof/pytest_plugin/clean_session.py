@@ -90,13 +90,12 @@ class CleanSession(Session):
         """The devices of profile.json so far, for the test's own memory.
 
         Raises:
-            MemprofError: the event file is full, so that later events are missing.
+            MemprofError: events were lost.
         """
         if native.events_status()["dropped"]:
             raise MemprofError(
                 f"a profile holds {DEFAULT_MAX_EVENTS} events and the test made more: let it train fewer steps"
             )
-        native.write_meta()
         return self._test_events().profile().devices
 
     def breakdown(self) -> dict[str, dict[str, int]]:
@@ -125,6 +124,7 @@ class CleanSession(Session):
             _make_live_unattributed()
 
     def _test_events(self) -> TestEvents:
+        native.write_meta()
         return TestEvents(self.directory)
 
     def _follow(self, engines: Attachment, prepared: Any) -> None:

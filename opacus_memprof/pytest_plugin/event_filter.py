@@ -19,6 +19,10 @@ from opacus_memprof.profiles.profile import Profile
 
 BlockKey = tuple[int, int]  # number of the device in the event file, address
 
+# See docs/format.md.
+_COUNT, _FIRST_EVENT, _SEEDS = slice(16, 24), slice(96, 104), slice(104, 112)
+_SETTLED = 9
+
 
 class TestEvents:
     """The events so far of a test that is running.
@@ -48,13 +52,28 @@ class TestEvents:
         """The profile of the test's own memory, without a timeline. Raises MemprofError as build_profile does."""
         if not self._excluded.size:
             return build_profile(self._directory, status="running", exit_code=None, timeline_points=1)
-        with open(self._directory / EVENTS, "rb") as file:
-            header = file.read(EVENT_HEADER_BYTES)
-            records = np.fromfile(file, f"V{EVENT_BYTES}")
+        header, records = _read_records(self._directory)
+        kept = np.delete(records, self._excluded)
+        header[_COUNT] = len(kept).to_bytes(8, "little")
         with tempfile.TemporaryDirectory(prefix="memprof_") as folder:
             (Path(folder) / META).write_bytes((self._directory / META).read_bytes())
-            (Path(folder) / EVENTS).write_bytes(header + np.delete(records, self._excluded).tobytes())
+            (Path(folder) / EVENTS).write_bytes(bytes(header) + kept.tobytes())
             return build_profile(folder, status="running", exit_code=None, timeline_points=1)
+
+
+def _read_records(directory: Path) -> tuple[bytearray, npt.NDArray[np.void]]:
+    """The header of the first piece of events, and the records of all pieces without their live sets."""
+    pieces = []
+    for path in [directory / EVENTS, *directory.glob("events.*.bin")]:
+        with open(path, "rb") as file:
+            header = bytearray(file.read(EVENT_HEADER_BYTES))
+            records = np.fromfile(file, f"V{EVENT_BYTES}")
+        first, seeds = (int.from_bytes(header[field], "little") for field in (_FIRST_EVENT, _SEEDS))
+        events = records[seeds:]
+        events = events[events.view("<u8").reshape(-1, 4)[:, 0] >> 48 & 255 != _SETTLED]
+        pieces.append((first, header, events))
+    pieces.sort(key=lambda piece: piece[0])
+    return pieces[0][1], np.concatenate([events for _, _, events in pieces])
 
 
 def _rows_of_seeded_blocks(events: Events) -> Rows:

@@ -21,6 +21,8 @@ def write_csv(profile: Profile, path: str | os.PathLike[str]) -> None:
     `step` (at the peak of each). The sum of a table's rows with one name, or of the peak's three tables, is the
     requested bytes at that instant.
 
+    A row of table `gap` says how many events are missing, and the step in which they begin; it has no bytes.
+
     The rows of a run on a virtual GPU end with its kind, as column `virtual_gpu`.
 
     Raises:
@@ -31,7 +33,13 @@ def write_csv(profile: Profile, path: str | os.PathLike[str]) -> None:
         writer = csv.writer(file)
         writer.writerow((*COLUMNS, *virtual_gpu))
         for name, device in profile.devices.items():
+            writer.writerows((name, *row, *virtual_gpu.values()) for row in _gap_rows(profile))
             writer.writerows((name, *row, *virtual_gpu.values()) for row in _rows(device))
+
+
+def _gap_rows(profile: Profile) -> Iterator[tuple[Any, ...]]:
+    for gap in profile.events.gaps:
+        yield "gap", f"{gap.events} events after event {gap.first_event}", gap.step, "", "", 0
 
 
 def _rows(device: Device) -> Iterator[tuple[Any, ...]]:

@@ -72,6 +72,8 @@ def write_memory_viz(profile: Profile, directory: str | os.PathLike[str], path: 
         "allocator_settings": {},
         "external_annotations": [],
     }
+    if profile.events.gaps:
+        snapshot["gaps"] = to_builtins(profile.events.gaps)
     if profile.virtual is not UNSET:  # the viewer passes over what it does not know
         snapshot["virtual_gpu"] = to_builtins(profile.virtual)
     with replacing(path) as temporary, open(temporary, "wb") as file:

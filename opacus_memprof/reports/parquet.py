@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from opacus_memprof.analysis.events import ALLOC, FREE, KINDS, SEED, SNAPSHOT, STEP, Events, Rows, encode_names
+from opacus_memprof.analysis.events import ALLOC, FREE, GAP, KINDS, SEED, SNAPSHOT, STEP, Events, Rows, encode_names
 from opacus_memprof.profiles.files import replacing
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.optional import require
@@ -56,8 +56,8 @@ def _columns(pa: Any, rows: Rows, events: Events, live: npt.NDArray[np.int64]) -
     """The table's columns; `live` are the bytes of each device before the rows, and after them on return."""
     names = events.names
     kind = rows["kind"]
-    numbered = np.isin(kind, (STEP, SNAPSHOT))
-    deviceless = (kind == 0) | ((kind >= STEP) & (kind <= SNAPSHOT))  # events that belong to no device
+    numbered = np.isin(kind, (STEP, SNAPSHOT, GAP))
+    deviceless = (kind == 0) | (kind == GAP) | ((kind >= STEP) & (kind <= SNAPSHOT))  # events that belong to no device
 
     def named(ids: npt.NDArray[Any], name: Callable[[int], str], absent: npt.NDArray[np.bool_] | None = None) -> Any:
         indices, used_names = encode_names(ids, name)

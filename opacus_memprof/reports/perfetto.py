@@ -60,6 +60,9 @@ class _Trace:
         instants = self._track("memory events")
         yield instants
         yield from self._instants(instants.track_descriptor.uuid)
+        gaps = self._profile.events.gaps
+        begins, ends = [gap.time_ns for gap in gaps], [gap.end_ns for gap in gaps]
+        yield from self._row_of_slices("gaps", begins, ends, [f"{gap.events} events are missing" for gap in gaps])
         yield from self._slices(Events(directory))
         for device, timeline in read_timelines(directory, TIMELINE_ROWS).items():
             yield from self._counters(device, timeline)
@@ -138,17 +141,31 @@ class _Trace:
 
         events.for_each_chunk(collect)
         steps = np.concatenate(ends or [np.empty(0, ROW)])
-        starts = np.concatenate([[0], steps["time_ns"]])[:-1]
+        starts = self._after_gaps(np.concatenate([[0], steps["time_ns"]])[:-1], steps["time_ns"])
         labels = [f"step {number - 1}" for number in steps["step"].tolist()]
         yield from self._row_of_slices("steps", starts, steps["time_ns"], labels)
         end = self._profile.ended_unix_ns - self._profile.started_unix_ns
         for thread, pieces in sorted(phase_changes.items()):
             rows = _changes(np.concatenate(pieces))
-            until = np.append(rows["time_ns"][1:], max(end, int(rows["time_ns"][-1])))
+            until = self._before_gaps(
+                rows["time_ns"], np.append(rows["time_ns"][1:], max(end, int(rows["time_ns"][-1])))
+            )
             busy = rows["phase"] != 0  # idle is where nothing is drawn
             labels = [events.names.phase(phase) for phase in rows["phase"][busy].tolist()]
             name = f"{events.names.thread(thread)}: phases"
             yield from self._row_of_slices(name, rows["time_ns"][busy], until[busy], labels)
+
+    def _after_gaps(self, starts: Any, ends: Any) -> Any:
+        """The starts of slices, of which one that began in a gap or before it begins at the gap's end."""
+        for gap in self._profile.events.gaps:
+            starts = np.where((starts <= gap.time_ns) & (ends >= gap.end_ns), gap.end_ns, starts)
+        return starts
+
+    def _before_gaps(self, starts: Any, ends: Any) -> Any:
+        """The ends of slices, of which one that goes on in a gap ends where the gap begins."""
+        for gap in self._profile.events.gaps:
+            ends = np.where((starts <= gap.time_ns) & (ends > gap.time_ns), gap.time_ns, ends)
+        return ends
 
     def _row_of_slices(self, name: str, starts: Any, ends: Any, names: list[str]) -> Iterator[Any]:
         if not names:
@@ -156,7 +173,7 @@ class _Trace:
         track = self._track(name)
         yield track
         uuid = track.track_descriptor.uuid
-        longest = np.sort(np.argsort(starts - ends, kind="stable")[:MAX_SLICES])
+        longest = np.sort(np.argsort(np.subtract(starts, ends), kind="stable")[:MAX_SLICES])
         for index in longest.tolist():
             yield self._event("SLICE_BEGIN", uuid, int(starts[index]), names[index])
             yield self._event("SLICE_END", uuid, int(ends[index]))

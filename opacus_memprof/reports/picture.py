@@ -2,12 +2,13 @@
 """Draws a device's memory as one picture: over time, and at the peak by category, module and component."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opacus_memprof.analysis.device import thin_timeline
 from opacus_memprof.analysis.virtual import virtual_gpu_of
-from opacus_memprof.profiles.profile import Device, FailedAllocation, Groups, Peak, Profile, Timeline
+from opacus_memprof.profiles.profile import Device, EventGap, FailedAllocation, Groups, Peak, Profile, Timeline
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.figures import (
     byte_axis,
@@ -19,6 +20,7 @@ from opacus_memprof.reports.figures import (
     stacked_areas,
     stacked_bars,
 )
+from opacus_memprof.reports.gaps import place_event, place_gap
 from opacus_memprof.reports.moments import describe_time
 from opacus_memprof.reports.palette import THEMES, Theme
 from opacus_memprof.reports.tables import largest_first, shorten_name
@@ -59,22 +61,22 @@ def write_pictures(profile: Profile, path: str | os.PathLike[str]) -> list[Path]
         if name:
             virtual = virtual_gpu_of(profile.virtual)
             title = name if virtual is None else f"{name}, a {virtual}"
-            _draw_device(title, profile.devices[name], theme, file)
+            _draw_device(title, profile.devices[name], profile.events.gaps, theme, file)
         else:
             with saved_figure(file, theme, (8, 2)) as figure:
                 figure.text(0.5, 0.5, "No memory was allocated on a device that was profiled.", ha="center")
     return list(paths.values())
 
 
-def _draw_device(title: str, device: Device, theme: str, file: Path) -> None:
+def _draw_device(title: str, device: Device, gaps: Sequence[EventGap], theme: str, file: Path) -> None:
     peak = device.peak
     modules, components = _top_groups(peak.modules), _top_groups(peak.components)
     with saved_figure(file, theme, _SIZE) as figure:
         grid = figure.add_gridspec(4, 2, height_ratios=(20, 1.5, 8 + len(modules), 8 + len(components)))
         timeline = figure.add_subplot(grid[0, :])
         timeline.set_title(f"Requested memory of {title}, event by event")
-        rows = _visible_timeline(device.timeline)
-        _draw_timeline(timeline, device, rows, THEMES[theme])
+        rows = _visible_timeline(device.timeline, gaps)
+        _draw_timeline(timeline, device, rows, gaps, THEMES[theme])
         _draw_phases(figure.add_subplot(grid[1, :], sharex=timeline), rows)
         categories = {name: {name: size} for name, size in largest_first(peak.categories)}
         parts: list[tuple[Any, str, Groups]] = [
@@ -103,19 +105,20 @@ def _top_groups(groups: Groups) -> Groups:
     return shown
 
 
-def _visible_timeline(timeline: Timeline) -> Timeline:
+def _visible_timeline(timeline: Timeline, gaps: Sequence[EventGap]) -> Timeline:
     """The timeline with at most _COLUMNS rows, and one more at the end of the last."""
     rows = thin_timeline(timeline, max(-(-len(timeline.bytes) // _COLUMNS), 1))
     columns = {name: [*column, *column[-1:]] for name, column in rows.items() if name != "categories"}
+    columns["event"] = [place_event(event, gaps) for event in columns["event"]]
     columns["event"][-1:] = [event + 1 for event in columns["event"][-1:]]
     categories = {category: [*column, *column[-1:]] for category, column in rows.categories.items()}
     return Timeline(**columns, categories=categories)
 
 
-def _draw_timeline(axes: "Axes", device: Device, timeline: Timeline, theme: Theme) -> None:
+def _draw_timeline(axes: "Axes", device: Device, timeline: Timeline, gaps: Sequence[EventGap], theme: Theme) -> None:
     peak, events = device.peak, timeline.event
     stacked_areas(axes, events, timeline.categories)
-    if not events:  # a device that came after the event file was full
+    if not events:  # a device of which the event files have nothing
         axes.set_xlim(0, 1)
     axes.tick_params(labelbottom=False)
     highest = peak.requested_bytes
@@ -127,14 +130,23 @@ def _draw_timeline(axes: "Axes", device: Device, timeline: Timeline, theme: Them
             axes,
             next(iter(events), 0),
             highest,
-            f"peak, after these events: {_describe_instant(highest, peak)}",
+            f"peak, not among these events: {_describe_instant(highest, peak)}",
             theme.text,
         )
     else:
-        _mark(axes, peak.event, highest, f"peak: {_describe_instant(highest, peak)}", theme.text)
+        _mark(axes, place_event(peak.event, gaps), highest, f"peak: {_describe_instant(highest, peak)}", theme.text)
     for failure in device.out_of_memory[-1:]:
         text = f"out of memory: {_describe_instant(failure.requested_bytes, failure)}"
-        _mark(axes, failure.event, failure.live_bytes, text, theme.accent, line=1)  # it is near the peak, mostly
+        _mark(
+            axes, place_event(failure.event, gaps), failure.live_bytes, text, theme.accent, line=1
+        )  # it is near the peak, mostly
+    for gap in gaps:
+        place = place_gap(gap, gaps)
+        axes.axvline(place, color=theme.accent, linewidth=1.2, linestyle="--")
+        label = f" {gap.events:,} events are missing"
+        axes.annotate(
+            label, (place, 0), xycoords=("data", "axes fraction"), rotation=90, va="bottom", color=theme.accent
+        )
     steps = timeline.step
     begins = [(events[row], steps[row]) for row in range(1, len(steps)) if steps[row] != steps[row - 1]]
     for event, step in begins if len(begins) <= _MOST_STEPS else []:

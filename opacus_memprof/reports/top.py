@@ -30,7 +30,9 @@ def live_view(live: RunningProfile) -> RenderableType:
     if mark := virtual_mark(live.virtual):
         parts.append(Text(mark, "bold magenta"))
     if live.dropped:
-        parts.append(Text(f"the event file is full: {live.dropped} events later than these are missing", "yellow"))
+        parts.append(
+            Text(f"{live.dropped} events were lost: the disk is full or too slow, or the event file was full", "yellow")
+        )
     if live.out_of_memory:
         parts.append(Text(f"{live.out_of_memory} allocations failed for want of memory", "red"))
     for name, device in live.devices.items():

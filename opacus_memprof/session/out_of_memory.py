@@ -107,6 +107,8 @@ class Forensics:
             print_oom(self.report, Console(file=sys.__stderr__))
 
     def _build(self, failed: list[dict[str, Any]]) -> OomReport:
+        with contextlib.suppress(OSError):  # the disk is full as well
+            native.write_meta()
         try:
             replayed = core.replay(str(self._directory), _TIMELINE_POINTS)
         except RuntimeError:  # the event file cannot be read: the report uses what the failure itself contains

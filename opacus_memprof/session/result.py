@@ -46,7 +46,7 @@ class Result:
         with contain("reading how many events were written"):
             events = native.events_status()
             if events["error"] and events["dropped"]:
-                self.warnings.append(f"the event file could not grow ({events['error']}): later events are missing")
+                self.warnings.append(f"the event files could not grow ({events['error']}): events are missing")
 
     def write(self, status: str, exit_code: int, error: str | None) -> Profile:
         """Builds the profile from the events and writes profile.json.

@@ -58,7 +58,8 @@ def profile(
         directory: where the profile goes; an earlier profile there is replaced. Of several processes that a launcher
             has started each writes into its own directory in it, `rank_0`, `rank_1` …
         device: "auto" (CUDA if there is a GPU, else the CPU), "cuda" or "cpu".
-        max_events: the event file's bound, at 32 bytes an event. What finds no room is counted as dropped.
+        max_events: the event files' bound, at 32 bytes an event. Of a longer run they have the beginning, the peak and
+            the end.
         stream: where live memory by category, device, step and phase goes while the session runs: a file that ends in
             .jsonl or .prom, an address such as "http://127.0.0.1:9464" for Prometheus, or several of these.
         stream_interval: seconds between two readings.

@@ -51,7 +51,7 @@ class EventFileBuilder {
  public:
   EventFileBuilder() {
     std::memcpy(header.magic, kMagic, sizeof(kMagic));
-    header.version = kFormatVersion;
+    header.version = kWholeFileVersion;
     header.record_bytes = sizeof(Event);
     header.start_ticks = 1000;
     header.last_ticks = 2000;

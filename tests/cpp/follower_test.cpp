@@ -84,7 +84,7 @@ TEST(Follower, remembers_the_newest_steps) {
 TEST(Follower, agrees_with_the_recorder_that_writes) {
   Recorder recorder;
   const std::string path = (scratch() / "events.bin").string();
-  recorder.start_events(std::make_unique<EventFile>(path, 1 << 16, std::function<void()>{}));
+  recorder.start_events(std::make_unique<EventFile>(path, 1 << 16, EventFile::Calls{}));
   Follower follower(path);
   std::mt19937 random(7);
   std::vector<std::uintptr_t> live;
@@ -108,6 +108,7 @@ TEST(Follower, agrees_with_the_recorder_that_writes) {
         next += 0x100;
       }
     }
+    recorder.flush_events();
     follower.advance();
     const auto snapshot = recorder.snapshot("look");
     std::int64_t modules = 0;

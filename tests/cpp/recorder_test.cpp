@@ -31,8 +31,8 @@ Tag tag_of(Category category, std::uint16_t module = 0) {
 std::vector<Event> events_in(const std::string& path) {
   std::vector<Event> result;
   EventReader reader(path);
-  for (auto events = reader.next(); !events.empty(); events = reader.next()) {
-    result.insert(result.end(), events.begin(), events.end());
+  while (reader.next()) {
+    result.insert(result.end(), reader.records().begin(), reader.records().end());
   }
   return result;
 }
@@ -195,7 +195,7 @@ TEST(Recorder, AForkedChildDoesNotRecord) {
 TEST(Recorder, AFreeIsOfTheThreadThatFrees) {
   const std::string path = (testing::scratch() / "threads.bin").string();
   Recorder recorder;
-  recorder.start_events(std::make_unique<EventFile>(path, 100, std::function<void()>{}));
+  recorder.start_events(std::make_unique<EventFile>(path, 100, EventFile::Calls{}));
   recorder.on_alloc(0x1000, 100, kGpu, 0, tag_of(Category::noise));
   std::thread other([&] {
     ::pthread_setname_np(::pthread_self(), "frees");
@@ -265,7 +265,7 @@ class ReusingAllocator {
 TEST(Recorder, StaysConsistentUnderThreadsThatReuseAddresses) {
   const std::string path = (testing::scratch() / "reuse.bin").string();
   Recorder recorder;
-  recorder.start_events(std::make_unique<EventFile>(path, 1'000'000, std::function<void()>{}));
+  recorder.start_events(std::make_unique<EventFile>(path, 1'000'000, EventFile::Calls{}));
   ReusingAllocator allocator;
   std::atomic<bool> stop{false};
   std::atomic<std::int64_t> left{0};

@@ -46,8 +46,8 @@ TEST(ReplayFile, refuses_what_is_no_event_file) {
   EXPECT_NE(error_of(file_with(std::string(8192, 'x'))).find("is not an event file"),
             std::string::npos);
   EventFileBuilder newer;
-  newer.header.version = kFormatVersion + 1;
-  EXPECT_NE(error_of(newer.write()).find("has format version 2"), std::string::npos);
+  newer.header.version = kEventVersion + 1;
+  EXPECT_NE(error_of(newer.write()).find("has format version 3"), std::string::npos);
   EventFileBuilder wider;
   wider.header.record_bytes = 64;
   EXPECT_NE(error_of(wider.write()).find("records of 64 bytes"), std::string::npos);

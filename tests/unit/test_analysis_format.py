@@ -75,7 +75,7 @@ def test_the_reader_of_the_document_reads_what_a_killed_process_has_left(tmp_pat
 
 def test_kinds_and_names_are_the_document_s(tmp_path: Path) -> None:
     rows = dict(re.findall(r"^\| (\d) \| `(\w+)` \|", section("## events.bin"), re.MULTILINE))
-    assert {name: int(id) for id, name in rows.items()} == {"none": 0, **KINDS}
+    assert {name: int(id) for id, name in rows.items()} == {"none": 0, **KINDS, "settled": 9}
     names = native.names()
     assert names["categories"][:23] == CATEGORIES
     assert names["phases"] == PHASES

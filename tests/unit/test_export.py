@@ -207,7 +207,7 @@ def test_where_memory_runs_out_at_the_peak_both_can_be_read(tmp_path: Path) -> N
     device = build_profile(file.write(tmp_path), status="failed", exit_code=1)["devices"]["cuda:0"]
     figure = Figure(figsize=(13, 4))
     axes = figure.subplots()
-    picture._draw_timeline(axes, device, picture._visible_timeline(device["timeline"]), THEMES["light"])
+    picture._draw_timeline(axes, device, picture._visible_timeline(device["timeline"], ()), (), THEMES["light"])
     figure.draw_without_rendering()
     texts = [text for text in axes.texts if text.get_text().startswith(("peak: ", "out of memory: "))]
     (peak, failure), within = [text.get_window_extent() for text in texts], axes.get_window_extent()

@@ -35,6 +35,7 @@ function drawChart(canvas, view, marks) {
 
   drawGrid(context, area, scale, colors);
   drawStack(context, area, view, picked, scale.y);
+  drawGaps(context, area, view, scale, colors);
   drawSteps(context, area, view, picked, scale, colors);
   drawPhases(context, area, view, picked);
   drawAxis(context, area, view, scale, colors);
@@ -65,6 +66,25 @@ function drawStack(context, area, view, picked, y) {
       context.fillRect(area.left + pixel, above, next - pixel, below - above);
       base[index] += sizes[row];
     });
+  }
+}
+
+/** Nothing is known between the edges of a gap: a column without memory, along the axis of events a line. */
+function drawGaps(context, area, view, scale, colors) {
+  for (const gap of view.gaps) {
+    const [from, to] = view.placeOfGap(gap).map((place) => Math.min(Math.max(scale.x(place), area.left), area.right));
+    if (view.placeOfGap(gap)[1] < view.from || view.placeOfGap(gap)[0] > view.to) continue;
+    context.fillStyle = themeColor("--background");
+    context.fillRect(from, area.top, to - from, area.bottom - area.top);
+    line(context, colors.accent, [from, area.top], [from, area.bottom], [6, 3]);
+    line(context, colors.accent, [to, area.top], [to, area.bottom], [6, 3]);
+    context.save();
+    context.translate(from + 12, area.bottom - 6);
+    context.rotate(-Math.PI / 2);
+    context.textAlign = "left";
+    context.fillStyle = colors.accent;
+    context.fillText(`${formatCount(gap.events)} events are missing`, 0, 0);
+    context.restore();
   }
 }
 
@@ -132,7 +152,7 @@ function drawAxis(context, area, view, scale, colors) {
   for (let position = Math.ceil(view.from / step) * step; position <= view.to; position += step) {
     const x = scale.x(position);
     context.textAlign = x > area.right - 40 ? "right" : x < area.left + 20 ? "left" : "center";
-    context.fillText(view.unit === "time" ? formatDuration(position) : formatCount(position), x, area.bottom + 34);
+    context.fillText(view.label(position), x, area.bottom + 34);
     line(context, colors.grid, [x, area.bottom + 3 + PHASE_HEIGHT], [x, area.bottom + 21]);
   }
 }

@@ -21,6 +21,16 @@ function readTimeline(encoded) {
   };
 }
 
+/** How many events are missing before the event with this number. */
+function missingBefore(gaps, event) {
+  return gaps.reduce((sum, gap) => (gap.first_event + gap.events <= event ? sum + gap.events : sum), 0);
+}
+
+/** The number of the event before which a profile has so many. */
+function eventAt(gaps, place) {
+  return gaps.reduce((event, gap) => (event >= gap.first_event ? event + gap.events : event), place);
+}
+
 function accumulated(differences) {
   const values = new Float64Array(differences.length);
   let value = 0;

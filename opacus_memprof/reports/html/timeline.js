@@ -10,7 +10,7 @@ function timelineCard({ profile, device }) {
   const timeline = readTimeline(device.timeline);
   if (!timeline.length) return null;
   const ends = { event: profile.events.recorded, time: profile.duration_ns };
-  const chart = new TimelineChart(new TimelineWindow(timeline, ends), device);
+  const chart = new TimelineChart(new TimelineWindow(timeline, ends, profile.events.gaps), device);
   const shown = resolution(profile.events, device.timeline.events_a_row);
   const caption = element("p", { class: "caption" }, peakSentence(device), " ", shown);
   const content = [chart.toolbar, chart.frame, chart.overview, chart.legend, caption, chart.help, chart.table.details];
@@ -23,7 +23,7 @@ function timelineCard({ profile, device }) {
 
 function peakSentence({ peak }) {
   const where = `in ${words(peak.phase)} of step ${peak.step}`;
-  const when = peak.event === null ? "after the event file was full" : `at event ${formatCount(peak.event)}`;
+  const when = peak.event === null ? "not among the recorded events" : `at event ${formatCount(peak.event)}`;
   return element(
     "span",
     { "data-peak": peak.requested_bytes },
@@ -154,11 +154,10 @@ class TimelineChart {
 
   marks() {
     const { peak, out_of_memory: failures, snapshots } = this.device;
-    const position = ({ event, time_ns: time }) => (this.view.unit === "event" ? event : time);
     const recorded = snapshots.filter(({ event }) => event !== null);
     const lines = [
-      ...recorded.map((moment) => ({ position: position(moment), color: "--muted", dash: [2, 4] })),
-      ...failures.map((moment) => ({ position: position(moment), color: "--accent", dash: [] })),
+      ...recorded.map((moment) => ({ position: this.view.place(moment), color: "--muted", dash: [2, 4] })),
+      ...failures.map((moment) => ({ position: this.view.place(moment), color: "--accent", dash: [] })),
     ];
     const row = this.peakRow();
     return { peak: peak.requested_bytes, peakAt: row < 0 ? null : this.view.at[row], lines };
@@ -171,9 +170,8 @@ class TimelineChart {
     drawOverview(this.overview, this.view);
     this.placePeakLabel(marks);
     this.placeCursor();
-    const text = this.view.unit === "time" ? formatDuration : (event) => formatCount(Math.round(event));
     const unit = this.view.unit === "event" ? "events " : "";
-    const whole = this.view.isWhole ? "whole run" : `${unit}${text(this.view.from)} to ${text(this.view.to)}`;
+    const whole = this.view.isWhole ? "whole run" : `${unit}${this.view.label(this.view.from)} to ${this.view.label(this.view.to)}`;
     this.range.textContent = whole;
     Object.assign(this.frame.dataset, { from: this.view.from, to: this.view.to });
   }

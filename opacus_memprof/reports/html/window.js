@@ -4,10 +4,15 @@
 const FEWEST = { event: 8, time: 1e3 }; // the narrowest view: events, nanoseconds
 
 class TimelineWindow {
-  /** @param timeline what readTimeline returned */
-  constructor(timeline, end) {
+  /**
+   * @param timeline what readTimeline returned
+   * @param gaps where events are missing: along the axis of events they have no width
+   */
+  constructor(timeline, end, gaps) {
     this.timeline = timeline;
     this.ends = end;
+    this.gaps = gaps;
+    this.places = { event: timeline.event.map((event) => event - missingBefore(gaps, event)), time: timeline.time };
     this.hidden = new Set();
     this.measure("event");
     this.count();
@@ -18,11 +23,27 @@ class TimelineWindow {
     const middle = this.at && this.rowAt((this.from + this.to) / 2);
     const share = this.at && (this.to - this.from) / (this.last - this.first);
     this.unit = unit;
-    this.at = this.timeline[unit];
+    this.at = this.places[unit];
     this.first = this.at[0] ?? 0;
     this.last = Math.max(this.ends[unit], this.at[this.at.length - 1] ?? 0, this.first + FEWEST[unit]);
     this.show(this.first, this.last);
     if (share < 1) this.centre(this.at[middle], (this.last - this.first) * share);
+  }
+
+  /** Where a moment is along the axis. */
+  place({ event, time_ns: time }) {
+    return this.unit === "event" ? event - missingBefore(this.gaps, event) : time;
+  }
+
+  /** Where a gap begins and ends. */
+  placeOfGap({ first_event: event, time_ns: time, end_ns: end }) {
+    const place = event - missingBefore(this.gaps, event);
+    return this.unit === "event" ? [place, place] : [time, end];
+  }
+
+  /** What the axis says at a place. */
+  label(place) {
+    return this.unit === "time" ? formatDuration(place) : formatCount(eventAt(this.gaps, Math.round(place)));
   }
 
   /** Live bytes of every row, without the categories that are hidden. */

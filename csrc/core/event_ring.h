@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// Events on their way from the threads that allocate to the one that writes files: a ring in
+// memory that no disk stands behind, whose pages are there from the start and stay out of forked
+// children (which would make them copy on write).
+#pragma once
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <span>
+#include <system_error>
+
+#include "core/event.h"
+
+namespace opacus_memprof {
+
+class alignas(64) EventRing {
+ public:
+  static constexpr std::uint64_t kEvents = std::uint64_t{1} << 20U;  // 32 MiB
+
+  // Throws std::system_error where there is no memory.
+  EventRing() {
+    void* memory = ::mmap(nullptr, kEvents * sizeof(Event), PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+    if (memory == MAP_FAILED) {
+      throw std::system_error(errno, std::generic_category(), "memory for events");
+    }
+    ::madvise(memory, kEvents * sizeof(Event), MADV_DONTFORK);
+    events_ = static_cast<Event*>(memory);
+  }
+  EventRing(const EventRing&) = delete;
+  EventRing& operator=(const EventRing&) = delete;
+  ~EventRing() { ::munmap(events_, kEvents * sizeof(Event)); }
+
+  // One writer at a time. Events are lost from when the ring is full until go_on(): the stream has
+  // no holes but between what is read before it and after it.
+  void append(const EventWords& words) noexcept {
+    const std::uint64_t head = head_.load(std::memory_order_relaxed);
+    if (head == end_ && !find_room(head)) {
+      lost_.store(lost_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+      return;
+    }
+    auto* target = reinterpret_cast<std::uint64_t*>(events_ + head % kEvents);
+    target[0] = words[0];
+    target[1] = words[1];
+    target[2] = words[2];
+    target[3] = words[3];
+    head_.store(head + 1, std::memory_order_release);
+    // The line after next, before the next event needs it.
+    __builtin_prefetch(events_ + (head + 4) % kEvents, 1);
+  }
+
+  // How many were appended, and how many were lost.
+  [[nodiscard]] std::uint64_t appended() const noexcept {
+    return head_.load(std::memory_order_acquire);
+  }
+  [[nodiscard]] std::uint64_t lost() const noexcept {
+    return lost_.load(std::memory_order_relaxed);
+  }
+
+  // What the times of events count from.
+  [[nodiscard]] std::uint64_t start_ticks() const noexcept { return start_ticks_; }
+  void set_start_ticks(std::uint64_t start) noexcept { start_ticks_ = start; }
+
+  // Ends a loss; nobody appends meanwhile.
+  void go_on() noexcept {
+    lost_before_ = lost();
+    losing_.store(false, std::memory_order_release);
+  }
+
+  // --- the reader's ---
+  // What was appended and not given back, as far as it lies in a piece.
+  [[nodiscard]] std::span<const Event> readable() const noexcept {
+    const std::uint64_t begin = tail_.load(std::memory_order_relaxed);
+    const std::uint64_t count = std::min(appended() - begin, kEvents - begin % kEvents);
+    return {events_ + begin % kEvents, static_cast<std::size_t>(count)};
+  }
+  void give_back(std::size_t events) noexcept {
+    tail_.store(tail_.load(std::memory_order_relaxed) + events, std::memory_order_release);
+  }
+  [[nodiscard]] std::uint64_t given_back() const noexcept {
+    return tail_.load(std::memory_order_relaxed);
+  }
+  // Nothing comes after what is readable then, until go_on().
+  [[nodiscard]] bool is_losing() const noexcept { return losing_.load(std::memory_order_acquire); }
+  // How many were lost before the latest go_on().
+  [[nodiscard]] std::uint64_t lost_before() const noexcept { return lost_before_; }
+
+ private:
+  [[gnu::cold]] bool find_room(std::uint64_t head) noexcept {
+    if (losing_.load(std::memory_order_relaxed)) return false;
+    end_ = tail_.load(std::memory_order_acquire) + kEvents;
+    if (head < end_) return true;
+    losing_.store(true, std::memory_order_release);
+    return false;
+  }
+
+  // What append touches is on the first line.
+  Event* events_ = nullptr;
+  std::uint64_t start_ticks_ = 0;
+  std::atomic<std::uint64_t> head_{0};
+  std::uint64_t end_ = kEvents;  // no room from here on, as far as the writer knows
+  std::atomic<std::uint64_t> lost_{0};
+  std::atomic<bool> losing_{false};
+  alignas(64) std::atomic<std::uint64_t> tail_{0};
+  std::uint64_t lost_before_ = 0;
+};
+
+}  // namespace opacus_memprof
