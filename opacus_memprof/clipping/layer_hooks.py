@@ -61,6 +61,7 @@ class LayerHooks:
         batch: the number of samples of the model's last forward.
         layouts: where samples are, of layers that have been probed.
         observations: of a probe that observes; None if none does.
+        shapes_only: whether observations have tensors without data.
         is_probing: whether a probe runs.
         on_output: called with every layer that is tapped, its input and its output.
     """
@@ -70,6 +71,7 @@ class LayerHooks:
     layouts: dict[Layer, Layout] = field(default_factory=dict)
     observations: list[Observation] | None = None
     is_probing: bool = False
+    shapes_only: bool = False
     on_output: Callable[[Layer, torch.Tensor, torch.Tensor], None] | None = None
     _running: dict[Layer, _Running] = field(default_factory=dict)
     _anchors: dict[torch.device, torch.Tensor] = field(default_factory=dict)
@@ -188,6 +190,10 @@ class LayerHooks:
         self, layer: Layer, leaves: list[Any], structure: Any, outputs: list[Any], random: RandomState | None
     ) -> None:
         assert self.observations is not None
+        if self.shapes_only:
+            leaves, outputs = (
+                [x.to("meta") if isinstance(x, torch.Tensor) else x for x in each] for each in (leaves, outputs)
+            )
         self.observations.append(
             Observation(layer, list(leaves), structure, list(outputs), random, _autocast(layer.device()))
         )

@@ -283,7 +283,7 @@ class Probe:
     @contextmanager
     def _observing(self, size: int, observe: bool) -> Any:
         observations: list[Observation] = []
-        self.hooks.batch, self.hooks.is_probing = size, True
+        self.hooks.batch, self.hooks.is_probing, self.hooks.shapes_only = size, True, size != _SIZE
         self.hooks.observations = observations if observe else None
         try:
             yield observations
