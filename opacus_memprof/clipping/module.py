@@ -38,7 +38,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         batch_first: must be True.
         loss_reduction: "mean" or "sum", of the loss over the batch.
         strict: for compatibility with Opacus; unsupported layers are always refused.
-        max_grad_norm, clipping: the bound and how it is applied; see ClipRule.
+        max_grad_norm: the bound of a sample's gradient, or one for each parameter; see ClipRule.
+        clipping: how the bound is applied; see ClipRule.
         workspace_mb: ceiling, in MiB, on the temporaries of one layer's norm or clipped sum.
         passes: 1 keeps what the clipped sums need during a single backward; 2 keeps nothing, and runs backward through
             the model twice; "auto" is 1 unless what it keeps would not fit in device memory.

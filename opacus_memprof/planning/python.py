@@ -74,7 +74,11 @@ def largest_physical_batch(
 
     Args:
         train: takes the samples of a physical batch, makes a model and trains a few steps on "cuda"; see `plan`.
-        gpu, memory, directory: see `plan`.
+        gpu: a kind of virtual GPU, as `opacus-memprof doctor` lists them.
+        memory: of the GPU, as "24 GiB" or in bytes. Default: the kind's.
+        low: the smallest number that is tried.
+        high: the largest number that is tried.
+        directory: where the profile, plan.json and the runs go, as for `plan`.
 
     Returns:
         The number. It was run and fits, and the next one does not, or is beyond `high`.

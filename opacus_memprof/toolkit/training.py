@@ -184,7 +184,9 @@ def debug_lora_training(
         config: a dict or object with the settings of `opacus_memprof.toolkit.lora.Settings`; others are ignored.
         dataloader: of dicts of tensors, (input_ids, labels) or input_ids; None trains on random tokens.
         precision: "fp32", "fp16" or "bf16".
-        pkg, version, knowledge_type: labels of the data, which the result contains.
+        pkg: a label of the data, which the result contains.
+        version: another label.
+        knowledge_type: another label.
         log_dir: the directory of the report and the profile.
         token: of the Hugging Face hub; default: HF_TOKEN. It is written to no file.
 
