@@ -33,7 +33,8 @@ class DelegatingCudaAllocator final : public cca::CUDAAllocator {
   }
   void look_for_history() {
     try {
-      records_history_ = upstream_->isHistoryEnabled();
+      // torch's own asks its first device, which it has only when it is initialised.
+      records_history_ = upstream_->initialized() && upstream_->isHistoryEnabled();
     } catch (const c10::Error&) {
       records_history_ = false;  // an upstream without one
     }
