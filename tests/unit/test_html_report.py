@@ -225,7 +225,7 @@ def test_pieces_that_are_not_there(open_page: Open, trained: tuple[Path, Profile
     write_html(replace(profile, devices={"cuda:1": replace(device, peak=peak)}), None, tmp_path / "counters.html")
     report = open_page(tmp_path / "counters.html")
     assert report.bytes('[data-figure="peak"]') == [4321]
-    assert "after the event file was full" in report.texts("#timeline .caption")[0]
+    assert "not among the recorded events" in report.texts("#timeline .caption")[0]
     assert not report.page.locator("#modules, #blocks, #groups").count()
 
 
