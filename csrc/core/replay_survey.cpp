@@ -83,15 +83,15 @@ void Survey::tell_time(const Event& event, std::uint64_t index) {
   now_.phase = static_cast<std::uint8_t>(seed ? 0 : event.phase);
   const auto step = static_cast<std::uint32_t>(event.step);
   now_.step = seed ? std::max(now_.step, step) : step;
-  if (!seed && in_gap_) {
-    gaps_.back().end_step = step;
-    in_gap_ = false;
-  }
-  if (!seed && !step_.has_value()) {
-    step_ = step;
-    for (const auto& device : devices_) {
-      if (device != nullptr && device->in_step) device->steps.back().number = step;
-    }
+  if (seed) return;
+  // The end of a step tells the number of the next one.
+  const bool ends = static_cast<EventKind>(event.kind) == EventKind::step;
+  const std::uint32_t running = ends && step > 0 ? step - 1 : step;
+  if (std::exchange(in_gap_, false)) gaps_.back().end_step = running;
+  if (step_.has_value()) return;
+  step_ = running;
+  for (const auto& device : devices_) {
+    if (device != nullptr && device->in_step) device->steps.back().number = running;
   }
 }
 

@@ -92,6 +92,17 @@ void expect_the_same(const ReplayResult& kept, const ReplayResult& all,
   std::uint64_t missing = 0;
   for (const auto& gap : kept.gaps) missing += gap.events;
   EXPECT_EQ(kept.events + missing, events.size());
+  std::vector<std::uint32_t> ended(events.size() + 1);  // steps before each event
+  for (std::size_t i = 0; i < events.size(); ++i) {
+    ended[i + 1] = ended[i] + (static_cast<EventKind>(events[i].kind) == step ? 1 : 0);
+  }
+  for (const auto& gap : kept.gaps) {
+    EXPECT_EQ(gap.step, ended[gap.first_event]);
+    const std::uint64_t end = gap.first_event + gap.events;
+    if (end < events.size()) {
+      EXPECT_EQ(gap.end_step, ended[end]);
+    }
+  }
 
   std::map<std::uint8_t, Naive> naive;
   for (std::size_t i = 0; i < events.size(); ++i) {
@@ -271,6 +282,36 @@ TEST(FlightRecorder, PiecesWithoutAGapAreAsOneFile) {
   const ReplayResult kept = replay(path);
   EXPECT_TRUE(kept.gaps.empty());
   expect_the_same(kept, whole(events, recorder.header()), events);
+}
+
+// Also where a piece after a gap begins with it.
+TEST(FlightRecorder, TheEndOfAStepIsKnownWhereverItIsInAPiece) {
+  const std::string path = (scratch() / "step.bin").string();
+  constexpr std::size_t kEvents = 500;
+  std::size_t right_after_a_gap = 0;
+  for (std::size_t at = kEvents - 100; at < kEvents; ++at) {
+    SCOPED_TRACE("at " + std::to_string(at));
+    std::vector<Event> events(kEvents);
+    for (std::size_t i = 0, changes = 0; i < kEvents; ++i) {
+      Event& event = events[i];
+      event.time = 3 * i;
+      event.step = (i < 5 ? 0U : 1U) + (i < at ? 0U : 1U);
+      event.kind = static_cast<std::uint8_t>(step);
+      if (i == 5 || i == at) continue;
+      event.kind = static_cast<std::uint8_t>(changes++ % 2 == 0 ? alloc : EventKind::free);
+      event.address = 0x1000;
+      event.device = 1;
+      event.size = 100;
+    }
+    FlightRecorder recorder(path, 64);
+    recorder.take(events);
+    recorder.write_header(true);
+    const ReplayResult kept = replay(path);
+    expect_the_same(kept, whole(events, recorder.header()), events);
+    ASSERT_FALSE(kept.gaps.empty());
+    right_after_a_gap += kept.gaps.back().first_event + kept.gaps.back().events == at ? 1 : 0;
+  }
+  EXPECT_EQ(right_after_a_gap, 1U);
 }
 
 // Of other runs, and what a reader of a live run meets.
