@@ -33,18 +33,6 @@ class Layout:
 
 
 @dataclass
-class Observation:
-    """One call of a layer in a probe."""
-
-    layer: Layer
-    leaves: list[Any]
-    structure: Any
-    outputs: list[Any]
-    random: RandomState | None
-    autocast: tuple[str, torch.dtype, bool]
-
-
-@dataclass
 class _Running:
     """A layer that runs."""
 
@@ -60,8 +48,8 @@ class LayerHooks:
         bookkeeping: where backward passes inputs and output gradients to.
         batch: the number of samples of the model's last forward.
         layouts: where samples are, of layers that have been probed.
-        observations: of a probe that observes; None if none does.
-        shapes_only: whether observations have tensors without data.
+        observe: called with each call of a layer while a probe observes: the layer, the leaves of its arguments, their
+            structure, the leaves of its output and the random state that it began with. None if no probe observes.
         is_probing: whether a probe runs.
         on_output: called with every layer that is tapped, its input and its output.
     """
@@ -69,9 +57,8 @@ class LayerHooks:
     bookkeeping: Bookkeeping
     batch: int = 0
     layouts: dict[Layer, Layout] = field(default_factory=dict)
-    observations: list[Observation] | None = None
+    observe: Callable[[Layer, list[Any], Any, list[Any], RandomState | None], None] | None = None
     is_probing: bool = False
-    shapes_only: bool = False
     on_output: Callable[[Layer, torch.Tensor, torch.Tensor], None] | None = None
     _running: dict[Layer, _Running] = field(default_factory=dict)
     _anchors: dict[torch.device, torch.Tensor] = field(default_factory=dict)
@@ -84,12 +71,12 @@ class LayerHooks:
         for parameter in running.frozen:
             parameter.requires_grad_(False)
         if isinstance(layer, GenericLayer):
-            if layer.way == "whole" or self.observations is not None:
+            if layer.way == "whole" or self.observe is not None:
                 running.random = RandomState.now(layer.device())
             return None
         key, x = first_input(layer, args, kwargs)
         layout = self.layouts.get(layer)
-        if self.observations is None and (layout is None or layout.inputs[0] is not None):
+        if self.observe is None and (layout is None or layout.inputs[0] is not None):
             layer.check_input(x)
         cast = layer.cast(x)
         if cast is x:
@@ -112,8 +99,8 @@ class LayerHooks:
         if not isinstance(output, torch.Tensor):
             return None
         layout = self.layouts.get(layer)
-        if self.observations is not None:
-            self._observe(layer, [x], None, [output], None)
+        if self.observe is not None:
+            self.observe(layer, [x], None, [output], None)
             return expand_over_batch(output, self.batch) if layout and layout.inputs[0] is None else None
         where = layout.inputs[0] if layout else PLAIN
         if where is None:
@@ -138,10 +125,10 @@ class LayerHooks:
     ) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
         found, output_structure = tree_flatten(output)
-        if self.observations is not None:
-            self._observe(layer, leaves, structure, found, running.random)
+        if self.observe is not None:
+            self.observe(layer, leaves, structure, found, running.random)
         layout = self.layouts.get(layer)
-        if layout is None and self.observations is not None:
+        if layout is None and self.observe is not None:
             return None
         if layout is None or len(layout.inputs) != len(leaves):
             layout = self._guess(layer, leaves, found)
@@ -149,7 +136,7 @@ class LayerHooks:
         for i in floats:
             if layout.outputs[i] is None:
                 found[i] = expand_over_batch(found[i], self.batch)
-        if self.observations is None and torch.is_grad_enabled() and floats:
+        if self.observe is None and torch.is_grad_enabled() and floats:
             call = Call(
                 self.batch,
                 leaves,
@@ -157,7 +144,7 @@ class LayerHooks:
                 layout.inputs,
                 {i: layout.outputs[i] for i in floats},
                 running.random,
-                _autocast(layer.device()),
+                autocast_state(layer.device()),
             )
             call.leave_caches_out()
             outputs = [found[i] for i in floats]
@@ -186,18 +173,6 @@ class LayerHooks:
             )
         return Layout([where(x) for x in leaves], found)
 
-    def _observe(
-        self, layer: Layer, leaves: list[Any], structure: Any, outputs: list[Any], random: RandomState | None
-    ) -> None:
-        assert self.observations is not None
-        if self.shapes_only:
-            leaves, outputs = (
-                [x.to("meta") if isinstance(x, torch.Tensor) else x for x in each] for each in (leaves, outputs)
-            )
-        self.observations.append(
-            Observation(layer, list(leaves), structure, list(outputs), random, _autocast(layer.device()))
-        )
-
     def anchor(self, device: torch.device) -> torch.Tensor:
         """A scalar that makes an output require grad if neither the input nor (for now) the parameters do."""
         return self._anchors.setdefault(device, torch.zeros((), device=device, requires_grad=True))
@@ -213,7 +188,8 @@ def first_input(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return None, layer.check_input(None)
 
 
-def _autocast(device: torch.device) -> tuple[str, torch.dtype, bool]:
+def autocast_state(device: torch.device) -> tuple[str, torch.dtype, bool]:
+    """Device type, dtype and whether autocast is enabled."""
     return device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
 
 

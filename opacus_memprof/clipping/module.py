@@ -133,7 +133,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         hooks = self.layer_hooks
         if not self.hooks_enabled or not self._module.training or is_repeating() or self._cannot_run is not None:
             return False
-        return hooks.observations is not None if hooks.is_probing else True
+        return hooks.observe is not None if hooks.is_probing else True
 
     # --- a layer ---
     def _before_module(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds out where layers have the samples of a batch, by running the model on a few samples.
 
-Four forwards: of three samples X; of Y, which is X but for its second sample; and of five and four other samples. A
+Four forwards: of three samples X; of Y, which is X but for its second sample; and of four and two other samples. A
 dimension that grows with their number has the samples, and what differs between X and Y in the rows of other samples
 shows that samples mix. Tensors that do not grow are shared by all samples, such as positions. Layers whose tensors fit
 in no arrangement are repeated as a part of the module around them. Shapes alone would not do: a row of positions can be
@@ -10,8 +10,9 @@ as long as the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,15 +20,16 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.arrangement import CANDIDATES, Arrangement
-from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, Observation
+from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, autocast_state
 from opacus_memprof.clipping.layers import GenericLayer, Layer
+from opacus_memprof.clipping.observation import Observation, TensorSummary, summaries, used_parameters
 from opacus_memprof.clipping.repetition import WAYS, Call, RandomState, Repetition, close
 from opacus_memprof.clipping.units import Units
 from opacus_memprof.errors import MemprofError
 
-_SAMPLES = ((0, 1, 2), (0, 9, 2), (3, 4, 5, 6, 7), (8, 7, 6, 5))
+_SAMPLES = ((0, 1, 2), (0, 9, 2), (3, 4, 5, 6), (8, 7))
 _SIZE, _CHANGED = 3, 1  # of the first two forwards: their size, and the sample that differs
-_OTHER_SIZES = (5, 4)
+_OTHER_SIZES = (4, 2)
 
 
 class CannotRunError(Exception):
@@ -36,6 +38,16 @@ class CannotRunError(Exception):
 
 class _UnsuitableError(Exception):
     """A tensor in which the samples are nowhere in particular."""
+
+
+@dataclass
+class _Forward:
+    """What is known of a forward: the leaves of its output, with summaries in place of tensors, the calls of layers,
+    and the ids of parameters that are used outside of these."""
+
+    outputs: list[Any]
+    observations: list[Observation]
+    used_parameters: set[int]
 
 
 class Probe:
@@ -74,7 +86,7 @@ class Probe:
             CannotRunError: the model cannot run on other samples.
         """
         try:
-            plain = self._forward(_SAMPLES[0])[0]
+            plain = self._forward(_SAMPLES[0]).outputs
         except Exception as error:
             raise CannotRunError from error
         layouts: dict[Layer, Layout] = {}
@@ -105,23 +117,22 @@ class Probe:
         expanded over the batch already."""
         self.hooks.layouts = dict(shared)
         try:
-            with torch.enable_grad():
-                forwards = [self._forward(_SAMPLES[0], observe=True)]
+            forwards = [self._forward_with_graph(_SAMPLES[0])]
             forwards += [self._forward(samples, observe=True) for samples in _SAMPLES[1:]]
         except Exception:
             if not shared:
                 raise
             return shared, self._breaking(shared, plain)
-        outputs, observations = [each[0] for each in forwards], [each[1] for each in forwards]
-        if not _same(outputs[0], plain):
+        if not _same(forwards[0].outputs, plain):
             return shared, self._breaking(shared, plain)
-        found, unsuitable = self._match(observations)
+        found, unsuitable = self._match([each.observations for each in forwards])
         if unsuitable:
             return found, unsuitable
-        unsuitable = self._used_elsewhere(outputs[0])
-        self._check_outputs(outputs)
+        used = forwards[0].used_parameters
+        unsuitable = [layer for layer in self.units.layers() if any(id(p) in used for p in layer.trainable())]
+        self._check_outputs([each.outputs for each in forwards])
         if not unsuitable:
-            unsuitable = self._choose_ways(observations[0], found)
+            unsuitable = self._choose_ways(forwards[0].observations, found)
         new = [layer for layer, w in found.items() if _is_shared(layer, w) and layer not in shared]
         if new and not unsuitable:  # their outputs will be expanded: once more, with that
             return self._layouts({layer: w for layer, w in found.items() if _is_shared(layer, w)}, plain)
@@ -141,7 +152,7 @@ class Probe:
                 continue
             if isinstance(layer, GenericLayer) or layer.any_arrangement:
                 continue
-            if any(len(each.leaves[0]) != _SIZE for each in calls[0]):
+            if any(len(each.inputs[0].meta) != _SIZE for each in calls[0]):
                 found.pop(layer)
                 self.units.repeat_module(layer)
                 unsuitable.append(layer)  # which has no parameters any more
@@ -156,13 +167,13 @@ class Probe:
         return first
 
     def _layout(self, layer: Layer, calls: tuple[Observation, ...]) -> Layout:
-        if len({len(each.leaves) for each in calls}) > 1 or len({len(each.outputs) for each in calls}) > 1:
+        if len({len(each.inputs) for each in calls}) > 1 or len({len(each.outputs) for each in calls}) > 1:
             raise _UnsuitableError
-        inputs = [self._where(leaves) for leaves in zip(*(each.leaves for each in calls), strict=True)]
+        inputs = [self._where(leaves) for leaves in zip(*(each.inputs for each in calls), strict=True)]
         outputs = {
             i: self._where(leaves)
             for i, leaves in enumerate(zip(*(each.outputs for each in calls), strict=True))
-            if isinstance(leaves[0], torch.Tensor) and leaves[0].is_floating_point()
+            if isinstance(leaves[0], TensorSummary) and leaves[0].meta.is_floating_point()
         }
         if not isinstance(layer, GenericLayer) and inputs[0] != outputs[0]:
             raise _UnsuitableError
@@ -170,11 +181,11 @@ class Probe:
 
     def _where(self, leaves: Sequence[Any]) -> Arrangement | None:
         """Where the samples are in a tensor, given what it was in each forward."""
-        if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        if not all(isinstance(leaf, TensorSummary) for leaf in leaves):
             return None
-        x, y, *others = (leaf.detach() for leaf in leaves)
-        if all(x.shape == other.shape for other in others):
-            if x.shape != y.shape or not close(y, x):
+        x, y, *others = leaves
+        if all(x.meta.shape == other.meta.shape for other in others):
+            if x.meta.shape != y.meta.shape or not close(y.sums, x.sums):
                 raise _UnsuitableError
             return None
         for where in CANDIDATES:
@@ -185,29 +196,14 @@ class Probe:
     def _check_outputs(self, outputs: list[list[Any]]) -> None:
         """Raises MemprofError if samples mix in an output that has them."""
         for leaves in zip(*outputs, strict=False):
-            if isinstance(leaves[0], torch.Tensor) and leaves[0].shape != leaves[2].shape:
+            if isinstance(leaves[0], TensorSummary) and leaves[0].meta.shape != leaves[2].meta.shape:
                 try:
                     self._where(leaves)
                 except _UnsuitableError:
                     raise MemprofError(
-                        f"an output of the model of shape {tuple(leaves[0].shape)} mixes the {_SIZE} samples of a "
+                        f"an output of the model of shape {tuple(leaves[0].meta.shape)} mixes the {_SIZE} samples of a "
                         "batch: per-sample gradients do not exist."
                     ) from None
-
-    def _used_elsewhere(self, outputs: list[Any]) -> list[Layer]:
-        """The layers with parameters that the model's outputs depend on outside of the layers' forwards."""
-        reached: set[int] = set()
-        seen: set[Any] = set()
-        nodes = [out.grad_fn for out in outputs if isinstance(out, torch.Tensor) and out.grad_fn is not None]
-        while nodes:
-            node = nodes.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if hasattr(node, "variable"):
-                reached.add(id(node.variable))
-            nodes += [n for n, _ in node.next_functions if n is not None]
-        return [layer for layer in self.units.layers() if any(id(p) in reached for p in layer.trainable())]
 
     def _choose_ways(self, observations: list[Observation], layouts: dict[Layer, Layout]) -> list[Layer]:
         """Chooses how each GenericLayer is repeated. Returns those that no way repeats."""
@@ -237,18 +233,19 @@ class Probe:
         return failed
 
     def _call(self, each: Observation, layout: Layout) -> tuple[Call, list[torch.Tensor]]:
-        outputs = [each.outputs[i].detach() for i in layout.outputs]
+        assert each.values is not None
+        leaves, outputs = each.values
         call = Call(
             _SIZE,
-            [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in each.leaves],
+            leaves,
             each.structure,
             layout.inputs,
             layout.outputs,
             each.random,
-            each.autocast,
+            autocast_state(each.layer.device()),
         )
         call.leave_caches_out()
-        return call, outputs
+        return call, [outputs[i] for i in layout.outputs]
 
     def _breaking(self, shared: dict[Layer, Layout], plain: list[Any]) -> list[Layer]:
         """Of the layers whose outputs are expanded over the batch, those without which the model runs as before."""
@@ -256,7 +253,7 @@ class Probe:
         for layer, layout in shared.items():
             self.hooks.layouts = {layer: layout}
             try:
-                broken = not _same(self._forward(_SAMPLES[0], observe=True)[0], plain)
+                broken = not _same(self._forward(_SAMPLES[0], observe=True).outputs, plain)
             except Exception:
                 broken = True
             if broken:
@@ -264,14 +261,27 @@ class Probe:
         return found or list(shared)
 
     # --- forwards of a few samples ---
-    def _forward(self, samples: Sequence[int], observe: bool = False) -> tuple[list[Any], list[Observation]]:
-        """The leaves of the model's output, and what the layers saw."""
+    def _forward_with_graph(self, samples: Sequence[int]) -> _Forward:
+        """As ``_forward``, with the parameters that the outputs' graph leads to."""
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(_drop, _refuse):
+                return self._forward(samples, observe=True, with_graph=True)
+        except Exception:  # the model takes gradients in its forward, and needs the tensors that were dropped
+            return self._forward(samples, observe=True, with_graph=True)
+
+    def _forward(self, samples: Sequence[int], observe: bool = False, with_graph: bool = False) -> _Forward:
         args, kwargs = tree_unflatten([self._select(leaf, samples) for leaf in self.leaves], self.structure)
-        grad = torch.is_grad_enabled() and observe and tuple(samples) == _SAMPLES[0]
-        observing = self._observing(len(samples), observe)
-        with observing as observed, self.random.restored(), self._restoring_buffers(), torch.set_grad_enabled(grad):
+        observing = self._observing(samples, observe)
+        with (
+            observing as observed,
+            self.random.restored(),
+            self._restoring_buffers(),
+            torch.set_grad_enabled(with_graph),
+        ):
             output = self.run_model(args, kwargs) if observe else self.model.forward(*args, **kwargs)
-        return tree_flatten(output)[0], observed
+        leaves = tree_flatten(output)[0]
+        used = used_parameters(leaves) if with_graph else set()
+        return _Forward(summaries(leaves, len(samples) != _SIZE), observed, used)
 
     def _select(self, leaf: Any, samples: Sequence[int]) -> Any:
         """Some samples of an input. Beyond the batch, these are its samples rolled along their last dimension."""
@@ -281,14 +291,24 @@ class Probe:
         return torch.stack([x.roll(n // self.batch, -1) if x.dim() else x for x, n in zip(rows, samples, strict=True)])
 
     @contextmanager
-    def _observing(self, size: int, observe: bool) -> Any:
+    def _observing(self, samples: Sequence[int], observe: bool) -> Iterator[list[Observation]]:
         observations: list[Observation] = []
-        self.hooks.batch, self.hooks.is_probing, self.hooks.shapes_only = size, True, size != _SIZE
-        self.hooks.observations = observations if observe else None
+        shapes_only = len(samples) != _SIZE
+
+        def add(
+            layer: Layer, inputs: list[Any], structure: Any, outputs: list[Any], random: RandomState | None
+        ) -> None:
+            is_repeated = isinstance(layer, GenericLayer) and tuple(samples) == _SAMPLES[0]
+            values = (_detached(inputs), _detached(outputs)) if is_repeated else None
+            x, y = summaries(inputs, shapes_only), summaries(outputs, shapes_only)
+            observations.append(Observation(layer, x, y, structure, random, values))
+
+        self.hooks.batch, self.hooks.is_probing = len(samples), True
+        self.hooks.observe = add if observe else None
         try:
             yield observations
         finally:
-            self.hooks.batch, self.hooks.is_probing, self.hooks.observations = self.batch, False, None
+            self.hooks.batch, self.hooks.is_probing, self.hooks.observe = self.batch, False, None
 
     @contextmanager
     def _restoring_buffers(self) -> Any:
@@ -302,15 +322,16 @@ class Probe:
                         buffer.copy_(value)
 
 
-def _fits(where: Arrangement, x: torch.Tensor, y: torch.Tensor, others: list[torch.Tensor]) -> bool:
+def _fits(where: Arrangement, x: TensorSummary, y: TensorSummary, others: list[TensorSummary]) -> bool:
     """Whether the samples are ``where`` in all tensors, and differ between ``x`` and ``y`` where these do."""
-    rows = where.rows(x, _SIZE)
-    if rows is None or x.shape != y.shape:
+    rows = where.rows(x.meta, _SIZE)
+    if rows is None or x.meta.shape != y.meta.shape:
         return False
-    a, b = where.by_sample(x, _SIZE), where.by_sample(y, _SIZE)
+    shape = where.by_sample(x.meta, _SIZE).shape[1:]
     for other, size in zip(others, _OTHER_SIZES, strict=True):
-        if where.rows(other, size) != rows or where.by_sample(other, size).shape[1:] != a.shape[1:]:
+        if where.rows(other.meta, size) != rows or where.by_sample(other.meta, size).shape[1:] != shape:
             return False
+    a, b = where.by_sample(x.sums, _SIZE), where.by_sample(y.sums, _SIZE)
     return all(close(b[n], a[n]) for n in range(_SIZE) if n != _CHANGED)
 
 
@@ -320,5 +341,19 @@ def _is_shared(layer: Layer, layout: Layout) -> bool:
 
 
 def _same(actual: list[Any], expected: list[Any]) -> bool:
-    tensors = [(a, e) for a, e in zip(actual, expected, strict=False) if isinstance(e, torch.Tensor)]
-    return all(isinstance(a, torch.Tensor) and close(a.detach(), e.detach()) for a, e in tensors)
+    tensors = [(a, e) for a, e in zip(actual, expected, strict=False) if isinstance(e, TensorSummary)]
+    return all(
+        isinstance(a, TensorSummary) and a.meta.shape == e.meta.shape and close(a.sums, e.sums) for a, e in tensors
+    )
+
+
+def _detached(leaves: list[Any]) -> list[Any]:
+    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    """Packs a tensor for a backward that never comes."""
+
+
+def _refuse(packed: None) -> torch.Tensor:
+    raise RuntimeError("a probe's forward has no saved tensors")

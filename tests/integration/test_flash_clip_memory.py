@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from opacus_memprof import hooks
 from opacus_memprof.recording import native
 from tests.integration.flash_clip_models import Transformer, criterion, make_private, token_data, vector_data
 from tests.integration.opacus_training import categories, cpu  # noqa: F401
+from tests.planted_oom import FIRST_BLOCK_PLANS, Changes, Plan, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
@@ -104,3 +108,13 @@ def test_following_changes_nothing_and_ends(passes: int, cpu: None) -> None:  # 
     add = type(small(1)[0].bookkeeping).add
     assert all(torch.equal(a, b) for a, b in zip(run(followed=True), run(followed=False), strict=True))
     assert type(small(1)[0].bookkeeping).add is add
+
+
+@pytest.mark.parametrize("batch", [2, 8])
+@pytest.mark.parametrize("plan", [plan for plan in FIRST_BLOCK_PLANS if "LoRA" not in plan.name], ids=str)
+def test_the_first_step_needs_no_more_than_the_second(plan: Plan, batch: int, tmp_path: Path) -> None:
+    """Though it runs the model on a few samples first."""
+    plan = replace(plan, cpu={**plan.cpu, "batch": batch})
+    train(plan, "cpu", tmp_path, changes=Changes(mode="flash_clip"))
+    steps = json.loads((tmp_path / "profile.json").read_text())["devices"]["cpu"]["steps"]
+    assert 0 < steps[0]["peak_bytes"] <= steps[1]["peak_bytes"]

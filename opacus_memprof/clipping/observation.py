@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a probe keeps of a forward. Tensors are kept as sums over blocks of neighbours: a first step, which the probe
+precedes, would otherwise need more memory than those that follow it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from opacus_memprof.clipping.layers import Layer
+from opacus_memprof.clipping.repetition import RandomState
+
+_BLOCK = 32  # elements
+# The first signs of the Thue-Morse sequence: sums with them change when neighbours change places, or grow by the same.
+_SIGNS = [1 - 2 * (n.bit_count() % 2) for n in range(_BLOCK)]
+
+
+@dataclass(frozen=True)
+class TensorSummary:
+    """A tensor's shape, and enough of its values to see whether another one differs from it in some of its rows.
+
+    Attributes:
+        meta: a tensor of the same shape and dtype without data.
+        sums: signed sums of blocks of neighbours in the last dimensions: [d0, d1, blocks] of [d0, d1, ...], and
+            [d0, blocks] of [d0, d1]. Smaller tensors are kept. Empty if only the shape is of interest.
+    """
+
+    meta: torch.Tensor
+    sums: torch.Tensor
+
+    @classmethod
+    def of(cls, x: torch.Tensor, shape_only: bool = False) -> TensorSummary:
+        """The summary of ``x``."""
+        x = x.detach()
+        return cls(x.to("meta"), x.new_empty(0) if shape_only else _block_sums(x))
+
+
+@dataclass
+class Observation:
+    """One call of a layer in a probe.
+
+    Attributes:
+        inputs: the leaves of the arguments; of tensors, their summaries.
+        outputs: the leaves of the output; of tensors, their summaries.
+        structure: of the arguments; None if the layer is not a GenericLayer.
+        random: what the random number generators began with, of a GenericLayer.
+        values: the leaves of arguments and output themselves, if the call will be repeated.
+    """
+
+    layer: Layer
+    inputs: list[Any]
+    outputs: list[Any]
+    structure: Any
+    random: RandomState | None
+    values: tuple[list[Any], list[Any]] | None
+
+
+def summaries(leaves: list[Any], shape_only: bool = False) -> list[Any]:
+    """The leaves, with summaries in place of tensors."""
+    return [TensorSummary.of(leaf, shape_only) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def used_parameters(leaves: list[Any]) -> set[int]:
+    """The ids of the parameters that the graphs of the tensors among ``leaves`` lead to."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    nodes = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        nodes += [n for n, _ in node.next_functions if n is not None]
+    return found
+
+
+def _block_sums(x: torch.Tensor) -> torch.Tensor:
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    if x.dim() < 2 or (x.dim() == 2 and x.shape[1] <= _BLOCK):
+        return x.clone()
+    rows = x.flatten(2) if x.dim() > 2 else x
+    whole = rows.shape[-1] // _BLOCK * _BLOCK
+    blocks, rest = rows[..., :whole].reshape(*rows.shape[:-1], -1, _BLOCK), rows[..., whole:].unsqueeze(-2)
+    sums = torch.cat([_signed_sums(blocks), _signed_sums(rest)], -1)
+    if not x.is_floating_point() or sums.isfinite().all():
+        return sums
+    return torch.cat([*_sums_without_large(blocks), *_sums_without_large(rest)], -1)
+
+
+def _signed_sums(blocks: torch.Tensor) -> torch.Tensor:
+    """[..., n, b] -> [..., n], without a temporary as large as ``blocks``."""
+    if not blocks.is_floating_point():
+        return blocks.sum(-1, dtype=torch.int64)
+    if blocks.dtype.itemsize == 1:
+        blocks = blocks.float()
+    with torch.autocast(blocks.device.type, enabled=False):
+        return blocks @ torch.tensor(_SIGNS[: blocks.shape[-1]], dtype=blocks.dtype, device=blocks.device)
+
+
+def _sums_without_large(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For masks, which have infinities or the type's lowest number: the sums of what is neither, and how many are."""
+    is_large = ~(blocks.abs() < 1e4)
+    return _signed_sums(blocks.masked_fill(is_large, 0)), is_large.sum(-1).to(blocks.dtype)
