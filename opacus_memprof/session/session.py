@@ -228,7 +228,9 @@ class Session:
         """
         changes: list[tuple[str, Callable[[Attachment], None]]] = []
         try:
-            # Loads Opacus, which a session that attaches nothing does not need.
+            # Only what attaches needs Opacus. It comes first, because `run` attaches PrivacyEngine when it is imported.
+            import opacus  # noqa: F401
+
             from opacus_memprof.hooks import dispatch
 
             for target in objects:

@@ -128,6 +128,8 @@ class TrainingProfiler:
         """Attaches the models, then the optimizers, among the objects and in lists, dicts and dataclasses of them."""
         if self.session is None or torch.compiler.is_compiling():
             return
+        import opacus  # noqa: F401  # first, as in Session.attach
+
         from opacus_memprof.hooks import is_attached
 
         for trainable in sorted(_find_trainable(objects), key=lambda each: isinstance(each, Optimizer)):

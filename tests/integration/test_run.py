@@ -500,3 +500,33 @@ def test_a_profile_that_cannot_be_written(tmp_path: Path, start: Start) -> None:
     assert losses(output) == losses(plain(TRAIN, "--steps", "20").stdout)[1:]
     assert "the profile could not be written" in errors
     assert "Traceback" not in errors
+
+
+ATTACHING = """
+import torch
+from torch import nn
+from opacus_memprof import session
+
+model, other = nn.Sequential(nn.Linear(8, 4)), nn.Linear(3, 3)
+session.current().attach(other)
+from opacus import PrivacyEngine
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(6, 8)), batch_size=3)
+model, optimizer, data = PrivacyEngine().make_private(
+    module=model, optimizer=optimizer, data_loader=data, noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False
+)
+for (x,) in data:
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_that_attaches_before_it_imports_opacus(tmp_path: Path) -> None:
+    """`run` follows PrivacyEngine as soon as Opacus is imported, which is then in the middle of `attach`."""
+    (tmp_path / "script.py").write_text(ATTACHING)
+    completed = python(*RUN, "-o", tmp_path / "out", tmp_path / "script.py")
+    assert completed.returncode == 0, completed.stderr
+    profile = profile_of(tmp_path / "out")
+    assert not profile["warnings"]
+    assert profile["devices"]["cpu"]["peak"]["modules"]["0"]["per_sample_gradients"] > 0
