@@ -8,6 +8,7 @@ its changes. What contains faults and what undoes changes is taken to work: `tes
 
 from __future__ import annotations
 
+import dis
 import gc
 import inspect
 import sys
@@ -84,7 +85,7 @@ def on_each_call(at_end: bool, function: Callable[[Step], None]) -> Iterator[Non
             return None
 
         def at_return(frame: FrameType, event: str, _: Any) -> Any:
-            if event == "return":
+            if event == "return" and not is_yield(frame):
                 function(step)
             return at_return
 
@@ -102,6 +103,12 @@ def on_each_call(at_end: bool, function: Callable[[Step], None]) -> Iterator[Non
         sys.settrace(None)
         for name, original in originals.items():
             setattr(native, name, original)
+
+
+def is_yield(frame: FrameType) -> bool:
+    """Whether the frame passes a value on and waits. What a trace raises there would not reach the generator's own
+    `with` and `finally`, which no exception of the profiler's can do."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "YIELD_VALUE"
 
 
 def around(name: str, original: Any, at_end: bool, function: Callable[[Step], None]) -> Any:
@@ -246,6 +253,19 @@ def consequences(
     if native.cpu_installed() or native.events_status()["recording"]:
         yield "the allocator or the events are left"
         native.stop_events()
+        native.cpu_uninstall()
+    if (category := category_of_a_new_block()) != "unattributed":
+        yield f"this thread's blocks are {category} from now on"
+
+
+def category_of_a_new_block() -> str:
+    """As this thread's tags have it."""
+    native.cpu_install()
+    try:
+        block = torch.empty(12_345, dtype=torch.uint8)
+        (found,) = (each["category"] for each in native.live_blocks() if each["bytes"] == block.nbytes)
+        return str(found)
+    finally:
         native.cpu_uninstall()
 
 

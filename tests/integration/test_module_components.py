@@ -216,7 +216,7 @@ def test_a_profile_says_what_the_modules_are(tmp_path: Path) -> None:
 
 def test_a_killed_run_knows_them_too(tmp_path: Path) -> None:
     program = f"""
-import os, signal, sys
+import os, signal, sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch, opacus_memprof
 from test_module_components import Gpt
@@ -226,6 +226,7 @@ model = Gpt()
 session.attach(model)
 model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
 opacus_memprof.recording.native.write_meta()
+time.sleep(1)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     root = str(Path(__file__).parents[2])

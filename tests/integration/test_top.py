@@ -61,13 +61,13 @@ def let_continue(process: "subprocess.Popen[str]") -> None:
     process.stdin.flush()
 
 
-def read_named(follower: ProfileFollower) -> dict[str, Any]:
-    """Names reach meta.json within a second of their first use."""
+def read_until(follower: ProfileFollower, categories: dict[str, int]) -> dict[str, Any]:
+    """What the follower sees once it has these. Events are written every 5 milliseconds, and names reach meta.json
+    within a second of their first use."""
     until = time.monotonic() + 20
     while True:
         seen = follower.read()
-        nameless = [name for name in seen["devices"]["cpu"]["categories"] if name.startswith("category ")]
-        if not nameless or time.monotonic() > until:
+        if seen["devices"]["cpu"]["categories"] == categories or time.monotonic() > until:
             return seen
         time.sleep(0.1)
 
@@ -78,7 +78,7 @@ def test_a_running_process_is_followed(running: "subprocess.Popen[str]", tmp_pat
     follower = ProfileFollower(tmp_path / "profile")
     for size in (0, 1, 3):
         counted = first if size == 0 else read_counts(running)
-        seen = read_named(follower)
+        seen = read_until(follower, counted["cpu"])
         assert seen["status"] == "running"
         assert seen["pid"] == running.pid
         device = seen["devices"]["cpu"]

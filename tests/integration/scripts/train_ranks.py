@@ -5,6 +5,7 @@ profiler."""
 import argparse
 import os
 import signal
+import time
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,7 @@ def train(wrap: str, mode: str, clipping: str, device: torch.device, steps: int,
     compute_loss = criterion[0] if criterion else nn.CrossEntropyLoss()
     for step, (features, labels) in enumerate(loader):
         if step == steps - 1 and rank == kill:
+            time.sleep(1)  # a kill may lose the last milliseconds
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
         loss = compute_loss(private(features.to(device)), labels.to(device))
