@@ -9,6 +9,9 @@ from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from torch import nn
 
 from opacus_memprof.clipping import register_norm_samplers
+from opacus_memprof.clipping.layers import LAYERS
+from opacus_memprof.clipping.register import FlashNormSampler
+from opacus_memprof.clipping.workspace import Workspace
 from tests.integration.flash_clip_models import MODELS, assert_same, criterion, make_private, vector_data
 
 
@@ -127,3 +130,31 @@ def test_restoring_samplers_leaves_opacus_as_it_was() -> None:
     assert before != Ghost.NORM_SAMPLERS
     restore()
     assert before == Ghost.NORM_SAMPLERS
+
+
+@pytest.mark.parametrize("workspace_mb", [0.006, 1])
+def test_what_opacus_could_take_agrees_with_ours(workspace_mb: float) -> None:
+    """contrib says the mathematics again, in one module that Opacus could take: both must stay the same."""
+    from contrib.norm_samplers import NORM_SAMPLERS
+
+    torch.manual_seed(0)
+    workspace = Workspace.from_mib(workspace_mb)
+    cases = [
+        (nn.Linear(9, 7), torch.randn(3, 5, 4, 9)),
+        (nn.Linear(9, 7), torch.randn(3, 40, 9)),
+        (nn.Embedding(9, 7, padding_idx=2), torch.randint(0, 9, (3, 20))),
+        (nn.LayerNorm((3, 9)), torch.randn(3, 5, 3, 9)),
+        (nn.RMSNorm(9), torch.randn(3, 5, 9)),
+        (nn.GroupNorm(2, 6), torch.randn(3, 6, 5, 5)),
+        (nn.Conv1d(6, 4, 3, stride=2, padding=1, groups=2), torch.randn(3, 6, 11)),
+        (nn.Conv2d(6, 4, 2, stride=2, padding_mode="circular", padding=1), torch.randn(3, 6, 8, 8)),
+    ]
+    assert {type(layer) for layer, _ in cases} == set(NORM_SAMPLERS) == set(LAYERS)
+    for layer, x in cases:
+        layer, x = layer.double(), x.double() if x.is_floating_point() else x
+        g = torch.randn_like(layer(x)).detach()
+        ours = FlashNormSampler(workspace)(layer, [x], g)
+        theirs = NORM_SAMPLERS[type(layer)](layer, [x], g, workspace.bytes)
+        assert ours.keys() == theirs.keys()
+        for parameter, norms in ours.items():
+            torch.testing.assert_close(theirs[parameter], norms, rtol=1e-12, atol=0)
