@@ -25,6 +25,7 @@ Needs no torch, so that it can be used before anything runs.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -98,6 +99,7 @@ def ghost_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: 
     return Cost(flops, (inputs + square * (8 if bias else 6)) * itemsize)
 
 
+@functools.lru_cache(maxsize=4096)  # every layer asks in every step
 def choose(
     batch: int,
     tokens: int,

@@ -110,7 +110,7 @@ class LayerHooks:
         if self.on_output is not None:
             self.on_output(layer, x, output)
         saved_input = x.detach() if layer.is_trainable("weight") else None
-        if where is None or (len(output) == self.batch and where.dim == 0):
+        if where is None or (where.dim == 0 and output.shape[0] == self.batch):
             where = None
         elif where.rows(output, self.batch) is None:
             raise MemprofError(

@@ -130,8 +130,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def _active(self) -> bool:
-        hooks = self.layer_hooks
-        if not self.hooks_enabled or not self._module.training or is_repeating() or self._cannot_run is not None:
+        hooks, model = self.layer_hooks, self.units.model
+        if not self.hooks_enabled or not model.training or is_repeating() or self._cannot_run is not None:
             return False
         return hooks.observe is not None if hooks.is_probing else True
 

@@ -23,7 +23,7 @@ def squared_norms(stack: torch.Tensor) -> torch.Tensor:
     """The squared norm of every ``stack[n]``, accumulated in float32 (float64)."""
     dtype = accumulation_dtype(stack.dtype)
     if stack.numel() == 0:
-        return torch.zeros(len(stack), dtype=dtype, device=stack.device)
+        return torch.zeros(stack.shape[0], dtype=dtype, device=stack.device)
     norms: torch.Tensor = torch.linalg.vector_norm(matrix(stack), dim=1, dtype=dtype)
     return norms.square_()
 
@@ -57,6 +57,8 @@ def _tiled_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace)
     count, rows, tokens = g.shape
     dtype = accumulation_dtype(g.dtype)
     tile, samples = _tile(count, tokens, rows + a.shape[2], g.dtype, workspace)
+    if tile >= tokens and samples >= count and g.dtype == a.dtype == dtype:
+        return torch.bmm(g.mT, g).mul_(torch.bmm(a, a.mT)).sum((1, 2)).clamp_(min=0)
     total = torch.zeros(count, dtype=dtype, device=g.device)
     for n in slices(count, samples):
         for i in slices(tokens, tile):

@@ -24,7 +24,7 @@ def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, wo
         return weighted_sum_cuda(stack.contiguous(), factors.float(), dtype)
     flat = matrix(stack)
     if flat.dtype == factors.dtype:
-        return (factors @ flat).view(stack.shape[1:]).to(dtype)
+        return torch.mv(flat.mT, factors).view(stack.shape[1:]).to(dtype)
     # Rounding the factors to a low-precision dtype would let a sample exceed the bound: sum in float32.
     total = torch.empty(flat.shape[1], dtype=dtype, device=stack.device)
     width = workspace.fit_at_least_one(
@@ -33,6 +33,20 @@ def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, wo
     for part in slices(flat.shape[1], width):
         total[part] = factors @ flat[:, part].to(factors.dtype)
     return total.view(stack.shape[1:])
+
+
+def _sum_all_products(g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+    """The weighted sum as one product, [rows, columns]."""
+    if factors is not None and g.shape[1] < a.shape[2]:
+        g = _scaled(g, factors)
+    elif factors is not None:
+        a = _scaled(a, factors)
+    return torch.mm(g.transpose(0, 1).reshape(g.shape[1], -1), a.reshape(-1, a.shape[2]))
+
+
+def _scaled(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    scale = factors.view(-1, *[1] * (x.dim() - 1))
+    return x * scale if x.dtype == factors.dtype else torch.mul(x, scale, out=torch.empty_like(x))
 
 
 def scale_single_sample(stack: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -59,6 +73,10 @@ def sum_products(
     """
     count, rows, tokens = g.shape
     columns, samples = a.shape[2], count // groups
+    if groups == 1 and samples > 1 and tokens and a.stride(2) == 1:
+        copied = samples * tokens * min(rows, columns) * g.element_size()
+        if copied <= workspace.bytes:
+            return _sum_all_products(g, a, factors).unsqueeze(0)
     g = g.view(samples, groups, rows, tokens)
     a = a.view(samples, groups, tokens, columns)
     if samples == 0 or tokens == 0:
@@ -72,12 +90,10 @@ def sum_products(
     total: torch.Tensor | None = None
     for n, t in workspace.tiles(samples, tokens, width, "one token of a clipped sum"):
         left, right = g[n, ..., t], a[n, :, t]
-        if factors is not None:
-            scale = factors[n].view(-1, 1, 1, 1)
-            if rows < columns:
-                left = torch.mul(left, scale, out=torch.empty_like(left))
-            else:
-                right = torch.mul(right, scale, out=torch.empty_like(right))
+        if factors is not None and rows < columns:
+            left = _scaled(left, factors[n])
+        elif factors is not None:
+            right = _scaled(right, factors[n])
         part = torch.bmm(
             left.permute(1, 2, 0, 3).reshape(groups, rows, -1),
             right.permute(1, 0, 2, 3).reshape(groups, -1, columns),

@@ -68,11 +68,12 @@ class Layer:
         self.excluded: set[str] = set()  # names of parameters that another layer clips
 
     def trainable(self) -> list[nn.Parameter]:
-        return [p for n, p in self.module._parameters.items() if p is not None and self.is_trainable(n)]
+        own = self.module._parameters.items()
+        return [p for name, p in own if p is not None and p.requires_grad and name not in self.excluded]
 
     def is_trainable(self, name: str) -> bool:
         parameter = self.module._parameters.get(name)
-        return parameter is not None and bool(parameter.requires_grad) and name not in self.excluded
+        return parameter is not None and parameter.requires_grad and name not in self.excluded
 
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
@@ -134,35 +135,35 @@ class Layer:
 
     def batch_size(self, x: torch.Tensor | None, g: torch.Tensor) -> int:
         """The number of samples of a backward."""
-        return len(g)
+        return g.shape[0]
 
     def keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace, norms: bool = True) -> KeptTensors:
         """Keeps per-sample gradients or (x, g), whichever is smaller and, unless ``norms`` is False, computes the exact
         norms."""
         kept = KeptTensors()
-        for name, stack in self._small(x, g, workspace):
-            kept.stacks[getattr(self.module, name)] = stack
+        for parameter, stack in self._small(x, g, workspace):
+            kept.stacks[parameter] = stack
             if norms:
-                kept.norms[getattr(self.module, name)] = squared_norms(stack)
+                kept.norms[parameter] = squared_norms(stack)
         choice = self._choice(x, g, keep=True)
         if choice is None or x is None:
             return kept
+        weight = self.weight()
         if choice.keep == "gradient":
-            stack = self.weight_gradients(x, g, workspace)
-            kept.stacks[self.weight()] = stack
+            stack = kept.stacks[weight] = self.weight_gradients(x, g, workspace)
             if norms:
-                kept.norms[self.weight()] = squared_norms(stack)
+                kept.norms[weight] = squared_norms(stack)
         else:
             kept.pair = (x, g)
             if norms:
-                kept.norms[self.weight()] = self.weight_squared_norms(x, g, choice, workspace)
+                kept.norms[weight] = self.weight_squared_norms(x, g, choice, workspace)
         return kept
 
     def parameter_squared_norms(
         self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace
     ) -> dict[nn.Parameter, torch.Tensor]:
         """The exact squared norms by parameter, [B], without keeping anything."""
-        norms = {getattr(self.module, name): squared_norms(stack) for name, stack in self._small(x, g, workspace)}
+        norms = {parameter: squared_norms(stack) for parameter, stack in self._small(x, g, workspace)}
         choice = self._choice(x, g, keep=False)
         if choice is not None and x is not None:
             norms[self.weight()] = self.weight_squared_norms(x, g, choice, workspace)
@@ -172,7 +173,7 @@ class Layer:
         self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace
     ) -> dict[nn.Parameter, torch.Tensor]:
         """The clipped sums by parameter, in the second of two passes: ``g`` has been scaled by the clip factors."""
-        sums = {getattr(self.module, name): stack.sum(0) for name, stack in self._small(x, g, workspace)}
+        sums = {parameter: stack.sum(0) for parameter, stack in self._small(x, g, workspace)}
         if self._choice(x, g, keep=False) is not None and x is not None:
             sums[self.weight()] = self.weight_sum(x, g, None, workspace)
         return sums
@@ -185,7 +186,7 @@ class Layer:
             parameter, stack = kept.stacks.popitem()
             # Only the weight's gradients may be overwritten: others may be views of gradients that autograd uses.
             is_owned = self.owns_weight_gradients and parameter is self.module._parameters.get("weight")
-            if len(stack) == 1 and is_owned and stack.dtype == parameter.dtype:
+            if stack.shape[0] == 1 and is_owned and stack.dtype == parameter.dtype:
                 total = scale_single_sample(stack, factors)
             else:
                 total = sum_stack(stack, factors, parameter.dtype, workspace)
@@ -200,12 +201,15 @@ class Layer:
     owns_weight_gradients = False
 
     def weight(self) -> nn.Parameter:
-        weight = self.module.weight
+        weight = self.module._parameters["weight"]
         assert isinstance(weight, nn.Parameter)
         return weight
 
-    def _small(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> list[tuple[str, torch.Tensor]]:
-        return [(n, s) for n, s in self.small_gradients(x, g, workspace).items() if self.is_trainable(n)]
+    def _small(
+        self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace
+    ) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        own = self.module._parameters
+        return [(own[n], s) for n, s in self.small_gradients(x, g, workspace).items() if self.is_trainable(n)]  # type: ignore[misc]
 
     def _choice(self, x: torch.Tensor | None, g: torch.Tensor, keep: bool) -> Choice | None:
         return self.choose(x, g, keep) if x is not None and self.is_trainable("weight") else None

@@ -36,7 +36,7 @@ class LinearLayer(MatrixLayer):
         return {"bias": g.sum(tuple(range(1, g.dim() - 1)), dtype=accumulation_dtype(g.dtype))}
 
     def sizes(self, x: torch.Tensor, g: torch.Tensor) -> Sizes:
-        return Sizes(len(x), 1, x.shape[1:-1].numel(), g.shape[-1], x.shape[-1])
+        return Sizes(x.shape[0], 1, x.shape[1:-1].numel(), g.shape[-1], x.shape[-1])
 
     def blocks(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Iterator[Block]:
         size = self.sizes(x, g)
@@ -51,7 +51,7 @@ class TransposedLinearLayer(LinearLayer):
     that of a linear layer with input and output gradient exchanged."""
 
     def sizes(self, x: torch.Tensor, g: torch.Tensor) -> Sizes:
-        return Sizes(len(x), 1, x.shape[1:-1].numel(), x.shape[-1], g.shape[-1])
+        return Sizes(x.shape[0], 1, x.shape[1:-1].numel(), x.shape[-1], g.shape[-1])
 
     def blocks(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Iterator[Block]:
         size = self.sizes(x, g)

@@ -55,7 +55,6 @@ class MatrixLayer(Layer):
 
     def choose(self, x: torch.Tensor, g: torch.Tensor, keep: bool) -> Choice:
         size = self.sizes(x, g)
-
         return choose(
             size.samples * size.groups,
             size.tokens,
@@ -88,15 +87,19 @@ class MatrixLayer(Layer):
         self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
     ) -> torch.Tensor:
         size, share = self.sizes(x, g), self._share(workspace)
-        total = torch.zeros(size.samples, dtype=accumulation_dtype(g.dtype), device=g.device)
+        total: torch.Tensor | None = None
         for block in self.blocks(x, g, share):
             # The Gram product needs all columns at once; squared norms of gradients add up over columns.
             all_columns = block.a.shape[2] == size.columns
             compute = gram_squared_norms if choice.norm == "gram" and all_columns else gradient_squared_norms
             norms = compute(block.g, block.a, share)
+            if size.groups == 1 and all_columns and norms.shape[0] == size.samples:
+                return norms
+            if total is None:
+                total = norms.new_zeros(size.samples)
             total[block.samples] += norms.view(-1, block.groups.stop - block.groups.start).sum(1)
             del block
-        return total
+        return g.new_zeros(size.samples, dtype=accumulation_dtype(g.dtype)) if total is None else total
 
     def weight_sum(
         self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor | None, workspace: Workspace

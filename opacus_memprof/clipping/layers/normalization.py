@@ -35,13 +35,16 @@ class _LastDimensionsNorm(Layer):
         gradients: dict[str, torch.Tensor] = {}
         if self.is_trainable("bias"):
             gradients["bias"] = (
-                g.reshape(len(g), tokens, *shape).sum(1, dtype=dtype) if tokens != 1 else g.view(-1, *shape)
+                g.reshape(g.shape[0], tokens, *shape).sum(1, dtype=dtype) if tokens != 1 else g.view(-1, *shape)
             )
         if x is None or not self.is_trainable("weight"):
             return gradients
-        x, g = x.reshape(len(x), tokens, *shape), g.reshape(len(g), tokens, *shape)
-        total = gradients["weight"] = torch.zeros(len(g), *shape, dtype=dtype, device=g.device)
+        x, g = x.reshape(x.shape[0], tokens, *shape), g.reshape(g.shape[0], tokens, *shape)
         token_bytes = _COPIES * torch.Size(shape).numel() * g.element_size()
+        if g.shape[0] * tokens * token_bytes <= workspace.bytes:
+            gradients["weight"] = self.normalize(x.to(g.dtype)).mul_(g).sum(1, dtype=dtype)
+            return gradients
+        total = gradients["weight"] = torch.zeros(len(g), *shape, dtype=dtype, device=g.device)
         for n, t in workspace.tiles(len(g), tokens, token_bytes, f"one token of {self.describe()}"):
             product = self.normalize(x[n, t].to(g.dtype)).mul_(g[n, t])
             total[n] += product.sum(1, dtype=dtype)
