@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that start where no other has left anything."""
+"""Fixtures for tests that start where no other has left anything, and for scripts that tests start."""
 
 import gc
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import opacus_memprof
 from opacus_memprof.analysis import findings
+from tests.integration.run_scripts import ENVIRONMENT, Start
 
 
 @pytest.fixture
@@ -23,3 +28,31 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if (left := opacus_memprof.session.current()) is not None:
         left.close()
     gc.collect()
+
+
+@pytest.fixture
+def start_script() -> Iterator[Start]:
+    """Starts python and waits for the line that the script prints after its steps (step `last`)."""
+    processes = []
+
+    def begin(*arguments: str | Path, last: int = 2) -> "subprocess.Popen[str]":
+        command = [sys.executable, *map(str, arguments)]
+        # Ignored by what a shell starts with `&`, and then by all its children.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
+        processes.append(process)
+        line = "\n"
+        while line and not line.startswith(f"step {last} "):
+            line = process.stdout.readline()
+        assert line, process.stderr.read()
+        return process
+
+    yield begin
+    for process in processes:
+        with process:  # closes its pipes and waits
+            process.kill()

@@ -1,65 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """`opacus-memprof run` on small scripts, against what plain python does with them."""
 
-import json
-import os
-import re
-import signal
-import struct
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = Path(__file__).parent / "scripts"
-TRAIN = str(SCRIPTS / "train.py")
-ENVIRONMENT = os.environ | {
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT),
-    "PYTHONWARNINGS": "ignore",
-    "COLUMNS": "200",  # so that no path is broken in two
-}
-RUN = ("-m", "opacus_memprof", "run", "--device", "cpu")
-
-Completed = subprocess.CompletedProcess[str]
-
-
-def python(*arguments: str | Path, cwd: Path | None = None) -> Completed:
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, cwd=cwd)
-
-
-@cache
-def plain(*arguments: str) -> Completed:
-    """The same without the profiler."""
-    return python(*arguments)
-
-
-def profile_of(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "profile.json").read_text())
-
-
-def losses(output: str) -> list[str]:
-    return re.findall(r"^step \d+ .*$", output, re.MULTILINE)
-
-
-def assert_reconciled(profile: dict[str, Any], directory: Path) -> None:
-    """Every sum there is, and at least one."""
-    peak = profile["devices"]["cpu"]["peak"]
-    assert sum(peak["categories"].values()) == peak["requested_bytes"] > 0
-    snapshots = [json.loads(line) for line in (directory / "snapshots.jsonl").read_text().splitlines()]
-    assert snapshots
-    for snapshot in snapshots:
-        device = snapshot["devices"]["cpu"]
-        assert device["remainder"] == 0
-        assert sum(device["categories"].values()) == device["requested_bytes"] == device["allocated_bytes"]
+from tests.integration.run_scripts import (
+    ENVIRONMENT,
+    RUN,
+    SCRIPTS,
+    TRAIN,
+    assert_reconciled,
+    losses,
+    plain,
+    profile_of,
+    python,
+)
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
@@ -105,143 +63,6 @@ def test_a_script_that_leaves_by_os_exit(tmp_path: Path) -> None:
     profile = profile_of(tmp_path / "out")
     assert (profile["status"], profile["exit_code"]) == ("failed", 5)
     assert_reconciled(profile, tmp_path / "out")
-
-
-Start = Callable[..., "subprocess.Popen[str]"]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts python and waits for the line that the script prints after its steps (step `last`)."""
-    processes = []
-
-    def begin(*arguments: str | Path, last: int = 2) -> "subprocess.Popen[str]":
-        command = [sys.executable, *map(str, arguments)]
-        # Ignored by what a shell starts with `&`, and then by all its children.
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-            )
-        finally:
-            signal.signal(signal.SIGINT, before)
-        processes.append(process)
-        line = "\n"
-        while line and not line.startswith(f"step {last} "):
-            line = process.stdout.readline()
-        assert line, process.stderr.read()
-        return process
-
-    yield begin
-    for process in processes:
-        with process:  # closes its pipes and waits
-            process.kill()
-
-
-def read_rest(process: "subprocess.Popen[str]") -> tuple[str, str]:
-    """What it prints until its end on stdout (after what `start` has read) and on stderr."""
-    output = process.stdout.read()  # not communicate(), which knows nothing of what readline has buffered
-    return output, process.stderr.read()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_script_that_a_signal_ends(tmp_path: Path, start: Start, number: signal.Signals) -> None:
-    reference = start(TRAIN, "--end", "wait")
-    process = start(*RUN, "-o", tmp_path / "out", TRAIN, "--end", "wait")
-    for each in (reference, process):
-        each.send_signal(number)
-        each.wait(timeout=60)
-    # The parent sees a death by the signal, as it does without the profiler.
-    assert process.returncode == reference.returncode == -number, (
-        read_rest(reference),
-        read_rest(process),
-    )
-    profile = profile_of(tmp_path / "out")
-    assert (profile["status"], profile["exit_code"]) == ("killed", 128 + number)
-    assert_reconciled(profile, tmp_path / "out")
-
-
-HANGS = """
-import ctypes, sys, torch
-from opacus_memprof.cli import signals
-signals.GRACE_SECONDS = 0.3
-kept = torch.zeros(1000)
-libc = ctypes.CDLL(None)
-lock = ctypes.create_string_buffer(64)  # pthread_mutex_t
-libc.pthread_mutex_lock(lock)
-print("step 0 0.0", flush=True)
-libc.pthread_mutex_lock(lock)  # for ever: no signal interrupts it
-"""
-
-
-def test_a_script_that_hangs_in_a_library_call(tmp_path: Path, start: Start) -> None:
-    (tmp_path / "hangs.py").write_text(HANGS)
-    process = start(*RUN, "-o", tmp_path / "out", tmp_path / "hangs.py", last=0)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == -signal.SIGTERM, read_rest(process)
-    profile = profile_of(tmp_path / "out")
-    assert (profile["status"], profile["exit_code"]) == ("killed", 128 + signal.SIGTERM)
-    assert profile["devices"]["cpu"]["end_bytes"] >= 4000
-
-
-SLOW_HANDLER = """
-import signal, time, torch
-from opacus_memprof.cli import signals
-signals.GRACE_SECONDS = 0.1
-def write_checkpoint(*_):
-    time.sleep(1.0)
-    print("checkpoint written", flush=True)
-    raise SystemExit(4)
-signal.signal(signal.SIGTERM, write_checkpoint)
-print("step 0 0.0", flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_handler_that_takes_longer_than_the_grace(tmp_path: Path, start: Start) -> None:
-    (tmp_path / "slow.py").write_text(SLOW_HANDLER)
-    process = start(*RUN, "-o", tmp_path / "out", tmp_path / "slow.py", last=0)
-    process.send_signal(signal.SIGTERM)
-    output, _ = read_rest(process)
-    assert process.wait(timeout=60) == 4
-    assert output.startswith("checkpoint written")
-
-
-def test_a_script_with_a_handler_of_its_own(tmp_path: Path, start: Start) -> None:
-    process = start(*RUN, "-o", tmp_path / "out", SCRIPTS / "handlers.py", last=0)
-    process.send_signal(signal.SIGTERM)
-    output, _ = read_rest(process)
-    assert process.wait(timeout=60) == 4
-    assert output.startswith("checkpoint written")
-    assert profile_of(tmp_path / "out")["exit_code"] == 4
-
-
-def test_a_script_that_is_killed(tmp_path: Path, start: Start) -> None:
-    directory = tmp_path / "out"
-    process = start(*RUN, "-o", directory, TRAIN, "--steps", "5", "--end", "wait", last=4)
-    time.sleep(1)  # what SIGKILL may lose is a few milliseconds old, on a busy machine a little more
-    process.kill()
-    process.wait(timeout=60)
-    assert not (directory / "profile.json").exists()
-    assert events_of(directory, kind=STEP_EVENT) == 5
-    report = python("-m", "opacus_memprof", "report", directory)
-    assert report.returncode == 0, report.stderr
-    assert "killed" in report.stdout
-    assert "per_sample_gradients" in report.stdout
-    # The lock died with the process: the next profile takes the place of this one.
-    assert python(*RUN, "-o", directory, TRAIN).returncode == 0
-
-
-STEP_EVENT = 4  # EventKind::step
-
-
-def events_of(directory: Path, kind: int) -> int:
-    """How many events of a kind a killed process has left: whole records end at the first one without a kind."""
-    content = (directory / "events.bin").read_bytes()
-    magic, version, width = struct.unpack_from("<8sII", content)
-    assert (magic, version, width) == (b"OMEMPROF", 2, 32)
-    kinds = content[4096 + 6 :: 32]
-    return kinds.split(b"\0")[0].count(kind)
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
@@ -384,122 +205,6 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     assert completed.stdout.splitlines()[-1] == "0"
     assert completed.stderr == f"opacus-memprof: the profile is in {tmp_path / 'out'}\n"
     assert profile_of(tmp_path / "out")["exit_code"] == 0
-
-
-# --- bad input: one sentence, exit code 2, nothing lost ---
-
-
-def assert_refused(completed: Completed, sentence: str) -> None:
-    assert completed.returncode == 2
-    assert "Traceback" not in completed.stderr
-    assert sentence in " ".join(completed.stderr.split())
-    assert losses(completed.stdout) == []
-
-
-def test_no_such_script(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    refused = python(*RUN, "-o", tmp_path / "out", tmp_path / "train.py")
-    assert_refused(refused, "train.py does not exist")
-    assert list((tmp_path / "out").iterdir()) == []
-    assert_refused(python(*RUN, "-m", "no_such_module", cwd=tmp_path), "there is no module no_such_module")
-
-
-def test_an_unknown_device(tmp_path: Path) -> None:
-    refused = python("-m", "opacus_memprof", "run", "--device", "tpu", "-o", tmp_path / "out", TRAIN)
-    assert_refused(refused, "tpu")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_device_that_is_not_there(tmp_path: Path) -> None:
-    refused = python("-m", "opacus_memprof", "run", "--device", "cuda", "-o", tmp_path / "out", TRAIN)
-    assert_refused(refused, "no CUDA device")
-    assert len(refused.stderr.splitlines()) == 1
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("place", ["file", "file/below", "/proc/memprof"])
-def test_a_directory_that_cannot_be_written(tmp_path: Path, place: str) -> None:
-    (tmp_path / "file").write_text("mine")
-    assert_refused(python(*RUN, "-o", tmp_path / place, TRAIN), "cannot write a profile to")
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_directory_of_other_files(tmp_path: Path) -> None:
-    (tmp_path / "meta.json").write_text("mine")
-    assert_refused(python(*RUN, "-o", tmp_path, TRAIN), "files that are not a profile")
-    assert [path.name for path in tmp_path.iterdir()] == ["meta.json"]
-    assert (tmp_path / "meta.json").read_text() == "mine"
-
-
-def test_a_directory_that_is_being_written(tmp_path: Path, start: Start) -> None:
-    directory = tmp_path / "out"
-    process = start(*RUN, "-o", directory, TRAIN, "--end", "wait")
-    assert_refused(python(*RUN, "-o", directory, TRAIN), f"another profiler (process {process.pid})")
-    process.terminate()
-    process.wait(timeout=60)
-    assert profile_of(directory)["status"] == "killed"
-    assert_reconciled(profile_of(directory), directory)
-
-
-def test_two_profilers_in_one_process(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(f"import opacus_memprof, torch\nwith opacus_memprof.profile({str(tmp_path / 'in')!r}): pass\n")
-    completed = python(*RUN, "-o", tmp_path / "out", script)
-    assert completed.returncode == 1
-    assert "one session at a time" in completed.stderr
-    assert not (tmp_path / "in").exists()
-    assert profile_of(tmp_path / "out")["status"] == "failed"
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    mounted = []
-
-    def mount(size: str) -> Path:
-        disk = tmp_path / "disk"
-        disk.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
-        if subprocess.run(command, capture_output=True).returncode:
-            pytest.skip("mounting a small tmpfs takes root")
-        mounted.append(disk)
-        return disk
-
-    yield mount
-    for disk in mounted:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
-def test_a_disk_without_room_is_said_before(small_disk: Callable[[str], Path]) -> None:
-    disk = small_disk("1m")
-    assert_refused(python(*RUN, "-o", disk / "out", TRAIN), "MiB left")
-    assert list(disk.iterdir()) == []
-
-
-def test_a_small_disk_bounds_the_event_files(tmp_path: Path, small_disk: Callable[[str], Path]) -> None:
-    disk = small_disk("8m")
-    script = tmp_path / "script.py"
-    loop = "for i in range(300_000):\n    torch.empty(1_000_000 if i == 150_000 else 10)\n"
-    script.write_text(f"import torch\n{loop}print('done')\n")
-    completed = python(*RUN, "-o", disk / "out", script)
-    assert completed.returncode == 0
-    assert completed.stdout.startswith("done\n")
-    profile = profile_of(disk / "out")
-    assert 100_000 < profile["events"]["recorded"] < 2**18
-    assert profile["events"]["dropped"] > 300_000
-    peak = profile["devices"]["cpu"]["peak"]
-    assert (peak["source"], peak["requested_bytes"]) == ("events", 4_000_000)
-    assert not any("lost" in warning for warning in profile["warnings"])
-
-
-def test_a_profile_that_cannot_be_written(tmp_path: Path, start: Start) -> None:
-    process = start(*RUN, "-o", tmp_path / "out", TRAIN, "--steps", "20", "--end", "exit_3", last=0)
-    (tmp_path / "out" / "profile.json").mkdir()
-    output, errors = read_rest(process)
-    assert process.wait(timeout=60) == 3
-    assert losses(output) == losses(plain(TRAIN, "--steps", "20").stdout)[1:]
-    assert "the profile could not be written" in errors
-    assert "Traceback" not in errors
 
 
 ATTACHING = """
