@@ -42,7 +42,7 @@ app = typer.Typer(
 app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=PROFILE_PANEL)(run)
 app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=PROFILE_PANEL)(plan)
 app.command("replay", rich_help_panel=PROFILE_PANEL)(replay_command)
-app.command(rich_help_panel=PROFILE_PANEL)(doctor)
+app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=PROFILE_PANEL)(doctor)
 app.command(cls=ReportCommand, rich_help_panel=LOOK_PANEL)(report)
 app.command(rich_help_panel=LOOK_PANEL)(top)
 app.command(rich_help_panel=COMPARE_PANEL)(diff)

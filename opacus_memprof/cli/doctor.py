@@ -14,12 +14,13 @@ import re
 import tempfile
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.profiles.versions import LOWEST_OPACUS, TORCH_MINORS, installed_version
 from opacus_memprof.virtual_gpu import trial
@@ -40,11 +41,28 @@ class Check:
     remedy: str = ""
 
 
-def doctor() -> None:
+def doctor(
+    target: Annotated[
+        str | None, typer.Argument(metavar="SCRIPT.py", show_default=False, help="With --script: the script.")
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", show_default=False, help="Arguments of the script.")
+    ] = None,
+    script: Annotated[
+        bool, typer.Option("--script", help="Check how a script clips, instead of this machine; its model and batch.")
+    ] = False,
+) -> None:
     """Say in plain words whether profiling works here, and what to do where it does not.
 
     Exits with 0 where it works, with 1 otherwise.
+
+    With --script SCRIPT.py: runs the script up to the first batch that it trains a private model with, and compares the
+    clipping of its grad_sample_mode with clipping by hand, one sample at a time. Exits with 0 if it is exact, with 3 if
+    it is wrong, with 2 if there is nothing to check.
     """
+    if script or target is not None:
+        _check_script(script, target, arguments or [])
+        return
     checks = examine()
     console = Console(highlight=False)
     width = max(len(check.name) for check in checks)
@@ -59,6 +77,17 @@ def doctor() -> None:
         raise typer.Exit(1)
     ability = "read profiles here, and record none" if _reads_only() else "profile here"
     console.print(f"\nopacus-memprof can {ability}.")
+
+
+def _check_script(script: bool, target: str | None, arguments: list[str]) -> None:
+    if not script or target is None:
+        raise MemprofError("to check how a script clips: opacus-memprof doctor --script SCRIPT.py [ARGS]")
+    from opacus_memprof.cli.script_check import ScriptCheck, print_verification
+
+    found, exact = ScriptCheck(target, arguments).run()
+    print_verification(found, exact, Console(highlight=False))
+    if not found.exact:
+        raise typer.Exit(3)
 
 
 def examine() -> list[Check]:
