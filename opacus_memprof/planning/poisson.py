@@ -6,7 +6,6 @@ is binomial. The peak is that of the largest batch of all steps, through the lin
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -54,6 +53,3 @@ class LargestBatch:
         first, tails = self._sizes
         sizes = range(first, first + len(tails))
         return next((size for size in sizes if self.probability_above(size) <= 1 - probability), self.samples)
-
-    def quantiles(self, probabilities: Sequence[float]) -> dict[str, int]:
-        return {f"{probability:g}": self.quantile(probability) for probability in probabilities}

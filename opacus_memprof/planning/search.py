@@ -2,25 +2,29 @@
 """The largest value of an argument that fits, by few runs.
 
 A peak is the largest of many instants, each of which grows linearly with the batch: it is piecewise linear. A line
-through two runs that fit says where the memory ends; the value there and the next one are run, and where the line was
-wrong, what lies between is bisected. Reserved bytes say where memory ends while the allocator need not give anything
-back to the GPU; requested bytes, where it ends in any case.
+through two runs that fit says where the memory ends, a run close to it makes the line exact, and the value there and
+the next one are run. Where the line was wrong, what lies between is bisected. Reserved bytes say where memory ends
+while the allocator need not give anything back to the GPU; requested bytes, where it ends in any case.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_FEW_RUNS = 6  # then lines have been wrong too often, and each round also bisects
+_FEW_RUNS = 7  # then lines have been wrong too often, and every second run bisects
+_FAR = 1.5  # times the largest value that has fitted: what a line says there is not exact
+_PART_OF_FAR = 0.85  # of the way there
 
 
 @dataclass(frozen=True)
 class Point:
-    """A run with one value: whether it fitted, and its peaks and what it may reserve, in bytes."""
+    """A run with one value: whether it fitted, its peaks and what it may reserve, in bytes, and how often the allocator
+    gave cached memory back to the GPU."""
 
     fits: bool
     requested: int
     reserved: int
     may_reserve: int
+    retries: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,9 @@ def requested_line(points: Mapping[int, Point]) -> Line | None:
     return None if anchors is None else _line(points, anchors, "requested")
 
 
-def next_values(points: Mapping[int, Point], low: int, high: int, width: int = 2) -> list[int]:
-    """The values from `low` to `high` to run next, side by side.
+def next_values(points: Mapping[int, Point], low: int, high: int, width: int = 1) -> list[int]:
+    """The values from `low` to `high` to run next, side by side: the one that tells most, and where there are more
+    processes those that would be next.
 
     Args:
         points: the runs so far.
@@ -76,35 +81,43 @@ def next_values(points: Mapping[int, Point], low: int, high: int, width: int = 2
         not fitted.
     """
     if low not in points:
-        return sorted({low, min(high, max(2 * low, low + 7))})
+        return sorted({low, min(high, max(2 * low, low + 7))})[:width]
     found = Bracket.of(points)
     if not found.fitting:
         return []
     good, top = found.fitting[-1], high + 1 if found.bad is None else found.bad
     if top == good + 1:
         return []
+    chosen = _guesses(points, found, top, width)
+    if len(points) >= _FEW_RUNS and len(points) % 2:
+        chosen = [(good + top) // 2, *chosen]
+    chosen = [min(max(value, good + 1), top - 1) for value in chosen]
+    return sorted([value for value in dict.fromkeys(chosen) if value not in points][:width])
+
+
+def _guesses(points: Mapping[int, Point], found: Bracket, top: int, width: int) -> list[int]:
+    """What to run next, what tells most first. Values may lie beyond what is asked about."""
+    good = found.fitting[-1]
+    room = points[good].may_reserve
     anchors = _anchors(found.fitting)
-    by_reserved = by_requested = None
-    if anchors is not None:
-        room = points[good].may_reserve
-        by_reserved = _line(points, anchors, "reserved").value_at(room)
-        by_requested = _line(points, anchors, "requested").value_at(room)
-    if by_requested is None and found.bad is None:
-        return [high]  # nothing grows so far
-    contradicted = found.bad is not None and by_reserved is not None and by_reserved >= found.bad
-    if by_reserved is not None and good < by_reserved and not contradicted:
-        guess = min(by_reserved, top - 1)
-        chosen = {guess, guess + 1}
-        if len(points) >= _FEW_RUNS:
-            chosen.add((good + top) // 2)
-    else:
-        end = top if by_requested is None or by_requested < good else min(top, by_requested + 2)
-        chosen = {good + (end - good) * part // (width + 1) for part in range(1, width + 1)} | {good + 1}
-        if end < top:
-            chosen.add(end)
-        if len(chosen) > width:
-            chosen.discard(good + 1)
-    return sorted(value for value in chosen or {good + 1} if good < value < top and value not in points) or [good + 1]
+    if anchors is None:  # as if all memory grew with the value: it is not more
+        return [max(good * room // max(1, points[good].reserved), 2 * good, good + 7)]
+    by_reserved = _line(points, anchors, "reserved").value_at(room)
+    by_requested = _line(points, anchors, "requested").value_at(room)
+    if by_requested is None:  # nothing grows so far
+        return [top - 1]
+    flushes = points[good].retries > 0  # then reserved bytes are no line: they fall when cached memory is given back
+    if flushes or by_reserved is None or by_reserved <= good:
+        end = top if by_requested < good else min(top, by_requested + 2)
+        parts = [good + (end - good) * part // (width + 1) for part in range(1, width + 1)]
+        return parts if flushes else [good + 1, *parts]
+    if found.bad is not None and by_reserved >= found.bad:  # the line has promised too much: a little, or a lot
+        wrong = sum(not point.fits for point in points.values())
+        less = max(1, (top - good) * 2 ** min(wrong, 3) // 16)
+        return [top - less, *(good + (top - good) * part // width for part in range(1, width))]
+    if by_reserved > _FAR * good:  # reserved bytes bend a little: a run close to the end first, which fits
+        return [good + int(_PART_OF_FAR * (by_reserved - good))]
+    return [by_reserved, by_reserved + 1]
 
 
 def _anchors(fitting: tuple[int, ...]) -> tuple[int, int] | None:

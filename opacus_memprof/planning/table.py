@@ -46,7 +46,7 @@ class Cell:
     @property
     def points(self) -> dict[int, Point]:
         return {
-            value: Point(run.fits, run.requested or 0, run.reserved or 0, run.may_reserve or 0)
+            value: Point(run.fits, run.requested or 0, run.reserved or 0, run.may_reserve or 0, run.retries)
             for value, run in self.runs.items()
         }
 
@@ -79,18 +79,21 @@ def fill(runs: PlannedRuns, cells: Sequence[Cell], searched: Range | None, on_ro
             nothing fits, or as check_run does.
     """
     waiting = Waiting[tuple[int, int]](runs)
-    width = max(1, runs.workers // len(cells))
     pending = [0] * len(cells)
+    unfinished = set(range(len(cells)))
 
     def start(index: int) -> None:
         cell = cells[index]
         values = [0] if not cell.runs else []
         if searched is not None:
+            width = max(1, runs.workers // len(unfinished))
             values = next_values(cell.points, searched.low, searched.high, width)
         for value in values:
             configuration = cell.configuration
             waiting.add((index, value), configuration if searched is None else searched.apply(configuration, value))
         pending[index] = len(values)
+        if not values:
+            unfinished.discard(index)
         on_round(len(values))
 
     for index in range(len(cells)):
@@ -103,6 +106,7 @@ def fill(runs: PlannedRuns, cells: Sequence[Cell], searched: Range | None, on_ro
             cell.runs[value] = run
         except MemprofError as error:
             cell.error = cell.error or str(error)
+            unfinished.discard(index)
         if not pending[index] and not cell.error:
             start(index)
             if not pending[index] and searched is not None:

@@ -25,9 +25,11 @@ def _piecewise_linear(rng: random.Random) -> Callable[[int], int]:
 
 
 def _measured(requested: int, waste: float) -> Point:
-    """Memory runs out where requested bytes do; a run that fits may reserve more, up to all there is."""
-    reserved = min(-(-int(requested * waste) // _STEP) * _STEP, ROOM)
-    return Point(requested <= ROOM, requested, reserved, ROOM)
+    """Memory runs out where requested bytes do; a run may reserve more, until it has to give that back."""
+    reserved = -(-int(requested * waste) // _STEP) * _STEP
+    if reserved <= ROOM:
+        return Point(True, requested, reserved, ROOM)
+    return Point(requested <= ROOM, requested, min(requested, ROOM), ROOM, retries=1)
 
 
 @pytest.mark.parametrize("kind", [_linear, _piecewise_linear])
@@ -47,7 +49,7 @@ def test_it_finds_what_trying_all_finds(kind: Peaks, waste: float, width: int) -
         assert largest(points) == (max(tried) if tried else None)
         runs.append(len(points))
     runs.sort()
-    assert runs[len(runs) // 2] <= (8 if waste > 1 else 6) + width
+    assert runs[len(runs) // 2] <= (10 if waste > 1 else 6) + width
     assert runs[-1] <= 24 + 2 * width
 
 
@@ -57,7 +59,7 @@ def test_nothing_is_run_twice_where_nothing_grows() -> None:
     while values := next_values(points, 1, 4096):
         asked += values
         points.update({value: _measured(2**30, 1.0) for value in values})
-    assert asked == [1, 8, 4096]
+    assert asked == [1, 80, 4096]  # 80 would be the largest if all of the 1 GiB grew with the value
 
 
 def test_the_next_value_of_the_answer_has_not_fitted() -> None:
@@ -70,3 +72,22 @@ def test_the_next_value_of_the_answer_has_not_fitted() -> None:
     best = largest(points)
     assert best is not None
     assert not points[best + 1].fits
+
+
+@pytest.mark.parametrize("flushes", [False, True])
+def test_few_runs_are_needed_where_reserved_bytes_bend(flushes: bool) -> None:
+    """As measured of a GPT-2: requested bytes are a line, and what lies idle grows from 4 to 13 % of them."""
+    base, slope = 3 * 2**30, 600 * 2**20
+    points: dict[int, Point] = {}
+    while values := next_values(points, 1, 1024):
+        for value in values:
+            requested = base + slope * value
+            reserved = int(requested * (1.04 + 0.09 * min(1, requested / ROOM)))
+            if reserved > ROOM and flushes:
+                points[value] = Point(requested * 1.06 <= ROOM, requested, min(int(requested * 1.06), ROOM), ROOM, 1)
+            else:
+                points[value] = Point(reserved <= ROOM, requested, min(reserved, ROOM), ROOM)
+    best = largest(points)
+    assert best is not None
+    assert not points[best + 1].fits
+    assert len(points) <= (8 if flushes else 5)
