@@ -19,7 +19,7 @@ JOBS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
-CXX_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp tests/cpp/*.h tests/cpp/*.cpp benchmarks/*.cpp)
+CXX_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp tests/cpp/*.h tests/cpp/*.cpp tests/cpp/*/*.h tests/cpp/*/*.cpp benchmarks/*.cpp)
 export MAX_JOBS := $(JOBS)
 MAKEFLAGS += --no-print-directory
 
@@ -85,13 +85,21 @@ SANITIZERS := cpp-test-address,undefined cpp-test-thread
 FIXED_ADDRESSES := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 JSON_INCLUDE = $(shell $(BIN)/python -c 'import nlohmann_json; print(nlohmann_json.__path__[0])')/include
 
-cpp-test: $(SANITIZERS)
+cpp-test: $(SANITIZERS) $(SANITIZERS:cpp-%=cuda-%)
 
-.PHONY: $(SANITIZERS) cpp-test-none
+.PHONY: $(SANITIZERS) $(SANITIZERS:cpp-%=cuda-%) cpp-test-none
 $(SANITIZERS) cpp-test-none: cpp-test-%: $(VENV)/.opacus-memprof-core
 	PATH="$(abspath $(BIN)):$$PATH" cmake -S tests/cpp -B build/cpp-$* -DSANITIZE=$* -DNLOHMANN_JSON_INCLUDE=$(JSON_INCLUDE) --log-level=WARNING
-	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cpp-$* --parallel $(JOBS)
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cpp-$* --parallel $(JOBS) --target core_tests
 	$(FIXED_ADDRESSES) build/cpp-$*/core_tests --gtest_brief=1
+
+# The CUDA allocator, where torch is a build for CUDA and its headers are there; without a GPU.
+$(SANITIZERS:cpp-%=cuda-%): cuda-test-%: cpp-test-% $(VENV)/.opacus-memprof-requirements
+	if flags=$$($(BIN)/python setup.py -q test_flags 2>/dev/null | tr '\n' ' ') && [ -n "$$flags" ]; then \
+	    PATH="$(abspath $(BIN)):$$PATH" && cmake build/cpp-$* "-DTORCH_FLAGS=$$flags" --log-level=WARNING && \
+	    cmake --build build/cpp-$* --parallel $(JOBS) --target cuda_tests && \
+	    $(FIXED_ADDRESSES) build/cpp-$*/cuda_tests --gtest_brief=1; \
+	else echo "the CUDA allocator is not tested: this torch, or its surroundings, cannot build for CUDA"; fi
 
 tidy: cpp-test-none
 	clang-tidy -p build/cpp-none --quiet csrc/core/*.cpp

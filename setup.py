@@ -15,10 +15,10 @@ import runpy
 import subprocess
 import sysconfig
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pybind11
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 READER = os.environ.get("OPACUS_MEMPROF_READER", "0")
@@ -180,6 +180,32 @@ def extension(cuda: Cuda | None) -> Extension:
     )
 
 
+class TestFlags(Command):
+    """Prints what tests/cpp compiles and links the CUDA allocator with, a flag a line; fails where there is no CUDA."""
+
+    description = "print the flags of the CUDA allocator's C++ tests"
+    user_options: ClassVar[list[tuple[str, str | None, str]]] = []
+
+    def initialize_options(self) -> None:
+        pass
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        if CUDA is None:
+            raise SystemExit("this torch, or its surroundings, cannot build for CUDA")
+        torch_includes = [Path(folder) for folder in cpp_extension.include_paths()]
+        libraries = Path(torch.__file__).parent / "lib"
+        # Without libtorch_cuda, whose loading would take longer than the tests: what reads its workspaces is left out.
+        macros = [(name, value) for name, value in torch_has(torch_includes[0]) if "Workspace" not in name]
+        flags = [*(f"-isystem{folder}" for folder in [*torch_includes, *CUDA.include])]
+        flags += [f"-D{name}={value}" for name, value in macros]
+        flags += [f"-L{libraries}", "-lc10", "-lc10_cuda", f"-Wl,-rpath,{libraries}"]
+        flags += [f"-L{CUDA.libcudart.parent}", f"-Wl,-rpath,{CUDA.libcudart.parent}", f"-l:{CUDA.libcudart.name}"]
+        print(*flags, sep="\n")
+
+
 def values_extension(cuda: Cuda) -> Extension:
     """What carries operations on the virtual GPU's tensors out."""
     headers = [Path(folder) for folder in cpp_extension.include_paths()]
@@ -273,7 +299,7 @@ BUILD = f"build/torch-{torch.__version__}-{'cuda' if CUDA else 'cpu'}"
 
 setup(
     ext_modules=[core_extension(), extension(CUDA), *([values_extension(CUDA)] if CUDA else [])],
-    cmdclass={"build_ext": BuildExtension},
+    cmdclass={"build_ext": BuildExtension, "test_flags": TestFlags},
     install_requires=[f"torch=={TORCH_MINOR}.*", *REQUIRES, *REQUIRES_TO_RECORD],
     options={"build": {"build_base": BUILD}},
 )

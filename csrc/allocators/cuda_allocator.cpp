@@ -3,11 +3,12 @@
 #include "allocators/cuda_allocator.h"
 
 #include <algorithm>
+#include <atomic>
+#include <new>
 #include <optional>
 #include <shared_mutex>
 #include <stdexcept>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "allocators/cuda_call_site.h"
@@ -58,7 +59,7 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
   void install() override {
     DelegatingCudaAllocator& ours = delegating();
     if (installed()) return;
-    if (cca::get() != ours.upstream()) {
+    if (cca::get() != ours.upstream() && cca::get() != &ours) {
       throw std::runtime_error("the current CUDA allocator ('" + cca::name() +
                                "') is not the one that was wrapped first ('" +
                                ours.upstream()->name() +
@@ -69,6 +70,7 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
     forget_what_has_gone();
     // First of all, so that no block falls between: what another thread allocates meanwhile is
     // reported, and what is reported is not seeded.
+    ours.set_reporting(true);
     cca::allocator.store(&ours);
     c10::SetAllocator(c10::DeviceType::CUDA, &ours);
     seed();
@@ -76,16 +78,24 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
 
   void uninstall() override {
     if (!installed()) return;
-    cca::allocator.store(delegating_->upstream());
-    c10::SetAllocator(c10::DeviceType::CUDA, delegating_->upstream());
+    delegating_->set_reporting(false);
+    leave_if_unused();
   }
 
   [[nodiscard]] bool installed() const override {
-    return delegating_ != nullptr && cca::get() == delegating_;
+    return delegating_ != nullptr && delegating_->is_reporting() && cca::get() == delegating_;
+  }
+
+  void note_free_after_uninstall() noexcept {
+    if (awaited_frees_.fetch_sub(1) == 1) leave_if_unused();
+  }
+
+  void note_alloc_after_uninstall() noexcept {
+    if (replace(delegating_->upstream(), delegating_)) awaited_frees_ = 1;
   }
 
   bool adopt(c10::DataPtr& data, std::size_t bytes) override {
-    if (delegating_ == nullptr || !data) return false;
+    if (!installed() || !data) return false;
     if (data.get_deleter() == delegating_->raw_deleter()) return false;  // nearly always
     const bool adopted = data.compare_exchange_deleter(delegating_->upstream()->raw_deleter(),
                                                        delegating_->raw_deleter());
@@ -137,24 +147,66 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
   std::int64_t refresh(c10::DeviceIndex device) {
     if (delegating_ == nullptr) return 0;  // a program that uses a GPU, and profiles the CPU alone
     std::int64_t pending = 0;
-    std::unordered_set<std::uint64_t> alive;
+    std::unordered_map<std::uint64_t, std::uint64_t> alive;  // address → bytes
     for_each_block(*delegating_->upstream(),
                    [&](std::uint64_t address, const auto& block, c10::DeviceIndex owner) {
                      if (owner != device) return;
-                     if (block.allocated) alive.insert(address);
+                     if (block.allocated) alive[address] = block.requested_size;
                      if (block.active && !block.allocated) {
                        pending += static_cast<std::int64_t>(block.requested_size);
                      }
                    });
-    for (const std::uint64_t address :
-         recorder().seeded_addresses(static_cast<Device>(1 + device))) {
-      if (alive.contains(address)) continue;
-      note_peak_ended_by_free(recorder().on_free(address, this_thread().phase()));
+    for (const Block& known : recorder().live_blocks()) {
+      if (!known.seeded || known.device != static_cast<Device>(1 + device)) continue;
+      const auto found = alive.find(known.address);
+      if (found != alive.end() && found->second == known.size()) continue;
+      note_peak_ended_by_free(
+          recorder().forget({known.address, known.serial}, this_thread().phase()));
+      // Another one by now, which a call has handed out that had begun before install().
+      if (found != alive.end()) recorder().seed(known.address, found->second, known.device, 0);
     }
     return pending;
   }
 
  private:
+  // Puts torch's allocator back where no block lives that ours has reported. Where some do, looks
+  // again after as many frees: so a free costs no search.
+  void leave_if_unused() noexcept {
+    for (;;) {
+      awaited_frees_ = kMany;  // frees count from here on, also while we look
+      std::int64_t left = reported_blocks();
+      if (left == 0 && !delegating_->is_reporting() &&
+          replace(delegating_, delegating_->upstream())) {
+        delegating_->forget_pools();
+        // One that was reported since has found ours in place, and left it to us to see.
+        left = reported_blocks();
+        if (left == 0 || !replace(delegating_->upstream(), delegating_)) return;
+      }
+      if (awaited_frees_.fetch_add(left - kMany) + left - kMany > 0) return;
+      if (delegating_->is_reporting() || cca::get() != delegating_) return;
+    }
+  }
+
+  static bool replace(cca::CUDAAllocator* current, cca::CUDAAllocator* next) noexcept {
+    if (!cca::allocator.compare_exchange_strong(current, next)) return false;
+    c10::SetAllocator(c10::DeviceType::CUDA, next);
+    return true;
+  }
+
+  // The live blocks whose frees will be reported.
+  static std::int64_t reported_blocks() noexcept {
+    try {
+      return std::ranges::count_if(recorder().live_blocks(), [](const Block& block) {
+        return block.device != 0 && !block.seeded;
+      });
+    } catch (const std::bad_alloc&) {
+      return 1;  // it is asked again at the next free
+    }
+  }
+
+  static constexpr std::int64_t kMany = std::int64_t{1} << 62U;
+  std::atomic<std::int64_t> awaited_frees_{kMany};  // after uninstall(), until the next search
+
   struct Found {
     std::uint64_t bytes;
     c10::DeviceIndex device;
@@ -185,7 +237,7 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
       if (block.device == 0) continue;
       const auto found = alive->find(block.address);
       const bool same = found != alive->end() && found->second.bytes == block.size();
-      if (block.seeded || !same) recorder().on_free(block.address, Phase::idle);
+      if (block.seeded || !same) recorder().forget({block.address, block.serial}, Phase::idle);
     }
   }
 
@@ -213,7 +265,15 @@ ProfiledCudaAllocator& profiled_cuda_allocator() {
 ProfiledAllocator& cuda_allocator() { return profiled_cuda_allocator(); }
 
 c10::cuda::CUDACachingAllocator::CUDAAllocator* delegating_cuda_allocator() {
-  return &profiled_cuda_allocator().delegating();
+  DelegatingCudaAllocator& ours = profiled_cuda_allocator().delegating();
+  if (cca::get() != &ours) ours.set_reporting(true);  // about to be put in place by the caller
+  return &ours;
+}
+
+void note_free_after_uninstall() noexcept { profiled_cuda_allocator().note_free_after_uninstall(); }
+
+void note_alloc_after_uninstall() noexcept {
+  profiled_cuda_allocator().note_alloc_after_uninstall();
 }
 
 std::string cuda_current_name() {

@@ -17,4 +17,10 @@ inline void note_peak_ended_by_free(int ended) noexcept {
   if (ended != Recorder::kNoPeak) cuda_allocator().note_peak(static_cast<Device>(ended));
 }
 
+// What happens to blocks that are reported while nothing is installed: the delegating allocator
+// leaves torch's place when the last one is freed, and is put back for one that a call was still
+// handing out then. No lock of torch's may be in the way: they take none, and never throw.
+void note_free_after_uninstall() noexcept;
+void note_alloc_after_uninstall() noexcept;
+
 }  // namespace opacus_memprof

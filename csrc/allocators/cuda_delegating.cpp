@@ -18,6 +18,7 @@ namespace {
 
 // A deleter is a plain function, so what it needs is global: one wrapped allocator a process.
 c10::DeleterFnPtr upstream_deleter = nullptr;
+std::atomic<bool> reports{true};  // false from uninstall() to the next install()
 
 Device device_number(c10::DeviceIndex index) noexcept { return static_cast<Device>(1 + index); }
 
@@ -32,6 +33,8 @@ Device device_number(c10::DeviceIndex index) noexcept { return static_cast<Devic
   __builtin_prefetch(recorder().prefetch_address(address_of(pointer)), 1);
   report_freed_block(pointer);
   upstream_deleter(pointer);
+  if (!reports.load(std::memory_order_relaxed)) [[unlikely]]
+    note_free_after_uninstall();
 }
 
 // Returns what `allocate` returns. If memory runs out, records the failure and rethrows torch's
@@ -62,6 +65,8 @@ auto report_oom_of(cca::CUDAAllocator* upstream, std::size_t size, Allocate allo
       recorder().writes_events() ? current_stream_id(device) : std::uint8_t{0};
   report_alloc(data.get(), size, device_number(device), stream,
                is_library_workspace(return_address));
+  if (!reports.load(std::memory_order_relaxed)) [[unlikely]]
+    note_alloc_after_uninstall();
 }
 
 }  // namespace
@@ -71,8 +76,18 @@ DelegatingCudaAllocator::DelegatingCudaAllocator(cca::CUDAAllocator* upstream)
   upstream_deleter = upstream->raw_deleter();
 }
 
+bool DelegatingCudaAllocator::is_reporting() const noexcept {
+  return reports.load(std::memory_order_relaxed);
+}
+
+void DelegatingCudaAllocator::set_reporting(bool on) noexcept { reports = on; }
+
+bool DelegatingCudaAllocator::passes_on() const noexcept {
+  return !is_reporting() && open_pools_.load(std::memory_order_relaxed) == 0;
+}
+
 c10::DataPtr DelegatingCudaAllocator::allocate(size_t size) {
-  if (uninstalled()) [[unlikely]]
+  if (passes_on()) [[unlikely]]
     return upstream_->allocate(size);
   recorder().prefetch();
   const HistoryTag history_tag(*upstream_, records_history());
@@ -84,7 +99,7 @@ c10::DataPtr DelegatingCudaAllocator::allocate(size_t size) {
 #ifdef OPACUS_MEMPROF_HAS_allocateWithAddress
 c10::DataPtr DelegatingCudaAllocator::allocateWithAddress(size_t size, void* address) {
   c10::DataPtr data = upstream_->allocateWithAddress(size, address);
-  if (!uninstalled()) report_new_block(data, size, __builtin_return_address(0));
+  if (!passes_on()) report_new_block(data, size, __builtin_return_address(0));
   return data;
 }
 #endif
@@ -92,25 +107,30 @@ c10::DataPtr DelegatingCudaAllocator::allocateWithAddress(size_t size, void* add
 c10::DeleterFnPtr DelegatingCudaAllocator::raw_deleter() const { return &free_block; }
 
 void* DelegatingCudaAllocator::raw_alloc(size_t size) {
+  if (passes_on()) return upstream_->raw_alloc(size);
   const c10::DeviceIndex device = c10::cuda::current_device();
   void* pointer = report_oom_of(upstream_, size, [&] { return upstream_->raw_alloc(size); });
   report_alloc(pointer, size, device_number(device), current_stream_id(device),
                is_library_workspace(__builtin_return_address(0)));
+  if (!is_reporting()) note_alloc_after_uninstall();
   return pointer;
 }
 
 void* DelegatingCudaAllocator::raw_alloc_with_stream(size_t size, cudaStream_t stream) {
+  if (passes_on()) return upstream_->raw_alloc_with_stream(size, stream);
   const c10::DeviceIndex device = c10::cuda::current_device();
   void* pointer = report_oom_of(upstream_, size,
                                 [&] { return upstream_->raw_alloc_with_stream(size, stream); });
   report_alloc(pointer, size, device_number(device), stream_id(stream),
                is_library_workspace(__builtin_return_address(0)));
+  if (!is_reporting()) note_alloc_after_uninstall();
   return pointer;
 }
 
 void DelegatingCudaAllocator::raw_delete(void* pointer) {
   report_freed_block(pointer);
   upstream_->raw_delete(pointer);
+  if (!is_reporting()) note_free_after_uninstall();
 }
 
 void DelegatingCudaAllocator::recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) {
@@ -136,7 +156,10 @@ void DelegatingCudaAllocator::recordStream(const c10::DataPtr& data, c10::Stream
 cca::CheckpointDelta DelegatingCudaAllocator::setCheckpointPoolState(
     c10::DeviceIndex device, std::shared_ptr<cca::AllocatorState> state) {
   cca::CheckpointDelta delta = upstream_->setCheckpointPoolState(device, std::move(state));
-  for (void* pointer : delta.ptrs_freed) report_freed_block(pointer);
+  for (void* pointer : delta.ptrs_freed) {
+    report_freed_block(pointer);
+    if (!is_reporting()) note_free_after_uninstall();
+  }
   if (delta.dataptrs_allocd.empty()) return delta;
   // Upstream made these blocks alive again by itself: it alone knows the bytes that were asked for.
   std::unordered_map<std::uint64_t, std::size_t> requested;

@@ -26,6 +26,13 @@ class DelegatingCudaAllocator final : public cca::CUDAAllocator {
   explicit DelegatingCudaAllocator(cca::CUDAAllocator* upstream);
 
   [[nodiscard]] cca::CUDAAllocator* upstream() const noexcept { return upstream_; }
+  // Whether blocks are reported: until uninstall(), and again from the next install() on. In
+  // between it stays in place, and passes on, while blocks live that it has reported: torch finds
+  // them through it alone when a stream is recorded for them or a pool is set back.
+  [[nodiscard]] bool is_reporting() const noexcept;
+  void set_reporting(bool on) noexcept;
+  void forget_pools() noexcept { open_pools_ = 0; }
+
   // Whether the program has torch record a history. Asked of upstream at install, and followed here
   // from then on.
   [[nodiscard]] bool records_history() const noexcept {
@@ -97,9 +104,11 @@ class DelegatingCudaAllocator final : public cca::CUDAAllocator {
   void beginAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool,
                            std::function<bool(cudaStream_t)> filter) override {
     upstream_->beginAllocateToPool(device, pool, std::move(filter));
+    ++open_pools_;
   }
   void endAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool) override {
     upstream_->endAllocateToPool(device, pool);
+    if (open_pools_ > 0) --open_pools_;  // it may have been opened before install()
   }
   void releasePool(c10::DeviceIndex device, c10::MempoolId_t pool) override {
     upstream_->releasePool(device, pool);
@@ -192,15 +201,15 @@ class DelegatingCudaAllocator final : public cca::CUDAAllocator {
 #endif
 
  private:
-  // Whether torch has its own allocator back. Storages keep the allocator that made them and call
-  // it when they are resized; such blocks must not get our deleter, because nothing would remove
-  // it.
-  [[nodiscard]] bool uninstalled() const noexcept {
-    return cca::allocator.load(std::memory_order_relaxed) == upstream_;
-  }
+  // Whether new blocks are torch's alone: between uninstall() and install(), but for those of a
+  // pool. torch sets a pool's state back only if all blocks in it have the deleter of the allocator
+  // that is in place. (A storage keeps the allocator that made it, which may be this one when it is
+  // in nobody's place any more, and calls it when it is resized.)
+  [[nodiscard]] bool passes_on() const noexcept;
 
   cca::CUDAAllocator* upstream_;
   std::atomic<bool> records_history_{false};
+  std::atomic<int> open_pools_{0};  // that threads allocate in
 };
 
 // Calls function(address, block, device) for every block of the allocator's, free ones too.

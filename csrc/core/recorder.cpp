@@ -113,6 +113,15 @@ int Recorder::on_free(std::uint64_t address, Phase phase) noexcept {
   return erase(block, static_cast<std::uint8_t>(phase), thread) ? device : kNoPeak;
 }
 
+int Recorder::forget(BlockId id, Phase phase) noexcept {
+  const std::uint8_t thread = this_thread().thread_id();
+  const std::lock_guard guard(lock_);
+  Block* block = enabled_ ? live_.find(id) : nullptr;
+  if (block == nullptr) return kNoPeak;
+  const int device = block->device;
+  return erase(block, static_cast<std::uint8_t>(phase), thread) ? device : kNoPeak;
+}
+
 bool Recorder::erase(Block* block, std::uint8_t phase, std::uint8_t thread) noexcept {
   const bool closed = live_.subtract(*block);
   block->thread = thread;
@@ -147,14 +156,6 @@ std::uint16_t Recorder::module_of(std::uint64_t address) noexcept {
   const std::lock_guard guard(lock_);
   const Block* block = live_.find(address);
   return block == nullptr ? std::uint16_t{0} : block->module;
-}
-
-std::vector<std::uint64_t> Recorder::seeded_addresses(Device device) {
-  std::vector<std::uint64_t> addresses;
-  for (const Block& block : live_blocks()) {
-    if (block.seeded && block.device == device) addresses.push_back(block.address);
-  }
-  return addresses;
 }
 
 void Recorder::adopt(std::uint64_t address) noexcept {

@@ -47,6 +47,8 @@ class Recorder {
   // ended, so that upstream may be asked for its numbers now, or kNoPeak.
   static constexpr int kNoPeak = -1;
   [[gnu::hot, gnu::flatten]] int on_free(std::uint64_t address, Phase phase) noexcept;
+  // As on_free, for a block that has gone unseen: the id tells it from a later one at its address.
+  int forget(BlockId id, Phase phase) noexcept;
   // A block that was there before the profiler.
   void seed(std::uint64_t address, std::uint64_t size, Device device, std::uint8_t stream) noexcept;
   // A failed allocation. Adds up the device's live blocks by origin; returns the failure's number.
@@ -60,7 +62,6 @@ class Recorder {
   [[nodiscard]] bool has_block(std::uint64_t address) noexcept;
   [[nodiscard]] std::uint64_t size_of(std::uint64_t address) noexcept;    // 0 if unknown
   [[nodiscard]] std::uint16_t module_of(std::uint64_t address) noexcept;  // likewise
-  [[nodiscard]] std::vector<std::uint64_t> seeded_addresses(Device device);
   // The block's own free will be reported from now on.
   void adopt(std::uint64_t address) noexcept;
 

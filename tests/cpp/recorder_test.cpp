@@ -174,10 +174,21 @@ TEST(Recorder, ASeededBlockThatWasFreedUnseenGivesWayToTheNextOneThere) {
   Recorder recorder;
   recorder.seed(0x1000, 100, kGpu, 0);
   recorder.seed(0x1000, 100, kGpu, 0);  // again: known
-  EXPECT_EQ(recorder.seeded_addresses(kGpu), std::vector<std::uint64_t>{0x1000});
+  EXPECT_TRUE(recorder.live_blocks().at(0).seeded);
   recorder.on_alloc(0x1000, 30, kGpu, 0, tag_of(Category::noise));
   EXPECT_EQ(total(recorder), 30);
-  EXPECT_TRUE(recorder.seeded_addresses(kGpu).empty());
+  EXPECT_FALSE(recorder.live_blocks().at(0).seeded);
+}
+
+TEST(Recorder, WhatIsForgottenIsTheBlockThatWasMeant) {
+  Recorder recorder;
+  recorder.seed(0x1000, 100, kGpu, 0);
+  const BlockId seeded{.address = 0x1000, .serial = recorder.live_blocks().at(0).serial};
+  recorder.on_alloc(0x1000, 30, kGpu, 0, tag_of(Category::noise));
+  recorder.forget(seeded, Phase::idle);
+  EXPECT_EQ(total(recorder), 30);
+  recorder.forget({.address = 0x1000, .serial = recorder.live_blocks().at(0).serial}, Phase::idle);
+  EXPECT_EQ(total(recorder), 0);
 }
 
 TEST(Recorder, AForkedChildDoesNotRecord) {

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the CUDA allocator asks of CUDA's runtime and of autograd, without either: one device, and
+// no backward pass. The runtime's functions take the place of libcudart's in libc10_cuda as well.
+#include <cuda_runtime_api.h>
+
+#include "autograd/backward_position.h"
+
+extern "C" {
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int /*device*/) { return cudaSuccess; }
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 1;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
+  *free = std::size_t{1} << 30U;
+  *total = std::size_t{4} << 30U;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -1;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+}  // extern "C"
+
+namespace opacus_memprof {
+
+int backward_task() noexcept { return -1; }
+
+const BackwardPosition& backward_position() {
+  static constexpr BackwardPosition kOutside;
+  return kOutside;
+}
+
+}  // namespace opacus_memprof
