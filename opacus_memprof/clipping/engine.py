@@ -5,16 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from opacus_memprof.clipping.distributed import is_replicated, prepare_replicated
 from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB, FlashClipHooks, GradSampleModuleFlashClip, Passes
 from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip, DPOptimizerFlashClipAdaptive
+from opacus_memprof.clipping.optimizer_ddp import DPOptimizerFlashClipDDP
+from opacus_memprof.clipping.sampler import sample_every_step
 from opacus_memprof.errors import MemprofError
 
 MODE = "flash_clip"
@@ -82,17 +83,23 @@ class FlashClipEngineMixin:
             return super()._prepare_model(  # type: ignore[misc]
                 module, grad_sample_mode=grad_sample_mode, wrap_model=wrap_model, **kwargs
             )
-        if isinstance(module, (DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel, FSDPModule)):
-            raise MemprofError(
-                "flash_clip trains on one device; with DDP or FSDP use grad_sample_mode='hooks' or 'ghost'."
-            )
+        if isinstance(module, FSDPModule):
+            raise MemprofError("flash_clip does not know FSDP; use DDP, or grad_sample_mode='ghost_fsdp'.")
         if isinstance(module, AbstractGradSampleModule):
             raise MemprofError("the module was made private already; pass the model that it wraps.")
         if not module.training:
             raise MemprofError("the model must be in training mode: call train() before make_private.")
         cls = GradSampleModuleFlashClip if wrap_model else FlashClipHooks
         self._flash_clip_module = cls(module, **kwargs, **(self._flash_clip_options or {}))
+        if is_replicated(module):
+            prepare_replicated(module)
         return self._flash_clip_module
+
+    def _prepare_data_loader(self, data_loader: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_data_loader(data_loader, **kwargs)  # type: ignore[misc]
+        if self._flash_clip_module is not None:
+            sample_every_step(prepared.batch_sampler)
+        return prepared
 
     def _prepare_optimizer(
         self,
@@ -115,11 +122,18 @@ class FlashClipEngineMixin:
             )
         assert self._flash_clip_module is not None  # Opacus prepares the model first
         secure: bool = self.secure_mode  # type: ignore[attr-defined]
-        cls = DPOptimizerFlashClipAdaptive if clipping == "adaptive" else DPOptimizerFlashClip
-        return cls(
+        return _optimizer_class(clipping, distributed)(
             optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
             module=self._flash_clip_module,
             generator=self.secure_rng if secure else noise_generator,  # type: ignore[attr-defined]
             secure_mode=secure,
             **kwargs,
         )
+
+
+def _optimizer_class(clipping: str, distributed: bool) -> type[DPOptimizerFlashClip]:
+    if clipping == "adaptive":
+        if distributed:
+            raise MemprofError("clipping='adaptive' trains on one device, as in Opacus; use 'flat' on several.")
+        return DPOptimizerFlashClipAdaptive
+    return DPOptimizerFlashClipDDP if distributed else DPOptimizerFlashClip

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from opacus_memprof.clipping.autograd_functions import TwoPassBackward, run_two_passes
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
+from opacus_memprof.clipping.distributed import inner_model, let_reducer_run
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, first_input
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.probe import CannotRunError, Probe
@@ -70,7 +71,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if passes == 2 and rule.by_parameter:
             raise MemprofError("flash_clip_passes=2 finds one clip factor for all parameters; use 1 with 'per_layer'.")
         bookkeeping = Bookkeeping(rule, loss_reduction, Workspace.from_mib(workspace_mb))
-        units = Units(m)
+        units = Units(inner_model(m))
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
         self.bookkeeping = bookkeeping
         self.passes: Passes = 1 if rule.by_parameter else passes
@@ -93,7 +94,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         return self.bookkeeping.norms
 
     def parameter_names(self) -> dict[nn.Parameter, str]:
-        return {p: name for name, p in self._module.named_parameters() if p.requires_grad}
+        return {p: name for name, p in self.units.model.named_parameters() if p.requires_grad}
 
     def forbid_grad_accumulation(self) -> None:
         self.bookkeeping.accumulation_allowed = False
@@ -114,15 +115,16 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             self.autograd_grad_sample_hooks.pop().remove()
         self._hooked.clear()
         self.bookkeeping.clear()
+        let_reducer_run(self._module, True)
 
     def _attach(self) -> None:
         """Puts hooks on the model, and on the modules of layers that have none yet."""
         handles = self.autograd_grad_sample_hooks
-        for module in (self._module, *self.units.at):
+        for module in (self.units.model, *self.units.at):
             if module in self._hooked:
                 continue
             self._hooked.add(module)
-            is_model = module is self._module
+            is_model = module is self.units.model
             before, after = (
                 (self._before_model, self._after_model) if is_model else (self._before_module, self._after_module)
             )
@@ -161,12 +163,12 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
     # --- the model ---
     def _run_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's forward, between the hooks of the model as a layer."""
-        args, kwargs = self._before_module(self._module, args, kwargs) or (args, kwargs)
+        args, kwargs = self._before_module(self.units.model, args, kwargs) or (args, kwargs)
         output = None
         try:
-            output = self._module.forward(*args, **kwargs)
+            output = self.units.model.forward(*args, **kwargs)
         finally:
-            changed = self._after_module(self._module, args, kwargs, output)
+            changed = self._after_module(self.units.model, args, kwargs, output)
         return output if changed is None else changed
 
     def _before_model(
@@ -191,11 +193,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         leaves, structure = tree_flatten((args, kwargs))
         signature = (str(structure), tuple(leaf.dim() if isinstance(leaf, torch.Tensor) else -1 for leaf in leaves))
         if signature not in self._layouts:
-            for layer in self.units.at.get(self._module, ()):
+            for layer in self.units.at.get(self.units.model, ()):
                 if not isinstance(layer, GenericLayer):
                     layer.check_input(first_input(layer, args, kwargs)[1])
             probe = Probe(
-                self._module, self.units, self.layer_hooks, args, kwargs, self._run_model, self._units_changed
+                self.units.model, self.units, self.layer_hooks, args, kwargs, self._run_model, self._units_changed
             )
             try:
                 self._layouts[signature] = probe.layouts()

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
-from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
+from opacus.optimizers import optimizer as opacus_optimizer
+from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,9 +27,14 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         max_grad_norm: clipping bound; a list of them for clipping="per_layer".
         kwargs: see opacus.optimizers.DPOptimizer.
 
+    Attributes:
+        ranks: the number of ranks whose batches one step is from; ``expected_batch_size`` is that of each.
+
     Raises:
         MemprofError: the optimizer lacks a trainable parameter.
     """
+
+    ranks = 1
 
     def __init__(
         self, optimizer: Optimizer, *, module: FlashClipHooks, max_grad_norm: float | list[float], **kwargs: Any
@@ -92,15 +98,14 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         """
         for parameter in self.params:
             _check_processed_flag(parameter.summed_grad)
-            noise = _generate_noise(
-                std=self.noise_std(),
-                reference=parameter.summed_grad,
-                generator=self.generator,
-                secure_mode=self.secure_mode,
-            )
-            parameter.grad = parameter.summed_grad.add_(noise).view_as(parameter)
+            self._add_noise_to(parameter.summed_grad)
+            parameter.grad = parameter.summed_grad.view_as(parameter)
             _mark_as_processed(parameter.summed_grad)
-            del noise
+
+    def _add_noise_to(self, total: torch.Tensor) -> None:
+        total += opacus_optimizer._generate_noise(
+            std=self.noise_std(), reference=total, generator=self.generator, secure_mode=self.secure_mode
+        )
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Clips and, unless the step is skipped (BatchMemoryManager), adds noise and averages.
@@ -108,17 +113,23 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         Raises:
             MemprofError: a norm is not finite. All gradients are dropped then, and no parameter is changed.
         """
+        if not self._prepare_step():
+            self._is_last_step_skipped = True
+            return False
+        if self.step_hook:
+            self.step_hook(self)
+        self._is_last_step_skipped = False
+        return True
+
+    def _prepare_step(self) -> bool:
+        """What ``pre_step`` does before it counts as a step. Returns whether it does."""
         self.clip_and_accumulate()
         if self._check_skip_next_step():
             self._check_norms()
-            self._is_last_step_skipped = True
             return False
         self.add_noise()
         self.scale_grad()
         self._check_norms()  # last, so that the device has work while the host waits
-        if self.step_hook:
-            self.step_hook(self)
-        self._is_last_step_skipped = False
         return True
 
     def _check_norms(self) -> None:
@@ -132,7 +143,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     def scale_grad(self) -> None:
         """Divides the gradients by the expected batch size if the loss is a mean, all parameters in one call."""
         if self.loss_reduction == "mean":
-            torch._foreach_div_([p.grad for p in self.params], self.expected_batch_size * self.accumulated_iterations)
+            divisor = self.expected_batch_size * self.accumulated_iterations * self.ranks
+            torch._foreach_div_([p.grad for p in self.params], divisor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients and what backward has kept, but not the clipped sums of skipped steps (as Opacus does).
@@ -172,7 +184,7 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
         """Adds noise to the sums and to the count."""
         super().add_noise()
         count = torch.as_tensor(self.unclipped_num, dtype=torch.float)
-        self.unclipped_num = float(count) + _generate_noise(
+        self.unclipped_num = float(count) + opacus_optimizer._generate_noise(
             std=self.unclipped_num_std, reference=count, generator=self.generator
         )
 

@@ -138,8 +138,8 @@ def on_linear_norm_samples(layer: nn.Linear, backprops: Tensor, samples: Mapping
 
 
 def on_reduce_gradients(optimizer: Any) -> None:
-    """Records that Opacus' optimizer sums up the ranks' gradients itself."""
-    if optimizer not in _reducing_optimizers:
+    """Records that Opacus' optimizer sums up the ranks' gradients itself. With flash_clip, DDP does not do so too."""
+    if optimizer not in _reducing_optimizers and not hasattr(optimizer, "bookkeeping"):
         _reducing_optimizers.add(optimizer)
         hook_facts.record("gradients_reduced", 0, 0)
 

@@ -17,7 +17,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_memprof.clipping import FlashClipEngineMixin
+
 FEATURES, WIDTH, CLASSES, BATCH = 64, 256, 8, 16
+
+
+class FlashClipEngine(FlashClipEngineMixin, PrivacyEngine):
+    """Opacus' engine with one mode more."""
 
 
 def in_bf16(model: nn.Module) -> nn.Module:
@@ -56,7 +62,8 @@ def train(wrap: str, mode: str, clipping: str, device: torch.device, steps: int,
         torch.randint(CLASSES, (BATCH * steps,), generator=generator),
     )
     parameters = list(wrapped.parameters())
-    private, optimizer, *criterion, loader = PrivacyEngine().make_private(
+    engine = FlashClipEngine() if mode == "flash_clip" else PrivacyEngine()
+    private, optimizer, *criterion, loader = engine.make_private(
         module=wrapped,
         optimizer=torch.optim.Adam(parameters, lr=1e-2),
         criterion=nn.CrossEntropyLoss(),

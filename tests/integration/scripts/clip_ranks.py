@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flash_clip on several processes, over gloo in float64, against clipping by hand of all ranks' samples in one process.
+
+python clip_ranks.py RANKS GROUP...    runs the groups' cases; each prints the largest difference that it has found.
+"""
+
+import contextlib
+import socket
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from opacus_memprof.errors import MemprofError
+from tests.integration.clipping_by_hand import Batch, by_hand
+from tests.integration.flash_clip_models import MODELS, Engine, criterion
+
+BOUND, SAMPLES, EXPECTED, LR, MOMENTUM = 0.3, 48, 6, 0.5, 0.9
+SIZES = {2: [(3, 2), (0, 4), (1, 0)], 4: [(3, 1, 0, 2), (0, 0, 0, 1), (2, 2, 1, 0)]}
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "ddp": DistributedDataParallel,
+    "ddp_unused": lambda model: DistributedDataParallel(model, find_unused_parameters=True),
+    "dpddp": DifferentiallyPrivateDistributedDataParallel,
+}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(5)
+    return MODELS[name][0]().double()
+
+
+def part(name: str, step: int, rank: int) -> Batch:
+    """The samples of a rank in a step."""
+    torch.manual_seed(100 * step + rank)
+    x, y = MODELS[name][1](max(1, SIZES[dist.get_world_size()][step][rank])).tensors
+    size = SIZES[dist.get_world_size()][step][rank]
+    return {"x": x[:size], "y": y[:size]}
+
+
+def together(parts: list[Batch]) -> Batch:
+    return {key: torch.cat([each[key] for each in parts]) for key in parts[0]}
+
+
+def losses(model: nn.Module, batch: Batch) -> torch.Tensor:
+    output = model(batch["x"])
+    each = nn.functional.cross_entropy(output, batch["y"], reduction="none")
+    return each.unsqueeze(-1).flatten(1).mean(1)
+
+
+class ByHand:
+    """One process that trains on all ranks' samples, with clipping by hand."""
+
+    def __init__(self, name: str, noise: float, divisor: float, seed: int = 11) -> None:
+        self.model, self.noise, self.divisor = build(name), noise, divisor
+        self.generator = torch.Generator().manual_seed(seed)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=MOMENTUM)
+
+    def step(self, batch: Batch) -> None:
+        _, total = by_hand(self.model, batch, losses, BOUND)
+        for name, parameter in self.model.named_parameters():
+            drawn = torch.normal(0.0, 1.0, parameter.shape, generator=self.generator, dtype=torch.float64)
+            parameter.grad = (total[name] + self.noise * BOUND * drawn) / self.divisor
+        self.optimizer.step()
+
+    def difference(self, model: nn.Module) -> float:
+        """The largest of any parameter on any rank."""
+        found = dict(whole(model))
+        worst = max(float((p.detach() - found[n]).abs().max()) for n, p in self.model.named_parameters())
+        everywhere = torch.tensor(worst, dtype=torch.float64)
+        dist.all_reduce(everywhere, dist.ReduceOp.MAX)
+        return float(everywhere)
+
+
+def whole(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield name.replace("_module.", "").removeprefix("module."), parameter.detach()
+
+
+def private(wrapped: nn.Module, name: str, batch: int = EXPECTED, **options: Any) -> tuple[Any, Any, Any]:
+    torch.manual_seed(1)
+    data = MODELS[name][1](SAMPLES)
+    rank = dist.get_rank()
+    arguments = {"noise_multiplier": 0.0, "max_grad_norm": BOUND, **options}
+    made: tuple[Any, Any, Any] = Engine().make_private(
+        module=wrapped,
+        optimizer=torch.optim.SGD(wrapped.parameters(), lr=LR, momentum=MOMENTUM),
+        data_loader=DataLoader(data, batch_size=batch),
+        noise_generator=torch.Generator().manual_seed(11 + rank),
+        grad_sample_mode="flash_clip",
+        **arguments,
+    )
+    return made
+
+
+def report(case: str, difference: float) -> None:
+    assert difference < 1e-10, (case, difference)
+    if dist.get_rank() == 0:
+        print(f"{case} {difference:.1e}", flush=True)
+
+
+# --- cases: each compares parameters after three steps ---
+def poisson(case: str, wrap: str, name: str, reduction: str = "mean", noise: float = 0.0, **options: Any) -> None:
+    """Batches of different sizes, some of them empty."""
+    hand = ByHand(name, noise, EXPECTED if reduction == "mean" else 1)
+    model, optimizer, _ = private(
+        WRAPPERS[wrap](build(name)), name, loss_reduction=reduction, noise_multiplier=noise, **options
+    )
+    loss, ranks = criterion(reduction), range(dist.get_world_size())
+    for step in range(3):
+        batch = part(name, step, dist.get_rank())
+        optimizer.zero_grad()
+        loss(model(batch["x"]), batch["y"]).backward()
+        optimizer.step()
+        hand.step(together([part(name, step, rank) for rank in ranks]))
+    report(case, hand.difference(model))
+
+
+def sampled(case: str, wrap: str, name: str, physical: int | None = None) -> None:
+    """The batches of the loader that make_private returns; split, in different numbers of parts on the ranks."""
+    expected = 2 * dist.get_world_size()
+    hand = ByHand(name, 0.0, expected)
+    model, optimizer, loader = private(WRAPPERS[wrap](build(name)), name, expected)
+    logical: Batch | None = None
+    sizes, parts = [], 0
+    torch.manual_seed(22 + dist.get_rank())
+    with contextlib.ExitStack() as stack:
+        if physical is not None:
+            manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer)
+            loader = stack.enter_context(manager)
+        for x, y in loader:
+            criterion("mean")(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            logical = together([*([] if logical is None else [logical]), {"x": x, "y": y}])
+            parts += 1
+            if optimizer._is_last_step_skipped:
+                continue
+            everyones: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyones, logical)
+            hand.step(together(everyones))
+            sizes.append(len(logical["x"]))
+            logical = None
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, sizes)
+    assert {len(each) for each in seen} == {SAMPLES // expected}, seen
+    assert any(0 in each for each in seen), seen  # without samples
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, parts)
+    assert physical is None or len(set(counts)) > 1, counts
+    report(case, hand.difference(model))
+
+
+def accumulated(case: str, wrap: str, name: str) -> None:
+    """Two backward passes for each step, the first without synchronization."""
+    hand = ByHand(name, 0.0, 2 * EXPECTED)
+    wrapped = WRAPPERS[wrap](build(name))
+    model, optimizer, _ = private(wrapped, name, poisson_sampling=False)
+    for first in (0, 1):
+        optimizer.zero_grad()
+        for step in (first, first + 1):
+            batch = part(name, step, dist.get_rank())
+            quiet = wrapped.no_sync() if step == first and hasattr(wrapped, "no_sync") else contextlib.nullcontext()
+            with quiet:
+                criterion("mean")(model(batch["x"]), batch["y"]).backward()
+        optimizer.step()
+        ranks = range(dist.get_world_size())
+        hand.step(together([part(name, step, rank) for step in (first, first + 1) for rank in ranks]))
+    report(case, hand.difference(model))
+
+
+def per_layer(case: str, wrap: str, name: str) -> None:
+    """A bound for each parameter: against hooks mode, in one process."""
+    bounds = [0.05 * (i + 1) for i, _ in enumerate(build(name).parameters())]
+    model, optimizer, _ = private(WRAPPERS[wrap](build(name)), name, clipping="per_layer", max_grad_norm=bounds)
+    torch.manual_seed(1)
+    expected = build(name)
+    reference, alone, _ = Engine().make_private(
+        module=expected,
+        optimizer=torch.optim.SGD(expected.parameters(), lr=LR, momentum=MOMENTUM),
+        data_loader=DataLoader(MODELS[name][1](SAMPLES), batch_size=EXPECTED),
+        noise_multiplier=0.0,
+        max_grad_norm=bounds,
+        clipping="per_layer",
+        grad_sample_mode="hooks",
+    )
+    for step in range(3):
+        parts = [part(name, step, rank) for rank in range(dist.get_world_size())]
+        for net, optim, batch in ((model, optimizer, parts[dist.get_rank()]), (reference, alone, together(parts))):
+            optim.zero_grad()
+            criterion("mean")(net(batch["x"]), batch["y"]).backward()
+            optim.step()
+    found = dict(whole(model))
+    report(case, max(float((p - found[n]).abs().max()) for n, p in whole(reference)))
+
+
+def sensitivity(case: str, wrap: str, name: str) -> None:
+    """No sample, on whatever rank, changes the sum by more than the bound; one that is clipped does so by the bound."""
+    batch = part(name, 0, 0)
+    batch["x"] *= 50
+    rank, found = dist.get_rank(), []
+    for left_out in (None, (0, 0), (0, 1), (1, 0)):
+        keep = [n for n in range(3 if rank == 0 else 1) if (rank, n) != left_out]
+        model, optimizer, _ = private(WRAPPERS[wrap](build(name)), name, loss_reduction="sum")
+        criterion("sum")(model(batch["x"][keep]), batch["y"][keep]).backward()
+        optimizer.step()
+        found.append(torch.cat([full(p.grad).flatten() for p in model.parameters()]))
+    changes = [float((other - found[0]).norm()) for other in found[1:]]
+    assert all(change <= BOUND * (1 + 1e-9) for change in changes), changes
+    report(case, abs(max(changes) / BOUND - 1) * 1e-6)
+
+
+def full(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def refusals(case: str) -> None:
+    """Each on all ranks, in a sentence."""
+    rank = dist.get_rank()
+
+    def refused(words: str, act: Callable[[], Any]) -> None:
+        with pytest.raises(MemprofError, match=words):
+            act()
+
+    def step(model: Any, optimizer: Any, backwards: int = 1, factor: float = 1.0) -> None:
+        for _ in range(backwards):
+            batch = part("mlp", 0, 0)
+            (criterion("mean")(model(batch["x"]), batch["y"]) * factor).backward()
+        optimizer.step()
+
+    wrapped = DistributedDataParallel(build("mlp"), static_graph=True)
+    refused("static_graph", lambda: private(wrapped, "mlp"))
+    wrapped = DistributedDataParallel(build("mlp"))
+    refused("adaptive", lambda: private(wrapped, "mlp", clipping="adaptive"))
+    words = "noise_multiplier is 0.0 on rank 0 and 1.0 on rank 1"
+    refused(words, lambda: private(wrapped, "mlp", noise_multiplier=float(rank)))
+    other = build("mlp")
+    other[0].bias.requires_grad_(rank == 1)
+    wrapped = DifferentiallyPrivateDistributedDataParallel(other)
+    refused("the number of trained parameters is 2 on rank 0 and 3 on rank 1", lambda: private(wrapped, "mlp"))
+
+    model, optimizer, _ = private(DistributedDataParallel(build("mlp")), "mlp", poisson_sampling=False)
+    before = [p.clone() for p in model.parameters()]
+    infinite = rank == 1
+    words = "not finite" if infinite else "rank 1 could not"
+    refused(words, lambda: step(model, optimizer, 1, float("inf") if infinite else 1.0))
+    refused("1 backward passes for this step, and another one 2", lambda: step(model, optimizer, 1 + rank % 2))
+    words = "without a backward pass" if rank == 0 else "rank 0 could not"
+    refused(words, lambda: step(model, optimizer, min(rank, 1)))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    step(model, optimizer)  # and goes on
+    assert not torch.equal(next(model.parameters()), before[0])
+    report(case, 0.0)
+
+
+def buffers(case: str) -> None:
+    """Buffers are rank 0's after a step, as with DDP; and DDP is as it was after cleanup."""
+
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(9, 4)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += 1 + dist.get_rank()
+            result: torch.Tensor = self.linear(x)
+            return result
+
+    wrapped = DistributedDataParallel(Counter().double())
+    model, optimizer, _ = private(wrapped, "mlp")
+    batch = part("mlp", 0, 0)
+    criterion("mean")(model(batch["x"]), batch["y"]).backward()
+    optimizer.step()
+    assert float(wrapped.module.seen) == 1
+    optimizer.zero_grad()
+    model.cleanup()
+    (wrapped(batch["x"]).sum() * (1 + dist.get_rank())).backward()
+    gradients: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gradients, wrapped.module.linear.bias.grad)
+    assert all(torch.equal(each, gradients[0]) for each in gradients)  # DDP has averaged them again
+    report(case, 0.0)
+
+
+CASES: dict[str, Callable[[str], None]] = {
+    **{f"{wrap} poisson {name}": lambda case, w=wrap, n=name: poisson(case, w, n)
+       for wrap in ("ddp", "dpddp") for name in ("transformer", "convnet")},
+    "ddp two passes": lambda case: poisson(case, "ddp", "transformer", flash_clip_passes=2),
+    "ddp sum": lambda case: poisson(case, "ddp", "mlp", "sum"),
+    "ddp unused": lambda case: poisson(case, "ddp_unused", "mlp"),
+    "ddp noise": lambda case: poisson(case, "ddp", "transformer", noise=1.0),
+    "dpddp noise": lambda case: poisson(case, "dpddp", "mlp", noise=1.0),
+    "ddp sampled": lambda case: sampled(case, "ddp", "mlp"),
+    "ddp memory manager": lambda case: sampled(case, "ddp", "mlp", 2),
+    "ddp accumulated": lambda case: accumulated(case, "ddp", "mlp"),
+    "dpddp accumulated": lambda case: accumulated(case, "dpddp", "mlp"),
+    "ddp per layer": lambda case: per_layer(case, "ddp", "mlp"),
+    "ddp sensitivity": lambda case: sensitivity(case, "ddp", "mlp"),
+    "ddp refusals": refusals,
+    "ddp buffers": buffers,
+}  # fmt: skip
+
+
+def run(rank: int, world: int, port: int, groups: list[str]) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    for case, act in CASES.items():
+        if case.split()[0] in groups:
+            act(case)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Imports once, and forks the ranks."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.start_processes(
+        run, (int(sys.argv[1]), port, sys.argv[2:]), int(sys.argv[1]), start_method="fork"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flash_clip on several ranks trains as one process does on the samples of all ranks."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.scripts.clip_ranks import CASES
+from tests.integration.scripts.train_ranks import BATCH, FEATURES, WIDTH
+from tests.integration.test_distributed import ENVIRONMENT, PARAMETERS, RUN, TRAIN, ranks
+
+SCRIPT = Path(__file__).parent / "scripts" / "clip_ranks.py"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_train_as_one_process(world: int) -> None:
+    groups = ["ddp", "dpddp"]
+    command = [sys.executable, str(SCRIPT), str(world), *groups]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    compared = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in done.stdout.splitlines()}
+    assert list(compared) == [case for case in CASES if case.split()[0] in groups]
+    assert max(compared.values()) < 1e-10
+
+
+def test_a_rank_is_killed_under_ddp(tmp_path: Path) -> None:
+    """The other one ends with gloo's sentence, and both profiles are whole."""
+    codes, printed = ranks(*RUN, tmp_path / "out", TRAIN, "ddp/flash_clip/flat", "--kill", "1")
+    assert codes == [1, -signal.SIGKILL]
+    assert re.search(r"Connection (closed by peer|reset)", printed[0])
+    summary = json.loads((tmp_path / "out/ranks.json").read_text())
+    assert [(row["status"], row["steps"]) for row in summary["ranks"]] == [("failed", 2), ("killed", 2)]
+    for row in summary["ranks"]:
+        peak = row["peak"]
+        assert peak["categories"]["model_parameters"] == PARAMETERS
+        assert sum(peak["categories"].values()) == peak["requested_bytes"]
+        data = 4 * 3 * BATCH * (FEATURES + 2)  # the script's own, with labels of 8 bytes
+        assert peak["categories"].get("unattributed", 0) - data < 0.02 * peak["requested_bytes"]
+    assert summary["findings"] == []  # DDP's reducer has nothing to do
+    timeline = json.loads((tmp_path / "out/rank_0/profile.json").read_text())["devices"]["cpu"]["timeline"]
+    assert max(timeline["categories"]["summed_gradients"]) == PARAMETERS
+    assert max(timeline["categories"]["noise"]) == 2 * 4 * WIDTH * WIDTH  # of the largest parameter, with its zeros
+    assert max(timeline["categories"]["gradients"]) == PARAMETERS  # the sums themselves
