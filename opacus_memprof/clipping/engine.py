@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from opacus.grad_sample import AbstractGradSampleModule
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from opacus_memprof.clipping.automatic import AUTO, make_private_automatically
 from opacus_memprof.clipping.distributed import is_replicated, prepare_replicated
 from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB, FlashClipHooks, GradSampleModuleFlashClip, Passes
 from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip, DPOptimizerFlashClipAdaptive
@@ -25,7 +27,8 @@ class FlashClipEngineMixin:
     """Adds flash_clip to a PrivacyEngine: ``class Engine(FlashClipEngineMixin, opacus.PrivacyEngine)``.
 
     ``make_private`` and ``make_private_with_epsilon`` then accept ``grad_sample_mode="flash_clip"`` and return
-    (module, optimizer, data_loader) as for "hooks"; the training loop is the same. Other modes are passed to Opacus.
+    (module, optimizer, data_loader) as for "hooks"; the training loop is the same. ``"auto"`` picks flash_clip, ghost
+    or hooks (docs/flash_clip.md). Other modes are passed to Opacus.
     """
 
     _flash_clip_options: dict[str, Any] | None = None
@@ -47,6 +50,11 @@ class FlashClipEngineMixin:
         Raises:
             MemprofError: flash_clip cannot clip the model exactly, which is then unchanged.
         """
+        if kwargs.get("grad_sample_mode") == AUTO:
+            own = self._flash_clip_options or {"workspace_mb": flash_clip_workspace_mb, "passes": flash_clip_passes}
+            given = {f"flash_clip_{name}": value for name, value in own.items()}
+            make_private = partial(FlashClipEngineMixin.make_private, self, **given)
+            return make_private_automatically(make_private, kwargs, own["workspace_mb"])
         if kwargs.get("grad_sample_mode") != MODE:
             return super().make_private(**kwargs)  # type: ignore[misc]
         if self._flash_clip_options is None:
@@ -69,6 +77,8 @@ class FlashClipEngineMixin:
         **kwargs: Any,
     ) -> Any:
         """As opacus.PrivacyEngine.make_private_with_epsilon, with the options of ``make_private``."""
+        if kwargs.get("grad_sample_mode") == AUTO:
+            kwargs.setdefault("criterion", None)  # Opacus would pass a default one on
         # Stored, because Opacus would pass unknown keywords to the accountant as well.
         self._flash_clip_options = {"workspace_mb": flash_clip_workspace_mb, "passes": flash_clip_passes}
         try:

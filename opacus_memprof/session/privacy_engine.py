@@ -14,8 +14,8 @@ from opacus_memprof.session.session import current
 
 class PrivacyEngine(FlashClipEngineMixin, opacus.PrivacyEngine):  # type: ignore[misc]
     """Opacus' PrivacyEngine, except that the session that is recording follows what `make_private` (or
-    `make_private_with_epsilon`) returns, and that there is one mode more: `grad_sample_mode="flash_clip"`
-    (docs/flash_clip.md). Otherwise, and without a session, it is Opacus' own.
+    `make_private_with_epsilon`) returns, and that there are two modes more: `grad_sample_mode="flash_clip"`
+    and "auto" (docs/flash_clip.md). Otherwise, and without a session, it is Opacus' own.
     """
 
     def make_private(self, **kwargs: Any) -> Any:
