@@ -21,7 +21,9 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +38,35 @@ SHARE = {"S16384_B1_fp32": 3.0, "S16384_B1_bf16": 1.2}  # of the time, for the l
 GIB = 1 << 30
 
 
+def run_worker(
+    command: list[str], seconds: float, environment: Mapping[str, str] | None = None
+) -> tuple[list[dict[str, Any]], str]:
+    """(the lines that a worker printed until it ended, failed or its time was over; "" or how it failed)."""
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ, **(environment or {})}
+    with tempfile.TemporaryFile("w+") as errors:
+        try:
+            run = subprocess.run(
+                command, env=environment, stdout=subprocess.PIPE, stderr=errors, timeout=2 * seconds + 60, text=True
+            )
+            output, failed = run.stdout, f"the worker ended with status {run.returncode}" if run.returncode else ""
+        except subprocess.TimeoutExpired as expired:
+            raw = expired.stdout or b""
+            output, failed = raw.decode() if isinstance(raw, bytes) else raw, "its time was over"
+        errors.seek(0)
+        said = [line for line in errors.read().splitlines() if line.strip()]
+    if failed and said:
+        failed += f": {said[-1].strip()[:200]}"
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{") and line.endswith("}")], failed
+
+
 def run_config(config: Config, modes: list[str], seconds: float, precision: str) -> list[dict[str, Any]]:
     """The worker's lines; those that came until it failed or its time was over."""
     command = [sys.executable, str(Path(__file__).with_name("clipping_worker.py")), config.name]
     command += ["--seconds", str(seconds), "--precision", precision, "--modes", *modes]
-    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
-    try:
-        run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, timeout=2 * seconds + 60, text=True)
-        output, status = run.stdout, run.returncode
-    except subprocess.TimeoutExpired as expired:
-        raw = expired.stdout or b""
-        output, status = raw.decode() if isinstance(raw, bytes) else raw, -1
-    if status:
-        print(f"{config.name}: the worker ended with status {status}", file=sys.stderr)
-    return [json.loads(line) for line in output.splitlines() if line.startswith("{") and line.endswith("}")]
+    lines, failed = run_worker(command, seconds)
+    if failed:
+        print(f"{config.name}: {failed}", file=sys.stderr)
+    return lines
 
 
 def summarize(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

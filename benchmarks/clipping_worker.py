@@ -16,63 +16,31 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import opacus
 import torch
 from clipping_models import CONFIGS, QUICK, Config
-from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from training_modes import OPACUS, adapt, prepare
 
-from opacus_memprof.clipping import FlashClipEngineMixin
-
-MODES = ["vanilla", "hooks", "functorch", "ghost", "flash_clip"]
+MODES = ["vanilla", *OPACUS]
 SLOW_SECONDS = 1.5  # steps longer than this are timed once a visit
-
-
-class Engine(FlashClipEngineMixin, opacus.PrivacyEngine):
-    pass
 
 
 class Bench:
     def __init__(self, config: Config, device: torch.device) -> None:
-        torch.manual_seed(0)
         self.config, self.device = config, device
-        with device:
-            self.model = config.build().to(device, config.dtype).train()
-        self.optimizer = torch.optim.Adam([p for p in self.model.parameters() if p.requires_grad], lr=1e-5)
+        self.make_model("vanilla")
         self.x, self.y = config.inputs(device)
-        self.loader = DataLoader(TensorDataset(torch.zeros(8 * config.batch, 1)), batch_size=config.batch)
+
+    def make_model(self, mode: str) -> None:
+        """Makes a new model that the mode can train, and its optimizer."""
+        torch.manual_seed(0)
+        with self.device:
+            self.model = adapt(mode, self.config.build().to(self.device, self.config.dtype)).train()
+        self.optimizer = torch.optim.Adam([p for p in self.model.parameters() if p.requires_grad], lr=1e-5)
 
     def wrap(self, mode: str) -> tuple[Callable[[], None], Callable[[], None]]:
         """(one training step, undo)."""
-        if mode == "vanilla":
-            return (lambda: self.step(self.model, self.optimizer, functional.cross_entropy)), self.clear
-        private = Engine(accountant="rdp").make_private(
-            module=self.model,
-            optimizer=self.optimizer,
-            data_loader=self.loader,
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            poisson_sampling=False,
-            grad_sample_mode=mode,
-            **({"criterion": torch.nn.CrossEntropyLoss()} if mode == "ghost" else {}),
-        )
-        module, optimizer = private[0], private[1]
-        loss = private[2] if mode == "ghost" else functional.cross_entropy
-
-        def undo() -> None:
-            module.to_standard_module()
-            self.clear()
-
-        return (lambda: self.step(module, optimizer, loss, ghost=mode == "ghost")), undo
-
-    def step(self, module: Any, optimizer: Any, loss: Any, ghost: bool = False) -> None:
-        optimizer.zero_grad()
-        logits = module(self.x)
-        extra = {"shape": logits.shape} if ghost and self.config.tokens else {}
-        value = loss(logits.flatten(0, -2), self.y.flatten(), **extra)
-        del logits
-        value.backward()
-        optimizer.step()
+        step, undo = prepare(mode, self.model, self.optimizer, self.config.batch)
+        return (lambda: step(self.x, self.y)), undo
 
     def clear(self) -> None:
         """Removes what any mode may have left behind, also where it failed half way."""
@@ -101,7 +69,7 @@ class Bench:
         cuda = self.device.type == "cuda"
         gc.collect()
         before = torch.cuda.memory_allocated() if cuda else None
-        undo = self.clear
+        undo: Callable[[], None] = lambda: None  # noqa: E731  # of a mode that failed half way
         try:
             step, undo = self.wrap(mode)
             settled = self.seconds(step)
@@ -115,6 +83,7 @@ class Bench:
         finally:
             step = None  # type: ignore[assignment]
             undo()
+            self.clear()
             del undo
             gc.collect()
 
@@ -130,14 +99,19 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_float32_matmul_precision(arguments.precision)
     device = torch.device("cuda" if torch.cuda.is_available() and arguments.config[:5] != "quick" else "cpu")
-    start = time.perf_counter()
     bench = Bench(next(c for c in CONFIGS + QUICK if c.name == arguments.config), device)
-    modes, shuffle = list(arguments.modes), random.Random(0)
+    run_rounds(bench, arguments.modes, arguments.seconds, arguments.rounds)
+
+
+def run_rounds(bench: Bench, modes: list[str], seconds: float, rounds: int) -> None:
+    """Visits all modes in shuffled order, again and again, and prints what each visit measured. A mode that failed is
+    left out of later rounds."""
+    start, longest = time.perf_counter(), 0.0
+    modes, shuffle = list(modes), random.Random(0)
     gc.disable()
-    longest = 0.0
-    for number in range(arguments.rounds):
+    for number in range(rounds):
         began = time.perf_counter()
-        if number and began - start + longest > arguments.seconds:
+        if number and began - start + longest > seconds:
             break
         shuffle.shuffle(modes)
         for mode in list(modes):
@@ -145,7 +119,7 @@ def main() -> None:
             print(json.dumps({"round": number, "mode": mode, **result}), flush=True)
             if "failed" in result:
                 modes.remove(mode)
-                if device.type == "cuda":
+                if bench.device.type == "cuda":
                     torch.cuda.empty_cache()
         longest = max(longest, time.perf_counter() - began)
 

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flash_clip beside training without privacy, Opacus' modes and libraries of others, on the configurations on which
+their papers publish: time, peak, and whether each clips exactly.
+
+    python benchmarks/rivals.py --fastdp DIR --flashnorm DIR      # every configuration; needs a GPU
+    python benchmarks/rivals.py --tiny                            # the small copies, on the CPU: does everything run?
+
+DIR are checkouts of https://github.com/awslabs/fast-differential-privacy and of FlashNorm's fork of Opacus; without
+them their rows are left out. Each library has a process of its own for each configuration, in which its modes are
+interleaved with training without privacy in shuffled order; ratios are taken within a round, and their median is
+quoted. Before, each mode takes a step without noise on a small copy of the model in float64, whose update is compared
+with clipping by hand, one sample at a time. Results are written after every process: rivals.json, rivals.md and
+rivals.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import opacus
+from clipping import machine, run_worker, summarize
+from rivals_models import CONFIGS, RivalConfig
+from rivals_report import markdown, write_pictures
+from training_modes import FASTDP, FLASHNORM, OPACUS
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.files import write_text
+from opacus_memprof.profiles.versions import installed_version
+
+OWN = "Opacus and flash_clip"
+
+
+class Library(NamedTuple):
+    """Modes that run in one process, and the checkout that it imports."""
+
+    name: str
+    modes: list[str]
+    checkout: Path | None = None
+
+    def environment(self) -> dict[str, str]:
+        """What the process has in its environment to import the checkout."""
+        if self.checkout is None:
+            return {}
+        return {"PYTHONPATH": os.pathsep.join([str(self.checkout), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+    def version(self) -> str:
+        """The checkout's commit."""
+        command = ["git", "-C", str(self.checkout), "rev-parse", "--short", "HEAD"]
+        ran = subprocess.run(command, capture_output=True, text=True)
+        return ran.stdout.strip() if ran.returncode == 0 else "no git checkout"
+
+
+def libraries(fastdp: Path | None, flashnorm: Path | None) -> list[Library]:
+    """Raises MemprofError if a directory is not a checkout."""
+    found = [Library(OWN, OPACUS)]
+    for name, modes, checkout, package in (
+        ("fastDP", list(FASTDP), fastdp, "fastDP"),
+        ("FlashNorm", list(FLASHNORM), flashnorm, "opacus"),
+    ):
+        if checkout is not None:
+            if not (checkout / package / "__init__.py").is_file():
+                raise MemprofError(f"{checkout} has no package {package}: give the root of a checkout of {name}")
+            found.append(Library(name, modes, checkout.resolve()))
+    return found
+
+
+def measure(config: RivalConfig, library: Library, seconds: float, tiny: bool) -> list[dict[str, Any]]:
+    """One row for each mode, that of training without privacy first."""
+    worker = str(Path(__file__).with_name("rivals_worker.py"))
+    modes = ["vanilla", *library.modes]
+    command = [sys.executable, worker, config.name, "--seconds", str(seconds), "--modes", *modes]
+    command += ["--tiny", "--rounds", "1"] if tiny else []
+    lines, failed = run_worker(command, seconds, library.environment())
+    exactness = {line["mode"]: line["exactness"] for line in lines if "exactness" in line}
+    summary = summarize([line for line in lines if "round" in line])
+    rows = []
+    for mode in modes:
+        found = summary.get(mode, {"failed": failed or "it was not measured"})
+        row = {"config": config.name, "library": library.name, "mode": mode, "exactness": exactness.get(mode)}
+        rows.append(row | {key: value for key, value in found.items() if key != "time_ratios"})
+    return rows
+
+
+def published(config: RivalConfig) -> list[dict[str, Any]]:
+    """What others say of this configuration."""
+    return [
+        {"config": config.name, "mode": mode, **dataclasses.asdict(each)} for mode, each in config.published.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fastdp", type=Path, metavar="DIR", help="a checkout of fastDP")
+    parser.add_argument("--flashnorm", type=Path, metavar="DIR", help="a checkout of FlashNorm's fork of Opacus")
+    parser.add_argument("--configs", nargs="+", metavar="NAME", help="names of configurations")
+    parser.add_argument("--tiny", action="store_true", help="the small copies of all models, once, on the CPU")
+    parser.add_argument("--seconds", type=float, default=30, help="of each process, beside its start")
+    parser.add_argument("-o", "--output", type=Path, default=Path("rivals"), metavar="DIR")
+    arguments = parser.parse_args()
+    configs = [c for c in CONFIGS if not arguments.configs or c.name in arguments.configs]
+    if unknown := set(arguments.configs or ()) - {c.name for c in CONFIGS}:
+        parser.error(f"no configuration {', '.join(sorted(unknown))}; there are {', '.join(c.name for c in CONFIGS)}")
+    if arguments.tiny:  # several have the same small copy
+        configs = list({config.small.name: config for config in reversed(configs)}.values())[::-1]
+    try:
+        compared = libraries(arguments.fastdp, arguments.flashnorm)
+    except MemprofError as error:
+        parser.error(str(error))
+    versions = {name: installed_version(name) for name in ("opacus_memprof", "transformers", "peft")}
+    versions |= {library.name: library.version() for library in compared if library.checkout}
+    results: dict[str, Any] = {
+        "machine": machine() | ({"device": "the CPU"} if arguments.tiny else {}),
+        "versions": {"opacus": opacus.__version__} | versions,
+        "tiny": arguments.tiny,
+        "papers": {config.name: config.paper for config in configs},
+        "rows": [],
+        "published": [],
+    }
+    for config in configs:
+        results["published"] += published(config)
+        for library in compared:
+            rows = measure(config, library, arguments.seconds, arguments.tiny)
+            results["rows"] += rows
+            write_text(arguments.output / "rivals.json", json.dumps(results, indent=1))
+            write_text(arguments.output / "rivals.md", markdown(results))
+            print(f"{config.name}, {library.name}: {len([r for r in rows if 'seconds' in r])} of {len(rows)} modes ran")
+    write_pictures(results, arguments.output / "rivals.png")
+    print(markdown(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step in every mode that the clipping benchmarks compare: without privacy, by Opacus' modes, by
+flash_clip, and by libraries of others where they can be imported.
+
+FlashNorm is a fork of Opacus: its modes need a process that imports the fork as ``opacus``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+OPACUS = ["hooks", "functorch", "ghost", "flash_clip"]
+FASTDP = {"fastDP MixOpt": "MixOpt", "fastDP ghost": "ghost"}  # mode → fastDP's clipping_mode
+FLASHNORM = {f"FlashNorm {mode}": mode for mode in ("flash", "flash_bk", "flash_fuse_bk")}  # → its grad_sample_mode
+
+Step = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+def adapt(mode: str, model: nn.Module) -> nn.Module:
+    """The model with the layers that a mode needs, before an optimizer has its parameters: FlashNorm's fused modes have
+    linear layers of their own."""
+    if "fuse" not in FLASHNORM.get(mode, ""):
+        return model
+    from opacus.grad_sample.fused_flash_linear import replace_linear_with_fused
+
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    adapted: nn.Module = replace_linear_with_fused(model)
+    for name, p in adapted.named_parameters():
+        p.requires_grad_(trained[name])
+    return adapted
+
+
+def prepare(
+    mode: str,
+    model: nn.Module,
+    optimizer: Any,
+    batch: int,
+    *,
+    noise_multiplier: float = 1.0,
+    max_grad_norm: float = 1.0,
+) -> tuple[Step, Callable[[], None]]:
+    """Makes a training private.
+
+    Returns:
+        A step, a function of inputs and targets with the samples first, and a function that undoes all.
+    """
+    if mode == "vanilla":
+        return _step(model, optimizer, functional.cross_entropy), lambda: None
+    if mode in FASTDP:
+        return _fastdp(FASTDP[mode], model, optimizer, batch, noise_multiplier, max_grad_norm)
+    grad_sample_mode = FLASHNORM.get(mode, mode)
+    has_criterion = mode not in OPACUS or mode == "ghost"
+    loader = DataLoader(TensorDataset(torch.zeros(8 * batch, 1)), batch_size=batch)
+    private = _engine(mode).make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader,
+        noise_multiplier=noise_multiplier,
+        max_grad_norm=max_grad_norm,
+        poisson_sampling=False,
+        grad_sample_mode=grad_sample_mode,
+        **({"criterion": nn.CrossEntropyLoss()} if has_criterion else {}),
+    )
+    module, optimizer = private[0], private[1]
+    loss = private[2] if has_criterion else functional.cross_entropy
+    return _step(module, optimizer, loss, tells_shape=has_criterion), module.to_standard_module
+
+
+def _engine(mode: str) -> Any:
+    import opacus
+
+    if mode != "flash_clip":
+        return opacus.PrivacyEngine(accountant="rdp")
+    from opacus_memprof.clipping import FlashClipEngineMixin
+
+    return type("Engine", (FlashClipEngineMixin, opacus.PrivacyEngine), {})(accountant="rdp")
+
+
+def _fastdp(
+    clipping_mode: str, model: nn.Module, optimizer: Any, batch: int, noise_multiplier: float, max_grad_norm: float
+) -> tuple[Step, Callable[[], None]]:
+    from fastDP import PrivacyEngine
+
+    engine = PrivacyEngine(
+        model,
+        batch_size=batch,
+        sample_size=8 * batch,
+        epochs=1,
+        noise_multiplier=noise_multiplier,
+        max_grad_norm=max_grad_norm,
+        clipping_fn="Abadi",
+        clipping_mode=clipping_mode,
+    )
+    engine.attach(optimizer)
+    return _step(model, optimizer, functional.cross_entropy), engine.detach
+
+
+def _step(module: Any, optimizer: Any, loss: Any, tells_shape: bool = False) -> Step:
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        logits = module(x)
+        # Opacus' two backward passes must know which tokens are of one sample.
+        shape = {"shape": logits.shape} if tells_shape and logits.dim() == 3 else {}
+        value = loss(logits.flatten(0, -2), y.flatten(), **shape)
+        del logits
+        value.backward()
+        optimizer.step()
+
+    return step

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/rivals.py runs its small copies on the CPU, says who clips exactly, and gives rivals that fail a row."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+CONFIG = "gpt2_T4096_B1_bf16"
+OWN = ["hooks", "functorch", "ghost", "flash_clip"]
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import rivals_worker
+
+    return rivals_worker  # type: ignore[no-any-return]
+
+
+def fake_checkout(path: Path, package: str, source: str) -> Path:
+    (path / package).mkdir(parents=True)
+    (path / package / "__init__.py").write_text(source)
+    return path
+
+
+def test_the_small_copies_on_the_cpu(tmp_path: Path) -> None:
+    engine = "class PrivacyEngine:\n    def __init__(self, *args, **kwargs): raise ValueError('no such layer | here')\n"
+    fastdp = fake_checkout(tmp_path / "a", "fastDP", engine)
+    flashnorm = fake_checkout(tmp_path / "b", "opacus", "raise SystemExit('this fork is broken')\n")
+    options = ["--tiny", "--configs", CONFIG, "--fastdp", fastdp, "--flashnorm", flashnorm, "-o", tmp_path / "out"]
+    command = [sys.executable, str(BENCHMARKS / "rivals.py"), *map(str, options)]
+    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert ran.returncode == 0, ran.stderr
+    results: dict[str, Any] = json.loads((tmp_path / "out/rivals.json").read_text())
+    assert results["versions"].keys() >= {"opacus", "transformers", "fastDP", "FlashNorm"}
+    by_library: dict[str, dict[str, Any]] = {}
+    for row in results["rows"]:
+        by_library.setdefault(row["library"], {})[row["mode"]] = row
+    own = by_library["Opacus and flash_clip"]
+    assert list(own) == ["vanilla", *OWN]
+    for mode, row in own.items():
+        assert row["seconds"] > 0
+        assert row["time_ratio"] == pytest.approx(row["seconds"] / own["vanilla"]["seconds"])
+        if mode != "vanilla":
+            assert row["exactness"]["error"] <= 1e-10
+            assert (row["exactness"]["wrong"], row["exactness"]["dtype"]) == (0, "float64")
+    assert by_library["fastDP"]["vanilla"]["seconds"] > 0  # the others go on
+    for mode in ("fastDP MixOpt", "fastDP ghost"):
+        assert by_library["fastDP"][mode]["failed"] == "ValueError: no such layer | here"
+    for row in by_library["FlashNorm"].values():
+        assert row["failed"] == "the worker ended with status 1: this fork is broken"
+    written = (tmp_path / "out/rivals.md").read_text()
+    assert "| ValueError: no such layer / here | - | - | - |" in written
+    assert "2.53 x (this project's earlier run on an H200, issue 23)" in written
+    assert (tmp_path / "out/rivals.png").stat().st_size > 10_000
+    assert (tmp_path / "out/rivals-dark.png").stat().st_size > 10_000
+
+
+def test_a_mode_that_does_not_clip_is_not_exact(worker: ModuleType) -> None:
+    small = next(config.small for config in worker.CONFIGS if config.name == CONFIG)
+    found = worker.exactness("vanilla", small, torch.device("cpu"))
+    assert found["wrong"] == found["parameters"]
+    assert found["error"] > 0.01
+    assert worker.exactness("flash_clip", small, torch.device("cpu"))["wrong"] == 0
+
+
+def test_by_hand_as_the_tests_do_it(worker: ModuleType) -> None:
+    from tests.integration.clipping_by_hand import by_hand
+
+    config = next(config.small for config in worker.CONFIGS if config.name == CONFIG)
+    torch.manual_seed(0)
+    model = config.build().double()
+    x, y = config.inputs(torch.device("cpu"))
+
+    def losses(module: Any, batch: Any) -> torch.Tensor:
+        logits = module(batch["x"])
+        return torch.nn.functional.cross_entropy(logits.movedim(-1, 1), batch["y"], reduction="none").mean(1)
+
+    norms, total = by_hand(model, {"x": x, "y": y}, losses, 0.3)
+    found_norms, found = worker.gradients_by_hand(model, x, y, 0.3)
+    assert found_norms == pytest.approx(norms, rel=1e-12)
+    for name, expected in total.items():
+        torch.testing.assert_close(found[name], expected / len(x), rtol=1e-10, atol=1e-15)
+
+
+def test_out_of_memory_is_said(worker: ModuleType) -> None:
+    import rivals_report
+
+    row = {"config": "c", "library": "fastDP", "mode": "fastDP ghost", "exactness": None}
+    row["failed"] = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    results = {"machine": {"device": "H200"}, "versions": {}, "tiny": False, "papers": {"c": "nobody"}, "rows": [row]}
+    written = rivals_report.markdown(results | {"published": []})
+    assert "| fastDP ghost | out of memory | - | - | - | - | - |" in written
+
+
+def test_refusals(
+    worker: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import rivals
+
+    for arguments, sentence in (
+        (["--configs", "resnet9000"], "no configuration resnet9000; there are gpt2_e2e_T100_B32_fp32, "),
+        (["--fastdp", str(tmp_path)], f"{tmp_path} has no package fastDP: give the root of a checkout of fastDP"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["rivals.py", *arguments])
+        with pytest.raises(SystemExit) as exited:
+            rivals.main()
+        assert exited.value.code == 2
+        assert sentence in capsys.readouterr().err
