@@ -44,14 +44,14 @@ def run_worker(
     """(the lines that a worker printed until it ended, failed or its time was over; "" or how it failed)."""
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ, **(environment or {})}
     with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:
-            run = subprocess.run(
-                command, env=environment, stdout=subprocess.PIPE, stderr=errors, timeout=2 * seconds + 60, text=True
-            )
-            output, failed = run.stdout, f"the worker ended with status {run.returncode}" if run.returncode else ""
-        except subprocess.TimeoutExpired as expired:
-            raw = expired.stdout or b""
-            output, failed = raw.decode() if isinstance(raw, bytes) else raw, "its time was over"
+            output, _ = process.communicate(timeout=2 * seconds + 60)
+            failed = f"the worker ended with status {process.returncode}" if process.returncode else ""
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its processes
+            output, _ = process.communicate()
+            failed = "its time was over"
         errors.seek(0)
         said = [line for line in errors.read().splitlines() if line.strip()]
     if failed and said:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import random
 import time
 import warnings
@@ -64,6 +65,10 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
+    def agree(self, goes_on: bool) -> bool:
+        """Whether all processes go on."""
+        return goes_on
+
     def visit(self, mode: str) -> dict[str, Any]:
         """{"seconds", "peak_bytes" (None on the CPU), "before_bytes"} or {"failed"}."""
         cuda = self.device.type == "cuda"
@@ -103,6 +108,12 @@ def main() -> None:
     run_rounds(bench, arguments.modes, arguments.seconds, arguments.rounds)
 
 
+def say(result: dict[str, Any]) -> None:
+    """Prints a result. Of several processes, the first one does."""
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(result), flush=True)
+
+
 def run_rounds(bench: Bench, modes: list[str], seconds: float, rounds: int) -> None:
     """Visits all modes in shuffled order, again and again, and prints what each visit measured. A mode that failed is
     left out of later rounds."""
@@ -111,13 +122,13 @@ def run_rounds(bench: Bench, modes: list[str], seconds: float, rounds: int) -> N
     gc.disable()
     for number in range(rounds):
         began = time.perf_counter()
-        if number and began - start + longest > seconds:
+        if number and not bench.agree(began - start + longest <= seconds):
             break
         shuffle.shuffle(modes)
         for mode in list(modes):
             result = bench.visit(mode)
-            print(json.dumps({"round": number, "mode": mode, **result}), flush=True)
-            if "failed" in result:
+            say({"round": number, "mode": mode, **result})
+            if not bench.agree("failed" not in result):
                 modes.remove(mode)
                 if bench.device.type == "cuda":
                     torch.cuda.empty_cache()

@@ -3,6 +3,7 @@
 their papers publish: time, peak, and whether each clips exactly.
 
     python benchmarks/rivals.py --fastdp DIR --flashnorm DIR      # every configuration; needs a GPU
+    python benchmarks/rivals.py --ranks 4                         # and models that FSDP2 shards over 4 GPUs
     python benchmarks/rivals.py --tiny                            # the small copies, on the CPU: does everything run?
 
 DIR are checkouts of https://github.com/awslabs/fast-differential-privacy and of FlashNorm's fork of Opacus; without
@@ -28,7 +29,7 @@ import opacus
 from clipping import machine, run_worker, summarize
 from rivals_models import CONFIGS, RivalConfig
 from rivals_report import markdown, write_pictures
-from training_modes import FASTDP, FLASHNORM, OPACUS
+from training_modes import FASTDP, FLASHNORM, OPACUS, SHARDED
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.files import write_text
@@ -38,11 +39,12 @@ OWN = "Opacus and flash_clip"
 
 
 class Library(NamedTuple):
-    """Modes that run in one process, and the checkout that it imports."""
+    """Modes that run in one process, and the checkout that it imports; or in several, over which FSDP2 shards."""
 
     name: str
     modes: list[str]
     checkout: Path | None = None
+    ranks: int = 1
 
     def environment(self) -> dict[str, str]:
         """What the process has in its environment to import the checkout."""
@@ -57,7 +59,7 @@ class Library(NamedTuple):
         return ran.stdout.strip() if ran.returncode == 0 else "no git checkout"
 
 
-def libraries(fastdp: Path | None, flashnorm: Path | None) -> list[Library]:
+def libraries(fastdp: Path | None, flashnorm: Path | None, ranks: int) -> list[Library]:
     """Raises MemprofError if a directory is not a checkout."""
     found = [Library(OWN, OPACUS)]
     for name, modes, checkout, package in (
@@ -68,6 +70,8 @@ def libraries(fastdp: Path | None, flashnorm: Path | None) -> list[Library]:
             if not (checkout / package / "__init__.py").is_file():
                 raise MemprofError(f"{checkout} has no package {package}: give the root of a checkout of {name}")
             found.append(Library(name, modes, checkout.resolve()))
+    if ranks > 1:
+        found.append(Library(f"FSDP2 on {ranks} ranks", SHARDED, ranks=ranks))
     return found
 
 
@@ -75,7 +79,9 @@ def measure(config: RivalConfig, library: Library, seconds: float, tiny: bool) -
     """One row for each mode, that of training without privacy first."""
     worker = str(Path(__file__).with_name("rivals_worker.py"))
     modes = ["vanilla", *library.modes]
-    command = [sys.executable, worker, config.name, "--seconds", str(seconds), "--modes", *modes]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(library.ranks)]
+    command = [sys.executable, *(launcher if library.ranks > 1 else []), worker, config.name]
+    command += ["--seconds", str(seconds), "--modes", *modes]
     command += ["--tiny", "--rounds", "1"] if tiny else []
     lines, failed = run_worker(command, seconds, library.environment())
     exactness = {line["mode"]: line["exactness"] for line in lines if "exactness" in line}
@@ -99,6 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fastdp", type=Path, metavar="DIR", help="a checkout of fastDP")
     parser.add_argument("--flashnorm", type=Path, metavar="DIR", help="a checkout of FlashNorm's fork of Opacus")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that FSDP2 shards over, for ghost_fsdp")
     parser.add_argument("--configs", nargs="+", metavar="NAME", help="names of configurations")
     parser.add_argument("--tiny", action="store_true", help="the small copies of all models, once, on the CPU")
     parser.add_argument("--seconds", type=float, default=30, help="of each process, beside its start")
@@ -110,7 +117,7 @@ def main() -> None:
     if arguments.tiny:  # several have the same small copy
         configs = list({config.small.name: config for config in reversed(configs)}.values())[::-1]
     try:
-        compared = libraries(arguments.fastdp, arguments.flashnorm)
+        compared = libraries(arguments.fastdp, arguments.flashnorm, arguments.ranks)
     except MemprofError as error:
         parser.error(str(error))
     versions = {name: installed_version(name) for name in ("opacus_memprof", "transformers", "peft")}

@@ -13,7 +13,7 @@ from opacus_memprof.reports.palette import THEMES, Theme
 OUT_OF_MEMORY = "out of memory"
 HEAD = "| mode | ms | time / vanilla | peak | peak / vanilla | clips exactly | by others |"
 COLORS = {"Opacus and flash_clip": "#5c8ce3", "fastDP": "#d98b3a", "FlashNorm": "#6aa56e"}
-OURS = "#1f4fa3"
+OURS, SHARDED = "#1f4fa3", "#8f6bb8"
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -42,8 +42,13 @@ def failure(row: dict[str, Any]) -> str:
     return OUT_OF_MEMORY if "OutOfMemoryError" in failed else failed
 
 
+def label(row: dict[str, Any]) -> str:
+    """What a row is called."""
+    return f"{row['mode']}, {row['library']}" if row["library"].startswith("FSDP2") else str(row["mode"])
+
+
 def _line(row: dict[str, Any], said: dict[str, Any] | None) -> str:
-    name = row["mode"] if row["mode"] != "vanilla" else f"vanilla beside {row['library']}"
+    name = f"vanilla beside {row['library']}" if row["mode"] == "vanilla" else label(row)
     if failed := failure(row):
         figures = f"{_cell(failed)} | - | - | -"
     else:
@@ -100,9 +105,9 @@ def write_pictures(results: dict[str, Any], path: Path) -> list[Path]:
 
 def _draw(axes: Any, rows: list[dict[str, Any]], key: str, theme: Theme) -> None:
     ratios = [row.get(key) or 0.0 for row in rows]
-    colors = [OURS if row["mode"] == "flash_clip" else COLORS[row["library"]] for row in rows]
+    colors = [OURS if row["mode"] == "flash_clip" else COLORS.get(row["library"], SHARDED) for row in rows]
     axes.barh(range(len(rows)), ratios, color=colors, height=0.7)
-    label_bars(axes, [row["mode"] for row in rows])
+    label_bars(axes, [label(row) for row in rows])
     axes.axvline(1, color=theme.accent, linewidth=1)
     reach = max([1.0, *ratios])
     axes.set_xlim(0, 1.3 * reach)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 OPACUS = ["hooks", "functorch", "ghost", "flash_clip"]
 FASTDP = {"fastDP MixOpt": "MixOpt", "fastDP ghost": "ghost"}  # mode → fastDP's clipping_mode
 FLASHNORM = {f"FlashNorm {mode}": mode for mode in ("flash", "flash_bk", "flash_fuse_bk")}  # → its grad_sample_mode
+SHARDED = ["ghost_fsdp", "flash_clip"]  # of a model that FSDP2 shards
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -46,6 +47,14 @@ def prepare(
     max_grad_norm: float = 1.0,
 ) -> tuple[Step, Callable[[], None]]:
     """Makes a training private.
+
+    Args:
+        mode: "vanilla", or of the lists above.
+        model: without or with FSDP2's shards.
+        optimizer: of the model's parameters.
+        batch: samples of all processes together.
+        noise_multiplier: as in Opacus.
+        max_grad_norm: as in Opacus.
 
     Returns:
         A step, a function of inputs and targets with the samples first, and a function that undoes all.

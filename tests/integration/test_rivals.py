@@ -18,11 +18,18 @@ OWN = ["hooks", "functorch", "ghost", "flash_clip"]
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """What says who clips exactly."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import rivals_worker
+    import rivals_exactness
 
-    return rivals_worker  # type: ignore[no-any-return]
+    return rivals_exactness  # type: ignore[no-any-return]
+
+
+def small_config() -> Any:
+    import rivals_models
+
+    return next(config.small for config in rivals_models.CONFIGS if config.name == CONFIG)
 
 
 def fake_checkout(path: Path, package: str, source: str) -> Path:
@@ -64,18 +71,34 @@ def test_the_small_copies_on_the_cpu(tmp_path: Path) -> None:
     assert (tmp_path / "out/rivals-dark.png").stat().st_size > 10_000
 
 
-def test_a_mode_that_does_not_clip_is_not_exact(worker: ModuleType) -> None:
-    small = next(config.small for config in worker.CONFIGS if config.name == CONFIG)
-    found = worker.exactness("vanilla", small, torch.device("cpu"))
+@pytest.mark.slow
+def test_models_that_fsdp_shards(check: ModuleType, tmp_path: Path) -> None:
+    """Two processes with parts of one batch take the step of clipping by hand on the whole of it."""
+    options = ["--tiny", "--configs", CONFIG, "--ranks", 2, "-o", tmp_path]
+    command = [sys.executable, str(BENCHMARKS / "rivals.py"), *map(str, options)]
+    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert ran.returncode == 0, ran.stderr
+    rows = json.loads((tmp_path / "rivals.json").read_text())["rows"]
+    sharded = {row["mode"]: row for row in rows if row["library"] == "FSDP2 on 2 ranks"}
+    assert list(sharded) == ["vanilla", "ghost_fsdp", "flash_clip"]
+    assert sharded["ghost_fsdp"]["exactness"]["error"] <= 1e-10
+    assert sharded["ghost_fsdp"]["exactness"]["parameters"] == len(small_config().build().state_dict())
+    assert sharded["ghost_fsdp"]["time_ratio"] > 0
+    assert "| ghost_fsdp, FSDP2 on 2 ranks |" in (tmp_path / "rivals.md").read_text()
+
+
+def test_a_mode_that_does_not_clip_is_not_exact(check: ModuleType) -> None:
+    small = small_config()
+    found = check.exactness("vanilla", small, torch.device("cpu"))
     assert found["wrong"] == found["parameters"]
     assert found["error"] > 0.01
-    assert worker.exactness("flash_clip", small, torch.device("cpu"))["wrong"] == 0
+    assert check.exactness("flash_clip", small, torch.device("cpu"))["wrong"] == 0
 
 
-def test_by_hand_as_the_tests_do_it(worker: ModuleType) -> None:
+def test_by_hand_as_the_tests_do_it(check: ModuleType) -> None:
     from tests.integration.clipping_by_hand import by_hand
 
-    config = next(config.small for config in worker.CONFIGS if config.name == CONFIG)
+    config = small_config()
     torch.manual_seed(0)
     model = config.build().double()
     x, y = config.inputs(torch.device("cpu"))
@@ -85,13 +108,13 @@ def test_by_hand_as_the_tests_do_it(worker: ModuleType) -> None:
         return torch.nn.functional.cross_entropy(logits.movedim(-1, 1), batch["y"], reduction="none").mean(1)
 
     norms, total = by_hand(model, {"x": x, "y": y}, losses, 0.3)
-    found_norms, found = worker.gradients_by_hand(model, x, y, 0.3)
+    found_norms, found = check.gradients_by_hand(model, x, y, 0.3)
     assert found_norms == pytest.approx(norms, rel=1e-12)
     for name, expected in total.items():
         torch.testing.assert_close(found[name], expected / len(x), rtol=1e-10, atol=1e-15)
 
 
-def test_out_of_memory_is_said(worker: ModuleType) -> None:
+def test_out_of_memory_is_said(check: ModuleType) -> None:
     import rivals_report
 
     row = {"config": "c", "library": "fastDP", "mode": "fastDP ghost", "exactness": None}
@@ -102,7 +125,7 @@ def test_out_of_memory_is_said(worker: ModuleType) -> None:
 
 
 def test_refusals(
-    worker: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import rivals
 
