@@ -260,6 +260,21 @@ class Bookkeeping:
                     "is not trained with requires_grad_(False)."
                 )
 
+    @property
+    def passes(self) -> int:
+        """The number of backward passes since the last step."""
+        return len(self._passes)
+
+    def sort(self) -> None:
+        """Has ``pop_clipped_sums`` go through the layers in the order of the optimizer's parameters, but for those that
+        are used more than once, which come first."""
+
+        def last_first(item: tuple[Layer, KeptTensors]) -> int:
+            return -min(self.places[parameter] for parameter in item[1].norms)
+
+        for each in self._passes:
+            each.kept = dict(sorted(each.kept.items(), key=last_first))
+
     def pop_clipped_sums(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Removes what is kept, and yields each parameter with its clipped sum, once for every pass. Call
         ``check_norms`` before the sums are used."""

@@ -9,7 +9,6 @@ from typing import Any
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from opacus_memprof.clipping.automatic import AUTO, make_private_automatically
@@ -17,6 +16,7 @@ from opacus_memprof.clipping.distributed import is_replicated, prepare_replicate
 from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB, FlashClipHooks, GradSampleModuleFlashClip, Passes
 from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip, DPOptimizerFlashClipAdaptive
 from opacus_memprof.clipping.optimizer_ddp import DPOptimizerFlashClipDDP
+from opacus_memprof.clipping.optimizer_fsdp import DPOptimizerFlashClipFSDP
 from opacus_memprof.clipping.sampler import sample_every_step
 from opacus_memprof.errors import MemprofError
 
@@ -93,8 +93,6 @@ class FlashClipEngineMixin:
             return super()._prepare_model(  # type: ignore[misc]
                 module, grad_sample_mode=grad_sample_mode, wrap_model=wrap_model, **kwargs
             )
-        if isinstance(module, FSDPModule):
-            raise MemprofError("flash_clip does not know FSDP; use DDP, or grad_sample_mode='ghost_fsdp'.")
         if isinstance(module, AbstractGradSampleModule):
             raise MemprofError("the module was made private already; pass the model that it wraps.")
         if not module.training:
@@ -132,7 +130,7 @@ class FlashClipEngineMixin:
             )
         assert self._flash_clip_module is not None  # Opacus prepares the model first
         secure: bool = self.secure_mode  # type: ignore[attr-defined]
-        return _optimizer_class(clipping, distributed)(
+        return _optimizer_class(clipping, distributed, self._flash_clip_module.units.is_sharded)(
             optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
             module=self._flash_clip_module,
             generator=self.secure_rng if secure else noise_generator,  # type: ignore[attr-defined]
@@ -141,9 +139,11 @@ class FlashClipEngineMixin:
         )
 
 
-def _optimizer_class(clipping: str, distributed: bool) -> type[DPOptimizerFlashClip]:
+def _optimizer_class(clipping: str, distributed: bool, is_sharded: bool) -> type[DPOptimizerFlashClip]:
     if clipping == "adaptive":
         if distributed:
             raise MemprofError("clipping='adaptive' trains on one device, as in Opacus; use 'flat' on several.")
         return DPOptimizerFlashClipAdaptive
+    if is_sharded:
+        return DPOptimizerFlashClipFSDP
     return DPOptimizerFlashClipDDP if distributed else DPOptimizerFlashClip

@@ -67,7 +67,7 @@ class LayerHooks:
         self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Freezes the layer's parameters. Returns new (args, kwargs) if autocast casts the input."""
-        running = self._running[layer] = _Running(layer.trainable())
+        running = self._running[layer] = _Running(layer.running_parameters())
         for parameter in running.frozen:
             parameter.requires_grad_(False)
         if isinstance(layer, GenericLayer):

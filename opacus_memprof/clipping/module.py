@@ -20,6 +20,7 @@ from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.probe import CannotRunError, Probe
 from opacus_memprof.clipping.repetition import is_repeating
 from opacus_memprof.clipping.rules import Clipping, ClipRule
+from opacus_memprof.clipping.sharded import SharedSamples, refuse_context_parallel
 from opacus_memprof.clipping.units import Units
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
@@ -72,9 +73,12 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             raise MemprofError("flash_clip_passes=2 finds one clip factor for all parameters; use 1 with 'per_layer'.")
         bookkeeping = Bookkeeping(rule, loss_reduction, Workspace.from_mib(workspace_mb))
         units = Units(inner_model(m))
+        if units.is_sharded and passes == 2:
+            raise MemprofError("flash_clip_passes=2 runs backward twice, which FSDP2 does not expect; use 1.")
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
         self.bookkeeping = bookkeeping
-        self.passes: Passes = 1 if rule.by_parameter else passes
+        self.passes: Passes = 1 if rule.by_parameter or units.is_sharded else passes
+        self._shared_samples = SharedSamples(units.model) if units.is_sharded else None
         self.units = units
         self.layer_hooks = LayerHooks(bookkeeping, on_output=self._count_kept_bytes)
         self.hooks_enabled = True
@@ -177,8 +181,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if not self._active():
             return None
         self.layer_hooks.batch = _batch_size(args, kwargs)
-        if self.layer_hooks.batch:
-            self._probe(args, kwargs)
+        self._probe(args, kwargs)
         if self._cannot_run is not None:
             return None
         if torch.is_grad_enabled():
@@ -192,7 +195,13 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         """Finds out where the layers have the samples, once for each kind of inputs."""
         leaves, structure = tree_flatten((args, kwargs))
         signature = (str(structure), tuple(leaf.dim() if isinstance(leaf, torch.Tensor) else -1 for leaf in leaves))
-        if signature not in self._layouts:
+        is_known, batch = signature in self._layouts, self.layer_hooks.batch
+        if self._shared_samples is not None:
+            shared = self._shared_samples.take(args, kwargs, batch, signature, is_known)
+            if shared is not None:
+                args, kwargs, self.layer_hooks.batch = shared
+        if not is_known and self.layer_hooks.batch:
+            refuse_context_parallel()
             for layer in self.units.at.get(self.units.model, ()):
                 if not isinstance(layer, GenericLayer):
                     layer.check_input(first_input(layer, args, kwargs)[1])
@@ -204,7 +213,9 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             except CannotRunError as error:  # raised after the forward, which may fail for the same reason
                 self._cannot_run = error.__cause__
                 return
-        self.layer_hooks.layouts = self._layouts[signature]
+            finally:
+                self.layer_hooks.batch = batch
+        self.layer_hooks.layouts = self._layouts.get(signature, self.layer_hooks.layouts)
 
     def _units_changed(self) -> None:
         self._layouts.clear()

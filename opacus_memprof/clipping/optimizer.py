@@ -98,11 +98,17 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         """
         for parameter in self.params:
             _check_processed_flag(parameter.summed_grad)
-            self._add_noise_to(parameter.summed_grad)
-            parameter.grad = parameter.summed_grad.view_as(parameter)
+            self._add_noise_to(parameter, parameter.summed_grad)
+            parameter.grad = self._as_gradient(parameter, parameter.summed_grad)
             _mark_as_processed(parameter.summed_grad)
 
-    def _add_noise_to(self, total: torch.Tensor) -> None:
+    def _as_gradient(self, parameter: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
+        return total.view_as(parameter)
+
+    def _add_noise_to(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
+        self._add_drawn_noise(total)
+
+    def _add_drawn_noise(self, total: torch.Tensor) -> None:
         total += opacus_optimizer._generate_noise(
             std=self.noise_std(), reference=total, generator=self.generator, secure_mode=self.secure_mode
         )

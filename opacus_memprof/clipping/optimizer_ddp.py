@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -57,9 +58,9 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
         }
         return settings | shapes
 
-    def _add_noise_to(self, total: torch.Tensor) -> None:
+    def _add_noise_to(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
         if self.rank == 0:
-            super()._add_noise_to(total)
+            self._add_drawn_noise(total)
 
     def _prepare_step(self) -> bool:
         # Ranks may split batches into different numbers of parts (BatchMemoryManager): these are added up locally.

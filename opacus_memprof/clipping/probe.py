@@ -129,7 +129,7 @@ class Probe:
         if unsuitable:
             return found, unsuitable
         used = forwards[0].used_parameters
-        unsuitable = [layer for layer in self.units.layers() if any(id(p) in used for p in layer.trainable())]
+        unsuitable = [layer for layer in self.units.layers() if any(id(p) in used for p in layer.seen_parameters())]
         self._check_outputs([each.outputs for each in forwards])
         if not unsuitable:
             unsuitable = self._choose_ways(forwards[0].observations, found)

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from opacus_memprof.clipping.layers import GenericLayer, Layer, layer_for
+from opacus_memprof.clipping.sharded import check_sharding, refuse_repetition, sharded_layer
 from opacus_memprof.clipping.validate import check_model
 
 
@@ -24,6 +26,9 @@ class Units:
 
     def __init__(self, model: nn.Module) -> None:
         check_model(model)
+        check_sharding(model)
+        self.is_sharded = isinstance(model, FSDPModule)
+        make = sharded_layer if self.is_sharded else layer_for
         self.model = model
         self.at: dict[nn.Module, list[Layer]] = {}
         self._modules = dict(model.named_modules(remove_duplicate=False))
@@ -33,7 +38,7 @@ class Units:
         for name, module in model.named_modules():
             trainable = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
             if trainable:
-                self.at[module] = [layer_for(name, module, trainable)]
+                self.at[module] = [make(name, module, trainable)]
         self._leave_to_inner_modules()
         self.mark_shared()
 
@@ -76,6 +81,8 @@ class Units:
 
     def _move(self, layer: Layer, target: nn.Module) -> None:
         """Makes the layer's parameters those of a GenericLayer of ``target``, and nobody else's within it."""
+        if self.is_sharded:
+            refuse_repetition(layer)
         parameters = layer.trainable()
         names = self._names_in(target, parameters)
         for module in target.modules():

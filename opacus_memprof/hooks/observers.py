@@ -160,7 +160,8 @@ def on_add_noise(optimizer: Any) -> None:
             continue
         owner, gradient = native.owner_of(parameter), parameter.grad
         hook_facts.record("largest_parameter", owner, parameter.nbytes)
-        if (shard := getattr(parameter, "_local_tensor", None)) is not None:
+        shard = getattr(parameter, "_local_tensor", None)
+        if shard is not None and not hasattr(optimizer, "bookkeeping"):  # flash_clip draws the shards' noise alone
             hook_facts.record("sharded_parameter", owner, parameter.nbytes, shard_bytes=shard.nbytes)
         if isinstance(optimizer, DPOptimizerFastGradientClipping) or gradient is None:
             continue

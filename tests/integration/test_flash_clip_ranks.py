@@ -12,20 +12,39 @@ import pytest
 
 from tests.integration.scripts.clip_ranks import CASES
 from tests.integration.scripts.train_ranks import BATCH, FEATURES, WIDTH
-from tests.integration.test_distributed import ENVIRONMENT, PARAMETERS, RUN, TRAIN, ranks
+from tests.integration.test_distributed import ENVIRONMENT, PARAMETERS, RUN, TRAIN, WEIGHTS, profiles, ranks
 
 SCRIPT = Path(__file__).parent / "scripts" / "clip_ranks.py"
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_train_as_one_process(world: int) -> None:
-    groups = ["ddp", "dpddp"]
+    groups = ["ddp", "dpddp", "fsdp2", *(["fsdp2_hybrid"] if world == 4 else [])]
     command = [sys.executable, str(SCRIPT), str(world), *groups]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-4000:]
     compared = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in done.stdout.splitlines()}
     assert list(compared) == [case for case in CASES if case.split()[0] in groups]
+    assert compared.pop("fsdp2 mixed") < 1e-5  # computes in float32
     assert max(compared.values()) < 1e-10
+
+
+def test_fsdp2_is_attributed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *RUN, str(tmp_path / "out")]
+    command += [TRAIN, "fsdp2/flash_clip/flat"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    for profile in profiles(tmp_path / "out"):
+        device = profile["devices"]["cpu"]
+        assert device["peak"]["categories"]["model_parameters"] == PARAMETERS // 2  # this rank's shards
+        highest = {name: max(values) for name, values in device["timeline"]["categories"].items()}
+        assert highest["unsharded_parameters"] == 4 * max(WEIGHTS)
+        assert highest.get("unsharded_gradients", 0) == 0  # autograd forms none
+        assert highest["noise"] == 2 * 4 * WIDTH * WIDTH // 2  # of a shard, with its zeros
+        assert highest["gradients"] == PARAMETERS // 2
+        assert highest["optimizer_states"] == 2 * (PARAMETERS // 2) + 4 * 2 * len(WEIGHTS)
+        assert highest["summed_gradients"] >= PARAMETERS // 2
+        assert profile["findings"] == []
 
 
 def test_a_rank_is_killed_under_ddp(tmp_path: Path) -> None:

@@ -64,12 +64,27 @@ class Layer:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module
+        self.running_module = module  # of a sharded model, ``module`` is a twin of the one that runs
         self.is_shared = False  # whether its parameters are known to be used more than once in a pass
+        self._seen: list[nn.Parameter] = []
         self.excluded: set[str] = set()  # names of parameters that another layer clips
 
     def trainable(self) -> list[nn.Parameter]:
         own = self.module._parameters.items()
         return [p for name, p in own if p is not None and p.requires_grad and name not in self.excluded]
+
+    def running_parameters(self) -> list[nn.Parameter]:
+        """What ``trainable`` returns while the layer runs: of a sharded model, whole parameters instead of shards."""
+        if self.running_module is self.module:
+            return self.trainable()
+        own = self.module._parameters.items()
+        names = [name for name, p in own if p is not None and p.requires_grad and name not in self.excluded]
+        self._seen = [self.running_module.get_parameter(name) for name in names]
+        return self._seen
+
+    def seen_parameters(self) -> list[nn.Parameter]:
+        """The ``running_parameters`` of the last run."""
+        return self.trainable() if self.running_module is self.module else self._seen
 
     def is_trainable(self, name: str) -> bool:
         parameter = self.module._parameters.get(name)

@@ -53,7 +53,8 @@ class ScaleLayer(Layer):
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """c(x)."""
-        values = {name: torch.zeros_like(p) for name, p in self.module.named_parameters()}
+        own = self.module.named_parameters()
+        values = {name: torch.zeros(p.shape, dtype=p.dtype, device=x.device) for name, p in own}
         values["weight"].fill_(self.unit)
         with torch.no_grad(), repeating():
             output: Any = functional_call(self.module, values, (x,))

@@ -5,29 +5,100 @@ python clip_ranks.py RANKS GROUP...    runs the groups' cases; each prints the l
 """
 
 import contextlib
+import shutil
 import socket
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_memprof.errors import MemprofError
 from tests.integration.clipping_by_hand import Batch, by_hand
-from tests.integration.flash_clip_models import MODELS, Engine, criterion
+from tests.integration.flash_clip_models import MODELS as PLAIN_MODELS
+from tests.integration.flash_clip_models import Engine, Transformer, criterion
 
+
+class Tied(Transformer):
+    """The head has the embedding's table, and blocks are recomputed in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.tokens.weight
+        self.norm.weight.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = recompute(block, x, use_reentrant=False)
+        logits: torch.Tensor = self.head(self.norm(x)).transpose(1, 2)
+        return logits
+
+
+class ScaledNorm(nn.Module):
+    """Of no known type, like the RMSNorm of transformers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
+MODELS = {
+    **PLAIN_MODELS,
+    "tied": (Tied, PLAIN_MODELS["transformer"][1]),
+    "recognized": (lambda: Transformer(ScaledNorm), PLAIN_MODELS["transformer"][1]),
+    "linear": (lambda: nn.Linear(9, 4), PLAIN_MODELS["mlp"][1]),
+}
 BOUND, SAMPLES, EXPECTED, LR, MOMENTUM = 0.3, 48, 6, 0.5, 0.9
 SIZES = {2: [(3, 2), (0, 4), (1, 0)], 4: [(3, 1, 0, 2), (0, 0, 0, 1), (2, 2, 1, 0)]}
 
+
+def by_layer(model: nn.Module) -> nn.Module:
+    """FSDP2 with every layer for itself, the model with what is left."""
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            fully_shard(module)
+    return fully_shard(model)
+
+
+def by_block(model: nn.Module, **options: Any) -> nn.Module:
+    """FSDP2 of the transformer's blocks, and of the model with what is left."""
+    for block in getattr(model, "blocks", []):
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    """FSDP2 on a mesh of two dimensions: two replicas of two shards each."""
+    return by_block(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "fsdp2": by_layer,
+    "fsdp2_blocks": by_block,
+    "fsdp2_hybrid": replicated,
+    "fsdp2_kept": lambda model: by_block(model, reshard_after_forward=False),
+    "fsdp2_mixed": lambda model: by_block(model, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float64)),
     "ddp": DistributedDataParallel,
     "ddp_unused": lambda model: DistributedDataParallel(model, find_unused_parameters=True),
     "dpddp": DifferentiallyPrivateDistributedDataParallel,
@@ -68,6 +139,8 @@ class ByHand:
     def step(self, batch: Batch) -> None:
         _, total = by_hand(self.model, batch, losses, BOUND)
         for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             drawn = torch.normal(0.0, 1.0, parameter.shape, generator=self.generator, dtype=torch.float64)
             parameter.grad = (total[name] + self.noise * BOUND * drawn) / self.divisor
         self.optimizer.step()
@@ -83,7 +156,7 @@ class ByHand:
 
 def whole(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
-        yield name.replace("_module.", "").removeprefix("module."), parameter.detach()
+        yield name.replace("_module.", "").removeprefix("module."), full(parameter.detach())
 
 
 def private(wrapped: nn.Module, name: str, batch: int = EXPECTED, **options: Any) -> tuple[Any, Any, Any]:
@@ -102,8 +175,8 @@ def private(wrapped: nn.Module, name: str, batch: int = EXPECTED, **options: Any
     return made
 
 
-def report(case: str, difference: float) -> None:
-    assert difference < 1e-10, (case, difference)
+def report(case: str, difference: float, tolerance: float = 1e-10) -> None:
+    assert difference < tolerance, (case, difference)
     if dist.get_rank() == 0:
         print(f"{case} {difference:.1e}", flush=True)
 
@@ -118,11 +191,15 @@ def poisson(case: str, wrap: str, name: str, reduction: str = "mean", noise: flo
     loss, ranks = criterion(reduction), range(dist.get_world_size())
     for step in range(3):
         batch = part(name, step, dist.get_rank())
+        model.eval()
+        with torch.no_grad():
+            model(batch["x"])
+        model.train()
         optimizer.zero_grad()
         loss(model(batch["x"]), batch["y"]).backward()
         optimizer.step()
         hand.step(together([part(name, step, rank) for rank in ranks]))
-    report(case, hand.difference(model))
+    report(case, hand.difference(model), 1e-5 if "mixed" in wrap else 1e-10)
 
 
 def sampled(case: str, wrap: str, name: str, physical: int | None = None) -> None:
@@ -262,6 +339,75 @@ def refusals(case: str) -> None:
     report(case, 0.0)
 
 
+class Mixed(nn.Module):
+    """A layer whose arguments may differ, and a parameter outside of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(9, 4)
+        self.scale = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
+        output: torch.Tensor = self.linear(x) * self.scale
+        return output if shift is None else output + shift
+
+
+def refusals_fsdp2(case: str) -> None:
+    """Each on all ranks, in a sentence."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def refused(words: str, act: Callable[[], Any]) -> None:
+        with pytest.raises(MemprofError, match=words):
+            act()
+
+    def backward(model: Any, factor: float = 1.0, **arguments: Any) -> None:
+        batch = part("mlp", 0, 0)
+        (criterion("mean")(model(batch["x"], **arguments), batch["y"]) * factor).backward()
+
+    refused("runs backward twice", lambda: private(by_block(build("mlp")), "mlp", flash_clip_passes=2))
+    refused("adaptive", lambda: private(by_block(build("mlp")), "mlp", clipping="adaptive"))
+    refused("FSDP1", lambda: private(FullyShardedDataParallel(build("mlp"), device_id=torch.device("cpu")), "mlp"))
+    part_only = build("mlp")
+    fully_shard(part_only[0])
+    refused("parts of the model are sharded", lambda: private(part_only, "mlp"))
+    ignoring = build("mlp")
+    refused(
+        "leave it out of ignored_params",
+        lambda: private(fully_shard(ignoring, ignored_params={ignoring[0].bias}), "mlp"),
+    )
+    trained = Mixed().double()
+    trained.scale.requires_grad_(True)
+    refused("need its forward repeated", lambda: private(by_block(trained), "mlp"))
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    parallel = parallelize_module(build("mlp"), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    refused("as in tensor or context parallelism", lambda: private(parallel, "mlp"))
+    if world == 4:
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallel = parallelize_module(build("mlp"), both["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        refused("as in tensor or context parallelism", lambda: private(by_block(parallel, mesh=both["dp"]), "mlp"))
+        refused("over 2 of 4 ranks", lambda: private(by_block(build("mlp"), mesh=both["dp"]), "mlp"))
+
+    model, optimizer, _ = private(by_block(build("mlp")), "mlp")
+    before = [full(p).clone() for p in model.parameters()]
+    backward(model, float("inf") if rank == 1 else 1.0)
+    refused("not finite" if rank == 1 else "rank 1 could not", optimizer.step)
+    backward(model)
+    optimizer.signal_skip_step(rank == 0)
+    refused("different numbers of parts", optimizer.step)
+    assert all(torch.equal(full(p), q) for p, q in zip(model.parameters(), before, strict=True))
+
+    model, optimizer, _ = private(by_block(Mixed().double()), "mlp")
+    shift = {"shift": torch.ones(3, 4, dtype=torch.float64)} if rank == 0 else {}
+    refused("different kinds of arguments", lambda: backward(model, **shift))
+
+    sequence = part("transformer", 0, 0)["x"][:, :4]
+    model, _, _ = private(by_block(build("transformer")), "transformer")
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    with context_parallel(mesh, buffers=[sequence], buffer_seq_dims=[1]):
+        refused("context parallelism", lambda: model(sequence))
+    report(case, 0.0)
+
+
 def buffers(case: str) -> None:
     """Buffers are rank 0's after a step, as with DDP; and DDP is as it was after cleanup."""
 
@@ -291,6 +437,84 @@ def buffers(case: str) -> None:
     report(case, 0.0)
 
 
+def shard_noise(case: str, wrap: str) -> None:
+    """Noise alone: as strong as in one process, drawn at each shard's shape, and not alike in two shards although all
+    ranks give the same generator; replicas have the same."""
+    torch.manual_seed(5)
+    wrapped = WRAPPERS[wrap](nn.Sequential(nn.Linear(300, 301), nn.Linear(301, 4)).double())
+    torch.manual_seed(1)
+    generator = torch.Generator().manual_seed(3)
+    with mock.patch.object(torch, "normal", side_effect=torch.normal) as normal:
+        data = TensorDataset(torch.zeros(SAMPLES, 300, dtype=torch.float64), torch.zeros(SAMPLES))
+        model, optimizer, _ = Engine().make_private(
+            module=wrapped,
+            optimizer=torch.optim.SGD(wrapped.parameters(), lr=1.0),
+            data_loader=DataLoader(data, batch_size=EXPECTED),
+            noise_multiplier=2.0,
+            max_grad_norm=BOUND,
+            noise_generator=generator,
+            grad_sample_mode="flash_clip",
+        )
+        (model(torch.ones(2, 300, dtype=torch.float64)) * 0).sum().backward()
+        optimizer.step()
+    drawn = [tuple(call.kwargs["size"]) for call in normal.call_args_list]
+    shapes = [tuple(p.to_local().shape) for p in model.parameters()]
+    replica = dist.get_rank() // 2 if wrap == "fsdp2_hybrid" else 0
+    assert drawn == ([] if replica else shapes), (drawn, shapes)
+    gradient = full(next(model.parameters()).grad)
+    std = 2.0 * BOUND / EXPECTED
+    assert abs(float(gradient.std()) / std - 1) < 0.02  # of 90 300 numbers: 8 standard errors
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, gradient)
+    assert all(torch.equal(each, gradient) for each in everyones)
+    shards = gradient.chunk(2 if wrap == "fsdp2_hybrid" else dist.get_world_size())
+    rows = len(shards[-1])
+    correlation = float((shards[0][:rows] * shards[-1]).mean()) / std**2
+    assert abs(correlation) < 5 / (rows * 300) ** 0.5, correlation
+    report(case, 0.0)
+
+
+def checkpoint(case: str) -> None:
+    """Training that is saved, and loaded into a new model and optimizer, goes on as if nothing had been."""
+    directory = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(directory, 0)
+
+    def step(model: Any, optimizer: Any, number: int) -> None:
+        batch = part("transformer", number, dist.get_rank())
+        optimizer.zero_grad()
+        criterion("mean")(model(batch["x"]), batch["y"]).backward()
+        optimizer.step()
+
+    def state(wrapped: nn.Module, optimizer: Any) -> dict[str, Any]:
+        model, states = get_state_dict(wrapped, optimizer.original_optimizer)
+        return {"model": model, "optimizer": states}
+
+    hand = ByHand("transformer", 0.0, EXPECTED)
+    wrapped = by_block(build("transformer"))
+    model, optimizer, _ = private(wrapped, "transformer")
+    for number in (0, 1):
+        step(model, optimizer, number)
+    torch.distributed.checkpoint.save(state(wrapped, optimizer), checkpoint_id=directory[0])
+    again = build("transformer")
+    nn.init.zeros_(again.head.weight)
+    again = by_layer(again)  # sharded in another way
+    other, resumed, _ = private(again, "transformer")
+    loaded = state(again, resumed)
+    torch.distributed.checkpoint.load(loaded, checkpoint_id=directory[0])
+    set_state_dict(
+        again,
+        resumed.original_optimizer,
+        model_state_dict=loaded["model"],
+        optim_state_dict=loaded["optimizer"],
+    )
+    step(other, resumed, 2)
+    for number in range(3):
+        hand.step(together([part("transformer", number, rank) for rank in range(dist.get_world_size())]))
+    report(case, hand.difference(other))
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory[0])
+
+
 CASES: dict[str, Callable[[str], None]] = {
     **{f"{wrap} poisson {name}": lambda case, w=wrap, n=name: poisson(case, w, n)
        for wrap in ("ddp", "dpddp") for name in ("transformer", "convnet")},
@@ -307,6 +531,24 @@ CASES: dict[str, Callable[[str], None]] = {
     "ddp sensitivity": lambda case: sensitivity(case, "ddp", "mlp"),
     "ddp refusals": refusals,
     "ddp buffers": buffers,
+    "fsdp2 transformer": lambda case: poisson(case, "fsdp2", "transformer"),
+    "fsdp2 blocks": lambda case: poisson(case, "fsdp2_blocks", "transformer_rms_norm"),
+    "fsdp2 convnet": lambda case: poisson(case, "fsdp2", "convnet"),
+    "fsdp2 sum": lambda case: poisson(case, "fsdp2_blocks", "mlp", "sum"),
+    "fsdp2 sampled": lambda case: sampled(case, "fsdp2", "mlp"),
+    "fsdp2 accumulated": lambda case: accumulated(case, "fsdp2_blocks", "mlp"),
+    "fsdp2 per layer": lambda case: per_layer(case, "fsdp2", "mlp"),
+    "fsdp2 sensitivity": lambda case: sensitivity(case, "fsdp2", "mlp"),
+    "fsdp2 tied": lambda case: poisson(case, "fsdp2_blocks", "tied"),
+    "fsdp2 recognized": lambda case: poisson(case, "fsdp2", "recognized"),
+    "fsdp2 one layer": lambda case: poisson(case, "fsdp2_blocks", "linear"),
+    "fsdp2 kept": lambda case: poisson(case, "fsdp2_kept", "transformer"),
+    "fsdp2 mixed": lambda case: poisson(case, "fsdp2_mixed", "transformer"),
+    "fsdp2 noise": lambda case: shard_noise(case, "fsdp2"),
+    "fsdp2 checkpoint": checkpoint,
+    "fsdp2 refusals": refusals_fsdp2,
+    "fsdp2_hybrid noise": lambda case: shard_noise(case, "fsdp2_hybrid"),
+    "fsdp2_hybrid transformer": lambda case: poisson(case, "fsdp2_hybrid", "transformer"),
 }  # fmt: skip
 
 

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer of flash_clip under FSDP2: clipped sums are formed and reduce-scattered one layer at a time, and each
+rank adds the noise of its own shards."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.optim import Optimizer
+
+from opacus_memprof.clipping.module import FlashClipHooks
+from opacus_memprof.clipping.optimizer_ddp import DPOptimizerFlashClipDDP
+from opacus_memprof.errors import MemprofError
+
+
+class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
+    """As DPOptimizerFlashClip, for a model that ``fully_shard`` has sharded.
+
+    ``p.summed_grad`` is this rank's shard of the sum. Each rank draws noise of the shape of its shards, with the
+    variance of one process, so that the noise of all shards is that of the whole. Where shards are replicated as well
+    (a mesh of two dimensions), the first of the replicas draws it.
+
+    Ranks must not draw the same numbers, or differences between shards would have no noise: every rank has a generator
+    of its own, whose seed is made from a number of the given generator (or of torch's) and from the rank.
+
+    Args:
+        optimizer, module, kwargs: see DPOptimizerFlashClipDDP.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, module: FlashClipHooks, **kwargs: Any) -> None:
+        super().__init__(optimizer, module=module, **kwargs)
+        self._modules = [each for each in module.units.model.modules() if isinstance(each, FSDPModule)]
+        if not self.secure_mode:
+            self.generator = _own_generator(kwargs.get("generator"), self.rank, self.params[0].device)
+
+    def clip_and_accumulate(self) -> None:
+        """Adds this rank's shards of the clipped sums of every backward since the last step to ``p.summed_grad``.
+
+        While a sum is on its way to the ranks, the next one is formed.
+        """
+        self.bookkeeping.sort()
+        sent: tuple[Any, torch.Tensor] | None = None
+        for parameter, total in self._in_order(self.bookkeeping.pop_clipped_sums()):
+            scattered = _scatter(parameter, total)
+            del total
+            if sent is not None:
+                _accumulate(*sent)
+            sent = parameter, scattered
+        if sent is not None:
+            _accumulate(*sent)
+
+    def _in_order(self, sums: Iterator[tuple[Any, torch.Tensor]]) -> Iterator[tuple[Any, torch.Tensor]]:
+        """The sums of each pass in the order of the optimizer's parameters: ranks reduce them in the same order, also
+        where what a layer has kept depends on the size of the batch."""
+        ready: dict[int, torch.Tensor] = {}
+        parameters, place = self.params, 0
+        for parameter, total in sums:
+            ready[self.bookkeeping.places[parameter]] = total
+            del total
+            while place in ready:
+                yield parameters[place], ready.pop(place)
+                place = (place + 1) % len(parameters)
+
+    def _prepare_step(self) -> bool:
+        for module in self._modules:
+            module.reshard()  # what no backward has gone through is whole since its forward, and would miss the update
+        error: MemprofError | None = None
+        skips = self._check_skip_next_step(pop_next=False)
+        try:
+            self.bookkeeping.check_complete({p: self._names[p] for p in self.params})
+        except MemprofError as raised:
+            error = raised
+        try:
+            passes, skipping = self.agreement.settle(error, [self.bookkeeping.passes, int(skips)])
+            if passes[0] < passes[1] or skipping[0] < skipping[1]:
+                raise MemprofError(
+                    "the ranks have split their batches into different numbers of parts (BatchMemoryManager), or run "
+                    "different numbers of backward passes: under FSDP2 all ranks take part in each forward. Split "
+                    "batches into as many parts on every rank, or use DDP."
+                )
+            return super()._prepare_step()
+        except MemprofError:
+            self._is_last_step_skipped = False
+            self.zero_grad()
+            raise
+
+    def _check_norms(self) -> None:
+        error: MemprofError | None = None
+        try:
+            self.bookkeeping.check_norms()
+        except MemprofError as raised:
+            error = raised
+        self.agreement.settle(error)
+
+    def _add_noise_to(self, parameter: Any, total: torch.Tensor) -> None:
+        if all(parameter.device_mesh.get_local_rank(i) == 0 for i in _replicated(parameter)):
+            self._add_drawn_noise(total)
+
+    def _as_gradient(self, parameter: Any, total: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(
+            total,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    def reduce_gradients(self) -> None:
+        """Sums up the gradients of shards that are replicated."""
+        for parameter in self.params:
+            for i in _replicated(parameter):
+                dist.all_reduce(parameter.grad.to_local(), group=parameter.device_mesh.get_group(i))
+
+
+def _replicated(parameter: Any) -> list[int]:
+    """The dimensions of the mesh along which the parameter's shards are replicated."""
+    return [i for i, placement in enumerate(parameter.placements) if isinstance(placement, Replicate)]
+
+
+def _scatter(parameter: Any, total: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of the sum of all ranks' ``total``, of the ranks that have different shards."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    partial = DTensor.from_local(total.contiguous(), mesh, [Partial()] * mesh.ndim, run_check=False)
+    target = [Partial() if isinstance(placement, Replicate) else placement for placement in placements]
+    return partial.redistribute(placements=target, async_op=True).to_local()
+
+
+def _accumulate(parameter: Any, shard: torch.Tensor) -> None:
+    if isinstance(shard, AsyncCollectiveTensor):
+        shard = shard.trigger_wait()  # type: ignore[no-untyped-call]
+    if parameter.summed_grad is None:
+        parameter.summed_grad = shard
+    else:
+        parameter.summed_grad += shard
+
+
+def _own_generator(given: torch.Generator | None, rank: int, device: torch.device) -> torch.Generator:
+    number = int(torch.randint(2**62, (1,), generator=given, device="cpu" if given is None else given.device))
+    digest = hashlib.sha256(f"{number} {rank}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
