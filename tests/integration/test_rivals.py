@@ -138,3 +138,14 @@ def test_refusals(
             rivals.main()
         assert exited.value.code == 2
         assert sentence in capsys.readouterr().err
+
+
+def test_what_came_before_the_time_was_over_counts(check: ModuleType) -> None:
+    import clipping
+
+    waits = "import time; print('{\"round\": 0}', flush=True); time.sleep(60)"
+    seconds = -29.0  # a worker may take twice this, and a minute for its start
+    assert clipping.run_worker([sys.executable, "-c", waits], seconds) == ([{"round": 0}], "its time was over")
+    raises = "print('noise'); raise ValueError('of this')"
+    lines, failed = clipping.run_worker([sys.executable, "-c", raises], 0)
+    assert (lines, failed) == ([], "the worker ended with status 1: ValueError: of this")
