@@ -9,12 +9,15 @@ import torch
 import torch.nn as nn
 from hypothesis import given, settings
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
+from opacus.grad_sample.embedding import compute_embedding_norm_sample
+from opacus.grad_sample.linear import compute_linear_norm_sample
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .norm_samplers import NORM_SAMPLERS, register_norm_samplers
 
 GHOST = GradSampleModuleFastGradientClipping
+OPACUS_NORM_SAMPLERS = {nn.Linear: compute_linear_norm_sample, nn.Embedding: compute_embedding_norm_sample}
 WORKSPACES = st.sampled_from([1, 300, 2000, 1 << 20])  # bytes: the first leaves one row, token or channel at a time
 
 
@@ -31,8 +34,8 @@ def norms_by_autograd(layer, x, backprops):
 
 def norms_by_opacus(layer, x, backprops):
     """Norms by parameter, from Opacus' norm sampler or, where it has none, from its per-sample gradients."""
-    if type(layer) in GHOST.NORM_SAMPLERS:
-        return GHOST.NORM_SAMPLERS[type(layer)](layer, [x], backprops)
+    if type(layer) in OPACUS_NORM_SAMPLERS:
+        return OPACUS_NORM_SAMPLERS[type(layer)](layer, [x], backprops)
     stacks = GHOST.GRAD_SAMPLERS[type(layer)](layer, [x], backprops)
     return {p: stack.flatten(1).norm(dim=1) for p, stack in stacks.items()}
 
