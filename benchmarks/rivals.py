@@ -105,7 +105,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fastdp", type=Path, metavar="DIR", help="a checkout of fastDP")
     parser.add_argument("--flashnorm", type=Path, metavar="DIR", help="a checkout of FlashNorm's fork of Opacus")
-    parser.add_argument("--ranks", type=int, default=1, help="processes that FSDP2 shards over, for ghost_fsdp")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="processes that FSDP2 shards over, for ghost_fsdp and flash_clip"
+    )
     parser.add_argument("--configs", nargs="+", metavar="NAME", help="names of configurations")
     parser.add_argument("--tiny", action="store_true", help="the small copies of all models, once, on the CPU")
     parser.add_argument("--seconds", type=float, default=30, help="of each process, beside its start")
