@@ -7,6 +7,7 @@ are to be tried, and leaves in facts.json what the profile does not have.
 
 import atexit
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,8 @@ class RunFacts:
         self._reserved = 0  # the highest peak before the program has reset torch's
         self._steps = 0  # of any optimizer, also of a training that the profiler does not follow
         self._torch_imported = False
+        self._environment = dict(os.environ)
+        self._packages: list[str] = []  # that were imported while the environment was this
         atexit.register(self._write)
         AfterImport("torch", self._on_torch_import)
         AfterImport("opacus", self._on_opacus_import)
@@ -48,6 +51,7 @@ class RunFacts:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self._torch_imported = True
+        self._note_import("torch")
         register_optimizer_step_post_hook(self._on_step)
         reset = torch.cuda.memory.reset_peak_memory_stats
 
@@ -65,9 +69,15 @@ class RunFacts:
         from opacus_memprof.planning.changes import OpacusSetup
 
         self._setup = OpacusSetup(self._configuration.changes)
+        if self._packages:
+            self._note_import("opacus")
+
+    def _note_import(self, package: str) -> None:
+        if dict(os.environ) == self._environment:
+            self._packages.append(package)
 
     def _write(self) -> None:
-        facts: dict[str, Any] = {"refused": self.refused}
+        facts: dict[str, Any] = {"refused": self.refused, "packages": self._packages}
         if self._torch_imported:
             facts |= self._of_gpu()
         if self._setup is not None:

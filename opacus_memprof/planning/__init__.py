@@ -2,6 +2,7 @@
 """Planning: what fits on a GPU, from runs of the program on virtual ones.
 
 virtual_run      one run in a process of its own, and what came of it
+forked_runs      the same in a process forked from one that has imported torch
 changes          in that process: what a suggestion changes, and what Opacus was set up with
 arguments        values for the program's arguments
 grid             the cells of a plan, the least change first

@@ -86,4 +86,6 @@ def cell_content(cell: Cell) -> PlanCell:
 
 
 def _fields(run: VirtualRun) -> dict[str, Any]:
-    return {f"{key}_bytes" if key in _SIZES else key: value for key, value in asdict(run).items()}
+    """What plan.json has of a run, which is all but what the plan itself needs."""
+    fields = {key: value for key, value in asdict(run).items() if key != "packages"}
+    return {f"{key}_bytes" if key in _SIZES else key: value for key, value in fields.items()}

@@ -4,15 +4,17 @@
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.planning.virtual_run import Configuration, VirtualRun, run_virtually
+from opacus_memprof.planning.forked_runs import ForkedRuns
+from opacus_memprof.planning.virtual_run import Configuration, VirtualRun, run_environment, run_virtually
 from opacus_memprof.profiles.directory import EVENTS, PLAN, PLANNED_RUNS, RUNS, lock
 from opacus_memprof.profiles.files import writing
 from opacus_memprof.profiles.versions import VERSION
@@ -42,9 +44,11 @@ class PlannedRuns:
         self.workers = workers
         self._on_end = on_end
         self._known: dict[str, VirtualRun] = {}
+        self._packages: tuple[str, ...] = ()  # that the program imports, once a run has shown it
         self.kept = self._read()
         self._pool = ThreadPoolExecutor(workers)
         self._threads = max(1, len(os.sched_getaffinity(0)) // workers)
+        self._forked: dict[int, ForkedRuns] = {}  # by thread of the pool
 
     def all(self, configurations: Sequence[Configuration]) -> list[VirtualRun]:
         """Runs these, side by side, and returns their results in the same order."""
@@ -62,10 +66,24 @@ class PlannedRuns:
             done: Future[VirtualRun] = Future()
             done.set_result(self._known[key])
             return done
-        return self._pool.submit(run_virtually, configuration, self.directory / RUNS / key, self._threads)
+        return self._pool.submit(self._run, configuration, self.directory / RUNS / key)
+
+    def _run(self, configuration: Configuration, directory: Path) -> VirtualRun:
+        return run_virtually(configuration, directory, self._threads, self._forked_runs(configuration))
+
+    def _forked_runs(self, configuration: Configuration) -> ForkedRuns | None:
+        """What forks runs for this thread; None for the first of the program, and where settings are to be tried."""
+        environment = run_environment(configuration, self._threads)
+        if not self._packages or environment != run_environment(replace(configuration, changes=()), self._threads):
+            return None
+        thread = threading.get_ident()
+        if thread not in self._forked:
+            self._forked[thread] = ForkedRuns(self._packages, environment)
+        return self._forked[thread]
 
     def keep(self, configuration: Configuration, run: VirtualRun) -> None:
         key = _key(configuration)
+        self._packages = self._packages or run.packages
         if key in self._known:
             return
         self._known[key] = run
@@ -74,6 +92,8 @@ class PlannedRuns:
         self._on_end(configuration, run)
 
     def close(self) -> None:
+        for forked in self._forked.values():
+            forked.close()
         self._pool.shutdown(cancel_futures=True)
 
     def _read(self) -> int:

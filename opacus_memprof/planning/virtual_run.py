@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.planning.forked_runs import ForkedRuns
 from opacus_memprof.profiles.directory import OOM_REPORTS, PROFILE
 from opacus_memprof.profiles.files import read_object, writing
 
@@ -91,6 +92,7 @@ class VirtualRun:
         poisson: of a loader that draws batch sizes its "samples", "rate" and "steps"; {} of another.
         seconds: of the whole process.
         directory: of its profile and its log.
+        packages: that it has imported, in an environment that it had not changed: others can be forked with these.
     """
 
     fits: bool
@@ -110,6 +112,7 @@ class VirtualRun:
     directory: str
     categories: Mapping[str, int] = field(default_factory=dict)
     poisson: Mapping[str, Any] = field(default_factory=dict)
+    packages: tuple[str, ...] = ()
 
     @property
     def profile(self) -> Path:
@@ -127,15 +130,32 @@ class VirtualRun:
         return next((line.strip() for line in reversed(own.splitlines()) if line.strip()), "")
 
 
-def run_virtually(configuration: Configuration, directory: Path, threads: int | None = None) -> VirtualRun:
+def run_virtually(
+    configuration: Configuration, directory: Path, threads: int | None = None, forked: ForkedRuns | None = None
+) -> VirtualRun:
     """Runs the program to its end. `directory` is the run's own and is replaced: profile/, log.txt, facts.json.
 
     Args:
         threads: of each library that computes on the CPU; None leaves it to them.
+        forked: runs it, with its environment, in the place of a new process.
 
     Raises:
         MemprofError: a virtual GPU cannot work here, the program cannot be found, or the directory not be written.
     """
+    with writing(directory):
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        (directory / LOG).touch()
+    asked = json.dumps(configuration.to_json())
+    start = time.monotonic()
+    exit_code = None if forked is None else forked.run(asked, directory, directory / LOG)
+    if exit_code is None:
+        exit_code = _run_in_new_process(asked, directory, run_environment(configuration, threads))
+    return _read(directory, exit_code, time.monotonic() - start)
+
+
+def run_environment(configuration: Configuration, threads: int | None) -> dict[str, str]:
+    """The environment variables of a run."""
     environment = dict(os.environ)
     settings = [change["value"] for change in configuration.changes if change["kind"] == "allocator_setting"]
     if settings:
@@ -143,27 +163,26 @@ def run_virtually(configuration: Configuration, directory: Path, threads: int | 
         environment["PYTORCH_CUDA_ALLOC_CONF"] = ",".join([*([given] if given else []), *settings])
     if threads is not None:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
-    with writing(directory):
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
+    return environment
+
+
+def _run_in_new_process(asked: str, directory: Path, environment: dict[str, str]) -> int:
     # Not an import: the command line stands above this.
-    command = [sys.executable, "-m", "opacus_memprof.cli.planned_run", json.dumps(configuration.to_json())]
-    start = time.monotonic()
+    command = [sys.executable, "-m", "opacus_memprof.cli.planned_run", asked, str(directory.absolute())]
     with open(directory / LOG, "w", encoding="utf-8") as log:
         child = subprocess.Popen(
-            [*command, str(directory.absolute())],
+            command,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
         )
         try:
-            exit_code = child.wait()
+            return child.wait()
         except BaseException:  # Ctrl-C, most of all
             child.kill()
             child.wait()
             raise
-    return _read(directory, exit_code, time.monotonic() - start)
 
 
 def _read(directory: Path, exit_code: int, seconds: float) -> VirtualRun:
@@ -203,6 +222,7 @@ def _read(directory: Path, exit_code: int, seconds: float) -> VirtualRun:
         directory=str(directory),
         categories={name: size for name, size in peak.get("categories", {}).items() if size},
         poisson=facts.get("poisson", {}),
+        packages=tuple(facts.get("packages", ())),
     )
 
 

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planned runs that are forked from a process with torch: they must be what runs in new processes are."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opacus_memprof.planning.forked_runs import ForkedRuns
+from opacus_memprof.planning.virtual_run import LOG, Configuration, Program, VirtualRun, run_environment, run_virtually
+
+SCRIPTS = Path(__file__).parent / "scripts"
+GPU = "t4"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[ForkedRuns]:
+    environment = run_environment(Configuration(Program(""), GPU), 1)
+    runs = ForkedRuns(["torch", "opacus"], environment)
+    yield runs
+    runs.close()
+
+
+def both(configuration: Configuration, forked: ForkedRuns, folder: Path) -> tuple[VirtualRun, VirtualRun]:
+    """The run in a new process, and the forked one."""
+    new = run_virtually(configuration, folder / "new", 1)
+    return new, run_virtually(configuration, folder / "forked", 1, forked)
+
+
+def told(run: VirtualRun) -> dict[str, Any]:
+    """All that the run says but its time and place."""
+    return {name: value for name, value in asdict(run).items() if name not in ("seconds", "directory")}
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "memory"),
+    [
+        ("train_cuda.py", ["--batch", "64"], None),
+        ("train_cuda.py", ["--width", "512", "--batch", "1024"], 2**30),
+        ("train_to_plan.py", ["--batch-size", "3"], None),
+        ("train_poisson.py", [], None),
+    ],
+    ids=["fits", "does not fit", "without Opacus", "drawn batches"],
+)
+def test_a_forked_run_is_the_same(
+    script: str, arguments: list[str], memory: int | None, forked: ForkedRuns, tmp_path: Path
+) -> None:
+    changes = ({"kind": "drawn_batch", "value": 7},) if script == "train_poisson.py" else ()
+    configuration = Configuration(Program(str(SCRIPTS / script), tuple(arguments)), GPU, memory, changes)
+    new, other = both(configuration, forked, tmp_path)
+    assert new.status == ("finished" if memory is None else "out_of_memory")
+    assert new.requested
+    assert told(other) == told(new)
+    peaks, events = [], []
+    for run in (new, other):
+        profile = json.loads((run.profile / "profile.json").read_text())
+        peaks.append({**profile["devices"]["cuda:0"]["peak"], "unix_ns": 0})
+        events.append(profile["events"])
+    assert peaks[0] == peaks[1]
+    assert events[0] == events[1]
+
+
+SEES = """
+import atexit, importlib.util, os, sys, threading
+print(sys.argv[1:], __name__, __file__, sys.path[0], os.getcwd(), threading.current_thread() is threading.main_thread())
+print(sorted(name for name in sys.modules if name.partition(".")[0] in ("torch", "opacus", "numpy", "scipy")))
+print(importlib.util.find_spec("torch").origin, "torch" in sys.modules, sys.stdin.read(), sys.stdout.isatty())
+atexit.register(print, "before torch", flush=True)
+import numpy
+print("torch" in sys.modules, numpy.__spec__.name, numpy.random.rand() != 0.5)
+import torch.nn.functional as functional
+import torch
+from torch.utils.data import DataLoader
+print(torch.__spec__.name, torch.__spec__.origin, functional is torch.nn.functional, "opacus" in sys.modules)
+print(torch.rand(2).shape, torch.get_num_threads(), torch.cuda.is_initialized())
+atexit.register(print, "after torch", flush=True)
+import opacus
+print(opacus.__spec__.name, isinstance(opacus.PrivacyEngine(), opacus.privacy_engine.PrivacyEngine))
+print(torch.zeros(3, device="cuda").sum().item(), torch.cuda.get_device_name())
+sys.exit(5)
+"""
+
+
+def test_the_program_sees_a_new_process(forked: ForkedRuns, tmp_path: Path) -> None:
+    (tmp_path / "sees.py").write_text(SEES)
+    runs = both(Configuration(Program(str(tmp_path / "sees.py"), ("--one", "2")), GPU), forked, tmp_path)
+    logs = [(Path(run.directory) / LOG).read_text().replace(run.directory, "DIRECTORY") for run in runs]
+    assert logs[0].splitlines()[0].startswith("['--one', '2'] __main__ ")
+    assert logs[0].index("after torch") < logs[0].index("before torch")
+    assert "0.0 Tesla T4" in logs[0]
+    assert "Traceback" not in logs[0]
+    assert logs[1] == logs[0]
+    assert told(runs[1]) == told(runs[0])
+    assert runs[0].packages == ("torch", "opacus")
+
+
+def test_variables_that_a_program_sets_count(forked: ForkedRuns, tmp_path: Path) -> None:
+    """They are read when torch is imported, so such programs are not forked; one that is starts over."""
+    (tmp_path / "sets.py").write_text(
+        "import os, sys\nos.environ['OMP_NUM_THREADS'] = '2'\nimport torch\n"
+        "torch.zeros(torch.get_num_threads(), device='cuda')\nprint(torch.get_num_threads(), flush=True)\n"
+    )
+    new, other = both(Configuration(Program(str(tmp_path / "sets.py")), GPU), forked, tmp_path)
+    assert new.packages == ()
+    for run in (new, other):
+        assert (Path(run.directory) / LOG).read_text().startswith("2\n")
+        assert run.requested == 2 * 4
+    assert told(other) == told(new)
+
+
+def test_a_run_that_is_killed_leaves_the_next_ones(forked: ForkedRuns, tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text("import os, torch\ntorch.zeros(9, device='cuda')\nos.kill(os.getpid(), 9)\n")
+    new, other = both(Configuration(Program(str(tmp_path / "dies.py")), GPU), forked, tmp_path)
+    assert new.status == other.status == "killed"
+    configuration = Configuration(Program(str(SCRIPTS / "train_to_plan.py"), ("--batch-size", "3")), GPU)
+    assert run_virtually(configuration, tmp_path / "next", 1, forked).status == "finished"
+
+
+def test_without_a_process_to_fork_a_run_has_its_own(tmp_path: Path) -> None:
+    runs = ForkedRuns(["no_such_package"], dict(os.environ))
+    configuration = Configuration(Program(str(SCRIPTS / "train_to_plan.py"), ("--batch-size", "3")), GPU)
+    assert runs.run("{}", tmp_path, tmp_path / "log") is None
+    assert run_virtually(configuration, tmp_path / "run", 1, runs).status == "finished"
+    runs.close()
+    assert runs.run("{}", tmp_path, tmp_path / "log") == -9
