@@ -13,8 +13,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.distributed.fsdp import FSDPModule
-
+from opacus_memprof.clipping.distributed import spans_ranks
 from opacus_memprof.clipping.register import register_norm_samplers
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
@@ -42,7 +41,7 @@ def make_private_automatically(
         always module, optimizer, criterion, data loader.
 
     Raises:
-        MemprofError: flash_clip refuses a model of FSDP, or the workspace is not positive.
+        MemprofError: flash_clip refuses the model on several ranks, or the workspace is not positive.
     """
     Workspace.from_mib(workspace_mb)
     options = {name: value for name, value in options.items() if name != "criterion" or value is not None}
@@ -50,7 +49,7 @@ def make_private_automatically(
     try:
         prepared = make_private(**{**options, "grad_sample_mode": "flash_clip"})
     except MemprofError as refusal:
-        if isinstance(options["module"], FSDPModule):  # hooks would take shards for whole gradients
+        if spans_ranks(options["module"]):  # not all ranks may have refused, and hooks takes shards for wholes
             raise
         mode, why = _second_choice(options, kept)
         _LOGGER.warning("grad_sample_mode='auto' is %s here: %s; flash_clip refuses it: %s", mode, why, refusal)

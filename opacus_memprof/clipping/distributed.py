@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from opacus_memprof.errors import MemprofError
@@ -21,6 +23,13 @@ _WRAPPERS = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParall
 def is_replicated(module: nn.Module) -> bool:
     """Whether every rank has the whole model, in DDP or in Opacus' wrapper of that purpose."""
     return isinstance(module, _WRAPPERS)
+
+
+def spans_ranks(module: nn.Module) -> bool:
+    """Whether several ranks train the model together, whole or in parts."""
+    parallel = (*_WRAPPERS, FullyShardedDataParallel, FSDPModule)
+    parts = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    return parts or any(isinstance(each, parallel) for each in module.modules())
 
 
 def inner_model(module: nn.Module) -> nn.Module:

@@ -5,6 +5,7 @@ python clip_ranks.py RANKS GROUP...    runs the groups' cases; each prints the l
 """
 
 import contextlib
+import copy
 import shutil
 import socket
 import sys
@@ -163,13 +164,12 @@ def private(wrapped: nn.Module, name: str, batch: int = EXPECTED, **options: Any
     torch.manual_seed(1)
     data = MODELS[name][1](SAMPLES)
     rank = dist.get_rank()
-    arguments = {"noise_multiplier": 0.0, "max_grad_norm": BOUND, **options}
+    arguments = {"noise_multiplier": 0.0, "max_grad_norm": BOUND, "grad_sample_mode": "flash_clip", **options}
     made: tuple[Any, Any, Any] = Engine().make_private(
         module=wrapped,
         optimizer=torch.optim.SGD(wrapped.parameters(), lr=LR, momentum=MOMENTUM),
         data_loader=DataLoader(data, batch_size=batch),
         noise_generator=torch.Generator().manual_seed(11 + rank),
-        grad_sample_mode="flash_clip",
         **arguments,
     )
     return made
@@ -185,9 +185,9 @@ def report(case: str, difference: float, tolerance: float = 1e-10) -> None:
 def poisson(case: str, wrap: str, name: str, reduction: str = "mean", noise: float = 0.0, **options: Any) -> None:
     """Batches of different sizes, some of them empty."""
     hand = ByHand(name, noise, EXPECTED if reduction == "mean" else 1)
-    model, optimizer, _ = private(
-        WRAPPERS[wrap](build(name)), name, loss_reduction=reduction, noise_multiplier=noise, **options
-    )
+    wrapped = WRAPPERS[wrap](build(name))
+    hooks, optimizer, _ = private(wrapped, name, loss_reduction=reduction, noise_multiplier=noise, **options)
+    model = hooks if options.get("wrap_model", True) else wrapped
     loss, ranks = criterion(reduction), range(dist.get_world_size())
     for step in range(3):
         batch = part(name, step, dist.get_rank())
@@ -316,6 +316,7 @@ def refusals(case: str) -> None:
 
     wrapped = DistributedDataParallel(build("mlp"), static_graph=True)
     refused("static_graph", lambda: private(wrapped, "mlp"))
+    refused("static_graph", lambda: private(wrapped, "mlp", grad_sample_mode="auto"))  # no other mode on some ranks
     wrapped = DistributedDataParallel(build("mlp"))
     refused("adaptive", lambda: private(wrapped, "mlp", clipping="adaptive"))
     words = "noise_multiplier is 0.0 on rank 0 and 1.0 on rank 1"
@@ -381,6 +382,7 @@ def refusals_fsdp2(case: str) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     parallel = parallelize_module(build("mlp"), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     refused("as in tensor or context parallelism", lambda: private(parallel, "mlp"))
+    refused("as in tensor or context parallelism", lambda: private(parallel, "mlp", grad_sample_mode="auto"))
     if world == 4:
         both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         parallel = parallelize_module(build("mlp"), both["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -474,6 +476,31 @@ def shard_noise(case: str, wrap: str) -> None:
     report(case, 0.0)
 
 
+def llama(case: str) -> None:
+    """A model of transformers, block by block."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=31, num_hidden_layers=2, **sizes)).double().train()
+    alone = copy.deepcopy(model)
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ids = torch.randint(0, 31, (2 * world, 7))
+
+    def of_samples(model: nn.Module, batch: Batch) -> torch.Tensor:
+        logits = model(input_ids=batch["x"], use_cache=False).logits
+        return nn.functional.cross_entropy(logits.mT, batch["x"], reduction="none").mean(1)
+
+    module, optimizer, _ = private(model, "mlp", loss_reduction="sum")
+    of_samples(module, {"x": ids[2 * rank : 2 * rank + 2]}).sum().backward()
+    optimizer.step()
+    _, expected = by_hand(alone, {"x": ids}, of_samples, BOUND)
+    report(case, max(float((full(p.grad) - expected[n]).abs().max()) for n, p in model.named_parameters()))
+
+
 def checkpoint(case: str) -> None:
     """Training that is saved, and loaded into a new model and optimizer, goes on as if nothing had been."""
     directory = [tempfile.mkdtemp()]
@@ -545,6 +572,8 @@ CASES: dict[str, Callable[[str], None]] = {
     "fsdp2 kept": lambda case: poisson(case, "fsdp2_kept", "transformer"),
     "fsdp2 mixed": lambda case: poisson(case, "fsdp2_mixed", "transformer"),
     "fsdp2 noise": lambda case: shard_noise(case, "fsdp2"),
+    "fsdp2 unwrapped": lambda case: poisson(case, "fsdp2_blocks", "transformer", wrap_model=False),
+    "fsdp2 llama": llama,
     "fsdp2 checkpoint": checkpoint,
     "fsdp2 refusals": refusals_fsdp2,
     "fsdp2_hybrid noise": lambda case: shard_noise(case, "fsdp2_hybrid"),
