@@ -5,7 +5,6 @@ TwoPassBackward, on the model's outputs."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,13 +14,6 @@ from opacus_memprof.clipping.arrangement import Arrangement
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.repetition import Call
-
-_NOTHING = nullcontext()
-
-
-def _plain_arithmetic(device: str) -> AbstractContextManager[Any]:
-    """Without autocast: backward may be called under it, and inputs have been cast in forward already."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
 
 
 class GradientTap(torch.autograd.Function):
@@ -58,7 +50,11 @@ class GradientTap(torch.autograd.Function):
         if ctx.where is not None:
             by_sample = ctx.where.by_sample(g, ctx.batch)
             x = None if x is None else ctx.where.by_sample(x, ctx.batch)
-        with _plain_arithmetic(g.device.type):
+        if torch.is_autocast_enabled(g.device.type):
+            # Backward may be called under it; the input has been cast in forward already.
+            with torch.autocast(g.device.type, enabled=False):
+                ctx.bookkeeping.add(ctx.layer, x, by_sample)
+        else:
             ctx.bookkeeping.add(ctx.layer, x, by_sample)
         return g, None, None, None, None, None, None
 
@@ -84,7 +80,7 @@ class CallTap(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with _plain_arithmetic(gradients[0].device.type):
+        with torch.autocast(gradients[0].device.type, enabled=False):
             ctx.bookkeeping.add(ctx.layer, ctx.call.with_tensors(ctx.saved_tensors), list(gradients))
         return (None, None, None, None, None, *gradients, *[None] * ctx.inputs)
 

@@ -219,7 +219,9 @@ class Bookkeeping:
         """The clip factors of a pass, [B], by parameter: as in Opacus and, for a mean loss, times the batch size, since
         the gradients are those of loss / B."""
         parameters, squares, descriptions = each.squared_norms(self.workspace)
-        by_parameter = torch.stack([s.to(squares[0].device, squares[0].dtype) for s in squares])
+        device, dtype = squares[0].device, squares[0].dtype
+        same = all(s.dtype == dtype and s.device == device for s in squares)
+        by_parameter = torch.stack(squares if same else [s.to(device, dtype) for s in squares])
         scale = each.batch_size if self.loss_reduction == "mean" else 1
         self.norms = by_parameter.sum(0).sqrt_().mul_(scale)
         self._norm_checks.append(NormCheck(self.norms, by_parameter, descriptions))
@@ -299,4 +301,7 @@ class Bookkeeping:
                         yield from layer.clipped_sums(part, by_parameter[parameter], self.workspace)
                 else:
                     parameter, norms = next(iter(kept.norms.items()))
-                    yield from layer.clipped_sums(kept, by_parameter[parameter].to(norms), self.workspace)
+                    factors_of_layer = by_parameter[parameter]
+                    if factors_of_layer.dtype != norms.dtype or factors_of_layer.device != norms.device:
+                        factors_of_layer = factors_of_layer.to(norms)
+                    yield from layer.clipped_sums(kept, factors_of_layer, self.workspace)

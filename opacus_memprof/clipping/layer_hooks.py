@@ -32,7 +32,7 @@ class Layout:
     outputs: dict[int, Arrangement | None]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Running:
     """A layer that runs."""
 

@@ -16,6 +16,8 @@ from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, has
 
 def matrix(stack: torch.Tensor) -> torch.Tensor:
     """``stack`` as [N, numbers of each]."""
+    if stack.dim() == 2:
+        return stack
     return stack.unsqueeze(1) if stack.dim() == 1 else stack.flatten(1)
 
 
@@ -56,9 +58,9 @@ def gram_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -
 def _tiled_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -> torch.Tensor:
     count, rows, tokens = g.shape
     dtype = accumulation_dtype(g.dtype)
-    tile, samples = _tile(count, tokens, rows + a.shape[2], g.dtype, workspace)
-    if tile >= tokens and samples >= count and g.dtype == a.dtype == dtype:
+    if g.dtype == a.dtype == dtype and 2 * count * tokens * tokens * dtype.itemsize <= workspace.bytes:
         return torch.bmm(g.mT, g).mul_(torch.bmm(a, a.mT)).sum((1, 2)).clamp_(min=0)
+    tile, samples = _tile(count, tokens, rows + a.shape[2], g.dtype, workspace)
     total = torch.zeros(count, dtype=dtype, device=g.device)
     for n in slices(count, samples):
         for i in slices(tokens, tile):

@@ -13,6 +13,7 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch import nn
 from torch.optim import Optimizer
 
+from opacus_memprof.clipping import noise
 from opacus_memprof.clipping.module import FlashClipHooks
 from opacus_memprof.errors import MemprofError
 
@@ -109,7 +110,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         self._add_drawn_noise(total)
 
     def _add_drawn_noise(self, total: torch.Tensor) -> None:
-        total += opacus_optimizer._generate_noise(
+        total += noise.draw_noise(
             std=self.noise_std(), reference=total, generator=self.generator, secure_mode=self.secure_mode
         )
 

@@ -24,7 +24,10 @@ def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, wo
         return weighted_sum_cuda(stack.contiguous(), factors.float(), dtype)
     flat = matrix(stack)
     if flat.dtype == factors.dtype:
-        return torch.mv(flat.mT, factors).view(stack.shape[1:]).to(dtype)
+        summed = torch.mv(flat.mT, factors)
+        if flat is not stack:
+            summed = summed.view(stack.shape[1:])
+        return summed if summed.dtype == dtype else summed.to(dtype)
     # Rounding the factors to a low-precision dtype would let a sample exceed the bound: sum in float32.
     total = torch.empty(flat.shape[1], dtype=dtype, device=stack.device)
     width = workspace.fit_at_least_one(
@@ -35,23 +38,39 @@ def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, wo
     return total.view(stack.shape[1:])
 
 
-def _sum_all_products(g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
-    """The weighted sum as one product, [rows, columns]."""
-    if factors is not None and g.shape[1] < a.shape[2]:
+def sum_outer_products(
+    g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor | None, workspace: Workspace
+) -> torch.Tensor | None:
+    """As ``sum_products``, of operands [N, T, rows] and [N, T, columns], as [rows, columns]. None if one product does
+    not do: the narrower operand, which scaling copies, does not fit into the workspace, or there is one sample, whose
+    gradient is scaled instead."""
+    samples, tokens, rows = g.shape
+    columns = a.shape[2]
+    copied = samples * tokens * min(rows, columns) * g.element_size()
+    if copied > workspace.bytes or (factors is not None and samples == 1):
+        return None
+    if factors is not None and rows < columns:
         g = _scaled(g, factors)
     elif factors is not None:
         a = _scaled(a, factors)
-    return torch.mm(g.transpose(0, 1).reshape(g.shape[1], -1), a.reshape(-1, a.shape[2]))
+    return torch.mm(g.reshape(-1, rows).t(), a.reshape(-1, columns))
 
 
 def _scaled(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     scale = factors.view(-1, *[1] * (x.dim() - 1))
+    # Low precision rounds the product, not the factors.
     return x * scale if x.dtype == factors.dtype else torch.mul(x, scale, out=torch.empty_like(x))
 
 
 def scale_single_sample(stack: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """The clipped sum of a single sample: its gradient is scaled in place, which takes no memory."""
     return stack.mul_(factors.view(-1, *[1] * (stack.dim() - 1)))[0]
+
+
+def products(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """The weight gradients ``g[n] @ a[n]``, [N, rows, columns]."""
+    # For a single sample a plain matrix product, as in training without privacy.
+    return torch.mm(g[0], a[0]).unsqueeze(0) if g.shape[0] == 1 else torch.bmm(g, a)
 
 
 def sum_products(
@@ -73,10 +92,6 @@ def sum_products(
     """
     count, rows, tokens = g.shape
     columns, samples = a.shape[2], count // groups
-    if groups == 1 and samples > 1 and tokens and a.stride(2) == 1:
-        copied = samples * tokens * min(rows, columns) * g.element_size()
-        if copied <= workspace.bytes:
-            return _sum_all_products(g, a, factors).unsqueeze(0)
     g = g.view(samples, groups, rows, tokens)
     a = a.view(samples, groups, tokens, columns)
     if samples == 0 or tokens == 0:

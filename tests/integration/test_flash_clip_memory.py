@@ -78,6 +78,25 @@ def test_one_pass_keeps_the_smaller_of_pairs_and_samples(cpu: None) -> None:  # 
         attachment.detach()
 
 
+def test_noise_is_one_tensor_at_a_time(cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    module, optimizer = small(passes=1)
+    attachments = [hooks.attach_model(module), hooks.attach_optimizer(optimizer)]
+    backward(module)
+    draw, seen = torch.normal, []
+
+    def normal(*args: Any, **kwargs: Any) -> torch.Tensor:
+        noise = draw(*args, **kwargs)
+        blocks = [block for block in native.live_blocks() if block["category"] == "noise"]
+        seen.append([(block["module"], block["bytes"]) for block in blocks])
+        return noise
+
+    monkeypatch.setattr(torch, "normal", normal)
+    optimizer.step()
+    assert seen == [[("0", 50 * 6 * DOUBLE)], [("0", 50 * DOUBLE)], [("1", 50 * 50 * DOUBLE)]]
+    for attachment in attachments:
+        attachment.detach()
+
+
 def test_two_passes_keep_norms_and_sums(cpu: None) -> None:  # noqa: F811
     module, optimizer = small(passes=2)
     attachment = hooks.attach_model(module)

@@ -40,7 +40,7 @@ def test_fsdp2_is_attributed(tmp_path: Path) -> None:
         highest = {name: max(values) for name, values in device["timeline"]["categories"].items()}
         assert highest["unsharded_parameters"] == 4 * max(WEIGHTS)
         assert highest.get("unsharded_gradients", 0) == 0  # autograd forms none
-        assert highest["noise"] == 2 * 4 * WIDTH * WIDTH // 2  # of a shard, with its zeros
+        assert highest["noise"] == 4 * WIDTH * WIDTH // 2  # of a shard
         assert highest["gradients"] == PARAMETERS // 2
         assert highest["optimizer_states"] == 2 * (PARAMETERS // 2) + 4 * 2 * len(WEIGHTS)
         assert highest["summed_gradients"] >= PARAMETERS // 2
@@ -63,5 +63,5 @@ def test_a_rank_is_killed_under_ddp(tmp_path: Path) -> None:
     assert summary["findings"] == []  # DDP's reducer has nothing to do
     timeline = json.loads((tmp_path / "out/rank_0/profile.json").read_text())["devices"]["cpu"]["timeline"]
     assert max(timeline["categories"]["summed_gradients"]) == PARAMETERS
-    assert max(timeline["categories"]["noise"]) == 2 * 4 * WIDTH * WIDTH  # of the largest parameter, with its zeros
+    assert max(timeline["categories"]["noise"]) == 4 * WIDTH * WIDTH  # of the largest parameter
     assert max(timeline["categories"]["gradients"]) == PARAMETERS  # the sums themselves

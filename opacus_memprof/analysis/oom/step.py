@@ -225,8 +225,8 @@ class Step:
             summed += 0 if accumulates else layer.module.bytes
 
     def _update(self, n: int, base: Mapping[str, int]) -> Iterator[Instant]:
-        """Clipped sums, noise, and the optimizer's step. Noise takes the size of the largest layer twice: zeros, and
-        the noise that is drawn."""
+        """Clipped sums, noise, and the optimizer's step. Noise takes the size of the largest layer twice, zeros and the
+        noise that is drawn; that of flash_clip takes it once."""
         trained = self.trained
         if not self.mode:
             yield Instant("optimizer_step", "", {**base, "gradients": trained, "optimizer_temporaries": self.update})
@@ -240,5 +240,6 @@ class Step:
         in_clip = 0 if self.drops_gradients else gradients
         yield Instant("clip", "", {**parts, "gradients": in_clip, "clipping_temporaries": casts})
         in_noise = trained if self.drops_gradients else gradients
-        yield Instant("noise", "", {**parts, "gradients": in_noise, "noise": 2 * self.largest})
+        noise = self.largest if self.mode == "flash_clip" else 2 * self.largest
+        yield Instant("noise", "", {**parts, "gradients": in_noise, "noise": noise})
         yield Instant("optimizer_step", "", {**parts, "gradients": gradients, "optimizer_temporaries": self.update})

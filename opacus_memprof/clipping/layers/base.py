@@ -16,7 +16,7 @@ from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
 
-@dataclass
+@dataclass(slots=True)
 class KeptTensors:
     """What one layer's backward keeps until the clip factors are known.
 
@@ -106,7 +106,7 @@ class Layer:
         return x
 
     def small_gradients(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> dict[str, torch.Tensor]:
-        """The per-sample gradients, by parameter name, of the parameters that are never deferred."""
+        """The per-sample gradients, by name, of those trainable parameters that are never deferred."""
         raise NotImplementedError
 
     def choose(self, x: torch.Tensor, g: torch.Tensor, keep: bool) -> Choice | None:
@@ -224,7 +224,7 @@ class Layer:
         self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace
     ) -> list[tuple[nn.Parameter, torch.Tensor]]:
         own = self.module._parameters
-        return [(own[n], s) for n, s in self.small_gradients(x, g, workspace).items() if self.is_trainable(n)]  # type: ignore[misc]
+        return [(own[n], s) for n, s in self.small_gradients(x, g, workspace).items()]  # type: ignore[misc]
 
     def _choice(self, x: torch.Tensor | None, g: torch.Tensor, keep: bool) -> Choice | None:
         return self.choose(x, g, keep) if x is not None and self.is_trainable("weight") else None

@@ -7,20 +7,32 @@ The input is unfolded for some samples (or groups, or channels) at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from opacus_memprof.clipping.cost import Choice
 from opacus_memprof.clipping.layers.linear import autocast_input
-from opacus_memprof.clipping.layers.matrix import Block, MatrixLayer, Sizes
+from opacus_memprof.clipping.layers.matrix import MatrixLayer, Sizes
+from opacus_memprof.clipping.norms import gradient_squared_norms, gram_squared_norms
+from opacus_memprof.clipping.sums import products, sum_products
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
+
+
+class Block(NamedTuple):
+    """The operands ``g`` and ``a`` for some samples, some groups and some columns of the weight."""
+
+    samples: slice
+    groups: slice
+    columns: slice
+    g: torch.Tensor
+    a: torch.Tensor
 
 
 class ConvolutionLayer(MatrixLayer):
     module: nn.Conv1d | nn.Conv2d
-    unfolds = True
 
     def min_dimensions(self) -> int:
         return 4 if isinstance(self.module, nn.Conv2d) else 3
@@ -37,7 +49,59 @@ class ConvolutionLayer(MatrixLayer):
         weight, groups = self.module.weight, self.module.groups
         return Sizes(len(x), groups, g.shape[2:].numel(), weight.shape[0] // groups, weight.shape[1:].numel())
 
+    def weight_gradients(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+        size = self.sizes(x, g)
+        shape = (size.samples, size.groups, size.rows, size.columns)
+        stack: torch.Tensor | None = None
+        for block in self.blocks(x, g, workspace):
+            part = products(block.g, block.a)
+            part = part.view(-1, block.groups.stop - block.groups.start, size.rows, block.a.shape[2])
+            if part.shape == shape:
+                stack = part
+            else:
+                stack = part.new_empty(shape) if stack is None else stack
+                stack[block.samples, block.groups, :, block.columns] = part
+            del part, block
+        if stack is None:
+            stack = g.new_zeros(shape)
+        return stack.view(size.samples, *self.weight().shape)
+
+    def weight_squared_norms(
+        self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
+    ) -> torch.Tensor:
+        size, share = self.sizes(x, g), workspace.half()  # of it are the unfolded blocks
+        total = torch.zeros(size.samples, dtype=accumulation_dtype(g.dtype), device=g.device)
+        for block in self.blocks(x, g, share):
+            # The Gram product needs all columns at once; squared norms of gradients add up over columns.
+            all_columns = block.a.shape[2] == size.columns
+            compute = gram_squared_norms if choice.norm == "gram" and all_columns else gradient_squared_norms
+            norms = compute(block.g, block.a, share)
+            total[block.samples] += norms.view(-1, block.groups.stop - block.groups.start).sum(1)
+            del block
+        return total
+
+    def weight_sum(
+        self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor | None, workspace: Workspace
+    ) -> torch.Tensor:
+        size, share = self.sizes(x, g), workspace.half()  # of it are the unfolded blocks
+        shape = (size.groups, size.rows, size.columns)
+        total: torch.Tensor | None = None
+        for block in self.blocks(x, g, share):
+            scale = None if factors is None else factors[block.samples]
+            part = sum_products(block.g, block.a, scale, block.groups.stop - block.groups.start, share)
+            if part.shape == shape and block.samples == slice(0, size.samples):
+                total = part
+            else:
+                if total is None:
+                    total = torch.zeros(shape, dtype=accumulation_dtype(part.dtype), device=part.device)
+                total[block.groups, :, block.columns] += part
+            del part, block
+        if total is None:
+            total = g.new_zeros(shape)
+        return total.view(self.weight().shape)
+
     def blocks(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Iterator[Block]:
+        """Splits the products into blocks whose operands fit into the workspace."""
         size = self.sizes(x, g)
         if size.samples == 0 or size.tokens == 0:
             return

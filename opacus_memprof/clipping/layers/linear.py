@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
-from opacus_memprof.clipping.layers.matrix import Block, MatrixLayer, Sizes
+from opacus_memprof.clipping.cost import Choice
+from opacus_memprof.clipping.layers.matrix import MatrixLayer, Sizes
+from opacus_memprof.clipping.norms import gradient_squared_norms, gram_squared_norms
+from opacus_memprof.clipping.sums import products, sum_outer_products, sum_products
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
 
 
@@ -38,12 +39,38 @@ class LinearLayer(MatrixLayer):
     def sizes(self, x: torch.Tensor, g: torch.Tensor) -> Sizes:
         return Sizes(x.shape[0], 1, x.shape[1:-1].numel(), g.shape[-1], x.shape[-1])
 
-    def blocks(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Iterator[Block]:
-        size = self.sizes(x, g)
-        if size.samples and size.tokens:
-            g = g.reshape(size.samples, size.tokens, size.rows).mT
-            a = x.to(g.dtype).reshape(size.samples, size.tokens, size.columns)
-            yield Block(slice(0, size.samples), slice(0, 1), slice(0, size.columns), g, a)
+    def operands(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The operands of the weight gradients, [B, rows, tokens] and [B, tokens, columns]. There must be a sample and
+        a token."""
+        if x.dtype != g.dtype:
+            x = x.to(g.dtype)
+        if x.dim() == g.dim() == 3:
+            return g.mT, x
+        batch, tokens = x.shape[0], x.shape[1:-1].numel()
+        return g.reshape(batch, tokens, g.shape[-1]).mT, x.reshape(batch, tokens, x.shape[-1])
+
+    def weight_gradients(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+        shape = self.weight().shape
+        if g.numel() == 0:
+            return g.new_zeros(x.shape[0], *shape)
+        return products(*self.operands(x, g)).view(-1, *shape)
+
+    def weight_squared_norms(
+        self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
+    ) -> torch.Tensor:
+        if g.numel() == 0:
+            return g.new_zeros(x.shape[0], dtype=accumulation_dtype(g.dtype))
+        compute = gram_squared_norms if choice.norm == "gram" else gradient_squared_norms
+        return compute(*self.operands(x, g), workspace)
+
+    def weight_sum(
+        self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor | None, workspace: Workspace
+    ) -> torch.Tensor:
+        if g.numel() == 0:
+            return g.new_zeros(self.weight().shape)
+        left, right = self.operands(x, g)
+        total = sum_outer_products(left.mT, right, factors, workspace)
+        return sum_products(left, right, factors, 1, workspace)[0] if total is None else total
 
 
 class TransposedLinearLayer(LinearLayer):
@@ -53,9 +80,6 @@ class TransposedLinearLayer(LinearLayer):
     def sizes(self, x: torch.Tensor, g: torch.Tensor) -> Sizes:
         return Sizes(x.shape[0], 1, x.shape[1:-1].numel(), x.shape[-1], g.shape[-1])
 
-    def blocks(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Iterator[Block]:
-        size = self.sizes(x, g)
-        if size.samples and size.tokens:
-            a = x.to(g.dtype).reshape(size.samples, size.tokens, size.rows).mT
-            g = g.reshape(size.samples, size.tokens, size.columns)
-            yield Block(slice(0, size.samples), slice(0, 1), slice(0, size.columns), a, g)
+    def operands(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = super().operands(x, g)
+        return right.mT, left.mT

@@ -33,16 +33,16 @@ class _LastDimensionsNorm(Layer):
         dtype = accumulation_dtype(g.dtype)
         tokens = g.shape[1 : g.dim() - len(shape)].numel()
         gradients: dict[str, torch.Tensor] = {}
+        g = g.reshape(g.shape[0], tokens, *shape)
         if self.is_trainable("bias"):
-            gradients["bias"] = (
-                g.reshape(g.shape[0], tokens, *shape).sum(1, dtype=dtype) if tokens != 1 else g.view(-1, *shape)
-            )
+            gradients["bias"] = g.sum(1, dtype=dtype) if tokens != 1 else g.squeeze(1)
         if x is None or not self.is_trainable("weight"):
             return gradients
-        x, g = x.reshape(x.shape[0], tokens, *shape), g.reshape(g.shape[0], tokens, *shape)
+        x = x.reshape(x.shape[0], tokens, *shape)
         token_bytes = _COPIES * torch.Size(shape).numel() * g.element_size()
         if g.shape[0] * tokens * token_bytes <= workspace.bytes:
-            gradients["weight"] = self.normalize(x.to(g.dtype)).mul_(g).sum(1, dtype=dtype)
+            total = gradients["weight"] = torch.empty(g.shape[0], *shape, dtype=dtype, device=g.device)
+            torch.sum(self.normalize(x.to(g.dtype)).mul_(g), 1, dtype=dtype, out=total)
             return gradients
         total = gradients["weight"] = torch.zeros(len(g), *shape, dtype=dtype, device=g.device)
         for n, t in workspace.tiles(len(g), tokens, token_bytes, f"one token of {self.describe()}"):

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The noise of flash_clip: the numbers that Opacus draws, in one tensor."""
+
+import pytest
+import torch
+from opacus.optimizers.optimizer import _generate_noise
+
+from opacus_memprof.clipping.noise import draw_noise
+from tests.unit.test_clipping_layers import peak_bytes
+
+SHAPES = [(), (3,), (16,), (17, 5), (0, 4), (64, 128)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("std", "secure"), [(1.7, False), (0.0, False), (1.7, True)])
+def test_the_numbers_are_those_of_opacus(dtype: torch.dtype, std: float, secure: bool) -> None:
+    mine, theirs = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    for shape in SHAPES:
+        reference = torch.zeros(shape, dtype=dtype)
+        drawn, expected = draw_noise(std, reference, mine, secure), _generate_noise(std, reference, theirs, secure)
+        assert drawn.dtype == expected.dtype
+        assert torch.equal(drawn, expected)
+    assert torch.equal(mine.get_state(), theirs.get_state())
+
+
+def test_noise_takes_no_more_memory_than_itself() -> None:
+    reference = torch.zeros(1000)
+    assert peak_bytes(lambda: draw_noise(1.0, reference, None, False)) == (4000, 4000)
+    assert peak_bytes(lambda: _generate_noise(1.0, reference))[0] == 8000
