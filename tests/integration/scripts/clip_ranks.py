@@ -11,174 +11,42 @@ import socket
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.experimental import context_parallel
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_memprof.errors import MemprofError
 from tests.integration.clipping_by_hand import Batch, by_hand
-from tests.integration.flash_clip_models import MODELS as PLAIN_MODELS
-from tests.integration.flash_clip_models import Engine, Transformer, criterion
-
-
-class Tied(Transformer):
-    """The head has the embedding's table, and blocks are recomputed in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = self.tokens.weight
-        self.norm.weight.requires_grad_(False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids)
-        for block in self.blocks:
-            x = recompute(block, x, use_reentrant=False)
-        logits: torch.Tensor = self.head(self.norm(x)).transpose(1, 2)
-        return logits
-
-
-class ScaledNorm(nn.Module):
-    """Of no known type, like the RMSNorm of transformers."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
-
-
-MODELS = {
-    **PLAIN_MODELS,
-    "tied": (Tied, PLAIN_MODELS["transformer"][1]),
-    "recognized": (lambda: Transformer(ScaledNorm), PLAIN_MODELS["transformer"][1]),
-    "linear": (lambda: nn.Linear(9, 4), PLAIN_MODELS["mlp"][1]),
-}
-BOUND, SAMPLES, EXPECTED, LR, MOMENTUM = 0.3, 48, 6, 0.5, 0.9
-SIZES = {2: [(3, 2), (0, 4), (1, 0)], 4: [(3, 1, 0, 2), (0, 0, 0, 1), (2, 2, 1, 0)]}
-
-
-def by_layer(model: nn.Module) -> nn.Module:
-    """FSDP2 with every layer for itself, the model with what is left."""
-    for module in model.modules():
-        if any(True for _ in module.parameters(recurse=False)):
-            fully_shard(module)
-    return fully_shard(model)
-
-
-def by_block(model: nn.Module, **options: Any) -> nn.Module:
-    """FSDP2 of the transformer's blocks, and of the model with what is left."""
-    for block in getattr(model, "blocks", []):
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
-def replicated(model: nn.Module) -> nn.Module:
-    """FSDP2 on a mesh of two dimensions: two replicas of two shards each."""
-    return by_block(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-
-
-WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "fsdp2": by_layer,
-    "fsdp2_blocks": by_block,
-    "fsdp2_hybrid": replicated,
-    "fsdp2_kept": lambda model: by_block(model, reshard_after_forward=False),
-    "fsdp2_mixed": lambda model: by_block(model, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float64)),
-    "ddp": DistributedDataParallel,
-    "ddp_unused": lambda model: DistributedDataParallel(model, find_unused_parameters=True),
-    "dpddp": DifferentiallyPrivateDistributedDataParallel,
-}
-
-
-def build(name: str) -> nn.Module:
-    torch.manual_seed(5)
-    return MODELS[name][0]().double()
-
-
-def part(name: str, step: int, rank: int) -> Batch:
-    """The samples of a rank in a step."""
-    torch.manual_seed(100 * step + rank)
-    x, y = MODELS[name][1](max(1, SIZES[dist.get_world_size()][step][rank])).tensors
-    size = SIZES[dist.get_world_size()][step][rank]
-    return {"x": x[:size], "y": y[:size]}
-
-
-def together(parts: list[Batch]) -> Batch:
-    return {key: torch.cat([each[key] for each in parts]) for key in parts[0]}
-
-
-def losses(model: nn.Module, batch: Batch) -> torch.Tensor:
-    output = model(batch["x"])
-    each = nn.functional.cross_entropy(output, batch["y"], reduction="none")
-    return each.unsqueeze(-1).flatten(1).mean(1)
-
-
-class ByHand:
-    """One process that trains on all ranks' samples, with clipping by hand."""
-
-    def __init__(self, name: str, noise: float, divisor: float, seed: int = 11) -> None:
-        self.model, self.noise, self.divisor = build(name), noise, divisor
-        self.generator = torch.Generator().manual_seed(seed)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=MOMENTUM)
-
-    def step(self, batch: Batch) -> None:
-        _, total = by_hand(self.model, batch, losses, BOUND)
-        for name, parameter in self.model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            drawn = torch.normal(0.0, 1.0, parameter.shape, generator=self.generator, dtype=torch.float64)
-            parameter.grad = (total[name] + self.noise * BOUND * drawn) / self.divisor
-        self.optimizer.step()
-
-    def difference(self, model: nn.Module) -> float:
-        """The largest of any parameter on any rank."""
-        found = dict(whole(model))
-        worst = max(float((p.detach() - found[n]).abs().max()) for n, p in self.model.named_parameters())
-        everywhere = torch.tensor(worst, dtype=torch.float64)
-        dist.all_reduce(everywhere, dist.ReduceOp.MAX)
-        return float(everywhere)
-
-
-def whole(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in model.named_parameters():
-        yield name.replace("_module.", "").removeprefix("module."), full(parameter.detach())
-
-
-def private(wrapped: nn.Module, name: str, batch: int = EXPECTED, **options: Any) -> tuple[Any, Any, Any]:
-    torch.manual_seed(1)
-    data = MODELS[name][1](SAMPLES)
-    rank = dist.get_rank()
-    arguments = {"noise_multiplier": 0.0, "max_grad_norm": BOUND, "grad_sample_mode": "flash_clip", **options}
-    made: tuple[Any, Any, Any] = Engine().make_private(
-        module=wrapped,
-        optimizer=torch.optim.SGD(wrapped.parameters(), lr=LR, momentum=MOMENTUM),
-        data_loader=DataLoader(data, batch_size=batch),
-        noise_generator=torch.Generator().manual_seed(11 + rank),
-        **arguments,
-    )
-    return made
-
-
-def report(case: str, difference: float, tolerance: float = 1e-10) -> None:
-    assert difference < tolerance, (case, difference)
-    if dist.get_rank() == 0:
-        print(f"{case} {difference:.1e}", flush=True)
+from tests.integration.flash_clip_models import Engine, criterion
+from tests.integration.scripts.clip_ranks_refusals import refusals, refusals_fsdp2
+from tests.integration.scripts.rank_training import (
+    BOUND,
+    EXPECTED,
+    LR,
+    MODELS,
+    MOMENTUM,
+    SAMPLES,
+    WRAPPERS,
+    ByHand,
+    build,
+    by_block,
+    by_layer,
+    full,
+    part,
+    private,
+    report,
+    together,
+    whole,
+)
 
 
 # --- cases: each compares parameters after three steps ---
@@ -294,120 +162,6 @@ def sensitivity(case: str, wrap: str, name: str) -> None:
     changes = [float((other - found[0]).norm()) for other in found[1:]]
     assert all(change <= BOUND * (1 + 1e-9) for change in changes), changes
     report(case, abs(max(changes) / BOUND - 1) * 1e-6)
-
-
-def full(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-
-
-def refusals(case: str) -> None:
-    """Each on all ranks, in a sentence."""
-    rank = dist.get_rank()
-
-    def refused(words: str, act: Callable[[], Any]) -> None:
-        with pytest.raises(MemprofError, match=words):
-            act()
-
-    def step(model: Any, optimizer: Any, backwards: int = 1, factor: float = 1.0) -> None:
-        for _ in range(backwards):
-            batch = part("mlp", 0, 0)
-            (criterion("mean")(model(batch["x"]), batch["y"]) * factor).backward()
-        optimizer.step()
-
-    wrapped = DistributedDataParallel(build("mlp"), static_graph=True)
-    refused("static_graph", lambda: private(wrapped, "mlp"))
-    refused("static_graph", lambda: private(wrapped, "mlp", grad_sample_mode="auto"))  # no other mode on some ranks
-    wrapped = DistributedDataParallel(build("mlp"))
-    refused("adaptive", lambda: private(wrapped, "mlp", clipping="adaptive"))
-    words = "noise_multiplier is 0.0 on rank 0 and 1.0 on rank 1"
-    refused(words, lambda: private(wrapped, "mlp", noise_multiplier=float(rank)))
-    other = build("mlp")
-    other[0].bias.requires_grad_(rank == 1)
-    wrapped = DifferentiallyPrivateDistributedDataParallel(other)
-    refused("the number of trained parameters is 2 on rank 0 and 3 on rank 1", lambda: private(wrapped, "mlp"))
-
-    model, optimizer, _ = private(DistributedDataParallel(build("mlp")), "mlp", poisson_sampling=False)
-    before = [p.clone() for p in model.parameters()]
-    infinite = rank == 1
-    words = "not finite" if infinite else "rank 1 could not"
-    refused(words, lambda: step(model, optimizer, 1, float("inf") if infinite else 1.0))
-    refused("1 backward passes for this step, and another one 2", lambda: step(model, optimizer, 1 + rank % 2))
-    words = "without a backward pass" if rank == 0 else "rank 0 could not"
-    refused(words, lambda: step(model, optimizer, min(rank, 1)))
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    step(model, optimizer)  # and goes on
-    assert not torch.equal(next(model.parameters()), before[0])
-    report(case, 0.0)
-
-
-class Mixed(nn.Module):
-    """A layer whose arguments may differ, and a parameter outside of layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(9, 4)
-        self.scale = nn.Parameter(torch.ones(4), requires_grad=False)
-
-    def forward(self, x: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
-        output: torch.Tensor = self.linear(x) * self.scale
-        return output if shift is None else output + shift
-
-
-def refusals_fsdp2(case: str) -> None:
-    """Each on all ranks, in a sentence."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-
-    def refused(words: str, act: Callable[[], Any]) -> None:
-        with pytest.raises(MemprofError, match=words):
-            act()
-
-    def backward(model: Any, factor: float = 1.0, **arguments: Any) -> None:
-        batch = part("mlp", 0, 0)
-        (criterion("mean")(model(batch["x"], **arguments), batch["y"]) * factor).backward()
-
-    refused("runs backward twice", lambda: private(by_block(build("mlp")), "mlp", flash_clip_passes=2))
-    refused("adaptive", lambda: private(by_block(build("mlp")), "mlp", clipping="adaptive"))
-    refused("FSDP1", lambda: private(FullyShardedDataParallel(build("mlp"), device_id=torch.device("cpu")), "mlp"))
-    part_only = build("mlp")
-    fully_shard(part_only[0])
-    refused("parts of the model are sharded", lambda: private(part_only, "mlp"))
-    ignoring = build("mlp")
-    refused(
-        "leave it out of ignored_params",
-        lambda: private(fully_shard(ignoring, ignored_params={ignoring[0].bias}), "mlp"),
-    )
-    trained = Mixed().double()
-    trained.scale.requires_grad_(True)
-    refused("need its forward repeated", lambda: private(by_block(trained), "mlp"))
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    parallel = parallelize_module(build("mlp"), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    refused("as in tensor or context parallelism", lambda: private(parallel, "mlp"))
-    refused("as in tensor or context parallelism", lambda: private(parallel, "mlp", grad_sample_mode="auto"))
-    if world == 4:
-        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        parallel = parallelize_module(build("mlp"), both["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        refused("as in tensor or context parallelism", lambda: private(by_block(parallel, mesh=both["dp"]), "mlp"))
-        refused("over 2 of 4 ranks", lambda: private(by_block(build("mlp"), mesh=both["dp"]), "mlp"))
-
-    model, optimizer, _ = private(by_block(build("mlp")), "mlp")
-    before = [full(p).clone() for p in model.parameters()]
-    backward(model, float("inf") if rank == 1 else 1.0)
-    refused("not finite" if rank == 1 else "rank 1 could not", optimizer.step)
-    backward(model)
-    optimizer.signal_skip_step(rank == 0)
-    refused("different numbers of parts", optimizer.step)
-    assert all(torch.equal(full(p), q) for p, q in zip(model.parameters(), before, strict=True))
-
-    model, optimizer, _ = private(by_block(Mixed().double()), "mlp")
-    shift = {"shift": torch.ones(3, 4, dtype=torch.float64)} if rank == 0 else {}
-    refused("different kinds of arguments", lambda: backward(model, **shift))
-
-    sequence = part("transformer", 0, 0)["x"][:, :4]
-    model, _, _ = private(by_block(build("transformer")), "transformer")
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
-    with context_parallel(mesh, buffers=[sequence], buffer_seq_dims=[1]):
-        refused("context parallelism", lambda: model(sequence))
-    report(case, 0.0)
 
 
 def buffers(case: str) -> None:
