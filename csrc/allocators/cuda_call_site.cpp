@@ -11,13 +11,19 @@ namespace opacus_memprof {
 
 namespace detail {
 
-LibraryRange libtorch_cpu;
+CallSites call_sites;
 
 bool asks_for_workspaces(const void* return_address) {
   // A handful of call sites, each looked up once a thread.
   thread_local std::unordered_map<const void*, bool> known;
   const auto found = known.find(return_address);
-  if (found != known.end()) return found->second;
+  const auto remember = [&](bool asks) {
+    call_sites.newest.store(
+        reinterpret_cast<std::uint64_t>(return_address) << 1U | (asks ? 1U : 0U),
+        std::memory_order_relaxed);
+    return asks;
+  };
+  if (found != known.end()) return remember(found->second);
   Dl_info info{};
   const bool is_found = dladdr(return_address, &info) != 0;
   const std::string_view library = is_found && info.dli_fname != nullptr ? info.dli_fname : "";
@@ -25,7 +31,7 @@ bool asks_for_workspaces(const void* return_address) {
   const bool asks = library.find("libtorch_cuda") != std::string_view::npos &&
                     function.find("resize") == std::string_view::npos;
   known.emplace(return_address, asks);
-  return asks;
+  return remember(asks);
 }
 
 namespace {
@@ -36,8 +42,8 @@ int find_code_segment(dl_phdr_info* info, std::size_t /*size*/, void* /*data*/) 
     const ElfW(Phdr)& header = info->dlpi_phdr[i];
     if (header.p_type != PT_LOAD || (header.p_flags & PF_X) == 0) continue;
     const auto* begin = reinterpret_cast<const char*>(info->dlpi_addr + header.p_vaddr);
-    libtorch_cpu.begin.store(begin);
-    libtorch_cpu.end.store(begin + header.p_memsz);
+    call_sites.libtorch_cpu_begin.store(begin);
+    call_sites.libtorch_cpu_end.store(begin + header.p_memsz);
   }
   return 1;
 }
