@@ -30,6 +30,12 @@ bool is_inexact(const at::Tensor& tensor) {
   return at::isFloatingType(tensor.scalar_type()) || at::isComplexType(tensor.scalar_type());
 }
 
+bool scales_first_by_zero(const Operation& operation, const std::vector<c10::IValue>& arguments) {
+  if (operation.beta < 0) return false;
+  const c10::IValue& beta = arguments[static_cast<std::size_t>(operation.beta)];
+  return beta.isScalar() && beta.toScalar().equal(0);
+}
+
 // Values that were not computed are finite: what a program checks of them then holds.
 void make_finite(const at::Tensor& tensor) {
   if (!at::isFloatingType(tensor.scalar_type()) && !at::isComplexType(tensor.scalar_type())) return;
@@ -43,7 +49,10 @@ Call::Call(const c10::OperatorHandle& handle, const Operation& operation,
     : handle_(handle), operation_(operation) {
   const std::size_t count = operation.parameters.size();
   arguments_.assign(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end());
+  const bool scaled_by_zero = scales_first_by_zero(operation, arguments_);
   for (std::size_t index = 0; index < count; ++index) {
+    Parameter parameter = operation.parameters[index];
+    if (index == 0 && scaled_by_zero) parameter.read = false;
     if (arguments_[index].isDevice()) cuda_ = cuda_ || arguments_[index].toDevice().is_cuda();
     const bool list = arguments_[index].isList();
     std::size_t position = 0;
@@ -51,9 +60,9 @@ Call::Call(const c10::OperatorHandle& handle, const Operation& operation,
       if (tensor.is_cuda()) {
         cuda_ = true;
         plain_ = plain_ && is_plain(tensor);
-        tensors_.push_back({tensor, operation.parameters[index], position, list, {}});
+        tensors_.push_back({tensor, parameter, position, list, {}});
       } else {
-        plain_ = plain_ && tensor.is_cpu() && !operation.parameters[index].written;
+        plain_ = plain_ && tensor.is_cpu() && !parameter.written;
       }
       ++position;
     });

@@ -42,6 +42,11 @@ constexpr std::array<std::string_view, 8> kWriteInPart{
     "aten::index_put_",  "aten::_index_put_impl_", "aten::scatter_",        "aten::index_copy_",
     "aten::index_fill_", "aten::masked_fill_",     "aten::masked_scatter_", "aten::put_"};
 
+// beta * the first argument + a product: a beta of 0 lets programs pass memory that was not
+// written.
+constexpr std::array<std::string_view, 5> kScalesFirst{"aten::addmm", "aten::addmv", "aten::addr",
+                                                       "aten::addbmm", "aten::baddbmm"};
+
 constexpr std::array<std::string_view, 7> kReducesUniform{
     "aten::all", "aten::any", "aten::amax", "aten::amin", "aten::max", "aten::min", "aten::mean"};
 
@@ -104,6 +109,9 @@ Operation describe(const c10::OperatorHandle& handle) {
         {.written = written,
          .read = !argument.is_out() && !(first && contains(kOverwrite, operation.name)),
          .written_in_part = first && contains(kWriteInPart, operation.name)});
+    if (argument.name() == "beta" && contains(kScalesFirst, without_underscore(operation.name))) {
+      operation.beta = static_cast<int>(operation.parameters.size()) - 1;
+    }
     const c10::TypePtr& type = argument.type();
     if (type->kind() == c10::TypeKind::GeneratorType ||
         (type->kind() == c10::TypeKind::OptionalType &&

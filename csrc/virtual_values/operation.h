@@ -34,6 +34,7 @@ struct Operation {
   std::string name;  // as in "aten::add", without the overload
   std::vector<Parameter> parameters;
   int generator = -1;   // the position of its Generator parameter
+  int beta = -1;        // of the factor of the first argument, which is not read if it is 0
   bool random = false;  // draws from a generator, which may be the default one
   bool on_cpu = false;  // there is a kernel for the CPU, or a counterpart
   Counterpart counterpart = nullptr;

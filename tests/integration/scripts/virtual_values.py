@@ -73,6 +73,13 @@ def operations(device: str) -> list[Any]:
         (halves.mean().item(), halves[7].item()),
         torch._foreach_add([labels.float(), halves], 1)[0],
         torch._foreach_pow(0.5, [labels.float()])[0],
+        torch.mv(tokens.float(), labels[:6].float()),
+        [torch.dot(labels.float(), labels.float()), torch.outer(labels.float(), labels.float())],
+        # With a beta of 0 the first argument is memory that was not written.
+        torch.baddbmm(
+            torch.empty(1, 4, 4, device=device), tokens[None].float(), tokens.t()[None].float(), beta=0, alpha=2
+        ),
+        torch.empty(4, device=device).addmv_(tokens.float(), labels[:6].float(), beta=0),
     ]
     return plain(found)
 
