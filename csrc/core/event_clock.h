@@ -21,7 +21,7 @@ class EventClock {
   }
 
   // Nanoseconds since the file was started. Events have 48 bits of ticks: about a day.
-  [[nodiscard]] std::int64_t tell(const Event& event) {
+  [[nodiscard]] std::int64_t time_of(const Event& event) {
     // Clocks of different cores may disagree a little; half a lap back is another lap.
     if (ticks_ > event.time && ticks_ - event.time > kLap / 2) lap_ += kLap;
     ticks_ = event.time;

@@ -42,6 +42,9 @@ class alignas(64) EventFile {
   // room is counted as dropped.
   void append(const EventWords& words) noexcept { ring_.append(words); }
 
+  // The time of the next event: each is later than the one before.
+  [[nodiscard]] std::uint64_t next_time() noexcept { return ring_.next_time(); }
+
   [[nodiscard]] std::uint64_t start_ticks() const noexcept { return ring_.start_ticks(); }
   [[nodiscard]] std::uint64_t written() const noexcept { return ring_.appended(); }
   [[nodiscard]] std::uint64_t dropped() const noexcept;

@@ -9,7 +9,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "core/clock.h"
 #include "core/event_file.h"
 #include "core/ledger.h"
 
@@ -64,8 +63,7 @@ class EventLog {
     EventFile* file = this->file();
     if (file == nullptr) return;
     file->append(
-        {event_word(ticks() - file->start_ticks(), static_cast<std::uint8_t>(kind),
-                    block.category()),
+        {event_word(file->next_time(), static_cast<std::uint8_t>(kind), block.category()),
          event_word(block.address, phase, block.device),
          event_word(block.size(), block.stream, block.thread),
          std::uint64_t{block.module} | std::uint64_t{op} << 16U | std::uint64_t{step} << 32U});

@@ -13,6 +13,7 @@
 #include <span>
 #include <system_error>
 
+#include "core/clock.h"
 #include "core/event.h"
 
 namespace opacus_memprof {
@@ -63,7 +64,14 @@ class alignas(64) EventRing {
 
   // What the times of events count from.
   [[nodiscard]] std::uint64_t start_ticks() const noexcept { return start_ticks_; }
-  void set_start_ticks(std::uint64_t start) noexcept { start_ticks_ = start; }
+  void set_start_ticks(std::uint64_t start) noexcept { start_ticks_ = newest_ticks_ = start; }
+
+  // The time of the next event, for the writer: later than that of the one before, though a core
+  // may read its clock some instructions early.
+  std::uint64_t next_time() noexcept {
+    newest_ticks_ = std::max(newest_ticks_ + 1, ticks());
+    return newest_ticks_ - start_ticks_;
+  }
 
   // Ends a loss; nobody appends meanwhile.
   void go_on() noexcept {
@@ -98,12 +106,13 @@ class alignas(64) EventRing {
     return false;
   }
 
-  // What append touches is on the first line.
+  // What append and next_time touch is on the first line.
   Event* events_ = nullptr;
   std::uint64_t start_ticks_ = 0;
   std::atomic<std::uint64_t> head_{0};
   std::uint64_t end_ = kEvents;  // no room from here on, as far as the writer knows
   std::atomic<std::uint64_t> lost_{0};
+  std::uint64_t newest_ticks_ = 0;
   std::atomic<bool> losing_{false};
   alignas(64) std::atomic<std::uint64_t> tail_{0};
   std::uint64_t lost_before_ = 0;

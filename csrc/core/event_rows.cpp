@@ -27,7 +27,7 @@ class Rows {
   void before(const Event& event, const ReplayTable&) {
     const bool retag = static_cast<EventKind>(event.kind) == EventKind::retag;
     row_ = {.event = index_,
-            .time_ns = clock_.tell(event),
+            .time_ns = clock_.time_of(event),
             .bytes = event.size,
             .address = event.address,
             .step = static_cast<std::uint32_t>(event.step),
@@ -69,7 +69,7 @@ class Rows {
     if (in_gap_) add(EventKind::retag, block, row_.before);
   }
 
-  void fate_told(const ReplayBlock&, std::uint16_t) {}
+  void fate_known(const ReplayBlock&, std::uint16_t) {}
 
   void gap(const EventGap& gap, const ReplayTable&) {
     add_gap(gap.first_event);
@@ -156,7 +156,7 @@ void for_event_rows(const std::string& events_path,
   EventWalk first(survey);
   first.visit_all(reader);
   Rows rows(survey, reader.header(), take);
-  EventWalk(rows, first.take_table()).visit_all(reader);
+  EventWalk(rows, first.reuse_table()).visit_all(reader);
 }
 
 }  // namespace opacus_memprof

@@ -44,12 +44,12 @@ struct EventGap {
 // For a gap:
 //   gap(gap, table)          what is live in the table was before the gap
 //   died(block, event)       in the gap; the event is of kind none
-//   fate_told(block, module) it has lived on; block.fate is what it has turned out to be since,
+//   fate_known(block, module) it has lived on; block.fate is what it has turned out to be since,
 //                            and module whose it is
 //   retagged(block, before)  in the gap
 //   born(block)              in the gap, and live after it
 //   resumed(opening, births)
-// Between events fate_told(block, module) says what a block turns out to be later.
+// Between events fate_known(block, module) says what a block turns out to be later.
 //
 // Holds the table of live blocks, and counts the events and the contradictions among them. The
 // visitor must outlive it.
@@ -68,7 +68,7 @@ class EventWalk {
   [[nodiscard]] const Births& births() const { return births_; }
 
   // Ends the walk. The table is empty, and as large as it has had to be.
-  [[nodiscard]] ReplayTable take_table() {
+  [[nodiscard]] ReplayTable reuse_table() {
     table_.clear();
     return std::move(table_);
   }
@@ -224,7 +224,7 @@ class EventWalk {
     set_state(block, seed);
     block.category = seed.category;
     block.module = static_cast<std::uint16_t>(seed.module);
-    visitor_.fate_told(block, block.module);
+    visitor_.fate_known(block, block.module);
     if (changed) visitor_.retagged(block, before);
   }
 
@@ -232,7 +232,7 @@ class EventWalk {
     ReplayBlock* block = table_.find(ReplayTable::key(event));
     if (block == nullptr) return;
     block->fate = event.category;
-    visitor_.fate_told(*block, static_cast<std::uint16_t>(event.module));
+    visitor_.fate_known(*block, static_cast<std::uint16_t>(event.module));
   }
 
   void kill(const Event& event) {

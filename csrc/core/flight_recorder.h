@@ -56,7 +56,7 @@ class FlightRecorder {
   void retagged(ReplayBlock& block, std::uint8_t before);
   void after(const Event& event, std::uint64_t index);
   void gap(const EventGap&, const ReplayTable&) {}
-  void fate_told(const ReplayBlock&, std::uint16_t) {}
+  void fate_known(const ReplayBlock&, std::uint16_t) {}
   void resumed(const Opening&, const Births&) {}
 
  private:

@@ -54,7 +54,7 @@ class Follower {
   void died(const ReplayBlock& block, const Event& event);
   void retagged(const ReplayBlock&, std::uint8_t) {}
   void gap(const EventGap&, const ReplayTable&) {}
-  void fate_told(const ReplayBlock&, std::uint16_t) {}
+  void fate_known(const ReplayBlock&, std::uint16_t) {}
   void resumed(const Opening& opening, const Births&) { logical_step_ = opening.logical_step; }
   void after(const Event& event, std::uint64_t index);
 

@@ -79,13 +79,13 @@ class First {
 class Accounting {
  public:
   Accounting(const Fates& fates, ReplayResult& result) : fates_(fates), result_(result) {
-    for (Device& device : result.devices) books_[device.id].open(device);
+    for (Device& device : result.devices) moments_[device.id].open(device);
   }
 
   void before(const Event& event, const ReplayTable& table) {
     const auto kind = static_cast<EventKind>(event.kind);
     if (kind == EventKind::alloc || kind == EventKind::free || kind == EventKind::seed) {
-      read(books_[event.device], table);
+      read(moments_[event.device], table);
     }
   }
 
@@ -109,23 +109,23 @@ class Accounting {
       case EventKind::step:
       case EventKind::phase:
       case EventKind::snapshot:
-        for (const Device& device : result_.devices) books_[device.id].arrive(index);
+        for (const Device& device : result_.devices) moments_[device.id].reach(index);
         break;
       default:
-        books_[event.device].arrive(index);
+        moments_[event.device].reach(index);
     }
   }
 
   void gap(const EventGap& gap, const ReplayTable& table) {
     for (const Device& device : result_.devices) {
-      if (gap.devices[device.id]) read(books_[device.id], table);
+      if (gap.devices[device.id]) read(moments_[device.id], table);
     }
   }
-  void fate_told(const ReplayBlock&, std::uint16_t) {}
+  void fate_known(const ReplayBlock&, std::uint16_t) {}
   void resumed(const Opening&, const Births&) {}
 
   void ended(const ReplayTable& table) {
-    for (const Device& device : result_.devices) read(books_[device.id], table);
+    for (const Device& device : result_.devices) read(moments_[device.id], table);
   }
 
  private:
@@ -134,12 +134,12 @@ class Accounting {
     bool at_once;  // else when the device's next block comes or goes
   };
 
-  struct Book {
+  struct DeviceMoments {
     Device* device = nullptr;
     CategoryBytes live{};
     std::vector<Planned> plan;  // by event
     std::size_t next = 0;
-    std::vector<Moment*> due;
+    std::vector<Moment*> pending;
 
     void open(Device& of) {
       device = &of;
@@ -155,12 +155,12 @@ class Accounting {
       });
     }
 
-    void arrive(std::uint64_t event) {
+    void reach(std::uint64_t event) {
       for (; next < plan.size() && plan[next].moment->event == event; ++next) {
         if (plan[next].at_once) {
           plan[next].moment->categories = live;
         } else {
-          due.push_back(plan[next].moment);
+          pending.push_back(plan[next].moment);
         }
       }
     }
@@ -170,15 +170,15 @@ class Accounting {
     return fates_.settled(block.category, block.birth);
   }
 
-  CategoryBytes& live(const ReplayBlock& block) { return books_[block.device()].live; }
+  CategoryBytes& live(const ReplayBlock& block) { return moments_[block.device()].live; }
 
-  void read(Book& book, const ReplayTable& table) {
-    for (Moment* moment : book.due) {
-      moment->categories = book.live;
-      if (moment == &book.device->peak) detail(*book.device, table);
-      if (moment == &book.device->last_step_end) gather_residue(*book.device, table);
+  void read(DeviceMoments& moments, const ReplayTable& table) {
+    for (Moment* moment : moments.pending) {
+      moment->categories = moments.live;
+      if (moment == &moments.device->peak) detail(*moments.device, table);
+      if (moment == &moments.device->last_step_end) gather_residue(*moments.device, table);
     }
-    book.due.clear();
+    moments.pending.clear();
   }
 
   // What only the walk over all live blocks can tell.
@@ -271,7 +271,7 @@ class Accounting {
 
   const Fates& fates_;
   ReplayResult& result_;
-  std::array<Book, 256> books_;  // by device
+  std::array<DeviceMoments, 256> moments_;  // by device
 };
 
 }  // namespace
@@ -287,7 +287,7 @@ ReplayResult replay(const std::string& events_path, ReplayOptions options) {
   result.gaps = survey.gaps();
   result.events = survey.events();
   Accounting accounting(survey.fates(), result);
-  EventWalk second(accounting, first.take_table());
+  EventWalk second(accounting, first.reuse_table());
   second.visit_all(reader);
   result.contradictions = second.contradictions();
   return result;

@@ -27,7 +27,8 @@ class FateRules {
   // Before `block.retagged` is set.
   static void retagged(ReplayBlock& block, std::uint8_t before) {
     const auto category = static_cast<std::uint8_t>(block.category);
-    if (!block.retagged && provisional(before) && !provisional(category) && !held(category)) {
+    if (!block.retagged && provisional(before) && !provisional(category) &&
+        !is_temporary(category)) {
       block.fate = category;
     }
   }
@@ -98,7 +99,7 @@ class FateRules {
 
  private:
   // For a time only: by a capture, or as what forward made.
-  [[nodiscard]] static bool held(std::uint64_t category) {
+  [[nodiscard]] static bool is_temporary(std::uint64_t category) {
     switch (static_cast<Category>(category)) {
       case Category::activation_hooks_shared:
       case Category::activation_hooks_opacus_only:
@@ -147,17 +148,17 @@ class Fates {
   void retagged(ReplayBlock& block, std::uint8_t before) {
     if (modules_[block.birth] == 0) modules_[block.birth] = block.module;
     FateRules::retagged(block, before);
-    tell(block);
+    note_fate(block);
   }
   void died(ReplayBlock& block, const Event& free) {
     rules_.died(block, free);
-    tell(block);
+    note_fate(block);
   }
-  void tell(const ReplayBlock& block, std::uint16_t module) {
+  void note_fate(const ReplayBlock& block, std::uint16_t module) {
     if (modules_[block.birth] == 0) modules_[block.birth] = module;
-    tell(block);
+    note_fate(block);
   }
-  void tell(const ReplayBlock& block) {
+  void note_fate(const ReplayBlock& block) {
     fates_[block.birth] = static_cast<std::uint8_t>(block.fate);
   }
   void after(const Event& event) { rules_.after(event, fates_.size()); }
@@ -165,7 +166,7 @@ class Fates {
   void ended(const ReplayTable& table, bool whole, const std::uint32_t* cut_in_step) {
     table.for_each([&](ReplayBlock block) {
       rules_.ended(block, whole, cut_in_step);
-      tell(block);
+      note_fate(block);
     });
   }
 

@@ -41,7 +41,7 @@ void Survey::died(ReplayBlock& block, const Event& event) {
 void Survey::after(const Event& event, std::uint64_t index) {
   fates_.after(event);
   ++events_;
-  tell_time(event, index);
+  set_moment(event, index);
   switch (static_cast<EventKind>(event.kind)) {
     case EventKind::step:
       end_step(event);
@@ -75,9 +75,9 @@ void Survey::after(const Event& event, std::uint64_t index) {
   }
 }
 
-void Survey::tell_time(const Event& event, std::uint64_t index) {
+void Survey::set_moment(const Event& event, std::uint64_t index) {
   now_.event = index;
-  now_.time_ns = clock_.tell(event);
+  now_.time_ns = clock_.time_of(event);
   // A seed tells the step and phase of the block's birth, which may be long ago.
   const bool seed = static_cast<EventKind>(event.kind) == EventKind::seed;
   now_.phase = static_cast<std::uint8_t>(seed ? 0 : event.phase);

@@ -27,7 +27,9 @@ class Survey {
   void retagged(ReplayBlock& block, std::uint8_t before) { fates_.retagged(block, before); }
   void after(const Event& event, std::uint64_t index);
   void gap(const EventGap& gap, const ReplayTable& table);
-  void fate_told(const ReplayBlock& block, std::uint16_t module) { fates_.tell(block, module); }
+  void fate_known(const ReplayBlock& block, std::uint16_t module) {
+    fates_.note_fate(block, module);
+  }
   void resumed(const Opening& opening, const Births& births) { fates_.resumed(opening, births); }
   void ended(const ReplayTable& table);
 
@@ -58,7 +60,7 @@ class Survey {
   };
 
   DeviceState& state(std::uint8_t device);
-  void tell_time(const Event& event, std::uint64_t index);
+  void set_moment(const Event& event, std::uint64_t index);
   void end_step(const Event& event);
   void observe(DeviceState& device);
   static void choose_steps(DeviceState& device);

@@ -68,10 +68,10 @@ TEST_F(Clock, AnHourThatTheWallClockJumpsChangesNoDuration) {
     const std::uint64_t began = wall;
     {
       EventFile file(path, 100, {});
-      file.append(alloc(0x1000, ticks() - file.start_ticks()));
+      file.append(alloc(0x1000, file.next_time()));
       wall += back ? -kHour : kHour;
       monotonic += kSecond / 2;
-      file.append(alloc(0x2000, ticks() - file.start_ticks()));
+      file.append(alloc(0x2000, file.next_time()));
       monotonic += kSecond / 2;
     }
     const ReplayResult result = replay(path);
@@ -79,6 +79,18 @@ TEST_F(Clock, AnHourThatTheWallClockJumpsChangesNoDuration) {
     EXPECT_EQ(result.header.last_unix_ns, began + kSecond);
     EXPECT_EQ(result.devices.at(0).peak.time_ns, static_cast<std::int64_t>(kSecond / 2));
   }
+}
+
+// As the counters of two cores are, of which one is a little behind.
+TEST_F(Clock, TimesOfEventsRiseThoughTheClockStandsStillOrIsBehind) {
+  EventFile file((testing::scratch() / "behind.bin").string(), 100, {});
+  monotonic += 10;
+  EXPECT_EQ(file.next_time(), 10);
+  EXPECT_EQ(file.next_time(), 11);
+  monotonic -= 5;
+  EXPECT_EQ(file.next_time(), 12);
+  monotonic += 20;
+  EXPECT_EQ(file.next_time(), 25);
 }
 
 TEST(SystemClocks, GoForward) {

@@ -14,7 +14,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "core/clock.h"
 #include "core/event_reader.h"
 #include "core/names.h"
 #include "event_file_builder.h"
@@ -272,28 +271,9 @@ class ReusingAllocator {
   std::uint64_t fresh_ = 0;
 };
 
-// Counts how often it was read: its times are in the order of the readings. Those of the cores'
-// counters are not quite, for a core reads its own some instructions early.
-class CountingClock {
- public:
-  CountingClock() {
-    before_ = replace_clocks({.monotonic_ns = []() noexcept { return ++readings_; },
-                              .wall_ns = []() noexcept { return std::uint64_t{0}; },
-                              .counter = false});
-  }
-  CountingClock(const CountingClock&) = delete;
-  CountingClock& operator=(const CountingClock&) = delete;
-  ~CountingClock() { replace_clocks(before_); }
-
- private:
-  static inline std::atomic<std::uint64_t> readings_{0};
-  Clocks before_{};
-};
-
 // Threads that allocate, free, retag, capture and look at once, over an event file; the sums hold
 // at every look, and the file tells the same story: its events are in the order of their times.
 TEST(Recorder, StaysConsistentUnderThreadsThatReuseAddresses) {
-  const CountingClock clock;
   const std::string path = (testing::scratch() / "reuse.bin").string();
   Recorder recorder;
   recorder.start_events(std::make_unique<EventFile>(path, 1'000'000, EventFile::Calls{}));
