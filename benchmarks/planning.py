@@ -6,9 +6,9 @@
     python benchmarks/planning.py --output DIR --side real       # DIR/real.json, with DIR/planned.json from elsewhere
 
 12 programs in 3 modes train under a limit on what torch may reserve. The planned side searches as `opacus-memprof plan
---search` does. The real one doubles or halves and bisects, with a fresh process for each batch; it begins at the planned
-one, if there is one, which changes how many runs it takes and not what it finds. Then each program gets twice the
-planned batch, and the plan's first advice that it has tried is followed on the GPU. Where both sides are there, the
+--search` does. The real one doubles or halves and bisects, with a fresh process for each batch; it begins at the
+planned one, if there is one, which changes how many runs it takes and not what it finds. Then each program gets twice
+the planned batch, and the plan's first advice that it has tried is followed on the GPU. Where both sides are there, the
 table is in DIR/planning.md. Both sides need the same torch.
 """
 
@@ -106,8 +106,8 @@ Search = Generator[Asked, int, Any]  # sends exit codes of real runs
 
 
 def bisected(name: Name, guess: int = 1) -> Search:
-    """The largest batch that fits, without a line: away from the guess in steps that double until it is between two, then
-    bisected. None where one failed."""
+    """The largest batch that fits, without a line: away from the guess in steps that double until it is between two,
+    then bisected. None where one failed."""
     good, bad, step, batch = 0, HIGH + 1, 1, guess
     while bad - good > 1:
         code = yield arguments_of(name, batch), []
