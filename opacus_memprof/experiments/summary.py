@@ -60,7 +60,8 @@ def _overview(rows: Sequence[Row]) -> list[str]:
         if row.finished and row.step_ms:
             times = f"{row.step_ms:>22.2f}{_ratio(row.total_bytes / MB / row.step_ms):>20}"
         else:
-            times = f"{row.outcome:>22}{'-':>20}"
+            # A virtual GPU keeps no time.
+            times = f"{'not measured' if row.finished else row.outcome:>22}{'-':>20}"
         lines.append(f"{row.label:<{wide}}{peak:>20}{times}")
     return [*lines, "=" * _WIDE]
 

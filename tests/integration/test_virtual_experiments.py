@@ -53,6 +53,8 @@ def test_a_grid_without_a_gpu(tmp_path: Path) -> None:
         assert result["virtual"]["memory_bytes"] == 400 * 2**20
         assert result["environment"]["device_name"] == "virtual Tesla T4"
         assert (result["avg_time_ms"], result["step_times_ms"]) == (None, [])
+    (line,) = [line for line in (tmp_path / "summary.txt").read_text().splitlines() if "B 1024/64 " in line][:1]
+    assert line.split()[-3:] == ["not", "measured", "-"]
     with open(tmp_path / "memory_profile_summary.csv") as file:
         assert [row["virtual_gpu"] for row in csv.DictReader(file)] == ["t4", "t4"]
     assert json.loads((tmp_path / "manifest.json").read_text())["shared"]["virtual_gpu"] == "t4"
