@@ -19,14 +19,25 @@ SCRIPT = Path(__file__).parent / "scripts" / "clip_ranks.py"
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_train_as_one_process(world: int) -> None:
-    groups = ["ddp", "dpddp", "fsdp2", *(["fsdp2_hybrid"] if world == 4 else [])]
-    command = [sys.executable, str(SCRIPT), str(world), *groups]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=ENVIRONMENT)
+    check_cases("gloo", world, ["ddp", "dpddp", "fsdp2", *(["fsdp2_hybrid"] if world == 4 else [])], ENVIRONMENT)
+
+
+def check_cases(backend: str, world: int, groups: list[str], environment: dict[str, str]) -> None:
+    """The groups' cases say how far they are from clipping by hand in one process: it is rounding."""
+    command = [sys.executable, str(SCRIPT), backend, str(world), *groups]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     compared = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in done.stdout.splitlines()}
     assert list(compared) == [case for case in CASES if case.split()[0] in groups]
-    assert compared.pop("fsdp2 mixed") < 1e-5  # computes in float32
-    assert max(compared.values()) < 1e-10
+    for case, difference in compared.items():
+        assert difference < tolerance(case), case
+
+
+def tolerance(case: str) -> float:
+    """Of the type that a case computes in."""
+    if "bfloat16" in case or "autocast" in case:
+        return 8e-2
+    return 1e-5 if "float32" in case or "mixed" in case else 1e-10
 
 
 def test_fsdp2_is_attributed(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash_clip on several processes, over gloo in float64, against clipping by hand of all ranks' samples in one process.
+"""flash_clip on several processes, against clipping by hand, in float64, of all ranks' samples in one process.
 
-python clip_ranks.py RANKS GROUP...    runs the groups' cases; each prints the largest difference that it has found.
+python clip_ranks.py BACKEND RANKS GROUP...    runs the groups' cases; each prints the largest difference that it has
+found. The backend is gloo, on the CPU, or nccl, on a GPU for each rank.
 """
 
 import contextlib
@@ -40,6 +41,7 @@ from tests.integration.scripts.rank_training import (
     build,
     by_block,
     by_layer,
+    device,
     full,
     part,
     private,
@@ -70,6 +72,26 @@ def poisson(case: str, wrap: str, name: str, reduction: str = "mean", noise: flo
     report(case, hand.difference(model), 1e-5 if "mixed" in wrap else 1e-10)
 
 
+def rounded(case: str, wrap: str, name: str, dtype: torch.dtype, autocast: bool = False) -> None:
+    """Computed in less than float64: the gradients of each step, within the type."""
+    hand = ByHand(name, 0.0, EXPECTED, dtype)
+    model, optimizer, _ = private(WRAPPERS[wrap](build(name, dtype)), name)
+    worst = 0.0
+    for step in range(3):
+        batches = [part(name, step, rank, dtype) for rank in range(dist.get_world_size())]
+        batch = batches[dist.get_rank()]
+        optimizer.zero_grad()
+        with torch.autocast(device().type, torch.bfloat16, enabled=autocast):
+            loss = criterion("mean")(model(batch["x"]), batch["y"])
+        loss.backward()
+        hand.follow(model)
+        optimizer.step()
+        everyones = together(batches)
+        hand.step({key: value.double() if value.is_floating_point() else value for key, value in everyones.items()})
+        worst = max(worst, hand.relative_difference(model))
+    report(case, worst, 1e-5 if "float32" in case else 8e-2)
+
+
 def sampled(case: str, wrap: str, name: str, physical: int | None = None) -> None:
     """The batches of the loader that make_private returns; split, in different numbers of parts on the ranks."""
     expected = 2 * dist.get_world_size()
@@ -82,7 +104,7 @@ def sampled(case: str, wrap: str, name: str, physical: int | None = None) -> Non
         if physical is not None:
             manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer)
             loader = stack.enter_context(manager)
-        for x, y in loader:
+        for x, y in ((x.to(device()), y.to(device())) for x, y in loader):
             criterion("mean")(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -91,8 +113,8 @@ def sampled(case: str, wrap: str, name: str, physical: int | None = None) -> Non
             if optimizer._is_last_step_skipped:
                 continue
             everyones: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyones, logical)
-            hand.step(together(everyones))
+            dist.all_gather_object(everyones, {key: value.cpu() for key, value in logical.items()})
+            hand.step({key: value.to(device()) for key, value in together(everyones).items()})
             sizes.append(len(logical["x"]))
             logical = None
     seen: list[Any] = [None] * dist.get_world_size()
@@ -178,7 +200,7 @@ def buffers(case: str) -> None:
             result: torch.Tensor = self.linear(x)
             return result
 
-    wrapped = DistributedDataParallel(Counter().double())
+    wrapped = DistributedDataParallel(Counter().to(device(), torch.float64))
     model, optimizer, _ = private(wrapped, "mlp")
     batch = part("mlp", 0, 0)
     criterion("mean")(model(batch["x"]), batch["y"]).backward()
@@ -188,7 +210,7 @@ def buffers(case: str) -> None:
     model.cleanup()
     (wrapped(batch["x"]).sum() * (1 + dist.get_rank())).backward()
     gradients: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gradients, wrapped.module.linear.bias.grad)
+    dist.all_gather_object(gradients, wrapped.module.linear.bias.grad.cpu())
     assert all(torch.equal(each, gradients[0]) for each in gradients)  # DDP has averaged them again
     report(case, 0.0)
 
@@ -197,9 +219,9 @@ def shard_noise(case: str, wrap: str) -> None:
     """Noise alone: as strong as in one process, drawn at each shard's shape, and not alike in two shards although all
     ranks give the same generator; replicas have the same."""
     torch.manual_seed(5)
-    wrapped = WRAPPERS[wrap](nn.Sequential(nn.Linear(300, 301), nn.Linear(301, 4)).double())
+    wrapped = WRAPPERS[wrap](nn.Sequential(nn.Linear(300, 301), nn.Linear(301, 4)).to(device(), torch.float64))
     torch.manual_seed(1)
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(device()).manual_seed(3)
     with mock.patch.object(torch, "normal", side_effect=torch.normal) as normal:
         data = TensorDataset(torch.zeros(SAMPLES, 300, dtype=torch.float64), torch.zeros(SAMPLES))
         model, optimizer, _ = Engine().make_private(
@@ -211,13 +233,13 @@ def shard_noise(case: str, wrap: str) -> None:
             noise_generator=generator,
             grad_sample_mode="flash_clip",
         )
-        (model(torch.ones(2, 300, dtype=torch.float64)) * 0).sum().backward()
+        (model(torch.ones(2, 300, dtype=torch.float64, device=device())) * 0).sum().backward()
         optimizer.step()
     drawn = [tuple(call.kwargs["size"]) for call in normal.call_args_list]
     shapes = [tuple(p.to_local().shape) for p in model.parameters()]
     replica = dist.get_rank() // 2 if wrap == "fsdp2_hybrid" else 0
     assert drawn == ([] if replica else shapes), (drawn, shapes)
-    gradient = full(next(model.parameters()).grad)
+    gradient = full(next(model.parameters()).grad).cpu()
     std = 2.0 * BOUND / EXPECTED
     assert abs(float(gradient.std()) / std - 1) < 0.02  # of 90 300 numbers: 8 standard errors
     everyones: list[Any] = [None] * dist.get_world_size()
@@ -236,13 +258,15 @@ def llama(case: str) -> None:
 
     torch.manual_seed(3)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=31, num_hidden_layers=2, **sizes)).double().train()
+    model = (
+        LlamaForCausalLM(LlamaConfig(vocab_size=31, num_hidden_layers=2, **sizes)).to(device(), torch.float64).train()
+    )
     alone = copy.deepcopy(model)
     for block in model.model.layers:
         fully_shard(block)
     fully_shard(model)
     rank, world = dist.get_rank(), dist.get_world_size()
-    ids = torch.randint(0, 31, (2 * world, 7))
+    ids = torch.randint(0, 31, (2 * world, 7)).to(device())
 
     def of_samples(model: nn.Module, batch: Batch) -> torch.Tensor:
         logits = model(input_ids=batch["x"], use_cache=False).logits
@@ -310,6 +334,11 @@ CASES: dict[str, Callable[[str], None]] = {
     "dpddp accumulated": lambda case: accumulated(case, "dpddp", "mlp"),
     "ddp per layer": lambda case: per_layer(case, "ddp", "mlp"),
     "ddp sensitivity": lambda case: sensitivity(case, "ddp", "mlp"),
+    **{f"{wrap} float32 {name}": lambda case, w=wrap, n=name: rounded(case, w, n, torch.float32)
+       for wrap in ("ddp", "dpddp") for name in ("transformer", "convnet")},
+    **{f"{wrap} bfloat16 {name}": lambda case, w=wrap, n=name: rounded(case, w, n, torch.bfloat16)
+       for wrap in ("ddp", "dpddp") for name in ("transformer", "convnet")},
+    "ddp autocast": lambda case: rounded(case, "ddp", "transformer", torch.float32, autocast=True),
     "ddp refusals": refusals,
     "ddp buffers": buffers,
     "fsdp2 transformer": lambda case: poisson(case, "fsdp2", "transformer"),
@@ -325,6 +354,8 @@ CASES: dict[str, Callable[[str], None]] = {
     "fsdp2 one layer": lambda case: poisson(case, "fsdp2_blocks", "linear"),
     "fsdp2 kept": lambda case: poisson(case, "fsdp2_kept", "transformer"),
     "fsdp2 mixed": lambda case: poisson(case, "fsdp2_mixed", "transformer"),
+    "fsdp2 float32": lambda case: rounded(case, "fsdp2", "convnet", torch.float32),
+    "fsdp2 bfloat16": lambda case: rounded(case, "fsdp2_bf16", "transformer", torch.float32),
     "fsdp2 noise": lambda case: shard_noise(case, "fsdp2"),
     "fsdp2 unwrapped": lambda case: poisson(case, "fsdp2_blocks", "transformer", wrap_model=False),
     "fsdp2 llama": llama,
@@ -335,8 +366,11 @@ CASES: dict[str, Callable[[str], None]] = {
 }  # fmt: skip
 
 
-def run(rank: int, world: int, port: int, groups: list[str]) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+def run(rank: int, backend: str, world: int, port: int, groups: list[str]) -> None:
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        torch.backends.cudnn.allow_tf32 = False
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     for case, act in CASES.items():
         if case.split()[0] in groups:
             act(case)
@@ -350,9 +384,8 @@ def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.start_processes(
-        run, (int(sys.argv[1]), port, sys.argv[2:]), int(sys.argv[1]), start_method="fork"
-    )
+    _, backend, ranks, *groups = sys.argv
+    torch.multiprocessing.start_processes(run, (backend, int(ranks), port, groups), int(ranks), start_method="fork")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from tests.integration.flash_clip_models import criterion
 from tests.integration.scripts.rank_training import (
     build,
     by_block,
+    device,
     full,
     part,
     private,
@@ -95,7 +96,7 @@ def refusals_fsdp2(case: str) -> None:
 
     refused("runs backward twice", lambda: private(by_block(build("mlp")), "mlp", flash_clip_passes=2))
     refused("adaptive", lambda: private(by_block(build("mlp")), "mlp", clipping="adaptive"))
-    refused("FSDP1", lambda: private(FullyShardedDataParallel(build("mlp"), device_id=torch.device("cpu")), "mlp"))
+    refused("FSDP1", lambda: private(FullyShardedDataParallel(build("mlp"), device_id=device()), "mlp"))
     part_only = build("mlp")
     fully_shard(part_only[0])
     refused("parts of the model are sharded", lambda: private(part_only, "mlp"))
@@ -104,15 +105,15 @@ def refusals_fsdp2(case: str) -> None:
         "leave it out of ignored_params",
         lambda: private(fully_shard(ignoring, ignored_params={ignoring[0].bias}), "mlp"),
     )
-    trained = Mixed().double()
+    trained = Mixed().to(device(), torch.float64)
     trained.scale.requires_grad_(True)
     refused("need its forward repeated", lambda: private(by_block(trained), "mlp"))
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device().type, (world,), mesh_dim_names=("tp",))
     parallel = parallelize_module(build("mlp"), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     refused("as in tensor or context parallelism", lambda: private(parallel, "mlp"))
     refused("as in tensor or context parallelism", lambda: private(parallel, "mlp", grad_sample_mode="auto"))
     if world == 4:
-        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        both = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
         parallel = parallelize_module(build("mlp"), both["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         refused("as in tensor or context parallelism", lambda: private(by_block(parallel, mesh=both["dp"]), "mlp"))
         refused("over 2 of 4 ranks", lambda: private(by_block(build("mlp"), mesh=both["dp"]), "mlp"))
@@ -126,13 +127,13 @@ def refusals_fsdp2(case: str) -> None:
     refused("different numbers of parts", optimizer.step)
     assert all(torch.equal(full(p), q) for p, q in zip(model.parameters(), before, strict=True))
 
-    model, optimizer, _ = private(by_block(Mixed().double()), "mlp")
-    shift = {"shift": torch.ones(3, 4, dtype=torch.float64)} if rank == 0 else {}
+    model, optimizer, _ = private(by_block(Mixed().to(device(), torch.float64)), "mlp")
+    shift = {"shift": torch.ones(3, 4, dtype=torch.float64, device=device())} if rank == 0 else {}
     refused("different kinds of arguments", lambda: backward(model, **shift))
 
     sequence = part("transformer", 0, 0)["x"][:, :4]
     model, _, _ = private(by_block(build("transformer")), "transformer")
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    mesh = init_device_mesh(device().type, (world,), mesh_dim_names=("cp",))
     with context_parallel(mesh, buffers=[sequence], buffer_seq_dims=[1]):
         refused("context parallelism", lambda: model(sequence))
     report(case, 0.0)

@@ -75,7 +75,7 @@ def by_block(model: nn.Module, **options: Any) -> nn.Module:
 
 def replicated(model: nn.Module) -> nn.Module:
     """FSDP2 on a mesh of two dimensions: two replicas of two shards each."""
-    return by_block(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    return by_block(model, mesh=init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -84,23 +84,29 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp2_hybrid": replicated,
     "fsdp2_kept": lambda model: by_block(model, reshard_after_forward=False),
     "fsdp2_mixed": lambda model: by_block(model, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float64)),
+    "fsdp2_bf16": lambda model: by_block(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "ddp": DistributedDataParallel,
     "ddp_unused": lambda model: DistributedDataParallel(model, find_unused_parameters=True),
     "dpddp": DifferentiallyPrivateDistributedDataParallel,
 }
 
 
-def build(name: str) -> nn.Module:
+def device() -> torch.device:
+    """Where this rank computes: NCCL's on a GPU of its own."""
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(5)
-    return MODELS[name][0]().double()
+    return MODELS[name][0]().to(device(), dtype)
 
 
-def part(name: str, step: int, rank: int) -> Batch:
+def part(name: str, step: int, rank: int, dtype: torch.dtype = torch.float64) -> Batch:
     """The samples of a rank in a step."""
     torch.manual_seed(100 * step + rank)
     x, y = MODELS[name][1](max(1, SIZES[dist.get_world_size()][step][rank])).tensors
     size = SIZES[dist.get_world_size()][step][rank]
-    return {"x": x[:size], "y": y[:size]}
+    return {"x": x[:size].to(device(), dtype if x.is_floating_point() else None), "y": y[:size].to(device())}
 
 
 def together(parts: list[Batch]) -> Batch:
@@ -114,11 +120,14 @@ def losses(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 class ByHand:
-    """One process that trains on all ranks' samples, with clipping by hand."""
+    """One process that trains on all ranks' samples in float64, with clipping by hand.
 
-    def __init__(self, name: str, noise: float, divisor: float, seed: int = 11) -> None:
-        self.model, self.noise, self.divisor = build(name), noise, divisor
-        self.generator = torch.Generator().manual_seed(seed)
+    Its parameters begin as those of ``dtype``.
+    """
+
+    def __init__(self, name: str, noise: float, divisor: float, dtype: torch.dtype = torch.float64) -> None:
+        self.model, self.noise, self.divisor = build(name, dtype).double(), noise, divisor
+        self.generator = torch.Generator(device()).manual_seed(11)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=MOMENTUM)
 
     def step(self, batch: Batch) -> None:
@@ -126,22 +135,45 @@ class ByHand:
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            drawn = torch.normal(0.0, 1.0, parameter.shape, generator=self.generator, dtype=torch.float64)
+            drawn = torch.normal(
+                0.0, 1.0, parameter.shape, generator=self.generator, dtype=torch.float64, device=parameter.device
+            )
             parameter.grad = (total[name] + self.noise * BOUND * drawn) / self.divisor
         self.optimizer.step()
 
     def difference(self, model: nn.Module) -> float:
         """The largest of any parameter on any rank."""
         found = dict(whole(model))
-        worst = max(float((p.detach() - found[n]).abs().max()) for n, p in self.model.named_parameters())
-        everywhere = torch.tensor(worst, dtype=torch.float64)
-        dist.all_reduce(everywhere, dist.ReduceOp.MAX)
-        return float(everywhere)
+        return everywhere(max(float((p.detach() - found[n]).abs().max()) for n, p in self.model.named_parameters()))
+
+    def relative_difference(self, model: nn.Module) -> float:
+        """The norm of all gradients' differences, relative to that of the gradients; the largest of any rank."""
+        found = {n: full(p.grad) for n, p in named(model)}
+        off = [(p.grad - found[n]).norm() for n, p in self.model.named_parameters()]
+        return everywhere(
+            float(torch.stack(off).norm() / torch.stack([p.grad.norm() for p in self.model.parameters()]).norm())
+        )
+
+    def follow(self, model: nn.Module) -> None:
+        """Goes on from the ranks' parameters."""
+        self.model.load_state_dict(dict(whole(model)))
+
+
+def everywhere(number: float) -> float:
+    """The largest of the ranks' numbers."""
+    largest = torch.tensor(number, dtype=torch.float64, device=device())
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in model.named_parameters():
+        yield name.replace("_module.", "").removeprefix("module."), parameter
 
 
 def whole(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in model.named_parameters():
-        yield name.replace("_module.", "").removeprefix("module."), full(parameter.detach())
+    for name, parameter in named(model):
+        yield name, full(parameter.detach())
 
 
 def private(wrapped: nn.Module, name: str, batch: int = EXPECTED, **options: Any) -> tuple[Any, Any, Any]:
@@ -153,7 +185,7 @@ def private(wrapped: nn.Module, name: str, batch: int = EXPECTED, **options: Any
         module=wrapped,
         optimizer=torch.optim.SGD(wrapped.parameters(), lr=LR, momentum=MOMENTUM),
         data_loader=DataLoader(data, batch_size=batch),
-        noise_generator=torch.Generator().manual_seed(11 + rank),
+        noise_generator=torch.Generator(device()).manual_seed(11 + rank),
         **arguments,
     )
     return made
