@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from opacus_memprof.analysis.components import Components
 from opacus_memprof.analysis.names import Names
-from opacus_memprof.profiles.categories import FORWARD_UNDECIDED, add_parts
+from opacus_memprof.profiles.categories import FORWARD_UNDECIDED, add_parts, name_at_failure
 from opacus_memprof.profiles.live_memory import DeviceCount, LivePeak, Snapshot
 from opacus_memprof.profiles.profile import (
     Block,
@@ -81,7 +81,7 @@ def build_device(
             FailedAllocation(
                 requested_bytes=instant["requested"],
                 live_bytes=instant["bytes"],
-                category=names.reported_category(instant["category"]),
+                category=name_at_failure(names.category(instant["category"])),
                 module=names.module(instant["module"]),
                 op=names.op(instant["op"]),
                 **_instant(instant, names, start),

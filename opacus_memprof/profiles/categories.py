@@ -147,6 +147,12 @@ def reported_name(category: str) -> str:
     return ACTIVATION_HOOKS if category in PARTS else category
 
 
+def name_at_failure(category: str) -> str:
+    """The name in reports of a category of the live counters when memory ran out: what a forward has made and still
+    holds then counts as activations."""
+    return "activations" if category == FORWARD_UNDECIDED else reported_name(category)
+
+
 def add_parts(live: Mapping[str, int]) -> dict[str, int]:
     """Bytes by category of reports, from bytes by category of the live counters."""
     sums: dict[str, int] = {}

@@ -208,6 +208,13 @@ def test_an_allocation_that_failed(tmp_path: Path) -> None:
     assert failure["categories"] == {"model_parameters": 1000}
 
 
+def test_an_allocation_of_forward_that_failed_is_one_of_activations(tmp_path: Path) -> None:
+    """As in oom_report.json; forward_undecided is a name of live views."""
+    file = a_step().add("oom", size=1 << 40, category="forward_undecided", phase="forward", step=1)
+    (failure,) = built(file, tmp_path)["devices"]["cuda:0"]["out_of_memory"]
+    assert failure["category"] == "activations"
+
+
 def test_the_counters_add_what_the_allocator_had(tmp_path: Path) -> None:
     profile = built(a_step(), tmp_path, peaks=live_peak(1750, allocated=2048, reserved=8192))
     peak = profile["devices"]["cuda:0"]["peak"]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from opacus_memprof.profiles.categories import ACTIVATION_HOOKS, FORWARD_UNDECIDED, reported_name
+from opacus_memprof.profiles.categories import ACTIVATION_HOOKS, name_at_failure
 
 ACTIVATIONS = ("activations", ACTIVATION_HOOKS)
 
@@ -74,13 +74,9 @@ def read_failure(native: Mapping[str, Any]) -> Failure:
     """Reads one of native.failures(). What a forward has allocated counts as activations, if it is live when memory
     runs out."""
     groups = [
-        BlockGroup(**{**group, "category": _reported(group["category"])})
+        BlockGroup(**{**group, "category": name_at_failure(group["category"])})
         for group in native["holdings"]
         if group["bytes"]
     ]
     rest = {key: value for key, value in native.items() if key not in ("holdings", "category")}
-    return Failure(**rest, category=_reported(native["category"]), block_groups=tuple(groups))
-
-
-def _reported(category: str) -> str:
-    return "activations" if category == FORWARD_UNDECIDED else reported_name(category)
+    return Failure(**rest, category=name_at_failure(native["category"]), block_groups=tuple(groups))
