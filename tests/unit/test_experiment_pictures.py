@@ -64,7 +64,9 @@ RAN_OUT = result(
     status="out_of_memory",
     error="OutOfMemoryError while training: no more",
     out_of_memory=to_builtins(
-        a_device(out_of_memory=[{"requested_bytes": 50 * MIB, "live_bytes": 17 * MIB, "category": "noise"}])
+        a_device(
+            out_of_memory=[{"requested_bytes": 50 * MIB, "live_bytes": 17 * MIB, "category": "noise", "event": 40}]
+        )
     )["out_of_memory"],
 )
 NOTHING = result("flash_clip", {}, None, status="failed", error="no", peak=None, snapshots=[], timeline={})
@@ -225,6 +227,31 @@ def test_the_timeline_starts_where_training_does(figures: list[Any], tmp_path: P
     (marker,) = (line for line in panels[0].lines if line.get_marker() == "v")
     assert (list(marker.get_xdata()), list(marker.get_ydata())) == ([10], [42 * MIB])
     assert [text.get_text() for text in panels[3].texts] == ["nothing was recorded"]
+    assert not any(tick.get_visible() for tick in panels[3].get_xticklabels())
+
+
+def test_where_memory_ran_out_is_another_place_than_the_peak(figures: list[Any], tmp_path: Path) -> None:
+    timeline.timelines(FOUR, tmp_path / "a.png", "light")
+    marks = {
+        line.get_label(): (line.get_xdata()[0], line.get_ydata()[0])
+        for line in figures[0].axes[1].lines
+        if line.get_marker() != "None"
+    }
+    assert marks == {"peak": (10, 19 * MIB), "out of memory": (20, 17 * MIB)}
+    legend = {text.get_text() for text in figures[0].legends[0].get_texts()}
+    assert legend == {"model parameters", "peak", "out of memory"}
+    (phases,) = (one for one in figures[0].legends if one.get_texts()[0].get_text() == "forward")
+    assert [text.get_text() for text in phases.get_texts()] == ["forward", "backward"]
+
+
+def test_phases_that_no_strip_shows_are_not_in_the_legend(figures: list[Any], tmp_path: Path) -> None:
+    """Those of set-up, where only training is shown."""
+    trained = result("hooks", {"model_parameters": 8})
+    trained["timeline"]["phase"][0] = "setup"
+    timeline.timelines(rows_by_mode({"h": trained}), tmp_path / "a.png", "light")
+    names = [text.get_text() for one in figures[0].legends for text in one.get_texts()]
+    assert "setup" not in names
+    assert "backward" in names
 
 
 def strip(panel: Any) -> dict[str, list[tuple[float, float]]]:
@@ -305,6 +332,17 @@ def test_points_are_where_time_and_memory_are(figures: list[Any], tmp_path: Path
         "Ghost Clipping\n1.50 x memory, 3.00 x time",
         "Hooks: out of memory\nFlash Clipping: failed",
     }
+
+
+def test_runs_without_a_time_are_listed_with_their_peaks(figures: list[Any], tmp_path: Path) -> None:
+    """On a virtual GPU there are no times."""
+    rows = rows_by_mode({"v": VANILLA | {"avg_time_ms": None}, "g": GHOST | {"avg_time_ms": None}})
+    tradeoff.performance_tradeoff(rows, tmp_path / "a.png", "light")
+    (axes,) = figures[0].axes
+    assert [text.get_text() for text in axes.texts] == [
+        "Vanilla: 42.00 MiB, no time\nGhost Clipping: 63.00 MiB, no time"
+    ]
+    assert not any(tick.get_visible() for tick in axes.get_yticklabels())
 
 
 @pytest.mark.parametrize("count", [1, 20])

@@ -42,8 +42,7 @@ def timelines(rows: Sequence[Row], path: Path, theme: str) -> None:
     with saved_figure(path, theme, size) as figure:
         panels = figure.subplots(lines, columns, squeeze=False).flatten()
         used = panels[: len(rows)]
-        for axes, row in zip(used, rows, strict=True):
-            _panel(axes, row.result, _title(row), THEMES[theme])
+        phases = [phase for axes, row in zip(used, rows, strict=True) for phase in _panel(axes, row, THEMES[theme])]
         for axes in panels[len(rows) :]:
             axes.set_axis_off()
         top = max(axes.get_ylim()[1] for axes in used)
@@ -53,7 +52,6 @@ def timelines(rows: Sequence[Row], path: Path, theme: str) -> None:
         for axes in used[-columns:]:
             axes.set_xlabel(_AXIS)
         legend(figure, *used)
-        phases = {phase for row in rows for phase in row.result.timeline.phase}
         phase_legend(figure, phases, loc="outside lower center")
 
 
@@ -62,13 +60,15 @@ def _title(row: Row) -> str:
     return row.short_label + peak + ("" if row.finished else f", {row.outcome}")
 
 
-def _panel(axes: "Axes", result: ExperimentResult, title: str, theme: Theme) -> None:
-    """Draws stacked categories, the peak, and phases above. Events count from the end of set-up."""
-    axes.set_title(title)
-    timeline = result.timeline
+def _panel(axes: "Axes", row: Row, theme: Theme) -> Sequence[str]:
+    """Draws stacked categories, the peak, the allocation that failed, and phases above, which it returns. Events count
+    from the end of set-up."""
+    axes.set_title(_title(row))
+    result, timeline = row.result, row.result.timeline
     if not timeline.event:
         axes.text(0.5, 0.5, "nothing was recorded", transform=axes.transAxes, ha="center", color=theme.muted)
-        return
+        axes.tick_params(bottom=False, labelbottom=False)
+        return ()
     stage_ends = _stage_ends(result)
     origin = max(stage_ends.values(), default=0)
     events = [event - origin for event in timeline.event]
@@ -79,12 +79,15 @@ def _panel(axes: "Axes", result: ExperimentResult, title: str, theme: Theme) -> 
     start, end = events[0] if in_set_up else 0, events[-1]
     axes.set_xlim(start, end if end > start else start + 1)
     event_axis(axes.xaxis)
-    marker = "X" if result.status == "out_of_memory" else "v"
-    axes.plot(events[peak], timeline.bytes[peak], marker=marker, color=theme.accent, markersize=6, clip_on=False)
+    mark: dict[str, Any] = {"color": theme.accent, "linestyle": "", "markersize": 6, "clip_on": False}
+    axes.plot(events[peak], timeline.bytes[peak], marker="v", label="peak", **mark)
+    if failed := row.failed_allocation:
+        axes.plot(failed.event - origin, failed.live_bytes, marker="X", label="out of memory", **mark)
     axes.set_ylim(0, timeline.bytes[peak] * 1.22)  # room for the phases
     phase_strip(axes, events[first:], timeline.phase[first:], timeline.step[first:], _STRIP)
     if in_set_up:
         _mark_stages(axes, {name: event - origin for name, event in stage_ends.items()})
+    return timeline.phase[first:]
 
 
 def _stage_ends(result: ExperimentResult) -> dict[str, int]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from opacus_memprof.experiments.figures.labels import place_labels
 from opacus_memprof.experiments.rows import Row, find_vanilla
+from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.figures import byte_axis, saved_figure
 from opacus_memprof.reports.palette import THEMES, category_color
 
@@ -26,11 +27,13 @@ def performance_tradeoff(rows: Sequence[Row], path: Path, theme: str) -> None:
         axes.set_title("Memory against time")
         axes.set_xlabel("time of a step, in ms")
         axes.set_ylabel("memory at the peak")
-        axes.grid(axis="both", visible=True)
+        axes.grid(axis="both", visible=bool(measured))
         times = [row.step_ms or 0.0 for row in measured]
         totals = [row.total_bytes for row in measured]
         colors = [palette.muted if row is vanilla else category_color("activation_hooks") for row in measured]
         axes.scatter(times, totals, s=60, c=colors, zorder=3)
+        if not measured:
+            axes.tick_params(bottom=False, labelbottom=False, left=False, labelleft=False)
         axes.set_xlim(0, max(times, default=1) * 1.25)
         axes.set_ylim(0, max(totals, default=1) * 1.15)
         byte_axis(axes.yaxis, max(totals, default=1))
@@ -40,8 +43,14 @@ def performance_tradeoff(rows: Sequence[Row], path: Path, theme: str) -> None:
             figure.legend([Line2D([], [])] * len(lines), lines, loc="outside right upper", handlelength=0)
             times, totals, names = _one_label_a_place(times, totals, numbers)
         place_labels(axes, times, totals, names)
-        if missing := [f"{row.short_label}: {row.outcome}" for row in rows if row not in measured]:
-            axes.text(0.01, 0.01, "\n".join(missing), transform=axes.transAxes, va="bottom", color=palette.accent)
+        if missing := [_without_time(row) for row in rows if row not in measured]:
+            color = palette.text if all(row.finished for row in rows) else palette.accent
+            axes.text(0.01, 0.01, "\n".join(missing), transform=axes.transAxes, va="bottom", color=color)
+
+
+def _without_time(row: Row) -> str:
+    """A line on a run that has no point. Those on a virtual GPU finish without a time."""
+    return f"{row.short_label}: " + (f"{format_bytes(row.total_bytes)}, no time" if row.finished else row.outcome)
 
 
 def _one_label_a_place(
