@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python examples of the requirement documents on the toolkit run as they stand there, and so does ours.
+"""The Python examples of the requirement documents run as they stand there, and so does ours of the toolkit.
 
 The documents import from modules of the project that they were written in; here these names are this package. What an
 example leaves to its reader (a model, a data loader, a function) is given to it.
@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 import opacus_memprof
+from opacus_memprof.experiments import process
+from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.toolkit import journal
 
 pytest.importorskip("peft")  # before anything is recorded: its default arguments are tensors
@@ -36,7 +38,7 @@ DEVICE = "cuda" if torch.cuda.device_count() else "cpu"
 
 def examples(document: str) -> dict[str, str]:
     """Heading → code."""
-    section = re.split(r"^## ", TEXT, flags=re.MULTILINE)[{"002": 1, "003": 2}[document]]
+    section = re.split(r"^## ", TEXT, flags=re.MULTILINE)[{"001": 1, "002": 2, "003": 3}[document]]
     found = re.findall(r"^### ([^\n]*)\n\n```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     return dict(found)
 
@@ -83,7 +85,38 @@ def train_model(model: nn.Module, dataloader: Any) -> nn.Module:
 
 
 def test_the_documents_have_examples() -> None:
-    assert {name: len(examples(name)) for name in ("002", "003")} == {"002": 8, "003": 12}
+    assert {name: len(examples(name)) for name in ("001", "002", "003")} == {"001": 2, "002": 8, "003": 12}
+
+
+class Remembering(nn.Linear):
+    """Keeps twice its input in an attribute of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.custom_attribute = torch.cat([x, x])
+        return super().forward(x)
+
+
+def test_the_experiments_document(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pandas")
+    run = Run("001", {"track_memory": lambda tensor: opacus_memprof.retag(tensor, "custom")})
+    hook = run("自定义 Hook", name="remembering")["custom_forward_hook"]
+    model = nn.Sequential(Remembering(64, 64), nn.Linear(64, 2))
+    for module in model.modules():
+        module.register_forward_hook(hook)
+    with opacus_memprof.profile("profile", device="cpu") as session:
+        session.attach(model)
+        model(torch.randn(16, 64))
+        assert session.breakdown()["cpu"]["custom"] == 2 * 16 * 64 * 4
+
+    configuration = Configuration(mode="vanilla", model="tiny", device="cpu", seq_length=8, num_steps=1, warmup_steps=0)
+    result = process.run_to_file(Path("vanilla_result.json"), configuration)
+    capsys.readouterr()
+    run("导出数据用于论文")
+    table = capsys.readouterr().out
+    assert r"\begin{tabular}" in table
+    assert "total_allocated_mb" in table
+    assert f"{result.peak_memory_mb:f}" in table
+    run.assert_all_have_run()
 
 
 @pytest.mark.cuda
