@@ -104,14 +104,14 @@ def plan(
         settings=() if settings is None else parse_settings(settings),
         values=asked.others,
     )
-    one = asked.searched is None and len(cells) == 1
-    if steps is not None and not one:
+    is_single = asked.searched is None and len(cells) == 1
+    if steps is not None and not is_single:
         raise MemprofError("--steps is for one configuration: leave --search and --modes out, and name one GPU")
     console = Console()
     with _Board(console) as board, open_runs(output, resume=resume, on_end=board.on_end) as runs:
         if runs.kept:
             console.print(f"{runs.kept} runs are there already", highlight=False)
-        if one:
+        if is_single:
             fits = _judge(runs, cells[0].configuration, named and named[0], steps, board, console)
         else:
             fits = _compare(runs, base, cells, asked.searched, board, console)
@@ -206,7 +206,7 @@ class _Board:
         self._progress.update(self._task, completed=self._ended, total=self._total, left=f"about {left} left")
         peak = f", peak {format_bytes(run.requested)}" if run.fits and run.requested is not None else ""
         words = " ".join([configuration.gpu, *configuration.program.arguments])
-        changes = ", ".join(f"{one['kind']} {one.get('value', '')}".strip() for one in configuration.changes)
+        changes = ", ".join(f"{change['kind']} {change.get('value', '')}".strip() for change in configuration.changes)
         status = "fits" if run.fits else run.status.replace("_", " ")
         line = Text(f"{words}{f' with {changes}' if changes else ''}  ")
         line.append(f"{status}{peak}", "green" if run.fits else "magenta")

@@ -93,12 +93,12 @@ class RunFacts:
             return {}
         stats = torch.cuda.memory_stats()
         free, total = torch.cuda.mem_get_info()
-        held = torch.cuda.memory_reserved()
+        reserved = torch.cuda.memory_reserved()
         limit = int(torch.cuda.memory.get_per_process_memory_fraction() * total)  # the program's own
         return {
             "reserved": max(self._reserved, torch.cuda.max_memory_reserved()),
-            "may_reserve": min(held + free, limit),
-            "context": total - free - held,
+            "may_reserve": min(reserved + free, limit),
+            "context": total - free - reserved,
             "retries": stats.get("num_alloc_retries", 0),
             "steps": self._steps,
             "samples": max((samples for _, samples in layer_shapes.current().batches), default=None),

@@ -46,7 +46,7 @@ def replay_command(
     recording = read_recording(directory, gpu, None if memory is None else parse_size(memory))
     replays = replay(recording, tried)
     _print(recording, replays, Console())
-    if not any(one.fits for one in replays):
+    if not any(result.fits for result in replays):
         raise typer.Exit(_DOES_NOT_FIT)
 
 
@@ -59,24 +59,24 @@ def _print(recording: Recording, replays: Sequence[Replay], console: Console) ->
         markup=False,
         soft_wrap=True,
     )
-    console.print(f"it requests {format_bytes(max(one.requested for one in replays))} at most\n", highlight=False)
+    console.print(f"it requests {format_bytes(max(result.requested for result in replays))} at most\n", highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("settings", "fits", "reserves", "to spare"):
         table.add_column(column, overflow="fold")
-    for one in replays:
-        spare = None if one.needed is None else one.may_reserve - one.needed
-        needed = "unknown" if one.needed is None else format_bytes(one.needed)
-        lacking = "" if spare is None else format_bytes(spare) if one.fits else f"-{format_bytes(max(-spare, 0))}"
-        color = "green" if one.fits else "red"
-        table.add_row(one.settings or "(defaults)", f"[{color}]{'yes' if one.fits else 'no'}[/]", needed, lacking)
+    for result in replays:
+        spare = None if result.needed is None else result.may_reserve - result.needed
+        needed = "unknown" if result.needed is None else format_bytes(result.needed)
+        lacking = "" if spare is None else format_bytes(spare) if result.fits else f"-{format_bytes(max(-spare, 0))}"
+        color = "green" if result.fits else "red"
+        table.add_row(result.settings or "(defaults)", f"[{color}]{'yes' if result.fits else 'no'}[/]", needed, lacking)
     console.print(table)
-    for one in replays:
-        if one.failed is not None:
-            of = f" of {one.failed['module']}" if one.failed["module"] else ""
+    for result in replays:
+        if result.failed is not None:
+            module = f" of {result.failed['module']}" if result.failed["module"] else ""
             console.print(
-                f"{one.settings or '(defaults)'}: memory runs out in step {one.failed['step']}, at "
-                f"{format_bytes(one.failed['bytes'])} for {one.failed['category'].replace('_', ' ')}{of} in "
-                f"{one.failed['phase'].replace('_', ' ')}",
+                f"{result.settings or '(defaults)'}: memory runs out in step {result.failed['step']}, at "
+                f"{format_bytes(result.failed['bytes'])} for {result.failed['category'].replace('_', ' ')}{module} in "
+                f"{result.failed['phase'].replace('_', ' ')}",
                 highlight=False,
                 markup=False,
                 soft_wrap=True,

@@ -59,7 +59,7 @@ class ScriptCheck:
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
-            how = self._say(error)
+            how = self._ending(error)
         if self._result is None:
             what = "called its private model with a batch" if self._is_private else "called PrivacyEngine.make_private"
             raise MemprofError(f"{self._script} {how} before it {what}: there is nothing to check.")
@@ -67,7 +67,7 @@ class ScriptCheck:
             raise self._result
         return self._result
 
-    def _say(self, error: BaseException) -> str:
+    def _ending(self, error: BaseException) -> str:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.endswith(self._script)]
         where = f" in line {frames[-1].lineno}" if frames else ""
         message = str(error).strip().partition("\n")[0]

@@ -31,7 +31,7 @@ class TensorSummary:
     sums: torch.Tensor
 
     @classmethod
-    def of(cls, x: torch.Tensor, shape_only: bool = False) -> TensorSummary:
+    def from_tensor(cls, x: torch.Tensor, shape_only: bool = False) -> TensorSummary:
         """The summary of ``x``."""
         x = x.detach()
         return cls(x.to("meta"), x.new_empty(0) if shape_only else _block_sums(x))
@@ -59,7 +59,7 @@ class Observation:
 
 def summaries(leaves: list[Any], shape_only: bool = False) -> list[Any]:
     """The leaves, with summaries in place of tensors."""
-    return [TensorSummary.of(leaf, shape_only) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return [TensorSummary.from_tensor(leaf, shape_only) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def used_parameters(leaves: list[Any]) -> set[int]:

@@ -99,8 +99,8 @@ class _Model:
         above = self.components[_parent(name)]
         if not children and above in ("", BLOCK) and not list(self.modules[name].parameters()):
             siblings = self._children[_parent(name)]
-            before = [self.components[one] for one in siblings[: siblings.index(name)]]
-            return next((one for one in reversed(before) if one != NORM), above)
+            before = [self.components[sibling] for sibling in siblings[: siblings.index(name)]]
+            return next((component for component in reversed(before) if component != NORM), above)
         return above if above != HEAD and _by_name(name) == OTHER else ""
 
     def _by_class(self, name: str) -> str:
@@ -112,7 +112,7 @@ class _Model:
             return EMBEDDING if "Embed" in type(module).__name__ else ""  # else it is a model
         classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
         for expression, component in _CLASS_NAMES.items():
-            if any(re.search(expression, one.__name__) for one in classes):
+            if any(re.search(expression, kind.__name__) for kind in classes):
                 return component
         return ""
 
@@ -137,7 +137,7 @@ class _Model:
         if named in (ATTENTION, MLP, HEAD, EMBEDDING):
             return named
         if block:
-            return _in_block((width, to), [self._linears[one] for one in self._blocks[block]])
+            return _in_block((width, to), [self._linears[linear] for linear in self._blocks[block]])
         if name == self._blocks[""][-1] or self._is_behind_the_blocks(name):
             return HEAD
         return MLP if len(self._blocks) == 1 else ""
@@ -172,7 +172,7 @@ def _in_block(own: tuple[int, int], all_widths: Sequence[tuple[int, int]]) -> st
     def is_mlp(widths: tuple[int, int]) -> bool:
         width, to = widths
         if to > width:
-            return any(one in (to, to / 2) for one, _ in all_widths)
+            return any(read in (to, to / 2) for read, _ in all_widths)
         return to < width != all_widths[0][0]
 
     narrow = [widths for widths in all_widths if not is_mlp(widths)]

@@ -39,13 +39,13 @@ def verdict_content(verdict: Verdict) -> PlanVerdict:
         with_more_memory=None if verdict.whole is None else run_content(verdict.whole),
         advice=[
             TriedAdvice(
-                title=one.title,
-                code=one.code,
-                predicted_peak_bytes=one.predicted,
-                tried=None if one.tried is None or one.failure else run_content(one.tried),
-                failure=one.failure,
+                title=suggestion.title,
+                code=suggestion.code,
+                predicted_peak_bytes=suggestion.predicted,
+                tried=None if suggestion.tried is None or suggestion.failure else run_content(suggestion.tried),
+                failure=suggestion.failure,
             )
-            for one in verdict.advice
+            for suggestion in verdict.advice
         ],
     )
 

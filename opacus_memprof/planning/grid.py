@@ -40,13 +40,13 @@ def make_cells(
     for several in itertools.product(*values.values()):
         chosen = dict(zip(values, several, strict=True))
         combinations = sorted(itertools.product(kinds, numbered, tried), key=_change)
-        for (_, gpu), (_, mode), one in combinations:
+        for (_, gpu), (_, mode), setting in combinations:
             program = base.program
             for name, value in [*chosen.items(), *([(argument, mode)] if mode is not None else [])]:
                 program = replace(program, arguments=with_argument(program.arguments, name, value))
-            changes = () if one is None else ({"kind": "allocator_setting", "value": one},)
+            changes = () if setting is None else ({"kind": "allocator_setting", "value": setting},)
             configuration = replace(base, program=program, gpu=gpu, changes=changes)
-            cells.append(Cell(mode, configuration, one, chosen))
+            cells.append(Cell(mode, configuration, setting, chosen))
     return cells
 
 

@@ -107,7 +107,7 @@ def replay(recording: Recording, settings: Sequence[str]) -> list[Replay]:
         MemprofError: torch does not know a setting, or a virtual GPU cannot work here or have so little memory.
     """
     with ThreadPoolExecutor(usable_workers()) as pool:
-        return list(pool.map(lambda one: _replay(recording, one), settings))
+        return list(pool.map(lambda setting: _replay(recording, setting), settings))
 
 
 def _replay(recording: Recording, settings: str) -> Replay:

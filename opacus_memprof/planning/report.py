@@ -72,9 +72,9 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
     peak = run if run.fits else verdict.whole
     if peak is not None and peak.requested is not None:
         _print(console, f"  its peak of {format_bytes(peak.requested)} is mostly {_place(peak)}")
-    for number, one in enumerate(verdict.advice, 1):
-        _print(console, f"\n[bold]{number}. {escape(one.title)}[/]: {_outcome(one)}")
-        _print(console, f"   [cyan]{escape(one.code)}[/]")
+    for number, suggestion in enumerate(verdict.advice, 1):
+        _print(console, f"\n[bold]{number}. {escape(suggestion.title)}[/]: {_outcome(suggestion)}")
+        _print(console, f"   [cyan]{escape(suggestion.code)}[/]")
     if not run.fits and not verdict.advice:
         _print(console, "\nNothing is known that would make it fit but a GPU with more memory.")
 
@@ -108,8 +108,8 @@ def _outcome(advice: Advice) -> str:
 
 
 def _place(run: VirtualRun) -> str:
-    of = f" of {run.module}" if run.module else ""
-    return escape(f"{run.category.replace('_', ' ')}{of} in {run.phase.replace('_', ' ')}")
+    module = f" of {run.module}" if run.module else ""
+    return escape(f"{run.category.replace('_', ' ')}{module} in {run.phase.replace('_', ' ')}")
 
 
 def print_cells(cells: Sequence[Cell], searched: Range | None, console: Console) -> None:

@@ -146,9 +146,9 @@ def open_runs(
         MemprofError: the directory cannot be written, is in use, or holds other files than a plan or a profile.
     """
     path = directory.absolute()
-    ours = {EVENTS, PLAN, PLANNED_RUNS}
+    files = {EVENTS, PLAN, PLANNED_RUNS}
     with writing(path):
-        if path.is_dir() and any(path.iterdir()) and not any((path / name).exists() for name in ours):
+        if path.is_dir() and any(path.iterdir()) and not any((path / name).exists() for name in files):
             raise MemprofError(f"{path} holds files that are neither a plan nor a profile: choose another directory")
         path.mkdir(parents=True, exist_ok=True)
         held = lock(path)

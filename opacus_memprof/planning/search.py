@@ -52,19 +52,19 @@ class Bracket:
     bad: int | None
 
     @classmethod
-    def of(cls, points: Mapping[int, Point]) -> "Bracket":
+    def from_points(cls, points: Mapping[int, Point]) -> "Bracket":
         bad = min((value for value, point in points.items() if not point.fits), default=None)
         return cls(tuple(sorted(value for value in points if bad is None or value < bad)), bad)
 
 
 def largest(points: Mapping[int, Point]) -> int | None:
     """The largest value that has fitted, below the smallest that has not; None where none has."""
-    return max(Bracket.of(points).fitting, default=None)
+    return max(Bracket.from_points(points).fitting, default=None)
 
 
 def requested_line(points: Mapping[int, Point]) -> Line | None:
     """Requested bytes near the largest value that fits; None where fewer than two have fitted."""
-    anchors = _anchors(Bracket.of(points).fitting)
+    anchors = _anchors(Bracket.from_points(points).fitting)
     return None if anchors is None else _line(points, anchors, "requested")
 
 
@@ -82,7 +82,7 @@ def next_values(points: Mapping[int, Point], low: int, high: int, width: int = 1
     """
     if low not in points:
         return sorted({low, min(high, max(2 * low, low + 7))})[:width]
-    found = Bracket.of(points)
+    found = Bracket.from_points(points)
     if not found.fitting:
         return []
     good, top = found.fitting[-1], high + 1 if found.bad is None else found.bad

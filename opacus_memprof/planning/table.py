@@ -133,7 +133,7 @@ def _why_no_answer(cell: Cell, searched: Range) -> str:
         run = cell.runs[searched.low]
         report = run.oom_report() or {}
         needed = report.get("needed", {}).get("bytes")
-        fitting = next((one for one in report.get("suggestions", ()) if one["fits"]), None)
+        fitting = next((suggestion for suggestion in report.get("suggestions", ()) if suggestion["fits"]), None)
         needs = "" if needed is None else f" (it needs about {format_bytes(needed)})"
         would = "use a GPU with more memory" if fitting is None else f"what would fit is {fitting['title']}"
         return (

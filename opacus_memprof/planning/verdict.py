@@ -99,9 +99,9 @@ def judge(runs: PlannedRuns, configuration: Configuration, mode_argument: str | 
         return Verdict(configuration, run, needed=run.reserved or 0)
     report = run.oom_report() or {}
     suggestions = _worth_trying(report.get("suggestions", ()))
-    changed = [_applied(configuration, one["actions"], mode_argument) for one in suggestions]
+    changed = [_applied(configuration, suggestion["actions"], mode_argument) for suggestion in suggestions]
     large = replace(configuration, memory=LARGEST_MEMORY)
-    whole, *tried = runs.all([large, *(one for one in changed if one is not None)])
+    whole, *tried = runs.all([large, *(applied for applied in changed if applied is not None)])
     results = iter(tried)
     advice = []
     for suggestion, applied in zip(suggestions, changed, strict=True):
@@ -113,14 +113,14 @@ def judge(runs: PlannedRuns, configuration: Configuration, mode_argument: str | 
         advice.append(Advice(suggestion["title"], suggestion["code"], predicted, result, failure, applied))
     computed = report.get("needed", {}).get("bytes", 0)
     needed = (whole.reserved or 0) if whole.fits else max(computed, run.may_reserve or 0)
-    advice.sort(key=lambda one: not (one.tried is not None and one.tried.fits))  # stable: the least change first
+    advice.sort(key=lambda each: not (each.tried is not None and each.tried.fits))  # stable: the least change first
     return Verdict(configuration, run, whole if whole.fits else None, needed, advice)
 
 
 def _worth_trying(suggestions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The first few that are predicted to fit, and then those that can be tried though they are not."""
-    fitting = [one for one in suggestions if one["fits"] is not False]
-    others = [one for one in suggestions if one["fits"] is False and _is_applicable(one["actions"])]
+    fitting = [each for each in suggestions if each["fits"] is not False]
+    others = [each for each in suggestions if each["fits"] is False and _is_applicable(each["actions"])]
     return [*fitting, *others][:_MOST_ADVICE]
 
 

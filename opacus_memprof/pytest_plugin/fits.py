@@ -23,7 +23,7 @@ class Fits:
     below: int | None = None
 
     @classmethod
-    def of(cls, item: pytest.Item) -> "Fits | None":
+    def from_item(cls, item: pytest.Item) -> "Fits | None":
         """Of the closest marker of a test; None without one."""
         mark = item.get_closest_marker(FITS)
         return None if mark is None else cls.read(mark)

@@ -84,7 +84,7 @@ def _command(item: pytest.Item) -> list[str]:
     for warning in config.getoption("pythonwarnings") or []:
         command += ["-W", warning]
     options = ["--memprof-report", "--memprof-baseline-dir"]
-    fits = Fits.of(item)
+    fits = Fits.from_item(item)
     if fits is None:
         options += ["--memprof-virtual-gpu", "--memprof-virtual-memory"]
     else:

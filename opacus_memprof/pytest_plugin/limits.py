@@ -126,7 +126,7 @@ def check_memory(item: pytest.Item, devices: Mapping[str, Device]) -> str | None
         message = limit.check(devices)
         if message:
             return f"limit_gpu_memory: {message}"
-    fits = Fits.of(item)
+    fits = Fits.from_item(item)
     return None if fits is None else fits.check(devices)
 
 

@@ -51,11 +51,11 @@ def out_of_memory(devices: Mapping[str, Device]) -> str | None:
     for name, device in devices.items():
         if device.out_of_memory:
             last = device.out_of_memory[-1]
-            of = f" of {last.module}" if last.module else ""
+            module = f" of {last.module}" if last.module else ""
             sizes = sorted(last.categories.items(), key=lambda row: -row[1])
             return "\n".join(
                 [
-                    f"{name} ran out of memory: {format_bytes(last.requested_bytes)} of {last.category}{of} in "
+                    f"{name} ran out of memory: {format_bytes(last.requested_bytes)} of {last.category}{module} in "
                     f"{last.phase} of step {last.step}, with {format_bytes(last.live_bytes)} of the test live",
                     *(f"  {format_bytes(size):>11}  {category}" for category, size in sizes),
                 ]

@@ -25,11 +25,11 @@ def take(name: str) -> Snapshot:
     gc.disable()  # a collection between our count and torch's would make them differ
     try:
         pending = _pending_free()
-        taken = native.snapshot(name)
+        counted = native.snapshot(name)
         devices = {
-            device: _count(device, counts, pending.get(device, 0)) for device, counts in taken["devices"].items()
+            device: _count(device, counts, pending.get(device, 0)) for device, counts in counted["devices"].items()
         }
-        return Snapshot(**{**taken, "devices": devices})
+        return Snapshot(**{**counted, "devices": devices})
     finally:
         if gc_was_enabled:
             gc.enable()

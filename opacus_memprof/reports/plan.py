@@ -34,7 +34,7 @@ def candidates(plan: Plan) -> list[Candidate]:
     if plan.verdict is not UNSET:
         verdict = plan.verdict
         runs = {"as it is": verdict.run, "with more memory": verdict.with_more_memory}
-        runs |= {one.title: one.tried for one in verdict.advice}
+        runs |= {advice.title: advice.tried for advice in verdict.advice}
         room = verdict.run.may_reserve_bytes
         return [Candidate(label, verdict.gpu, None, run, room) for label, run in runs.items() if run is not None]
     return [
@@ -72,7 +72,7 @@ def title(plan: Plan) -> str:
 def rows(plan: Plan) -> Iterator[tuple[str, str, PlannedRun]]:
     """All runs that plan.json has: what it is, its kind of GPU and the run."""
     if plan.verdict is not UNSET:
-        yield from ((one.label, one.gpu, one.run) for one in candidates(plan))
+        yield from ((candidate.label, candidate.gpu, candidate.run) for candidate in candidates(plan))
     if plan.draws is not UNSET and plan.draws.with_it is not None and plan.verdict is not UNSET:
         label = f"max_physical_batch_size={plan.draws.max_physical_batch_size}"
         yield label, plan.verdict.gpu, plan.draws.with_it

@@ -53,15 +53,17 @@ def write_plan_pictures(plan: Plan, path: str | os.PathLike[str]) -> list[Path]:
 
 def _draw_candidates(axes: "Axes", shown: list[Candidate], theme: Theme) -> None:
     axes.set_title("Requested bytes at the peak; marks: what was reserved; lines: what may be reserved")
-    names = [_name(one) for one in shown]
-    stacked_bars(axes, names, [one.run.categories for one in shown], texts=[""] * len(shown))
-    reach = max((size or 0 for one in shown for size in (one.run.reserved_bytes, one.room)), default=0)
-    reach = int(1.05 * max(reach, *(one.run.requested_bytes or 0 for one in shown), 1))
-    for place, one in enumerate(shown):
-        if one.run.reserved_bytes is not None:
-            axes.vlines(one.run.reserved_bytes, place - 0.4, place + 0.4, color=theme.muted, linewidth=1.5)
-        if one.room is not None:
-            axes.vlines(one.room, place - 0.5, place + 0.5, color=theme.text, linewidth=2)
+    names = [_name(candidate) for candidate in shown]
+    stacked_bars(axes, names, [candidate.run.categories for candidate in shown], texts=[""] * len(shown))
+    reach = max(
+        (size or 0 for candidate in shown for size in (candidate.run.reserved_bytes, candidate.room)), default=0
+    )
+    reach = int(1.05 * max(reach, *(candidate.run.requested_bytes or 0 for candidate in shown), 1))
+    for place, candidate in enumerate(shown):
+        if candidate.run.reserved_bytes is not None:
+            axes.vlines(candidate.run.reserved_bytes, place - 0.4, place + 0.4, color=theme.muted, linewidth=1.5)
+        if candidate.room is not None:
+            axes.vlines(candidate.room, place - 0.5, place + 0.5, color=theme.text, linewidth=2)
     axes.set_xlim(0, reach)
     byte_axis(axes.xaxis, reach)
 
@@ -76,17 +78,17 @@ def _name(candidate: Candidate) -> str:
 
 def _draw_largest(axes: "Axes", argument: str, shown: list[Candidate]) -> None:
     axes.set_title(f"The largest {argument} that fits")
-    values = [one.value or 0 for one in shown]
+    values = [candidate.value or 0 for candidate in shown]
     axes.barh(range(len(shown)), values, color=_BLUE)
     for place, value in enumerate(values):
         axes.annotate(str(value), (value, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
-    label_bars(axes, [shorten_name(one.label, _LABEL) for one in shown])
+    label_bars(axes, [shorten_name(candidate.label, _LABEL) for candidate in shown])
     axes.set_xlim(0, 1.1 * max([*values, 1]))
 
 
 def _draw_draws(axes: "Axes", draws: PlanDraws, theme: Theme) -> None:
     axes.set_title(f"The probability that a batch of {draws.steps} steps is larger")
-    points = [(one.batch, one.probability) for one in draws.above if one.probability >= _LEAST]
+    points = [(size.batch, size.probability) for size in draws.above if size.probability >= _LEAST]
     axes.semilogy([size for size, _ in points], [probability for _, probability in points], color=_BLUE)
     axes.yaxis.set_major_formatter(lambda probability, _: f"{probability:g}")
     axes.axvline(draws.largest_batch_that_fits, color=theme.accent, linewidth=2)

@@ -344,13 +344,13 @@ class Session:
 
     def _snapshot(self, name: str) -> Snapshot:
         self._look_for_swap()
-        taken = snapshots.take(name)
+        snapshot = snapshots.take(name)
         try:
             with open(self.directory / SNAPSHOTS, "a", encoding="utf-8") as file:
-                file.write(to_json(taken))
+                file.write(to_json(snapshot))
         except OSError as error:
             self._warn(f"a snapshot could not be written ({error.strerror})")
-        return taken
+        return snapshot
 
     def _finish_job(self) -> None:
         """What the other ranks have left must not cost this one's result."""

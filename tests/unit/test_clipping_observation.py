@@ -16,13 +16,13 @@ def test_a_change_of_any_element_is_seen_in_its_row_alone(shape: tuple[int, ...]
     torch.manual_seed(0)
     x = torch.randn(shape) if dtype.is_floating_point else torch.randint(0, 2, shape)
     x = x.to(dtype)
-    summary = TensorSummary.of(x)
+    summary = TensorSummary.from_tensor(x)
     assert summary.meta.shape == x.shape
     assert summary.sums.shape[: min(2, x.dim() - 1) or 1] == x.shape[: min(2, x.dim() - 1) or 1]
     for place in {0, x.numel() // 2, x.numel() - 1}:
         y = x.clone().flatten()
         y[place] = ~y[place] if dtype == torch.bool else y[place] + 40
-        changed = TensorSummary.of(y.view(shape))
+        changed = TensorSummary.from_tensor(y.view(shape))
         row = place // (x.numel() // shape[0])
         same = [close(a, b) for a, b in zip(changed.sums, summary.sums, strict=True)]
         assert same == [n != row for n in range(shape[0])]
@@ -31,7 +31,7 @@ def test_a_change_of_any_element_is_seen_in_its_row_alone(shape: tuple[int, ...]
 def test_rounding_is_no_change() -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 50, 1000)
-    assert close(TensorSummary.of(x * (1 + 1e-6)).sums, TensorSummary.of(x).sums)
+    assert close(TensorSummary.from_tensor(x * (1 + 1e-6)).sums, TensorSummary.from_tensor(x).sums)
 
 
 @pytest.mark.parametrize("lowest", [float("-inf"), torch.finfo(torch.float32).min])
@@ -41,12 +41,12 @@ def test_masks_with_infinities(lowest: float) -> None:
     y, z = x.clone(), x.clone()
     y[1, 0, 0, 63] = 0
     z[1, 0, 63, 0] = 5
-    a, b, c = (TensorSummary.of(each).sums for each in (x, y, z))
+    a, b, c = (TensorSummary.from_tensor(each).sums for each in (x, y, z))
     assert [close(b[n], a[n]) for n in range(3)] == [True, False, True]
     assert [close(c[n], a[n]) for n in range(3)] == [True, False, True]
 
 
 def test_a_summary_is_small() -> None:
     x = torch.randn(3, 512, 4096)
-    assert TensorSummary.of(x).sums.nbytes * 30 < x.nbytes
-    assert TensorSummary.of(x, shape_only=True).sums.numel() == 0
+    assert TensorSummary.from_tensor(x).sums.nbytes * 30 < x.nbytes
+    assert TensorSummary.from_tensor(x, shape_only=True).sums.numel() == 0

@@ -28,20 +28,25 @@ def plan_page(plan: Plan) -> str:
         "title": title(plan),
         "virtual_mark": "on virtual GPUs: memory is counted as on real ones",
         "lead": _lead(plan),
-        "candidates": [_candidate(one) for one in shown],
+        "candidates": [_candidate(candidate) for candidate in shown],
         "search": None if plan.search is UNSET else plan.search,
         "cells": [{"label": cell_label(cell), **{key: cell[key] for key in _OF_CELL}} for cell in cells(plan)],
         "advice": [] if plan.verdict is UNSET else plan.verdict.advice,
         "draws": None if plan.draws is UNSET else plan.draws,
     }
-    categories = {category for one in shown for category in one.run.categories}
+    categories = {category for candidate in shown for category in candidate.run.categories}
     return build_page(f"plan of {plan.program}", _SCRIPTS, content, categories, fallback="plan.json")
 
 
-def _candidate(one: Candidate) -> dict[str, Any]:
+def _candidate(candidate: Candidate) -> dict[str, Any]:
     keys = ("fits", "requested_bytes", "reserved_bytes", "categories", "phase")
-    room = None if one.gpu == "1 TiB" else one.run.may_reserve_bytes
-    return {"label": one.label, "value": one.value, "room": room, **{key: one.run[key] for key in keys}}
+    room = None if candidate.gpu == "1 TiB" else candidate.run.may_reserve_bytes
+    return {
+        "label": candidate.label,
+        "value": candidate.value,
+        "room": room,
+        **{key: candidate.run[key] for key in keys},
+    }
 
 
 def _lead(plan: Plan) -> str:
