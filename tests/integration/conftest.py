@@ -31,6 +31,14 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def collected_garbage() -> Iterator[None]:
+    gc.collect()  # an earlier test's model, whose parameters would count as well
+    yield
+    assert opacus_memprof.session.current() is None
+    opacus_memprof.uninstall()
+
+
+@pytest.fixture
 def start_script() -> Iterator[Start]:
     """Starts python and waits for the line that the script prints after its steps (step `last`)."""
     processes = []

@@ -2,13 +2,10 @@
 """The Python API, on the CPU with real torch and real Opacus."""
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -362,49 +359,3 @@ def test_a_start_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     assert not native.cpu_installed()
     assert opacus_memprof.session.current() is None
     assert not (tmp_path / "out").exists()
-
-
-def python(program: str) -> str:
-    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert completed.returncode == 0, completed.stderr
-    return completed.stdout
-
-
-def test_importing_the_package_is_cheap() -> None:
-    assert (
-        python("import opacus_memprof, sys; print('torch' in sys.modules, 'opacus' in sys.modules)") == "False False\n"
-    )
-
-
-def test_every_public_name_is_there() -> None:
-    for name in opacus_memprof.__all__:
-        assert getattr(opacus_memprof, name).__doc__
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        opacus_memprof.nothing  # noqa: B018
-
-
-def test_too_many_categories_are_refused() -> None:
-    program = "import opacus_memprof\nfor i in range(65): opacus_memprof.tag(str(i))"
-    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert "MemprofError: no room for the category" in completed.stderr
-
-
-@pytest.mark.skipif(not native.HAS_CUDA, reason="built without CUDA")
-def test_the_cuda_allocator_goes_where_torch_takes_it() -> None:
-    program = """
-import opacus_memprof, torch
-from opacus_memprof.profiles.categories import REPORTED
-from opacus_memprof.recording import native
-torch.cuda.memory.change_current_allocator(opacus_memprof.allocator())
-print(native.cuda_installed(), torch.cuda.is_initialized())
-opacus_memprof.uninstall()
-print(native.cuda_installed())
-"""
-    assert python(program) == "True False\nFalse\n"
-
-
-@pytest.mark.skipif(not native.HAS_CUDA, reason="built without CUDA")
-def test_the_library_has_the_plain_c_entry_points() -> None:
-    library = ctypes.CDLL(opacus_memprof.library_path())
-    assert library.opacus_memprof_malloc
-    assert library.opacus_memprof_free
