@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import to_builtins
 
@@ -238,6 +239,10 @@ def test_where_memory_ran_out_is_another_place_than_the_peak(figures: list[Any],
         if line.get_marker() != "None"
     }
     assert marks == {"peak": (10, 19 * MIB), "out of memory": (20, 17 * MIB)}
+    early = rows_by_mode({"h": result("hooks", {"model_parameters": 8}, None, status="out_of_memory")})
+    early[0].result.out_of_memory[:] = [msgspec.structs.replace(FOUR[1].result.out_of_memory[0], event=3)]
+    timeline.timelines(early, tmp_path / "a.png", "light")
+    assert [line.get_label() for line in figures[1].axes[0].lines] == ["peak"]  # the other would be left of the panel
     legend = {text.get_text() for text in figures[0].legends[0].get_texts()}
     assert legend == {"model parameters", "peak", "out of memory"}
     (phases,) = (one for one in figures[0].legends if one.get_texts()[0].get_text() == "forward")

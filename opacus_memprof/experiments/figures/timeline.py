@@ -61,8 +61,8 @@ def _title(row: Row) -> str:
 
 
 def _panel(axes: "Axes", row: Row, theme: Theme) -> Sequence[str]:
-    """Draws stacked categories, the peak, the allocation that failed, and phases above, which it returns. Events count
-    from the end of set-up."""
+    """Draws stacked categories, the peak, the allocation that failed, and above them the phases. Returns the phases.
+    Events count from the end of set-up."""
     axes.set_title(_title(row))
     result, timeline = row.result, row.result.timeline
     if not timeline.event:
@@ -81,13 +81,14 @@ def _panel(axes: "Axes", row: Row, theme: Theme) -> Sequence[str]:
     event_axis(axes.xaxis)
     mark: dict[str, Any] = {"color": theme.accent, "linestyle": "", "markersize": 6, "clip_on": False}
     axes.plot(events[peak], timeline.bytes[peak], marker="v", label="peak", **mark)
-    if failed := row.failed_allocation:
-        axes.plot(failed.event - origin, failed.live_bytes, marker="X", label="out of memory", **mark)
+    failed = row.failed_allocation
+    if failed is not None and failed.event - origin >= start:
+        axes.plot(min(failed.event - origin, end), failed.live_bytes, marker="X", label="out of memory", **mark)
     axes.set_ylim(0, timeline.bytes[peak] * 1.22)  # room for the phases
     phase_strip(axes, events[first:], timeline.phase[first:], timeline.step[first:], _STRIP)
     if in_set_up:
         _mark_stages(axes, {name: event - origin for name, event in stage_ends.items()})
-    return timeline.phase[first:]
+    return timeline.phase[first:-1]  # the last row is an instant
 
 
 def _stage_ends(result: ExperimentResult) -> dict[str, int]:
