@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from opacus_memprof.experiments.figures.labels import place_labels
 from opacus_memprof.experiments.rows import Row, find_vanilla
@@ -42,10 +43,11 @@ def performance_tradeoff(rows: Sequence[Row], path: Path, theme: str) -> None:
             lines = [f"{number}  {name}".replace("\n", ": ") for number, name in zip(numbers, names, strict=True)]
             figure.legend([Line2D([], [])] * len(lines), lines, loc="outside right upper", handlelength=0)
             times, totals, names = _one_label_a_place(times, totals, numbers)
-        place_labels(axes, times, totals, names)
         if missing := [_without_time(row) for row in rows if row not in measured]:
             color = palette.text if all(row.finished for row in rows) else palette.accent
-            axes.text(0.01, 0.01, "\n".join(missing), transform=axes.transAxes, va="bottom", color=color)
+            place: dict[str, Any] = {"loc": "outside lower left", "ncols": 1 if len(missing) <= _MAX_NAMED else 3}
+            figure.legend([Line2D([], [])] * len(missing), missing, handlelength=0, labelcolor=color, **place)
+        place_labels(axes, times, totals, names)  # in what room the lists leave
 
 
 def _without_time(row: Row) -> str:
