@@ -37,6 +37,14 @@ def inner_model(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, _WRAPPERS) else module
 
 
+def computing_device(parameter: torch.Tensor) -> torch.device:
+    """Where layers compute with a parameter: not where its shards are, under FSDP2's CPUOffloadPolicy."""
+    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type:
+        kind = parameter.device_mesh.device_type
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+    return parameter.device
+
+
 def prepare_replicated(module: nn.Module) -> None:
     """Has DDP reduce no gradients in backward: flash_clip has none there, and reduces clipped sums in the step.
 

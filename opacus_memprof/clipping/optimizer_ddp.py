@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from opacus_memprof.clipping.distributed import Agreement
+from opacus_memprof.clipping.distributed import Agreement, computing_device
 from opacus_memprof.clipping.module import FlashClipHooks
 from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
 from opacus_memprof.errors import MemprofError
@@ -34,7 +34,7 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
 
     def __init__(self, optimizer: Optimizer, *, module: FlashClipHooks, **kwargs: Any) -> None:
         super().__init__(optimizer, module=module, **kwargs)
-        self.agreement = Agreement(self.params[0].device)
+        self.agreement = Agreement(computing_device(self.params[0]))
         self.agreement.check_same(self.description())
         self.ranks = self.agreement.world_size
         self.rank = self.agreement.rank

@@ -104,20 +104,17 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
             self._add_drawn_noise(total)
 
     def _as_gradient(self, parameter: Any, total: torch.Tensor) -> torch.Tensor:
-        return DTensor.from_local(
-            total,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        return DTensor(total, parameter._spec, requires_grad=False)  # from_local would move it to the mesh's device
 
     def reduce_gradients(self) -> None:
         """Sums up the gradients of shards that are replicated."""
         for parameter in self.params:
             for i in _replicated(parameter):
-                dist.all_reduce(parameter.grad.to_local(), group=parameter.device_mesh.get_group(i))
+                shard = parameter.grad.to_local()
+                total = shard.to(self.agreement.device)
+                dist.all_reduce(total, group=parameter.device_mesh.get_group(i))
+                if total is not shard:
+                    shard.copy_(total)
 
 
 def _replicated(parameter: Any) -> list[int]:
@@ -136,6 +133,7 @@ def _scatter(parameter: Any, total: torch.Tensor) -> torch.Tensor:
 def _accumulate(parameter: Any, shard: torch.Tensor) -> None:
     if isinstance(shard, AsyncCollectiveTensor):
         shard = shard.trigger_wait()  # type: ignore[no-untyped-call]
+    shard = shard.to(parameter.device)  # the CPU, under CPUOffloadPolicy
     if parameter.summed_grad is None:
         parameter.summed_grad = shard
     else:

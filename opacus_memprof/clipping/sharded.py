@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from opacus_memprof.clipping.distributed import Agreement
+from opacus_memprof.clipping.distributed import Agreement, computing_device
 from opacus_memprof.clipping.layers import LAYERS, GenericLayer, Layer, layer_for
 from opacus_memprof.errors import MemprofError
 
@@ -60,8 +60,6 @@ def _check_parameter(name: str, parameter: DTensor, is_sharded: bool) -> None:
             f"{name} is sharded over {mesh.size()} of {dist.get_world_size()} ranks, but the expected batch size and "
             "the noise are those of all ranks; give fully_shard a mesh of all of them."
         )
-    if parameter.device.type != mesh.device_type:
-        raise MemprofError("flash_clip does not know CPUOffloadPolicy; leave the shards on the GPU.")
 
 
 def refuse_context_parallel() -> None:
@@ -129,7 +127,7 @@ class SharedSamples:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.agreement = Agreement(next(model.parameters()).device)
+        self.agreement = Agreement(computing_device(next(model.parameters())))
 
     def take(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, signature: object, is_known: bool

@@ -76,3 +76,16 @@ def test_a_rank_is_killed_under_ddp(tmp_path: Path) -> None:
     assert max(timeline["categories"]["summed_gradients"]) == PARAMETERS
     assert max(timeline["categories"]["noise"]) == 4 * WIDTH * WIDTH  # of the largest parameter
     assert max(timeline["categories"]["gradients"]) == PARAMETERS  # the sums themselves
+
+
+def test_a_rank_is_killed_under_fsdp2(tmp_path: Path) -> None:
+    """The other one, which waits for its shards, ends with gloo's sentence, and both profiles are whole."""
+    codes, printed = ranks(*RUN, tmp_path / "out", TRAIN, "fsdp2/flash_clip/flat", "--kill", "1")
+    assert codes == [1, -signal.SIGKILL]
+    assert re.search(r"Connection (closed by peer|reset)", printed[0])
+    summary = json.loads((tmp_path / "out/ranks.json").read_text())
+    assert [(row["status"], row["steps"]) for row in summary["ranks"]] == [("failed", 2), ("killed", 2)]
+    for row in summary["ranks"]:
+        peak = row["peak"]
+        assert peak["categories"]["model_parameters"] == PARAMETERS // 2
+        assert sum(peak["categories"].values()) == peak["requested_bytes"]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.cost import Choice
+from opacus_memprof.clipping.distributed import computing_device
 from opacus_memprof.clipping.norms import squared_norms
 from opacus_memprof.clipping.sums import scale_single_sample, sum_stack
 from opacus_memprof.clipping.workspace import Workspace
@@ -91,7 +92,7 @@ class Layer:
         return parameter is not None and parameter.requires_grad and name not in self.excluded
 
     def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        return computing_device(next(self.module.parameters()))
 
     def describe(self) -> str:
         return f"layer {self.name!r} ({type(self.module).__name__})"

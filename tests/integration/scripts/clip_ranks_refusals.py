@@ -47,6 +47,12 @@ def refusals(case: str) -> None:
     refused("static_graph", lambda: private(wrapped, "mlp"))
     refused("static_graph", lambda: private(wrapped, "mlp", grad_sample_mode="auto"))  # no other mode on some ranks
     wrapped = DistributedDataParallel(build("mlp"))
+    wrapped.mixed_precision = object()  # what it takes on a GPU alone
+    refused("mixed_precision", lambda: private(wrapped, "mlp"))
+    alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
+    wrapped = DistributedDataParallel(build("mlp"), process_group=alone)
+    refused("a process group that is not all ranks", lambda: private(wrapped, "mlp"))
+    wrapped = DistributedDataParallel(build("mlp"))
     refused("adaptive", lambda: private(wrapped, "mlp", clipping="adaptive"))
     words = "noise_multiplier is 0.0 on rank 0 and 1.0 on rank 1"
     refused(words, lambda: private(wrapped, "mlp", noise_multiplier=float(rank)))

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader
@@ -84,6 +84,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp2_hybrid": replicated,
     "fsdp2_kept": lambda model: by_block(model, reshard_after_forward=False),
     "fsdp2_mixed": lambda model: by_block(model, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float64)),
+    "fsdp2_offload": lambda model: by_block(model.cpu(), offload_policy=CPUOffloadPolicy(device().type == "cuda")),
     "fsdp2_bf16": lambda model: by_block(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "ddp": DistributedDataParallel,
     "ddp_unused": lambda model: DistributedDataParallel(model, find_unused_parameters=True),
@@ -198,4 +199,4 @@ def report(case: str, difference: float, tolerance: float = 1e-10) -> None:
 
 
 def full(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return gradient.to(device()).full_tensor() if hasattr(gradient, "full_tensor") else gradient
