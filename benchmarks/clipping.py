@@ -53,9 +53,9 @@ def run_worker(
             output, _ = process.communicate()
             failed = "its time was over"
         errors.seek(0)
-        said = [line for line in errors.read().splitlines() if line.strip()]
-    if failed and said:
-        failed += f": {said[-1].strip()[:200]}"
+        lines = [line for line in errors.read().splitlines() if line.strip()]
+    if failed and lines:
+        failed += f": {lines[-1].strip()[:200]}"
     return [json.loads(line) for line in output.splitlines() if line.startswith("{") and line.endswith("}")], failed
 
 

@@ -108,7 +108,7 @@ def main() -> None:
     run_rounds(bench, arguments.modes, arguments.seconds, arguments.rounds)
 
 
-def say(result: dict[str, Any]) -> None:
+def send(result: dict[str, Any]) -> None:
     """Prints a result. Of several processes, the first one does."""
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(result), flush=True)
@@ -127,7 +127,7 @@ def run_rounds(bench: Bench, modes: list[str], seconds: float, rounds: int) -> N
         shuffle.shuffle(modes)
         for mode in list(modes):
             result = bench.visit(mode)
-            say({"round": number, "mode": mode, **result})
+            send({"round": number, "mode": mode, **result})
             if not bench.agree("failed" not in result):
                 modes.remove(mode)
                 if bench.device.type == "cuda":

@@ -53,8 +53,8 @@ def row(name: str, module: nn.Conv1d | nn.Conv2d, shape: tuple[int, ...], sample
             taken(lambda: backward(True, False, False)),
             taken(lambda: backward(False, True, False)),
         )
-    said = (x.nbytes + y.nbytes + w.nbytes) * needs_layout_copy(module, y)
-    sizes = [f"{size / MIB:.2f}" for size in (x.nbytes, y.nbytes, w.nbytes, *measured, said)]
+    predicted = (x.nbytes + y.nbytes + w.nbytes) * needs_layout_copy(module, y)
+    sizes = [f"{size / MIB:.2f}" for size in (x.nbytes, y.nbytes, w.nbytes, *measured, predicted)]
     print(ROW.format(name, str(dtype).removeprefix("torch."), *sizes))
 
 

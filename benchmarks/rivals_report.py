@@ -30,7 +30,9 @@ def markdown(results: dict[str, Any]) -> str:
         lines += [_line(row, others.get(row["mode"])) for row in rows]
         shown = {row["mode"] for row in rows}
         lines += [
-            f"| {mode} | - | - | - | - | - | {_said(said)} |" for mode, said in others.items() if mode not in shown
+            f"| {mode} | - | - | - | - | - | {_other_result(other)} |"
+            for mode, other in others.items()
+            if mode not in shown
         ]
         lines.append("")
     return "\n".join(lines)
@@ -47,14 +49,14 @@ def label(row: dict[str, Any]) -> str:
     return f"{row['mode']}, {row['library']}" if row["library"].startswith("FSDP2") else str(row["mode"])
 
 
-def _line(row: dict[str, Any], said: dict[str, Any] | None) -> str:
+def _line(row: dict[str, Any], other: dict[str, Any] | None) -> str:
     name = f"vanilla beside {row['library']}" if row["mode"] == "vanilla" else label(row)
     if failed := failure(row):
         figures = f"{_cell(failed)} | - | - | -"
     else:
         peak = "-" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"])
         figures = f"{1e3 * row['seconds']:.1f} | {_ratio(row['time_ratio'])} | {peak} | {_ratio(row['peak_ratio'])}"
-    return f"| {name} | {figures} | {_exactness(row['exactness'])} | {_said(said)} |"
+    return f"| {name} | {figures} | {_exactness(row['exactness'])} | {_other_result(other)} |"
 
 
 def _ratio(ratio: float | None) -> str:
@@ -72,11 +74,11 @@ def _exactness(found: dict[str, Any] | None) -> str:
     return f"no: {wrong} of {count} parameters, {found['worst']} by {found['error']:.0%}"
 
 
-def _said(said: dict[str, Any] | None) -> str:
-    if said is None:
+def _other_result(other: dict[str, Any] | None) -> str:
+    if other is None:
         return "-"
-    peak = "" if said["peak_ratio"] is None else f", peak {said['peak_ratio']:.2f} x"
-    return f"{said['time_ratio']:.2f} x{peak} ({said['source']})"
+    peak = "" if other["peak_ratio"] is None else f", peak {other['peak_ratio']:.2f} x"
+    return f"{other['time_ratio']:.2f} x{peak} ({other['source']})"
 
 
 def _cell(text: str) -> str:

@@ -169,8 +169,8 @@ def main() -> None:
         real, virtual = (json.loads(path.read_text()) for path in options.table or options.held_out)
         found = workspace_table.collect(real["convolutions"], virtual["convolutions"])
         if options.table:
-            of = f"{real['gpu']}, torch {real['torch']}, cuDNN {real['cudnn']}"
-            workspace_table.write(found, of, options.output)
+            origin = f"{real['gpu']}, torch {real['torch']}, cuDNN {real['cudnn']}"
+            workspace_table.write(found, origin, options.output)
         else:
             workspace_table.held_out(found)
         return

@@ -65,7 +65,7 @@ def text_of(sizes: Sizes) -> str:
     return " ".join(words)
 
 
-def write(found: dict[str, dict[str, Sizes]], of: str, output: Path) -> None:
+def write(found: dict[str, dict[str, Sizes]], origin: str, output: Path) -> None:
     """Writes the shapes that were measured at several batch sizes, which are those of networks."""
     lines = []
     for shape in sorted(found):
@@ -75,7 +75,7 @@ def write(found: dict[str, dict[str, Sizes]], of: str, output: Path) -> None:
     output.write_text(
         "// SPDX-License-Identifier: Apache-2.0\n"
         "// Written by benchmarks/virtual_gpu_workspaces.py. Input, weight, stride, padding, dilation, type, layout;\n"
-        f"// forward, input gradient, weight gradient. On an {of}.\n" + "\n".join(lines) + "\n"
+        f"// forward, input gradient, weight gradient. On an {origin}.\n" + "\n".join(lines) + "\n"
     )
 
 

@@ -192,7 +192,7 @@ class Changes:
     mends_quirk: bool = False
 
     @staticmethod
-    def of(actions: list[dict[str, Any]]) -> Changes:
+    def from_actions(actions: list[dict[str, Any]]) -> Changes:
         changes = Changes()
         for action in actions:
             kind, value = action["kind"], action.get("value")

@@ -30,8 +30,8 @@ def both_ranks(*command: str) -> list[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    said = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    said |= {
+    environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment |= {
         "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
         "PYTHONWARNINGS": "ignore",
         "NCCL_NVLS_ENABLE": "0",
@@ -42,7 +42,7 @@ def both_ranks(*command: str) -> list[str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=said | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in (0, 1)
     ]

@@ -33,7 +33,7 @@ def test_the_first_suggestion_makes_it_fit(plan: Plan, tmp_path: Path, table: li
     assert isinstance(failed.error, torch.OutOfMemoryError)
     assert failed.report is not None
     first = failed.report["suggestions"][0]
-    followed = train(plan, "cuda", tmp_path / "followed", had, Changes.of(first["actions"]))
+    followed = train(plan, "cuda", tmp_path / "followed", had, Changes.from_actions(first["actions"]))
     predicted, error = first["predicted_peak_bytes"], first["predicted_peak_bytes"] / followed.peak - 1
     sizes = [format_bytes(size) for size in (needs.peak, had)]
     measured = [format_bytes(size) for size in (predicted, followed.peak)]

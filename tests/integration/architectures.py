@@ -69,12 +69,12 @@ def _image(name: str, config: dict[str, Any], **options: Any) -> Callable[[], nn
     return lambda: getattr(hf, f"{name}ForImageClassification")(getattr(hf, f"{name}Config")(**config, **options))
 
 
-def _of(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
+def _model_of(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
     return lambda: getattr(hf, model)(getattr(hf, config)(**options))
 
 
 LANGUAGE: dict[str, Callable[[], nn.Module]] = {
-    "gpt2": _of("GPT2LMHeadModel", "GPT2Config", **_GPT, attn_pdrop=0),
+    "gpt2": _model_of("GPT2LMHeadModel", "GPT2Config", **_GPT, attn_pdrop=0),
     "gpt_bigcode": _causal("GPTBigCode", _GPT, attn_pdrop=0),
     "gpt_neo": _causal(
         "GPTNeo",
@@ -102,7 +102,7 @@ LANGUAGE: dict[str, Callable[[], nn.Module]] = {
     "qwen3": _causal("Qwen3", _GQA, head_dim=8),
     "gemma": _causal("Gemma", _GQA, head_dim=8),
     "gemma2": _causal("Gemma2", _GQA, head_dim=8),
-    "gemma3": _of("Gemma3ForCausalLM", "Gemma3TextConfig", **_GQA, head_dim=8),
+    "gemma3": _model_of("Gemma3ForCausalLM", "Gemma3TextConfig", **_GQA, head_dim=8),
     "phi": _causal("Phi", _TEXT),
     "phi3": _causal("Phi3", _GQA),
     "falcon": _causal("Falcon", {**_SMALL, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}),
@@ -126,9 +126,11 @@ LANGUAGE: dict[str, Callable[[], nn.Module]] = {
     "electra": _masked("Electra", _BERT, embedding_size=8),
     "mpnet": _masked("MPNet", _BERT),
     "deberta": _masked("DebertaV2", _BERT, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4),
-    "xlnet": _of("XLNetLMHeadModel", "XLNetConfig", **_SMALL, d_model=16, n_layer=1, n_head=2, d_inner=24, dropout=0.0),
-    "t5": _of("T5ForConditionalGeneration", "T5Config", **_T5, decoder_start_token_id=0),
-    "flan_t5": _of(
+    "xlnet": _model_of(
+        "XLNetLMHeadModel", "XLNetConfig", **_SMALL, d_model=16, n_layer=1, n_head=2, d_inner=24, dropout=0.0
+    ),
+    "t5": _model_of("T5ForConditionalGeneration", "T5Config", **_T5, decoder_start_token_id=0),
+    "flan_t5": _model_of(
         "T5ForConditionalGeneration",
         "T5Config",
         **_T5,
@@ -136,8 +138,8 @@ LANGUAGE: dict[str, Callable[[], nn.Module]] = {
         feed_forward_proj="gated-gelu",
         tie_word_embeddings=False,
     ),
-    "bart": _of("BartForConditionalGeneration", "BartConfig", **_ENCODER_DECODER),
-    "marian": _of("MarianMTModel", "MarianConfig", **_ENCODER_DECODER),
+    "bart": _model_of("BartForConditionalGeneration", "BartConfig", **_ENCODER_DECODER),
+    "marian": _model_of("MarianMTModel", "MarianConfig", **_ENCODER_DECODER),
 }
 
 
@@ -171,8 +173,8 @@ IMAGE: dict[str, Callable[[], nn.Module]] = {
     "segformer": _image(
         "Segformer", _FOUR, num_attention_heads=[1] * 4, sr_ratios=[2, 2, 1, 1], classifier_dropout_prob=0.0
     ),
-    "clip_vision": _of("CLIPVisionModelWithProjection", "CLIPVisionConfig", **_VIT, projection_dim=LABELS),
-    "siglip_vision": _of("SiglipVisionModel", "SiglipVisionConfig", **_VIT),
+    "clip_vision": _model_of("CLIPVisionModelWithProjection", "CLIPVisionConfig", **_VIT, projection_dim=LABELS),
+    "siglip_vision": _model_of("SiglipVisionModel", "SiglipVisionConfig", **_VIT),
     "resnet_group_norm": _resnet,
     "mobilenet_group_norm": _mobilenet,
     "torchvision_vit": lambda: torchvision.models.VisionTransformer(SIDE, 4, 2, 2, 16, 24, num_classes=LABELS),

@@ -36,14 +36,14 @@ def ranks(*arguments: str | Path) -> tuple[list[int], list[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    said = ENVIRONMENT | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = ENVIRONMENT | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     started = [
         subprocess.Popen(
             [sys.executable, *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=said | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in (0, 1)
     ]
@@ -122,8 +122,8 @@ def test_a_rank_that_waits_for_others_is_ended(tmp_path: Path) -> None:
     """In a collective python runs no signal handlers."""
     (tmp_path / "blocked.py").write_text(BLOCKED)
     command = [sys.executable, *RUN, str(tmp_path / "out"), str(tmp_path / "blocked.py")]
-    said = ENVIRONMENT | {"WORLD_SIZE": "2", "RANK": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=said)
+    environment = ENVIRONMENT | {"WORLD_SIZE": "2", "RANK": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == -signal.SIGTERM, done.stderr
     profile = json.loads((tmp_path / "out/rank_1/profile.json").read_text())
     assert (profile["status"], profile["exit_code"]) == ("killed", 128 + signal.SIGTERM)

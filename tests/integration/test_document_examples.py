@@ -178,8 +178,8 @@ def check_the_debugger_s_document(printed: Callable[[], str]) -> None:
         args=(model, create_dataloader()),
     )
     assert run.names["result"] is model
-    for said in ("[INFO] memory snapshot: before_training", "[INFO] model analysis: my_model"):
-        assert said in printed()
+    for line in ("[INFO] memory snapshot: before_training", "[INFO] model analysis: my_model"):
+        assert line in printed()
     assert "before_training" in run.names["report"]
     assert "model my_model: 4,290 parameters" in run.names["report"]
 

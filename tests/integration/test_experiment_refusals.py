@@ -29,11 +29,11 @@ def failing_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("failing_python")
 def test_the_token_goes_through_the_environment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    said: list[str] = []
-    result = process.run(TINY, tmp_path / "run", token="hf_secret", gpu=1, on_line=said.append)
+    printed: list[str] = []
+    result = process.run(TINY, tmp_path / "run", token="hf_secret", gpu=1, on_line=printed.append)
     assert result["status"] == "failed"
     assert result["error"] == 'the process ended with exit code 3; the last that it said was "token: ***, device: 6"'
-    assert said == ["token: ***, device: 6"]
+    assert printed == ["token: ***, device: 6"]
     log = [f"-m opacus_memprof.experiments {tmp_path / 'run'}", "> token: ***, device: 6"]
     assert (tmp_path / "run" / "log.txt").read_text().splitlines() == log
     written = [path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file()]
@@ -100,9 +100,9 @@ def test_what_cannot_be_run_is_refused_in_a_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_command(["experiment", "--experiment=hooks", "--output=result.json", *arguments], monkeypatch) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"opacus-memprof: {sentence}")
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"opacus-memprof: {sentence}")
+    assert printed.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 

@@ -195,9 +195,9 @@ def test_the_command_says_where_memory_is_explained(
     result = typed(out_of_memory(TINY) | {"oom_report": "result.run/profile/rank_1/oom_report.txt"})
     monkeypatch.setattr(process, "run_to_file", lambda *arguments, **options: result)
     assert run_command(["experiment", "--experiment=ghost", f"--output={tmp_path / 'result.json'}"], monkeypatch) == 0
-    said = capsys.readouterr().out
-    assert f"report: {tmp_path}/result.run/profile/rank_1/oom_report.txt\n" in said
-    assert "suggestion: physical batches of 1 (predicted peak 512.00 MiB, which fits)\n" in said
+    printed = capsys.readouterr().out
+    assert f"report: {tmp_path}/result.run/profile/rank_1/oom_report.txt\n" in printed
+    assert "suggestion: physical batches of 1 (predicted peak 512.00 MiB, which fits)\n" in printed
 
 
 def test_a_killed_process_leaves_what_its_events_tell(tmp_path: Path) -> None:

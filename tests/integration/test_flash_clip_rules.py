@@ -120,9 +120,9 @@ def test_shared_layers_under_autocast(build: Any) -> None:
     torch.manual_seed(0)
     model, batch = build().train(), tokens()
 
-    def in_bfloat16(module: nn.Module, of: Batch) -> torch.Tensor:
+    def in_bfloat16(module: nn.Module, inputs: Batch) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return losses(module, of)
+            return losses(module, inputs)
 
     assert difference(model, batch, in_bfloat16) < 0.05
     assert difference(model, batch, losses) < 1e-4

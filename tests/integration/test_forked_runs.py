@@ -40,7 +40,7 @@ def both(configuration: Configuration, forked: ForkedRuns, folder: Path) -> tupl
     return new, run_virtually(configuration, folder / "forked", 1, forked)
 
 
-def told(run: VirtualRun) -> dict[str, Any]:
+def comparable(run: VirtualRun) -> dict[str, Any]:
     """All that the run says but its time and place."""
     return {name: value for name, value in asdict(run).items() if name not in ("seconds", "directory")}
 
@@ -63,7 +63,7 @@ def test_a_forked_run_is_the_same(
     new, other = both(configuration, forked, tmp_path)
     assert new.status == ("finished" if memory is None else "out_of_memory")
     assert new.requested
-    assert told(other) == told(new)
+    assert comparable(other) == comparable(new)
     peaks, events = [], []
     for run in (new, other):
         profile = json.loads((run.profile / "profile.json").read_text())
@@ -103,7 +103,7 @@ def test_the_program_sees_a_new_process(forked: ForkedRuns, tmp_path: Path) -> N
     assert "0.0 Tesla T4" in logs[0]
     assert "Traceback" not in logs[0]
     assert logs[1] == logs[0]
-    assert told(runs[1]) == told(runs[0])
+    assert comparable(runs[1]) == comparable(runs[0])
     assert runs[0].packages == ("torch", "opacus")
 
 
@@ -118,7 +118,7 @@ def test_variables_that_a_program_sets_count(forked: ForkedRuns, tmp_path: Path)
     for run in (new, other):
         assert (Path(run.directory) / LOG).read_text().startswith("2\n")
         assert run.requested == 2 * 4
-    assert told(other) == told(new)
+    assert comparable(other) == comparable(new)
 
 
 def test_a_run_that_is_killed_leaves_the_next_ones(forked: ForkedRuns, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_the_first_suggestion_makes_it_fit(plan: Plan, tmp_path: Path) -> None:
     assert failed.report["room"]["limit_bytes"] == had
     first = failed.report["suggestions"][0]
     assert first["fits"]
-    followed = train(plan, "cpu", tmp_path / "followed", had, Changes.of(first["actions"]))
+    followed = train(plan, "cpu", tmp_path / "followed", had, Changes.from_actions(first["actions"]))
     assert followed.error is None
     assert first["predicted_peak_bytes"] == pytest.approx(followed.peak, rel=0.1)
     if plan.quirk != "captures":  # ten forwards come, of which it saw a few
@@ -99,7 +99,7 @@ def test_per_sample_gradients_without_a_copy(mode: str, limit: float, tmp_path: 
     failed = train(plan, "cpu", tmp_path / "failed", int(needs.peak * limit))
     assert failed.report is not None
     (one,) = (one for one in failed.report["suggestions"] if one["actions"] == [{"kind": "adopt_grad_samples"}])
-    followed = train(plan, "cpu", tmp_path / "followed", changes=Changes.of(one["actions"]))
+    followed = train(plan, "cpu", tmp_path / "followed", changes=Changes.from_actions(one["actions"]))
     assert followed.peak < needs.peak
     assert 0.97 * followed.peak <= one["predicted_peak_bytes"] <= 1.05 * followed.peak
     assert one["fits"] == (followed.peak <= int(needs.peak * limit))
@@ -214,11 +214,11 @@ def test_torchs_class_is_as_it_was_afterwards(tmp_path: Path) -> None:
 
 def test_trouble_in_explaining_does_not_hide_the_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("opacus_memprof.session.out_of_memory.build_report", lambda *_: 1 / 0)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(torch.OutOfMemoryError), opacus_memprof.profile(tmp_path, device="cpu") as session:
             fill(session, [])
-    assert "could not be explained" in str(said[0].message)
+    assert "could not be explained" in str(caught[0].message)
     assert json.loads((tmp_path / "profile.json").read_text())["status"] == "out_of_memory"
 
 

@@ -29,14 +29,14 @@ def attributions_by_step(directory: Path) -> list[Counter[tuple[Any, ...]]]:
     found: list[Counter[tuple[Any, ...]]] = [Counter() for _ in range(STEPS)]
     for row in rows[np.isin(rows["kind"], (ALLOC, RETAG)) & (rows["step"] < STEPS)]:
         before = names.category(row["before"]) if row["kind"] == RETAG else None
-        said = (
+        tag = (
             names.phase(row["phase"]),
             names.module(row["module"]),
             names.op(row["op"]),
             names.category(row["category"]),
         )
-        size = None if said[2] in OF_DATA else int(row["bytes"])
-        found[row["step"]][(*said, before, size)] += 1
+        size = None if tag[2] in OF_DATA else int(row["bytes"])
+        found[row["step"]][(*tag, before, size)] += 1
     return found
 
 

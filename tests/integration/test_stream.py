@@ -210,17 +210,17 @@ class FullDisk:
 
 
 @pytest.mark.parametrize(
-    ("fails", "said", "calls"),
+    ("fails", "sentence", "calls"),
     [
         ("write", "ended at step 0", ["open", "write", "close"]),
         ("close", "could not be closed", ["open", "write", "write", "close"]),
     ],
 )
-def test_a_stream_that_fails_ends_alone(tmp_path: Path, fails: str, said: str, calls: list[str]) -> None:
+def test_a_stream_that_fails_ends_alone(tmp_path: Path, fails: str, sentence: str, calls: list[str]) -> None:
     file, disk = tmp_path / "memory.jsonl", FullDisk(fails)
     with opacus_memprof.profile(tmp_path / "p", device="cpu", stream=[disk, file]) as session:
         pass
-    assert session.result["warnings"] == [f"the stream to a full disk {said} (no space left)"]
+    assert session.result["warnings"] == [f"the stream to a full disk {sentence} (no space left)"]
     assert disk.calls == calls
     assert len(lines(file)) == 2
 
@@ -234,7 +234,7 @@ def test_each_rank_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("stream", "said"),
+    ("stream", "sentence"),
     [
         ({"stream": "memory.csv"}, "cannot stream to 'memory.csv': give a file that ends in .jsonl or .prom"),
         ({"stream": "http://localhost"}, "cannot stream to 'http://localhost'"),
@@ -245,9 +245,14 @@ def test_each_rank_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
         ({"stream": "memory.jsonl", "stream_interval": 0}, "a stream_interval of 0 s cannot be kept"),
     ],
 )
-def test_what_is_refused(stream: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused(
+    stream: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(opacus_memprof.MemprofError, match=said), opacus_memprof.profile("p", device="cpu", **stream):
+    with (
+        pytest.raises(opacus_memprof.MemprofError, match=sentence),
+        opacus_memprof.profile("p", device="cpu", **stream),
+    ):
         pass
     assert opacus_memprof.session.current() is None
     assert not native.cpu_installed()

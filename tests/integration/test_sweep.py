@@ -119,9 +119,9 @@ def test_a_killed_sweep_goes_on(
 
     capsys.readouterr()
     assert run_cli([*arguments, "--resume", "--detailed"], child(), monkeypatch) == 0  # only what can be drawn from it
-    said = capsys.readouterr().out
-    assert "4 of 4 configurations have a result already" in said
-    assert "0/0" not in said
+    printed = capsys.readouterr().out
+    assert "4 of 4 configurations have a result already" in printed
+    assert "0/0" not in printed
     assert len(trained(tmp_path)) == 5
     assert (results / "operation_level_breakdown.png").exists()
 
@@ -157,10 +157,10 @@ def test_single_runs_are_compared(
     one = ["single-gpu", "--config", "tiny", "--device", "cpu", "--results_dir", str(results), "--seq_length", "16"]
     assert run_cli([*one, "--batch_size", "8"], child(), monkeypatch) == 0
     assert run_cli([*one, "--batch_size", "8", "--use_lora", "--lora_rank", "4"], child(), monkeypatch) == 0
-    said = capsys.readouterr().out
-    assert "model tiny (random weights), mode hooks, bf16, device cpu\n" in said
-    assert "sequence length 16, batch 8, physical batch 1, training LoRA adapters of rank 4\n" in said
-    assert "learning rate 1e-05, sigma 1, max_grad_norm 1, 5 steps\n" in said
+    printed = capsys.readouterr().out
+    assert "model tiny (random weights), mode hooks, bf16, device cpu\n" in printed
+    assert "sequence length 16, batch 8, physical batch 1, training LoRA adapters of rank 4\n" in printed
+    assert "learning rate 1e-05, sigma 1, max_grad_norm 1, 5 steps\n" in printed
     names = ["seq16_batch8_physical1_full", "seq16_batch8_physical1_lora4"]
     assert [row["name"] for row in summary(results)] == trained(tmp_path) == names
     files = {"memory_profile_results.json", "memory_usage_timeline.png", "peak_memory_comparison.png"}
@@ -189,12 +189,12 @@ def test_the_documented_detailed_analysis(
     assert [row["name"] for row in summary(results)] == names
     details = json.loads((results / "detailed_memory_results.json").read_text())["results"]
     assert [entry["name"] for entry in details] == names
-    said = capsys.readouterr().out
-    ends = [line for line in said.splitlines() if line.startswith("seq") and " of 8, " in line]
+    printed = capsys.readouterr().out
+    ends = [line for line in printed.splitlines() if line.startswith("seq") and " of 8, " in line]
     assert [line.split()[0] for line in ends] == names
     assert all("left]" in line for line in ends)
-    assert said.count("By component:") == 1  # of the largest
-    assert "8 finished. The results are in" in said
+    assert printed.count("By component:") == 1  # of the largest
+    assert "8 finished. The results are in" in printed
 
 
 @pytest.mark.parametrize(
@@ -221,9 +221,9 @@ def test_bad_input_is_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run_cli([*arguments, "--results-dir", str(tmp_path / "results")], "/nowhere/python", monkeypatch) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert len(said) == 1
-    assert sentence in said[0]
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert len(printed) == 1
+    assert sentence in printed[0]
     assert not list(tmp_path.iterdir())
 
 

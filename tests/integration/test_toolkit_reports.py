@@ -58,8 +58,8 @@ main()
     lines = ran.stdout.splitlines()
     assert lines[0] == "[INFO] memory snapshot: before training"
     assert "[INFO]   total parameters: 310" in lines
-    for said in ("memory snapshot: training: end", "model analysis: training"):
-        assert f"[INFO] {said}" in lines
+    for line in ("memory snapshot: training: end", "model analysis: training"):
+        assert f"[INFO] {line}" in lines
     assert "opacus_memprof.toolkit" not in ran.stderr
 
 

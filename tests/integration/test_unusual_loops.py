@@ -49,7 +49,7 @@ def tags_of(tensors: Any) -> set[tuple[str, str]]:
 
 
 def states(optimizer: Any) -> list[Tensor]:
-    return [state for of in optimizer.state.values() for state in of.values() if state.dim()]
+    return [state for states in optimizer.state.values() for state in states.values() if state.dim()]
 
 
 class OutOfPlace(torch.optim.Optimizer):

@@ -124,11 +124,11 @@ def test_what_was_not_known_is_named_with_its_line(tmp_path: Path) -> None:
     reads = [(use["line"], use["count"]) for use in profile["virtual"]["unknown_reads"]]
     assert reads == [(f"{program}:7", 3)]
     assert [use["line"] for use in profile["virtual"]["assumed_shapes"]] == [f"{program}:9"]
-    said = [warning for warning in profile["warnings"] if str(program) in warning]
-    assert len(said) == 2
-    assert f"item at {program}:7, 3 times, read what the virtual GPU does not compute" in said[0]
-    assert f"nonzero at {program}:9 took its shape or its indices from what" in said[1]
-    for warning in said:
+    warned = [warning for warning in profile["warnings"] if str(program) in warning]
+    assert len(warned) == 2
+    assert f"item at {program}:7, 3 times, read what the virtual GPU does not compute" in warned[0]
+    assert f"nonzero at {program}:9 took its shape or its indices from what" in warned[1]
+    for warning in warned:
         assert warning in completed.stdout
 
 
@@ -138,8 +138,8 @@ def test_a_gpu_that_this_torch_has_no_kernels_for(tmp_path: Path) -> None:
     text = "import torch; print(torch.ones(3000, 1000, device='cuda').gt(0).nonzero().shape)"
     completed = of_script(tmp_path, text, "--virtual-gpu", "v100")
     assert completed.stdout.startswith("torch.Size([3000000, 2])\n"), completed.stderr
-    said = [warning for warning in profile_of(tmp_path / "out")["warnings"] if "(compute capability 7.0)" in warning]
-    assert len(said) == ("sm_70" not in listed)
+    warned = [warning for warning in profile_of(tmp_path / "out")["warnings"] if "(compute capability 7.0)" in warning]
+    assert len(warned) == ("sm_70" not in listed)
 
 
 def test_out_of_memory(tmp_path: Path) -> None:
@@ -208,9 +208,9 @@ if __name__ == "__main__":
 def test_children_have_the_gpus_and_other_programs_have_none(tmp_path: Path) -> None:
     completed = of_script(tmp_path, CHILDREN, "--virtual-gpus", "3", "--virtual-memory", "2GiB")
     assert completed.returncode == 0, completed.stderr
-    told = json.loads(completed.stdout.partition("\n")[0])
-    assert told["program"] == {"changed": [], "libraries": False}
-    processes = [told.pop(which) for which in ("self", "fork", "spawn", "forkserver", "loader")]
+    facts = json.loads(completed.stdout.partition("\n")[0])
+    assert facts["program"] == {"changed": [], "libraries": False}
+    processes = [facts.pop(which) for which in ("self", "fork", "spawn", "forkserver", "loader")]
     assert [seen[:2] for seen in processes] == [[3, 2 << 30]] * 5
     assert len({seen[2] for seen in processes}) == 5
 

@@ -168,7 +168,7 @@ class TestModel:
     result = run("def test_good(): pass")
     assert result.ret == pytest.ExitCode.INTERRUPTED
     result.assert_outcomes(errors=len(WRONG))
-    for number, (_, said) in enumerate(WRONG):
-        line = f"*test_{number}.py::TestModel::test_it*@pytest.mark.limit_gpu_*: *{said}*"
+    for number, (_, sentence) in enumerate(WRONG):
+        line = f"*test_{number}.py::TestModel::test_it*@pytest.mark.limit_gpu_*: *{sentence}*"
         result.stdout.fnmatch_lines([line])
     result.stdout.no_fnmatch_line("*Traceback*")

@@ -144,9 +144,9 @@ def test_keeps():
     kept.append(block(3))
 """
     run(source, "--memprof-report=out").assert_outcomes(passed=1, failed=1, errors=1)
-    said = [json.loads(path.read_text()) for path in sorted((pytester.path / "out").glob("*/profile.json"))]
-    assert [(profile["status"], profile["exit_code"]) for profile in said] == [("failed", 1)] * 2
-    assert [profile["error"][:25] for profile in said] == ["limit_gpu_leaks: 3.00 MiB", "limit_gpu_memory: 2.00 Mi"]
+    profiles = [json.loads(path.read_text()) for path in sorted((pytester.path / "out").glob("*/profile.json"))]
+    assert [(profile["status"], profile["exit_code"]) for profile in profiles] == [("failed", 1)] * 2
+    assert [profile["error"][:25] for profile in profiles] == ["limit_gpu_leaks: 3.00 MiB", "limit_gpu_memory: 2.00 Mi"]
 
 
 def test_a_test_whose_fixture_fails_has_failed(run: Run, pytester: pytest.Pytester) -> None:
@@ -171,13 +171,13 @@ def test_skips(skips): ...
     result = run(source, "--memprof-report=out")
     result.assert_outcomes(errors=2, skipped=1)
     result.stdout.fnmatch_lines(["*Captured opacus-memprof setup*", "cpu ran out of memory: *"])
-    said = [json.loads(path.read_text()) for path in sorted((pytester.path / "out").glob("*/profile.json"))]
-    assert [(profile["status"], profile["error"]) for profile in said[::2]] == [
+    profiles = [json.loads(path.read_text()) for path in sorted((pytester.path / "out").glob("*/profile.json"))]
+    assert [(profile["status"], profile["error"]) for profile in profiles[::2]] == [
         ("failed", "ValueError: no data"),
         ("finished", None),
     ]
-    assert said[1]["status"] == "out_of_memory"
-    assert said[0]["devices"]["cpu"]["peak"]["requested_bytes"] == 2 * 2**20
+    assert profiles[1]["status"] == "out_of_memory"
+    assert profiles[0]["devices"]["cpu"]["peak"]["requested_bytes"] == 2 * 2**20
 
 
 def test_an_interrupted_run_leaves_nothing_running(run: Run, pytester: pytest.Pytester) -> None:

@@ -76,7 +76,7 @@ def per_sample_gradients(
         for name, parameter in module.named_parameters():
             gradients[name].append(parameter.grad.clone())
     module.zero_grad()
-    return {name: torch.stack(of) for name, of in gradients.items()}
+    return {name: torch.stack(each) for name, each in gradients.items()}
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

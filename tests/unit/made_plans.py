@@ -22,7 +22,7 @@ MIB = 2**20
 ROOM = {"a100-40": 39_000 * MIB, "h100": 78_000 * MIB}
 
 
-def a_run(batch: int, gpu: str = "h100", fits: bool = True, of: type[PlannedRun] = PlannedRun, **more: Any) -> Any:
+def a_run(batch: int, gpu: str = "h100", fits: bool = True, kind: type[PlannedRun] = PlannedRun, **more: Any) -> Any:
     """Takes 100 MiB a sample and 1 GiB."""
     categories = {
         "model_parameters": 1024 * MIB,
@@ -30,7 +30,7 @@ def a_run(batch: int, gpu: str = "h100", fits: bool = True, of: type[PlannedRun]
         "per_sample_gradients": 40 * batch * MIB,
     }
     requested = sum(categories.values())
-    return of(
+    return kind(
         fits=fits,
         status="finished" if fits else "out_of_memory",
         error="",

@@ -188,11 +188,11 @@ def test_snapshots_before_a_device_s_first_block_have_no_bytes(tmp_path: Path) -
     file = EventFile().add("snapshot", size=0, op="a").add("alloc", 0x1000, 5, "noise", device=0)
     file.add("snapshot", size=1, op="b").add("alloc", 0x2000, 8, "noise").add("snapshot", size=2, op="c")
     devices = built(file, tmp_path)["devices"]
-    told = {
+    snapshots = {
         name: [(one["index"], one["name"], one["requested_bytes"], one["event"]) for one in device["snapshots"]]
         for name, device in devices.items()
     }
-    assert told == {
+    assert snapshots == {
         "cpu": [(0, "a", 0, None), (1, "b", 5, 2), (2, "c", 5, 4)],
         "cuda:0": [(0, "a", 0, None), (1, "b", 0, None), (2, "c", 8, 4)],
     }
@@ -331,7 +331,7 @@ def test_names_are_numbers_without_meta(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "sentence"),
     [
         ("events.bin", b"", "is truncated"),
         ("events.bin", b"x" * 10_000, "is not an event file"),
@@ -344,10 +344,10 @@ def test_names_are_numbers_without_meta(tmp_path: Path) -> None:
         ("profile.json", b'{"format": 2}', "has format 2"),
     ],
 )
-def test_foreign_files_are_refused_in_a_sentence(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+def test_foreign_files_are_refused_in_a_sentence(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
     a_step().write(tmp_path)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(MemprofError, match=said) as refused:
+    with pytest.raises(MemprofError, match=sentence) as refused:
         load_profile(tmp_path)
     assert "\n" not in str(refused.value)
 

@@ -29,9 +29,9 @@ def test_a_category_that_the_core_does_not_know_has_its_id_before_any_hook_is_im
 def test_the_document_has_the_table_of_categories() -> None:
     document = (ROOT / "docs" / "categories.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (.+) \| (yes|) \| (yes|) \|$", document, re.MULTILINE)
-    said = {True: "yes", False: ""}
+    mark = {True: "yes", False: ""}
     assert rows == [
-        (name, BY_NAME[name].meaning, said[BY_NAME[name].per_sample], said[BY_NAME[name].private]) for name in REPORTED
+        (name, BY_NAME[name].meaning, mark[BY_NAME[name].per_sample], mark[BY_NAME[name].private]) for name in REPORTED
     ]
 
 

@@ -36,9 +36,9 @@ def new_file() -> EventFile:
     return file.add("alloc", 0x4000, 40 * KIB, "per_sample_gradients", module="fc", phase="noise")
 
 
-def profile_in(directory: Path, file: EventFile, **said: Any) -> dict[str, Any]:
+def profile_in(directory: Path, file: EventFile, **fields: Any) -> dict[str, Any]:
     directory.mkdir(exist_ok=True)
-    profile = build_profile(file.write(directory), **{"status": "finished", "exit_code": 0, **said})
+    profile = build_profile(file.write(directory), **{"status": "finished", "exit_code": 0, **fields})
     write_profile(profile, directory)
     return profile
 

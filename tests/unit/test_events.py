@@ -48,12 +48,12 @@ def live_by_category(rows: np.ndarray, device: int) -> np.ndarray:
 
 def test_categories_are_settled_from_birth_on(tmp_path: Path) -> None:
     rows, names = rows_of(a_run().write(tmp_path))
-    said = [
+    blocks = [
         (KINDS[row["kind"]], names.category(row["before"]), names.category(row["category"]), row["block"])
         for row in rows
         if row["block"] >= 0
     ]
-    assert said == [
+    assert blocks == [
         ("seed", "unattributed", "unattributed", 0),
         ("retag", "unattributed", "model_parameters", 0),
         ("alloc", "forward_temporaries", "forward_temporaries", 1),
@@ -70,10 +70,10 @@ def test_categories_are_settled_from_birth_on(tmp_path: Path) -> None:
 def test_a_row_has_what_its_record_has(tmp_path: Path) -> None:
     rows, names = rows_of(a_run().write(tmp_path))
     raw, raw_names = documented_reader()["read_events"](tmp_path)
-    for field, of in (("kind", "kind"), ("address", "address"), ("step", "step")):
-        assert rows[field].tolist() == raw[of].tolist(), field
-    for field, of in (("tag", "category"), ("phase", "phase"), ("device", "device"), ("thread", "thread")):
-        assert rows[field].tolist() == raw[of].tolist(), field
+    for field, column in (("kind", "kind"), ("address", "address"), ("step", "step")):
+        assert rows[field].tolist() == raw[column].tolist(), field
+    for field, column in (("tag", "category"), ("phase", "phase"), ("device", "device"), ("thread", "thread")):
+        assert rows[field].tolist() == raw[column].tolist(), field
     assert rows["event"].tolist() == list(range(len(raw["kind"])))
     assert (START + rows["time_ns"]).tolist() == [unix_ns(event) for event in range(len(rows))]
     born = np.isin(raw["kind"], [KINDS.index("alloc"), KINDS.index("seed")])

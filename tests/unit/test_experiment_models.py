@@ -162,12 +162,12 @@ def test_a_model_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = tmp_path / "hf_secret"
     with pytest.raises(MemprofError) as refused:
         models.build_model(Configuration(model=str(path), pretrained=True), CPU)
-    said = str(refused.value)
-    assert "\n" not in said
-    assert said.startswith(f'the model "{path}" cannot be loaded (')
-    assert "--model-name PATH" in said
-    assert "--config tiny|transformer|gpt2|" in said
-    assert "hf_secret" not in said.replace(str(path), "")
+    message = str(refused.value)
+    assert "\n" not in message
+    assert message.startswith(f'the model "{path}" cannot be loaded (')
+    assert "--model-name PATH" in message
+    assert "--config tiny|transformer|gpt2|" in message
+    assert "hf_secret" not in message.replace(str(path), "")
 
 
 SNLI = [

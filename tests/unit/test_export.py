@@ -73,7 +73,7 @@ def test_the_command_line_knows_the_suffixes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "sentence"),
     [
         (["--png=a.gif"], "a.gif is no name for png: end it with .png"),
         (["--json=profile/profile.json"], "is a file of the profile itself"),
@@ -83,13 +83,13 @@ def test_the_command_line_knows_the_suffixes() -> None:
         (["--vanilla=profile"], "--vanilla is for the page"),
     ],
 )
-def test_what_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
+def test_what_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], sentence: str) -> None:
     monkeypatch.chdir(directory.parent)
     Path("taken.csv").mkdir()
     Path("file").write_text("mine")
     result = report("profile", *arguments)
     assert isinstance(result.exception, MemprofError)
-    assert said in str(result.exception)
+    assert sentence in str(result.exception)
     assert "\n" not in str(result.exception)
     assert contents(directory).keys() == OWN
     assert Path("file").read_text() == "mine"

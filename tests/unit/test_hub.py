@@ -49,7 +49,7 @@ def test_a_token_is_sent_and_never_told(token: str | None, sent: str, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("said", "is_gated"),
+    ("message", "is_gated"),
     [
         ("You are trying to access a gated repo.\n401 Client Error", True),
         ("403 Forbidden: please enable access to public gated repositories", True),
@@ -58,10 +58,10 @@ def test_a_token_is_sent_and_never_told(token: str | None, sent: str, monkeypatc
     ],
 )
 def test_a_gated_model_s_error_names_both_ways_to_give_a_token(
-    said: str, is_gated: bool, monkeypatch: pytest.MonkeyPatch
+    message: str, is_gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(model: str, **options: object) -> None:
-        raise OSError(said)
+        raise OSError(message)
 
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(Auto=SimpleNamespace(from_pretrained=refuse)))
     with pytest.raises(MemprofError, match=r"use another$") as raised:

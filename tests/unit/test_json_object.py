@@ -54,10 +54,10 @@ def test_whatever_is_wrong_is_named(file: Path, kind: type[JsonObject], tmp_path
             continue
         with pytest.raises(MemprofError) as refused:
             read_json_object(tmp_path / "bad.json", kind)
-        said = str(refused.value)
-        assert said.startswith(f"{tmp_path / 'bad.json'} is not the profiler's, for {place} should be ")
-        assert said.endswith(" and is an object: profile again")
-        assert "\n" not in said
+        sentence = str(refused.value)
+        assert sentence.startswith(f"{tmp_path / 'bad.json'} is not the profiler's, for {place} should be ")
+        assert sentence.endswith(" and is an object: profile again")
+        assert "\n" not in sentence
 
 
 @pytest.mark.parametrize(("file", "kind"), FILES)
@@ -66,7 +66,7 @@ def test_what_is_read_is_what_was_written(file: Path, kind: type[JsonObject]) ->
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "sentence"),
     [
         ({"pid": "1"}, "for pid should be a whole number and is text"),
         ({"pid": True}, "for pid should be a whole number and is true or false"),
@@ -81,12 +81,12 @@ def test_what_is_read_is_what_was_written(file: Path, kind: type[JsonObject]) ->
         ({"format": 0}, "for its format is 0"),
     ],
 )
-def test_in_words(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_in_words(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     content = json.loads(FILES[0][0].read_text()) | change
     (tmp_path / "profile.json").write_text(json.dumps(content))
     with pytest.raises(MemprofError) as refused:
         read_json_object(tmp_path / "profile.json", Profile)
-    assert str(refused.value) == f"{tmp_path / 'profile.json'} is not the profiler's, {said}: profile again"
+    assert str(refused.value) == f"{tmp_path / 'profile.json'} is not the profiler's, {sentence}: profile again"
 
 
 @pytest.mark.parametrize(

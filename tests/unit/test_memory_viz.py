@@ -53,9 +53,9 @@ def test_the_trace_tells_every_event(directory: Path) -> None:
                 assert entry["action"] == action
                 assert (entry.get("addr"), entry["size"]) == (None if kind == OOM else address, size)
                 assert entry["category"] == (category if action == "alloc" else before)
-                said = json.loads(entry["user_metadata"])
-                assert said["category"] == entry["category"]
-                assert said["module"] == oracle.names["modules"][events["module"][event]]
+                metadata = json.loads(entry["user_metadata"])
+                assert metadata["category"] == entry["category"]
+                assert metadata["module"] == oracle.names["modules"][events["module"][event]]
                 checked += 1
         assert checked > 600
         assert [entry["action"] for entry in entries] == ["snapshot"]

@@ -31,7 +31,7 @@ def holding(category: str, size: int, step: int = 5, module: str = "head", phase
 
 def failure(requested: int, holdings: list[dict[str, Any]], **upstream: int | None) -> dict[str, Any]:
     live = sum(one["bytes"] for one in holdings)
-    said: dict[str, int | None] = {
+    counts: dict[str, int | None] = {
         "reserved": live,
         "allocated": live,
         "pending": 0,
@@ -41,8 +41,8 @@ def failure(requested: int, holdings: list[dict[str, Any]], **upstream: int | No
         "device_free": 0,
         "limit": DEVICE,
     }
-    said |= upstream
-    said.setdefault("device_total", (said["reserved"] or 0) + (said["device_free"] or 0))  # nobody else is there
+    counts |= upstream
+    counts.setdefault("device_total", (counts["reserved"] or 0) + (counts["device_free"] or 0))  # nobody else is there
     return {
         "number": 0,
         "requested": requested,
@@ -55,7 +55,7 @@ def failure(requested: int, holdings: list[dict[str, Any]], **upstream: int | No
         "module": "head",
         "op": "compute_linear_grad_sample",
         "holdings": holdings,
-        "upstream": said,
+        "upstream": counts,
     }
 
 

@@ -50,7 +50,7 @@ def test_a_layer(name: str, ceiling: int, monkeypatch: pytest.MonkeyPatch) -> No
     y = module(x)
     ShapeProbe("layer")(module, (x,), y)
     seen = Layer("layer", layer_shape_of(module, dict(module.named_parameters())), current().forwards.pop("layer"), 0)
-    said = flash.FlashClip(seen, in_registers=False)
+    predicted = flash.FlashClip(seen, in_registers=False)
     layer, workspace = LAYERS[type(module)]("layer", module), Workspace(ceiling)
     x, g, factors = x.detach(), torch.randn_like(y), torch.ones(BATCH)
     kept: list[KeptTensors] = []
@@ -67,19 +67,19 @@ def test_a_layer(name: str, ceiling: int, monkeypatch: pytest.MonkeyPatch) -> No
 
     peak = window_peaks(norms)["norms"]
     statistics = 2 * 4 * BATCH * shape[0] if isinstance(module, nn.LayerNorm) else 0  # of every token
-    assert said.new_bytes(BATCH) + said.norm_temporaries(BATCH) + statistics == pytest.approx(
+    assert predicted.new_bytes(BATCH) + predicted.norm_temporaries(BATCH) + statistics == pytest.approx(
         peak, rel=2e-3, abs=ROUNDING
     )
     kept_bytes = storage_bytes(tensor for _, tensor in kept[0].tensors())
-    assert said.kept_bytes(BATCH) == pytest.approx(kept_bytes, abs=ROUNDING)
+    assert predicted.kept_bytes(BATCH) == pytest.approx(kept_bytes, abs=ROUNDING)
     pair = kept[0].pair is not None
     assert pair == ("pair" in name or "token" in name)
     parameters, peak = sum(p.nbytes for p in module.parameters()), window_peaks(sums)["sums"]
     if pair:
-        assert said.sum_temporaries(BATCH) + parameters == pytest.approx(peak, rel=0.02)
+        assert predicted.sum_temporaries(BATCH) + parameters == pytest.approx(peak, rel=0.02)
         assert peak <= ceiling + 2 * parameters  # the sum, and the sum over some samples
     else:
-        assert said.sum_temporaries(BATCH) == 0
+        assert predicted.sum_temporaries(BATCH) == 0
         assert peak <= parameters
 
 
@@ -96,5 +96,5 @@ def test_norms_of_which_nothing_is_kept(samples: int) -> None:
         with record_function(WINDOW + "norms"):
             layer.parameter_squared_norms(x, g, workspace)
 
-    said = flash.FlashClip(seen, in_registers=False).norm_temporaries(samples, keep=False)
-    assert said == pytest.approx(window_peaks(norms)["norms"], rel=0.01, abs=ROUNDING)
+    predicted = flash.FlashClip(seen, in_registers=False).norm_temporaries(samples, keep=False)
+    assert predicted == pytest.approx(window_peaks(norms)["norms"], rel=0.01, abs=ROUNDING)

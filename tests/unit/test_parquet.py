@@ -38,14 +38,14 @@ def test_pandas_reads_what_the_records_say(directory: Path) -> None:
     assert table["thread"].unique().tolist() == ["main"]
     of_blocks = np.isin(raw["kind"], (1, 2, 3))
     blocks = table[of_blocks]
-    for column, of in (("address", "address"), ("bytes", "size")):
-        assert blocks[column].astype(np.int64).tolist() == raw[of][of_blocks].tolist()
-    for column, of, kind in (
+    for column, field in (("address", "address"), ("bytes", "size")):
+        assert blocks[column].astype(np.int64).tolist() == raw[field][of_blocks].tolist()
+    for column, field, kind in (
         ("tag", "category", "categories"),
         ("module", "module", "modules"),
         ("device",) * 2 + ("devices",),
     ):
-        assert blocks[column].tolist() == [names[kind][id] for id in raw[of][of_blocks]]
+        assert blocks[column].tolist() == [names[kind][id] for id in raw[field][of_blocks]]
     assert blocks["block"].notna().all()
     assert table[~of_blocks]["block"].isna().all()
     steps = table[table["kind"] == "step"]
@@ -90,8 +90,8 @@ def test_categories_are_settled_and_the_tag_is_the_record_s(tmp_path: Path) -> N
 
 
 def test_the_file_says_whose_it_is(directory: Path) -> None:
-    said = json.loads(pq.read_schema(directory / "events.parquet").metadata[b"opacus_memprof"])
-    assert (said["format"], said["status"], said["started_unix_ns"]) == (1, "finished", START)
+    metadata = json.loads(pq.read_schema(directory / "events.parquet").metadata[b"opacus_memprof"])
+    assert (metadata["format"], metadata["status"], metadata["started_unix_ns"]) == (1, "finished", START)
 
 
 def test_an_empty_profile_is_an_empty_table(tmp_path: Path) -> None:

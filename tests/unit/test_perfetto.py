@@ -113,19 +113,19 @@ def test_the_longest_slices_stay(parsed: Parsed, tmp_path: Path, monkeypatch: py
 
 
 def test_instants(parsed: Parsed) -> None:
-    said = [
+    shown = [
         (packet.timestamp, packet.track_event.name, {note.name for note in packet.track_event.debug_annotations})
         for packet in parsed.by_track["", "memory events"]
     ]
     for name, device in parsed.profile["devices"].items():
         start = parsed.profile["started_unix_ns"]
-        ooms = [(time, title) for time, title, _ in said if title.startswith(f"{name}: out of memory, 1.00 TiB")]
+        ooms = [(time, title) for time, title, _ in shown if title.startswith(f"{name}: out of memory, 1.00 TiB")]
         assert [time for time, _ in ooms] == [failure["unix_ns"] - start for failure in device["out_of_memory"]]
-        peaks = [time for time, title, _ in said if title.startswith(f"{name}: peak")]
+        peaks = [time for time, title, _ in shown if title.startswith(f"{name}: peak")]
         assert peaks == [device["peak"]["unix_ns"] - start]
-        assert sum(title == f"{name}: snapshot now" for _, title, _ in said) == len(device["snapshots"])
+        assert sum(title == f"{name}: snapshot now" for _, title, _ in shown) == len(device["snapshots"])
     assert parsed.profile["devices"]["cuda:0"]["out_of_memory"]
-    findings = [(title, notes) for _, title, notes in said if title.startswith("finding: ")]
+    findings = [(title, notes) for _, title, notes in shown if title.startswith("finding: ")]
     assert len(findings) == len(parsed.profile["findings"])
     assert all({"evidence", "remedy", "bytes"} <= notes for _, notes in findings)
 
@@ -148,10 +148,10 @@ def test_a_snapshot_before_the_start_by_a_clock_that_was_set_back_is_at_the_star
     line = {"index": 3, "name": "late", "unix_ns": event_files.START - 5 * 10**9, "step": 1, "logical_step": 1}
     devices = {"cuda:0": {"requested_bytes": 70, "categories": {"noise": 70}}}
     (tmp_path / "snapshots.jsonl").write_text(json.dumps({**line, "devices": devices}) + "\n")
-    said = [
+    shown = [
         packet
         for packets in Parsed(file.write(tmp_path)).by_track.values()
         for packet in packets
         if packet.track_event.name == "cuda:0: snapshot late"
     ]
-    assert [packet.timestamp for packet in said] == [0]
+    assert [packet.timestamp for packet in shown] == [0]

@@ -36,7 +36,7 @@ def write(
     """A rank's directory with a finished profile, whose peak has these categories."""
     folder = path / f"rank_{rank}"
     folder.mkdir(parents=True, exist_ok=True)
-    said = replace(launch, rank=rank, local_rank=rank)
+    sentence = replace(launch, rank=rank, local_rank=rank)
     size = sum(categories.values())
     peak = a_peak(
         requested_bytes=size,
@@ -51,8 +51,8 @@ def write(
         steps=[{"step": 0}, {"step": 1}],
         snapshots=[{"outside_pytorch": 7}, {"outside_pytorch": 9}, {"outside_pytorch": None}],
     )
-    profile = a_profile(versions=VERSIONS, launch=said, devices={f"cuda:{rank}": device})
-    (folder / "meta.json").write_text(to_json({"format": 1, "launch": said, "names": {"modules": modules}}))
+    profile = a_profile(versions=VERSIONS, launch=sentence, devices={f"cuda:{rank}": device})
+    (folder / "meta.json").write_text(to_json({"format": 1, "launch": sentence, "names": {"modules": modules}}))
     (folder / "profile.json").write_text(to_json(profile))
 
 
@@ -187,7 +187,7 @@ def test_memory_on_another_ranks_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "sentence"),
     [
         (["--csv"], "there is a page of them alone: use --html, or give one, as "),
         (["--html", "--vanilla", "elsewhere"], "there is a page of them alone"),
@@ -195,13 +195,13 @@ def test_memory_on_another_ranks_gpu(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_job_s_report_cannot_do_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], sentence: str
 ) -> None:
     four(tmp_path / "job")
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["report", "job", *options])
     assert isinstance(result.exception, MemprofError)
-    assert said in str(result.exception)
+    assert sentence in str(result.exception)
     assert [entry.name for entry in tmp_path.iterdir()] == ["job"]
     assert sorted(os.listdir("job")) == ["rank_0", "rank_1", "rank_2", "rank_3"]
 

@@ -130,8 +130,8 @@ def test_the_lines_of_the_trends_are_explained(figures: list[Any], tmp_path: Pat
     overview.analysis_overview(ROWS, tmp_path / "a.png", "dark")
     panels = figures[0].get_children()[-1].axes
     assert [panel.get_title(loc="left") for panel in panels] == ["Sequence length", "Physical batch size", "LoRA rank"]
-    said = [text.get_text() for text in panels[0].get_legend().get_texts()]
-    assert said == ["Physical batch size:", "1", "2", "4", "LoRA rank:", "full", "8", "did not finish"]
+    labels = [text.get_text() for text in panels[0].get_legend().get_texts()]
+    assert labels == ["Physical batch size:", "1", "2", "4", "LoRA rank:", "full", "8", "did not finish"]
     looks = {(line.get_color(), line.get_marker()) for line in panels[0].lines if line.get_linestyle() != "None"}
     assert len(looks) == 6  # one for each combination
 

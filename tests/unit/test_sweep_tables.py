@@ -79,8 +79,8 @@ def test_the_summary_says_what_was_found_and_what_would_fit() -> None:
 
 def test_of_many_runs_a_terminal_shows_the_parts_of_the_largest_alone() -> None:
     many = [replace(ROWS[0], name=str(number), label=f"run {number}") for number in range(6)] + [ROWS[1]]
-    said = summary.terminal_summary(many, Path())
-    assert said.count("By component:") == 1
+    printed = summary.terminal_summary(many, Path())
+    assert printed.count("By component:") == 1
     assert summary.summary_text(many).count("By component:") == 7
 
 

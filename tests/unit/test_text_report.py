@@ -153,7 +153,7 @@ def test_snapshots_that_differ_are_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counted", "said"),
+    ("counted", "sentence"),
     [
         (None, None),
         (4 * 2**20, "and what the allocator itself counts, at the peak: exact"),
@@ -161,10 +161,10 @@ def test_snapshots_that_differ_are_shown() -> None:
         (4 * 2**20 - 64, "the allocator itself counts -64 bytes at the peak"),
     ],
 )
-def test_what_the_allocator_counts_at_the_peak(counted: int | None, said: str | None) -> None:
+def test_what_the_allocator_counts_at_the_peak(counted: int | None, sentence: str | None) -> None:
     text = printed(profile_of(devices={"cuda:0": device(counted_bytes=counted)}))
-    assert ("allocator itself counts" in text) == (said is not None)
-    assert (said or "") in text
+    assert ("allocator itself counts" in text) == (sentence is not None)
+    assert (sentence or "") in text
 
 
 def test_warnings_failures_and_findings() -> None:

@@ -39,9 +39,9 @@ def test_every_option() -> None:
 @pytest.mark.skipif(sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux")
 def test_its_example_runs_and_its_keys_are_those_of_a_profile(tmp_path: Path) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
-    tell = "\nprint('keys:', *virtual_gpu.describe_run(), sep='\\n')"
+    printing = "\nprint('keys:', *virtual_gpu.describe_run(), sep='\\n')"
     ran = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{block}{tell}"],
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{block}{printing}"],
         capture_output=True,
         text=True,
         cwd=tmp_path,

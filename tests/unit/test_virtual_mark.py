@@ -129,9 +129,9 @@ def test_parquet(killed: Path, tmp_path: Path) -> None:
 def test_comparisons(killed: Path, real: Profile) -> None:
     virtual, real = replace(load_profile(killed), status="finished"), replace(real, status="finished")
     assert diff_profiles(real, real)["notes"] == []
-    (said,) = diff_profiles(real, virtual)["notes"]
+    (note,) = diff_profiles(real, virtual)["notes"]
     assert (
-        said
+        note
         == f"the first run was on a real device and the second run was on a {NAME}: they differ by more than the code"
     )
     assert NAME in diff_markdown(diff_profiles(virtual, virtual))
@@ -144,10 +144,10 @@ def test_ranks(killed: Path, real: Profile) -> None:
     job.add(0, "rank_0", load_profile(killed), frozenset())
     assert job.summary()["virtual"] == H200
     assert f"on a {NAME}: " in printed(print_job, job.summary())
-    assert not [said for said in job.summary()["warnings"] if "different devices" in said]
+    assert not [note for note in job.summary()["warnings"] if "different devices" in note]
     job.add(1, "rank_1", real, frozenset())
-    (said,) = [said for said in job.summary()["warnings"] if "different devices" in said]
-    assert said == f"the ranks ran on different devices: rank 0 on a {NAME}; rank 1 on a real device"
+    (note,) = [note for note in job.summary()["warnings"] if "different devices" in note]
+    assert note == f"the ranks ran on different devices: rank 0 on a {NAME}; rank 1 on a real device"
     of_real = Job(None)
     of_real.add(0, "rank_0", real, frozenset())
     assert "virtual" not in of_real.summary()

@@ -24,14 +24,14 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     assert exit_.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("opacus-memprof: ")
-    assert said.count("\n") == 1
-    return said
+    printed = capsys.readouterr().err
+    assert printed.startswith("opacus-memprof: ")
+    assert printed.count("\n") == 1
+    return printed
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "printed"),
     [
         (("--virtual-gpu", "h2000"), f'there is no virtual GPU "h2000": use one of {", ".join(GPUS)}'),
         (("--virtual-memory", "1GiB"), "--virtual-memory is for a virtual GPU: add --virtual-gpu KIND"),
@@ -52,10 +52,10 @@ def test_options_that_make_no_sense(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     options: tuple[str, ...],
-    said: str,
+    printed: str,
 ) -> None:
     monkeypatch.setattr(process, "_active", None)
-    assert said in refusal(monkeypatch, capsys, "-o", str(tmp_path / "out"), *options)
+    assert printed in refusal(monkeypatch, capsys, "-o", str(tmp_path / "out"), *options)
     assert not (tmp_path / "out").exists()
 
 

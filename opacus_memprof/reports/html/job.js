@@ -20,8 +20,8 @@ function ranksCard({ run }, chooseRun) {
   const toolbar = element("div", { class: "toolbar", role: "toolbar", "aria-label": "Cells show" }, [
     element("div", { class: "group" }, buttons),
   ]);
-  const said = job.warnings.map((warning) => element("li", {}, warning));
-  const warnings = said.length ? element("ul", { class: "hint" }, said) : null;
+  const items = job.warnings.map((warning) => element("li", {}, warning));
+  const warnings = items.length ? element("ul", { class: "hint" }, items) : null;
   return card("ranks", "Ranks", imbalance(job), toolbar, content, warnings);
 }
 

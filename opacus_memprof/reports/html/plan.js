@@ -64,8 +64,8 @@ function largestCell(cell, most) {
 }
 
 function errors() {
-  const said = CELLS.filter(({ error }) => error).map(({ label, error }) => element("li", {}, `${label}: ${error}`));
-  return said.length ? element("ul", { class: "hint" }, said) : null;
+  const items = CELLS.filter(({ error }) => error).map(({ label, error }) => element("li", {}, `${label}: ${error}`));
+  return items.length ? element("ul", { class: "hint" }, items) : null;
 }
 
 function adviceCard() {

@@ -32,7 +32,7 @@ function readoutLine(name, size) {
   return element("tr", {}, element("td", {}, name), element("td", { class: "number" }, bytes(size)));
 }
 
-function spoken(view, row) {
+function rowInWords(view, row) {
   const largest = largestFirst(sizesAt(view, row)).slice(0, 3);
   const parts = largest.map(([name, size]) => `${words(name)} ${formatBytes(size)}`).join(", ");
   const { timeline } = view;

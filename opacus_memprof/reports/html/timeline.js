@@ -140,7 +140,7 @@ class TimelineChart {
     if (row < 0) return;
     this.cursor = row;
     this.view.centre(this.view.at[row], (this.view.last - this.view.first) / 20);
-    this.live.textContent = spoken(this.view, row);
+    this.live.textContent = rowInWords(this.view, row);
   }
 
   peakRow() {
@@ -220,7 +220,7 @@ class TimelineChart {
       this.cursor = Math.min(Math.max(this.cursor + Math.sign(columns), 0), this.view.timeline.length - 1);
       this.change(() => this.view.centre(this.view.at[this.cursor], this.view.to - this.view.from));
     }
-    if (this.cursor !== null) this.live.textContent = spoken(this.view, this.cursor);
+    if (this.cursor !== null) this.live.textContent = rowInWords(this.view, this.cursor);
   }
 
   key(event) {
