@@ -18,6 +18,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/id_cache.h"
 #include "core/names.h"
 #include "core/recorder.h"
 #include "core/spin_lock.h"
@@ -172,24 +173,15 @@ ForwardThreads& forward_threads() {
 }
 
 // Node types are few: each is named once, then found by its type's address. (A node's own name()
-// may need Python, and builds a string each time.) A slot is a type's address above its op's id, so
-// that one load reads both.
+// may need Python, and builds a string each time.)
 class OpNames {
  public:
   std::uint16_t id_of(const torch::autograd::Node& node) {
     const std::type_info& type = typeid(node);
-    const auto address = reinterpret_cast<std::uint64_t>(&type);
-    std::atomic<std::uint64_t>& slot = slots_[(address >> 4U) % slots_.size()];
-    const std::uint64_t known = slot.load(std::memory_order_relaxed);
-    if (known >> 16U == (address & kAddressBits)) return static_cast<std::uint16_t>(known);
-    const std::uint16_t id = names().intern(Names::Kind::op, short_name(type));
-    slot.store(address << 16U | id, std::memory_order_relaxed);
-    return id;
+    return ids_.id_of(&type, [&] { return names().intern(Names::Kind::op, short_name(type)); });
   }
 
  private:
-  static constexpr std::uint64_t kAddressBits = (std::uint64_t{1} << 48U) - 1;
-
   static std::string short_name(const std::type_info& type) {
     std::string name = c10::demangle(type.name());
     if (const auto colons = name.rfind("::"); colons != std::string::npos) {
@@ -198,7 +190,7 @@ class OpNames {
     return name;
   }
 
-  std::array<std::atomic<std::uint64_t>, 256> slots_{};
+  IdCache ids_;
 };
 
 OpNames op_names;
