@@ -187,7 +187,7 @@ class ProfiledCpuAllocator final : public ProfiledAllocator {
   }
 
   // No allocator statistics on the CPU; the reporter's count is read at snapshots instead.
-  void note_peak(Device /*device*/) noexcept override {}
+  void note_peak(PeakId /*peak*/) noexcept override {}
 
  private:
   // At the lowest priority that c10 accepts, since it ignores whoever comes later with a lower one:

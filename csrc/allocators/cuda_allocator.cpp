@@ -118,20 +118,20 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
     annotate_history(*delegating_->upstream(), pointer, category, module);
   }
 
-  void note_peak(Device device) noexcept override {
+  void note_peak(PeakId peak) noexcept override {
     std::int64_t requested = -1;
     std::int64_t allocated = -1;
     std::int64_t reserved = -1;
     try {
       constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
-      const auto stats = delegating().upstream()->getDeviceStats(device_index(device));
+      const auto stats = delegating().upstream()->getDeviceStats(device_index(device_of(peak)));
       requested = stats.requested_bytes[kAll].current;
       allocated = stats.allocated_bytes[kAll].current;
       reserved = stats.reserved_bytes[kAll].current;
     } catch (...) {
       // An upstream without statistics (a plug-in allocator): the figures stay unknown.
     }
-    recorder().note_upstream_at_peak(device, requested, allocated, reserved);
+    recorder().note_upstream_at_peak(peak, requested, allocated, reserved);
   }
 
   // Made on first use and never destroyed: tensors keep pointers to it.

@@ -13,8 +13,8 @@ c10::cuda::CUDACachingAllocator::CUDAAllocator* delegating_cuda_allocator();
 
 // `ended` is what Recorder::on_free has returned: a free that ended a peak has upstream asked for
 // its numbers at that peak.
-inline void note_peak_ended_by_free(int ended) noexcept {
-  if (ended != Recorder::kNoPeak) cuda_allocator().note_peak(static_cast<Device>(ended));
+inline void note_peak_ended_by_free(PeakId ended) noexcept {
+  if (ended != kNoPeak) cuda_allocator().note_peak(ended);
 }
 
 // What happens to blocks that are reported while nothing is installed: the delegating allocator

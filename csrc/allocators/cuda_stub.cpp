@@ -20,7 +20,7 @@ class NoCudaAllocator final : public ProfiledAllocator {
   void uninstall() override {}
   [[nodiscard]] bool installed() const override { return false; }
   bool adopt(c10::DataPtr& /*data*/, std::size_t /*bytes*/) override { return false; }
-  void note_peak(Device /*device*/) noexcept override {}
+  void note_peak(PeakId /*peak*/) noexcept override {}
 };
 
 }  // namespace

@@ -10,9 +10,10 @@ ProfiledAllocator* allocator_of(c10::DeviceType type) {
 
 std::vector<Recorder::DevicePeak> closed_peaks() {
   for (const auto& peak : recorder().peaks()) {
-    if (!recorder().close_peak(peak.device)) continue;
+    const PeakId closed = recorder().close_peak(peak.device);
+    if (closed == kNoPeak) continue;
     const auto type = peak.device == 0 ? c10::DeviceType::CPU : c10::DeviceType::CUDA;
-    if (auto* allocator = allocator_of(type)) allocator->note_peak(peak.device);
+    if (auto* allocator = allocator_of(type)) allocator->note_peak(closed);
   }
   return recorder().peaks();
 }

@@ -29,8 +29,8 @@ class ProfiledAllocator {
   // Tells upstream of a block's new category and module, where it keeps a history that has room.
   virtual void annotate(const void* /*pointer*/, std::uint8_t /*category*/,
                         std::uint16_t /*module*/) noexcept {}
-  // Asks upstream what it counts, for the peak that has just been closed on `device`.
-  virtual void note_peak(Device device) noexcept = 0;
+  // Asks upstream what it counts, for the peak that has just been closed.
+  virtual void note_peak(PeakId peak) noexcept = 0;
 };
 
 ProfiledAllocator& cpu_allocator();

@@ -37,7 +37,7 @@ inline void report_alloc(const void* pointer, std::size_t size, Device device, s
 
 // Before upstream frees; returns what Recorder::on_free does. The analysis tells activations from
 // temporaries by the phase of the free; the counters do not need it.
-inline int report_free(const void* pointer) noexcept {
+inline PeakId report_free(const void* pointer) noexcept {
   Phase phase = Phase::idle;
   if (recorder().writes_events()) {
     phase = backward_task() >= 0 ? backward_state.phase() : this_thread().phase();

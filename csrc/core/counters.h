@@ -6,15 +6,22 @@
 #include <array>
 #include <cstdint>
 
+#include "core/device.h"
 #include "core/vocabulary.h"
 
 namespace opacus_memprof {
 
 using CategoryBytes = std::array<std::int64_t, kMaxCategories>;
 
+// Tells a device's peak from its later ones: a number above the device's byte. 0 is none.
+using PeakId = std::uint64_t;
+inline constexpr PeakId kNoPeak = 0;
+constexpr Device device_of(PeakId peak) noexcept { return static_cast<Device>(peak); }
+
 // The counters at the instant of the highest total: the last moment before the first free that
 // follows it, so that what was retagged meanwhile counts under its right name.
 struct Peak {
+  PeakId id = kNoPeak;
   std::int64_t requested = 0;
   // What the allocator itself counted at that instant; -1 if it does not count.
   std::int64_t upstream_requested = -1;
@@ -54,13 +61,15 @@ class alignas(64) DeviceCounters {
 
   // The total stands at a new maximum that `peak` does not show yet.
   [[nodiscard]] bool peak_is_open() const noexcept { return peak_is_open_; }
-  void close_peak(std::uint64_t unix_ns) noexcept {
-    peak_ = Peak{.requested = total_,
+  PeakId close_peak(Device device, std::uint64_t unix_ns) noexcept {
+    peak_ = Peak{.id = (((peak_.id >> 8U) + 1) << 8U) | device,
+                 .requested = total_,
                  .unix_ns = unix_ns,
                  .step = highest_step_,
                  .phase = highest_phase_,
                  .categories = categories_};
     peak_is_open_ = false;
+    return peak_.id;
   }
   void reset_peak(std::uint8_t phase, std::uint32_t step) noexcept {
     highest_ = total_;

@@ -54,9 +54,9 @@ class LiveMemory {
   }
 
   // Takes the block out of the counters. If that ends a new maximum, closes the peak first and
-  // returns true.
-  bool subtract(const Block& block) noexcept {
-    const bool closed = close_peak(block.device);
+  // returns it, else kNoPeak.
+  PeakId subtract(const Block& block) noexcept {
+    const PeakId closed = close_peak(block.device);
     counters_[block.device].subtract(block.category(), block.size());
     return closed;
   }
@@ -96,12 +96,10 @@ class LiveMemory {
     return true;
   }
 
-  // Closes the device's peak if it is open; returns whether it was.
-  bool close_peak(Device device) noexcept {
+  // Closes the device's peak if it is open, and returns it; kNoPeak if it is not.
+  PeakId close_peak(Device device) noexcept {
     DeviceCounters& counters = counters_[device];
-    if (!counters.peak_is_open()) return false;
-    counters.close_peak(unix_ns());
-    return true;
+    return counters.peak_is_open() ? counters.close_peak(device, unix_ns()) : kNoPeak;
   }
   void reset_peaks(std::uint8_t phase, std::uint32_t step) noexcept {
     for (DeviceCounters& counters : counters_) counters.reset_peak(phase, step);

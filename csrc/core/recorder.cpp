@@ -104,41 +104,40 @@ Block* Recorder::insert(std::uint64_t address, std::uint64_t size, Device device
   return block;
 }
 
-int Recorder::on_free(std::uint64_t address, Phase phase) noexcept {
+PeakId Recorder::on_free(std::uint64_t address, Phase phase) noexcept {
   const std::uint8_t thread = this_thread().thread_id();
   const std::lock_guard guard(lock_);
   Block* block = enabled_ ? live_.find(address) : nullptr;
   if (block == nullptr) return kNoPeak;
-  const int device = block->device;
-  return erase(block, static_cast<std::uint8_t>(phase), thread) ? device : kNoPeak;
+  return erase(block, static_cast<std::uint8_t>(phase), thread);
 }
 
-int Recorder::forget(BlockId id, Phase phase) noexcept {
+PeakId Recorder::forget(BlockId id, Phase phase) noexcept {
   const std::uint8_t thread = this_thread().thread_id();
   const std::lock_guard guard(lock_);
   Block* block = enabled_ ? live_.find(id) : nullptr;
   if (block == nullptr) return kNoPeak;
-  const int device = block->device;
-  return erase(block, static_cast<std::uint8_t>(phase), thread) ? device : kNoPeak;
+  return erase(block, static_cast<std::uint8_t>(phase), thread);
 }
 
-bool Recorder::erase(Block* block, std::uint8_t phase, std::uint8_t thread) noexcept {
-  const bool closed = live_.subtract(*block);
+PeakId Recorder::erase(Block* block, std::uint8_t phase, std::uint8_t thread) noexcept {
+  const PeakId closed = live_.subtract(*block);
   block->thread = thread;
   log_.write(EventKind::free, *block, phase, block->op, step());
   live_.erase(block);
   return closed;
 }
 
-bool Recorder::close_peak(Device device) noexcept {
+PeakId Recorder::close_peak(Device device) noexcept {
   const std::lock_guard guard(lock_);
   return live_.close_peak(device);
 }
 
-void Recorder::note_upstream_at_peak(Device device, std::int64_t requested, std::int64_t allocated,
+void Recorder::note_upstream_at_peak(PeakId id, std::int64_t requested, std::int64_t allocated,
                                      std::int64_t reserved) noexcept {
   const std::lock_guard guard(lock_);
-  Peak& peak = live_.counters(device).peak();
+  Peak& peak = live_.counters(device_of(id)).peak();
+  if (peak.id != id) return;
   peak.upstream_requested = requested;
   peak.upstream_allocated = allocated;
   peak.upstream_reserved = reserved;

@@ -43,22 +43,22 @@ class Recorder {
   [[nodiscard]] bool writes_events() const noexcept { return log_.is_open(); }
   [[gnu::hot, gnu::flatten]] void on_alloc(std::uint64_t address, std::uint64_t size, Device device,
                                            std::uint8_t stream, const Tag& tag) noexcept;
-  // `phase` is what the freeing thread is doing. Returns the device whose new maximum this free
-  // ended, so that upstream may be asked for its numbers now, or kNoPeak.
-  static constexpr int kNoPeak = -1;
-  [[gnu::hot, gnu::flatten]] int on_free(std::uint64_t address, Phase phase) noexcept;
+  // `phase` is what the freeing thread is doing. Returns the peak that this free has ended, so that
+  // upstream may be asked for its numbers now, or kNoPeak.
+  [[gnu::hot, gnu::flatten]] PeakId on_free(std::uint64_t address, Phase phase) noexcept;
   // As on_free, for a block that has gone unseen: the id tells it from a later one at its address.
-  int forget(BlockId id, Phase phase) noexcept;
+  PeakId forget(BlockId id, Phase phase) noexcept;
   // A block that was there before the profiler.
   void seed(std::uint64_t address, std::uint64_t size, Device device, std::uint8_t stream) noexcept;
   // A failed allocation. Adds up the device's live blocks by origin; returns the failure's number.
   std::uint64_t on_oom(std::uint64_t size, Device device, Tag tag) noexcept;
   void note_upstream_at_failure(std::uint64_t number, const UpstreamAtFailure& upstream) noexcept;
-  // What upstream counts at the peak that was just closed (or at `requested`'s instant).
-  void note_upstream_at_peak(Device device, std::int64_t requested, std::int64_t allocated,
+  // What upstream counts at the peak that was just closed. Nothing is noted where another one has
+  // been closed since: while upstream was asked, other threads went on.
+  void note_upstream_at_peak(PeakId peak, std::int64_t requested, std::int64_t allocated,
                              std::int64_t reserved) noexcept;
-  // The peak that no free has ended yet; true if upstream should be asked.
-  bool close_peak(Device device) noexcept;
+  // Closes the peak that no free has ended yet, of which upstream should be asked; or kNoPeak.
+  PeakId close_peak(Device device) noexcept;
   [[nodiscard]] bool has_block(std::uint64_t address) noexcept;
   [[nodiscard]] std::uint64_t size_of(std::uint64_t address) noexcept;    // 0 if unknown
   [[nodiscard]] std::uint16_t module_of(std::uint64_t address) noexcept;  // likewise
@@ -137,7 +137,7 @@ class Recorder {
                                     const ThreadTags& thread) noexcept;
   [[gnu::hot]] Block* insert(std::uint64_t address, std::uint64_t size, Device device,
                              std::uint8_t stream, const Tag& tag, std::uint8_t thread) noexcept;
-  [[gnu::hot]] bool erase(Block* block, std::uint8_t phase, std::uint8_t thread) noexcept;
+  [[gnu::hot]] PeakId erase(Block* block, std::uint8_t phase, std::uint8_t thread) noexcept;
   void read_counters(State& state) noexcept;
   template <typename Then>  // what is called under the same lock
   std::vector<Block> copy_blocks(Then then);

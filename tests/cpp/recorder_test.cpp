@@ -111,9 +111,10 @@ TEST(Recorder, ThePeakIsTheMomentBeforeTheFirstFreeAfterTheMaximum) {
   recorder.on_alloc(0x1000, 100, kGpu, 0, tag_of(Category::noise));
   recorder.on_alloc(0x2000, 50, kGpu, 0, tag_of(Category::temp_matrices));
   recorder.retag(0x2000, id(Category::per_sample_gradients), kKeep16);
-  EXPECT_EQ(recorder.on_free(0x1000, Phase::idle), kGpu);
-  recorder.note_upstream_at_peak(kGpu, 150, 1024, 4096);
-  EXPECT_EQ(recorder.on_free(0x2000, Phase::idle), Recorder::kNoPeak);
+  const PeakId ended = recorder.on_free(0x1000, Phase::idle);
+  EXPECT_EQ(device_of(ended), kGpu);
+  recorder.note_upstream_at_peak(ended, 150, 1024, 4096);
+  EXPECT_EQ(recorder.on_free(0x2000, Phase::idle), kNoPeak);
   recorder.on_alloc(0x3000, 150, kGpu, 0, tag_of(Category::gradients));  // as high, not higher
   const Peak peak = peak_of(recorder);
   EXPECT_EQ(peak.requested, 150);
@@ -123,6 +124,22 @@ TEST(Recorder, ThePeakIsTheMomentBeforeTheFirstFreeAfterTheMaximum) {
   EXPECT_EQ(peak.upstream_allocated, 1024);
   recorder.reset_peaks();
   EXPECT_EQ(peak_of(recorder).categories[id(Category::gradients)], 150);
+}
+
+// As where one thread ends a peak, and others make and end a higher one before upstream has told it
+// its numbers.
+TEST(Recorder, WhatUpstreamCountedAtAPeakIsNotNotedForALaterOne) {
+  Recorder recorder;
+  recorder.on_alloc(0x1000, 100, kGpu, 0, tag_of(Category::gradients));
+  const PeakId first = recorder.on_free(0x1000, Phase::idle);
+  recorder.on_alloc(0x2000, 300, kGpu, 0, tag_of(Category::gradients));
+  const PeakId second = recorder.on_free(0x2000, Phase::idle);
+  recorder.note_upstream_at_peak(second, 300, 512, 2048);
+  recorder.note_upstream_at_peak(first, 0, 0, 2048);
+  const auto peak = recorder.peaks().at(0);
+  EXPECT_EQ(peak.requested, 300);
+  EXPECT_EQ(peak.upstream_requested, 300);
+  EXPECT_EQ(peak.upstream_allocated, 512);
 }
 
 TEST(Recorder, CapturesNestAndReturnTheBlockToItsCategory) {
