@@ -37,25 +37,6 @@ Device device_number(c10::DeviceIndex index) noexcept { return static_cast<Devic
     note_free_after_uninstall();
 }
 
-// Returns what `allocate` returns. If memory runs out, records the failure and rethrows torch's
-// error. Other errors pass as they are: they come from earlier asynchronous work, such as a kernel,
-// and only surface in the allocation.
-template <typename Allocate>
-auto report_oom_of(cca::CUDAAllocator* upstream, std::size_t size, Allocate allocate)
-    -> decltype(allocate()) {
-  try {
-    return allocate();
-  } catch (const c10::OutOfMemoryError&) {
-    c10::DeviceIndex device = 0;  // the failed call made its device current
-    if (c10::cuda::GetDevice(&device) == cudaSuccess) {
-      const std::uint64_t number =
-          recorder().on_oom(size, device_number(device), tag_of_allocation());
-      recorder().note_upstream_at_failure(number, upstream_at_failure(*upstream, device));
-    }
-    throw;
-  }
-}
-
 [[gnu::hot]] void report_new_block(c10::DataPtr& data, std::size_t size,
                                    const void* return_address) {
   if (!data || !data.compare_exchange_deleter(upstream_deleter, &free_block)) return;
@@ -91,15 +72,18 @@ c10::DataPtr DelegatingCudaAllocator::allocate(size_t size) {
     return upstream_->allocate(size);
   recorder().prefetch();
   const HistoryTag history_tag(*upstream_, records_history());
-  c10::DataPtr data = report_oom_of(upstream_, size, [&] { return upstream_->allocate(size); });
+  c10::DataPtr data = report_oom_of(*upstream_, size, [&] { return upstream_->allocate(size); });
   report_new_block(data, size, __builtin_return_address(0));
   return data;
 }
 
 #ifdef OPACUS_MEMPROF_HAS_allocateWithAddress
 c10::DataPtr DelegatingCudaAllocator::allocateWithAddress(size_t size, void* address) {
-  c10::DataPtr data = upstream_->allocateWithAddress(size, address);
-  if (!passes_on()) report_new_block(data, size, __builtin_return_address(0));
+  if (passes_on()) return upstream_->allocateWithAddress(size, address);
+  const HistoryTag history_tag(*upstream_, records_history());
+  c10::DataPtr data = report_oom_of(*upstream_, size,
+                                    [&] { return upstream_->allocateWithAddress(size, address); });
+  report_new_block(data, size, __builtin_return_address(0));
   return data;
 }
 #endif
@@ -109,7 +93,8 @@ c10::DeleterFnPtr DelegatingCudaAllocator::raw_deleter() const { return &free_bl
 void* DelegatingCudaAllocator::raw_alloc(size_t size) {
   if (passes_on()) return upstream_->raw_alloc(size);
   const c10::DeviceIndex device = c10::cuda::current_device();
-  void* pointer = report_oom_of(upstream_, size, [&] { return upstream_->raw_alloc(size); });
+  const HistoryTag history_tag(*upstream_, records_history());
+  void* pointer = report_oom_of(*upstream_, size, [&] { return upstream_->raw_alloc(size); });
   report_alloc(pointer, size, device_number(device), current_stream_id(device),
                is_library_workspace(__builtin_return_address(0)));
   if (!is_reporting()) note_alloc_after_uninstall();
@@ -119,7 +104,8 @@ void* DelegatingCudaAllocator::raw_alloc(size_t size) {
 void* DelegatingCudaAllocator::raw_alloc_with_stream(size_t size, cudaStream_t stream) {
   if (passes_on()) return upstream_->raw_alloc_with_stream(size, stream);
   const c10::DeviceIndex device = c10::cuda::current_device();
-  void* pointer = report_oom_of(upstream_, size,
+  const HistoryTag history_tag(*upstream_, records_history());
+  void* pointer = report_oom_of(*upstream_, size,
                                 [&] { return upstream_->raw_alloc_with_stream(size, stream); });
   report_alloc(pointer, size, device_number(device), stream_id(stream),
                is_library_workspace(__builtin_return_address(0)));

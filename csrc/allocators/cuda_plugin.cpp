@@ -8,6 +8,7 @@
 #include <sys/types.h>
 
 #include "allocators/cuda_allocator.h"
+#include "allocators/cuda_failure.h"
 #include "allocators/cuda_streams.h"
 #include "allocators/reporting.h"
 
@@ -34,9 +35,11 @@ cca::CUDAAllocator& ready_native() {
 OPACUS_MEMPROF_API void* opacus_memprof_malloc(ssize_t size, int device, cudaStream_t stream) {
   using namespace opacus_memprof;
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-  void* pointer = ready_native().raw_alloc_with_stream(static_cast<std::size_t>(size), stream);
-  report_alloc(pointer, static_cast<std::size_t>(size), static_cast<Device>(1 + device),
-               stream_id(stream));
+  const auto bytes = static_cast<std::size_t>(size);
+  cca::CUDAAllocator& upstream = ready_native();
+  void* pointer =
+      report_oom_of(upstream, bytes, [&] { return upstream.raw_alloc_with_stream(bytes, stream); });
+  report_alloc(pointer, bytes, static_cast<Device>(1 + device), stream_id(stream));
   return pointer;
 }
 

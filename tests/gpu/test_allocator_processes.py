@@ -132,6 +132,12 @@ def test_plug_in_entry_points() -> None:
         assert counters["noise"] == 4000
         del tensor
         assert native.snapshot("later")["devices"]["cuda:0"]["categories"]["noise"] == 0
+        try:
+            torch.empty(1 << 60, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError:
+            pass
+        (failure,) = native.failures()
+        assert failure["requested"] == 1 << 60
     """)
 
 

@@ -390,5 +390,32 @@ TEST_F(CudaAllocator, AFailedRequestIsRecordedOnce) {
   EXPECT_EQ(recorder().failures().back().upstream.device_total, std::int64_t{4} << 30);
 }
 
+TEST_F(CudaAllocator, AFailedRequestIsRecordedHoweverItIsMade) {
+  cuda_allocator().install();
+  const auto expect_recorded = [](std::size_t bytes, auto allocate) {
+    EXPECT_THROW(allocate(bytes), c10::OutOfMemoryError);
+    EXPECT_EQ(recorder().failures().back().requested, bytes);
+  };
+  expect_recorded(FakeUpstream::kTooMuch + 2, [](auto bytes) { cca::get()->raw_alloc(bytes); });
+  expect_recorded(FakeUpstream::kTooMuch + 3,
+                  [](auto bytes) { cca::get()->raw_alloc_with_stream(bytes, nullptr); });
+#ifdef OPACUS_MEMPROF_HAS_allocateWithAddress
+  expect_recorded(FakeUpstream::kTooMuch + 4,
+                  [](auto bytes) { cca::get()->allocateWithAddress(bytes, nullptr); });
+#endif
+}
+
+// Where CUDA does not say how large the device is, the allocator's limit on it is unknown.
+TEST_F(CudaAllocator, WhatCudaDoesNotSayIsUnknown) {
+  cuda_allocator().install();
+  testing::memory_info_fails = true;
+  EXPECT_THROW(cca::get()->allocate(FakeUpstream::kTooMuch), c10::OutOfMemoryError);
+  testing::memory_info_fails = false;
+  const UpstreamAtFailure found = recorder().failures().back().upstream;
+  EXPECT_EQ(found.device_total, -1);
+  EXPECT_EQ(found.device_free, -1);
+  EXPECT_EQ(found.limit, -1);
+}
+
 }  // namespace
 }  // namespace opacus_memprof

@@ -4,6 +4,9 @@
 #include <cuda_runtime_api.h>
 
 #include "autograd/backward_position.h"
+#include "fake_upstream.h"
+
+bool opacus_memprof::testing::memory_info_fails = false;
 
 extern "C" {
 
@@ -20,6 +23,7 @@ cudaError_t cudaGetDeviceCount(int* count) {
 }
 
 cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
+  if (opacus_memprof::testing::memory_info_fails) return cudaErrorUnknown;
   *free = std::size_t{1} << 30U;
   *total = std::size_t{4} << 30U;
   return cudaSuccess;

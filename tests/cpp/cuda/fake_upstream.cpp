@@ -21,8 +21,8 @@ void* FakeUpstream::hand_out(std::size_t bytes) {
   const bool reported = is_reporting_();
   leave();
   pause_();
-  if (bytes == kTooMuch) TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory.");
   TORCH_CHECK(bytes != kBroken, "an illegal memory access was encountered");
+  TORCH_CHECK_WITH(OutOfMemoryError, bytes < kTooMuch, "CUDA out of memory.");
   std::uint64_t address = 0;
   {
     const std::lock_guard guard(mutex_);

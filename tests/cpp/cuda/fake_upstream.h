@@ -22,9 +22,12 @@ namespace opacus_memprof::testing {
 
 namespace cca = c10::cuda::CUDACachingAllocator;
 
+// cudaMemGetInfo() returns an error (fake_cuda.cpp).
+extern bool memory_info_fails;
+
 class FakeUpstream final : public cca::CUDAAllocator {
  public:
-  static constexpr std::size_t kTooMuch = std::size_t{1} << 40U;  // runs out of memory
+  static constexpr std::size_t kTooMuch = std::size_t{1} << 40U;  // from here on memory runs out
   static constexpr std::size_t kBroken = kTooMuch + 1;            // meets another error
 
   struct Block {
