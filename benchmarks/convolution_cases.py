@@ -101,9 +101,9 @@ def batched(
     for dtype in dtypes:
         for last in layouts:
             for batch in batches:
-                for one, weight, stride, padding, dilation, (groups, transposed) in shapes:
-                    if not last or len(one) > 3:
-                        sizes = (batch, *one[1:])
+                for image, weight, stride, padding, dilation, (groups, transposed) in shapes:
+                    if not last or len(image) > 3:
+                        sizes = (batch, *image[1:])
                         yield Conv(sizes, weight, stride, padding, dilation, groups, bool(transposed), dtype, last)
 
 
@@ -111,9 +111,9 @@ def single_samples(shapes: "list[Shape]", batches: tuple[int, ...], dtypes: tupl
     """Gradients of single samples as functorch's vmap computes them: the samples are groups of one call."""
     for dtype in dtypes:
         for batch in batches:
-            for one, weight, stride, padding, dilation, (groups, transposed) in shapes:
+            for image, weight, stride, padding, dilation, (groups, transposed) in shapes:
                 if not transposed:
-                    sizes = (1, batch * one[1], *one[2:])
+                    sizes = (1, batch * image[1], *image[2:])
                     weights = (batch * weight[0], *weight[1:])
                     yield Conv(sizes, weights, stride, padding, dilation, batch * groups, False, dtype, FIRST)
 

@@ -55,7 +55,7 @@ def markdown(found: dict[str, Any]) -> str:
         "",
         "| mode | largest batch | virtual runs |",
         "|---|---:|---:|",
-        *(f"| {one['mode']} | {one['largest']} | {one['runs']} |" for one in found["modes"]),
+        *(f"| {row['mode']} | {row['largest']} | {row['runs']} |" for row in found["modes"]),
     ]
     return "\n".join(lines) + "\n"
 

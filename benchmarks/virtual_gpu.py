@@ -138,7 +138,11 @@ def compare(case: Case, runs: Runs, temporary: Path, before: dict[str, Any]) -> 
     if real is None or virtual is None:
         return None
     row: dict[str, Any] = {"case": case.name, "ok": real["ok"] and virtual["ok"]}
-    row |= {f"{side}_error": one["error"] for side, one in zip(SIDES, (real, virtual), strict=True) if not one["ok"]}
+    row |= {
+        f"{side}_error": result["error"]
+        for side, result in zip(SIDES, (real, virtual), strict=True)
+        if not result["ok"]
+    }
     if not row["ok"]:
         return row
     for name in ("requested", "allocated", "reserved"):
@@ -148,13 +152,13 @@ def compare(case: Case, runs: Runs, temporary: Path, before: dict[str, Any]) -> 
     row["seconds"] = [real["wall_s"], virtual["wall_s"]]
     if not row["categories_equal"]:
         names = sorted(real["categories"].keys() | virtual["categories"].keys())
-        pairs = {name: [one["categories"].get(name, 0) for one in (real, virtual)] for name in names}
+        pairs = {name: [result["categories"].get(name, 0) for result in (real, virtual)] for name in names}
         row["categories"] = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if row["requested_off"] or row["reserved_off"] or not row["categories_equal"]:
-        segments = [Counter(dict(map(tuple, one["segments"]))) for one in (real, virtual)]
+        segments = [Counter(dict(map(tuple, result["segments"]))) for result in (real, virtual)]
         sizes = sorted(segments[0] | segments[1], reverse=True)
         row["segments"] = [
-            [size, *(one[size] for one in segments)] for size in sizes if segments[0][size] != segments[1][size]
+            [size, *(result[size] for result in segments)] for size in sizes if segments[0][size] != segments[1][size]
         ]
         row["allocations"] = allocation_differences(case, temporary) or before.get("allocations", [])
     return row
@@ -217,7 +221,7 @@ def write_table(runs: Runs, args: argparse.Namespace) -> None:
     compared = [compare(case, runs, args.temporary, before.get(case.name, {})) for case in CASES]
     rows = [row for row in compared if row]
     named = ("gpu", "total_memory", "driver", "torch", "cuda", "cudnn", "opacus", "python")
-    measured = [one for (_, side), one in runs.found.items() if one["ok"] and side == "real"]
+    measured = [result for (_, side), result in runs.found.items() if result["ok"] and side == "real"]
     machine = {key: measured[0][key] for key in named if key in measured[0]} if measured else {}
     path.write_text(json.dumps({"machine": machine, "summary": summary(rows), "rows": rows}, indent=1) + "\n")
     (args.output / "virtual_gpu.md").write_text(markdown(rows, machine))
@@ -253,7 +257,7 @@ def main() -> None:
     count, args.memory = gpus()
     if not count and args.side != "virtual":
         raise SystemExit("there is no GPU here: run the half that needs none with --side virtual")
-    measured = [one["total_memory"] for (_, side), one in runs.found.items() if side == "real" and one["ok"]]
+    measured = [result["total_memory"] for (_, side), result in runs.found.items() if side == "real" and result["ok"]]
     args.memory = args.memory or next(iter(measured), 0)
     pools = {"real": ThreadPoolExecutor(args.real_jobs), "virtual": ThreadPoolExecutor(args.jobs)}
     waiting: list[Future[None]] = []

@@ -66,7 +66,7 @@ def table(runs: Runs, needs: dict[str, int]) -> dict[str, Any]:
         for share in SHARES:
             both = [runs.found.get((label(BY_NAME[name], share), side)) for side in SIDES]
             if None not in both:
-                ended = {side: outcome(one) for side, one in zip(SIDES, both, strict=True) if one}
+                ended = {side: outcome(result) for side, result in zip(SIDES, both, strict=True) if result}
                 rows.append({"case": name, "share": share, "need": needs[name], **ended})
     agreed = sum(row["real"] == row["virtual"] for row in rows)
     return {"runs": len(rows), "agreed": agreed, "rows": rows}

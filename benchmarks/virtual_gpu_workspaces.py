@@ -70,7 +70,7 @@ def measure_part(keys: list[str], deadline: float) -> tuple[dict[str, list[Any]]
         if torch.cuda.memory_stats()["num_alloc_retries"] > retries:
             failed[key] = "memory was short, so that torch may have taken another engine"
         else:
-            found[key] = [one[0] if len(one) == 1 else one or 0 for one in sizes]
+            found[key] = [answers[0] if len(answers) == 1 else answers or 0 for answers in sizes]
     torch.cuda.empty_cache()
     return found, failed
 

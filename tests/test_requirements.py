@@ -65,7 +65,9 @@ def is_call(text: str) -> bool:
         owners = [getattr(owner, parent) for owner in (*owners, opacus_memprof.toolkit) if hasattr(owner, parent)]
     found = [getattr(owner, last) for owner in owners if hasattr(owner, last)]
     words = re.findall(r"(\w+)=", arguments)
-    return any(set(words) <= set(inspect.signature(one).parameters) for one in found) if words else bool(found)
+    return (
+        any(set(words) <= set(inspect.signature(callable_).parameters) for callable_ in found) if words else bool(found)
+    )
 
 
 def exists(name: str) -> bool:

@@ -40,8 +40,8 @@ def test_the_first_suggestion_makes_it_fit(plan: Plan, tmp_path: Path, table: li
     fits = "yes" if followed.error is None else f"no: {str(followed.error).splitlines()[0][:80]}"
     table.append(_ROW.format(plan.name, *sizes, first["title"], *measured, f"{100 * error:+.1f} %", fits))
     others = [
-        f"{one['title'][:40]} {format_bytes(one['predicted_peak_bytes'])} {one['fits']}"
-        for one in failed.report["suggestions"][1:5]
+        f"{suggestion['title'][:40]} {format_bytes(suggestion['predicted_peak_bytes'])} {suggestion['fits']}"
+        for suggestion in failed.report["suggestions"][1:5]
     ]
     request, room = failed.report["request"], failed.report["room"]
     table.append(
@@ -62,7 +62,9 @@ def test_what_flash_clip_would_take(plan: Plan, tmp_path: Path) -> None:
     assert failed.report is not None
     flash_clip = {"kind": "grad_sample_mode", "value": "flash_clip"}
     (predicted,) = (
-        one["predicted_peak_bytes"] for one in failed.report["suggestions"] if one["actions"] == [flash_clip]
+        suggestion["predicted_peak_bytes"]
+        for suggestion in failed.report["suggestions"]
+        if suggestion["actions"] == [flash_clip]
     )
     measured = train(plan, "cuda", tmp_path / "followed", changes=Changes(mode="flash_clip")).peak
     assert 0.97 * measured <= predicted <= 1.15 * measured

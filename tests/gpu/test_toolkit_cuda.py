@@ -14,7 +14,7 @@ MB = 2**20
 
 
 def first_gpu(snapshot: dict[str, Any]) -> dict[str, Any]:
-    (device,) = [one for one in snapshot["devices"] if one["device"] == "cuda:0"]
+    (device,) = [entry for entry in snapshot["devices"] if entry["device"] == "cuda:0"]
     return device
 
 
@@ -53,7 +53,7 @@ def test_checkpoints_see_what_was_allocated_between(tmp_path: Path) -> None:
         kept = torch.zeros(16 * MB // 4, device="cuda")
         debugger.create_memory_checkpoint("after")
         changes = debugger.compare_checkpoints("before", "after")["gpu_changes"]
-    (change,) = [one for one in changes if one["device"] == "cuda:0"]
+    (change,) = [entry for entry in changes if entry["device"] == "cuda:0"]
     assert change["memory_change_mb"] == pytest.approx(16)
     del kept
 
@@ -89,6 +89,6 @@ def test_training_of_lora(tmp_path: Path) -> None:
 
 def test_a_function_is_monitored() -> None:
     kept, change = opacus_memprof.monitor_function(torch.zeros, 4 * MB // 4, device="cuda")
-    (gpu,) = [one for one in change["gpu_changes"] if one["device"] == "cuda:0"]
+    (gpu,) = [entry for entry in change["gpu_changes"] if entry["device"] == "cuda:0"]
     assert gpu["memory_change_mb"] == pytest.approx(4)
     del kept

@@ -47,7 +47,7 @@ def test_functorch_and_frozen_parameters(tmp_path: Path, freeze: bool) -> None:
 
     found = of_kind(profiled(tmp_path, run), "frozen_per_sample_gradients")
     if freeze:
-        assert [(one["module"], one["bytes"]) for one in found] == [("mixed", 2 * BATCH * 24 * 16 * FLOAT)]
+        assert [(finding["module"], finding["bytes"]) for finding in found] == [("mixed", 2 * BATCH * 24 * 16 * FLOAT)]
         assert f"{2 * BATCH} samples" in found[0]["evidence"]
     else:
         assert found == []

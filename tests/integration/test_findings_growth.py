@@ -56,7 +56,7 @@ def test_graphs_that_are_kept(tmp_path: Path) -> None:
             model.train()
 
     profile = profiled(tmp_path, train(12, mlp(), "hooks", keep))
-    found = {one["category"]: one for one in of_kind(profile, "growing_memory")}
+    found = {finding["category"]: finding for finding in of_kind(profile, "growing_memory")}
     assert "loss.detach()" in found["activations"]["remedy"]
     # The ReLU's output of each step, which its own backward and the second Linear's share.
     assert found["activations"]["modules"]["1"] == 8 * BATCH * 16 * FLOAT

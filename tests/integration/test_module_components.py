@@ -104,7 +104,7 @@ def test_what_a_linear_is_for_is_told_by_the_widths_of_its_block(widths: str) ->
     attention, mlp = heads.get(widths, [(d, 3 * d), (d, d)]), mlps.get(widths, [(d, 4 * d), (4 * d, d)])
     if widths == "gated":  # an MLP of three widths would read as queries, keys and values in one otherwise
         attention = [(d, d)] * 4
-    layers = [nn.Linear(*one) for one in [*attention, *mlp]]
+    layers = [nn.Linear(*widths) for widths in [*attention, *mlp]]
     model = nn.Sequential(nn.Embedding(9, d), nn.ModuleList([nn.ModuleList(layers)]), nn.Linear(d, 9))
     expected = ["attention"] * len(attention) + ["mlp"] * len(mlp)
     assert [components_by_module(model)[f"1.0.{number}"] for number in range(len(layers))] == expected

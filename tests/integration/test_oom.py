@@ -71,7 +71,7 @@ def test_a_prediction_that_rests_on_no_whole_block_says_so(limit: int, guessed: 
     report = train(plan, "cpu", tmp_path, limit + model_bytes(plan)).report
     assert report is not None
     assert report["request"]["module"].startswith("blocks.0") == guessed
-    (clipped,) = (one for one in report["suggestions"] if one["actions"] == [FLASH_CLIP])
+    (clipped,) = (suggestion for suggestion in report["suggestions"] if suggestion["actions"] == [FLASH_CLIP])
     assert ("what they keep is a guess" in clipped["computed"]) == guessed
 
 
@@ -83,10 +83,10 @@ def test_flash_clip_is_predicted_from_the_first_block(plan: Plan, tmp_path: Path
     assert failed.report is not None
     assert failed.report["request"]["phase"] == "forward"
     assert failed.report["request"]["module"].startswith(("blocks.0", "0"))
-    (one,) = (one for one in failed.report["suggestions"] if one["actions"] == [FLASH_CLIP])
-    assert "guess" not in one["computed"]
+    (suggestion,) = (suggestion for suggestion in failed.report["suggestions"] if suggestion["actions"] == [FLASH_CLIP])
+    assert "guess" not in suggestion["computed"]
     measured = train(plan, "cpu", tmp_path / "followed", changes=Changes(mode="flash_clip")).peak
-    assert 0.97 * measured <= one["predicted_peak_bytes"] <= 1.15 * measured
+    assert 0.97 * measured <= suggestion["predicted_peak_bytes"] <= 1.15 * measured
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch"])
@@ -98,11 +98,15 @@ def test_per_sample_gradients_without_a_copy(mode: str, limit: float, tmp_path: 
     assert needs.phase == "backward"
     failed = train(plan, "cpu", tmp_path / "failed", int(needs.peak * limit))
     assert failed.report is not None
-    (one,) = (one for one in failed.report["suggestions"] if one["actions"] == [{"kind": "adopt_grad_samples"}])
-    followed = train(plan, "cpu", tmp_path / "followed", changes=Changes.from_actions(one["actions"]))
+    (suggestion,) = (
+        suggestion
+        for suggestion in failed.report["suggestions"]
+        if suggestion["actions"] == [{"kind": "adopt_grad_samples"}]
+    )
+    followed = train(plan, "cpu", tmp_path / "followed", changes=Changes.from_actions(suggestion["actions"]))
     assert followed.peak < needs.peak
-    assert 0.97 * followed.peak <= one["predicted_peak_bytes"] <= 1.05 * followed.peak
-    assert one["fits"] == (followed.peak <= int(needs.peak * limit))
+    assert 0.97 * followed.peak <= suggestion["predicted_peak_bytes"] <= 1.05 * followed.peak
+    assert suggestion["fits"] == (followed.peak <= int(needs.peak * limit))
 
 
 def model_bytes(plan: Plan) -> int:
@@ -136,7 +140,7 @@ def test_who_holds_what_and_what_was_asked_for(tmp_path: Path) -> None:
     assert (held["teacher"], held["cache"]) == (3_000_000, 1_000_000)
     assert sum(held.values()) == report["live_bytes"]
     assert sum(sum(sizes.values()) for sizes in report["holders"]["modules"].values()) == report["live_bytes"]
-    assert sum(one["bytes"] for one in report["holders"]["steps"]) == report["live_bytes"]
+    assert sum(step["bytes"] for step in report["holders"]["steps"]) == report["live_bytes"]
     (failure,) = json.loads((tmp_path / "profile.json").read_text())["devices"]["cpu"]["out_of_memory"]
     assert failure["live_bytes"] == report["live_bytes"]  # the event file's account of the same instant
     assert failure["categories"] == held

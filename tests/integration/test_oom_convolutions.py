@@ -70,5 +70,9 @@ def test_the_peak_under_flash_clip(plan: Plan, tmp_path: Path) -> None:
     failed = train(plan, "cpu", tmp_path / "failed", measured)  # hooks need more
     assert failed.report is not None
     wanted = [{"kind": "grad_sample_mode", "value": "flash_clip"}]
-    predicted = next(one["predicted_peak_bytes"] for one in failed.report["suggestions"] if one["actions"] == wanted)
+    predicted = next(
+        suggestion["predicted_peak_bytes"]
+        for suggestion in failed.report["suggestions"]
+        if suggestion["actions"] == wanted
+    )
     assert predicted == pytest.approx(measured, rel=0.05)

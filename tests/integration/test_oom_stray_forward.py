@@ -103,4 +103,6 @@ def test_forwards_that_share_a_backward_are_none(tmp_path: Path) -> None:
 
     report = report_of(tmp_path, "hooks", first_forward)
     assert (report["request"]["step"], report["request"]["phase"]) == (2, "forward")
-    assert not any(action["kind"] == "no_grad" for one in report["suggestions"] for action in one["actions"])
+    assert not any(
+        action["kind"] == "no_grad" for suggestion in report["suggestions"] for action in suggestion["actions"]
+    )

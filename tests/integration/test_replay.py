@@ -39,14 +39,14 @@ def test_settings_reserve_what_a_run_with_them_does(tmp_path: Path, script: str,
     runs = {settings: ran(tmp_path / str(i), settings, script, *arguments) for i, settings in enumerate(TRIED)}
     recorded = runs[""].profile
     replays = replay(read_recording(recorded, None, None), TRIED)
-    for one in replays:
-        run = runs[one.settings]
-        assert one.fits
-        assert one.requested == run.requested
-        assert one.needed == one.reserved
+    for result in replays:
+        run = runs[result.settings]
+        assert result.fits
+        assert result.requested == run.requested
+        assert result.needed == result.reserved
         # Of the libraries' workspaces a run asks cuBLAS, whose answer no setting changes.
-        assert one.reserved == pytest.approx(run.reserved, rel=0.01), one.settings
-        assert one.may_reserve == run.may_reserve
+        assert result.reserved == pytest.approx(run.reserved, rel=0.01), result.settings
+        assert result.may_reserve == run.may_reserve
     assert replays[0].reserved == runs[""].reserved
     if script == "train_fragments.py":
         assert replays[1].reserved < 0.9 * replays[0].reserved
@@ -61,17 +61,17 @@ def test_where_a_run_runs_out_of_memory_its_replay_does(tmp_path: Path) -> None:
     some = (recorded.requested + recorded.reserved) // 2  # after torch has given cached memory back, perhaps
     for room, fits in ((recorded.reserved, True), (some, None), (recorded.requested - 8 * MIB, False)):
         memory = recorded.context + room
-        (one,) = replay(read_recording(recorded.profile, "a100-40", memory), [""])
+        (result,) = replay(read_recording(recorded.profile, "a100-40", memory), [""])
         run = ran(tmp_path / str(room), "", "train_fragments.py", memory=memory)
-        assert one.fits == run.fits
-        assert fits in (None, one.fits)
-        assert one.may_reserve == run.may_reserve == room
-        assert one.retries == run.retries
+        assert result.fits == run.fits
+        assert fits in (None, result.fits)
+        assert result.may_reserve == run.may_reserve == room
+        assert result.retries == run.retries
         if fits is False:
-            assert one.needed == recorded.reserved
-            assert one.failed is not None
+            assert result.needed == recorded.reserved
+            assert result.failed is not None
             request = (run.oom_report() or {})["request"]
-            assert {key: request[key] for key in one.failed} == one.failed
+            assert {key: request[key] for key in result.failed} == result.failed
 
 
 @pytest.mark.slow

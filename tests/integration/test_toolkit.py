@@ -105,7 +105,7 @@ def test_a_snapshot_stays_in_the_running_profile(tmp_path: Path, caplog: pytest.
         opacus_memprof.memory_snapshot(7)  # type: ignore[arg-type]
     caplog.text.encode()  # every handler can write what was logged
     profile = json.loads((tmp_path / "profile" / "profile.json").read_text())
-    [kept] = [one for one in profile["devices"]["cpu"]["snapshots"] if one["name"] == "第一步"]
+    [kept] = [snapshot for snapshot in profile["devices"]["cpu"]["snapshots"] if snapshot["name"] == "第一步"]
     assert kept["requested_bytes"] == allocated(taken) * MB >= held.nbytes
     assert kept["remainder"] == 0
 
@@ -228,14 +228,14 @@ def test_monitoring_in_the_background(tmp_path: Path) -> None:
     held = block(3)
     seen = _live()
     deadline = time.monotonic() + 10
-    while not any(allocated(one) == seen for one in debugger.memory_history) and time.monotonic() < deadline:
+    while not any(allocated(snapshot) == seen for snapshot in debugger.memory_history) and time.monotonic() < deadline:
         time.sleep(0.01)
     debugger.stop()
     taken = len(debugger.memory_history)
     time.sleep(0.05)
     assert len(debugger.memory_history) == taken > 0
-    assert {one["name"] for one in debugger.memory_history} == {MONITOR}
-    assert max(allocated(one) for one in debugger.memory_history) == seen >= held.nbytes / MB
+    assert {snapshot["name"] for snapshot in debugger.memory_history} == {MONITOR}
+    assert max(allocated(snapshot) for snapshot in debugger.memory_history) == seen >= held.nbytes / MB
     assert f"monitoring: {taken} readings" in debugger.generate_memory_report(tmp_path / "r.txt")
     debugger.memory_history = debugger.memory_history[-1:]
     debugger.start_real_time_monitoring(0.01)

@@ -106,9 +106,9 @@ def test_a_model_that_was_trained_privately_is_an_ordinary_one_again(mode: str, 
     same = lora.create_model(lora.Settings())
     same.load_state_dict(model.state_dict())
     tokens = torch.randint(256, (2, 8))
-    for one in (model, same):
-        one.zero_grad()
-        one(tokens, labels=tokens).loss.backward()
+    for each in (model, same):
+        each.zero_grad()
+        each(tokens, labels=tokens).loss.backward()
     for trained, plain in zip(model.parameters(), same.parameters(), strict=True):
         assert not hasattr(trained, "grad_sample")
         torch.testing.assert_close(trained.grad, plain.grad)

@@ -132,7 +132,9 @@ def test_models_and_optimizers_in_what_a_stage_returns_are_attached_once(
         assert profiler.session is not None
         attached: list[object] = []
         attach = profiler.session.attach
-        monkeypatch.setattr(profiler.session, "attach", lambda one: attached.append(one) or attach(one))
+        monkeypatch.setattr(
+            profiler.session, "attach", lambda trainable: attached.append(trainable) or attach(trainable)
+        )
         model, loss = create_model(), nn.MSELoss()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         profiler.profile_stage("preparation", lambda: (optimizer, {"model": model}, loss))

@@ -43,7 +43,7 @@ def a_device(**fields: Any) -> Device:
     failure = {"requested_bytes": 0, "live_bytes": 0, "category": "", "module": "", "op": ""}
     given["phases"] = {name: _filled({"peak_bytes": 0, **_PLACE}, phase) for name, phase in given["phases"].items()}
     for key, whole in (("steps", step), ("snapshots", snapshot), ("out_of_memory", failure)):
-        given[key] = [_filled({**_MOMENT, **whole}, one) for one in given[key]]
+        given[key] = [_filled({**_MOMENT, **whole}, part) for part in given[key]]
     return structure(Device, given)
 
 

@@ -50,7 +50,7 @@ def finished(configuration: Configuration) -> dict[str, Any]:
         {"name": "2_step_0_optimizer", "requested_bytes": GIB, "unix_ns": 12 * 10**9, "event": 5},
     ]
     device = to_builtins(a_device(peak=a_peak(**peak), phases=phases, snapshots=snapshots, out_of_memory=[HANDLED]))
-    device["snapshots"] = [{**one, **SNAPSHOT} for one in device["snapshots"]]
+    device["snapshots"] = [{**snapshot, **SNAPSHOT} for snapshot in device["snapshots"]]
     device["snapshots"][0]["peak_bytes"] = GIB + 2**20
     return {
         "format": 1,

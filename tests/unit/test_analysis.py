@@ -189,14 +189,17 @@ def test_snapshots_before_a_device_s_first_block_have_no_bytes(tmp_path: Path) -
     file.add("snapshot", size=1, op="b").add("alloc", 0x2000, 8, "noise").add("snapshot", size=2, op="c")
     devices = built(file, tmp_path)["devices"]
     snapshots = {
-        name: [(one["index"], one["name"], one["requested_bytes"], one["event"]) for one in device["snapshots"]]
+        name: [
+            (snapshot["index"], snapshot["name"], snapshot["requested_bytes"], snapshot["event"])
+            for snapshot in device["snapshots"]
+        ]
         for name, device in devices.items()
     }
     assert snapshots == {
         "cpu": [(0, "a", 0, None), (1, "b", 5, 2), (2, "c", 5, 4)],
         "cuda:0": [(0, "a", 0, None), (1, "b", 0, None), (2, "c", 8, 4)],
     }
-    assert all(one["remainder"] is None for one in devices["cuda:0"]["snapshots"][:2])  # nobody has counted
+    assert all(snapshot["remainder"] is None for snapshot in devices["cuda:0"]["snapshots"][:2])  # nobody has counted
 
 
 def test_an_allocation_that_failed(tmp_path: Path) -> None:
@@ -268,7 +271,7 @@ def test_a_device_that_comes_after_the_file_was_full_has_the_counters_peak(tmp_p
     assert peak.keys() == profile["devices"]["cpu"]["peak"].keys()
     assert (peak["source"], peak["requested_bytes"], peak["rounding"]) == ("counters", 5000, 1144)
     assert {name: size for name, size in peak["categories"].items() if size} == {"noise": 4000, "inputs": 1000}
-    assert [(one["index"], one["requested_bytes"]) for one in device["snapshots"]] == [(3, 30)]
+    assert [(snapshot["index"], snapshot["requested_bytes"]) for snapshot in device["snapshots"]] == [(3, 30)]
     assert any(
         sentence.startswith("cuda:0: the peak of 5000 bytes is not in the event files")
         for sentence in profile["warnings"]

@@ -24,11 +24,11 @@ EXPECTED: dict[str, dict[str, set[str]]] = {
     "llama_lora": {
         "embedding": {"base_model.model.model.embed_tokens"},
         "attention": {
-            *(f"base_model.model.model.layers.0.self_attn.{one}_proj" for one in "kvo"),
+            *(f"base_model.model.model.layers.0.self_attn.{part}_proj" for part in "kvo"),
             "base_model.model.model.layers.0.self_attn.q_proj.base_layer",
         },
         "mlp": {
-            *(f"base_model.model.model.layers.0.mlp.{one}_proj" for one in ("gate", "down")),
+            *(f"base_model.model.model.layers.0.mlp.{part}_proj" for part in ("gate", "down")),
             "base_model.model.model.layers.0.mlp.up_proj.base_layer",
         },
         "lora": {
@@ -44,14 +44,14 @@ EXPECTED: dict[str, dict[str, set[str]]] = {
         "head": {"base_model.model.lm_head"},
     },
     "bert": {
-        "embedding": {f"bert.embeddings.{one}_embeddings" for one in ("word", "position", "token_type")},
+        "embedding": {f"bert.embeddings.{part}_embeddings" for part in ("word", "position", "token_type")},
         "norm": {
             "bert.embeddings.LayerNorm",
             "bert.encoder.layer.0.attention.output.LayerNorm",
             "bert.encoder.layer.0.output.LayerNorm",
         },
         "attention": {
-            *(f"bert.encoder.layer.0.attention.self.{one}" for one in ("query", "key", "value")),
+            *(f"bert.encoder.layer.0.attention.self.{part}" for part in ("query", "key", "value")),
             "bert.encoder.layer.0.attention.output.dense",
         },
         "mlp": {"bert.encoder.layer.0.intermediate.dense", "bert.encoder.layer.0.output.dense"},

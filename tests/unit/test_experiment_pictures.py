@@ -245,7 +245,7 @@ def test_where_memory_ran_out_is_another_place_than_the_peak(figures: list[Any],
     assert [line.get_label() for line in figures[1].axes[0].lines] == ["peak"]  # the other would be left of the panel
     legend = {text.get_text() for text in figures[0].legends[0].get_texts()}
     assert legend == {"model parameters", "peak", "out of memory"}
-    (phases,) = (one for one in figures[0].legends if one.get_texts()[0].get_text() == "forward")
+    (phases,) = (each for each in figures[0].legends if each.get_texts()[0].get_text() == "forward")
     assert [text.get_text() for text in phases.get_texts()] == ["forward", "backward"]
 
 
@@ -254,7 +254,7 @@ def test_phases_that_no_strip_shows_are_not_in_the_legend(figures: list[Any], tm
     trained = result("hooks", {"model_parameters": 8})
     trained["timeline"]["phase"][0] = "setup"
     timeline.timelines(rows_by_mode({"h": trained}), tmp_path / "a.png", "light")
-    names = [text.get_text() for one in figures[0].legends for text in one.get_texts()]
+    names = [text.get_text() for each in figures[0].legends for text in each.get_texts()]
     assert "setup" not in names
     assert "backward" in names
 
@@ -284,7 +284,7 @@ def test_phases_have_a_strip_and_what_is_idle_within_a_backward_belongs_to_it(
     timeline.timelines(rows_by_mode({"h": interrupted}), tmp_path / "a.png", "light")
     (panel,) = figures[0].axes
     assert strip(panel) == {PHASE_COLORS["forward"]: [(0, 2)], PHASE_COLORS["backward"]: [(2, 8), (10, 12)]}
-    (legend,) = (one for one in figures[0].legends if one.get_texts()[0].get_text() == "forward")
+    (legend,) = (each for each in figures[0].legends if each.get_texts()[0].get_text() == "forward")
     assert [text.get_text() for text in legend.get_texts()] == ["forward", "backward"]
 
 

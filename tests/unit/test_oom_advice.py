@@ -30,7 +30,7 @@ def holding(category: str, size: int, step: int = 5, module: str = "head", phase
 
 
 def failure(requested: int, holdings: list[dict[str, Any]], **upstream: int | None) -> dict[str, Any]:
-    live = sum(one["bytes"] for one in holdings)
+    live = sum(group["bytes"] for group in holdings)
     counts: dict[str, int | None] = {
         "reserved": live,
         "allocated": live,
@@ -83,7 +83,11 @@ def test_the_physical_batch_that_fits() -> None:
     best = report["batch"]["largest_that_fits"]
     assert report["batch"]["predicted_peak_bytes"] <= report["room"]["capacity_bytes"]
     assert 2 * best * sample + 3 * sample == pytest.approx(report["batch"]["predicted_peak_bytes"], rel=0.01)
-    chosen = next(one for one in report["suggestions"] if one["actions"][0]["kind"] == "max_physical_batch_size")
+    chosen = next(
+        suggestion
+        for suggestion in report["suggestions"]
+        if suggestion["actions"][0]["kind"] == "max_physical_batch_size"
+    )
     assert chosen["actions"] == [{"kind": "max_physical_batch_size", "value": best}]
     assert f"at most {best} samples in the place of {n}" in chosen["title"]  # which may be a part of the logical batch
     assert chosen["saved_bytes"] == report["needed"]["bytes"] - chosen["predicted_peak_bytes"]
@@ -129,7 +133,7 @@ def test_what_steps_have_left_behind() -> None:
     assert first(report) == {"kind": "let_go", "categories": ["activations"], "modules": ["head"]}
     assert report["suggestions"][0]["saved_bytes"] == 5 * G
     # What two steps have made is no leak: each may still use what the one before has left.
-    two = [one for one in held if one["step"] in (0, 4, 5)]
+    two = [group for group in held if group["step"] in (0, 4, 5)]
     assert build_report([failure(2 * G, two)], TrainingShapes())["left_behind"]["bytes"] == 0
 
 
@@ -186,7 +190,9 @@ def test_convolutions_as_an_h200_measured_them() -> None:
     ]
     failed = failure(9 * 64 * image, held) | {"step": 0, "logical_step": 0, "module": "3"}
     wanted = [{"kind": "grad_sample_mode", "value": "flash_clip"}]
-    flash_clip = next(one for one in build_report([failed], workload)["suggestions"] if one["actions"] == wanted)
+    flash_clip = next(
+        suggestion for suggestion in build_report([failed], workload)["suggestions"] if suggestion["actions"] == wanted
+    )
     assert "in backward of 3" in flash_clip["computed"]
     assert flash_clip["predicted_peak_bytes"] == pytest.approx(5_561_811_119, rel=1e-4)
 
@@ -213,7 +219,9 @@ def test_norms_without_squares_as_an_h200_measured_them() -> None:
     ]
     failed = failure(8192 * 8192 * 4 * n, held) | {"step": 0, "logical_step": 0, "module": "8"}
     wanted = [{"kind": "register_norm_samplers"}]
-    tiles = next(one for one in build_report([failed], workload)["suggestions"] if one["actions"] == wanted)
+    tiles = next(
+        suggestion for suggestion in build_report([failed], workload)["suggestions"] if suggestion["actions"] == wanted
+    )
     assert tiles["predicted_peak_bytes"] == pytest.approx(1_467_897_004, rel=1e-4)
 
 

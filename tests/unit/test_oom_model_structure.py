@@ -48,9 +48,9 @@ def test_a_model_without_containers() -> None:
 
 def test_what_has_gone_already_was_of_the_layers_behind() -> None:
     names = ["0", "2", "4"]
-    assert [one.activations for one in distribute_missing(layers(names), 90, "2")] == [0, 0, 90]
-    assert [one.activations for one in distribute_missing(layers(names), 90, "")] == [30, 30, 30]
-    assert [one.activations for one in distribute_missing(layers(names), 90, "4")] == [
+    assert [layer.activations for layer in distribute_missing(layers(names), 90, "2")] == [0, 0, 90]
+    assert [layer.activations for layer in distribute_missing(layers(names), 90, "")] == [30, 30, 30]
+    assert [layer.activations for layer in distribute_missing(layers(names), 90, "4")] == [
         30,
         30,
         30,
@@ -59,9 +59,10 @@ def test_what_has_gone_already_was_of_the_layers_behind() -> None:
 
 def test_the_gradient_of_a_residual_stream_passes_by_its_branches() -> None:
     known = layers([*BLOCKS, "head"])
-    units = repeated_units({one.name: one.module for one in known})
+    units = repeated_units({layer.name: layer.module for layer in known})
     adds = with_residual_gradients(known, {"blocks.0": 400, "blocks.0.mlp.1": 400}, units)
-    assert [one.residual_gradient for one in adds] == [400] * 6 + [0]  # the other block is like the one that was seen
-    assert all(one.passed_gradients(4, mean_loss=False) == 800 + one.residual_gradient for one in adds)
+    # The other block is like the one that was seen.
+    assert [layer.residual_gradient for layer in adds] == [400] * 6 + [0]
+    assert all(layer.passed_gradients(4, mean_loss=False) == 800 + layer.residual_gradient for layer in adds)
     weights = with_residual_gradients(known, {"blocks.0": 6400}, units)  # something else is made there
-    assert not any(one.residual_gradient for one in weights)
+    assert not any(layer.residual_gradient for layer in weights)

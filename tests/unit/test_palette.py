@@ -37,9 +37,10 @@ def to_cielab(rgb: np.ndarray) -> np.ndarray:
     return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
 
 
-def contrast_ratio(one: str, other: str) -> float:
+def contrast_ratio(color: str, other: str) -> float:
     """As WCAG 2 defines it."""
-    lights = sorted((float(np.array([0.2126, 0.7152, 0.0722]) @ linear(color)) for color in (one, other)), reverse=True)
+    weights = np.array([0.2126, 0.7152, 0.0722])
+    lights = sorted((float(weights @ linear(each)) for each in (color, other)), reverse=True)
     return (lights[0] + 0.05) / (lights[1] + 0.05)
 
 

@@ -37,7 +37,7 @@ def test_the_least_change_comes_first() -> None:
         ("h100", "ghost", no),
         ("h100", "ghost", yes),
     ]
-    assert listed == [(length, *one) for length in (128, 512) for one in of_a_length]
+    assert listed == [(length, *values) for length in (128, 512) for values in of_a_length]
 
 
 def test_each_cell_is_what_it_says() -> None:

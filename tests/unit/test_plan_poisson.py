@@ -30,8 +30,8 @@ def test_a_thousand_simulated_trainings() -> None:
 def test_small_cases_by_hand() -> None:
     largest = LargestBatch(3, 0.25, 2)
     at_most = [Fraction(27, 64), Fraction(54, 64), Fraction(63, 64), Fraction(1)]  # of one batch: 0, 1, 2, 3
-    for size, one in enumerate(at_most):
-        assert largest.probability_above(size) == pytest.approx(float(1 - one**2))
+    for size, probability in enumerate(at_most):
+        assert largest.probability_above(size) == pytest.approx(float(1 - probability**2))
     assert largest.probability_above(-1) == 1
     assert [largest.quantile(wanted) for wanted in (0.1, 0.5, 0.95, 0.999)] == [0, 1, 2, 3]
 

@@ -73,7 +73,7 @@ def test_the_comparison_varies_one_thing_at_a_time() -> None:
     cells = sizes(one_at_a_time(BASE))
     middle = (128, 8, 1, None)
     assert cells[0] == middle
-    assert all(sum(one != other for one, other in zip(cell, middle, strict=True)) == 1 for cell in cells[1:])
+    assert all(sum(size != other for size, other in zip(cell, middle, strict=True)) == 1 for cell in cells[1:])
     assert {cell[0] for cell in cells} == {64, 128, 256}
     assert {cell[1] for cell in cells} == {8, 16, 32}
     assert {cell[2] for cell in cells} == {1, 2, 4}

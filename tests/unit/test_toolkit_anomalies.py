@@ -157,8 +157,8 @@ def test_a_leak_beside_one_large_allocation_is_found() -> None:
 def grown(*readings: tuple[str, float], threshold: float = 200.0) -> list[tuple[str, int]]:
     """The growth between named snapshots: what its evidence says of their names, and MB."""
     found = anomalies.find_in_history([snapshot(size, name) for name, size in readings], growth_mb=threshold)
-    assert all(one["kind"] == "sudden_growth" for one in found)
-    return [(one["evidence"].split("from ")[1].split(", to")[0], one["bytes"] // 2**20) for one in found]
+    assert all(finding["kind"] == "sudden_growth" for finding in found)
+    return [(finding["evidence"].split("from ")[1].split(", to")[0], finding["bytes"] // 2**20) for finding in found]
 
 
 def test_growth_between_checkpoints_is_held_against_the_threshold() -> None:
