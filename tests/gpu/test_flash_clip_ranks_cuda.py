@@ -9,7 +9,8 @@ import torch
 from tests.gpu.test_distributed_cuda import ROOT
 from tests.integration.test_flash_clip_ranks import check_cases
 
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "NCCL_NVLS_ENABLE": "0"}
+PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+ENVIRONMENT = {"PYTHONPATH": PATH, "PYTHONWARNINGS": "ignore", "NCCL_NVLS_ENABLE": "0"}
 
 
 @pytest.mark.true_numbers

@@ -18,7 +18,8 @@ TRIED = ("", "expandable_segments:True", "max_split_size_mb:21", "roundup_power2
 
 def counted(*command: str | Path, settings: str = "") -> dict[str, int]:
     """What a script's last line says torch has counted."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
     environment |= {"PYTORCH_CUDA_ALLOC_CONF": settings} if settings else {}
     ran = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr
