@@ -11,6 +11,7 @@ from opacus_memprof.analysis.virtual import Virtual, virtual_gpu_of
 from opacus_memprof.profiles.job_summary import Imbalance, JobSummary, Rank, RankPeak, Spread, Straggler, TotalPeaks
 from opacus_memprof.profiles.launch import Launch
 from opacus_memprof.profiles.profile import Device, Finding, Peak, Profile, Sizes
+from opacus_memprof.profiles.units import format_count
 
 # A rank whose peak is this many times the median is a straggler: it alone decides which batch fits.
 STRAGGLER = 1.05
@@ -154,7 +155,7 @@ def _early_ends(rows: Iterable[Rank]) -> list[str]:
             "killed": "were killed" if several else "was killed",
             "running": "are still running" if several else "is still running",
         }[status]
-        when = f"after {steps} step{'s' if steps > 1 else ''}" if steps else "before the end of the first step"
+        when = f"after {format_count(steps, 'step')}" if steps else "before the end of the first step"
         why = f" ({error})" if error else ""
         figures = f"{'their' if several else 'its'} figures are those until then"
         messages.append(f"{list_ranks(ranks)} {how} {when}{why}: {figures}")

@@ -30,6 +30,7 @@ from opacus_memprof.profiles.experiment_result import (
     StageSnapshot,
 )
 from opacus_memprof.profiles.profile import Device, DeviceSnapshot, Profile, Timeline
+from opacus_memprof.profiles.units import format_count
 from opacus_memprof.profiles.versions import VERSION, installed_version
 from opacus_memprof.session import outcome
 
@@ -62,7 +63,8 @@ class ProgressLog:
         if self.steps_completed > configuration.warmup_steps:
             self.step_seconds.append(seconds)
         total = configuration.warmup_steps + configuration.num_steps
-        print(f"{PROGRESS}{self.steps_completed} of {total} steps, the last in {seconds * 1000:.1f} ms", flush=True)
+        time = f", the last in {seconds * 1000:.1f} ms" if configuration.virtual_gpu is None else ""
+        print(f"{PROGRESS}{self.steps_completed} of {format_count(total, 'step')}{time}", flush=True)
 
 
 def build_result(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses and formats sizes in bytes.
+"""Parses and formats sizes in bytes; formats numbers of things.
 
 Read: decimal units are powers of 1000 (1 MB = 1 000 000 bytes), binary ones powers of 1024 (1 MiB = 1 048 576
 bytes), as IEC 80000-13 has them. Written: always binary, as torch and nvidia-smi do.
@@ -44,3 +44,8 @@ def format_bytes(size: int) -> str:
             return f"{value:.2f} {prefix}iB"
         value /= 1024
     return f"{value:.2f} {_PREFIXES[-1]}iB"
+
+
+def format_count(count: int, noun: str) -> str:
+    """A number of things: `1 step`, `2 steps`, `0 steps`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

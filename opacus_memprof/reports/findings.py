@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from opacus_memprof.profiles.profile import Finding
-from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.profiles.units import format_bytes, format_count
 
 _TOP = 3  # of one kind; profile.json has all
 _WIDEST = 100
@@ -24,8 +24,8 @@ def print_findings(findings: Sequence[Finding], console: Console, count: int = _
             _print_finding(kind.replace("_", " "), finding, console)
         if rest := found[count:]:
             size = format_bytes(sum(finding.bytes for finding in rest))
-            plural = "s" if len(rest) > 1 else ""
-            console.print(f"  and in {len(rest)} more module{plural}, {size}", style="dim", highlight=False)
+            modules = format_count(len(rest), "more module")
+            console.print(f"  and in {modules}, {size}", style="dim", highlight=False)
 
 
 def _print_finding(kind: str, finding: Finding, console: Console) -> None:

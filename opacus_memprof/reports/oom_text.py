@@ -7,7 +7,7 @@ from rich.padding import Padding
 
 from opacus_memprof.analysis.virtual import virtual_mark
 from opacus_memprof.profiles.oom_report import LeftBehind, OomReport, SuggestedChange
-from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.profiles.units import format_bytes, format_count
 from opacus_memprof.reports.header import print_virtual_mark
 from opacus_memprof.reports.moments import describe_time
 from opacus_memprof.reports.tables import table_of
@@ -89,7 +89,7 @@ def _print_holders(report: OomReport, console: Console) -> None:
     console.print(categories)
     table = table_of("module", ("bytes",), ("category", "made in", "blocks"))
     for group in holders.largest[:_TOP]:
-        age = "this step" if group.age == 0 else f"{group.age} step{'s' if group.age > 1 else ''} ago"
+        age = "this step" if group.age == 0 else f"{format_count(group.age, 'step')} ago"
         made = f"{group.phase.replace('_', ' ')}, {age}"
         module, category = escape(group.module or "(no module)"), escape(group.category)
         table.add_row(module, format_bytes(group.bytes), category, made, str(group.blocks))

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from opacus_memprof.profiles.profile import Device, DeviceSnapshot, FailedAllocation, Groups, Peak, PhasePeak, Profile
-from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.profiles.units import format_bytes, format_count
 from opacus_memprof.reports.findings import print_findings
 from opacus_memprof.reports.header import print_header, print_warnings, status_markup
 from opacus_memprof.reports.moments import describe_time, steps_note
@@ -161,11 +161,8 @@ def _print_reconciliation(peak: Peak, snapshots: list[DeviceSnapshot], console: 
             highlight=False,
         )
     elif compared:
-        plural = "s" if len(compared) > 1 else ""
-        console.print(
-            f"[green]and what the allocator itself counts, at {len(compared)} snapshot{plural}: exact[/]",
-            highlight=False,
-        )
+        instants = format_count(len(compared), "snapshot")
+        console.print(f"[green]and what the allocator itself counts, at {instants}: exact[/]", highlight=False)
 
 
 def _print_counted(peak: Peak, console: Console) -> None:

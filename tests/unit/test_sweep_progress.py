@@ -2,11 +2,13 @@
 """The estimate of the time left, and what is said of a cell."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from opacus_memprof.experiments.progress import progress_board, time_left
+from opacus_memprof.experiments.result import ProgressLog
 from tests.unit.sweep_results import BASE, a_row, failed, finished, out_of_memory
 
 
@@ -38,3 +40,11 @@ def test_brackets_of_an_error_are_no_markup() -> None:
     with progress_board(Console(file=text, width=200), 1, 1) as ended:
         ended(a_row("one", "", failed(BASE) | {"error": "IndexError: [/] a[0]"}))
     assert text.getvalue().startswith("one  failed: IndexError: [/] a[0]")
+
+
+def test_a_step_on_a_virtual_gpu_has_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    real = replace(BASE, device="auto", num_steps=2, warmup_steps=0)
+    progress = ProgressLog()
+    progress.step_ended(0.0041, real)
+    progress.step_ended(0.0041, replace(real, virtual_gpu="h100"))
+    assert capsys.readouterr().out.splitlines() == ["> 1 of 2 steps, the last in 4.1 ms", "> 2 of 2 steps"]

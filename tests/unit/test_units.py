@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes: known pairs, written by hand, and the bounds that a printed size must keep."""
+"""Sizes: known pairs, written by hand, and the bounds that a printed size must keep. Numbers of things."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.profiles.units import format_bytes, parse_size
+from opacus_memprof.profiles.units import format_bytes, format_count, parse_size
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,7 @@ def test_what_is_written_reads_back_to_half_a_hundredth(size: int) -> None:
     unit = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}[text.split()[1]]
     assert abs(parse_size(text) - size) <= 0.005 * unit + 1
     assert float(text.split()[0]) < 1024 or unit == 2**40
+
+
+def test_one_of_a_thing_is_no_plural() -> None:
+    assert [format_count(count, "step") for count in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from opacus_memprof.analysis.findings.run import Run, common_module, largest
 from opacus_memprof.profiles.profile import Finding
-from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.profiles.units import format_bytes, format_count
 
 _EVALUATE = (
     "run forwards that no backward follows under torch.no_grad() or in model.eval(); to go on after one, delete "
@@ -34,7 +34,7 @@ def captures_without_backward(run: Run) -> Iterator[Finding]:
         consequence = "the step failed, because grad_sample stays None until every capture has met its backward"
     else:
         consequence = "the next optimizer step will fail, because grad_sample stays None"
-    places = f"{len(captured)} module{'s' if len(captured) > 1 else ''}"
+    places = format_count(len(captured), "module")
     yield Finding(
         "checkpoint_captures" if checkpointing else "captures_without_backward",
         common_module(captured),

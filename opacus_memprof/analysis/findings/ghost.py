@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from opacus_memprof.analysis.findings.run import Run, common_module, largest
 from opacus_memprof.profiles.profile import Finding
-from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.profiles.units import format_bytes, format_count
 
 
 def ghost_matrices(run: Run) -> Iterator[Finding]:
@@ -21,14 +21,14 @@ def ghost_matrices(run: Run) -> Iterator[Finding]:
     # The matrices of a layer are freed before those of the next one are allocated, so the largest count.
     _, fact = max(facts, key=lambda named_fact: named_fact[1]["bytes"])
     p, d = fact["features"]
-    layers = f", and likewise in {len(sizes) - 1} more layers" if len(sizes) > 1 else ""
+    layers = f", and likewise in {format_count(len(sizes) - 1, 'more layer')}" if len(sizes) > 1 else ""
     yield Finding(
         "ghost_matrices",
         common_module(sizes),
         fact["bytes"],
-        f"matrices of tokens by tokens take {format_bytes(fact['bytes'])} for {fact['samples']} samples of "
-        f"{fact['tokens']} tokens; the per-sample gradient of {p} by {d} that they avoid would take "
-        f"{format_bytes(fact['gradient_bytes'])}{layers} ({largest(sizes)})",
+        f"matrices of tokens by tokens take {format_bytes(fact['bytes'])} for "
+        f"{format_count(fact['samples'], 'sample')} of {fact['tokens']} tokens; the per-sample gradient "
+        f"of {p} by {d} that they avoid would take {format_bytes(fact['gradient_bytes'])}{layers} ({largest(sizes)})",
         'use grad_sample_mode="flash_clip", which makes neither, or "hooks", which makes the gradient',
         gradient_bytes=fact["gradient_bytes"],
         modules=sizes,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from opacus_memprof.analysis.findings.run import Run, common_module, largest
 from opacus_memprof.profiles.profile import Finding
-from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.profiles.units import format_bytes, format_count
 
 # Phases in which p.grad is what autograd has accumulated. From the phase noise on, it is what the update uses.
 _BEFORE_NOISE = ("forward", "backward", "second_backward", "clip")
@@ -21,8 +21,8 @@ def frozen_per_sample_gradients(run: Run) -> Iterator[Finding]:
             "frozen_per_sample_gradients",
             module,
             fact["bytes"],
-            f"functorch computed gradients of {fact['samples']} samples for parameters that require none: "
-            f"{format_bytes(fact['bytes'])} in every backward pass, dropped when the hook returned",
+            f"functorch computed gradients of {format_count(fact['samples'], 'sample')} for parameters that require "
+            f"none: {format_bytes(fact['bytes'])} in every backward pass, dropped when the hook returned",
             'use grad_sample_mode="hooks" where Opacus has a sampler for the layer, or keep the frozen parameters in a '
             "module of their own",
         )

@@ -8,7 +8,7 @@ from opacus_memprof.analysis.oom.advice.base import BATCH, SMALL_BATCH, VARYING,
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.step import Instant
 from opacus_memprof.profiles.oom_report import Action
-from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.profiles.units import format_bytes, format_count
 
 
 def physical_batch(case: Case) -> Iterator[Suggestion]:
@@ -24,7 +24,8 @@ def physical_batch(case: Case) -> Iterator[Suggestion]:
         case,
         instant,
         VARYING if varies else BATCH if 2 * n >= case.samples else SMALL_BATCH,
-        f"a physical batch of at most {n} samples in the place of {case.samples}, and the same logical batch",
+        f"a physical batch of at most {format_count(n, 'sample')} in the place of {case.samples}, and the same logical "
+        "batch",
         batch_code(n),
         f"In this run a sample takes {format_bytes(slope)} at the peak, and the rest does not grow with the batch.",
         batch_action(n),

@@ -8,7 +8,7 @@ from opacus_memprof.analysis.oom.advice.base import DEFECT, LINE, Suggestion, su
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.step import PER_SAMPLE_MODES
 from opacus_memprof.profiles.oom_report import Action
-from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.profiles.units import format_bytes, format_count
 
 
 def release_leftovers(case: Case) -> Iterator[Suggestion]:
@@ -56,8 +56,8 @@ def _sized_by_strays(case: Case) -> str:
     most, now = max(case.leftovers.stray_samples), case.samples or 1
     gradients = sum(layer.per_sample_gradients(now) for layer in case.step.layers) if case.step is not None else 0
     return (
-        f" One had {most} samples, and the forward after it {now}: as long as it is held, Opacus sizes the per-sample "
-        f"gradients of every layer for {most} samples, {format_bytes(gradients * most // now)} instead of "
+        f" One had {format_count(most, 'sample')}, and the forward after it {now}: as long as it is held, Opacus sizes "
+        f"the per-sample gradients of every layer for {most}, {format_bytes(gradients * most // now)} instead of "
         f"{format_bytes(gradients)}."
     )
 

@@ -16,7 +16,7 @@ from opacus_memprof.analysis.oom.flash import FlashClip
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.step import PER_SAMPLE_MODES, Step
 from opacus_memprof.profiles.oom_report import Action
-from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.profiles.units import format_bytes, format_count
 
 
 def norms_without_squares(case: Case) -> Iterator[Suggestion]:
@@ -35,7 +35,7 @@ def norms_without_squares(case: Case) -> Iterator[Suggestion]:
         case,
         instant,
         LINE,
-        f"norms without matrices of tokens by tokens in {len(costly)} layer{'s' if len(costly) > 1 else ''}",
+        f"norms without matrices of tokens by tokens in {format_count(len(costly), 'layer')}",
         "opacus_memprof.clipping.register_norm_samplers()  # before training; ghost clipping stays",
         f"Norms of {largest} make T x T matrices of {format_bytes(costly[largest])} (s n T^2, three with a bias, two "
         "without); these samplers work in tiles.",
@@ -82,7 +82,7 @@ def another_mode(case: Case) -> Iterator[Suggestion]:
                     case,
                     found[1],
                     MODE_AND_BATCH,
-                    f'grad_sample_mode="{mode}", and a physical batch of at most {found[0]} samples',
+                    f'grad_sample_mode="{mode}", and a physical batch of at most {format_count(found[0], "sample")}',
                     f"{_code(mode)}\n{batch_code(found[0])}",
                     _why(step, mode),
                     _action(mode),
