@@ -16,12 +16,13 @@ PANELS = {
         *("vocab_size", "hidden_dim", "num_layers", "num_heads", "use_lora", "lora_rank", "lora_ranks"),
     ),
     "Training": (
-        *("mode", "modes", "seq_length", "seq_lengths", "batch_size", "batch_sizes"),
+        *("mode", "seq_length", "seq_lengths", "batch_size", "batch_sizes"),
         *("max_physical_batch_size", "max_physical_batch_sizes", "num_steps", "warmup_steps"),
         *("learning_rate", "sigma", "max_grad_norm", "checkpointing", "dtype"),
     ),
+    "Comparison": ("search", "modes", "settings", "steps"),
     "Machine": (
-        *("device", "nproc", "launcher", "launcher_option", "pause"),
+        *("device", "gpu", "memory", "gpus", "nproc", "launcher", "launcher_option", "pause"),
         *("virtual_gpu", "virtual_memory", "virtual_gpus", "virtual_ranks", "rank", "no_weights"),
     ),
     "Results": ("output", "results_dir", "resume", "detailed", "run_all", "max_events"),

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from opacus_memprof.cli.option_groups import with_groups
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning import report
 from opacus_memprof.planning.arguments import Range, parse_modes, parse_search, parse_settings
@@ -28,7 +29,9 @@ from opacus_memprof.virtual_gpu.devices import find_gpu
 _DOES_NOT_FIT = 3  # exit code
 
 
+@with_groups
 def plan(
+    *,
     script: Annotated[str, typer.Argument(metavar="SCRIPT.py", show_default=False, help="The script, or the module.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGS]...", show_default=False, help="Arguments of the script.")

@@ -117,14 +117,14 @@ def test_every_command_stands_in_a_panel_of_the_help() -> None:
     assert panels["run"] == "Profile"
 
 
-@pytest.mark.parametrize("command", ["run", "experiment", "experiments", "sweep", "single-gpu"])
+@pytest.mark.parametrize("command", ["run", "plan", "experiment", "experiments", "sweep", "single-gpu"])
 def test_every_option_of_a_command_with_many_stands_in_a_panel_of_its_help(command: str) -> None:
     panels: dict[str, set[str]] = {}
     for option in COMMANDS.commands[command].params:
         if option.param_type_name == "option" and option.name != "module":
             panels.setdefault(option.rich_help_panel, set()).add(option.opts[-1])
-    assert panels.keys() <= {"Model and data", "Training", "Machine", "Results"}
-    assert panels["Machine"] >= {"--device", "--virtual-gpu"}
+    assert panels.keys() <= {"Model and data", "Training", "Comparison", "Machine", "Results"}
+    assert panels["Machine"] >= ({"--gpu", "--memory"} if command == "plan" else {"--device", "--virtual-gpu"})
     shown = CliRunner().invoke(cli.app, [command, "--help"]).output
     assert all(f"─ {panel} ─" in shown for panel in panels)
 
