@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES
+from tests.integration.scripts.train_ranks import CLASSES, FEATURES, WIDTH
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -53,6 +54,26 @@ def test_what_fsdp2_holds_of_each_parameter(ranks: int, played: int) -> None:
         assert storage == 4 * sharded_elements(shape, ranks, played), shape
     assert (found["rank"], found["ranks"]) == (played, ranks)
     assert found["losses"] == 2
+
+
+@pytest.mark.parametrize(("ranks", "played"), [(8, 7), (64, 0), (1024, 0)])
+def test_what_flash_clip_holds_under_fsdp2(tmp_path: Path, ranks: int, played: int) -> None:
+    """By category: shards of parameters, sums, noise and optimizer states; one whole layer at a time while it runs."""
+    many = ("--virtual-ranks", str(ranks), "--rank", str(played))
+    python(*RUN, *many, "-o", tmp_path, SCRIPTS / "train_ranks.py", "fsdp2/flash_clip/flat")
+    profile = json.loads((tmp_path / f"rank_{played}/profile.json").read_text())
+    (device,) = (found for name, found in profile["devices"].items() if name.startswith("cuda"))
+    layers = [[[WIDTH, FEATURES], [WIDTH]], [[WIDTH, WIDTH], [WIDTH]], [[CLASSES, WIDTH], [CLASSES]]]
+    shards = [4 * sharded_elements(shape, ranks, played) for layer in layers for shape in layer]
+    whole = [ranks * sum(4 * sharded_elements(shape, ranks, played) for shape in layer) for layer in layers]
+    highest = {name: max(sizes) for name, sizes in device["timeline"]["categories"].items()}
+    assert highest["model_parameters"] == highest["gradients"] == highest["summed_gradients"] == sum(shards)
+    assert highest["optimizer_states"] == 2 * sum(shards)
+    assert highest["noise"] == max(shards)
+    # The next layer may be gathered while one runs.
+    assert max(whole) <= highest["unsharded_parameters"] <= sum(whole)
+    assert highest.get("unsharded_gradients", 0) == 0
+    assert device["peak"]["categories"]["unattributed"] == 0
 
 
 def test_collectives_are_as_if_all_ranks_had_the_same_data() -> None:
