@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -132,8 +134,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             before, after = (
                 (self._before_model, self._after_model) if is_model else (self._before_module, self._after_module)
             )
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+            handles.append(module.register_forward_pre_hook(_untraced(before), with_kwargs=True))
+            handles.append(module.register_forward_hook(_untraced(after), with_kwargs=True, always_call=True))
 
     def _active(self) -> bool:
         hooks, model = self.layer_hooks, self.units.model
@@ -263,6 +265,15 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return True
         free, _ = torch.cuda.mem_get_info()
         return growth <= free + torch.cuda.memory_reserved() - allocated
+
+
+def _untraced(hook: Any) -> Any:
+    """A bound method that torch.compile, where a program uses it, calls as it is. What hooks do is not a part of the
+    model's graph, and from them a tracer reaches the model that it is tracing."""
+    if "torch._dynamo" not in sys.modules:  # which takes seconds to import
+        return hook
+    function = torch.compiler.disable(hook.__func__)  # type: ignore[no-untyped-call]
+    return MethodType(function, hook.__self__)
 
 
 def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -3,6 +3,7 @@
 kind; and drawn module graphs."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -113,6 +114,42 @@ def test_compiled_models(build: Any) -> None:
         found_norms, found = by_flash_clip(Compiled(), batch, losses, 1.0)
         assert found_norms == pytest.approx(norms, rel=1e-8)
         assert_same({name.removeprefix("inner._orig_mod."): g for name, g in found.items()}, expected, 1e-8)
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="aot_eager")
+    return model
+
+
+def compiled_in_blocks(model: nn.Module) -> nn.Module:
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile(backend="aot_eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [lambda model: torch.compile(model, backend="aot_eager"), compiled_in_place, compiled_in_blocks],
+    ids=["whole", "in place", "blocks"],
+)
+def test_models_compiled_before_they_are_private(compiled: Callable[[nn.Module], nn.Module]) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, batch = Transformer().double(), dict(zip("xy", token_data(4).tensors, strict=True))
+
+    def of_samples(module: nn.Module, of: Batch) -> torch.Tensor:
+        return nn.functional.cross_entropy(module(of["x"]), of["y"], reduction="none").mean(1)
+
+    norms, _ = by_hand(model, batch, of_samples, 1.0)
+    bound = sorted(norms)[2]
+    _, expected = by_hand(model, batch, of_samples, bound)
+    options: dict[str, Any] = {"noise_multiplier": 0.0, "max_grad_norm": bound, "loss_reduction": "sum"}
+    module, optimizer, _ = make_private(compiled(model), token_data(8), "flash_clip", **options)
+    for _ in range(2):
+        optimizer.zero_grad()
+        of_samples(module, batch).sum().backward()
+        optimizer.pre_step()  # without the update
+        assert_same({name: p.grad for name, p in model.named_parameters()}, expected)
 
 
 @pytest.mark.parametrize("build", [Tied, lambda: Positions(1)])
