@@ -164,7 +164,11 @@ def _environment_lines(rows: Sequence[Row]) -> list[str]:
     ):
         known = dict.fromkeys(str(value) for value in values if value is not None)
         lines.append(f"{title}: {', '.join(known) or 'unknown'}")
-    return [*lines, "MB are 2**20 bytes. Each breakdown is that of one instant, the run's own peak."]
+    return [
+        *lines,
+        "MB are 2**20 bytes. Each breakdown is that of one instant, the run's own peak.",
+        "Components and stages are without rounding, which is what the allocator adds to requests.",
+    ]
 
 
 def latex_table(rows: Sequence[Row]) -> str:

@@ -48,7 +48,7 @@ def detailed_analysis(rows: Sequence[Row], path: Path, theme: str) -> None:
         left, right = top.subplots(1, 2, sharey=True)
         names = [name + _outcome(row) for name, row in zip(labels(rows), rows, strict=True)]
         for axes, title, parts, colors in (
-            (left, "Memory at the peak, by component", by_component, COMPONENT_COLORS),
+            (left, "Memory at the peak without rounding, by component", by_component, COMPONENT_COLORS),
             (right, "By kind of memory", by_type, TYPE_COLORS),
         ):
             texts = [format_bytes(sum(sizes.values())) if sizes else "nothing was recorded" for sizes in parts]
@@ -71,7 +71,7 @@ def operation_breakdown(rows: Sequence[Row], path: Path, theme: str) -> None:
     categories = {category for column in sizes.values() for parts in column for category in parts}
     figure_height = max(height(rows), 0.7 + 0.19 * len(categories)) + 0.4
     with saved_figure(path, theme, (15, figure_height)) as figure:
-        figure.suptitle("The highest instant within each operation, by category", fontweight="bold")
+        figure.suptitle("The highest instant within each operation, without rounding, by category", fontweight="bold")
         panels = figure.subplots(1, max(len(reached), 1), sharex=True, sharey=True, squeeze=False)[0]
         for axes, operation in zip(panels, reached, strict=False):
             texts = [format_bytes(sum(parts.values())) if parts else "not reached" for parts in sizes[operation]]
