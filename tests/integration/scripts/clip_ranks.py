@@ -141,6 +141,22 @@ def accumulated(case: str, wrap: str, name: str) -> None:
     report(case, hand.difference(model))
 
 
+def in_parts(case: str, wrap: str, name: str) -> None:
+    """Two physical batches for each step, as BatchMemoryManager splits them, as many on every rank."""
+    hand = ByHand(name, 0.0, EXPECTED)
+    model, optimizer, _ = private(WRAPPERS[wrap](build(name)), name)
+    ranks = range(dist.get_world_size())
+    for first in (0, 1):
+        for step in (first, first + 1):
+            batch = part(name, step, dist.get_rank())
+            optimizer.signal_skip_step(step == first)
+            criterion("mean")(model(batch["x"]), batch["y"]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        hand.step(together([part(name, step, rank) for step in (first, first + 1) for rank in ranks]))
+    report(case, hand.difference(model))
+
+
 def per_layer(case: str, wrap: str, name: str) -> None:
     """A bound for each parameter: against hooks mode, in one process."""
     bounds = [0.05 * (i + 1) for i, _ in enumerate(build(name).parameters())]
@@ -238,6 +254,9 @@ CASES: dict[str, Callable[[str], None]] = {
     "fsdp2 sum": lambda case: poisson(case, "fsdp2_blocks", "mlp", "sum"),
     "fsdp2 sampled": lambda case: sampled(case, "fsdp2", "mlp"),
     "fsdp2 accumulated": lambda case: accumulated(case, "fsdp2_blocks", "mlp"),
+    "fsdp2 in parts": lambda case: in_parts(case, "fsdp2_blocks", "mlp"),
+    "fsdp2 columns": lambda case: poisson(case, "fsdp2_columns", "transformer"),
+    "fsdp2 compiled": lambda case: poisson(case, "fsdp2_compiled", "transformer"),
     "fsdp2 per layer": lambda case: per_layer(case, "fsdp2", "mlp"),
     "fsdp2 sensitivity": lambda case: sensitivity(case, "fsdp2", "mlp"),
     "fsdp2 tied": lambda case: poisson(case, "fsdp2_blocks", "tied"),

@@ -12,6 +12,7 @@ from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader
@@ -78,9 +79,23 @@ def replicated(model: nn.Module) -> nn.Module:
     return by_block(model, mesh=init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
+def by_columns(model: nn.Module) -> nn.Module:
+    """FSDP2 with shards that are columns, of matrices that have as many on every rank."""
+    return by_block(model, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % 4 == 0 else None)
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """FSDP2 of blocks that torch.compile runs."""
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile(backend="aot_eager")
+    return by_block(model)
+
+
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp2": by_layer,
     "fsdp2_blocks": by_block,
+    "fsdp2_columns": by_columns,
+    "fsdp2_compiled": compiled,
     "fsdp2_hybrid": replicated,
     "fsdp2_kept": lambda model: by_block(model, reshard_after_forward=False),
     "fsdp2_mixed": lambda model: by_block(model, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float64)),
