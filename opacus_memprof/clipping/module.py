@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any, Literal
 
@@ -211,7 +212,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 self.units.model, self.units, self.layer_hooks, args, kwargs, self._run_model, self._units_changed
             )
             try:
-                self._layouts[signature] = probe.layouts()
+                with _eager():
+                    self._layouts[signature] = probe.layouts()
             except CannotRunError as error:  # raised after the forward, which may fail for the same reason
                 self._cannot_run = error.__cause__
                 return
@@ -265,6 +267,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return True
         free, _ = torch.cuda.mem_get_info()
         return growth <= free + torch.cuda.memory_reserved() - allocated
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Nothing is compiled, for a probe's few samples, in this context."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _untraced(hook: Any) -> Any:
