@@ -25,7 +25,7 @@ class GrowthLimit:
 
     @staticmethod
     def parse(text: str) -> "GrowthLimit":
-        """From `2%` or a size as units.parse_size reads it. Raises MemprofError for anything else."""
+        """Reads a limit from `2%` or a size as units.parse_size reads it. Raises MemprofError for anything else."""
         if match := _PERCENT.fullmatch(text):
             return GrowthLimit(text.strip(), percent=Fraction(match[1]))
         try:

@@ -119,8 +119,8 @@ def build_profile_from_counters(
     peaks: Mapping[str, LivePeak],
     warnings: Iterable[str],
 ) -> Profile:
-    """What there is of a profile whose events cannot be read: the peaks of the live counters, and the snapshots. The
-    arguments are those of `build_profile`."""
+    """Builds what there is of a profile whose events cannot be read: the peaks of the live counters, and the snapshots.
+    The arguments are those of `build_profile`."""
     path = Path(directory)
     meta, snapshots, sentences = Meta(), dict[int, Snapshot](), list(warnings)
     try:
@@ -216,7 +216,7 @@ def _file_warnings(replayed: Replayed, meta: Meta) -> list[str]:
 
 
 def _whole_file_warnings(header: Replayed, events: int) -> list[str]:
-    """Of an event file of version 1, which kept the beginning alone."""
+    """The warnings on an event file of version 1, which kept the beginning alone."""
     messages = []
     if header["dropped"]:
         messages.append(

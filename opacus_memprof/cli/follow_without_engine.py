@@ -198,7 +198,7 @@ def _opacus_model(model: nn.Module) -> Any:
 
 
 def _dp_optimizers(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """For each optimizer the DPOptimizer around it, or itself if there is none."""
+    """Returns for each optimizer the DPOptimizer around it, or itself if there is none."""
     from opacus.optimizers import DPOptimizer
 
     wrappers = {wrapper.original_optimizer: wrapper for wrapper in instances(DPOptimizer)}

@@ -21,7 +21,7 @@ ResultsDir = Annotated[Path, typer.Option("--results-dir", metavar="DIR", help="
 
 @dataclass(frozen=True)
 class RunningOptions:
-    """How the processes of many configurations are run."""
+    """The options of how the processes of many configurations are run."""
 
     resume: Annotated[
         bool,
@@ -73,7 +73,7 @@ class RunningOptions:
 
 @dataclass(frozen=True)
 class MethodRunningOptions(RunningOptions):
-    """Where times are compared, the GPU rests between two runs."""
+    """The same for commands that compare times: the GPU rests between two runs."""
 
     pause: Annotated[float, typer.Option(envvar="PAUSE", help="Seconds between two runs on a GPU.", min=0)] = 3
 

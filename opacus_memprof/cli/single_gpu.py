@@ -58,7 +58,7 @@ def single_gpu(
 
 
 def _described(chosen: Configuration, *, sizes: bool) -> str:
-    """What is trained; without `sizes`, what all of several configurations share."""
+    """A text on what is trained; without `sizes`, on what several configurations share."""
     weights = "" if chosen.pretrained else " (random weights)"
     lines = [f"model {chosen.model}{weights}, mode {chosen.mode}, {chosen.dtype}, device {chosen.device}"]
     if sizes:

@@ -35,14 +35,14 @@ _OLD_NAMES = {
 
 
 def current_name(name: str) -> str:
-    """Of an option without its dashes: the same with _ and with -, and with what earlier releases called it."""
+    """The name of an option, without its dashes, that was written with _ or as earlier releases called it."""
     name = name.replace("_", "-")
     return _OLD_NAMES.get(name, name)
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Of every command that trains a Configuration. What subclasses add are fields of a Configuration."""
+    """The options of every command that trains a Configuration. What subclasses add are fields of a Configuration."""
 
     config: Annotated[
         str | None, typer.Option("--config", metavar="NAME", help=f"Random weights: {', '.join(BUILT_IN)}.")
@@ -69,7 +69,7 @@ class TrainingOptions:
     virtual_memory: VirtualMemory = None
 
     def configuration(self, *, default: str, pretrained: bool = False, **further: Any) -> Configuration:
-        """With the fields of Configuration that these options are, and `further` ones.
+        """Returns the Configuration with these options and `further` fields.
 
         Args:
             default: the model, for where neither option names one.
@@ -96,8 +96,8 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class MethodOptions(TrainingOptions):
-    """Of `experiment` and `experiments`: by default the published comparison of clipping methods, on a transformer of
-    1.2 B parameters."""
+    """The options of `experiment` and `experiments`: by default the published comparison of clipping methods, on a
+    transformer of 1.2 B parameters."""
 
     seq_length: Annotated[int, typer.Option("--seq-length", envvar="SEQ_LEN", help="Tokens of a sample.")] = 16384
     batch_size: Annotated[int, typer.Option("--batch-size", envvar="BATCH_SIZE", help="Samples of a step.")] = 1
@@ -112,7 +112,7 @@ class MethodOptions(TrainingOptions):
 
 @dataclass(frozen=True)
 class FineTuningOptions(TrainingOptions):
-    """Of `sweep` and `single-gpu`: sequence classification, as SNLI is."""
+    """The options of `sweep` and `single-gpu`: sequence classification, as SNLI is."""
 
     mode: ModeName = "hooks"
 

@@ -32,7 +32,7 @@ VirtualMemory = Annotated[
 
 @dataclass(frozen=True)
 class VirtualGpuOptions:
-    """Which kind of virtual GPU, with how much memory, how many; and which ranks of a job to run."""
+    """The options of virtual GPUs: their kind, memory and number, and which ranks of a job to run."""
 
     virtual_gpu: VirtualGpuKind = None
     virtual_memory: VirtualMemory = None

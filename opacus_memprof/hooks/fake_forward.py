@@ -163,7 +163,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def keep(self, tensor: Any) -> None:
-        """As a hook of autograd, it keeps nothing in the place of the tensor: a node that held its own output would
+        """Hook of autograd that keeps nothing in the place of the tensor: a node that held its own output would
         never be freed."""
         if isinstance(tensor, Tensor):
             self._kept.add(id_of(tensor))

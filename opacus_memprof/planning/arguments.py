@@ -28,7 +28,7 @@ class Range:
         return replace(configuration, program=replace(program, arguments=arguments))
 
     def doubled(self) -> list[int]:
-        """From `low` on, each twice the one before, and `high`."""
+        """The values from `low` on, each twice the one before, and `high`."""
         values = [self.low]
         while 2 * values[-1] < self.high:
             values.append(2 * values[-1])

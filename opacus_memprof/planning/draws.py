@@ -24,7 +24,7 @@ _PARTS = (1.0, 0.85, 0.7, 0.5)  # of the largest batch that fits, as physical ba
 
 @dataclass(frozen=True)
 class Draws:
-    """Of a planned number of steps.
+    """The batches that are drawn in a planned number of steps.
 
     Attributes:
         fits: the largest drawn batch that has fitted; 0 where none has.

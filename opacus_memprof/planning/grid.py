@@ -51,7 +51,7 @@ def make_cells(
 
 
 def _change(combination: tuple[tuple[int, str], tuple[int, str | None], str | None]) -> int:
-    """How much is changed. Of equal ones the order stays."""
+    """A number for how much a combination changes. Sorting keeps the order of equal ones."""
     (gpu, _), (mode, _), settings = combination
     changed = _OF_MODE * (mode > 0) + _OF_SETTINGS * (settings not in (None, _DEFAULT))
     return _OF_GPU * gpu + changed

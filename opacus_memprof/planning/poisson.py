@@ -41,7 +41,7 @@ class LargestBatch:
         return math.exp(ways + k * math.log(self.rate) + (n - k) * math.log1p(-self.rate))
 
     def probability_above(self, size: int) -> float:
-        """That at least one of the batches is larger than `size`."""
+        """The probability that at least one of the batches is larger than `size`."""
         first, tails = self._sizes
         if size < first:
             return 1.0

@@ -53,7 +53,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of playing a run. Bytes.
+    """The outcome of playing a run. Sizes are in bytes.
 
     Attributes:
         settings: of torch's allocator; "" for its defaults.

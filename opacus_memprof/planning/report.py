@@ -50,7 +50,7 @@ def print_draws(draws: Draws, console: Console) -> None:
 
 
 def print_verdict(verdict: Verdict, console: Console) -> None:
-    """Whether it fits and by how much, because of what, and what to do."""
+    """Prints whether it fits and by how much, because of what, and what to do."""
     run, gpu = verdict.run, gpu_name(verdict.configuration.gpu, verdict.configuration.memory)
     room = f"{format_bytes(run.may_reserve or 0)} that it may reserve"
     taken = f"CUDA's context and libraries take {format_bytes(run.context or 0)}"
@@ -139,7 +139,7 @@ def print_cells(cells: Sequence[Cell], searched: Range | None, console: Console)
 
 
 def columns_of(cells: Sequence[Cell]) -> dict[str, str]:
-    """What the cells differ in, and what it is of the first of them."""
+    """The columns in which cells differ: their names, and their values in the first cell."""
     cell = cells[0]
     columns = {name: str(value) for name, value in cell.fixed.items()}
     columns |= {} if cell.mode is None else {"mode": cell.mode}

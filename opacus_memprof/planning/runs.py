@@ -72,7 +72,7 @@ class PlannedRuns:
         return run_virtually(configuration, directory, self._threads, self._forked_runs(configuration))
 
     def _forked_runs(self, configuration: Configuration) -> ForkedRuns | None:
-        """What forks runs for this thread; None for the first of the program, and where settings are to be tried."""
+        """The ForkedRuns of this thread; None for the first of the program, and where settings are to be tried."""
         environment = run_environment(configuration, self._threads)
         if not self._packages or environment != run_environment(replace(configuration, changes=()), self._threads):
             return None
@@ -97,7 +97,8 @@ class PlannedRuns:
         self._pool.shutdown(cancel_futures=True)
 
     def _read(self) -> int:
-        """How many runs are known from before. A plan that was killed may leave half a line at the end."""
+        """Reads the runs that are known from before, and returns their number. A plan that was killed may leave half
+        a line at the end."""
         file = self.directory / PLANNED_RUNS
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
             try:
@@ -124,7 +125,7 @@ class Waiting(Generic[Key]):
         return len(self._started)
 
     def ended(self) -> Iterator[tuple[Key, VirtualRun]]:
-        """Each run as it ends, those included that are added meanwhile."""
+        """Yields each run as it ends, those included that are added meanwhile."""
         while self._started:
             for future in wait(self._started, return_when=FIRST_COMPLETED).done:
                 key, configuration = self._started.pop(future)

@@ -96,7 +96,7 @@ def next_values(points: Mapping[int, Point], low: int, high: int, width: int = 1
 
 
 def _guesses(points: Mapping[int, Point], found: Bracket, top: int, width: int) -> list[int]:
-    """What to run next, what tells most first. Values may lie beyond what is asked about."""
+    """The values to run next, the one that tells most first. Values may lie beyond what is asked about."""
     good = found.fitting[-1]
     room = points[good].may_reserve
     anchors = _anchors(found.fitting)

@@ -38,7 +38,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """How it differs from the others: `seq-length=512, ghost, expandable_segments:True on h100`."""
+        """The cell's name, what differs from the others: `seq-length=512, ghost, expandable_segments:True on h100`."""
         values = [f"{name}={value}" for name, value in self.fixed.items()]
         words = [*values, *([self.mode] if self.mode else []), *([self.settings] if self.settings else [])]
         return " on ".join([*([", ".join(words)] if words else []), self.configuration.gpu])

@@ -76,7 +76,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class VirtualRun:
-    """What came of a run. Bytes; None where the run did not get so far.
+    """The outcome of a run. Sizes are in bytes; None where the run did not get so far.
 
     Attributes:
         fits: it came to its end, and memory did not run out on the way.

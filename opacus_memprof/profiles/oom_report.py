@@ -73,7 +73,7 @@ class LeftBehind(JsonObject):
 
 
 class RoomBytes(JsonObject):
-    """What would have fitted; None where nobody counts.
+    """The bytes that would have fitted; None where nobody counts.
 
     Attributes:
         capacity_bytes: requested bytes that fit at once, as this run's blocks round and fragment, less a margin.

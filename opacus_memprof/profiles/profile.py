@@ -247,8 +247,9 @@ class EventGap(JsonObject):
 
 
 class EventCounts(JsonObject):
-    """Of the event files: the events that they have, those that they do not have (the sum of `gaps`), how many records
-    they may hold, whether recording ended in good order, and by kind what contradicts itself (0 in a whole file)."""
+    """The numbers of events in the event files: those that they have, those that they do not have (the sum of `gaps`),
+    how many records they may hold, whether recording ended in good order, and by kind what contradicts itself (0 in a
+    whole file)."""
 
     recorded: int
     dropped: int

@@ -82,7 +82,7 @@ class CleanSession(Session):
         observe_make_private(self._engines, self._follow)
 
     def attach(self, *objects: Any) -> None:
-        """As Session.attach. A PrivacyEngine is attached already."""
+        """Attaches as Session.attach does. A PrivacyEngine is attached already."""
         self.modes.update(_mode(target) for target in objects if isinstance(target, AbstractGradSampleHooks))
         super().attach(*objects)
 

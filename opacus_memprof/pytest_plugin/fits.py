@@ -24,7 +24,7 @@ class Fits:
 
     @classmethod
     def from_item(cls, item: pytest.Item) -> "Fits | None":
-        """Of the closest marker of a test; None without one."""
+        """Reads the closest marker of a test; None without one."""
         mark = item.get_closest_marker(FITS)
         return None if mark is None else cls.read(mark)
 

@@ -70,7 +70,7 @@ def record_fault(doing: str, error: BaseException) -> None:
 
 
 class Containment:
-    """What `contain` returns: a context manager, and a decorator of functions, which return None if they fail."""
+    """The context manager that `contain` returns, and a decorator of functions, which return None if they fail."""
 
     __slots__ = ("_doing",)
 

@@ -29,8 +29,8 @@ class Candidate:
 
 
 def candidates(plan: Plan) -> list[Candidate]:
-    """Those that have an answer, in the order of the table. Of one configuration it is itself, the same with more
-    memory, and each advice that was tried."""
+    """The candidates that have an answer, in the order of the table. Of one configuration it is itself, the same with
+    more memory, and each advice that was tried."""
     if plan.verdict is not UNSET:
         verdict = plan.verdict
         runs = {"as it is": verdict.run, "with more memory": verdict.with_more_memory}

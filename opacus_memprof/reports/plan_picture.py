@@ -69,7 +69,7 @@ def _draw_candidates(axes: "Axes", shown: list[Candidate], theme: Theme) -> None
 
 
 def _name(candidate: Candidate) -> str:
-    """Above its size, what it is and whether it fits."""
+    """A candidate's label of two lines: what it is and whether it fits, and its size."""
     value = "" if candidate.value is None else f": {candidate.value}"
     fits = "" if candidate.run.fits else ", does not fit"
     label = shorten_name(f"{candidate.label}{value}", _LABEL)

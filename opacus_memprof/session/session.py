@@ -291,7 +291,7 @@ class Session:
         return {name: device.peak for name, device in self._result.so_far().devices.items()}
 
     def _repr_html_(self) -> str | None:
-        """For notebooks: the report of the session, or of the part so far, in a frame of its own."""
+        """The report of the session, or of the part so far, in a frame of its own for notebooks."""
         if self._result is None:
             return None
         from opacus_memprof.reports.html.page import build_html  # only a notebook needs it
@@ -300,8 +300,8 @@ class Session:
         return f'<iframe srcdoc="{source}" sandbox="allow-scripts" style="width:100%;height:48em;border:0"></iframe>'
 
     def explain(self, error: BaseException) -> None:
-        """Where memory has run out since the last call: writes oom_report.txt, .json and .html, and attaches a note to
-        the exception. torch.OutOfMemoryError needs no call; `close` prints the report to stderr."""
+        """Writes oom_report.txt, .json and .html if memory has run out since the last call, and attaches a note to the
+        exception. torch.OutOfMemoryError needs no call; `close` prints the report to stderr."""
         with contain("explaining a failed allocation"):
             if self._forensics is not None:
                 self._forensics.explain(error)
@@ -353,7 +353,7 @@ class Session:
         return snapshot
 
     def _finish_job(self) -> None:
-        """What the other ranks have left must not cost this one's result."""
+        """Writes the job's summary, if it can: what the other ranks have left must not cost this one's result."""
         try:
             self.job = job_directory.write_job_summary(self._claimed)
         except MemprofError as error:

@@ -52,7 +52,8 @@ def _theme_variables() -> str:
 
 
 def _hash(text: str) -> str:
-    """For the page's Content-Security-Policy: nothing but these scripts and styles is run, whatever a name contains."""
+    """The hash of a script or style for the page's Content-Security-Policy: nothing else is run, whatever a name
+    contains."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
