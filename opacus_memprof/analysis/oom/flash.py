@@ -117,19 +117,37 @@ class FlashClip:
         """How a convolution's input is unfolded: the number of samples at a time, the bytes of their unfolded input,
         and the bytes of copies of their input.
 
-        As many samples are unfolded as fit with two copies of their input; if not even one fits, some of its channels.
-        torch's im2col allocates a tensor of the input's size first. A 1x1 kernel unfolds nothing.
+        As many samples are unfolded as fit with two copies of their padded input; if not even one fits, some of its
+        channels. Padding copies the input. A 1x1 kernel unfolds nothing.
         """
         layer, forward, module = self.layer, self.layer.forward, self.layer.module
         if not layer.is_convolution:
             return n, 0, 0
         unfolded = forward.element_bytes * module.groups * module.columns * forward.tokens
         input_bytes = layer.scale(forward.input_bytes, 1)
-        samples = max(min(n, ceiling // (unfolded + 2 * input_bytes)), 1)
+        padded = self._padded_bytes(unfolded, input_bytes)
+        samples = max(min(n, ceiling // (unfolded + 2 * padded)), 1)
         if module.kernel_positions == 1:  # a view, unless strided or padded
             return samples, 0 if unfolded == input_bytes else samples * unfolded, 0
         share = min(samples * unfolded, ceiling) / (samples * unfolded)
-        return samples, int(share * samples * unfolded), int(share * samples * input_bytes)
+        copies = samples * padded if padded > input_bytes else 0
+        return samples, int(share * samples * unfolded), int(share * copies)
+
+    def _padded_bytes(self, unfolded: int, input_bytes: int) -> int:
+        """The bytes of a sample's padded input, for images and kernels as wide as high: with the least padding and
+        stride that lead from its size to the output's."""
+        forward, module = self.layer.forward, self.layer.module
+        channel = unfolded / (module.kernel_positions * forward.tokens)  # bytes of all channels at one position
+        dimensions = int(module.kind[4])  # of Conv1d, Conv2d, Conv3d
+        outputs, inputs, kernel = (
+            round(size ** (1 / dimensions)) for size in (forward.tokens, input_bytes / channel, module.kernel_positions)
+        )
+        for padding in range(kernel):
+            span = inputs + 2 * padding - kernel
+            if any(span // stride + 1 == outputs for stride in range(1, inputs + 1)):
+                grown: float = ((inputs + 2 * padding) / inputs) ** dimensions
+                return round(input_bytes * grown)
+        return input_bytes
 
     def _gram(self, count: int, ceiling: int) -> int:
         """The temporaries of `count` Gram products: two T x T matrices each, as many as fit; or, in registers, a number

@@ -123,20 +123,22 @@ class ConvolutionLayer(MatrixLayer):
                     del a
 
     def _unfold(self, x: torch.Tensor) -> torch.Tensor:
-        """The unfolded input, [N, columns, tokens], of an input [N, channels, ...]."""
+        """The unfolded input, [N, columns, tokens], of an input [N, channels, ...].
+
+        The windows are a view, which one kernel copies: torch's own im2col on CUDA launches one for each sample.
+        """
         module: Any = self.module
-        padding = module.padding
-        if isinstance(padding, str) or module.padding_mode != "zeros":
-            mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-            x = functional.pad(x, module._reversed_padding_repeated_twice, mode=mode)
-            padding = (0,) * len(module.kernel_size)
+        pads = module._reversed_padding_repeated_twice
+        if any(pads):
+            x = functional.pad(x, pads, "constant" if module.padding_mode == "zeros" else module.padding_mode)
         kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
-        if isinstance(module, nn.Conv1d):
-            x = x.unsqueeze(2)
-            kernel, stride, dilation, padding = (1, *kernel), (1, *stride), (1, *dilation), (0, *padding)
-        if kernel == (1, 1) and padding == (0, 0):
-            return x[..., :: stride[0], :: stride[1]].flatten(2)  # a view, unless strided
-        return functional.unfold(x, kernel, dilation=dilation, padding=padding, stride=stride)
+        reaches = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        places = [(n - reach - 1) // s + 1 for n, reach, s in zip(x.shape[2:], reaches, stride, strict=True)]
+        steps = x.stride()[2:]
+        taps = [step * d for step, d in zip(steps, dilation, strict=True)]
+        moves = [step * s for step, s in zip(steps, stride, strict=True)]
+        windows = x.as_strided((*x.shape[:2], *kernel, *places), (*x.stride()[:2], *taps, *moves))
+        return windows.flatten(1, 1 + len(kernel)).flatten(2)  # a view where the kernel has one tap
 
     def _padded_numel(self, x: torch.Tensor) -> int:
         """The number of elements of one channel of one sample, including padding."""
