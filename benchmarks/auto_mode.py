@@ -207,6 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="two small configurations on the CPU")
     parser.add_argument("--seconds", type=float, default=6, help="for each configuration")
+    parser.add_argument("--configs", nargs="+", metavar="NAME", help="those whose names begin so")
     parser.add_argument("-o", "--output", type=Path, default=Path("auto_mode"), help="without .json and .md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -216,7 +217,8 @@ def main() -> None:
     device = torch.device("cpu" if arguments.tiny else "cuda")
     warm_up(device)
     results: dict[str, Any] = {"machine": machine(), "rows": []}
-    for configuration in TINY if arguments.tiny else CONFIGURATIONS:
+    asked = tuple(arguments.configs or [""])
+    for configuration in [c for c in (TINY if arguments.tiny else CONFIGURATIONS) if c.name.startswith(asked)]:
         began = time.perf_counter()
         row = measure(configuration, device, arguments.seconds)
         row |= judge(row)
