@@ -61,7 +61,7 @@ class Positions(nn.Module):
         self.dimensions = dimensions
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(ids.shape[1])
+        positions = torch.arange(ids.shape[1], device=ids.device)
         positions = positions.unsqueeze(0) if self.dimensions == 2 else positions
         x: torch.Tensor = self.wte(ids) + self.project(self.wpe(positions))
         return x.square()
@@ -75,7 +75,7 @@ class RelativeBias(nn.Module):
         self.bias, self.qkv = nn.Embedding(2 * TOKENS, 2), nn.Linear(WIDTH, 3 * WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(x.shape[1])
+        places = torch.arange(x.shape[1], device=x.device)
         bias = self.bias(places[:, None] - places[None, :] + TOKENS).permute(2, 0, 1)
         for _ in range(2):
             q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, 2))
