@@ -37,10 +37,6 @@ class Arrangement:
             return x.reshape(batch, rows, *x.shape[1:])
         return x.reshape(rows, batch, *x.shape[1:]).transpose(0, 1)
 
-    def is_plain(self, x: torch.Tensor, batch: int) -> bool:
-        """Whether ``x`` has the samples, and nothing else, as its first dimension."""
-        return self.dim == 0 and len(x) == batch
-
 
 PLAIN = Arrangement()
 CANDIDATES = (PLAIN, Arrangement(sample_major=False), Arrangement(dim=1))
