@@ -10,6 +10,7 @@
 #include <random>
 #include <thread>
 
+#include "../linalg/linalg.h"
 #include "fake_upstream.h"
 #include "interleaving.h"
 
@@ -378,6 +379,18 @@ TEST_F(CudaAllocator, AStorageThatIsResizedAfterUninstallIsItsOwnAgain) {
   cuda_allocator().uninstall();
   const c10::DataPtr data = of_storage->allocate(100);
   EXPECT_EQ(data.get_deleter(), fake().raw_deleter());
+}
+
+TEST_F(CudaAllocator, WhatTorchsLibraryForLinearAlgebraAsksForIsAWorkspace) {
+  cuda_allocator().install();
+  const c10::DataPtr workspace = testing::workspace_of_linalg(1000);
+  const c10::DataPtr other = cca::get()->allocate(2000);
+  for (const Block& block : recorder().live_blocks()) {
+    const bool is_workspace = block.address == address_in(workspace.get());
+    EXPECT_EQ(block.category() == static_cast<std::uint8_t>(Category::library_workspace),
+              is_workspace);
+  }
+  EXPECT_EQ(recorder().size_of(address_in(workspace.get())), 1000U);
 }
 
 TEST_F(CudaAllocator, AFailedRequestIsRecordedOnce) {
