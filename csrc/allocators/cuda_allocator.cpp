@@ -4,12 +4,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <new>
 #include <optional>
 #include <shared_mutex>
 #include <stdexcept>
-#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -72,8 +70,6 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
     forget_what_has_gone();
     // First of all, so that no block falls between: what another thread allocates meanwhile is
     // reported, and what is reported is not seeded.
-    installed_at_ = Clock::now();
-    looks_for_unreported_ = true;
     ours.set_reporting(true);
     cca::allocator.store(&ours);
     c10::SetAllocator(c10::DeviceType::CUDA, &ours);
@@ -169,13 +165,10 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
       // Another one by now, which a call has handed out that had begun before install().
       if (found != alive.end()) recorder().seed(known.address, found->second, known.device, 0);
     }
-    if (looks_for_unreported_ && installed()) seed_unreported();
     return pending;
   }
 
  private:
-  using Clock = std::chrono::steady_clock;
-
   // Puts torch's allocator back where no block lives that ours has reported. Where some do, looks
   // again after as many frees: so a free costs no search.
   void leave_if_unused() noexcept {
@@ -259,34 +252,7 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
     retag_seeded_workspaces();
   }
 
-  // A call of torch's own allocator that had begun before install() may hand out its block after
-  // seed(). It is looked for until such a call is certainly over.
-  void seed_unreported() {
-    constexpr auto kLongestCall = std::chrono::seconds(1);
-    // A block that a call of ours is handing out or taking back is not in the ledger either: only
-    // one that is seen twice is nobody's.
-    constexpr auto kBetween = std::chrono::milliseconds(1);
-    looks_for_unreported_ = Clock::now() - installed_at_ < kLongestCall;
-    const auto first = unreported();
-    if (first.empty()) return;
-    std::this_thread::sleep_for(kBetween);
-    for (const auto& [address, found] : unreported()) {
-      const auto seen = first.find(address);
-      if (seen == first.end() || seen->second.bytes != found.bytes) continue;
-      recorder().seed(address, found.bytes, static_cast<Device>(1 + found.device), 0);
-    }
-  }
-
-  std::unordered_map<std::uint64_t, Found> unreported() {
-    auto alive = handed_out();
-    if (!alive) return {};
-    std::erase_if(*alive, [](const auto& entry) { return recorder().has_block(entry.first); });
-    return *std::move(alive);
-  }
-
   DelegatingCudaAllocator* delegating_ = nullptr;
-  Clock::time_point installed_at_;
-  bool looks_for_unreported_ = false;
 };
 
 ProfiledCudaAllocator& profiled_cuda_allocator() {
