@@ -10,7 +10,7 @@ import os
 import warnings
 
 import torch
-from clipping_worker import run_rounds, say
+from clipping_worker import run_rounds, send
 from rivals_bench import RivalBench
 from rivals_exactness import exactness
 from rivals_models import CONFIGS
@@ -38,7 +38,7 @@ def main() -> None:
     found = next(c for c in CONFIGS if c.name == arguments.config)
     for mode in arguments.modes:
         if mode != "vanilla":
-            say({"mode": mode, "exactness": exactness(mode, found.small, device, sharded)})
+            send({"mode": mode, "exactness": exactness(mode, found.small, device, sharded)})
     config = found.small if arguments.tiny else found.config
     run_rounds(bench(config, device), arguments.modes, arguments.seconds, arguments.rounds)
     if sharded:
