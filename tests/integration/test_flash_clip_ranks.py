@@ -75,7 +75,8 @@ def test_a_rank_is_killed_under_ddp(tmp_path: Path) -> None:
     timeline = json.loads((tmp_path / "out/rank_0/profile.json").read_text())["devices"]["cpu"]["timeline"]
     assert max(timeline["categories"]["summed_gradients"]) == PARAMETERS
     assert max(timeline["categories"]["noise"]) == 4 * WIDTH * WIDTH  # of the largest parameter
-    assert max(timeline["categories"]["gradients"]) == PARAMETERS  # the sums themselves
+    # The sums themselves, and perhaps a number for each sample, which autograd's thread dropped late.
+    assert PARAMETERS <= max(timeline["categories"]["gradients"]) <= PARAMETERS + 4 * BATCH
 
 
 def test_a_rank_is_killed_under_fsdp2(tmp_path: Path) -> None:
