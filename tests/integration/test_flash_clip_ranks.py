@@ -6,10 +6,15 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from opacus_memprof.analysis.events import FREE, RETAG, STEP
+from tests.event_rows import rows_of
 from tests.integration.scripts.clip_ranks import CASES
 from tests.integration.scripts.train_ranks import BATCH, FEATURES, WIDTH
 from tests.integration.test_distributed import ENVIRONMENT, PARAMETERS, RUN, TRAIN, WEIGHTS, profiles, ranks
@@ -59,34 +64,59 @@ def test_fsdp2_is_attributed(tmp_path: Path) -> None:
 
 
 def test_a_rank_is_killed_under_ddp(tmp_path: Path) -> None:
-    """The other one ends with gloo's sentence, and both profiles are whole."""
-    codes, printed = ranks(*RUN, tmp_path / "out", TRAIN, "ddp/flash_clip/flat", "--kill", "1")
-    assert codes == [1, -signal.SIGKILL]
-    assert re.search(r"Connection (closed by peer|reset)", printed[0])
-    summary = json.loads((tmp_path / "out/ranks.json").read_text())
-    assert [(row["status"], row["steps"]) for row in summary["ranks"]] == [("failed", 2), ("killed", 2)]
-    for row in summary["ranks"]:
+    for row in rows_after_a_kill(tmp_path / "out", "ddp/flash_clip/flat"):
         peak = row["peak"]
         assert peak["categories"]["model_parameters"] == PARAMETERS
-        assert sum(peak["categories"].values()) == peak["requested_bytes"]
         data = 4 * 3 * BATCH * (FEATURES + 2)  # the script's own, with labels of 8 bytes
         assert peak["categories"].get("unattributed", 0) - data < 0.02 * peak["requested_bytes"]
+    summary = json.loads((tmp_path / "out/ranks.json").read_text())
     assert summary["findings"] == []  # DDP's reducer has nothing to do
     timeline = json.loads((tmp_path / "out/rank_0/profile.json").read_text())["devices"]["cpu"]["timeline"]
     assert max(timeline["categories"]["summed_gradients"]) == PARAMETERS
     assert max(timeline["categories"]["noise"]) == 4 * WIDTH * WIDTH  # of the largest parameter
-    # The sums themselves, and perhaps a number for each sample, which autograd's thread dropped late.
-    assert PARAMETERS <= max(timeline["categories"]["gradients"]) <= PARAMETERS + 4 * BATCH
+    made, overdue = gradients_by_step(tmp_path / "out/rank_0")
+    assert made == dict.fromkeys(range(3), PARAMETERS)  # the sums themselves
+    assert max(timeline["categories"]["gradients"]) == PARAMETERS + overdue
 
 
 def test_a_rank_is_killed_under_fsdp2(tmp_path: Path) -> None:
-    """The other one, which waits for its shards, ends with gloo's sentence, and both profiles are whole."""
-    codes, printed = ranks(*RUN, tmp_path / "out", TRAIN, "fsdp2/flash_clip/flat", "--kill", "1")
+    for row in rows_after_a_kill(tmp_path / "out", "fsdp2/flash_clip/flat"):
+        assert row["peak"]["categories"]["model_parameters"] == PARAMETERS // 2
+
+
+def rows_after_a_kill(directory: Path, way: str) -> Iterator[dict[str, Any]]:
+    """The ranks in ranks.json after rank 1 was killed: rank 0, which waits for it, ends with gloo's sentence, and both
+    profiles are whole."""
+    codes, printed = ranks(*RUN, directory, TRAIN, way, "--kill", "1")
     assert codes == [1, -signal.SIGKILL]
     assert re.search(r"Connection (closed by peer|reset)", printed[0])
-    summary = json.loads((tmp_path / "out/ranks.json").read_text())
+    summary = json.loads((directory / "ranks.json").read_text())
     assert [(row["status"], row["steps"]) for row in summary["ranks"]] == [("failed", 2), ("killed", 2)]
     for row in summary["ranks"]:
-        peak = row["peak"]
-        assert peak["categories"]["model_parameters"] == PARAMETERS // 2
-        assert sum(peak["categories"].values()) == peak["requested_bytes"]
+        assert sum(row["peak"]["categories"].values()) == row["peak"]["requested_bytes"]
+        yield row
+
+
+def gradients_by_step(directory: Path) -> tuple[dict[int, int], int]:
+    """(bytes that became gradients, by step; the most bytes of earlier steps' that were live beside all of a step's).
+
+    On a busy machine these are not always 0. A thread of gloo's tells those who wait that a sum is complete, and lets
+    go of the tensor after that, which can be in the next step: then that thread frees it.
+    """
+    rows, names = rows_of(directory)
+    main = int(next(row["thread"] for row in rows if row["kind"] == STEP))
+    made: Counter[int] = Counter()
+    live: dict[int, tuple[int, int]] = {}  # gradients: (step, bytes), by block
+    overdue, overdue_now = 0, set[int]()
+    for row in rows:
+        block, step, size = (int(row[name]) for name in ("block", "step", "bytes"))
+        before, after = (names.reported_category(row[name]) for name in ("before", "category"))
+        if row["kind"] == RETAG and after == "gradients" != before:
+            made[step] += size
+            live[block] = step, size
+            overdue_now = {each for each, (begun, _) in live.items() if begun < step}
+            if made[step] == PARAMETERS:
+                overdue = max(overdue, sum(live[each][1] for each in overdue_now))
+        elif row["kind"] == FREE and live.pop(block, None):
+            assert block not in overdue_now or row["thread"] != main
+    return made, overdue
