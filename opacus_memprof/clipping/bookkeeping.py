@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from opacus_memprof.clipping.launches import find_waiting_norms, pop_small_sums
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.norm_check import NormCheck
 from opacus_memprof.clipping.rules import ClipRule
@@ -58,13 +59,16 @@ class BackwardPass:
 
     def squared_norms(self, workspace: Workspace) -> tuple[list[nn.Parameter], list[torch.Tensor], list[str]]:
         """The parameters, the squared norms of their gradients, [B], and the descriptions of their layers."""
+        find_waiting_norms(self.kept)
         parameters: list[nn.Parameter] = []
         norms: list[torch.Tensor] = []
         descriptions: list[str] = []
         for layer, kept in self.kept.items():
-            parameters += kept.norms.keys()
-            norms += kept.norms.values()
-            descriptions += [layer.describe()] * len(kept.norms)
+            for parameter, of_parameter in kept.norms.items():
+                assert of_parameter is not None
+                parameters.append(parameter)
+                norms.append(of_parameter)
+                descriptions.append(layer.describe())
         for parameter, shared in self.shared.items():
             parameters.append(parameter)
             norms.append(shared.squared_norms(workspace))
@@ -162,7 +166,7 @@ class Bookkeeping:
         elif layer in current.kept:
             self._share(current, layer, x, g)
         elif self.mode == "norms":
-            current.kept[layer] = KeptTensors(layer.parameter_squared_norms(x, g, self.workspace))
+            current.kept[layer] = KeptTensors(dict(layer.parameter_squared_norms(x, g, self.workspace)))
         else:
             current.kept[layer] = layer.keep(x, g, self.workspace)
 
@@ -294,6 +298,8 @@ class Bookkeeping:
             while each.shared:
                 parameter, shared = each.shared.popitem()
                 yield parameter, shared.clipped_sum(by_parameter[parameter], self.workspace)
+            if each.kept and not self.rule.by_parameter:
+                yield from pop_small_sums(each.kept, next(iter(by_parameter.values())))
             while each.kept:
                 layer, kept = each.kept.popitem()
                 if self.rule.by_parameter:
@@ -302,6 +308,7 @@ class Bookkeeping:
                 else:
                     parameter, norms = next(iter(kept.norms.items()))
                     factors_of_layer = by_parameter[parameter]
+                    assert norms is not None
                     if factors_of_layer.dtype != norms.dtype or factors_of_layer.device != norms.device:
                         factors_of_layer = factors_of_layer.to(norms)
                     yield from layer.clipped_sums(kept, factors_of_layer, self.workspace)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiled Gram product on CUDA, which never writes ggT or aaT to device memory.
+"""The tiled Gram product on CUDA, which never writes ggT or aaT to device memory, of one layer or of many alike.
 
 One program per sample and tile pair (i >= j) forms a tile of ggT and the same tile of aaT in registers, multiplies
 them elementwise and writes the sum; tiles off the diagonal count twice. There are no atomics: the sums are added up
@@ -9,18 +9,22 @@ wheels).
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
+from opacus_memprof.clipping.stacks_triton import TYPES, on_device, table
+
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def gram_tile(  # type: ignore[no-untyped-def]  # Triton would interpret annotations as its types
+def write_tile(  # type: ignore[no-untyped-def]  # Triton would interpret annotations as its types
     g,
     a,
-    parts,
+    sample,
+    part,
     tokens,
     rows,
     columns,
@@ -36,9 +40,6 @@ def gram_tile(  # type: ignore[no-untyped-def]  # Triton would interpret annotat
 ):
     i = tl.program_id(0)
     j = tl.program_id(1)
-    sample = tl.program_id(2).to(tl.int64)
-    if j > i:
-        return
     here = (i * SIDE + tl.arange(0, SIDE)).to(tl.int64)
     there = (j * SIDE + tl.arange(0, SIDE)).to(tl.int64)
     depth = tl.arange(0, DEPTH).to(tl.int64)
@@ -68,8 +69,70 @@ def gram_tile(  # type: ignore[no-untyped-def]  # Triton would interpret annotat
         right += DEPTH * a_feature
 
     twice = tl.where(i == j, 1.0, 2.0)
+    tl.store(part, tl.sum(gram * other) * twice)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def gram_tile(  # type: ignore[no-untyped-def]
+    g,
+    a,
+    parts,
+    tokens,
+    rows,
+    columns,
+    g_sample,
+    g_token,
+    g_feature,
+    a_sample,
+    a_token,
+    a_feature,
+    SIDE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    i, j, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if j > i:
+        return
     tiles = tl.num_programs(0)
-    tl.store(parts + (sample * tiles + i) * tiles + j, tl.sum(gram * other) * twice)
+    part = parts + (sample * tiles + i) * tiles + j
+    # fmt: off
+    write_tile(g, a, sample, part, tokens, rows, columns, g_sample, g_token, g_feature, a_sample, a_token, a_feature,
+               SIDE, DEPTH, PRECISION)
+    # fmt: on
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def gram_tiles(  # type: ignore[no-untyped-def]
+    operands,
+    parts,
+    count,
+    tokens,
+    rows,
+    columns,
+    g_sample,
+    g_token,
+    g_feature,
+    a_sample,
+    a_token,
+    a_feature,
+    SIDE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TYPE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    i, j, both = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if j > i:
+        return
+    tiles = tl.num_programs(0)
+    part = parts + (both * tiles + i) * tiles + j
+    layer, sample = both // count, both % count
+    g = tl.multiple_of(tl.load(operands + 2 * layer).to(tl.pointer_type(TYPE)), ALIGNMENT)
+    a = tl.multiple_of(tl.load(operands + 2 * layer + 1).to(tl.pointer_type(TYPE)), ALIGNMENT)
+    # fmt: off
+    write_tile(g, a, sample, part, tokens, rows, columns, g_sample, g_token, g_feature, a_sample, a_token, a_feature,
+               SIDE, DEPTH, PRECISION)
+    # fmt: on
 
 
 def gram_squared_norms_cuda(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -82,21 +145,62 @@ def gram_squared_norms_cuda(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     Returns:
         [N] float32, accumulated in float32. float32 operands use TF32 exactly where ``torch.matmul`` would.
     """
-    count, rows, tokens = g.shape
-    side = 128 if tokens >= 512 else 64 if tokens > 32 else 32
-    tiles = triton.cdiv(tokens, side)
-    parts = torch.zeros(count, tiles, tiles, dtype=torch.float32, device=g.device)
-    if parts.numel() == 0:
-        return torch.zeros(count, dtype=torch.float32, device=g.device)
+    tiles, parts = _parts(g, 1)
+    if parts.numel():
+        with on_device(g):
+            gram_tile[(tiles, tiles, len(g))](*(g, a, parts), *_sizes(g, a), **_settings(g))
+    return parts.sum((1, 2)).clamp_(min=0)
+
+
+def gram_squared_norms_of_layers(pairs: Sequence[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    """``gram_squared_norms_cuda`` of each pair (g, a), [pairs, N] float32, with few launches. All pairs have the same
+    shapes, strides, dtype and device."""
+    g, a = pairs[0]
+    count = len(g)
+    tiles, parts = _parts(g, len(pairs))
+    layers = max(1, _MOST_PROGRAMS // max(1, count))
+    addresses = [(g.data_ptr(), a.data_ptr()) for g, a in pairs]
+    alignment = 16 if all(address % 16 == 0 for each in addresses for address in each) else g.element_size()
+    operands = table(addresses, g.device)
+    if parts.numel():
+        with on_device(g):
+            for start in range(0, len(pairs), layers):
+                some = operands[start : start + layers]
+                gram_tiles[(tiles, tiles, count * len(some))](
+                    *(some, parts[start * count :], count),
+                    *_sizes(g, a),
+                    **_settings(g),
+                    TYPE=TYPES[g.dtype],
+                    ALIGNMENT=alignment,
+                )
+    return parts.sum((1, 2)).clamp_(min=0).view(len(pairs), count)
+
+
+_MOST_PROGRAMS = 65535  # in the third dimension of a launch
+
+
+def _side(tokens: int) -> int:
+    return 128 if tokens >= 512 else 64 if tokens > 32 else 32
+
+
+def _parts(g: torch.Tensor, layers: int) -> tuple[int, torch.Tensor]:
+    """The number of tiles on a side, and what the kernel writes the sums of tiles to, [layers N, tiles, tiles]."""
+    tiles = triton.cdiv(g.shape[2], _side(g.shape[2]))
+    return tiles, torch.zeros(layers * len(g), tiles, tiles, dtype=torch.float32, device=g.device)
+
+
+def _sizes(g: torch.Tensor, a: torch.Tensor) -> tuple[int, ...]:
+    strides = (g.stride(0), g.stride(2), g.stride(1), a.stride(0), a.stride(1), a.stride(2))
+    return (g.shape[2], g.shape[1], a.shape[2], *strides)
+
+
+def _settings(g: torch.Tensor) -> dict[str, Any]:
+    side = _side(g.shape[2])
     # Reading allow_tf32 or get_float32_matmul_precision raises once the program has set fp32_precision.
     tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    with torch.cuda.device(g.device) if g.is_cuda else nullcontext():
-        gram_tile[(tiles, tiles, count)](
-            *(g, a, parts, tokens, rows, a.shape[2]),
-            *(g.stride(0), g.stride(2), g.stride(1), a.stride(0), a.stride(1), a.stride(2)),
-            SIDE=side,
-            DEPTH=32 if g.dtype == torch.float32 else 64,
-            PRECISION="tf32" if tf32 else "ieee",
-            num_warps=8 if side == 128 else 4,
-        )
-    return parts.sum((1, 2)).clamp_(min=0)
+    return {
+        "SIDE": side,
+        "DEPTH": 32 if g.dtype == torch.float32 else 64,
+        "PRECISION": "tf32" if tf32 else "ieee",
+        "num_warps": 8 if side == 128 else 4,
+    }

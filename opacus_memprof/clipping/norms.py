@@ -30,6 +30,33 @@ def squared_norms(stack: torch.Tensor) -> torch.Tensor:
     return norms.square_()
 
 
+_SMALL = 1 << 16  # elements of a sample
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_small(stack: torch.Tensor) -> bool:
+    """Whether norms and the clipped sum of ``stack`` wait for the optimizer's step, to be found together with those of
+    other stacks (see launches.py)."""
+    return has_kernels(stack) and 0 < stack.numel() <= _SMALL * len(stack) and stack.is_contiguous()
+
+
+def has_kernels(x: torch.Tensor) -> bool:
+    """Whether Triton's kernels go through such a tensor."""
+    return x.is_cuda and x.dtype in _DTYPES and has_triton()
+
+
+def gram_waits(g: torch.Tensor, a: torch.Tensor) -> bool:
+    """Whether ``gram_squared_norms`` of these operands wait for the optimizer's step."""
+    if g.shape[2] == 1:
+        return is_small(g) and is_small(a)
+    return has_kernels(g)
+
+
+def squared_norms_unless_small(stack: torch.Tensor) -> torch.Tensor | None:
+    """``squared_norms``, or None if they wait for the optimizer's step."""
+    return None if is_small(stack) else squared_norms(stack)
+
+
 def gradient_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -> torch.Tensor:
     """The squared norms, by forming the gradients ``g[n] @ a[n]``, some rows of some samples at a time."""
     count, rows, _ = g.shape
@@ -48,7 +75,7 @@ def gram_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -
     """
     if g.shape[2] == 1:
         return squared_norms(g) * squared_norms(a)
-    if g.is_cuda and g.dtype != torch.float64 and has_triton():
+    if has_kernels(g):
         from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda
 
         return gram_squared_norms_cuda(g, a)

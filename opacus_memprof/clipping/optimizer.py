@@ -97,22 +97,21 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         Raises:
             ValueError: ``zero_grad`` was not called since the last step (as Opacus does).
         """
-        for parameter in self.params:
+        params = self.params
+        for parameter in params:
             _check_processed_flag(parameter.summed_grad)
-            self._add_noise_to(parameter, parameter.summed_grad)
+        sums = [parameter.summed_grad for parameter in params if self._gets_noise(parameter)]
+        noise.add_noise(sums, std=self.noise_std(), generator=self.generator, secure_mode=self.secure_mode)
+        for parameter in params:
             parameter.grad = self._as_gradient(parameter, parameter.summed_grad)
             _mark_as_processed(parameter.summed_grad)
 
     def _as_gradient(self, parameter: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
         return total.view_as(parameter)
 
-    def _add_noise_to(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
-        self._add_drawn_noise(total)
-
-    def _add_drawn_noise(self, total: torch.Tensor) -> None:
-        total += noise.draw_noise(
-            std=self.noise_std(), reference=total, generator=self.generator, secure_mode=self.secure_mode
-        )
+    def _gets_noise(self, parameter: nn.Parameter) -> bool:
+        """Whether this process adds the noise of the parameter."""
+        return True
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Clips and, unless the step is skipped (BatchMemoryManager), adds noise and averages.

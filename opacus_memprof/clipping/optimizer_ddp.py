@@ -58,9 +58,8 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
         }
         return settings | shapes
 
-    def _add_noise_to(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
-        if self.rank == 0:
-            self._add_drawn_noise(total)
+    def _gets_noise(self, parameter: nn.Parameter) -> bool:
+        return self.rank == 0
 
     def _prepare_step(self) -> bool:
         # Ranks may split batches into different numbers of parts (BatchMemoryManager): these are added up locally.

@@ -99,9 +99,8 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
             error = raised
         self.agreement.settle(error)
 
-    def _add_noise_to(self, parameter: Any, total: torch.Tensor) -> None:
-        if all(parameter.device_mesh.get_local_rank(i) == 0 for i in _replicated(parameter)):
-            self._add_drawn_noise(total)
+    def _gets_noise(self, parameter: Any) -> bool:
+        return all(parameter.device_mesh.get_local_rank(i) == 0 for i in _replicated(parameter))
 
     def _as_gradient(self, parameter: Any, total: torch.Tensor) -> torch.Tensor:
         return DTensor(total, parameter._spec, requires_grad=False)  # from_local would move it to the mesh's device

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from opacus_memprof.clipping.norms import matrix
-from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, has_triton, slices
+from opacus_memprof.clipping.norms import has_kernels, matrix
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 
 
 def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, workspace: Workspace) -> torch.Tensor:
@@ -18,8 +18,8 @@ def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, wo
         dtype: of the result.
         workspace: ceiling on temporaries.
     """
-    if stack.is_cuda and stack.dtype != torch.float64 and has_triton():
-        from opacus_memprof.clipping.sum_triton import weighted_sum_cuda
+    if has_kernels(stack):
+        from opacus_memprof.clipping.stacks_triton import weighted_sum_cuda
 
         return weighted_sum_cuda(stack.contiguous(), factors.float(), dtype)
     flat = matrix(stack)

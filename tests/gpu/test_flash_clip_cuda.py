@@ -16,9 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import opacus_memprof
 from opacus_memprof.clipping import adopt_grad_samples, gram_triton
 from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda
+from opacus_memprof.clipping.launches import find_waiting_norms, pop_small_sums
 from opacus_memprof.clipping.layers import LAYERS
-from opacus_memprof.clipping.sum_triton import weighted_sum_cuda
+from opacus_memprof.clipping.stacks_triton import weighted_sum_cuda
 from opacus_memprof.clipping.workspace import Workspace
+from tests.integration.clipping_launches import LAUNCHES, count_launches, float32_difference
 from tests.integration.flash_clip_models import MODELS, assert_same, criterion, make_private, parameters
 from tests.unit.clipping_cases import CASES, Case, per_sample_gradients, randomized, relative_error
 
@@ -139,12 +141,24 @@ def test_layers(case: Case, dtype: torch.dtype, tolerance: float, megabytes: flo
     module, x, g = module.to("cuda", dtype), x.cuda(), g.cuda()
     layer, workspace = LAYERS[type(module)]("layer", module), Workspace.from_mib(megabytes)
     kept = layer.keep(x, g, workspace)
+    find_waiting_norms({layer: kept})
     expected = sum(e.flatten(1).square().sum(1) for e in exact.values())
     assert relative_error(kept.squared_norms.cpu().double(), expected) < tolerance
     names = {p: n for n, p in module.named_parameters()}
-    for parameter, total in layer.clipped_sums(kept, factors.to(kept.squared_norms), workspace):
+    factors_there = factors.to(kept.squared_norms)
+    small = list(pop_small_sums({layer: kept}, factors_there))
+    for parameter, total in [*small, *layer.clipped_sums(kept, factors_there, workspace)]:
         clipped = torch.einsum("n,n...->...", factors, exact[names[parameter]])
         assert relative_error(total.cpu().double(), clipped) < tolerance
+
+
+@pytest.mark.true_numbers
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_step_with_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_float32_matmul_precision("highest")
+    launched = count_launches(monkeypatch)
+    assert float32_difference(name, "cuda") < 1e-4
+    assert launched == LAUNCHES[name]
 
 
 @pytest.mark.parametrize("passes", [1, 2, "auto"])

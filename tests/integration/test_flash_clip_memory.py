@@ -78,7 +78,7 @@ def test_one_pass_keeps_the_smaller_of_pairs_and_samples(cpu: None) -> None:  # 
         attachment.detach()
 
 
-def test_noise_is_one_tensor_at_a_time(cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_noise_takes_no_more_than_that_of_the_largest_parameter(cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     module, optimizer = small(passes=1)
     attachments = [hooks.attach_model(module), hooks.attach_optimizer(optimizer)]
     backward(module)
@@ -92,7 +92,8 @@ def test_noise_is_one_tensor_at_a_time(cpu: None, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch, "normal", normal)
     optimizer.step()
-    assert seen == [[("0", 50 * 6 * DOUBLE)], [("0", 50 * DOUBLE)], [("1", 50 * 50 * DOUBLE)]]
+    weight, bias = ("0", 50 * 6 * DOUBLE), ("0", 50 * DOUBLE)
+    assert seen == [[weight], [weight, bias], [("1", 50 * 50 * DOUBLE)]]
     for attachment in attachments:
         attachment.detach()
 

@@ -5,8 +5,10 @@ test_clipping_triton in a process of its own."""
 import pytest
 import torch
 
-from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda
-from opacus_memprof.clipping.sum_triton import weighted_sum_cuda
+from opacus_memprof.clipping import gram_triton, norms, sums
+from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda, gram_squared_norms_of_layers
+from opacus_memprof.clipping.stacks_triton import squared_norms_cuda, weighted_sum_cuda, weighted_sums_cuda
+from tests.integration.clipping_launches import LAUNCHES, count_launches, float32_difference
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 7, 3), (1, 33, 40, 65), (3, 70, 16, 33), (2, 130, 70, 12)])
@@ -33,6 +35,48 @@ def test_gram_kernel_on_slices_and_empty_batches() -> None:
     exact = (g.double() @ a.double()).flatten(1).square().sum(1)
     torch.testing.assert_close(gram_squared_norms_cuda(g, a).double(), exact, rtol=1e-5, atol=0)
     assert gram_squared_norms_cuda(g[:0], a[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_step_with_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose norms and sums are found by the kernels clips as by hand."""
+    for module in (norms, sums):
+        monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
+    launched = count_launches(monkeypatch)
+    assert float32_difference(name, "cpu") < 1e-4
+    assert launched == LAUNCHES[name]
+
+
+@pytest.mark.parametrize("most", [65535, 7])  # of programs in a launch: 7 take the layers in several
+@pytest.mark.parametrize("offset", [0, 1])  # an address that is not a multiple of 16
+def test_gram_kernel_of_several_layers(most: int, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gram_triton, "_MOST_PROGRAMS", most)
+    torch.manual_seed(0)
+    pairs = []
+    for _ in range(4):
+        g = torch.randn(3 * 40 * 12 + offset)[offset:].view(3, 40, 12).mT
+        pairs.append((g, torch.randn(3, 40, 7)))
+    norms = gram_squared_norms_of_layers(pairs)
+    assert norms.shape == (4, 3)
+    for found, (g, a) in zip(norms, pairs, strict=True):
+        exact = (g.double() @ a.double()).flatten(1).square().sum(1)
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 5])
+def test_kernels_of_several_stacks(count: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    stacks = [torch.randn(count, *shape).to(dtype) for shape in [(3,), (1,), (40, 50), (1025,), (7, 2, 2)]]
+    factors = torch.rand(count)
+    norms = squared_norms_cuda(stacks)
+    totals = weighted_sums_cuda(stacks, factors, torch.float32)
+    for stack, found, total in zip(stacks, norms, totals, strict=True):
+        exact = stack.double().flatten(1).square().sum(1)
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+        expected = torch.einsum("n,n...->...", factors.double(), stack.double())
+        assert total.shape == stack.shape[1:]
+        torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

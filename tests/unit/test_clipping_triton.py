@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,38 +26,44 @@ def test_kernels_under_the_interpreter() -> None:
     assert " passed" in run.stdout
 
 
-@pytest.mark.parametrize("element", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("side", [32, 64, 128])
-def test_gram_kernel_compiles_for_the_h200(element: str, side: int) -> None:
+def _compile(function: Any, signature: dict[str, str], constants: dict[str, Any], warps: int) -> Any:
+    """The kernel for an H200; the arguments that ``signature`` does not name are 32-bit integers."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from opacus_memprof.clipping.gram_triton import gram_tile
+    types = dict.fromkeys(function.arg_names, "i32") | signature | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=function, signature=types, constexprs=constants)
+    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
-    names = gram_tile.arg_names
-    signature = dict.fromkeys(names, "i32") | {"g": f"*{element}", "a": f"*{element}", "parts": "*fp32"}
-    constants = {"SIDE": side, "DEPTH": 32 if element == "fp32" else 64, "PRECISION": "tf32"}
-    signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=gram_tile, signature=signature, constexprs=constants)
-    kernel = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8 if side == 128 else 4})
+
+@pytest.mark.parametrize("element", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("side", [32, 64, 128])
+@pytest.mark.parametrize("name", ["gram_tile", "gram_tiles"])
+def test_gram_kernels_compile_for_the_h200(name: str, element: str, side: int) -> None:
+    import triton.language as tl
+
+    from opacus_memprof.clipping import gram_triton
+
+    constants: dict[str, Any] = {"SIDE": side, "DEPTH": 32 if element == "fp32" else 64, "PRECISION": "tf32"}
+    signature = {"g": f"*{element}", "a": f"*{element}", "parts": "*fp32"}
+    if name == "gram_tiles":
+        types = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
+        constants |= {"TYPE": types[element], "ALIGNMENT": 16}
+        signature = {"operands": "*i64", "parts": "*fp32"}
+    kernel = _compile(getattr(gram_triton, name), signature, constants, 8 if side == 128 else 4)
     assert kernel.asm["cubin"]
     assert kernel.metadata.shared <= 227 * 1024  # of one block on an H200
     assert "wgmma" in kernel.asm["ptx"] or "mma" in kernel.asm["ptx"]
 
 
-def test_sum_kernel_compiles_for_the_h200() -> None:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
+def test_stack_kernels_compile_for_the_h200() -> None:
+    import triton.language as tl
 
-    from opacus_memprof.clipping.sum_triton import weighted_sum
+    from opacus_memprof.clipping import stacks_triton
 
-    signature = {
-        "stack": "*bf16",
-        "factors": "*fp32",
-        "out": "*fp32",
-        "count": "i32",
-        "size": "i64",
-        "BLOCK": "constexpr",
-    }
-    source = ASTSource(fn=weighted_sum, signature=signature, constexprs={"BLOCK": 2048})
-    assert compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["cubin"]
+    signature = {"stack": "*bf16", "factors": "*fp32", "out": "*fp32", "size": "i64"}
+    assert _compile(stacks_triton.weighted_sum, signature, {"BLOCK": 2048}, 8).asm["cubin"]
+    constants = {"BLOCK": 1024, "SOURCE": tl.bfloat16, "TARGET": tl.float32}
+    assert _compile(stacks_triton.weighted_sums, {"table": "*i64", "factors": "*fp32"}, constants, 4).asm["cubin"]
+    constants = {"BLOCK": 512, "SOURCE": tl.bfloat16}
+    assert _compile(stacks_triton.squared_norms, {"table": "*i64", "out": "*fp32"}, constants, 4).asm["cubin"]

@@ -11,7 +11,7 @@ from torch import nn
 
 from opacus_memprof.clipping.cost import Choice
 from opacus_memprof.clipping.distributed import computing_device
-from opacus_memprof.clipping.norms import squared_norms
+from opacus_memprof.clipping.norms import squared_norms, squared_norms_unless_small
 from opacus_memprof.clipping.sums import scale_single_sample, sum_stack
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
@@ -22,19 +22,19 @@ class KeptTensors:
     """What one layer's backward keeps until the clip factors are known.
 
     Attributes:
-        norms: squared norms, [B], float32 (float64), by parameter.
+        norms: squared norms, [B], float32 (float64), by parameter; None until ``find_waiting_norms`` finds them.
         stacks: per-sample gradients, [B, *parameter.shape], by parameter.
         pair: input and output gradient, if these are smaller than the weight's per-sample gradients.
     """
 
-    norms: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    norms: dict[nn.Parameter, torch.Tensor | None] = field(default_factory=dict)
     stacks: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     pair: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def squared_norms(self) -> torch.Tensor:
         """[B], of all parameters of the layer together."""
-        return torch.stack(list(self.norms.values())).sum(0)
+        return torch.stack([norms for norms in self.norms.values() if norms is not None]).sum(0)
 
     def split(self) -> Iterator[tuple[nn.Parameter, KeptTensors]]:
         """What is kept of each parameter by itself."""
@@ -44,7 +44,7 @@ class KeptTensors:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors: (the profiler's category, tensor)."""
-        yield from (("norm_samples", norms) for norms in self.norms.values())
+        yield from (("norm_samples", norms) for norms in self.norms.values() if norms is not None)
         yield from (("per_sample_gradients", stack) for stack in self.stacks.values())
         if self.pair is not None:
             yield "activation_hooks", self.pair[0]
@@ -118,6 +118,10 @@ class Layer:
         """The per-sample gradients of the weight, [B, *weight.shape]."""
         raise NotImplementedError
 
+    def norms_wait(self, x: torch.Tensor, g: torch.Tensor, choice: Choice) -> bool:
+        """Whether the weight's norms, of a pair that is kept, wait for the optimizer's step (see launches.py)."""
+        return False
+
     def weight_squared_norms(
         self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
     ) -> torch.Tensor:
@@ -155,12 +159,12 @@ class Layer:
 
     def keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace, norms: bool = True) -> KeptTensors:
         """Keeps per-sample gradients or (x, g), whichever is smaller and, unless ``norms`` is False, computes the exact
-        norms."""
+        norms, or notes with None that they wait for the optimizer's step."""
         kept = KeptTensors()
         for parameter, stack in self._small(x, g, workspace):
             kept.stacks[parameter] = stack
             if norms:
-                kept.norms[parameter] = squared_norms(stack)
+                kept.norms[parameter] = squared_norms_unless_small(stack)
         choice = self._choice(x, g, keep=True)
         if choice is None or x is None:
             return kept
@@ -168,11 +172,12 @@ class Layer:
         if choice.keep == "gradient":
             stack = kept.stacks[weight] = self.weight_gradients(x, g, workspace)
             if norms:
-                kept.norms[weight] = squared_norms(stack)
+                kept.norms[weight] = squared_norms_unless_small(stack)
         else:
             kept.pair = (x, g)
             if norms:
-                kept.norms[weight] = self.weight_squared_norms(x, g, choice, workspace)
+                waits = self.norms_wait(x, g, choice)
+                kept.norms[weight] = None if waits else self.weight_squared_norms(x, g, choice, workspace)
         return kept
 
     def parameter_squared_norms(

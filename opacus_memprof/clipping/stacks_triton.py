@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms and clipped sums of per-sample gradients on CUDA: they are read once, and accumulated in float32.
+
+Small ones are many (a bias of each layer), and launching a kernel for each would take the host longer than the device
+needs for all. One launch goes through all of them, by a table of their addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def weighted_sum(stack, factors, out, count, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    source = stack + at
+    for n in range(count):
+        total += tl.load(source, mask=inside, other=0.0).to(tl.float32) * tl.load(factors + n)
+        source += size
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def weighted_sums(  # type: ignore[no-untyped-def]  # Triton would interpret annotations as its types
+    table, factors, count, BLOCK: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr
+):
+    row = table + 3 * tl.program_id(1)
+    size = tl.load(row + 2)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(0) * BLOCK >= size:
+        return
+    inside = at < size
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    source = tl.load(row).to(tl.pointer_type(SOURCE)) + at
+    for n in range(count):
+        total += tl.load(source, mask=inside, other=0.0).to(tl.float32) * tl.load(factors + n)
+        source += size
+    tl.store(tl.load(row + 1).to(tl.pointer_type(TARGET)) + at, total.to(TARGET), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def squared_norms(table, out, BLOCK: tl.constexpr, SOURCE: tl.constexpr):  # type: ignore[no-untyped-def]
+    n = tl.program_id(0).to(tl.int64)
+    size = tl.load(table + 2 * tl.program_id(1) + 1)
+    source = tl.load(table + 2 * tl.program_id(1)).to(tl.pointer_type(SOURCE)) + n * size
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(source + at, mask=at < size, other=0.0).to(tl.float32)
+        total += x * x
+    tl.store(out + tl.program_id(1) * tl.num_programs(0) + n, tl.sum(total))
+
+
+def weighted_sum_cuda(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``sum_n factors[n] stack[n]`` in ``dtype``.
+
+    Args:
+        stack: [N, ...], contiguous.
+        factors: [N], float32.
+        dtype: of the result.
+    """
+    out = torch.empty(stack.shape[1:], dtype=dtype, device=stack.device)
+    if out.numel():
+        block = 2048
+        with on_device(stack):
+            weighted_sum[(triton.cdiv(out.numel(), block),)](
+                stack, factors, out, len(stack), out.numel(), BLOCK=block, num_warps=8
+            )
+    return out
+
+
+def weighted_sums_cuda(stacks: Sequence[torch.Tensor], factors: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """``sum_n factors[n] stack[n]`` in ``dtype`` of each stack, with one launch.
+
+    Args:
+        stacks: each [N, ...], contiguous, not empty; of one dtype.
+        factors: [N], float32.
+        dtype: of the results.
+    """
+    totals = [torch.empty(stack.shape[1:], dtype=dtype, device=stack.device) for stack in stacks]
+    sizes = [total.numel() for total in totals]
+    rows = [(s.data_ptr(), t.data_ptr(), size) for s, t, size in zip(stacks, totals, sizes, strict=True)]
+    block = 1024
+    with on_device(stacks[0]):
+        weighted_sums[(triton.cdiv(max(sizes), block), len(rows))](
+            *(table(rows, factors.device), factors, len(factors)),
+            BLOCK=block,
+            SOURCE=TYPES[stacks[0].dtype],
+            TARGET=TYPES[dtype],
+        )
+    return totals
+
+
+def squared_norms_cuda(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The squared norms of every ``stack[n]``, [stacks, N] float32, with one launch.
+
+    Args:
+        stacks: each [N, ...], contiguous, not empty; of one dtype and device.
+    """
+    count = len(stacks[0])
+    out = torch.empty(len(stacks), count, dtype=torch.float32, device=stacks[0].device)
+    rows = [(stack.data_ptr(), stack.numel() // count) for stack in stacks]
+    with on_device(out):
+        squared_norms[(count, len(rows))](table(rows, out.device), out, BLOCK=512, SOURCE=TYPES[stacks[0].dtype])
+    return out
+
+
+def table(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """The numbers as an int64 tensor on the device, which the host does not wait for."""
+    numbers = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return numbers.to(device, non_blocking=True)
+
+
+def on_device(tensor: torch.Tensor) -> Any:
+    """A context in which kernels run on the tensor's device."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step in float32 whose norms and sums are found with few kernel launches, compared with clipping by hand: on a GPU,
+and by Triton's interpreter."""
+
+import pytest
+import torch
+from torch import nn
+
+from opacus_memprof.clipping import gram_triton, stacks_triton
+from tests.integration.clipping_by_hand import Batch, difference
+from tests.integration.flash_clip_models import MODELS, criterion
+
+LAUNCHES = {
+    # Gram products: queries, keys and values; outputs and the two others of 12 columns; up; down; head.
+    "transformer": {"gram_squared_norms_of_layers": 5, "squared_norms_cuda": 1, "weighted_sums_cuda": 1},
+    "transformer_rms_norm": {"gram_squared_norms_of_layers": 5, "squared_norms_cuda": 1, "weighted_sums_cuda": 1},
+    "convnet": {"squared_norms_cuda": 1, "weighted_sums_cuda": 1},
+    "mlp": {"squared_norms_cuda": 1, "weighted_sums_cuda": 1},
+}
+
+
+def float32_difference(name: str, device: str) -> float:
+    """The largest relative difference of a small model's norms and clipped gradients from those by hand."""
+    torch.manual_seed(0)
+    build, data = MODELS[name]
+    x, y = data(4).tensors
+    batch: Batch = {"x": (x.float() if x.is_floating_point() else x).to(device), "y": y.to(device)}
+
+    def losses(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return criterion("sum")(model(batch["x"]), batch["y"])
+
+    return difference(build().to(device), batch, losses)
+
+
+def count_launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Counts from now on how often each function is called that goes through several layers at once."""
+    counts: dict[str, int] = {}
+    for module, name in (
+        (gram_triton, "gram_squared_norms_of_layers"),
+        (stacks_triton, "squared_norms_cuda"),
+        (stacks_triton, "weighted_sums_cuda"),
+    ):
+
+        def counted(*args: object, name: str = name, call: object = getattr(module, name)) -> object:
+            counts[name] = counts.get(name, 0) + 1
+            return call(*args)  # type: ignore[operator]
+
+        monkeypatch.setattr(module, name, counted)
+    return counts
