@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from rivals_models import gpt2, llama_lora, vit
+from rivals_models import gpt2, llama, vit
 from torch import nn
 from virtual_gpu_models import MODELS, Model, images, tokens
 
@@ -58,7 +58,7 @@ MORE = {
     "GPT of GPT-2's size, T 512": _gpt(512, 50257, 768, 12, 12),
     "GPT of GPT-2's size, T 4096": _gpt(4096, 50257, 768, 12, 12),
     "GPT-2 of transformers, T 512": _hugging_face(gpt2(512), 512, 50257),
-    "Llama 1B LoRA, T 1024": _hugging_face(llama_lora(16, 1024, **LLAMA_1B), 1024, 32000),
+    "Llama 1B LoRA, T 1024": _hugging_face(llama(1024, 16, **LLAMA_1B), 1024, 32000),
     "ViT-B/16": Model(vit(10), images(224)),
 }
 

@@ -22,8 +22,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +40,39 @@ GIB = 1 << 30
 
 
 def run_worker(
-    command: list[str], seconds: float, environment: Mapping[str, str] | None = None
+    command: list[str],
+    seconds: float,
+    environment: Mapping[str, str] | None = None,
+    on_line: Callable[[list[dict[str, Any]]], None] = lambda lines: None,
 ) -> tuple[list[dict[str, Any]], str]:
-    """(the lines that a worker printed until it ended, failed or its time was over; "" or how it failed)."""
+    """(the lines that a worker printed until it ended, failed or its time was over; "" or how it failed). ``on_line``
+    gets the lines so far after each."""
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ, **(environment or {})}
+    lines: list[dict[str, Any]] = []
+    is_over = threading.Event()
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
-        try:
-            output, _ = process.communicate(timeout=2 * seconds + 60)
-            failed = f"the worker ended with status {process.returncode}" if process.returncode else ""
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun ends its processes
-            output, _ = process.communicate()
-            failed = "its time was over"
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+
+            def end() -> None:
+                is_over.set()
+                process.terminate()  # torchrun ends its processes
+
+            clock = threading.Timer(2 * seconds + 60, end)
+            clock.start()
+            assert process.stdout is not None
+            for line in map(str.strip, process.stdout):
+                if line.startswith("{") and line.endswith("}"):
+                    lines.append(json.loads(line))
+                    on_line(lines)
+            process.wait()
+            clock.cancel()
+        failed = f"the worker ended with status {process.returncode}" if process.returncode else ""
+        failed = "its time was over" if is_over.is_set() else failed
         errors.seek(0)
-        lines = [line for line in errors.read().splitlines() if line.strip()]
-    if failed and lines:
-        failed += f": {lines[-1].strip()[:200]}"
-    return [json.loads(line) for line in output.splitlines() if line.startswith("{") and line.endswith("}")], failed
+        said = [line.strip() for line in errors.read().splitlines() if line.strip()]
+    if failed and said:
+        failed += f": {said[-1][:200]}"
+    return lines, failed
 
 
 def run_config(config: Config, modes: list[str], seconds: float, precision: str) -> list[dict[str, Any]]:

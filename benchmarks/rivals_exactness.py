@@ -49,9 +49,9 @@ def update_errors(mode: str, config: Config, device: torch.device, sharded: bool
     bound = statistics.median_low(norms)  # so that some samples are clipped
     _, expected = gradients_by_hand(model, x, y, bound)
     if sharded:
-        from opacus_memprof.experiments.sharded_run import shard  # imports what forks of Opacus may not have
+        from rivals_sharded import shard  # imports what forks of Opacus may not have
 
-        model = shard(model)
+        model = shard(mode, model)
     before = _parameters(model)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     step, _ = prepare(mode, model, optimizer, len(x), noise_multiplier=0.0, max_grad_norm=bound)

@@ -95,18 +95,25 @@ LLAMA_8B = {
 }
 
 
-def llama_lora(rank: int, tokens: int, **sizes: int) -> Callable[[], nn.Module]:
-    """Llama with LoRA adapters on every projection of its blocks."""
+def llama(tokens: int, lora_rank: int = 0, **sizes: int) -> Callable[[], nn.Module]:
+    """Llama of transformers, all of it trained or, with a rank, LoRA adapters on every projection of its blocks.
+
+    Its tables of positions are computed where other tensors have no memory yet, too (on the meta device).
+    """
 
     def build() -> nn.Module:
-        import peft
         import transformers
 
         config = transformers.LlamaConfig(max_position_embeddings=tokens, tie_word_embeddings=False, **sizes)
-        names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        base = transformers.LlamaForCausalLM(config)
-        adapted: Any = peft.get_peft_model(base, peft.LoraConfig(r=rank, target_modules=names))
-        return Logits(adapted)
+        model: Any = transformers.LlamaForCausalLM(config)
+        with torch.device("cpu"):
+            model.model.rotary_emb = type(model.model.rotary_emb)(config)
+        if lora_rank:
+            import peft
+
+            names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+            model = peft.get_peft_model(model, peft.LoraConfig(r=lora_rank, target_modules=names))
+        return Logits(model)
 
     return build
 
@@ -130,22 +137,38 @@ SMALL_VIT = Config(
     5,
     image=8,
 )
-SMALL_LLAMA = Config(
-    "small Llama",
-    llama_lora(
-        2,
-        12,
-        vocab_size=31,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    ),
-    3,
-    12,
-    31,
-)
+SMALLEST_LLAMA = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def _llama_8b(lora_rank: int, tokens: int) -> RivalConfig:
+    trained = "lora" if lora_rank else "full"
+    published = {}
+    if not lora_rank:
+        source = "its paper, as this project's issue 24 quotes it; FSDP, full model"
+        published = {"LongShield": Published(1.07, None, source)}
+    return RivalConfig(
+        Config(
+            f"llama_8b_{trained}_T{tokens}_B1_bf16",
+            llama(tokens, lora_rank, **LLAMA_8B),
+            1,
+            tokens,
+            128256,
+            torch.bfloat16,
+        ),
+        Config(f"small Llama, {trained}", llama(12, min(lora_rank, 2), **SMALLEST_LLAMA), 3, 12, 31),
+        "LongShield",
+        published,
+    )
+
+
+SHARDED_CONFIGS = [_llama_8b(lora_rank, tokens) for tokens in (4096, 16384) for lora_rank in (16, 0)]
 
 
 def _long_gpt2(tokens: int, fastdp: float | None) -> RivalConfig:
@@ -186,10 +209,5 @@ CONFIGS = [
         "book-keeping (arXiv 2210.00038)",
         {"fastDP MixOpt": Published(1.74, None, EARLIER)},
     ),
-    RivalConfig(
-        Config("llama_8b_lora_T4096_B1_bf16", llama_lora(16, 4096, **LLAMA_8B), 1, 4096, 128256, torch.bfloat16),
-        SMALL_LLAMA,
-        "LongShield",
-        {"LongShield": Published(1.07, None, "its paper, as this project's issue 24 quotes it; FSDP, full model")},
-    ),
+    SHARDED_CONFIGS[0],
 ]

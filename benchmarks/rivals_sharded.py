@@ -4,28 +4,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from distributed import timed
 from rivals_bench import RivalBench
-from training_modes import prepare
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from training_modes import adapt, prepare
 
-from opacus_memprof.experiments.sharded_run import shard
+from opacus_memprof.experiments.sharded_run import shard as shard_layers
+
+
+def shard(mode: str, model: nn.Module) -> nn.Module:
+    """The model sharded as a mode needs it: for ghost_fsdp every layer by itself, as Opacus requires, else blocks and
+    what is beside them, as is usual."""
+    return shard_layers(model) if mode == "ghost_fsdp" else fully_shard(_shard_blocks(model))
+
+
+def _shard_blocks(module: nn.Module) -> nn.Module:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            for block in child:
+                fully_shard(block)
+        elif any(True for _ in child.parameters(recurse=False)):
+            fully_shard(child)
+        else:
+            _shard_blocks(child)
+    return module
 
 
 class ShardedBench(RivalBench):
-    """Every visit has a new model: what sharding changes is not undone either."""
+    """Every visit has a new model: what sharding changes is not undone either. Only its shards ever have memory, and
+    get random numbers."""
 
     def make_model(self, mode: str) -> None:
-        super().make_model(mode)
-        self.model = shard(self.model)
+        with torch.device("meta"):
+            model = adapt(mode, self.config.build().to(self.config.dtype)).train()
+        self.model = shard(mode, model)
+        self.model._apply(lambda t: torch.empty_like(t, device=self.device) if t.is_meta else t.to(self.device))
+        torch.manual_seed(dist.get_rank())
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                part = parameter.to_local()  # type: ignore[operator]
+                part.normal_(0, 0.02) if parameter.dim() > 1 else part.fill_(1)  # a normalization's weights
         self.optimizer = torch.optim.Adam([p for p in self.model.parameters() if p.requires_grad], lr=1e-5)
 
     def wrap(self, mode: str) -> tuple[Callable[[], None], Callable[[], None]]:
         self.renew(mode)
         step, _ = prepare(mode, self.model, self.optimizer, self.config.batch * dist.get_world_size())
         return (lambda: step(self.x, self.y)), lambda: None
+
+    def visit(self, mode: str) -> dict[str, Any]:
+        """The first rank's that failed, or that of the rank with the highest peak. Times are the slowest rank's."""
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, super().visit(mode))
+        found = [each for each in everyones if each is not None]  # a rank that is played alone has no others
+        failed = [each for each in found if "failed" in each]
+        return failed[0] if failed else max(found, key=lambda each: each["peak_bytes"] or 0)
 
     def seconds(self, step: Callable[[], None]) -> float:
         return timed(step, self.device)

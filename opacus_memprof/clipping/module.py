@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
@@ -136,7 +137,12 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 (self._before_model, self._after_model) if is_model else (self._before_module, self._after_module)
             )
             handles.append(module.register_forward_pre_hook(_untraced(before), with_kwargs=True))
-            handles.append(module.register_forward_hook(_untraced(after), with_kwargs=True, always_call=True))
+            # Before FSDP's hook: in backward, FSDP then gathers the parameters before the tap keeps anything, and its
+            # buffer has gone by then. An embedding needs no parameters there.
+            first = isinstance(module, FSDPModule) and not is_model and not isinstance(module, nn.Embedding)
+            handles.append(
+                module.register_forward_hook(_untraced(after), with_kwargs=True, always_call=True, prepend=first)
+            )
 
     def _active(self) -> bool:
         hooks, model = self.layer_hooks, self.units.model
