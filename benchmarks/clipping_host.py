@@ -2,10 +2,12 @@
 """What a step of a small, deep model costs the processor: vanilla, flash_clip and hooks in one process.
 
     python benchmarks/clipping_host.py                 # a GPT of 24 layers, width 128, batch 4, 32 tokens, one thread
+    python benchmarks/clipping_host.py --device cuda   # a GPU waits for the host there
     python benchmarks/clipping_host.py --profile       # where flash_clip's time goes, by Python function
 
-Prints, for each mode, the median of the processor time of a step, and of its ratio to vanilla within a round. Rounds
-visit the modes in shuffled order, each on a model of its own; the time of other processes is not counted.
+Prints, for each mode, the median of a step's time, and of its ratio to vanilla within a round. Rounds visit the modes
+in shuffled order, each on a model of its own. On the CPU the time is the processor's, so that other processes are not
+counted; on a GPU it is the clock's, until the GPU has ended the step.
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ class Engine(FlashClipEngineMixin, opacus.PrivacyEngine):
     pass
 
 
-def training_step(mode: str, layers: int, width: int, batch: int, length: int) -> Callable[[], None]:
+def training_step(
+    mode: str, layers: int, width: int, batch: int, length: int, device: str = "cpu"
+) -> Callable[[], None]:
     """A function that trains a model of its own for one step."""
     torch.manual_seed(0)
-    model = SmallGPT(VOCABULARY, width, layers, heads=4)
+    model = SmallGPT(VOCABULARY, width, layers, heads=4).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    tokens, targets = torch.randint(0, VOCABULARY, (2, batch, length))
+    tokens, targets = torch.randint(0, VOCABULARY, (2, batch, length)).to(device)
     if mode != "vanilla":
         model, optimizer, _ = Engine(accountant="rdp").make_private(
             module=model,
@@ -60,11 +64,17 @@ def training_step(mode: str, layers: int, width: int, batch: int, length: int) -
     return step
 
 
-def seconds(step: Callable[[], None]) -> float:
-    """Processor time, user and system, of this process."""
-    start = time.process_time()
+def seconds(step: Callable[[], None], device: str) -> float:
+    """The processor time, user and system, of this process; on a GPU, the time by the clock."""
+    if device == "cpu":
+        start = time.process_time()
+        step()
+        return time.process_time() - start
+    torch.cuda.synchronize()
+    start = time.perf_counter()
     step()
-    return time.process_time() - start
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -74,11 +84,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    shape = (arguments.layers, arguments.width, arguments.batch, arguments.length)
+    shape = (arguments.layers, arguments.width, arguments.batch, arguments.length, arguments.device)
     if arguments.profile:
         step = training_step("flash_clip", *shape)
         step()
@@ -95,8 +106,9 @@ def main() -> None:
     order = list(MODES)
     for _ in range(arguments.rounds):
         random.shuffle(order)
-        rounds.append({mode: seconds(steps[mode]) for mode in order})
-    print(f"torch {torch.__version__}, {platform.machine()}, 1 thread; {shape[0]} layers of width {shape[1]}, ", end="")
+        rounds.append({mode: seconds(steps[mode], arguments.device) for mode in order})
+    machine = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.machine()
+    print(f"torch {torch.__version__}, {machine}, 1 thread; {shape[0]} layers of width {shape[1]}, ", end="")
     print(f"batch {shape[2]}, {shape[3]} tokens; {arguments.rounds} rounds")
     for mode in MODES:
         own = statistics.median(each[mode] for each in rounds)

@@ -21,9 +21,9 @@ class GradientTap(torch.autograd.Function):
     ``bookkeeping.add``.
 
     The input is saved through autograd, so that activation checkpointing, saved-tensor hooks and the check for in-place
-    changes apply to it as to any activation, and it is freed after the backward. ``where`` says where both have the
-    samples, unless these are their first dimension. The output is detached instead of a
-    view, so that an in-place activation may follow.
+    changes apply to it as to any activation, and it is freed after the backward. ``call`` has the layer, the
+    bookkeeping, where both have the samples, unless these are their first dimension, and the number of samples. The
+    output is detached instead of a view, so that an in-place activation may follow.
     """
 
     @staticmethod
@@ -32,31 +32,36 @@ class GradientTap(torch.autograd.Function):
         output: torch.Tensor,
         anchor: torch.Tensor | None,
         x: torch.Tensor | None,
-        layer: Layer,
-        bookkeeping: Bookkeeping,
-        where: Arrangement | None,
-        batch: int,
+        call: tuple[Layer, Bookkeeping, Arrangement | None, int],
     ) -> torch.Tensor:
-        ctx.layer, ctx.bookkeeping, ctx.where, ctx.batch = layer, bookkeeping, where, batch
+        ctx.call = call
         if x is not None:
             ctx.save_for_backward(x)
         return output.detach()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None, None]:
-        saved = ctx.saved_tensors
-        x, by_sample = saved[0] if saved else None, g
-        if ctx.where is not None:
-            by_sample = ctx.where.by_sample(g, ctx.batch)
-            x = None if x is None else ctx.where.by_sample(x, ctx.batch)
-        if torch.is_autocast_enabled(g.device.type):
-            # Backward may be called under it; the input has been cast in forward already.
-            with torch.autocast(g.device.type, enabled=False):
-                ctx.bookkeeping.add(ctx.layer, x, by_sample)
-        else:
-            ctx.bookkeeping.add(ctx.layer, x, by_sample)
-        return g, None, None, None, None, None, None
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        # Only a backward that makes a graph itself needs the error of a second derivative, which takes time to prepare.
+        return (_add_once if torch.is_grad_enabled() else _add)(ctx, g)
+
+
+def _add(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    layer, bookkeeping, where, batch = ctx.call
+    saved = ctx.saved_tensors
+    x, by_sample = saved[0] if saved else None, g
+    if where is not None:
+        by_sample = where.by_sample(g, batch)
+        x = None if x is None else where.by_sample(x, batch)
+    if torch.is_autocast_enabled(g.device.type):
+        # Backward may be called under it; the input has been cast in forward already.
+        with torch.autocast(g.device.type, enabled=False):
+            bookkeeping.add(layer, x, by_sample)
+    else:
+        bookkeeping.add(layer, x, by_sample)
+    return g, None, None, None
+
+
+_add_once = once_differentiable(_add)
 
 
 class CallTap(torch.autograd.Function):

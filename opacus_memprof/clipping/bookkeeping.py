@@ -157,7 +157,9 @@ class Bookkeeping:
                 f"{layer.describe()} saw a batch of {size}, but other layers saw {current.batch_size}. Every forward "
                 "of the model before a backward must have the same samples."
             )
-        if self.mode == "sums":
+        if self.mode == "keep" and not layer.is_shared and layer not in current.kept:
+            current.kept[layer] = layer.keep(x, g, self.workspace)
+        elif self.mode == "sums":
             for parameter, total in layer.sums_of_scaled_gradients(x, g, self.workspace).items():
                 total = total.to(parameter.dtype)
                 current.sums[parameter] = current.sums[parameter] + total if parameter in current.sums else total
@@ -165,10 +167,8 @@ class Bookkeeping:
             current.add_shared(layer, layer.keep(x, g, self.workspace, norms=False), self.workspace)
         elif layer in current.kept:
             self._share(current, layer, x, g)
-        elif self.mode == "norms":
-            current.kept[layer] = KeptTensors(dict(layer.parameter_squared_norms(x, g, self.workspace)))
         else:
-            current.kept[layer] = layer.keep(x, g, self.workspace)
+            current.kept[layer] = KeptTensors(dict(layer.parameter_squared_norms(x, g, self.workspace)))
 
     def _share(self, current: BackwardPass, layer: Layer, x: Any, g: Any) -> None:
         """Adds a second use of a layer that was not known to be used more than once."""

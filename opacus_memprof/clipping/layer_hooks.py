@@ -118,7 +118,7 @@ class LayerHooks:
                 "samples of the batch where earlier batches had them."
             )
         anchor = None if output.requires_grad else self.anchor(output.device)
-        return GradientTap.apply(output, anchor, saved_input, layer, self.bookkeeping, where, self.batch)
+        return GradientTap.apply(output, anchor, saved_input, (layer, self.bookkeeping, where, self.batch))
 
     def _after_generic(
         self, layer: GenericLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, running: _Running

@@ -37,19 +37,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def is_small(stack: torch.Tensor) -> bool:
     """Whether norms and the clipped sum of ``stack`` wait for the optimizer's step, to be found together with those of
     other stacks (see launches.py)."""
-    return has_kernels(stack) and 0 < stack.numel() <= _SMALL * len(stack) and stack.is_contiguous()
+    return has_kernels(stack) and 0 < stack.numel() <= _SMALL * stack.shape[0] and stack.is_contiguous()
 
 
 def has_kernels(x: torch.Tensor) -> bool:
     """Whether Triton's kernels go through such a tensor."""
     return x.is_cuda and x.dtype in _DTYPES and has_triton()
-
-
-def gram_waits(g: torch.Tensor, a: torch.Tensor) -> bool:
-    """Whether ``gram_squared_norms`` of these operands wait for the optimizer's step."""
-    if g.shape[2] == 1:
-        return is_small(g) and is_small(a)
-    return has_kernels(g)
 
 
 def squared_norms_unless_small(stack: torch.Tensor) -> torch.Tensor | None:

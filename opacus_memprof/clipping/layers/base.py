@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,6 +69,7 @@ class Layer:
         self.running_module = module  # of a sharded model, ``module`` is a twin of the one that runs
         self.is_shared = False  # whether its parameters are known to be used more than once in a pass
         self._seen: list[nn.Parameter] = []
+        self._chosen: tuple[object, Choice | None] | None = None  # the last choice, and the shapes that it is for
         self.excluded: set[str] = set()  # names of parameters that another layer clips
 
     def trainable(self) -> list[nn.Parameter]:
@@ -150,7 +152,7 @@ class Layer:
 
     def kept_bytes(self, x: torch.Tensor, y: torch.Tensor) -> int:
         """The bytes that backward will keep for the deferred weight, from shapes alone. ``y`` is the output."""
-        choice = self.choose(x, y, keep=True)
+        choice = self._choice(x, y, keep=True)
         return 0 if choice is None else choice.kept_bytes
 
     def batch_size(self, x: torch.Tensor | None, g: torch.Tensor) -> int:
@@ -161,7 +163,9 @@ class Layer:
         """Keeps per-sample gradients or (x, g), whichever is smaller and, unless ``norms`` is False, computes the exact
         norms, or notes with None that they wait for the optimizer's step."""
         kept = KeptTensors()
-        for parameter, stack in self._small(x, g, workspace):
+        own: dict[str, Any] = self.module._parameters
+        for name, stack in self.small_gradients(x, g, workspace).items():
+            parameter = own[name]
             kept.stacks[parameter] = stack
             if norms:
                 kept.norms[parameter] = squared_norms_unless_small(stack)
@@ -233,4 +237,9 @@ class Layer:
         return [(own[n], s) for n, s in self.small_gradients(x, g, workspace).items()]  # type: ignore[misc]
 
     def _choice(self, x: torch.Tensor | None, g: torch.Tensor, keep: bool) -> Choice | None:
-        return self.choose(x, g, keep) if x is not None and self.is_trainable("weight") else None
+        if x is None or not self.is_trainable("weight"):
+            return None
+        shapes = (x.shape, g.shape, x.dtype, g.dtype, keep)
+        if self._chosen is None or self._chosen[0] != shapes:
+            self._chosen = shapes, self.choose(x, g, keep)
+        return self._chosen[1]

@@ -7,7 +7,7 @@ import torch
 
 from opacus_memprof.clipping.cost import Choice
 from opacus_memprof.clipping.layers.matrix import MatrixLayer, Sizes
-from opacus_memprof.clipping.norms import gradient_squared_norms, gram_squared_norms, gram_waits
+from opacus_memprof.clipping.norms import gradient_squared_norms, gram_squared_norms, has_kernels, is_small
 from opacus_memprof.clipping.sums import products, sum_outer_products, sum_products
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
 
@@ -56,10 +56,11 @@ class LinearLayer(MatrixLayer):
         return products(*self.operands(x, g)).view(-1, *shape)
 
     def norms_wait(self, x: torch.Tensor, g: torch.Tensor, choice: Choice) -> bool:
-        if choice.norm != "gram" or g.numel() == 0 or x.dtype != g.dtype:
+        if choice.norm != "gram" or x.dtype != g.dtype or not has_kernels(g) or g.numel() == 0:
             return False
-        is_view = x.dim() == g.dim() == 3 or (x.is_contiguous() and g.is_contiguous())
-        return is_view and gram_waits(*self.operands(x, g))
+        if x.shape[1:-1].numel() == 1:
+            return is_small(x) and is_small(g)
+        return x.dim() == g.dim() == 3 or (x.is_contiguous() and g.is_contiguous())  # operands are views
 
     def weight_squared_norms(
         self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace

@@ -41,8 +41,7 @@ class _LastDimensionsNorm(Layer):
         x = x.reshape(x.shape[0], tokens, *shape)
         token_bytes = _COPIES * torch.Size(shape).numel() * g.element_size()
         if g.shape[0] * tokens * token_bytes <= workspace.bytes:
-            total = gradients["weight"] = torch.empty(g.shape[0], *shape, dtype=dtype, device=g.device)
-            torch.sum(self.normalize(x.to(g.dtype)).mul_(g), 1, dtype=dtype, out=total)
+            gradients["weight"] = self.normalize(x.to(g.dtype)).mul_(g).sum(1, dtype=dtype)
             return gradients
         total = gradients["weight"] = torch.zeros(len(g), *shape, dtype=dtype, device=g.device)
         for n, t in workspace.tiles(len(g), tokens, token_bytes, f"one token of {self.describe()}"):
@@ -56,7 +55,7 @@ class LayerNormLayer(_LastDimensionsNorm):
     module: nn.LayerNorm
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.layer_norm(x, self.module.normalized_shape, eps=self.module.eps)
+        return torch.layer_norm(x, self.module.normalized_shape, eps=self.module.eps)
 
 
 class RMSNormLayer(_LastDimensionsNorm):
