@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two processes over NCCL, a GPU each: every mode of Opacus that is distributed runs as without the profiler."""
 
+import contextlib
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,8 +27,9 @@ pytestmark = [
 ]
 
 
-def both_ranks(*command: str) -> list[str]:
-    """What rank 0 and rank 1 print; both must end well."""
+@contextlib.contextmanager
+def started_ranks(*command: str, **variables: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Python with the command as rank 0 and rank 1, with more environment variables. Both have ended afterwards."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -42,11 +45,22 @@ def both_ranks(*command: str) -> list[str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=environment | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in (0, 1)
     ]
-    printed = [process.communicate(timeout=300)[0] for process in started]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def both_ranks(*command: str) -> list[str]:
+    """What rank 0 and rank 1 print; both must end well."""
+    with started_ranks(*command) as started:
+        printed = [process.communicate(timeout=300)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], printed
     return printed
 

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash_clip on two GPUs, over NCCL: every case that ranks on the CPU train, in float64, float32 and bfloat16."""
+"""flash_clip on two GPUs, over NCCL: every case that ranks on the CPU train, in float64, float32 and bfloat16; and a
+rank that is killed."""
 
 import os
+import signal
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu.test_distributed_cuda import ROOT
+from opacus_memprof.analysis.job_directory import load_ranks
+from tests.gpu.test_distributed_cuda import ROOT, TRAIN, started_ranks
+from tests.integration.test_distributed import PARAMETERS
 from tests.integration.test_flash_clip_ranks import check_cases
 
 PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -18,3 +23,36 @@ ENVIRONMENT = {"PYTHONPATH": PATH, "PYTHONWARNINGS": "ignore", "NCCL_NVLS_ENABLE
 @pytest.mark.parametrize("wrap", ["ddp", "dpddp", "fsdp2"])
 def test_ranks_train_as_one_process(wrap: str) -> None:
     check_cases("nccl", 2, [wrap], os.environ | ENVIRONMENT)
+
+
+TIMEOUT = 15.0  # of a collective; the default of ten minutes is for large jobs
+ENDINGS = {
+    # The watchdog's thread ends the process. It would write out the last collectives before, of all ranks.
+    "watchdog": ({"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}, -signal.SIGABRT, "Watchdog caught collective operation timeout"),
+    # Whoever waits for a collective gets an exception.
+    "exception": ({"TORCH_NCCL_BLOCKING_WAIT": "1"}, 1, "timed out in blocking wait"),
+}
+
+
+@pytest.mark.true_numbers
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("wrap", "ending"), [("ddp", "watchdog"), ("fsdp2", "watchdog"), ("ddp", "exception")])
+def test_a_rank_is_killed(tmp_path: Path, wrap: str, ending: str) -> None:
+    """The other one ends when NCCL's time is over, with its sentence, and both profiles are whole."""
+    variables, expected, sentence = ENDINGS[ending]
+    command = ["-m", "opacus_memprof", "run", "-o", str(tmp_path), TRAIN, f"{wrap}/flash_clip/flat"]
+    command += ["--kill", "1", "--timeout", str(TIMEOUT)]
+    with started_ranks(*command, **variables) as (survivor, killed):
+        killed.communicate(timeout=60)
+        printed, _ = survivor.communicate(timeout=TIMEOUT + 25)  # to notice it, and to write its profile
+    assert (survivor.returncode, killed.returncode) == (expected, -signal.SIGKILL), printed
+    assert sentence in printed
+    summary = load_ranks(tmp_path)
+    status = "killed" if expected < 0 else "failed"
+    assert [(row.status, row.steps) for row in summary.ranks] == [(status, 2), ("killed", 2)]
+    for row in summary.ranks:
+        assert row.device == f"cuda:{row.rank}"
+        assert row.peak is not None
+        assert row.peak.categories["model_parameters"] == PARAMETERS // (2 if wrap == "fsdp2" else 1)
+        assert sum(row.peak.categories.values()) == row.peak.requested_bytes
+        assert row.dropped == 0

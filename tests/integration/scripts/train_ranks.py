@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -91,14 +92,16 @@ def main() -> None:
     parser.add_argument("ways", nargs="+", help="wrapper/mode/clipping, one after the other")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--kill", type=int, help="the rank that dies of SIGKILL before its last step")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds after which a collective has failed")
     args = parser.parse_args()
+    timeout = timedelta(seconds=args.timeout)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
     for way in args.ways:
         train(*way.split("/"), device, args.steps, args.kill)
     dist.destroy_process_group()
