@@ -1,26 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bench of models that FSDP2 shards over the processes of torchrun, each of which has a batch of its own."""
+"""A bench of models that FSDP2 shards over the processes of torchrun, each of which has a batch of its own. It imports
+nothing of the package that has to be compiled."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed import timed
+from opacus.utils.fsdp_utils import FSDP2Wrapper
 from rivals_bench import RivalBench
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from training_modes import adapt, prepare
 
-from opacus_memprof.experiments.sharded_run import shard as shard_layers
+
+def join_group(device: torch.device) -> torch.device:
+    """Joins the processes, and returns the device of this one."""
+    if device.type == "cpu":
+        dist.init_process_group("gloo")
+        return device
+    own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(own)
+    dist.init_process_group("nccl", device_id=own)
+    return own
 
 
 def shard(mode: str, model: nn.Module) -> nn.Module:
     """The model sharded as a mode needs it: for ghost_fsdp every layer by itself, as Opacus requires, else blocks and
     what is beside them, as is usual."""
-    return shard_layers(model) if mode == "ghost_fsdp" else fully_shard(_shard_blocks(model))
+    return FSDP2Wrapper(model) if mode == "ghost_fsdp" else fully_shard(_shard_blocks(model))
 
 
 def _shard_blocks(module: nn.Module) -> nn.Module:
@@ -65,7 +76,12 @@ class ShardedBench(RivalBench):
         return failed[0] if failed else max(found, key=lambda each: each["peak_bytes"] or 0)
 
     def seconds(self, step: Callable[[], None]) -> float:
-        return timed(step, self.device)
+        """The slowest rank's."""
+        self.synchronize()
+        dist.barrier()
+        longest = torch.tensor(super().seconds(step), dtype=torch.float64, device=self.device)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        return float(longest)
 
     def agree(self, goes_on: bool) -> bool:
         everywhere = torch.tensor(int(goes_on), device=self.device)

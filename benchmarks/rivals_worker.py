@@ -32,11 +32,9 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() and not arguments.tiny else "cpu")
     bench: type[RivalBench] = RivalBench
     if sharded := "WORLD_SIZE" in os.environ:  # not imported otherwise: forks of Opacus may not have what it needs
-        from rivals_sharded import ShardedBench
+        from rivals_sharded import ShardedBench, join_group
 
-        from opacus_memprof.experiments.sharded_run import join_group
-
-        bench, device = ShardedBench, join_group(device.type)
+        bench, device = ShardedBench, join_group(device)
     found = configs[arguments.config]
     modes = list(arguments.modes)
     for mode in arguments.modes:
