@@ -7,7 +7,7 @@ layer, so each layer keeps what its clipped sum needs, and the sums are formed a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -53,9 +53,9 @@ class BackwardPass:
         for shared in self.shared.values():
             shared.release()
 
-    def parameters(self) -> set[nn.Parameter]:
-        """The parameters that gradients have reached."""
-        return {parameter for kept in self.kept.values() for parameter in kept.norms} | self.shared.keys()
+    def parameter_ids(self) -> set[int]:
+        """The ids of the parameters that gradients have reached. (A tensor's hash is a function in Python.)"""
+        return {id(parameter) for kept in self.kept.values() for parameter in kept.norms} | {*map(id, self.shared)}
 
     def squared_norms(self, workspace: Workspace) -> tuple[list[nn.Parameter], list[torch.Tensor], list[str]]:
         """The parameters, the squared norms of their gradients, [B], and the descriptions of their layers."""
@@ -215,13 +215,14 @@ class Bookkeeping:
         """The clip factors, [B], of the newest pass, whose sums a second backward is about to form."""
         newest = self._passes[-1]
         newest.clipped = True
-        factors = next(iter(self._factors(newest).values()))
+        factors = self._factors(newest)
         newest.release_shared()
+        assert isinstance(factors, torch.Tensor)
         return factors
 
-    def _factors(self, each: BackwardPass) -> dict[nn.Parameter, torch.Tensor]:
-        """The clip factors of a pass, [B], by parameter: as in Opacus and, for a mean loss, times the batch size, since
-        the gradients are those of loss / B."""
+    def _factors(self, each: BackwardPass) -> torch.Tensor | dict[nn.Parameter, torch.Tensor]:
+        """The clip factors of a pass, [B], of all parameters or by parameter: as in Opacus and, for a mean loss, times
+        the batch size, since the gradients are those of loss / B."""
         parameters, squares, descriptions = each.squared_norms(self.workspace)
         device, dtype = squares[0].device, squares[0].dtype
         same = all(s.dtype == dtype and s.device == device for s in squares)
@@ -236,7 +237,7 @@ class Bookkeeping:
         self._samples += each.batch_size
         if self.rule.clipping == "adaptive":
             self._unclipped = self._unclipped + (factors >= 1).sum()
-        return dict.fromkeys(parameters, factors.mul_(scale))
+        return factors.mul_(scale)
 
     def check_norms(self) -> None:
         """Waits until the norms behind all clip factors are known. Raises MemprofError unless they are finite."""
@@ -244,11 +245,12 @@ class Bookkeeping:
         for check in checks:
             check.raise_unless_finite()
 
-    def check_complete(self, parameters: dict[nn.Parameter, str]) -> None:
+    def check_complete(self, parameters: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
         """Checks that every pass has a gradient for each parameter.
 
         Args:
-            parameters: their names.
+            parameters: what the optimizer holds.
+            names: theirs.
 
         Raises:
             MemprofError: a parameter has no gradient, or there was no backward pass.
@@ -258,8 +260,8 @@ class Bookkeeping:
                 "optimizer.step() was called without a backward pass since the last step or zero_grad()."
             )
         for each in self._passes:
-            present = each.parameters()
-            missing = [name for parameter, name in parameters.items() if parameter not in present]
+            present = each.parameter_ids()
+            missing = [names[parameter] for parameter in parameters if id(parameter) not in present]
             if missing:
                 raise MemprofError(
                     f"no gradient reached {', '.join(missing)}: not used in the forward, or in eval mode. Freeze what "
@@ -284,31 +286,29 @@ class Bookkeeping:
     def pop_clipped_sums(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Removes what is kept, and yields each parameter with its clipped sum, once for every pass. Call
         ``check_norms`` before the sums are used."""
-        factors = [{} if each.clipped else self._factors(each) for each in self._passes]
+        factors = [None if each.clipped else self._factors(each) for each in self._passes]
         self.samples_in_last_step, self._samples = self._samples, 0
         self.unclipped_in_last_step, self._unclipped = self._unclipped, 0
         passes, self._passes = self._passes, []
         self._new_pass = True
         self.passes_in_last_step = len(passes)
-        for each, by_parameter in zip(passes, factors, strict=True):
+        for each, own in zip(passes, factors, strict=True):
             yield from each.sums.items()
             each.sums.clear()
-            if each.clipped:
+            if own is None:
                 continue
             while each.shared:
                 parameter, shared = each.shared.popitem()
-                yield parameter, shared.clipped_sum(by_parameter[parameter], self.workspace)
-            if each.kept and not self.rule.by_parameter:
-                yield from pop_small_sums(each.kept, next(iter(by_parameter.values())))
+                of_parameter = own[parameter] if isinstance(own, dict) else own
+                yield parameter, shared.clipped_sum(of_parameter, self.workspace)
+            if not isinstance(own, dict):
+                yield from pop_small_sums(each.kept, own)
             while each.kept:
                 layer, kept = each.kept.popitem()
-                if self.rule.by_parameter:
+                if isinstance(own, dict):
                     for parameter, part in kept.split():
-                        yield from layer.clipped_sums(part, by_parameter[parameter], self.workspace)
-                else:
-                    parameter, norms = next(iter(kept.norms.items()))
-                    factors_of_layer = by_parameter[parameter]
+                        yield from layer.clipped_sums(part, own[parameter], self.workspace)
+                elif kept.stacks or kept.pair is not None:
+                    norms = next(iter(kept.norms.values()))
                     assert norms is not None
-                    if factors_of_layer.dtype != norms.dtype or factors_of_layer.device != norms.device:
-                        factors_of_layer = factors_of_layer.to(norms)
-                    yield from layer.clipped_sums(kept, factors_of_layer, self.workspace)
+                    yield from layer.clipped_sums(kept, own.to(norms), self.workspace)

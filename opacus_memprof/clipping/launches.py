@@ -42,9 +42,9 @@ def find_waiting_norms(kept: dict[Layer, KeptTensors]) -> None:
         for parameter, norms in each.norms.items():
             if norms is not None:
                 continue
-            if parameter in each.stacks:
-                stack = each.stacks[parameter]
-                alike = (stack.device, stack.dtype, len(stack))
+            stack = each.stacks.get(parameter)
+            if stack is not None:
+                alike = (stack.device, stack.dtype, stack.shape[0])
                 stacks.setdefault(alike, []).append(_Waiting(each, parameter, (stack,)))
                 continue
             assert isinstance(layer, LinearLayer)
@@ -52,7 +52,7 @@ def find_waiting_norms(kept: dict[Layer, KeptTensors]) -> None:
             g, a = layer.operands(*each.pair)
             waiting = _Waiting(each, parameter, (g, a))
             if g.shape[2] == 1:  # the norm of a product of vectors is the product of their norms
-                stacks.setdefault((g.device, g.dtype, len(g)), []).append(waiting)
+                stacks.setdefault((g.device, g.dtype, g.shape[0]), []).append(waiting)
             else:
                 strides = (g.stride(), a.stride())
                 pairs.setdefault((g.device, g.dtype, g.shape, a.shape, strides), []).append(waiting)

@@ -170,7 +170,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         return result
 
     def _count_kept_bytes(self, layer: Layer, x: torch.Tensor, output: torch.Tensor) -> None:
-        if self.passes == "auto" and output.is_cuda and layer.is_trainable("weight"):
+        if self.passes == "auto" and output.is_cuda:
             self._kept_bytes += layer.kept_bytes(x, output)
 
     # --- the model ---

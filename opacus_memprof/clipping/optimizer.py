@@ -76,7 +76,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         Raises:
             MemprofError: a parameter has no gradient.
         """
-        self.bookkeeping.check_complete({p: self._names[p] for p in self.params})
+        self.bookkeeping.check_complete(self.params, self._names)
         parameter: Any  # with Opacus' attributes
         for parameter, total in self.bookkeeping.pop_clipped_sums():
             if parameter.summed_grad is None:

@@ -74,7 +74,7 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
         error: MemprofError | None = None
         skips = self._check_skip_next_step(pop_next=False)
         try:
-            self.bookkeeping.check_complete({p: self._names[p] for p in self.params})
+            self.bookkeeping.check_complete(self.params, self._names)
         except MemprofError as raised:
             error = raised
         try:

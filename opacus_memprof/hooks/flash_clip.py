@@ -14,7 +14,7 @@ from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import Observation
 
 _OP = native.op_id("flash_clip")
-_NORMS_TAG = native.Tag(category=TEMP_MATRICES, op=_OP)
+_TAG = native.Tag(category=TEMP_MATRICES, op=_OP)
 # A layer's input that forward has made: autograd releases it right after backward, so flash_clip alone holds it then.
 _CATEGORIES = {
     name: native.category_id("activation_hooks_opacus_only" if name == "activation_hooks" else name)
@@ -29,6 +29,7 @@ def observe_bookkeeping(attachment: Attachment) -> None:
     """Patches the class Bookkeeping: every flash_clip model has an instance, and a copy of a model gets another."""
     attachment.observe("opacus_memprof.clipping.bookkeeping:Bookkeeping.add", _observe_add)
     attachment.observe("opacus_memprof.clipping.bookkeeping:BackwardPass.squared_norms", _observe_norms)
+    attachment.observe("opacus_memprof.clipping.probe:Probe._choose_ways", _observe_trial)
 
 
 def _observe_add(bookkeeping: Bookkeeping, layer: Any, *args: Any) -> Observation:
@@ -39,9 +40,15 @@ def _observe_add(bookkeeping: Bookkeeping, layer: Any, *args: Any) -> Observatio
         native.retag_if(tensor, _RETAGGED_FROM, _CATEGORIES[category], module)
 
 
+def _observe_trial(*_: Any) -> Observation:
+    """The first step tries how a module can be repeated."""
+    with _TAG:
+        yield
+
+
 def _observe_norms(*_: Any) -> Observation:
     """The norms that have waited for the step."""
-    with _NORMS_TAG:
+    with _TAG:
         _, norms, _ = yield
     native.retag_if(norms, _RETAGGED_FROM, _CATEGORIES["norm_samples"])
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What flash_clip allocates for modules of any kind has its categories."""
 
-import gc
 import json
 from pathlib import Path
 
@@ -18,7 +17,6 @@ def test_steps_are_attributed(name: str, tmp_path: Path) -> None:
     build, inputs = MODELS[name]
     torch.manual_seed(0)
     batch = {key: (x.float() if x.is_floating_point() else x).cuda() for key, x in inputs().items()}
-    gc.collect()  # what earlier tests have left in cycles has no category
     with opacus_memprof.profile(tmp_path, device="cuda"):
         model = build().cuda()
         module, optimizer, _ = opacus_memprof.PrivacyEngine().make_private(
@@ -34,8 +32,12 @@ def test_steps_are_attributed(name: str, tmp_path: Path) -> None:
             module(*batch.values()).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    steps = json.loads((tmp_path / "profile.json").read_text())["devices"]["cuda:0"]["steps"]
+    device = json.loads((tmp_path / "profile.json").read_text())["devices"]["cuda:0"]
+    steps = device["steps"]
+    assert len(steps) == 3
     assert all(step["peak_bytes"] > 0 for step in steps)
-    unattributed = [step["categories"].get("unattributed", 0) for step in steps]
-    assert unattributed[0] <= 1024  # EmbeddingBag, where the first step tries how it can be repeated
-    assert not any(unattributed[1:])
+    if device["peak"]["phase"] == "setup":
+        # make_private multiplies matrices to see what layers compute. Where cuBLAS takes a workspace for it, larger
+        # than these models, the first step's peak is there, before the model is followed.
+        steps = steps[1:]
+    assert not any(step["categories"].get("unattributed", 0) for step in steps)
