@@ -34,7 +34,6 @@ def test_steps_are_attributed(name: str, tmp_path: Path) -> None:
             optimizer.zero_grad()
     device = json.loads((tmp_path / "profile.json").read_text())["devices"]["cuda:0"]
     steps = device["steps"]
-    assert len(steps) == 3
     assert all(step["peak_bytes"] > 0 for step in steps)
     if device["peak"]["phase"] == "setup":
         # make_private multiplies matrices to see what layers compute. Where cuBLAS takes a workspace for it, larger

@@ -87,13 +87,13 @@ def test_noise_takes_no_more_than_that_of_the_largest_parameter(cpu: None, monke
     def normal(*args: Any, **kwargs: Any) -> torch.Tensor:
         noise = draw(*args, **kwargs)
         blocks = [block for block in native.live_blocks() if block["category"] == "noise"]
-        seen.append([(block["module"], block["bytes"]) for block in blocks])
+        seen.append({(block["module"], block["bytes"]) for block in blocks})
         return noise
 
     monkeypatch.setattr(torch, "normal", normal)
     optimizer.step()
     weight, bias = ("0", 50 * 6 * DOUBLE), ("0", 50 * DOUBLE)
-    assert seen == [[weight], [weight, bias], [("1", 50 * 50 * DOUBLE)]]
+    assert seen == [{weight}, {weight, bias}, {("1", 50 * 50 * DOUBLE)}]
     for attachment in attachments:
         attachment.detach()
 
