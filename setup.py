@@ -7,6 +7,7 @@ CUDA cannot be built), CUDA_HOME, NLOHMANN_JSON_INCLUDE (a folder that holds nlo
 once, 2 by default).
 """
 
+import copy
 import importlib.util
 import os
 import platform
@@ -206,6 +207,23 @@ class TestFlags(Command):
         print(*flags, sep="\n")
 
 
+# Files that include torch's Python headers or pybind11 take 6 to 14 seconds each, nearly all of them for these.
+HEAVY = ("csrc/allocators/tensor.cpp", "csrc/autograd/", "csrc/hooks/", "csrc/bindings/", "csrc/virtual_values/")
+
+
+def joined(extension: Extension) -> Extension:
+    """The same extension, whose heavy sources are one file that includes them."""
+    heavy = [source for source in extension.sources if source.startswith(HEAVY)]
+    file = Path(BUILD, f"{extension.name}.cpp")
+    text = "".join(f'#include "{Path(source).relative_to("csrc")}"\n' for source in heavy)
+    if not file.is_file() or file.read_text() != text:  # else nothing is compiled anew
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    same = copy.copy(extension)
+    same.sources = [str(file), *(source for source in extension.sources if source not in heavy)]
+    return same
+
+
 def values_extension(cuda: Cuda) -> Extension:
     """What carries operations on the virtual GPU's tensors out."""
     headers = [Path(folder) for folder in cpp_extension.include_paths()]
@@ -281,10 +299,11 @@ if READER == "1":
 
 
 class BuildExtension(cpp_extension.BuildExtension):
-    """Also builds the virtual GPU's libraries."""
+    """Compiles what is heavy together, and builds the virtual GPU's libraries as well."""
 
     def run(self) -> None:
         self.build_temp = f"{BUILD}/objects"  # an editable install would compile everything anew in a temporary folder
+        self.extensions = [joined(extension) for extension in self.extensions]
         super().run()
         if CUDA is not None:
             build_virtual_gpu(package_of(self), CUDA)

@@ -22,10 +22,6 @@ constexpr double kExpense = 3e8;
 
 constexpr std::string_view kUnscale = "aten::_amp_foreach_non_finite_check_and_unscale_";
 
-std::uint8_t* bytes_at(std::uintptr_t address) {
-  return reinterpret_cast<std::uint8_t*>(address);  // NOLINT(performance-no-int-to-ptr)
-}
-
 bool is_inexact(const at::Tensor& tensor) {
   return at::isFloatingType(tensor.scalar_type()) || at::isComplexType(tensor.scalar_type());
 }

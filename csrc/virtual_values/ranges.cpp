@@ -8,10 +8,6 @@
 namespace opacus_memprof::virtual_values {
 namespace {
 
-std::uint8_t* bytes_at(std::uintptr_t address) {
-  return reinterpret_cast<std::uint8_t*>(address);  // NOLINT(performance-no-int-to-ptr)
-}
-
 void fill(Span span, const Pattern& pattern) {
   std::uint8_t* const bytes = bytes_at(span.begin);
   for (std::size_t index = 0; index < span.size(); ++index) {

@@ -29,6 +29,10 @@ struct Span {
   [[nodiscard]] std::size_t size() const noexcept { return end - begin; }
 };
 
+inline std::uint8_t* bytes_at(std::uintptr_t address) {
+  return reinterpret_cast<std::uint8_t*>(address);  // NOLINT(performance-no-int-to-ptr)
+}
+
 // One element that a whole range repeats: too much memory to write, but worth knowing.
 struct Pattern {
   std::array<std::uint8_t, 16> bytes{};  // the byte at address a is bytes[a % size]
