@@ -132,6 +132,29 @@ def test_what_was_not_known_is_named_with_its_line(tmp_path: Path) -> None:
         assert warning in completed.stdout
 
 
+CONV1D = """
+import torch
+from torch import nn
+from opacus_memprof.clipping.layers import layer_for
+
+class Conv1D(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(768, 2304)), nn.Parameter(torch.zeros(2304))
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, 768), self.weight).view(*x.shape[:-1], 2304)
+
+print(type(layer_for("layer", Conv1D().cuda(), ["weight", "bias"])).__name__)
+"""
+
+
+def test_flash_clip_recognizes_layers_whose_weights_are_not_computed(tmp_path: Path) -> None:
+    """Of 7 MiB each: as Conv1D of transformers' GPT-2, which would be planned with per-sample gradients otherwise."""
+    completed = of_script(tmp_path, CONV1D)
+    assert completed.returncode == 0, completed.stderr
+    assert "TransposedLinearLayer" in completed.stdout.splitlines()
+
+
 def test_a_gpu_that_this_torch_has_no_kernels_for(tmp_path: Path) -> None:
     """A V100 and CUDA 13: what asks for kernels by architecture runs, and the profile says that it would not."""
     listed = torch.cuda.get_arch_list() or (torch._C._cuda_getArchFlags() or "").split()

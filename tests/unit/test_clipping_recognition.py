@@ -82,6 +82,12 @@ class Noisy(OnePlus):
         return super().forward(functional.dropout(hidden, 0.5))
 
 
+def zeroed(module: nn.Module) -> nn.Module:
+    for parameter in module.parameters():
+        nn.init.zeros_(parameter)
+    return module
+
+
 def ids(*shape: int) -> Callable[[], torch.Tensor]:
     return lambda: torch.randint(0, 9, (4, *shape))
 
@@ -134,10 +140,20 @@ def test_recognized_layers_equal_plain_autograd(
         assert relative_error(scaled[parameter].view_as(parameter), expected) < 1e-10
 
 
+@pytest.mark.parametrize(("build", "kind"), [(build, kind) for build, _, kind in RECOGNIZED])
+def test_zeros_are_recognized_as_well(build: Callable[[], nn.Module], kind: str) -> None:
+    module = zeroed(build())
+    state = torch.get_rng_state()
+    assert type(layer_for("layer", module, [name for name, _ in module.named_parameters()])).__name__ == kind
+    assert not any(parameter.any() for parameter in module.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize(
     "build",
     [
         lambda: Squared(WIDTH, WIDTH),
+        lambda: zeroed(Squared(WIDTH, WIDTH)),
         lambda: Shifted(9, WIDTH),
         Twisted,
         AcrossSamples,

@@ -59,15 +59,21 @@ def _embedding(name: str, module: nn.Embedding, weight: torch.Tensor) -> Layer |
 
 
 def _linear(name: str, module: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None) -> Layer | None:
+    values: dict[str, torch.Tensor] = {}
+    if not weight.any():  # zeros tell nothing; of a large weight on a virtual GPU nothing else is known
+        values = {
+            key: torch.randn(p.shape, dtype=p.dtype) for key, p in (("weight", weight), ("bias", bias)) if p is not None
+        }
+        weight, bias = values["weight"], values.get("bias")
     candidates: list[tuple[type[Layer], torch.Tensor]] = [(LinearLayer, weight.mT), (TransposedLinearLayer, weight)]
     for kind, matrix in candidates:
         x = torch.randn(2, 3, len(matrix), dtype=weight.dtype, device=weight.device)
         try:
             expected = x @ matrix if bias is None else x @ matrix + bias
-            found = _call(module, x)
+            found = _call(module, x, **values)
         except RuntimeError:
             continue
-        if weight.any() and _agree(found, expected):
+        if _agree(found, expected):
             return kind(name, module)
     return None
 
