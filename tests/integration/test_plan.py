@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -30,9 +31,13 @@ pytestmark = pytest.mark.skipif(
 
 
 def plan(out: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "opacus_memprof", "plan", "--gpu", "t4", "--memory", "1GiB", "-o", out, *arguments]
+    return opacus_memprof("plan", "--gpu", "t4", "--memory", "1GiB", "-o", out, *arguments)
+
+
+def opacus_memprof(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "opacus_memprof", *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "400"}
-    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
 def content(out: Path) -> dict[str, Any]:
@@ -176,11 +181,33 @@ def test_drawn_batches_run_out_of_memory_as_often_as_the_binomial_says(tmp_path:
     # Hooks make a sample's gradient, and Opacus keeps a copy of it: 4 MiB each.
     grown = alone[best]["requested"] - alone[40]["requested"]  # 40 is the mean, where the search begins
     assert grown == pytest.approx((best - 40) * 8 * MIB, rel=0.01)
-    below = sum(Fraction(math.comb(2000, size) * 49 ** (2000 - size), 50**2000) for size in range(best + 1))
-    expected = -math.expm1(steps * math.log1p(-float(1 - below)))
+    expected = -math.expm1(steps * math.log1p(-float(1 - _at_most(best))))
     assert draws["out_of_memory_probability"] == pytest.approx(expected, rel=1e-6)
     assert draws["with_it"]["fits"]
     assert draws["with_it"]["samples"] == draws["max_physical_batch_size"] <= best
+
+
+@pytest.mark.slow
+def test_a_seeded_training_runs_out_at_the_first_batch_that_is_too_large(tmp_path: Path) -> None:
+    """The training itself, with the batches that one seed draws, ends where the plan says."""
+    memory, steps, script = "500MiB", 2000, SCRIPTS / "train_poisson.py"
+    planned = plan(tmp_path / "plan", "--memory", memory, "--steps", str(steps), script)
+    assert planned.returncode == 3, planned.stderr
+    fits = content(tmp_path / "plan")["draws"]["largest_batch_that_fits"]
+    command = ["run", "--virtual-gpu", "t4", "--virtual-memory", memory, "-o", tmp_path / "run", script, steps, 7]
+    trained = opacus_memprof(*command)
+    assert "OutOfMemoryError" in trained.stderr
+    *before, last = map(int, re.findall(r"^batch of (\d+)$", trained.stdout, re.MULTILINE))
+    assert max(before) <= fits < last
+    # So late only 1 training in 10 000 ends.
+    assert float(_at_most(fits)) ** len(before) > 1e-4
+
+
+def _at_most(size: int) -> Fraction:
+    """The probability that a batch of train_poisson.py has at most this size."""
+    return sum(
+        (Fraction(math.comb(2000, each) * 49 ** (2000 - each), 50**2000) for each in range(size + 1)), Fraction()
+    )
 
 
 def _draws_alone(line: dict[str, Any]) -> bool:
