@@ -58,8 +58,7 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
         _print(console, f"[bold green]fits[/] on {gpu}, with {format_bytes(verdict.spare)} to spare")
         _print(console, f"  it reserves {format_bytes(verdict.needed)} at most of the {room} ({taken})")
         if run.retries:
-            times = "once" if run.retries == 1 else f"{run.retries} times"
-            _print(console, f"  only just: torch had to give cached memory back {times} to go on")
+            _print(console, f"  {_only_just(run)}")
     else:
         about = "" if verdict.whole is not None else "about "
         lacking = format_bytes(max(-verdict.spare, 0))
@@ -107,6 +106,11 @@ def _outcome(advice: Advice) -> str:
     )
 
 
+def _only_just(run: VirtualRun) -> str:
+    times = "once" if run.retries == 1 else f"{run.retries} times"
+    return f"only just: torch had to give cached memory back {times} to go on"
+
+
 def _place(run: VirtualRun) -> str:
     module = f" of {run.module}" if run.module else ""
     return escape(f"{run.category.replace('_', ' ')}{module} in {run.phase.replace('_', ' ')}")
@@ -148,12 +152,14 @@ def columns_of(cells: Sequence[Cell]) -> dict[str, str]:
 
 
 def _explained(cell: Cell, searched: Range) -> str:
-    best, line = cell.largest, cell.line
+    best, line, run = cell.largest, cell.line, cell.answer
     assert best is not None
+    assert run is not None
+    fits = f"fits ({_only_just(run)})" if run.retries else "fits"
     end = "it is the range's end" if best == searched.high else f"{best + 1} was run and does not fit"
     ran = ", ".join(str(value) for value in sorted(cell.runs))
     grows = "" if line is None else f"; computed between the runs: {format_bytes(round(line.slope))} for each"
-    return f"{escape(cell.label)}: {searched.name}={best} was run and fits, {end} (ran: {ran}){grows}"
+    return f"{escape(cell.label)}: {searched.name}={best} was run and {fits}, {end} (ran: {ran}){grows}"
 
 
 def _print(console: Console, text: str) -> None:

@@ -2,6 +2,7 @@
 """The cells of a plan and their order, and the table's width."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -82,6 +83,16 @@ def test_the_table_has_80_columns() -> None:
     rows = [line for line in lines if " GiB" in line and "may be" not in line]
     assert [row.split()[-5] for row in rows] == [str(100 + number) for number in range(16)]
     assert all("…" not in line for line in lines)
+
+
+@pytest.mark.parametrize(("retries", "times"), [(0, None), (1, "once"), (4, "4 times")])
+def test_a_batch_at_the_brink_is_said_to_be(retries: int, times: str | None) -> None:
+    (cell,) = make_cells(Configuration(Program("train.py"), "h100"), ["h100"])
+    cell.runs = {7: replace(_run(True, 10**10), retries=retries), 8: _run(False, 10**10)}
+    out = io.StringIO()
+    print_cells([cell], Range("batch-size", 1, 4096), Console(file=out, width=400))
+    brink = f" (only just: torch had to give cached memory back {times} to go on)" if times else ""
+    assert f"batch-size=7 was run and fits{brink}, 8 was run and does not fit" in out.getvalue()
 
 
 def _run(fits: bool, reserved: int) -> VirtualRun:
