@@ -60,8 +60,10 @@ class Library(NamedTuple):
 
 def commit_of(checkout: Path) -> str:
     """The checkout's commit."""
-    ran = subprocess.run(["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return ran.stdout.strip() if ran.returncode == 0 else "no git checkout"
+    command = ["git", "-C", str(checkout), "rev-parse", "--show-toplevel", "--short", "HEAD"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    root, _, commit = ran.stdout.strip().partition("\n")
+    return commit if ran.returncode == 0 and Path(root) == checkout.resolve() else "no git checkout"
 
 
 def libraries(fastdp: Path | None, flashnorm: Path | None, ranks: int) -> list[Library]:

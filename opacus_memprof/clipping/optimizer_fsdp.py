@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from opacus_memprof.clipping.module import FlashClipHooks
 from opacus_memprof.clipping.optimizer_ddp import DPOptimizerFlashClipDDP
+from opacus_memprof.clipping.scatter import scatter
 from opacus_memprof.errors import MemprofError
 
 
@@ -43,18 +43,16 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
     def clip_and_accumulate(self) -> None:
         """Adds this rank's shards of the clipped sums of every backward since the last step to ``p.summed_grad``.
 
-        While a sum is on its way to the ranks, the next one is formed.
+        While sums are on their way to the ranks, the next ones are formed.
         """
         self.bookkeeping.sort()
-        sent: tuple[Any, torch.Tensor] | None = None
-        for parameter, total in self._in_order(self.bookkeeping.pop_clipped_sums()):
-            scattered = _scatter(parameter, total)
-            del total
-            if sent is not None:
-                _accumulate(*sent)
-            sent = parameter, scattered
-        if sent is not None:
-            _accumulate(*sent)
+        for parameter, shard in scatter(self._in_order(self.bookkeeping.pop_clipped_sums())):
+            own = shard.to(parameter.device)  # the CPU, under CPUOffloadPolicy
+            if parameter.summed_grad is None:
+                parameter.summed_grad = own
+            else:
+                parameter.summed_grad += own
+            del shard, own
 
     def _in_order(self, sums: Iterator[tuple[Any, torch.Tensor]]) -> Iterator[tuple[Any, torch.Tensor]]:
         """The sums of each pass in the order of the optimizer's parameters: ranks reduce them in the same order, also
@@ -119,24 +117,6 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
 def _replicated(parameter: Any) -> list[int]:
     """The dimensions of the mesh along which the parameter's shards are replicated."""
     return [i for i, placement in enumerate(parameter.placements) if isinstance(placement, Replicate)]
-
-
-def _scatter(parameter: Any, total: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of the sum of all ranks' ``total``, of the ranks that have different shards."""
-    mesh, placements = parameter.device_mesh, parameter.placements
-    partial = DTensor.from_local(total.contiguous(), mesh, [Partial()] * mesh.ndim, run_check=False)
-    target = [Partial() if isinstance(placement, Replicate) else placement for placement in placements]
-    return partial.redistribute(placements=target, async_op=True).to_local()
-
-
-def _accumulate(parameter: Any, shard: torch.Tensor) -> None:
-    if isinstance(shard, AsyncCollectiveTensor):
-        shard = shard.trigger_wait()  # type: ignore[no-untyped-call]
-    shard = shard.to(parameter.device)  # the CPU, under CPUOffloadPolicy
-    if parameter.summed_grad is None:
-        parameter.summed_grad = shard
-    else:
-        parameter.summed_grad += shard
 
 
 def _own_generator(given: torch.Generator | None, rank: int, device: torch.device) -> torch.Generator:

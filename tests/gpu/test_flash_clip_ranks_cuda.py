@@ -27,8 +27,13 @@ def test_ranks_train_as_one_process(wrap: str) -> None:
 
 TIMEOUT = 15.0  # of a collective; the default of ten minutes is for large jobs
 ENDINGS = {
-    # The watchdog's thread ends the process. It would write out the last collectives before, of all ranks.
-    "watchdog": ({"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}, -signal.SIGABRT, "Watchdog caught collective operation timeout"),
+    # The watchdog's thread ends the process, a minute later unless it is told not to wait for the last collectives of
+    # all ranks to be written out.
+    "watchdog": (
+        {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"},
+        -signal.SIGABRT,
+        "Watchdog caught collective operation timeout",
+    ),
     # Whoever waits for a collective gets an exception.
     "exception": ({"TORCH_NCCL_BLOCKING_WAIT": "1"}, 1, "timed out in blocking wait"),
 }

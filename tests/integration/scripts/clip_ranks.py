@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -227,6 +228,12 @@ def buffers(case: str) -> None:
     report(case, 0.0)
 
 
+def one_by_one(case: str, wrap: str, name: str) -> None:
+    """As poisson, where every sum is too large to be sent together with others."""
+    with mock.patch("opacus_memprof.clipping.scatter._SMALL", 0):
+        poisson(case, wrap, name)
+
+
 CASES: dict[str, Callable[[str], None]] = {
     **{f"{wrap} poisson {name}": lambda case, w=wrap, n=name: poisson(case, w, n)
        for wrap in ("ddp", "dpddp") for name in ("transformer", "convnet")},
@@ -251,6 +258,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "fsdp2 transformer": lambda case: poisson(case, "fsdp2", "transformer"),
     "fsdp2 blocks": lambda case: poisson(case, "fsdp2_blocks", "transformer_rms_norm"),
     "fsdp2 convnet": lambda case: poisson(case, "fsdp2", "convnet"),
+    "fsdp2 sums one by one": lambda case: one_by_one(case, "fsdp2_blocks", "transformer"),
     "fsdp2 sum": lambda case: poisson(case, "fsdp2_blocks", "mlp", "sum"),
     "fsdp2 sampled": lambda case: sampled(case, "fsdp2", "mlp"),
     "fsdp2 accumulated": lambda case: accumulated(case, "fsdp2_blocks", "mlp"),
