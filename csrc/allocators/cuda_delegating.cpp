@@ -22,13 +22,13 @@ std::atomic<bool> reports{true};  // false from uninstall() to the next install(
 
 Device device_number(c10::DeviceIndex index) noexcept { return static_cast<Device>(1 + index); }
 
-[[gnu::hot]] void report_freed_block(const void* pointer) noexcept {
+void report_freed_block(const void* pointer) noexcept {
   note_peak_ended_by_free(report_free(pointer));
 }
 
 // Native allocate() hands out a deleter that calls the native allocator directly; with it we would
 // never see a free.
-[[gnu::hot]] void free_block(void* pointer) {
+[[gnu::hot, gnu::flatten]] void free_block(void* pointer) {
   recorder().prefetch();
   __builtin_prefetch(recorder().prefetch_address(address_of(pointer)), 1);
   report_freed_block(pointer);
@@ -37,8 +37,7 @@ Device device_number(c10::DeviceIndex index) noexcept { return static_cast<Devic
     note_free_after_uninstall();
 }
 
-[[gnu::hot]] void report_new_block(c10::DataPtr& data, std::size_t size,
-                                   const void* return_address) {
+void report_new_block(c10::DataPtr& data, std::size_t size, const void* return_address) {
   if (!data || !data.compare_exchange_deleter(upstream_deleter, &free_block)) return;
   __builtin_prefetch(recorder().prefetch_address(address_of(data.get())), 1);
   const c10::DeviceIndex device = data.device().index();
@@ -68,13 +67,25 @@ bool DelegatingCudaAllocator::passes_on() const noexcept {
 }
 
 c10::DataPtr DelegatingCudaAllocator::allocate(size_t size) {
-  if (passes_on()) [[unlikely]]
-    return upstream_->allocate(size);
+  const void* return_address = __builtin_return_address(0);
+  if (!is_reporting() || records_history()) [[unlikely]]
+    return allocate_rarely(size, return_address);
+  return allocate_and_report(size, return_address);
+}
+
+// A function of its own, so that what upstream returns is made where the caller wants it.
+inline c10::DataPtr DelegatingCudaAllocator::allocate_and_report(size_t size,
+                                                                 const void* return_address) {
   recorder().prefetch();
-  const HistoryTag history_tag(*upstream_, records_history());
   c10::DataPtr data = report_oom_of(*upstream_, size, [&] { return upstream_->allocate(size); });
-  report_new_block(data, size, __builtin_return_address(0));
+  report_new_block(data, size, return_address);
   return data;
+}
+
+c10::DataPtr DelegatingCudaAllocator::allocate_rarely(size_t size, const void* return_address) {
+  if (passes_on()) return upstream_->allocate(size);
+  const HistoryTag history_tag(*upstream_, records_history());
+  return allocate_and_report(size, return_address);
 }
 
 #ifdef OPACUS_MEMPROF_HAS_allocateWithAddress

@@ -48,7 +48,7 @@ class DelegatingCudaAllocator final : public cca::CUDAAllocator {
   }
 
   // --- reported (cuda_allocator.cpp) ---
-  [[gnu::hot]] c10::DataPtr allocate(size_t size) override;
+  [[gnu::hot, gnu::flatten]] c10::DataPtr allocate(size_t size) override;
   [[nodiscard]] c10::DeleterFnPtr raw_deleter() const override;
   void* raw_alloc(size_t size) override;
   void* raw_alloc_with_stream(size_t size, cudaStream_t stream) override;
@@ -206,6 +206,10 @@ class DelegatingCudaAllocator final : public cca::CUDAAllocator {
   // that is in place. (A storage keeps the allocator that made it, which may be this one when it is
   // in nobody's place any more, and calls it when it is resized.)
   [[nodiscard]] bool passes_on() const noexcept;
+  c10::DataPtr allocate_and_report(size_t size, const void* return_address);
+  // While torch records a history, or after uninstall().
+  [[gnu::cold, gnu::noinline]] c10::DataPtr allocate_rarely(size_t size,
+                                                            const void* return_address);
 
   cca::CUDAAllocator* upstream_;
   std::atomic<bool> records_history_{false};

@@ -23,7 +23,7 @@ template <typename Slot, std::size_t kFullQuarters, typename Allocator = std::al
 class HashTable {
  public:
   explicit HashTable(unsigned first_bits)
-      : slots_(std::size_t{1} << first_bits), shift_(64 - first_bits) {}
+      : slots_(std::size_t{1} << first_bits), mask_(slots_.size() - 1), shift_(64 - first_bits) {}
 
   // The slot of this hash for which `is_it(slot)`; nullptr where there is none.
   template <typename Predicate>
@@ -36,7 +36,8 @@ class HashTable {
   // one of this hash. May throw std::bad_alloc, when the table must grow.
   template <typename Predicate>
   std::pair<Slot*, bool> try_emplace(std::uint64_t hash, Predicate is_it) {
-    if ((size_ + 1) * 4 > slots_.size() * kFullQuarters) grow();
+    if (size_ >= most()) [[unlikely]]
+      grow();
     Slot* slot = &slots_[probe(hash, is_it)];
     const bool added = !slot->used();
     size_ += added ? 1 : 0;
@@ -47,8 +48,8 @@ class HashTable {
   void erase(Slot* slot) noexcept {
     auto gap = static_cast<std::size_t>(slot - slots_.data());
     for (std::size_t i = next(gap); slots_[i].used(); i = next(i)) {
-      const std::size_t from_home = (i - home(slots_[i].hash())) & mask();
-      const std::size_t from_gap = (i - gap) & mask();
+      const std::size_t from_home = (i - home(slots_[i].hash())) & mask_;
+      const std::size_t from_gap = (i - gap) & mask_;
       if (from_home >= from_gap) {
         slots_[gap] = slots_[i];
         gap = i;
@@ -79,9 +80,10 @@ class HashTable {
   }
 
  private:
-  [[nodiscard]] std::size_t mask() const noexcept { return slots_.size() - 1; }
+  // Used slots, at most.
+  [[nodiscard]] std::size_t most() const noexcept { return (mask_ + 1) / 4 * kFullQuarters; }
   [[nodiscard]] std::size_t home(std::uint64_t hash) const noexcept { return hash >> shift_; }
-  [[nodiscard]] std::size_t next(std::size_t slot) const noexcept { return (slot + 1) & mask(); }
+  [[nodiscard]] std::size_t next(std::size_t slot) const noexcept { return (slot + 1) & mask_; }
 
   template <typename Predicate>
   [[nodiscard]] std::size_t probe(std::uint64_t hash, Predicate is_it) const noexcept {
@@ -90,8 +92,9 @@ class HashTable {
     return slot;
   }
 
-  [[gnu::noinline]] void grow() {
+  [[gnu::cold, gnu::noinline]] void grow() {
     const auto before = std::exchange(slots_, decltype(slots_)(slots_.size() * 2));
+    mask_ = slots_.size() - 1;
     --shift_;
     for (const Slot& slot : before) {
       if (slot.used()) slots_[probe(slot.hash(), [](const Slot&) { return false; })] = slot;
@@ -99,6 +102,7 @@ class HashTable {
   }
 
   std::vector<Slot, Allocator> slots_;
+  std::size_t mask_;  // slots_.size() - 1
   unsigned shift_;
   std::size_t size_ = 0;
 };

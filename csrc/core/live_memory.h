@@ -56,12 +56,16 @@ class LiveMemory {
   // Takes the block out of the counters. If that ends a new maximum, closes the peak first and
   // returns it, else kNoPeak.
   PeakId subtract(const Block& block) noexcept {
-    const PeakId closed = close_peak(block.device);
-    counters_[block.device].subtract(block.category(), block.size());
+    DeviceCounters& counters = counters_[block.device];
+    PeakId closed = kNoPeak;
+    if (counters.peak_is_open()) [[unlikely]]
+      closed = close_peak(block.device);
+    counters.subtract(block.category(), block.size());
     return closed;
   }
   void erase(Block* block) noexcept {
-    if (block->captured && !more_captures_.empty()) more_captures_.erase(block->address);
+    if (block->captured) [[unlikely]]
+      forget_captures(block->address);
     ledger_.erase(block);
   }
 
@@ -97,7 +101,7 @@ class LiveMemory {
   }
 
   // Closes the device's peak if it is open, and returns it; kNoPeak if it is not.
-  PeakId close_peak(Device device) noexcept {
+  [[gnu::noinline]] PeakId close_peak(Device device) noexcept {
     DeviceCounters& counters = counters_[device];
     return counters.peak_is_open() ? counters.close_peak(device, unix_ns()) : kNoPeak;
   }
@@ -119,6 +123,10 @@ class LiveMemory {
   }
 
  private:
+  [[gnu::cold, gnu::noinline]] void forget_captures(std::uint64_t address) noexcept {
+    more_captures_.erase(address);
+  }
+
   Ledger ledger_;
   std::uint32_t next_serial_ = 1;
   std::array<DeviceCounters, kMaxDevices> counters_;

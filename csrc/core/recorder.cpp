@@ -61,15 +61,6 @@ Recorder* const process_recorder = [] {
 
 }  // namespace detail
 
-void Recorder::on_alloc(std::uint64_t address, std::uint64_t size, Device device,
-                        std::uint8_t stream, const Tag& tag) noexcept {
-  if (address == 0) return;
-  const std::uint8_t thread = this_thread().thread_id();
-  const std::lock_guard guard(lock_);
-  const Block* block = insert(address, size, device, stream, tag, thread);
-  if (block != nullptr) log_.write(EventKind::alloc, *block, tag.phase, tag.op, block->step);
-}
-
 void Recorder::seed(std::uint64_t address, std::uint64_t size, Device device,
                     std::uint8_t stream) noexcept {
   const std::uint8_t thread = this_thread().thread_id();
@@ -81,35 +72,10 @@ void Recorder::seed(std::uint64_t address, std::uint64_t size, Device device,
   log_.write(EventKind::seed, *block, block->phase, block->op, block->step);
 }
 
-Block* Recorder::insert(std::uint64_t address, std::uint64_t size, Device device,
-                        std::uint8_t stream, const Tag& tag, std::uint8_t thread) noexcept {
-  if (!enabled_) return nullptr;
-  auto [block, added] = live_.try_emplace(address);
-  // Without memory on the host, the block shows as a remainder, and training goes on.
-  if (block == nullptr) return nullptr;
-  if (!added) [[unlikely]] {
-    // A seeded block that was freed unseen: upstream would not hand out a live address.
-    erase(block, tag.phase, thread);
-    block = live_.try_emplace(address).first;
-  }
-  block->set(size, tag.category, tag.category);
-  block->step = step();
-  block->module = tag.module;
-  block->op = tag.op;
-  block->device = device;
-  block->stream = stream;
-  block->thread = thread;
-  block->phase = tag.phase;
-  live_.add(*block);
-  return block;
-}
-
-PeakId Recorder::on_free(std::uint64_t address, Phase phase) noexcept {
-  const std::uint8_t thread = this_thread().thread_id();
-  const std::lock_guard guard(lock_);
-  Block* block = enabled_ ? live_.find(address) : nullptr;
-  if (block == nullptr) return kNoPeak;
-  return erase(block, static_cast<std::uint8_t>(phase), thread);
+Block* Recorder::insert_again(Block* block, std::uint8_t phase, std::uint8_t thread) noexcept {
+  const std::uint64_t address = block->address;
+  erase(block, phase, thread);
+  return live_.try_emplace(address).first;
 }
 
 PeakId Recorder::forget(BlockId id, Phase phase) noexcept {
@@ -118,14 +84,6 @@ PeakId Recorder::forget(BlockId id, Phase phase) noexcept {
   Block* block = enabled_ ? live_.find(id) : nullptr;
   if (block == nullptr) return kNoPeak;
   return erase(block, static_cast<std::uint8_t>(phase), thread);
-}
-
-PeakId Recorder::erase(Block* block, std::uint8_t phase, std::uint8_t thread) noexcept {
-  const PeakId closed = live_.subtract(*block);
-  block->thread = thread;
-  log_.write(EventKind::free, *block, phase, block->op, step());
-  live_.erase(block);
-  return closed;
 }
 
 PeakId Recorder::close_peak(Device device) noexcept {

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <list>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -41,11 +42,11 @@ class Recorder {
   [[nodiscard]] bool is_recording() const noexcept { return enabled_; }
   // Whether events are being written. They need stream, module and op, the counters do not.
   [[nodiscard]] bool writes_events() const noexcept { return log_.is_open(); }
-  [[gnu::hot, gnu::flatten]] void on_alloc(std::uint64_t address, std::uint64_t size, Device device,
-                                           std::uint8_t stream, const Tag& tag) noexcept;
+  void on_alloc(std::uint64_t address, std::uint64_t size, Device device, std::uint8_t stream,
+                const Tag& tag) noexcept;
   // `phase` is what the freeing thread is doing. Returns the peak that this free has ended, so that
   // upstream may be asked for its numbers now, or kNoPeak.
-  [[gnu::hot, gnu::flatten]] PeakId on_free(std::uint64_t address, Phase phase) noexcept;
+  PeakId on_free(std::uint64_t address, Phase phase) noexcept;
   // As on_free, for a block that has gone unseen: the id tells it from a later one at its address.
   PeakId forget(BlockId id, Phase phase) noexcept;
   // A block that was there before the profiler.
@@ -135,9 +136,11 @@ class Recorder {
                   std::uint64_t size) noexcept;
   [[gnu::hot]] void change_category(Block& block, std::uint8_t category, std::uint8_t base,
                                     const ThreadTags& thread) noexcept;
-  [[gnu::hot]] Block* insert(std::uint64_t address, std::uint64_t size, Device device,
-                             std::uint8_t stream, const Tag& tag, std::uint8_t thread) noexcept;
-  [[gnu::hot]] PeakId erase(Block* block, std::uint8_t phase, std::uint8_t thread) noexcept;
+  Block* insert(std::uint64_t address, std::uint64_t size, Device device, std::uint8_t stream,
+                const Tag& tag, std::uint8_t thread) noexcept;
+  PeakId erase(Block* block, std::uint8_t phase, std::uint8_t thread) noexcept;
+  // Where a seeded block was freed unseen: upstream would not hand out a live address.
+  [[gnu::cold]] Block* insert_again(Block* block, std::uint8_t phase, std::uint8_t thread) noexcept;
   void read_counters(State& state) noexcept;
   template <typename Then>  // what is called under the same lock
   std::vector<Block> copy_blocks(Then then);
@@ -172,6 +175,54 @@ inline void Recorder::prefetch() const noexcept {
   if (const EventFile* file = log_.file()) __builtin_prefetch(file, 1);
   __builtin_prefetch(&this_thread());
   __builtin_prefetch(&backward_state);
+}
+
+// --- what every allocation and free does ---
+
+inline Block* Recorder::insert(std::uint64_t address, std::uint64_t size, Device device,
+                               std::uint8_t stream, const Tag& tag, std::uint8_t thread) noexcept {
+  if (!enabled_) return nullptr;
+  auto [block, added] = live_.try_emplace(address);
+  // Without memory on the host, the block shows as a remainder, and training goes on.
+  if (block == nullptr) [[unlikely]]
+    return nullptr;
+  if (!added) [[unlikely]]
+    block = insert_again(block, tag.phase, thread);
+  block->set(size, tag.category, tag.category);
+  block->step = step();
+  block->module = tag.module;
+  block->op = tag.op;
+  block->device = device;
+  block->stream = stream;
+  block->thread = thread;
+  block->phase = tag.phase;
+  live_.add(*block);
+  return block;
+}
+
+inline PeakId Recorder::erase(Block* block, std::uint8_t phase, std::uint8_t thread) noexcept {
+  const PeakId closed = live_.subtract(*block);
+  block->thread = thread;
+  log_.write(EventKind::free, *block, phase, block->op, step());
+  live_.erase(block);
+  return closed;
+}
+
+inline void Recorder::on_alloc(std::uint64_t address, std::uint64_t size, Device device,
+                               std::uint8_t stream, const Tag& tag) noexcept {
+  if (address == 0) return;
+  const std::uint8_t thread = this_thread().thread_id();
+  const std::lock_guard guard(lock_);
+  const Block* block = insert(address, size, device, stream, tag, thread);
+  if (block != nullptr) log_.write(EventKind::alloc, *block, tag.phase, tag.op, block->step);
+}
+
+inline PeakId Recorder::on_free(std::uint64_t address, Phase phase) noexcept {
+  const std::uint8_t thread = this_thread().thread_id();
+  const std::lock_guard guard(lock_);
+  Block* block = enabled_ ? live_.find(address) : nullptr;
+  if (block == nullptr) return kNoPeak;
+  return erase(block, static_cast<std::uint8_t>(phase), thread);
 }
 
 }  // namespace opacus_memprof

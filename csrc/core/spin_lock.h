@@ -23,14 +23,12 @@ class SpinLock {
   SpinLock& operator=(const SpinLock&) = delete;
 
   void lock() noexcept {
-    while (held_.exchange(true, std::memory_order_acquire)) {
-      wait();
-    }
+    while (held_.exchange(true, std::memory_order_acquire)) [[unlikely]] wait();
   }
   void unlock() noexcept { held_.store(false, std::memory_order_release); }
 
  private:
-  void wait() const noexcept {
+  [[gnu::cold, gnu::noinline]] void wait() const noexcept {
     constexpr int kSpins = 128;
     for (int spins = 0; held_.load(std::memory_order_relaxed); ++spins) {
       if (spins < kSpins) {
