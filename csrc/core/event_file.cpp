@@ -65,6 +65,7 @@ void EventFile::run() {
   std::unique_lock lock(mutex_);
   for (int pauses = 0; !stopping_; ++pauses) {
     lock.unlock();
+    ring_.read_clock();
     write_or_fail();
     recorder_.write_header(false);
     if (pauses % kPausesPerHousekeeping == 0 && calls_.housekeeping) calls_.housekeeping();

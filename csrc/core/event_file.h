@@ -44,6 +44,9 @@ class alignas(64) EventFile {
 
   // The time of the next event: each is later than the one before.
   [[nodiscard]] std::uint64_t next_time() noexcept { return ring_.next_time(); }
+  // Likewise, by the newest reading of the clock: that of an event, or of the file's thread, which
+  // reads it every few milliseconds.
+  [[nodiscard]] std::uint64_t next_time_unread() noexcept { return ring_.next_time_unread(); }
 
   [[nodiscard]] std::uint64_t start_ticks() const noexcept { return ring_.start_ticks(); }
   [[nodiscard]] std::uint64_t written() const noexcept { return ring_.appended(); }

@@ -62,8 +62,11 @@ class EventLog {
              std::uint32_t step) noexcept {
     EventFile* file = this->file();
     if (file == nullptr) return;
+    // Of what is freed it matters after what, and hardly to the microsecond when.
+    const std::uint64_t time =
+        kind == EventKind::free ? file->next_time_unread() : file->next_time();
     file->append(
-        {event_word(file->next_time(), static_cast<std::uint8_t>(kind), block.category()),
+        {event_word(time, static_cast<std::uint8_t>(kind), block.category()),
          event_word(block.address, phase, block.device),
          event_word(block.size(), block.stream, block.thread),
          std::uint64_t{block.module} | std::uint64_t{op} << 16U | std::uint64_t{step} << 32U});

@@ -72,6 +72,12 @@ class alignas(64) EventRing {
     newest_ticks_ = std::max(newest_ticks_ + 1, ticks());
     return newest_ticks_ - start_ticks_;
   }
+  // As next_time(), by the newest reading of the clock that there is, be it the reader's: one of
+  // its own would cost as much as the rest of an event.
+  std::uint64_t next_time_unread() noexcept {
+    newest_ticks_ = std::max(newest_ticks_ + 1, reading_.load(std::memory_order_relaxed));
+    return newest_ticks_ - start_ticks_;
+  }
 
   // Ends a loss; nobody appends meanwhile.
   void go_on() noexcept {
@@ -80,6 +86,7 @@ class alignas(64) EventRing {
   }
 
   // --- the reader's ---
+  void read_clock() noexcept { reading_.store(ticks(), std::memory_order_relaxed); }
   // What was appended and not given back, as far as it lies in a piece.
   [[nodiscard]] std::span<const Event> readable() const noexcept {
     const std::uint64_t begin = tail_.load(std::memory_order_relaxed);
@@ -106,15 +113,16 @@ class alignas(64) EventRing {
     return false;
   }
 
-  // What append and next_time touch is on the first line.
+  // What append and the times of events touch is on the first line.
   Event* events_ = nullptr;
   std::uint64_t start_ticks_ = 0;
   std::atomic<std::uint64_t> head_{0};
   std::uint64_t end_ = kEvents;  // no room from here on, as far as the writer knows
   std::atomic<std::uint64_t> lost_{0};
   std::uint64_t newest_ticks_ = 0;
-  std::atomic<bool> losing_{false};
+  std::atomic<std::uint64_t> reading_{0};
   alignas(64) std::atomic<std::uint64_t> tail_{0};
+  std::atomic<bool> losing_{false};
   std::uint64_t lost_before_ = 0;
 };
 

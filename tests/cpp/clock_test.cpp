@@ -5,7 +5,10 @@
 
 #include <atomic>
 #include <bit>
+#include <chrono>
 #include <cstdint>
+#include <thread>
+#include <utility>
 
 #include "core/event_file.h"
 #include "core/replay.h"
@@ -91,6 +94,24 @@ TEST_F(Clock, TimesOfEventsRiseThoughTheClockStandsStillOrIsBehind) {
   EXPECT_EQ(file.next_time(), 12);
   monotonic += 20;
   EXPECT_EQ(file.next_time(), 25);
+}
+
+// A free reads no clock: an event before it has, or the file's thread, a few milliseconds ago.
+TEST_F(Clock, AFreeIsAfterWhatIsBeforeItAndAPauseIsSeen) {
+  EventFile file((testing::scratch() / "unread.bin").string(), 100, {});
+  monotonic += 10;
+  EXPECT_EQ(file.next_time(), 10);
+  EXPECT_EQ(file.next_time_unread(), 11);
+  monotonic += kSecond;  // more than there are frees below
+  const auto patience = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  std::uint64_t time = 11;
+  while (time < kSecond && std::chrono::steady_clock::now() < patience) {
+    const std::uint64_t before = std::exchange(time, file.next_time_unread());
+    ASSERT_GT(time, before);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  EXPECT_GE(time, kSecond);
+  EXPECT_GT(file.next_time(), time);
 }
 
 TEST(SystemClocks, GoForward) {
