@@ -84,17 +84,18 @@ inline c10::DataPtr DelegatingCudaAllocator::allocate_and_report(size_t size,
 
 c10::DataPtr DelegatingCudaAllocator::allocate_rarely(size_t size, const void* return_address) {
   if (passes_on()) return upstream_->allocate(size);
-  const HistoryTag history_tag(*upstream_, records_history());
+  const HistoryTag history_tag(*upstream_, records_history(), is_library_workspace(return_address));
   return allocate_and_report(size, return_address);
 }
 
 #ifdef OPACUS_MEMPROF_HAS_allocateWithAddress
 c10::DataPtr DelegatingCudaAllocator::allocateWithAddress(size_t size, void* address) {
   if (passes_on()) return upstream_->allocateWithAddress(size, address);
-  const HistoryTag history_tag(*upstream_, records_history());
+  const void* return_address = __builtin_return_address(0);
+  const HistoryTag history_tag(*upstream_, records_history(), is_library_workspace(return_address));
   c10::DataPtr data = report_oom_of(*upstream_, size,
                                     [&] { return upstream_->allocateWithAddress(size, address); });
-  report_new_block(data, size, __builtin_return_address(0));
+  report_new_block(data, size, return_address);
   return data;
 }
 #endif
@@ -104,10 +105,10 @@ c10::DeleterFnPtr DelegatingCudaAllocator::raw_deleter() const { return &free_bl
 void* DelegatingCudaAllocator::raw_alloc(size_t size) {
   if (passes_on()) return upstream_->raw_alloc(size);
   const c10::DeviceIndex device = c10::cuda::current_device();
-  const HistoryTag history_tag(*upstream_, records_history());
+  const bool workspace = is_library_workspace(__builtin_return_address(0));
+  const HistoryTag history_tag(*upstream_, records_history(), workspace);
   void* pointer = report_oom_of(*upstream_, size, [&] { return upstream_->raw_alloc(size); });
-  report_alloc(pointer, size, device_number(device), current_stream_id(device),
-               is_library_workspace(__builtin_return_address(0)));
+  report_alloc(pointer, size, device_number(device), current_stream_id(device), workspace);
   if (!is_reporting()) note_alloc_after_uninstall();
   return pointer;
 }
@@ -115,11 +116,11 @@ void* DelegatingCudaAllocator::raw_alloc(size_t size) {
 void* DelegatingCudaAllocator::raw_alloc_with_stream(size_t size, cudaStream_t stream) {
   if (passes_on()) return upstream_->raw_alloc_with_stream(size, stream);
   const c10::DeviceIndex device = c10::cuda::current_device();
-  const HistoryTag history_tag(*upstream_, records_history());
+  const bool workspace = is_library_workspace(__builtin_return_address(0));
+  const HistoryTag history_tag(*upstream_, records_history(), workspace);
   void* pointer = report_oom_of(*upstream_, size,
                                 [&] { return upstream_->raw_alloc_with_stream(size, stream); });
-  report_alloc(pointer, size, device_number(device), stream_id(stream),
-               is_library_workspace(__builtin_return_address(0)));
+  report_alloc(pointer, size, device_number(device), stream_id(stream), workspace);
   if (!is_reporting()) note_alloc_after_uninstall();
   return pointer;
 }

@@ -23,13 +23,13 @@ std::string text_of(std::uint8_t category, std::uint16_t module) {
 
 }  // namespace
 
-void HistoryTag::set() noexcept {
+void HistoryTag::set(bool workspace) noexcept {
   try {
     if (!upstream_->supportsUserMetadata()) {
       upstream_ = nullptr;
       return;
     }
-    const Tag tag = tag_of_allocation();
+    const Tag tag = tag_of_allocation(workspace);
     original_ = upstream_->getUserMetadata();
     const std::string ours = text_of(tag.category, tag.module);
     upstream_->setUserMetadata(original_.empty() ? ours : original_ + " " + ours);
@@ -59,7 +59,7 @@ void annotate_history(cca::CUDAAllocator& upstream, const void* pointer, std::ui
 
 #else
 
-void HistoryTag::set() noexcept { upstream_ = nullptr; }
+void HistoryTag::set(bool /*workspace*/) noexcept { upstream_ = nullptr; }
 void HistoryTag::restore() noexcept {}
 void annotate_history(cca::CUDAAllocator& /*upstream*/, const void* /*pointer*/,
                       std::uint8_t /*category*/, std::uint16_t /*module*/) noexcept {}

@@ -13,12 +13,14 @@
 namespace opacus_memprof {
 
 // Metadata of what this thread allocates upstream, while it exists. Does nothing unless `recorded`.
+// `workspace`: the block is lent to a library, as report_alloc is told.
 class HistoryTag {
  public:
-  HistoryTag(c10::cuda::CUDACachingAllocator::CUDAAllocator& upstream, bool recorded)
+  HistoryTag(c10::cuda::CUDACachingAllocator::CUDAAllocator& upstream, bool recorded,
+             bool workspace)
       : upstream_(recorded ? &upstream : nullptr) {
     if (upstream_ != nullptr) [[unlikely]]
-      set();
+      set(workspace);
   }
   HistoryTag(const HistoryTag&) = delete;
   HistoryTag& operator=(const HistoryTag&) = delete;
@@ -28,7 +30,7 @@ class HistoryTag {
   }
 
  private:
-  void set() noexcept;
+  void set(bool workspace) noexcept;
   void restore() noexcept;
 
   c10::cuda::CUDACachingAllocator::CUDAAllocator* upstream_;

@@ -27,11 +27,17 @@ inline std::uint64_t address_of(const void* pointer) noexcept {
   return tags.resolve({.task = top.category == kKeep8 ? backward_task() : -1});
 }
 
-// After upstream has allocated. `workspace`: lent to a library, whatever else is going on.
-inline void report_alloc(const void* pointer, std::size_t size, Device device, std::uint8_t stream,
-                         bool workspace = false) {
+// Likewise. `workspace`: lent to a library, whatever else is going on.
+[[gnu::always_inline]] inline Tag tag_of_allocation(bool workspace) {
   Tag tag = tag_of_allocation();
   if (workspace) tag.category = static_cast<std::uint8_t>(Category::library_workspace);
+  return tag;
+}
+
+// After upstream has allocated.
+inline void report_alloc(const void* pointer, std::size_t size, Device device, std::uint8_t stream,
+                         bool workspace = false) {
+  const Tag tag = tag_of_allocation(workspace);
   recorder().on_alloc(address_of(pointer), size, device, stream, tag);
 }
 

@@ -62,6 +62,20 @@ def test_the_history_has_category_and_module(started: str, tmp_path: Path, reque
     assert entries(after, "alloc") == [""]
 
 
+def test_a_workspace_of_a_library_is_one_under_any_tag(history: None, tmp_path: Path) -> None:
+    left = torch.empty(512, 512, device="cuda")
+    torch.cuda.synchronize()
+    with opacus_memprof.profile(tmp_path, device="cuda"):
+        before = len(torch.cuda.memory._snapshot()["device_traces"][0])
+        # cuBLAS has a workspace for each stream.
+        with torch.cuda.stream(torch.cuda.Stream()), opacus_memprof.tag("teacher"):
+            product = left @ left
+        trace: list[dict[str, Any]] = torch.cuda.memory._snapshot()["device_traces"][0][before:]
+    made = {entry["addr"]: entry["user_metadata"] for entry in trace if entry["action"] == "alloc"}
+    assert made.pop(product.data_ptr()) == "category=teacher"
+    assert set(made.values()) == {"category=library_workspace"}
+
+
 def test_without_a_session_the_history_is_the_programs(history: None) -> None:
     torch.cuda.memory._set_memory_metadata("of the program")
     held = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
