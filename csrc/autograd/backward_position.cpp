@@ -203,10 +203,10 @@ int backward_task() noexcept {
   return task;
 }
 
-[[gnu::hot]] const BackwardPosition& backward_position() {
-  static constexpr BackwardPosition kOutside;
-  const int task = backward_task();
-  if (task < 0) return kOutside;
+namespace {
+
+// Inside this graph task. A function of its own: most callers are in none, and save no registers.
+[[gnu::hot, gnu::noinline]] const BackwardPosition& position_in(int task) {
   const auto node = torch::autograd::get_current_node();
   ThreadTags::LastNode& last = this_thread().last_node;
   if (node == nullptr) {
@@ -224,6 +224,14 @@ int backward_task() noexcept {
         .task = task, .module = module_of(last, *node, sequence), .op = op_names.id_of(*node)};
   }
   return last.position;
+}
+
+}  // namespace
+
+[[gnu::hot]] const BackwardPosition& backward_position() {
+  static constexpr BackwardPosition kOutside;
+  const int task = backward_task();
+  return task < 0 ? kOutside : position_in(task);
 }
 
 ModuleScope::ModuleScope(std::uint16_t module)
