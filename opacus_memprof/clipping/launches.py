@@ -15,7 +15,7 @@ from torch import nn
 
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.linear import LinearLayer
-from opacus_memprof.clipping.norms import is_small
+from opacus_memprof.clipping.norms import KERNEL_DTYPES, is_small
 
 _MOST_BYTES = 1 << 20  # of sums that are formed at once, while what they are formed from is still there
 
@@ -84,7 +84,7 @@ def pop_small_sums(
     alike: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[KeptTensors, nn.Parameter]]] = {}
     for each in kept.values():
         for parameter, stack in each.stacks.items():
-            if is_small(stack):
+            if is_small(stack) and parameter.dtype in KERNEL_DTYPES:
                 alike.setdefault((stack.device, stack.dtype, parameter.dtype), []).append((each, parameter))
     for (device, _, dtype), members in alike.items():
         from opacus_memprof.clipping.stacks_triton import weighted_sums_cuda

@@ -31,7 +31,7 @@ def squared_norms(stack: torch.Tensor) -> torch.Tensor:
 
 
 _SMALL = 1 << 16  # elements of a sample
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_small(stack: torch.Tensor) -> bool:
@@ -42,7 +42,7 @@ def is_small(stack: torch.Tensor) -> bool:
 
 def has_kernels(x: torch.Tensor) -> bool:
     """Whether Triton's kernels go through such a tensor."""
-    return x.is_cuda and x.dtype in _DTYPES and has_triton()
+    return x.is_cuda and x.dtype in KERNEL_DTYPES and has_triton()
 
 
 def squared_norms_unless_small(stack: torch.Tensor) -> torch.Tensor | None:
