@@ -18,7 +18,8 @@ VENV ?= .venv
 JOBS ?= 2
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+# Python compiles a module when it is first imported, and most of those that are installed never are.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install --no-compile
 CXX_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp tests/cpp/*.h tests/cpp/*.cpp tests/cpp/*/*.h tests/cpp/*/*.cpp benchmarks/*.cpp)
 export MAX_JOBS := $(JOBS)
 MAKEFLAGS += --no-print-directory
@@ -71,9 +72,9 @@ $(MATRIX): matrix-%:
 # A short choice of tests: Opacus' modes and what they allocate, flash_clip, and CUDA's allocator on a virtual GPU.
 TRIED := tests/unit/test_native.py tests/integration/test_opacus_modes.py tests/integration/test_flash_clip.py
 try: $(BIN)/python
-	$(PIP) install 'torch==$(TORCH).*' 'opacus==$(call CLAIMED,claimed["LOWEST_OPACUS"]).*'
+	$(INSTALL) 'torch==$(TORCH).*' 'opacus==$(call CLAIMED,claimed["LOWEST_OPACUS"]).*'
 	$(MAKE) $(VENV)/.opacus-memprof-requirements
-	$(PIP) install --no-build-isolation -e . 'pytest>=8' peft
+	$(INSTALL) --no-build-isolation -e . 'pytest>=8' peft
 	$(BIN)/opacus-memprof doctor
 	$(BIN)/opacus-memprof run -o memprof_profile --device cpu examples/train_transformer.py
 	$(BIN)/python -m pytest -q $(TRIED)
@@ -118,15 +119,15 @@ $(BIN)/python:
 
 # What the core needs, which knows nothing of torch.
 $(VENV)/.opacus-memprof-core: pyproject.toml | $(BIN)/python
-	$(PIP) install 'nlohmann-json>=3.11'
-	command -v cmake >/dev/null || $(PIP) install cmake
+	$(INSTALL) 'nlohmann-json>=3.11'
+	command -v cmake >/dev/null || $(INSTALL) cmake
 	touch $@
 
 # What the build itself needs, so that it can run in the environment and compile only what has changed.
 $(VENV)/.opacus-memprof-requirements: $(VENV)/.opacus-memprof-core $(wildcard build_backend/*.py)
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install torch
-	$(PIP) install 'setuptools>=64' wheel ninja 'pybind11>=2.12'
-	$(PIP) install wheel $$(PYTHONPATH=build_backend $(BIN)/python -c \
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(INSTALL) torch
+	$(INSTALL) 'setuptools>=64' wheel ninja 'pybind11>=2.12'
+	$(INSTALL) wheel $$(PYTHONPATH=build_backend $(BIN)/python -c \
 	    'import opacus_memprof_build as backend; print(*backend.get_requires_for_build_editable())')
 	touch $@
 
@@ -134,5 +135,5 @@ $(VENV)/.opacus-memprof-requirements: $(VENV)/.opacus-memprof-core $(wildcard bu
 BUILT_FROM = setup.py pyproject.toml $(wildcard csrc/* csrc/*/* build_backend/*.py opacus_memprof/_build_info.py)
 $(VENV)/.opacus-memprof-built: $(VENV)/.opacus-memprof-requirements $(BUILT_FROM) \
                                $(if $(wildcard opacus_memprof/_C.*.so),,FORCE)
-	$(PIP) install --no-build-isolation -e '.[test]'
+	$(INSTALL) --no-build-isolation -e '.[test]'
 	touch $@
