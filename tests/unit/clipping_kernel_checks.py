@@ -9,7 +9,7 @@ from torch import nn
 from opacus_memprof.clipping import gram_triton, norms, sums
 from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda, gram_squared_norms_of_layers
 from opacus_memprof.clipping.launches import pop_small_sums
-from opacus_memprof.clipping.layers import KeptTensors
+from opacus_memprof.clipping.layers import KeptTensors, linear
 from opacus_memprof.clipping.layers.linear import LinearLayer
 from opacus_memprof.clipping.stacks_triton import squared_norms_cuda, weighted_sum_cuda, weighted_sums_cuda
 from tests.integration.clipping_launches import LAUNCHES, count_launches, float32_difference
@@ -44,7 +44,7 @@ def test_gram_kernel_on_slices_and_empty_batches() -> None:
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_step_with_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step whose norms and sums are found by the kernels clips as by hand."""
-    for module in (norms, sums):
+    for module in (norms, sums, linear):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
     launched = count_launches(monkeypatch)
     assert float32_difference(name, "cpu") < 1e-4
@@ -53,18 +53,17 @@ def test_a_step_with_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_sums_in_float64_are_left_to_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters in float64 that compute in float32, as under mixed precision."""
-    for module in (norms, sums):
-        monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
-    linear = nn.Linear(3, 2)
+    monkeypatch.setattr(norms, "has_kernels", lambda x: x.dtype == torch.float32)
+    layer = nn.Linear(3, 2)
     kept = KeptTensors()
-    for parameter in linear.parameters():
+    for parameter in layer.parameters():
         kept.stacks[parameter] = torch.rand(4, *parameter.shape)
-    linear.bias.data = linear.bias.data.double()
-    factors, expected = torch.rand(4), kept.stacks[linear.weight].clone()
-    ((parameter, total),) = pop_small_sums({LinearLayer("", linear): kept}, factors)
-    assert parameter is linear.weight
+    layer.bias.data = layer.bias.data.double()
+    factors, expected = torch.rand(4), kept.stacks[layer.weight].clone()
+    ((parameter, total),) = pop_small_sums({LinearLayer("", layer): kept}, factors)
+    assert parameter is layer.weight
     torch.testing.assert_close(total, torch.einsum("n,n...->...", factors, expected))
-    assert list(kept.stacks) == [linear.bias]
+    assert list(kept.stacks) == [layer.bias]
 
 
 @pytest.mark.parametrize("most", [65535, 7])  # of programs in a launch: 7 take the layers in several
