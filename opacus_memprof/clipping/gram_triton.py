@@ -145,7 +145,7 @@ def gram_squared_norms_cuda(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     Returns:
         [N] float32, accumulated in float32. float32 operands use TF32 exactly where ``torch.matmul`` would.
     """
-    tiles, parts = _parts(g, 1)
+    tiles, parts = _tiles(g), _parts(g, 1)
     if parts.numel():
         with on_device(g):
             gram_tile[(tiles, tiles, len(g))](*(g, a, parts), *_sizes(g, a), **_settings(g))
@@ -156,37 +156,40 @@ def gram_squared_norms_of_layers(pairs: Sequence[tuple[torch.Tensor, ...]]) -> t
     """``gram_squared_norms_cuda`` of each pair (g, a), [pairs, N] float32, with few launches. All pairs have the same
     shapes, strides, dtype and device."""
     g, a = pairs[0]
-    count = len(g)
-    tiles, parts = _parts(g, len(pairs))
-    layers = max(1, _MOST_PROGRAMS // max(1, count))
     addresses = [(g.data_ptr(), a.data_ptr()) for g, a in pairs]
     alignment = 16 if all(address % 16 == 0 for each in addresses for address in each) else g.element_size()
     operands = table(addresses, g.device)
-    if parts.numel():
-        with on_device(g):
-            for start in range(0, len(pairs), layers):
-                some = operands[start : start + layers]
-                gram_tiles[(tiles, tiles, count * len(some))](
-                    *(some, parts[start * count :], count),
-                    *_sizes(g, a),
-                    **_settings(g),
-                    TYPE=TYPES[g.dtype],
-                    ALIGNMENT=alignment,
+    tiles = _tiles(g)
+    layers = max(1, min(_MOST_PROGRAMS, _MOST_PARTS // (tiles * tiles)) // max(1, len(g)))  # in a launch
+    norms: list[torch.Tensor] = []
+    for start in range(0, len(pairs), layers):
+        some = operands[start : start + layers]
+        parts = _parts(g, len(some))
+        if parts.numel():
+            with on_device(g):
+                gram_tiles[(tiles, tiles, len(parts))](
+                    *(some, parts, len(g)), *_sizes(g, a), **_settings(g), TYPE=TYPES[g.dtype], ALIGNMENT=alignment
                 )
-    return parts.sum((1, 2)).clamp_(min=0).view(len(pairs), count)
+        norms.append(parts.sum((1, 2)).clamp_(min=0).view(len(some), len(g)))
+    return norms[0] if len(norms) == 1 else torch.cat(norms)
 
 
 _MOST_PROGRAMS = 65535  # in the third dimension of a launch
+_MOST_PARTS = 1 << 22  # sums of tiles that are written by a launch, unless one layer has more: 16 MiB
 
 
 def _side(tokens: int) -> int:
     return 128 if tokens >= 512 else 64 if tokens > 32 else 32
 
 
-def _parts(g: torch.Tensor, layers: int) -> tuple[int, torch.Tensor]:
-    """The number of tiles on a side, and what the kernel writes the sums of tiles to, [layers N, tiles, tiles]."""
-    tiles = triton.cdiv(g.shape[2], _side(g.shape[2]))
-    return tiles, torch.zeros(layers * len(g), tiles, tiles, dtype=torch.float32, device=g.device)
+def _tiles(g: torch.Tensor) -> int:
+    """On a side."""
+    return int(triton.cdiv(g.shape[2], _side(g.shape[2])))
+
+
+def _parts(g: torch.Tensor, layers: int) -> torch.Tensor:
+    """What the kernel writes the sums of tiles to, [layers N, tiles, tiles]."""
+    return torch.zeros(layers * len(g), _tiles(g), _tiles(g), dtype=torch.float32, device=g.device)
 
 
 def _sizes(g: torch.Tensor, a: torch.Tensor) -> tuple[int, ...]:

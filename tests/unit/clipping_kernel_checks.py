@@ -66,10 +66,11 @@ def test_sums_in_float64_are_left_to_the_layers(monkeypatch: pytest.MonkeyPatch)
     assert list(kept.stacks) == [layer.bias]
 
 
-@pytest.mark.parametrize("most", [65535, 7])  # of programs in a launch: 7 take the layers in several
+@pytest.mark.parametrize("limit", ["_MOST_PROGRAMS", "_MOST_PARTS", None])  # of a launch: takes the layers in several
 @pytest.mark.parametrize("offset", [0, 1])  # an address that is not a multiple of 16
-def test_gram_kernel_of_several_layers(most: int, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gram_triton, "_MOST_PROGRAMS", most)
+def test_gram_kernel_of_several_layers(limit: str | None, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if limit:
+        monkeypatch.setattr(gram_triton, limit, 9)
     torch.manual_seed(0)
     pairs = []
     for _ in range(4):
