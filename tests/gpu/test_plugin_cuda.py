@@ -4,6 +4,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,14 @@ def test_goes_on(memprof):
     assert block(1).is_cuda
     assert memprof.peak() == MIB
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _preloaded_torch() -> None:
+    """Torch loads parts of itself on their first use, and none of them can be loaded twice."""
+    scope: dict[str, Any] = {}
+    exec(TESTS, scope)
+    scope["train"]()
 
 
 @pytest.fixture(autouse=True)
