@@ -69,7 +69,7 @@ def test_the_small_copies_on_the_cpu(tmp_path: Path) -> None:
         assert row["failed"] == "the worker ended with status 1: this fork is broken"
     written = (tmp_path / "out/rivals.md").read_text()
     assert "| ValueError: no such layer / here | - | - | - |" in written
-    assert "2.53 x (this project's earlier run on an H200, issue 23)" in written
+    assert "2.53 x (an earlier version of this benchmark, on an H200)" in written
     assert (tmp_path / "out/rivals.png").stat().st_size > 10_000
     assert (tmp_path / "out/rivals-dark.png").stat().st_size > 10_000
 
