@@ -156,7 +156,7 @@ void for_event_rows(const std::string& events_path,
   EventWalk first(survey);
   first.visit_all(reader);
   Rows rows(survey, reader.header(), take);
-  EventWalk(rows, first.reuse_table()).visit_all(reader);
+  EventWalk(rows, first.release_table()).visit_all(reader);
 }
 
 }  // namespace opacus_memprof

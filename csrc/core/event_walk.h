@@ -67,8 +67,8 @@ class EventWalk {
   [[nodiscard]] const ReplayBlock* find(std::uint64_t key) { return table_.find(key); }
   [[nodiscard]] const Births& births() const { return births_; }
 
-  // Ends the walk. The table is empty, and as large as it has had to be.
-  [[nodiscard]] ReplayTable reuse_table() {
+  // Ends the walk. The table is empty and keeps its memory, for the next walk.
+  [[nodiscard]] ReplayTable release_table() {
     table_.clear();
     return std::move(table_);
   }

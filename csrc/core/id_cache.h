@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Numbers that are dear to find, by an address of static data. Thread safe, without a lock.
+// A cache of ids by the address of static data, for ids that take long to look up. Thread safe,
+// without a lock.
 #pragma once
 
 #include <array>
@@ -13,8 +14,8 @@ class IdCache {
  public:
   static constexpr std::size_t kSlots = 1024;
 
-  // What `find_id()` has returned for this address, which is called once for each, but for the
-  // first calls at once and once the cache is full.
+  // The id of an address. `find_id()` is called where the cache does not have it: once for each
+  // address, unless threads ask for it at the same time or the cache is full.
   template <typename FindId>
   std::uint16_t id_of(const void* pointer, FindId find_id) {
     const auto address = reinterpret_cast<std::uint64_t>(pointer) & kAddressBits;

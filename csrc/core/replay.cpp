@@ -79,13 +79,13 @@ class First {
 class Accounting {
  public:
   Accounting(const Fates& fates, ReplayResult& result) : fates_(fates), result_(result) {
-    for (Device& device : result.devices) moments_[device.id].open(device);
+    for (Device& device : result.devices) sums_[device.id].open(device);
   }
 
   void before(const Event& event, const ReplayTable& table) {
     const auto kind = static_cast<EventKind>(event.kind);
     if (kind == EventKind::alloc || kind == EventKind::free || kind == EventKind::seed) {
-      read(moments_[event.device], table);
+      read(sums_[event.device], table);
     }
   }
 
@@ -109,23 +109,23 @@ class Accounting {
       case EventKind::step:
       case EventKind::phase:
       case EventKind::snapshot:
-        for (const Device& device : result_.devices) moments_[device.id].reach(index);
+        for (const Device& device : result_.devices) sums_[device.id].reach(index);
         break;
       default:
-        moments_[event.device].reach(index);
+        sums_[event.device].reach(index);
     }
   }
 
   void gap(const EventGap& gap, const ReplayTable& table) {
     for (const Device& device : result_.devices) {
-      if (gap.devices[device.id]) read(moments_[device.id], table);
+      if (gap.devices[device.id]) read(sums_[device.id], table);
     }
   }
   void fate_known(const ReplayBlock&, std::uint16_t) {}
   void resumed(const Opening&, const Births&) {}
 
   void ended(const ReplayTable& table) {
-    for (const Device& device : result_.devices) read(moments_[device.id], table);
+    for (const Device& device : result_.devices) read(sums_[device.id], table);
   }
 
  private:
@@ -134,7 +134,8 @@ class Accounting {
     bool at_once;  // else when the device's next block comes or goes
   };
 
-  struct DeviceMoments {
+  // What is live on a device, by category, and the moments to write it into.
+  struct DeviceSums {
     Device* device = nullptr;
     CategoryBytes live{};
     std::vector<Planned> plan;  // by event
@@ -170,15 +171,15 @@ class Accounting {
     return fates_.settled(block.category, block.birth);
   }
 
-  CategoryBytes& live(const ReplayBlock& block) { return moments_[block.device()].live; }
+  CategoryBytes& live(const ReplayBlock& block) { return sums_[block.device()].live; }
 
-  void read(DeviceMoments& moments, const ReplayTable& table) {
-    for (Moment* moment : moments.pending) {
-      moment->categories = moments.live;
-      if (moment == &moments.device->peak) detail(*moments.device, table);
-      if (moment == &moments.device->last_step_end) gather_residue(*moments.device, table);
+  void read(DeviceSums& sums, const ReplayTable& table) {
+    for (Moment* moment : sums.pending) {
+      moment->categories = sums.live;
+      if (moment == &sums.device->peak) detail(*sums.device, table);
+      if (moment == &sums.device->last_step_end) gather_residue(*sums.device, table);
     }
-    moments.pending.clear();
+    sums.pending.clear();
   }
 
   // What only the walk over all live blocks can tell.
@@ -271,7 +272,7 @@ class Accounting {
 
   const Fates& fates_;
   ReplayResult& result_;
-  std::array<DeviceMoments, 256> moments_;  // by device
+  std::array<DeviceSums, 256> sums_;  // by device
 };
 
 }  // namespace
@@ -287,7 +288,7 @@ ReplayResult replay(const std::string& events_path, ReplayOptions options) {
   result.gaps = survey.gaps();
   result.events = survey.events();
   Accounting accounting(survey.fates(), result);
-  EventWalk second(accounting, first.reuse_table());
+  EventWalk second(accounting, first.release_table());
   second.visit_all(reader);
   result.contradictions = second.contradictions();
   return result;
