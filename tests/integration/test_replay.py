@@ -4,6 +4,8 @@
 import json
 import shutil
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,18 +27,30 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def ran(out: Path, settings: str, script: str, *arguments: str, memory: int | None = None) -> VirtualRun:
-    changes = ({"kind": "allocator_setting", "value": settings},) if settings else ()
-    program = Program(str(SCRIPTS / script), arguments)
-    return run_virtually(Configuration(program, "a100-40", memory, changes), out, threads=1)
+Ran = Callable[..., VirtualRun]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """A function that runs a script with settings of the allocator. Tests that ask for the same run share it."""
+
+    @cache
+    def ran(settings: str, script: str, *arguments: str, memory: int | None = None) -> VirtualRun:
+        changes = ({"kind": "allocator_setting", "value": settings},) if settings else ()
+        program = Program(str(SCRIPTS / script), arguments)
+        return run_virtually(
+            Configuration(program, "a100-40", memory, changes), tmp_path_factory.mktemp("run"), threads=1
+        )
+
+    return ran
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "arguments"), [("train_fragments.py", ()), ("train_cuda.py", ("--width", "512", "--batch", "96"))]
 )
-def test_settings_reserve_what_a_run_with_them_does(tmp_path: Path, script: str, arguments: tuple[str, ...]) -> None:
-    runs = {settings: ran(tmp_path / str(i), settings, script, *arguments) for i, settings in enumerate(TRIED)}
+def test_settings_reserve_what_a_run_with_them_does(ran: Ran, script: str, arguments: tuple[str, ...]) -> None:
+    runs = {settings: ran(settings, script, *arguments) for settings in TRIED}
     recorded = runs[""].profile
     replays = replay(read_recording(recorded, None, None), TRIED)
     for result in replays:
@@ -53,8 +67,8 @@ def test_settings_reserve_what_a_run_with_them_does(tmp_path: Path, script: str,
 
 
 @pytest.mark.slow
-def test_where_a_run_runs_out_of_memory_its_replay_does(tmp_path: Path) -> None:
-    recorded = ran(tmp_path / "whole", "", "train_fragments.py")
+def test_where_a_run_runs_out_of_memory_its_replay_does(ran: Ran) -> None:
+    recorded = ran("", "train_fragments.py")
     assert recorded.reserved is not None
     assert recorded.context is not None
     assert recorded.requested is not None
@@ -62,7 +76,7 @@ def test_where_a_run_runs_out_of_memory_its_replay_does(tmp_path: Path) -> None:
     for room, fits in ((recorded.reserved, True), (some, None), (recorded.requested - 8 * MIB, False)):
         memory = recorded.context + room
         (result,) = replay(read_recording(recorded.profile, "a100-40", memory), [""])
-        run = ran(tmp_path / str(room), "", "train_fragments.py", memory=memory)
+        run = ran("", "train_fragments.py", memory=memory)
         assert result.fits == run.fits
         assert fits in (None, result.fits)
         assert result.may_reserve == run.may_reserve == room
@@ -75,10 +89,10 @@ def test_where_a_run_runs_out_of_memory_its_replay_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(ran: Ran) -> None:
     from typer.testing import CliRunner
 
-    recorded = ran(tmp_path / "run", "", "train_fragments.py").profile
+    recorded = ran("", "train_fragments.py").profile
     played = CliRunner().invoke(app, ["replay", str(recorded), "--settings", "expandable_segments:True,False"])
     assert played.exit_code == 0, played.output
     assert "on a virtual NVIDIA A100-SXM4-40GB (39.39 GiB)" in played.output
