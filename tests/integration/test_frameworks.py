@@ -87,7 +87,7 @@ def test_plain_loop_with_tensorboard_and_wandb(monkeypatch: pytest.MonkeyPatch) 
 def test_huggingface_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = run("huggingface_trainer.py", "--steps", "3", monkeypatch=monkeypatch)
     assert len([step for step in profile["devices"]["cpu"]["steps"] if step["complete"]]) == 3
-    assert [taken["name"] for taken in profile["devices"]["cpu"]["snapshots"]] == ["epoch 0.375", "end"]
+    assert [snapshot["name"] for snapshot in profile["devices"]["cpu"]["snapshots"]] == ["epoch 0.375", "end"]
     assert Path("profile_adapters", "adapter_model.safetensors").exists()
 
 
@@ -168,7 +168,7 @@ def test_the_trainer_trains_as_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     device = run("lightning_training.py", "--samples", "64", "--epochs", "2", monkeypatch=monkeypatch)["devices"]["cpu"]
-    assert [taken["name"] for taken in device["snapshots"]] == ["epoch 0", "epoch 1", "end"]
+    assert [snapshot["name"] for snapshot in device["snapshots"]] == ["epoch 0", "epoch 1", "end"]
     assert len([step for step in device["steps"] if step["complete"]]) == 4
     parameters = 64 * 256 + 256 + 256 * 10 + 10
     assert device["peak"]["categories"]["model_parameters"] == 4 * parameters

@@ -187,15 +187,15 @@ def test_a_run_that_is_longer_than_the_bound_keeps_its_peak_and_its_end(tmp_path
     assert bounded["events"]["dropped"] == sum(gap["events"] for gap in gaps) > 0
     assert bounded["events"]["recorded"] + bounded["events"]["dropped"] == unbounded["events"]["recorded"]
     assert "are not in the event files" in " ".join(bounded["warnings"])
-    one, other = (profile["devices"]["cpu"] for profile in (bounded, unbounded))
+    bounded_device, whole_device = (profile["devices"]["cpu"] for profile in (bounded, unbounded))
     for key in ("requested_bytes", "source", "step", "phase", "categories", "modules", "ops", "born_in", "event"):
-        assert one["peak"][key] == other["peak"][key], key
-    steps = {step["step"]: step for step in other["steps"]}
-    assert one["steps"][-1]["step"] == other["steps"][-1]["step"]
-    for step in one["steps"]:
+        assert bounded_device["peak"][key] == whole_device["peak"][key], key
+    steps = {step["step"]: step for step in whole_device["steps"]}
+    assert bounded_device["steps"][-1]["step"] == whole_device["steps"][-1]["step"]
+    for step in bounded_device["steps"]:
         for key in ("peak_bytes", "end_bytes", "categories", "phase", "event") if step["complete"] else ():
             assert step[key] == steps[step["step"]][key], key
-    assert one["end_bytes"] == other["end_bytes"]
+    assert bounded_device["end_bytes"] == whole_device["end_bytes"]
 
 
 def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:

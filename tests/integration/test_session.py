@@ -88,16 +88,16 @@ def test_every_snapshot_reconciles_and_nothing_changes(tmp_path: Path, mode: str
         engine = opacus.PrivacyEngine()
         session.attach(engine)
         assert train(private(engine, grad_sample_mode=mode), session) == unprofiled
-    taken = snapshots_of(tmp_path / "out")
-    assert [entry["name"] for entry in taken] == ["after backward", "after step"] * 3 + ["end"]
-    assert [entry["step"] for entry in taken] == [taken[0]["step"] + i for i in (0, 1, 1, 2, 2, 3, 3)]
-    for entry in taken:
+    snapshots = snapshots_of(tmp_path / "out")
+    assert [entry["name"] for entry in snapshots] == ["after backward", "after step"] * 3 + ["end"]
+    assert [entry["step"] for entry in snapshots] == [snapshots[0]["step"] + i for i in (0, 1, 1, 2, 2, 3, 3)]
+    for entry in snapshots:
         counts = entry["devices"]["cpu"]
         assert sum(counts["categories"].values()) == counts["requested_bytes"] == counts["allocated_bytes"]
         assert counts["remainder"] == counts["rounding"] == counts["cached"] == 0
         assert counts["outside_pytorch"] is None
         assert counts["categories"]["model_parameters"] == WEIGHTS
-    after_backward, after_step = (taken[index]["devices"]["cpu"]["categories"] for index in (2, 3))
+    after_backward, after_step = (snapshots[index]["devices"]["cpu"]["categories"] for index in (2, 3))
     assert after_backward["per_sample_gradients"] == (BATCH * WEIGHTS if mode == "hooks" else 0)
     assert after_backward["gradients"] == WEIGHTS
     assert after_backward["optimizer_states"] == after_step["optimizer_states"] == 2 * WEIGHTS + 4 * 4
@@ -105,7 +105,7 @@ def test_every_snapshot_reconciles_and_nothing_changes(tmp_path: Path, mode: str
     # The same figures are in profile.json, from the event file.
     profile = json.loads((tmp_path / "out" / "profile.json").read_text())
     replayed = {entry["index"]: entry for entry in profile["devices"]["cpu"]["snapshots"]}
-    for entry in taken:
+    for entry in snapshots:
         assert replayed[entry["index"]]["requested_bytes"] == entry["devices"]["cpu"]["requested_bytes"]
     assert profile["warnings"] == []
 
@@ -201,14 +201,14 @@ def test_live_figures_are_the_same_during_and_after(tmp_path: Path) -> None:
         model, _, loader = private(opacus.PrivacyEngine())
         features, _ = next(iter(loader))
         loss = model(features).sum()
-        live, taken, peak = session.breakdown()["cpu"], session.snapshot("now").devices["cpu"], session.peak()["cpu"]
+        live, snapshot, peak = session.breakdown()["cpu"], session.snapshot("now").devices["cpu"], session.peak()["cpu"]
         assert session.peak()["cpu"] is peak  # nothing has happened: the events were not read again
         held = block(1)
         at_end = session.breakdown()
         assert session.peak()["cpu"].requested_bytes == sum(at_end["cpu"].values()) > MIB
     assert live.keys() <= set(REPORTED) | {"forward_undecided"}
-    assert {name: size for name, size in taken.categories.items() if size} == live
-    assert sum(dict(taken.activation_hooks).values()) == live["activation_hooks"] > 0
+    assert {name: size for name, size in snapshot.categories.items() if size} == live
+    assert sum(dict(snapshot.activation_hooks).values()) == live["activation_hooks"] > 0
     assert session.breakdown() == at_end
     assert session.peak()["cpu"] is session.result.devices["cpu"].peak
     with pytest.raises(opacus_memprof.MemprofError, match="between its start and its end"):

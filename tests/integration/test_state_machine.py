@@ -312,13 +312,13 @@ class Core(RuleBasedStateMachine):
 
     @rule()
     def snapshot(self) -> None:
-        taken = native.snapshot("state machine")
-        assert (taken["step"], taken["logical_step"]) == (self.physical, self.logical) == native.step()
-        counts = taken["devices"].get("cpu", {"requested_bytes": 0, "categories": {}})
+        snapshot = native.snapshot("state machine")
+        assert (snapshot["step"], snapshot["logical_step"]) == (self.physical, self.logical) == native.step()
+        counts = snapshot["devices"].get("cpu", {"requested_bytes": 0, "categories": {}})
         assert counts["requested_bytes"] == self.counts.total()
         assert without_zeros(counts["categories"]) == +self.counts
         assert native.cpu_reported_bytes() == self.counts.total() + self.reported
-        self.snapshots[taken["index"]] = +self.counts
+        self.snapshots[snapshot["index"]] = +self.counts
 
     @invariant()
     def every_block_is_right(self) -> None:

@@ -66,7 +66,7 @@ def test_json_lines_say_what_was_live(tmp_path: Path) -> None:
     assert (newest["step"], newest["rank"]) == (0, None)
     assert abs(newest["unix_ns"] - time.time_ns()) < 60e9
     assert session.result["warnings"] == []
-    assert [taken["name"] for taken in session.result["devices"]["cpu"]["snapshots"]] == ["now", "end"]
+    assert [snapshot["name"] for snapshot in session.result["devices"]["cpu"]["snapshots"]] == ["now", "end"]
     assert not [thread for thread in threading.enumerate() if "opacus-memprof stream" in thread.name]
     del held
 
@@ -153,9 +153,9 @@ def test_prometheus_by_file_and_by_address(tmp_path: Path, unused_port: int) -> 
 def unused_port() -> int:
     import socket
 
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def test_the_profile_is_as_without_a_stream(tmp_path: Path) -> None:
@@ -263,9 +263,9 @@ def test_a_port_that_is_taken(tmp_path: Path, unused_port: int) -> None:
     address = f"http://127.0.0.1:{unused_port}"
     import socket
 
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", unused_port))
-        taken.listen()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", unused_port))
+        listener.listen()
         with (
             pytest.raises(opacus_memprof.MemprofError, match=f"cannot serve on {address}"),
             opacus_memprof.profile(tmp_path / "p", device="cpu", stream=[tmp_path / "m.jsonl", address]),

@@ -154,9 +154,9 @@ def test_single_runs_are_compared(
     tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = tmp_path / "results"
-    one = ["single-gpu", "--config", "tiny", "--device", "cpu", "--results_dir", str(results), "--seq_length", "16"]
-    assert run_cli([*one, "--batch_size", "8"], child(), monkeypatch) == 0
-    assert run_cli([*one, "--batch_size", "8", "--use_lora", "--lora_rank", "4"], child(), monkeypatch) == 0
+    command = ["single-gpu", "--config", "tiny", "--device", "cpu", "--results_dir", str(results), "--seq_length", "16"]
+    assert run_cli([*command, "--batch_size", "8"], child(), monkeypatch) == 0
+    assert run_cli([*command, "--batch_size", "8", "--use_lora", "--lora_rank", "4"], child(), monkeypatch) == 0
     printed = capsys.readouterr().out
     assert "model tiny (random weights), mode hooks, bf16, device cpu\n" in printed
     assert "sequence length 16, batch 8, physical batch 1, training LoRA adapters of rank 4\n" in printed

@@ -100,13 +100,13 @@ def test_snapshots_that_cannot_be_compared() -> None:
 def test_a_snapshot_stays_in_the_running_profile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opacus_memprof.profile(tmp_path / "profile", device="cpu"):
         held = block(1)
-        taken = opacus_memprof.memory_snapshot("第一步")
+        snapshot = opacus_memprof.memory_snapshot("第一步")
         opacus_memprof.memory_snapshot("\udc80 of a file's name")
         opacus_memprof.memory_snapshot(7)  # type: ignore[arg-type]
     caplog.text.encode()  # every handler can write what was logged
     profile = json.loads((tmp_path / "profile" / "profile.json").read_text())
     [kept] = [snapshot for snapshot in profile["devices"]["cpu"]["snapshots"] if snapshot["name"] == "第一步"]
-    assert kept["requested_bytes"] == allocated(taken) * MB >= held.nbytes
+    assert kept["requested_bytes"] == allocated(snapshot) * MB >= held.nbytes
     assert kept["remainder"] == 0
 
 
@@ -231,12 +231,12 @@ def test_monitoring_in_the_background(tmp_path: Path) -> None:
     while not any(allocated(snapshot) == seen for snapshot in debugger.memory_history) and time.monotonic() < deadline:
         time.sleep(0.01)
     debugger.stop()
-    taken = len(debugger.memory_history)
+    readings = len(debugger.memory_history)
     time.sleep(0.05)
-    assert len(debugger.memory_history) == taken > 0
+    assert len(debugger.memory_history) == readings > 0
     assert {snapshot["name"] for snapshot in debugger.memory_history} == {MONITOR}
     assert max(allocated(snapshot) for snapshot in debugger.memory_history) == seen >= held.nbytes / MB
-    assert f"monitoring: {taken} readings" in debugger.generate_memory_report(tmp_path / "r.txt")
+    assert f"monitoring: {readings} readings" in debugger.generate_memory_report(tmp_path / "r.txt")
     debugger.memory_history = debugger.memory_history[-1:]
     debugger.start_real_time_monitoring(0.01)
     debugger.stop_real_time_monitoring()
