@@ -32,11 +32,10 @@ def test_steps_are_attributed(name: str, tmp_path: Path) -> None:
             module(*batch.values()).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    device = json.loads((tmp_path / "profile.json").read_text())["devices"]["cuda:0"]
-    steps = device["steps"]
+    steps = json.loads((tmp_path / "profile.json").read_text())["devices"]["cuda:0"]["steps"]
     assert all(step["peak_bytes"] > 0 for step in steps)
-    if device["peak"]["phase"] == "setup":
-        # make_private multiplies matrices to see what layers compute. Where cuBLAS takes a workspace for it, larger
-        # than these models, the first step's peak is there, before the model is followed.
-        steps = steps[1:]
-    assert not any(step["categories"].get("unattributed", 0) for step in steps)
+    # make_private multiplies matrices to see what layers compute. Where cuBLAS takes a workspace for it, larger than
+    # these models, the first step's peak is there, before the model is followed.
+    followed = [step for step in steps if step["phase"] != "setup"]
+    assert len(followed) >= len(steps) - 1
+    assert not any(step["categories"].get("unattributed", 0) for step in followed)
