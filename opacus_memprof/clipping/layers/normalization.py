@@ -41,7 +41,8 @@ class _LastDimensionsNorm(Layer):
         x = x.reshape(x.shape[0], tokens, *shape)
         token_bytes = _COPIES * torch.Size(shape).numel() * g.element_size()
         if g.shape[0] * tokens * token_bytes <= workspace.bytes:
-            gradients["weight"] = self.normalize(x.to(g.dtype)).mul_(g).sum(1, dtype=dtype)
+            total = gradients["weight"] = torch.empty(g.shape[0], *shape, dtype=dtype, device=g.device)
+            torch.sum(self.normalize(x.to(g.dtype)).mul_(g), 1, dtype=dtype, out=total)
             return gradients
         total = gradients["weight"] = torch.zeros(len(g), *shape, dtype=dtype, device=g.device)
         for n, t in workspace.tiles(len(g), tokens, token_bytes, f"one token of {self.describe()}"):
