@@ -42,7 +42,7 @@ class GradientTap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         # Only a backward that makes a graph itself needs the error of a second derivative, which takes time to prepare.
-        return (_add_once if torch.is_grad_enabled() else _add)(ctx, g)
+        return (_add_once_differentiable if torch.is_grad_enabled() else _add)(ctx, g)
 
 
 def _add(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -61,7 +61,7 @@ def _add(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
     return g, None, None, None
 
 
-_add_once = once_differentiable(_add)
+_add_once_differentiable = once_differentiable(_add)
 
 
 class CallTap(torch.autograd.Function):

@@ -54,7 +54,7 @@ class BackwardPass:
             shared.release()
 
     def parameter_ids(self) -> set[int]:
-        """The ids of the parameters that gradients have reached. (A tensor's hash is a function in Python.)"""
+        """The ids of the parameters that gradients have reached: sets of these are faster than sets of tensors."""
         return {id(parameter) for kept in self.kept.values() for parameter in kept.norms} | {*map(id, self.shared)}
 
     def squared_norms(self, workspace: Workspace) -> tuple[list[nn.Parameter], list[torch.Tensor], list[str]]:
@@ -157,9 +157,7 @@ class Bookkeeping:
                 f"{layer.describe()} saw a batch of {size}, but other layers saw {current.batch_size}. Every forward "
                 "of the model before a backward must have the same samples."
             )
-        if self.mode == "keep" and not layer.is_shared and layer not in current.kept:
-            current.kept[layer] = layer.keep(x, g, self.workspace)
-        elif self.mode == "sums":
+        if self.mode == "sums":
             for parameter, total in layer.sums_of_scaled_gradients(x, g, self.workspace).items():
                 total = total.to(parameter.dtype)
                 current.sums[parameter] = current.sums[parameter] + total if parameter in current.sums else total
@@ -167,8 +165,10 @@ class Bookkeeping:
             current.add_shared(layer, layer.keep(x, g, self.workspace, norms=False), self.workspace)
         elif layer in current.kept:
             self._share(current, layer, x, g)
-        else:
+        elif self.mode == "norms":
             current.kept[layer] = KeptTensors(dict(layer.parameter_squared_norms(x, g, self.workspace)))
+        else:
+            current.kept[layer] = layer.keep(x, g, self.workspace)
 
     def _share(self, current: BackwardPass, layer: Layer, x: Any, g: Any) -> None:
         """Adds a second use of a layer that was not known to be used more than once."""

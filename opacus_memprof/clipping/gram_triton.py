@@ -18,6 +18,9 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 
 from opacus_memprof.clipping.stacks_triton import TYPES, on_device, table
 
+_MOST_PROGRAMS = 65535  # in the third dimension of a launch
+_MOST_PARTS = 1 << 22  # sums of tiles that are written by a launch, unless one layer has more: 16 MiB
+
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def write_tile(  # type: ignore[no-untyped-def]  # Triton would interpret annotations as its types
@@ -172,10 +175,6 @@ def gram_squared_norms_of_layers(pairs: Sequence[tuple[torch.Tensor, ...]]) -> t
                 )
         norms.append(parts.sum((1, 2)).clamp_(min=0).view(len(some), len(g)))
     return norms[0] if len(norms) == 1 else torch.cat(norms)
-
-
-_MOST_PROGRAMS = 65535  # in the third dimension of a launch
-_MOST_PARTS = 1 << 22  # sums of tiles that are written by a launch, unless one layer has more: 16 MiB
 
 
 def _side(tokens: int) -> int:

@@ -7,7 +7,7 @@ keeps of them waits for the optimizer's step, where one launch does it for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,8 @@ from torch import nn
 
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.linear import LinearLayer
-from opacus_memprof.clipping.norms import KERNEL_DTYPES, is_small
+from opacus_memprof.clipping.norms import is_small
+from opacus_memprof.clipping.workspace import KERNEL_DTYPES, batches
 
 _MOST_BYTES = 1 << 20  # of sums that are formed at once, while what they are formed from is still there
 
@@ -61,14 +62,14 @@ def find_waiting_norms(kept: dict[Layer, KeptTensors]) -> None:
     from opacus_memprof.clipping.gram_triton import gram_squared_norms_of_layers
     from opacus_memprof.clipping.stacks_triton import squared_norms_cuda
 
-    for some in stacks.values():
-        found = iter(squared_norms_cuda([x for waiting in some for x in waiting.operands]).unbind())
-        for waiting in some:
+    for group in stacks.values():
+        found = iter(squared_norms_cuda([x for waiting in group for x in waiting.operands]).unbind())
+        for waiting in group:
             norms = next(found)
             waiting.kept.norms[waiting.parameter] = norms if len(waiting.operands) == 1 else norms * next(found)
-    for some in pairs.values():
-        of_layers = gram_squared_norms_of_layers([waiting.operands for waiting in some])
-        for waiting, norms in zip(some, of_layers.unbind(), strict=True):
+    for group in pairs.values():
+        of_layers = gram_squared_norms_of_layers([waiting.operands for waiting in group])
+        for waiting, norms in zip(group, of_layers.unbind(), strict=True):
             waiting.kept.norms[waiting.parameter] = norms
 
 
@@ -90,21 +91,6 @@ def pop_small_sums(
         from opacus_memprof.clipping.stacks_triton import weighted_sums_cuda
 
         own_factors = factors.to(device, torch.float32)
-        for some in _parts(members):
-            totals = weighted_sums_cuda([each.stacks.pop(p) for each, p in some], own_factors, dtype)
-            yield from zip([p for _, p in some], totals, strict=True)
-
-
-def _parts(members: Iterable[tuple[KeptTensors, nn.Parameter]]) -> Iterator[list[tuple[KeptTensors, nn.Parameter]]]:
-    """Splits what is summed up at once by the bytes of the sums."""
-    part: list[tuple[KeptTensors, nn.Parameter]] = []
-    size = 0
-    for each, parameter in members:
-        more = parameter.numel() * parameter.element_size()
-        if part and size + more > _MOST_BYTES:
-            yield part
-            part, size = [], 0
-        part.append((each, parameter))
-        size += more
-    if part:
-        yield part
+        for batch in batches(members, _MOST_BYTES, lambda member: member[1].numel() * member[1].element_size()):
+            totals = weighted_sums_cuda([each.stacks.pop(p) for each, p in batch], own_factors, dtype)
+            yield from zip([p for _, p in batch], totals, strict=True)

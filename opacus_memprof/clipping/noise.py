@@ -8,29 +8,19 @@ from collections.abc import Sequence
 import torch
 from opacus.optimizers import optimizer as opacus_optimizer
 
+from opacus_memprof.clipping.workspace import batches
+
 
 def add_noise(
     sums: Sequence[torch.Tensor], *, std: float, generator: torch.Generator | None, secure_mode: bool
 ) -> None:
     """Adds noise to every sum in place. Noise is drawn in the order of the sums, and several are added at once: as many
     as take no more memory than the largest sum's noise."""
-    most = max((total.nbytes for total in sums), default=0)
-    drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
-    size = 0
-    for total in sums:
-        if drawn and size + total.nbytes > most:
-            _add(drawn)
-            size = 0
-        drawn.append((total, draw_noise(std, reference=total, generator=generator, secure_mode=secure_mode)))
-        size += total.nbytes
-    _add(drawn)
-
-
-def _add(drawn: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Adds what has been drawn, and drops it."""
-    if drawn:
-        torch._foreach_add_([total for total, _ in drawn], [noise for _, noise in drawn])
-        drawn.clear()
+    largest = max((total.nbytes for total in sums), default=0)
+    for batch in batches(sums, largest, lambda total: total.nbytes):
+        drawn = [draw_noise(std, reference=x, generator=generator, secure_mode=secure_mode) for x in batch]
+        torch._foreach_add_(batch, drawn)
+        del drawn  # before the next is drawn
 
 
 def draw_noise(

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, has_triton, slices
+from opacus_memprof.clipping.workspace import KERNEL_DTYPES, Workspace, accumulation_dtype, has_triton, slices
 
 
 def matrix(stack: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,6 @@ def squared_norms(stack: torch.Tensor) -> torch.Tensor:
 
 
 _SMALL = 1 << 16  # elements of a sample
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_small(stack: torch.Tensor) -> bool:

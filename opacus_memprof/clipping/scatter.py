@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds up the ranks' clipped sums under FSDP2: each rank gets its shards of them.
+"""The reduce-scatter of clipped sums under FSDP2: each rank gets its shards of the sums over all ranks.
 
 A large sum is sent as it is. Small ones, as of LoRA, are many: sending each by itself would take the host longer than
 the network, so they are sent together.

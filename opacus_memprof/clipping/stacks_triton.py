@@ -15,7 +15,10 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+from opacus_memprof.clipping.workspace import KERNEL_DTYPES
+
+TYPES = {dtype: getattr(tl, str(dtype).removeprefix("torch.")) for dtype in KERNEL_DTYPES}
+"""Triton's name of each dtype."""
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

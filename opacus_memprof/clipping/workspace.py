@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from opacus_memprof.errors import MemprofError
 
 MIB = 1 << 20
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that Triton's kernels go through
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,21 @@ def slices(count: int, size: int) -> Iterator[slice]:
     """Splits ``range(count)`` into slices of ``size``; the last one may be shorter."""
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))
+
+
+def batches(items: Iterable[T], most: int, bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Splits ``items`` into neighbours that have at most ``most`` bytes together; what has more comes alone."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        more = bytes_of(item)
+        if batch and size + more > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += more
+    if batch:
+        yield batch
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +34,9 @@ class KeptTensors:
     @property
     def squared_norms(self) -> torch.Tensor:
         """[B], of all parameters of the layer together."""
-        return torch.stack([norms for norms in self.norms.values() if norms is not None]).sum(0)
+        found = [norms for norms in self.norms.values() if norms is not None]
+        assert len(found) == len(self.norms), "find_waiting_norms has not been called"
+        return torch.stack(found).sum(0)
 
     def split(self) -> Iterator[tuple[nn.Parameter, KeptTensors]]:
         """What is kept of each parameter by itself."""
@@ -163,9 +164,7 @@ class Layer:
         """Keeps per-sample gradients or (x, g), whichever is smaller and, unless ``norms`` is False, computes the exact
         norms, or notes with None that they wait for the optimizer's step."""
         kept = KeptTensors()
-        own: dict[str, Any] = self.module._parameters
-        for name, stack in self.small_gradients(x, g, workspace).items():
-            parameter = own[name]
+        for parameter, stack in self._small(x, g, workspace):
             kept.stacks[parameter] = stack
             if norms:
                 kept.norms[parameter] = squared_norms_unless_small(stack)
