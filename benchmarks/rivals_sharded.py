@@ -4,7 +4,6 @@ nothing of the package that has to be compiled."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,17 +14,6 @@ from rivals_bench import RivalBench
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from training_modes import adapt, prepare
-
-
-def join_group(device: torch.device) -> torch.device:
-    """Joins the processes, and returns the device of this one."""
-    if device.type == "cpu":
-        dist.init_process_group("gloo")
-        return device
-    own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(own)
-    dist.init_process_group("nccl", device_id=own)
-    return own
 
 
 def shard(mode: str, model: nn.Module) -> nn.Module:

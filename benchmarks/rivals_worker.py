@@ -32,9 +32,11 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() and not arguments.tiny else "cpu")
     bench: type[RivalBench] = RivalBench
     if sharded := "WORLD_SIZE" in os.environ:  # not imported otherwise: forks of Opacus may not have what it needs
-        from rivals_sharded import ShardedBench, join_group
+        from rivals_sharded import ShardedBench
 
-        bench, device = ShardedBench, join_group(device)
+        from opacus_memprof.experiments.process_group import join_group
+
+        bench, device = ShardedBench, join_group(device.type)
     found = configs[arguments.config]
     modes = list(arguments.modes)
     for mode in arguments.modes:

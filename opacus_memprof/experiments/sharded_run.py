@@ -5,8 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from torch import nn
 
@@ -18,28 +16,9 @@ from opacus_memprof.experiments.files import read_result, write_json
 _STATUS_ORDER = ("out_of_memory", "failed", "killed", "finished")
 
 
-def join_group(device: str) -> torch.device:
-    """Joins the process group, and returns the device of this process. Raises the errors of torch.distributed."""
-    if device == "cpu":
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    if own.index >= torch.cuda.device_count():
-        raise MemprofError(f"there are {torch.cuda.device_count()} GPUs: use at most as many processes")
-    torch.cuda.set_device(own)
-    dist.init_process_group("nccl", device_id=own)
-    return own
-
-
 def shard(model: nn.Module) -> Any:
     """The model with every layer sharded separately, as Opacus requires."""
     return FSDP2Wrapper(model)
-
-
-def leave_group() -> None:
-    """Leaves the process group."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def rank_result_file(name: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments import data, models, sharded_run, steps
+from opacus_memprof.experiments import data, models, process_group, sharded_run, steps
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.result import ProgressLog, build_result
 from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS
@@ -60,7 +60,7 @@ class _Run:
         self._device = torch.device(self._session.device)
         if configuration.nproc > 1:
             progress.begin("joining the other processes")
-            self._device = sharded_run.join_group(self._session.device)
+            self._device = process_group.join_group(self._session.device)
         progress.begin("loading the model")
         model = models.build_model(configuration, self._device)
         self._session.attach(model)
