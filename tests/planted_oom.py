@@ -23,6 +23,7 @@ from torch import nn
 
 import opacus_memprof
 from opacus_memprof.clipping import adopt_grad_samples, register_norm_samplers
+from opacus_memprof.pytest_plugin.clean_session import empty_caches
 from opacus_memprof.recording import native
 from tests.models import MeanCrossEntropy
 from tests.planted_models import (
@@ -217,9 +218,7 @@ class Changes:
 def train(plan: Plan, device: str, directory: Path, limit: int = 0, changes: Changes | None = None) -> Outcome:
     """Trains under a profile in `directory`, with at most `limit` bytes (0: what there is)."""
     changes = changes or Changes()
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    empty_caches()
     error = None
     surroundings = _crowded if plan.quirk == "crowd" and limit and not changes.mends_quirk else _limited
     if plan.quirk == "crowd" and changes.mends_quirk:

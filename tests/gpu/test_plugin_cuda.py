@@ -13,7 +13,7 @@ from opacus_memprof.pytest_plugin import plugin
 
 ROOT = Path(plugin.__file__).parents[2]
 
-TESTS = """
+TRAINING = """
 import opacus
 import opacus_memprof
 import pytest
@@ -38,7 +38,11 @@ def train(width=256, steps=2):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(features.cuda()), labels.cuda()).backward()
         optimizer.step()
+"""
 
+TESTS = (
+    TRAINING
+    + """
 @pytest.mark.limit_gpu_memory("4 MiB")
 def test_above():
     block(5)
@@ -83,13 +87,14 @@ def test_goes_on(memprof):
     assert block(1).is_cuda
     assert memprof.peak() == MIB
 """
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _preloaded_torch() -> None:
     """Torch loads parts of itself on their first use, and none of them can be loaded twice."""
     scope: dict[str, Any] = {}
-    exec(TESTS, scope)
+    exec(TRAINING, scope)
     scope["train"]()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import opacus_memprof
+from opacus_memprof.pytest_plugin.clean_session import empty_caches
 
 MB = 2**20
 
@@ -74,7 +75,7 @@ def test_events_in_time(tmp_path: Path) -> None:
 
 def test_training_of_lora(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    torch.cuda.empty_cache()  # what earlier tests have left cached, and their peaks, would be found to be fragments
+    empty_caches()  # what earlier tests have left cached, and their peaks, would be found to be fragments
     torch.cuda.reset_peak_memory_stats()
     config = {"model": "tiny", "r": 4, "alpha": 8, "noise_multiplier": 1.0, "steps": 2}
     _, results = opacus_memprof.debug_lora_training(config, precision="bf16", log_dir=str(tmp_path))
