@@ -9,6 +9,7 @@ import atexit
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,7 @@ class RunFacts:
             self._note_import("opacus")
 
     def _note_import(self, package: str) -> None:
-        if dict(os.environ) == self._environment:
+        if not has_changed(self._environment):
             self._packages.append(package)
 
     def _write(self) -> None:
@@ -103,6 +104,13 @@ class RunFacts:
             "steps": self._steps,
             "samples": max((samples for _, samples in layer_shapes.current().batches), default=None),
         }
+
+
+def has_changed(environment: Mapping[str, str]) -> bool:
+    """Whether this process has other variables than these. One is left out: torch sets it itself when the first
+    optimizer is made, and no package reads it when it is imported."""
+    names = {*environment, *os.environ} - {"TORCHINDUCTOR_CACHE_DIR"}
+    return any(environment.get(name) != os.environ.get(name) for name in names)
 
 
 def main() -> None:

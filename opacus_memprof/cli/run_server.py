@@ -14,7 +14,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from opacus_memprof.cli import planned_run
@@ -22,48 +22,46 @@ from opacus_memprof.cli.hidden_modules import HiddenModules
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES
 
 
-class RunServer:
-    """Forks a process for each run."""
+class ForkServer:
+    """A process with the libraries of a virtual GPU and with packages, which are hidden until a program imports them;
+    its forks become the processes of programs.
 
-    def __init__(self, packages: list[str]) -> None:
+    Args:
+        packages: are imported, in this order.
+    """
+
+    def __init__(self, packages: Sequence[str]) -> None:
         self._environment = dict(os.environ)
-        self._arguments: list[str] = []  # of the run, in its process
+        self._command: list[str] = []  # of the program, in its process
         # What is registered before torch is imported runs after what torch registers, as in a process of its own.
         self._before_torch = contextlib.ExitStack()
         atexit.register(self._before_torch.close)
         for library in ("libcuda.so.1", "libnvidia-ml.so.1"):  # before torch looks for them
             ctypes.CDLL(str(LIBRARIES / library), mode=ctypes.RTLD_GLOBAL)
         self._hidden = HiddenModules(packages, self._check_environment)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runs have it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the programs have it
 
     def can_fork(self) -> bool:
         """Whether this process has one thread, and the packages have not changed its environment."""
-        return len(os.listdir("/proc/self/task")) == 1 and dict(os.environ) == self._environment
+        return len(os.listdir("/proc/self/task")) == 1 and not planned_run.has_changed(self._environment)
 
-    def serve(self) -> None:
-        """Runs what is asked for, one after the other, until standard input ends."""
-        while line := sys.stdin.readline():
-            configuration, directory, log = json.loads(line)
-            child = os.fork()
-            if child == 0:
-                self._run(configuration, directory, log)
-            _, status = os.waitpid(child, 0)
-            print(os.waitstatus_to_exitcode(status), flush=True)
+    def become(self, command: Sequence[str], streams: Sequence[int]) -> None:
+        """Makes a fork of this process one in which a program can begin.
 
-    def _run(self, configuration: str, directory: str, log: str) -> NoReturn:
+        Args:
+            command: starts the program over, where it changes the environment and then imports torch.
+            streams: are standard input, output and error from now on.
+        """
+        self._environment = dict(os.environ)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for source, flags, targets in ((os.devnull, os.O_RDONLY, (0,)), (log, os.O_WRONLY | os.O_APPEND, (1, 2))):
-            opened = os.open(source, flags)
-            for target in targets:
-                os.dup2(opened, target)
-            os.close(opened)
+        for target, opened in enumerate(streams):
+            os.dup2(opened, target)
         random.seed()
         pending: dict[str, Any] = dict(self._hidden.pending)
         if "numpy.random" in pending:
             pending["numpy.random"].seed()
         pending["torch"].default_generator.seed()  # which a new process begins with a random seed too
-        self._arguments = [configuration, directory]
-        sys.argv = [planned_run.__file__, *self._arguments]
+        self._command = list(command)
         original = atexit.register
 
         def register(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -72,22 +70,39 @@ class RunServer:
             return function
 
         atexit.register = register  # type: ignore[assignment]
-        planned_run.main()
-        sys.exit()
 
     def _check_environment(self, name: str) -> None:
         """Starts over in a new process where the program has set variables, which packages read when imported."""
-        if dict(os.environ) != self._environment:
-            command = [sys.executable, "-m", planned_run.__name__, *self._arguments]
+        if planned_run.has_changed(self._environment):
             sys.stdout.flush()
-            os.execve(sys.executable, command, self._environment)
+            os.execve(self._command[0], self._command, self._environment)
+
+
+def serve(server: ForkServer) -> None:
+    """Runs what is asked for, one after the other, until standard input ends."""
+    while line := sys.stdin.readline():
+        configuration, directory, log = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            _run(server, configuration, directory, log)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _run(server: ForkServer, configuration: str, directory: str, log: str) -> NoReturn:
+    command = [sys.executable, "-m", planned_run.__name__, configuration, directory]
+    with open(os.devnull, "rb") as nothing, open(log, "ab") as end:
+        server.become(command, [nothing.fileno(), end.fileno(), end.fileno()])
+    sys.argv = [planned_run.__file__, configuration, directory]
+    planned_run.main()
+    sys.exit()
 
 
 def main() -> None:
     """Serves runs; ends at once where this process cannot be forked."""
-    server = RunServer(sys.argv[1:])
+    server = ForkServer(sys.argv[1:])
     if server.can_fork():
-        server.serve()
+        serve(server)
     sys.stdout.flush()
     os._exit(0)  # what the packages have registered is for programs
 

@@ -2,7 +2,6 @@
 """Runs scripts with and without `opacus-memprof run`."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,22 +10,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.warm_python import ENVIRONMENT, interpreter
+
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = str(SCRIPTS / "train.py")
-ENVIRONMENT = os.environ | {
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT),
-    "PYTHONWARNINGS": "ignore",
-    "COLUMNS": "200",  # so that no path is broken in two
-}
 RUN = ("-m", "opacus_memprof", "run", "--device", "cpu")
 
 Completed = subprocess.CompletedProcess[str]
 
 
 def python(*arguments: str | Path, cwd: Path | None = None) -> Completed:
-    command = [sys.executable, *map(str, arguments)]
+    return _run([*interpreter(), *map(str, arguments)], cwd)
+
+
+def new_python(*arguments: str | Path, cwd: Path | None = None) -> Completed:
+    """The same where it matters how a process is started, and what Python itself prints."""
+    return _run([sys.executable, *map(str, arguments)], cwd)
+
+
+def _run(command: list[str], cwd: Path | None) -> Completed:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, cwd=cwd)
 
 

@@ -14,6 +14,7 @@ from tests.integration.run_scripts import (
     TRAIN,
     assert_reconciled,
     losses,
+    new_python,
     plain,
     profile_of,
     python,
@@ -44,7 +45,7 @@ def test_a_script_that_ends(tmp_path: Path, mode: str) -> None:
     [("raise", "failed", 1), ("exit_3", "failed", 3), ("exit_text", "failed", 1), ("memory", "out_of_memory", 7)],
 )
 def test_a_script_that_fails(tmp_path: Path, end: str, status: str, code: int) -> None:
-    reference = plain(TRAIN, "--end", end)
+    reference = new_python(TRAIN, "--end", end)
     completed = python(*RUN, "-o", tmp_path / "out", TRAIN, "--end", end)
     assert completed.returncode == reference.returncode == code
     assert completed.stdout.startswith(reference.stdout)
@@ -68,8 +69,8 @@ def test_a_script_that_leaves_by_os_exit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_worker_processes_leave_the_profile_alone(tmp_path: Path, context: str) -> None:
     arguments = ("--workers", "2", "--context", context)
-    reference = plain(TRAIN, *arguments)
-    completed = python(*RUN, "-o", tmp_path / "out", TRAIN, *arguments)
+    reference = new_python(TRAIN, *arguments)
+    completed = new_python(*RUN, "-o", tmp_path / "out", TRAIN, *arguments)
     assert completed.returncode == 0, completed.stderr
     assert losses(completed.stdout) == losses(reference.stdout)
     assert completed.stderr.count("the profile is in") == 1
@@ -78,15 +79,15 @@ def test_worker_processes_leave_the_profile_alone(tmp_path: Path, context: str) 
 
 def test_the_script_sees_what_python_shows_it(tmp_path: Path) -> None:
     script = str(SCRIPTS / "context.py")
-    reference = python(script, "-o", "x", "--", "-m", cwd=tmp_path)
-    completed = python(*RUN, "-o", tmp_path / "out", script, "-o", "x", "--", "-m", cwd=tmp_path)
+    reference = new_python(script, "-o", "x", "--", "-m", cwd=tmp_path)
+    completed = new_python(*RUN, "-o", tmp_path / "out", script, "-o", "x", "--", "-m", cwd=tmp_path)
     assert "threads 2" in reference.stdout  # set by the script, before it imports torch
     assert completed.stdout.startswith(reference.stdout)
 
 
 def test_a_module_sees_what_python_shows_it(tmp_path: Path) -> None:
-    reference = python("-m", "package", "-o", "x", "-m", cwd=SCRIPTS)
-    completed = python(*RUN, "-o", tmp_path / "out", "-m", "package", "-o", "x", "-m", cwd=SCRIPTS)
+    reference = new_python("-m", "package", "-o", "x", "-m", cwd=SCRIPTS)
+    completed = new_python(*RUN, "-o", tmp_path / "out", "-m", "package", "-o", "x", "-m", cwd=SCRIPTS)
     assert "name __main__ package" in reference.stdout
     assert completed.stdout.startswith(reference.stdout)
 
