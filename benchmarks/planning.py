@@ -7,9 +7,10 @@
 
 12 programs in 3 modes train under a limit on what torch may reserve. The planned side searches as `opacus-memprof plan
 --search` does. The real one doubles or halves and bisects, with a fresh process for each batch; it begins at the
-planned one, if there is one, which changes how many runs it takes and not what it finds. Then each program gets twice
-the planned batch, and the plan's first advice that it has tried is followed on the GPU. Where both sides are there, the
-table is in DIR/planning.md. Both sides need the same torch.
+planned one, if there is one, which takes fewer runs; where batches fit that are larger than one that does not, as those
+of convolutions may near the limit, it also decides which of them is found. Then each program gets twice the planned
+batch, and the plan's first advice that it has tried is followed on the GPU. Where both sides are there, the table is in
+DIR/planning.md. Both sides need the same torch.
 """
 
 from __future__ import annotations

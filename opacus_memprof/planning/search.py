@@ -5,6 +5,10 @@ A peak is the largest of many instants, each of which grows linearly with the ba
 through two runs that fit says where the memory ends, a run close to it makes the line exact, and the value there and
 the next one are run. Where the line was wrong, what lies between is bisected. Reserved bytes say where memory ends
 while the allocator need not give anything back to the GPU; requested bytes, where it ends in any case.
+
+In between, whether a value fits is a matter of fragments, and round values fit worst: torch takes memory in pieces of
+2 MiB, and where tensors are whole pieces nothing is left at their ends for what is a little larger. So the round values
+below an answer from there are run as well, and what is larger than one that does not fit is no answer.
 """
 
 from collections.abc import Mapping
@@ -13,6 +17,7 @@ from dataclasses import dataclass
 _FEW_RUNS = 7  # then lines have been wrong too often, and every second run bisects
 _FAR = 1.5  # times the largest value that has fitted: what a line says there is not exact
 _PART_OF_FAR = 0.85  # of the way there
+_ROUND = 16  # the least round value: from 128 KiB for each sample on its tensors are whole pieces
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,8 @@ def next_values(points: Mapping[int, Point], low: int, high: int, width: int = 1
         width: how many there are processes for.
 
     Returns:
-        [] when the largest value is known: it has fitted, and the next one has not or is beyond `high`; or `low` has
-        not fitted.
+        [] when the largest value is known: it has fitted, and so have the round values below it as far as cached memory
+        was given back there, and the next one has not or is beyond `high`; or `low` has not fitted.
     """
     if low not in points:
         return sorted({low, min(high, max(2 * low, low + 7))})[:width]
@@ -86,13 +91,23 @@ def next_values(points: Mapping[int, Point], low: int, high: int, width: int = 1
     if not found.fitting:
         return []
     good, top = found.fitting[-1], high + 1 if found.bad is None else found.bad
-    if top == good + 1:
-        return []
+    fits_beyond = any(point.fits and value > top for value, point in points.items())
+    if top == good + 1 or fits_beyond:
+        roomy = max((value for value in found.fitting if not points[value].retries), default=low)
+        rounder = [value for value in _rounder(top - 1) if value > roomy and value not in points]
+        if rounder or top == good + 1:
+            return rounder[:width]
     chosen = _guesses(points, found, top, width)
     if len(points) >= _FEW_RUNS and len(points) % 2:
         chosen = [(good + top) // 2, *chosen]
     chosen = [min(max(value, good + 1), top - 1) for value in chosen]
     return sorted([value for value in dict.fromkeys(chosen) if value not in points][:width])
+
+
+def _rounder(value: int) -> list[int]:
+    """The value rounded down to multiples of 16, 32, 64 and so on, in ascending order."""
+    powers = (_ROUND << power for power in range(value.bit_length()))
+    return sorted({value - value % power for power in powers})
 
 
 def _guesses(points: Mapping[int, Point], found: Bracket, top: int, width: int) -> list[int]:

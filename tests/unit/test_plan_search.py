@@ -53,6 +53,35 @@ def test_it_finds_what_trying_all_finds(kind: Peaks, waste: float, width: int) -
     assert runs[-1] <= 24 + 2 * width
 
 
+def _in_pieces(value: int, sample: int, waste: float) -> Point:
+    """As torch's allocator has it: a cached tensor of 128 KiB for each value has been allocated in pieces of 2 MiB, and
+    one that is 64 KiB larger fits into these, or takes as many bytes again."""
+    tensor = value * 128 * 2**10
+    fits_there = -(-tensor // _STEP) * _STEP >= tensor + 64 * 2**10
+    requested = value * sample + (0 if fits_there else tensor)
+    reserved = int((value * sample + tensor) * waste)
+    return Point(requested <= ROOM, requested, min(reserved, ROOM), ROOM, retries=int(reserved > ROOM))
+
+
+@pytest.mark.parametrize("width", [1, 2, 8])
+def test_no_round_value_up_to_the_answer_fails(width: int) -> None:
+    """Against trying every value: 2591 in the place of 2936 for a convolution, where all multiples of 16 from 2592 to
+    2928 run out of memory and all between them fit."""
+    smaller = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        sample, waste = rng.randrange(20 * 2**20, 200 * 2**20), rng.uniform(1.0, 1.2)
+        points: dict[int, Point] = {}
+        while values := next_values(points, 1, 4096, width):
+            assert not points.keys() & set(values)
+            points.update({value: _in_pieces(value, sample, waste) for value in values})
+        fitting = [value for value in range(1, 4097) if _in_pieces(value, sample, waste).fits]
+        failing = set(range(16, 4097, 16)) - set(fitting)
+        assert largest(points) == max(value for value in fitting if value < min(failing, default=4097))
+        smaller += largest(points) != fitting[-1]
+    assert smaller > 0
+
+
 def test_nothing_is_run_twice_where_nothing_grows() -> None:
     points: dict[int, Point] = {}
     asked = []
@@ -90,4 +119,4 @@ def test_few_runs_are_needed_where_reserved_bytes_bend(flushes: bool) -> None:
     best = largest(points)
     assert best is not None
     assert not points[best + 1].fits
-    assert len(points) <= (8 if flushes else 5)
+    assert len(points) <= (9 if flushes else 5)  # the round value below it among them
