@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every python block of docs/python.md runs, each in a process of its own; the README shows a report of today."""
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm_python import ENVIRONMENT, interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -41,14 +41,13 @@ def test_a_block_runs(block: str, tmp_path: Path) -> None:
 
         if not native.HAS_CUDA:
             pytest.skip("built without CUDA")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     completed = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ("" if needs_cuda_build else PROGRAM) + block],
+        [*interpreter(), "-c", ("" if needs_cuda_build else PROGRAM) + block],
         capture_output=True,
         text=True,
         timeout=120,
         cwd=tmp_path,
-        env=environment,
+        env=ENVIRONMENT,
     )
     assert completed.returncode == 0, completed.stderr
 

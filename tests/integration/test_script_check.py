@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.on_virtual_gpu import interpreter
+from tests.warm_python import ENVIRONMENT, interpreter
 
 SCRIPT = """
 import sys
@@ -62,7 +62,7 @@ if trains:
 def doctor(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [*interpreter(), "-m", "opacus_memprof", "doctor", "--script", "train.py", *arguments]
-    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=ENVIRONMENT)
 
 
 @pytest.mark.parametrize(
@@ -111,5 +111,5 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
         (["--script", "nowhere.py"], "the script nowhere.py does not exist"),
         (["--script"], "to check how a script clips: opacus-memprof doctor --script SCRIPT.py [ARGS]"),
     ):
-        ran = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True)
+        ran = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, env=ENVIRONMENT)
         assert (ran.returncode, ran.stderr.strip()) == (2, f"opacus-memprof: {sentence}")

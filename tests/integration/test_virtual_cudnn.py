@@ -6,10 +6,8 @@ cuDNN 9.19.
 """
 
 import json
-import os
 import re
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES
+from tests.warm_python import ENVIRONMENT, interpreter
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ROOT / "tests" / "data" / "recurrent_h200.tsv"
@@ -28,8 +27,8 @@ def run(code: str) -> dict[str, Any]:
     """What the program prints last, on a virtual H200."""
     start = "from opacus_memprof.virtual_gpu import start\nstart('h200')\nimport json, torch\n"
     done = subprocess.run(
-        [sys.executable, "-c", start + textwrap.dedent(code)],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+        [*interpreter(), "-c", start + textwrap.dedent(code)],
+        cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -2,7 +2,6 @@
 """`opacus-memprof run --virtual-gpu` on a machine that may have no GPU: the profile, its mark, and how programs end."""
 
 import json
-import os
 import subprocess
 import sys
 from functools import cache
@@ -14,17 +13,12 @@ import torch
 
 from opacus_memprof.virtual_gpu.process import LIBRARIES
 from tests.oracle.formulas import Linear
+from tests.warm_python import ENVIRONMENT, interpreter
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = SCRIPTS / "train_cuda.py"
 NAME = "virtual NVIDIA H200"
-ENVIRONMENT = os.environ | {
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT),
-    "PYTHONWARNINGS": "ignore",
-    "COLUMNS": "400",  # so that no sentence is broken in two
-}
+RUN = ("-m", "opacus_memprof", "run", "--virtual-gpu", "h200")
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux"
@@ -34,12 +28,21 @@ Completed = subprocess.CompletedProcess[str]
 
 
 def python(*arguments: str | Path, **environment: str) -> Completed:
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT | environment)
+    return _start([*interpreter(), *map(str, arguments)], environment)
+
+
+def new_python(*arguments: str | Path, **environment: str) -> Completed:
+    """The same where it matters when the virtual GPU's libraries are loaded."""
+    return _start([sys.executable, *map(str, arguments)], environment)
+
+
+def _start(command: list[str], environment: dict[str, str]) -> Completed:
+    environment = ENVIRONMENT | {"COLUMNS": "400"} | environment  # no sentence is broken in two
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
 
 
 def run(*arguments: str | Path, **environment: str) -> Completed:
-    return python("-m", "opacus_memprof", "run", "--virtual-gpu", "h200", *arguments, **environment)
+    return python(*RUN, *arguments, **environment)
 
 
 def of_script(path: Path, text: str, *options: str, **environment: str) -> Completed:
@@ -62,7 +65,7 @@ def report(directory: Path, *options: str) -> str:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Completed]:
     out = tmp_path_factory.mktemp("virtual") / "out"
-    return out, run("-o", out, "--virtual-gpus", "2", "--virtual-memory", "64GiB", TRAIN, "--workers", "1")
+    return out, new_python(*RUN, "-o", out, "--virtual-gpus", "2", "--virtual-memory", "64GiB", TRAIN, "--workers", "1")
 
 
 def test_a_training_leaves_the_profile_of_a_real_run(trained: tuple[Path, Completed]) -> None:
@@ -229,7 +232,9 @@ if __name__ == "__main__":
 
 
 def test_children_have_the_gpus_and_other_programs_have_none(tmp_path: Path) -> None:
-    completed = of_script(tmp_path, CHILDREN, "--virtual-gpus", "3", "--virtual-memory", "2GiB")
+    (tmp_path / "program.py").write_text(CHILDREN)
+    options = ("--virtual-gpus", "3", "--virtual-memory", "2GiB", "-o", tmp_path / "out")
+    completed = new_python(*RUN, *options, tmp_path / "program.py")
     assert completed.returncode == 0, completed.stderr
     facts = json.loads(completed.stdout.partition("\n")[0])
     assert facts["program"] == {"changed": [], "libraries": False}
@@ -302,6 +307,6 @@ def test_libraries_that_nobody_started_show_no_device(preloaded: bool) -> None:
     """A training that gets them by accident must not seem to train."""
     cuda, nvml = str(LIBRARIES / "libcuda.so.1"), str(LIBRARIES / "libnvidia-ml.so.1")
     environment = {"LD_PRELOAD": cuda} if preloaded else {}
-    completed = python("-c", LOADED.format(cuda=cuda, nvml=nvml), **environment)
+    completed = new_python("-c", LOADED.format(cuda=cuda, nvml=nvml), **environment)
     lines = completed.stdout.splitlines()
     assert lines == [f"{NO_DEVICE} 0", str(NO_DEVICE), "0 0", "False 0", "RuntimeError True"], completed.stderr

@@ -6,7 +6,6 @@ Each program runs in a process of its own (scripts/virtual_values.py).
 
 import json
 import math
-import os
 import subprocess
 import sys
 from functools import cache
@@ -16,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.warm_python import ENVIRONMENT, interpreter
+
 PROGRAM = Path(__file__).parent / "scripts" / "virtual_values.py"
 
 pytestmark = pytest.mark.skipif(
@@ -27,11 +27,7 @@ pytestmark = pytest.mark.skipif(
 @cache
 def run(*names: str) -> dict[str, Any]:
     completed = subprocess.run(
-        [sys.executable, PROGRAM, *names],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        [*interpreter(), PROGRAM, *names], capture_output=True, text=True, timeout=300, env=ENVIRONMENT
     )
     assert completed.returncode == 0, completed.stderr
     return json.loads(completed.stdout.splitlines()[-1])  # type: ignore[no-any-return]
