@@ -15,7 +15,7 @@ import socket
 import struct
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -106,7 +106,7 @@ def answer(server, connection: socket.socket) -> None:
         server.become([sys.executable, *arguments], streams)
         for stream in streams:
             os.close(stream)
-        return run(arguments)
+        server.run(partial(run_program, arguments))
     for stream in streams:
         os.close(stream)
     ready, _, _ = select.select([connection, os.pidfd_open(child)], [], [])
@@ -117,7 +117,7 @@ def answer(server, connection: socket.socket) -> None:
     os._exit(0)
 
 
-def run(arguments: list[str]) -> None:
+def run_program(arguments: list[str]) -> None:
     """Runs what follows `python` on a command line: SCRIPT ..., -m MODULE ... or -c CODE ..."""
     from opacus_memprof.cli.program import Program, print_exception
 
@@ -131,9 +131,7 @@ def run(arguments: list[str]) -> None:
             Program(rest[0], rest[1:], module=True).run()
         else:
             Program(option, rest, module=False).run()
-    except SystemExit:
-        raise
-    except BaseException as error:
+    except Exception as error:
         print_exception(error.with_traceback(error.__traceback__.tb_next))  # type: ignore[union-attr]
         sys.exit(1)
 

@@ -14,11 +14,13 @@ import os
 import random
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from opacus_memprof.cli import planned_run
 from opacus_memprof.cli.hidden_modules import HiddenModules
+from opacus_memprof.cli.program import print_exception
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES
 
 
@@ -71,6 +73,26 @@ class ForkServer:
 
         atexit.register = register  # type: ignore[assignment]
 
+    def run(self, program: Callable[[], object]) -> NoReturn:
+        """Runs a program in a process that `become` has prepared, and ends it. Modules are not freed as Python does at
+        its end: that would copy all memory of the server, which takes a second."""
+        code: object = 0
+        try:
+            program()
+        except SystemExit as error:
+            code = 0 if error.code is None else error.code
+        except BaseException as error:
+            print_exception(error)
+            code = 1
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        ctypes.CDLL(None).exit(code)  # after what C++ libraries have registered
+        os._exit(code)
+
     def _check_environment(self, name: str) -> None:
         """Starts over in a new process where the program has set variables, which packages read when imported."""
         if planned_run.has_changed(self._environment):
@@ -94,8 +116,7 @@ def _run(server: ForkServer, configuration: str, directory: str, log: str) -> No
     with open(os.devnull, "rb") as nothing, open(log, "ab") as end:
         server.become(command, [nothing.fileno(), end.fileno(), end.fileno()])
     sys.argv = [planned_run.__file__, configuration, directory]
-    planned_run.main()
-    sys.exit()
+    server.run(planned_run.main)
 
 
 def main() -> None:

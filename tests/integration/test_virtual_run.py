@@ -193,7 +193,7 @@ def test_out_of_memory(tmp_path: Path) -> None:
     ("end", "code", "status"), [("raise", 1, "failed"), ("exit_3", 3, "failed"), ("return", 0, "finished")]
 )
 def test_programs_end_as_they_would(tmp_path: Path, end: str, code: int, status: str) -> None:
-    completed = run("-o", tmp_path / "out", TRAIN, "--end", end, "--workers", "2")
+    completed = new_python(*RUN, "-o", tmp_path / "out", TRAIN, "--end", end, "--workers", "2")
     assert completed.returncode == code
     assert ("ValueError: no more data" in completed.stderr) == (end == "raise")
     assert "terminate called" not in completed.stderr
