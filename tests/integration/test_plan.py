@@ -104,21 +104,29 @@ def test_what_does_not_fit_has_advice_that_was_tried(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("search", "arguments", "sentence"),
+    ("search", "arguments", "parts"),
     [
-        ("cache=1..4", [], "has no argument cache (train_to_plan.py: error: unrecognized arguments: --cache"),
-        ("seed=1..9", [], "train_to_plan.py does not depend on seed"),
-        ("batch-size=100..200", [], "not even batch-size=100 fits into the 944.17 MiB that may be reserved on t4 (it"),
-        ("batch-size=100..200", [], "): use a GPU with more memory"),
-        ("batch-size=1..2", ["--steps", "0"], "ended before its first training step"),
+        ("cache=1..4", [], ["has no argument cache (train_to_plan.py: error: unrecognized arguments: --cache"]),
+        ("seed=1..9", [], ["train_to_plan.py does not depend on seed"]),
+        (
+            "batch-size=100..200",
+            [],
+            [
+                "not even batch-size=100 fits into the 944.17 MiB that may be reserved on t4 (it",
+                "): use a GPU with more memory",
+            ],
+        ),
+        ("batch-size=1..2", ["--steps", "0"], ["ended before its first training step"]),
     ],
+    ids=["no such argument", "does not depend on it", "nothing fits", "no step"],
 )
 def test_what_cannot_be_planned_is_one_sentence(
-    tmp_path: Path, search: str, arguments: list[str], sentence: str
+    tmp_path: Path, search: str, arguments: list[str], parts: list[str]
 ) -> None:
     planned = plan(tmp_path, "--search", search, SCRIPTS / "train_to_plan.py", *arguments)
     assert planned.returncode == 2
-    assert sentence in planned.stderr
+    for part in parts:
+        assert part in planned.stderr
     assert planned.stderr.startswith("opacus-memprof: ")
     assert len(planned.stderr.splitlines()) == 1
 

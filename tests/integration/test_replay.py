@@ -4,7 +4,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -14,8 +14,9 @@ import torch
 from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning.arguments import parse_settings
+from opacus_memprof.planning.forked_runs import ForkedRuns
 from opacus_memprof.planning.replay import read_recording, replay
-from opacus_memprof.planning.virtual_run import Configuration, Program, VirtualRun, run_virtually
+from opacus_memprof.planning.virtual_run import Configuration, Program, VirtualRun, run_environment, run_virtually
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -31,18 +32,20 @@ Ran = Callable[..., VirtualRun]
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     """A function that runs a script with settings of the allocator. Tests that ask for the same run share it."""
+    forked = ForkedRuns(["torch", "opacus"], run_environment(Configuration(Program(""), "a100-40"), 1))
 
     @cache
     def ran(settings: str, script: str, *arguments: str, memory: int | None = None) -> VirtualRun:
         changes = ({"kind": "allocator_setting", "value": settings},) if settings else ()
         program = Program(str(SCRIPTS / script), arguments)
-        return run_virtually(
-            Configuration(program, "a100-40", memory, changes), tmp_path_factory.mktemp("run"), threads=1
-        )
+        configuration = Configuration(program, "a100-40", memory, changes)
+        directory = tmp_path_factory.mktemp("run")
+        return run_virtually(configuration, directory, threads=1, forked=None if settings else forked)
 
-    return ran
+    yield ran
+    forked.close()
 
 
 @pytest.mark.slow
