@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds opacus_memprof._core, which reads profiles and knows no torch, and opacus_memprof._C, which records them,
-against the torch that is importable here. The metadata is in pyproject.toml.
+"""Builds opacus_memprof._core, which reads profiles and knows no torch and, against the torch that is importable here,
+opacus_memprof._C, which records them, and _clipping, which is flash_clip's. The metadata is in pyproject.toml.
 
 Environment: OPACUS_MEMPROF_READER=1 (_core alone, which needs no torch), OPACUS_MEMPROF_CUDA=auto|0|1 (1 fails where
 CUDA cannot be built), CUDA_HOME, NLOHMANN_JSON_INCLUDE (a folder that holds nlohmann/json.hpp), MAX_JOBS (compilers at
@@ -155,7 +155,7 @@ def core_extension() -> Extension:
 
 def sources(with_cuda: bool) -> list[str]:
     """Of _C. Files named cuda_* need CUDA's headers; cuda_stub.cpp stands in for them where there are none."""
-    parts = ("core", "autograd", "allocators", "hooks", "bindings")
+    parts = ("core", "allocators", "hooks", "bindings")
     found = sorted(path for part in parts for path in Path("csrc", part).glob("*.cpp"))
     return [
         str(path)
@@ -208,7 +208,14 @@ class TestFlags(Command):
 
 
 # Files that include torch's Python headers or pybind11 take 6 to 14 seconds each, nearly all of them for these.
-HEAVY = ("csrc/allocators/tensor.cpp", "csrc/autograd/", "csrc/hooks/", "csrc/bindings/", "csrc/virtual_values/")
+HEAVY = (
+    "csrc/allocators/tensor.cpp",
+    "csrc/allocators/backward_position.cpp",
+    "csrc/clipping/",
+    "csrc/hooks/",
+    "csrc/bindings/",
+    "csrc/virtual_values/",
+)
 
 
 def joined(extension: Extension) -> Extension:
@@ -222,6 +229,17 @@ def joined(extension: Extension) -> Extension:
     same = copy.copy(extension)
     same.sources = [str(file), *(source for source in extension.sources if source not in heavy)]
     return same
+
+
+def clipping_extension() -> Extension:
+    """What flash_clip does for each layer. Needs torch alone."""
+    headers = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+    return cpp_extension.CppExtension(
+        "opacus_memprof._clipping",
+        sorted(str(path) for path in Path("csrc/clipping").glob("*.cpp")),
+        extra_compile_args=[*FLAGS, *(f"-isystem{folder}" for folder in headers)],
+        include_dirs=[str(Path("csrc").resolve())],
+    )
 
 
 def values_extension(cuda: Cuda) -> Extension:
@@ -317,7 +335,12 @@ TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
 BUILD = f"build/torch-{torch.__version__}-{'cuda' if CUDA else 'cpu'}"
 
 setup(
-    ext_modules=[core_extension(), extension(CUDA), *([values_extension(CUDA)] if CUDA else [])],
+    ext_modules=[
+        core_extension(),
+        clipping_extension(),
+        extension(CUDA),
+        *([values_extension(CUDA)] if CUDA else []),
+    ],
     cmdclass={"build_ext": BuildExtension, "test_flags": TestFlags},
     install_requires=[f"torch=={TORCH_MINOR}.*", *REQUIRES, *REQUIRES_TO_RECORD],
     options={"build": {"build_base": BUILD}},

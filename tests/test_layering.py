@@ -38,10 +38,15 @@ FLOORS = [
 # They read profiles, also where there is no torch or another one.
 READERS = {"errors", "profiles", "analysis", "reports"}
 # The module that imports each extension, and explains why one cannot be loaded.
-EXTENSIONS = {"_C": "recording.native", "_core": "profiles.core", "_virtual": "virtual_gpu.values"}
+EXTENSIONS = {
+    "_C": "recording.native",
+    "_clipping": "clipping.native",
+    "_core": "profiles.core",
+    "_virtual": "virtual_gpu.values",
+}
 
 # The same of csrc's folders, but for the virtual GPU's.
-CPP_LAYERS = ["core", "autograd", "allocators", "hooks", "bindings"]
+CPP_LAYERS = ["core", "allocators", "hooks", "bindings"]
 
 CORE_MAY_INCLUDE = re.compile(
     r"<[a-z_]+>|"  # C++
@@ -111,10 +116,15 @@ def test_a_folder_of_csrc_includes_from_the_left_only(folder: str) -> None:
     assert not [(file, name) for file, name in ours if name.strip('"').split("/")[0] not in allowed]
 
 
-@pytest.mark.parametrize("folder", ["autograd", "allocators"])
-def test_what_torch_calls_does_not_know_pybind11(folder: str) -> None:
+def test_what_torch_calls_does_not_know_pybind11() -> None:
     """It runs without the GIL."""
-    assert not [(file.name, name) for file, name in included_files(CSRC / folder) if name.startswith("<pybind11/")]
+    files = included_files(CSRC / "allocators")
+    assert not [(file.name, name) for file, name in files if name.startswith("<pybind11/")]
+
+
+def test_what_flash_clip_does_knows_nothing_of_profiling() -> None:
+    ours = [(file.name, name) for file, name in included_files(CSRC / "clipping") if name.startswith('"')]
+    assert [each for each in ours if not each[1].startswith('"clipping/')] == []
 
 
 def test_the_virtual_gpu_includes_nothing_of_torch_or_python() -> None:
@@ -126,7 +136,7 @@ def test_the_virtual_gpu_includes_nothing_of_torch_or_python() -> None:
 def test_there_are_no_other_sources() -> None:
     """What is not in one of these folders would escape the checks above, and the build."""
     folders = {path.relative_to(ROOT / "csrc").parts[0] for path in (ROOT / "csrc").rglob("*.*") if path.is_file()}
-    assert folders == {*CPP_LAYERS, "virtual_gpu", "virtual_values"}
+    assert folders == {*CPP_LAYERS, "clipping", "virtual_gpu", "virtual_values"}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "autograd/backward_position.h"
+#include "allocators/backward_position.h"
 #include "core/recorder.h"
 
 namespace opacus_memprof {

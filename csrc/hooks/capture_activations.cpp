@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // CaptureActivations: Opacus' forward hook, and what it has appended to `module.activations`.
-#include "autograd/backward_position.h"
+#include "allocators/backward_position.h"
 #include "hooks/attributes.h"
 #include "hooks/captures.h"
 #include "hooks/hook_type.h"

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <array>
 
-#include "autograd/backward_position.h"
+#include "allocators/backward_position.h"
 #include "hooks/hook_type.h"
 #include "hooks/hooks.h"
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autograd functions whose forward is the identity: GradientTap and CallTap, on the outputs of layers, and
-TwoPassBackward, on the model's outputs."""
+"""What backward calls: ``receive_gradient`` and CallTap at the outputs of layers, and TwoPassBackward at the model's
+outputs. The functions' forward is the identity."""
 
 from __future__ import annotations
 
@@ -16,57 +16,27 @@ from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.repetition import Call
 
 
-class GradientTap(torch.autograd.Function):
-    """The identity on a layer's output. Its backward passes the output's gradient, and the layer's input, to
-    ``bookkeeping.add``.
+def receive_gradient(
+    call: tuple[Layer, Bookkeeping, Arrangement | None, int], x: torch.Tensor | None, g: torch.Tensor
+) -> None:
+    """Passes a layer's input and the gradient of its output to ``bookkeeping.add``.
 
-    The input is saved through autograd, so that activation checkpointing, saved-tensor hooks and the check for in-place
-    changes apply to it as to any activation, and it is freed after the backward. ``call`` has the layer, the
-    bookkeeping, where both have the samples, unless these are their first dimension, and the number of samples. The
-    output is detached instead of a view, so that an in-place activation may follow.
+    Args:
+        call: the layer, the bookkeeping, where input and output have the samples, unless these are their first
+            dimension, and the number of samples.
+        x: the input; None where it is not needed.
+        g: the gradient of the output.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        output: torch.Tensor,
-        anchor: torch.Tensor | None,
-        x: torch.Tensor | None,
-        call: tuple[Layer, Bookkeeping, Arrangement | None, int],
-    ) -> torch.Tensor:
-        ctx.call = call
-        if x is not None:
-            ctx.save_for_backward(x)
-        return output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> Any:
-        # Only a backward that makes a graph itself needs the error of a second derivative, which takes time to prepare.
-        return (_add_once_differentiable if torch.is_grad_enabled() else _add)(ctx, g)
-
-
-def _add(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-    layer, bookkeeping, where, batch = ctx.call
-    saved = ctx.saved_tensors
-    x, by_sample = saved[0] if saved else None, g
+    layer, bookkeeping, where, batch = call
     if where is not None:
-        by_sample = where.by_sample(g, batch)
+        g = where.by_sample(g, batch)
         x = None if x is None else where.by_sample(x, batch)
-    if torch.is_autocast_enabled(g.device.type):
-        # Backward may be called under it; the input has been cast in forward already.
-        with torch.autocast(g.device.type, enabled=False):
-            bookkeeping.add(layer, x, by_sample)
-    else:
-        bookkeeping.add(layer, x, by_sample)
-    return g, None, None, None
-
-
-_add_once_differentiable = once_differentiable(_add)
+    bookkeeping.add(layer, x, g)
 
 
 class CallTap(torch.autograd.Function):
     """The identity on a module's outputs. Its backward passes the module's call, and the outputs' gradients, to
-    ``bookkeeping.add``. As in GradientTap, the inputs are saved through autograd."""
+    ``bookkeeping.add``. The inputs are saved through autograd (see csrc/clipping/gradient_tap.h)."""
 
     @staticmethod
     def forward(

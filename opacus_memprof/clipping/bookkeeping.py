@@ -14,13 +14,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from opacus_memprof.clipping.launches import find_waiting_norms, pop_small_sums
+from opacus_memprof.clipping.launches import find_waiting_norms, pop_small_products, pop_small_sums
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.norm_check import NormCheck
 from opacus_memprof.clipping.rules import ClipRule
 from opacus_memprof.clipping.shared import SharedGradient
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
+
+Described = Layer | SharedGradient
 
 
 @dataclass
@@ -57,23 +59,23 @@ class BackwardPass:
         """The ids of the parameters that gradients have reached: sets of these are faster than sets of tensors."""
         return {id(parameter) for kept in self.kept.values() for parameter in kept.norms} | {*map(id, self.shared)}
 
-    def squared_norms(self, workspace: Workspace) -> tuple[list[nn.Parameter], list[torch.Tensor], list[str]]:
-        """The parameters, the squared norms of their gradients, [B], and the descriptions of their layers."""
+    def squared_norms(self, workspace: Workspace) -> tuple[list[nn.Parameter], list[torch.Tensor], list[Described]]:
+        """The parameters, the squared norms of their gradients, [B], and what they belong to."""
         find_waiting_norms(self.kept)
         parameters: list[nn.Parameter] = []
         norms: list[torch.Tensor] = []
-        descriptions: list[str] = []
+        owners: list[Described] = []
         for layer, kept in self.kept.items():
             for parameter, of_parameter in kept.norms.items():
                 assert of_parameter is not None
                 parameters.append(parameter)
                 norms.append(of_parameter)
-                descriptions.append(layer.describe())
+                owners.append(layer)
         for parameter, shared in self.shared.items():
             parameters.append(parameter)
             norms.append(shared.squared_norms(workspace))
-            descriptions.append(shared.description)
-        return parameters, norms, descriptions
+            owners.append(shared)
+        return parameters, norms, owners
 
 
 class Bookkeeping:
@@ -223,13 +225,13 @@ class Bookkeeping:
     def _factors(self, each: BackwardPass) -> torch.Tensor | dict[nn.Parameter, torch.Tensor]:
         """The clip factors of a pass, [B], of all parameters or by parameter: as in Opacus and, for a mean loss, times
         the batch size, since the gradients are those of loss / B."""
-        parameters, squares, descriptions = each.squared_norms(self.workspace)
+        parameters, squares, owners = each.squared_norms(self.workspace)
         device, dtype = squares[0].device, squares[0].dtype
         same = all(s.dtype == dtype and s.device == device for s in squares)
         by_parameter = torch.stack(squares if same else [s.to(device, dtype) for s in squares])
         scale = each.batch_size if self.loss_reduction == "mean" else 1
         self.norms = by_parameter.sum(0).sqrt_().mul_(scale)
-        self._norm_checks.append(NormCheck(self.norms, by_parameter, descriptions))
+        self._norm_checks.append(NormCheck(self.norms, by_parameter, lambda: [owner.describe() for owner in owners]))
         if self.rule.by_parameter:
             norms = by_parameter.sqrt().mul_(scale)
             return {p: self.rule.factors_of(self.places[p], norms[i]).mul_(scale) for i, p in enumerate(parameters)}
@@ -304,6 +306,9 @@ class Bookkeeping:
             if not isinstance(own, dict):
                 yield from pop_small_sums(each.kept, own)
             while each.kept:
+                if not isinstance(own, dict) and (sums := pop_small_products(each.kept, own, self.workspace)):
+                    yield from sums
+                    continue
                 layer, kept = each.kept.popitem()
                 if isinstance(own, dict):
                     for parameter, part in kept.split():

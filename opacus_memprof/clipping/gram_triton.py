@@ -16,7 +16,8 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from opacus_memprof.clipping.stacks_triton import TYPES, on_device, table
+from opacus_memprof.clipping.native import address_table
+from opacus_memprof.clipping.stacks_triton import TYPES, on_device
 
 _MOST_PROGRAMS = 65535  # in the third dimension of a launch
 _MOST_PARTS = 1 << 22  # sums of tiles that are written by a launch, unless one layer has more: 16 MiB
@@ -159,9 +160,9 @@ def gram_squared_norms_of_layers(pairs: Sequence[tuple[torch.Tensor, ...]]) -> t
     """``gram_squared_norms_cuda`` of each pair (g, a), [pairs, N] float32, with few launches. All pairs have the same
     shapes, strides, dtype and device."""
     g, a = pairs[0]
-    addresses = [(g.data_ptr(), a.data_ptr()) for g, a in pairs]
-    alignment = 16 if all(address % 16 == 0 for each in addresses for address in each) else g.element_size()
-    operands = table(addresses, g.device)
+    is_aligned = all(x.data_ptr() % 16 == 0 for pair in pairs for x in pair)
+    alignment = 16 if is_aligned else g.element_size()
+    operands = address_table(pairs, False)
     tiles = _tiles(g)
     layers = max(1, min(_MOST_PROGRAMS, _MOST_PARTS // (tiles * tiles)) // max(1, len(g)))  # in a launch
     norms: list[torch.Tensor] = []

@@ -1,76 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms and clipped sums of many layers with few kernel launches, on CUDA.
+"""Norms and clipped sums of many small layers at once.
 
 Small layers keep the host waiting, not the device: launching a kernel takes longer than the kernel. So what backward
-keeps of them waits for the optimizer's step, where one launch does it for all.
+keeps of them waits for the optimizer's step, where on CUDA one launch does it for all; and products that follow one
+another are left to C++.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.linear import LinearLayer
+from opacus_memprof.clipping.native import group_alike, sum_products
 from opacus_memprof.clipping.norms import is_small
-from opacus_memprof.clipping.workspace import KERNEL_DTYPES, batches
+from opacus_memprof.clipping.workspace import KERNEL_DTYPES, Workspace, accumulation_dtype, batches
 
 _MOST_BYTES = 1 << 20  # of sums that are formed at once, while what they are formed from is still there
 
 
-class _Waiting(NamedTuple):
-    """Norms that have to be found.
-
-    Attributes:
-        kept: what they belong to.
-        parameter: whose gradients' norms these are.
-        operands: per-sample gradients, or operands whose product these are.
-    """
-
-    kept: KeptTensors
-    parameter: nn.Parameter
-    operands: tuple[torch.Tensor, ...]
+# Norms that have to be found: where they belong, whose gradients' norms they are, and the per-sample gradients, or the
+# operands whose product these are. A tuple, for there are some hundreds.
+_Waiting = tuple[dict[nn.Parameter, torch.Tensor | None], nn.Parameter, tuple[torch.Tensor, ...]]
 
 
 def find_waiting_norms(kept: dict[Layer, KeptTensors]) -> None:
     """Finds the norms that backward has left to be found, which are None."""
-    stacks: dict[object, list[_Waiting]] = {}
-    pairs: dict[object, list[_Waiting]] = {}
+    stacks: list[_Waiting] = []
+    pairs: list[_Waiting] = []
     for layer, each in kept.items():
         for parameter, norms in each.norms.items():
             if norms is not None:
                 continue
             stack = each.stacks.get(parameter)
             if stack is not None:
-                alike = (stack.device, stack.dtype, stack.shape[0])
-                stacks.setdefault(alike, []).append(_Waiting(each, parameter, (stack,)))
+                stacks.append((each.norms, parameter, (stack,)))
                 continue
             assert isinstance(layer, LinearLayer)
             assert each.pair is not None
             g, a = layer.operands(*each.pair)
-            waiting = _Waiting(each, parameter, (g, a))
-            if g.shape[2] == 1:  # the norm of a product of vectors is the product of their norms
-                stacks.setdefault((g.device, g.dtype, g.shape[0]), []).append(waiting)
-            else:
-                strides = (g.stride(), a.stride())
-                pairs.setdefault((g.device, g.dtype, g.shape, a.shape, strides), []).append(waiting)
+            # The norm of a product of vectors is the product of their norms.
+            (stacks if g.shape[2] == 1 else pairs).append((each.norms, parameter, (g, a)))
     if not stacks and not pairs:
         return
     from opacus_memprof.clipping.gram_triton import gram_squared_norms_of_layers
     from opacus_memprof.clipping.stacks_triton import squared_norms_cuda
 
-    for group in stacks.values():
-        found = iter(squared_norms_cuda([x for waiting in group for x in waiting.operands]).unbind())
-        for waiting in group:
-            norms = next(found)
-            waiting.kept.norms[waiting.parameter] = norms if len(waiting.operands) == 1 else norms * next(found)
-    for group in pairs.values():
-        of_layers = gram_squared_norms_of_layers([waiting.operands for waiting in group])
-        for waiting, norms in zip(group, of_layers.unbind(), strict=True):
-            waiting.kept.norms[waiting.parameter] = norms
+    for group in _alike(stacks, whole_shapes=False):
+        found = iter(squared_norms_cuda([x for _, _, operands in group for x in operands]).unbind())
+        for place, parameter, operands in group:
+            own = next(found)
+            place[parameter] = own if len(operands) == 1 else own * next(found)
+    for group in _alike(pairs, whole_shapes=True):
+        of_layers = gram_squared_norms_of_layers([operands for _, _, operands in group])
+        for (place, parameter, _), own in zip(group, of_layers.unbind(), strict=True):
+            place[parameter] = own
+
+
+def _alike(waiting: list[_Waiting], whole_shapes: bool) -> Iterator[list[_Waiting]]:
+    """Groups of what one launch goes through."""
+    for group in group_alike([operands for _, _, operands in waiting], whole_shapes):
+        yield [waiting[i] for i in group]
 
 
 def pop_small_sums(
@@ -94,3 +87,37 @@ def pop_small_sums(
         for batch in batches(members, _MOST_BYTES, lambda member: member[1].numel() * member[1].element_size()):
             totals = weighted_sums_cuda([each.stacks.pop(p) for each, p in batch], own_factors, dtype)
             yield from zip([p for _, p in batch], totals, strict=True)
+
+
+def pop_small_products(
+    kept: dict[Layer, KeptTensors], factors: torch.Tensor, workspace: Workspace
+) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Removes the last linear layers as long as their clipped sums are small and each is one product of what is kept,
+    and returns their weights with these sums; empty if the last layer is another one.
+
+    Args:
+        kept: by layer.
+        factors: clip factors, [B], of all parameters.
+        workspace: ceiling on temporaries.
+    """
+    layers: list[Layer] = []
+    weights: list[nn.Parameter] = []
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    size = 0
+    for layer, each in reversed(kept.items()):
+        if each.stacks or each.pair is None or not isinstance(layer, LinearLayer):
+            break
+        weight = layer.weight()
+        size += weight.nbytes
+        if size > _MOST_BYTES:
+            break
+        layers.append(layer)
+        weights.append(weight)
+        pairs.append(layer.outer(*each.pair))
+    if not pairs:
+        return []
+    first = pairs[0][0]
+    totals = sum_products(pairs, factors.to(first.device, accumulation_dtype(first.dtype)), workspace.bytes)
+    for layer, _ in zip(layers, totals, strict=False):
+        del kept[layer]
+    return [(w, t if t.dtype == w.dtype else t.to(w.dtype)) for w, t in zip(weights, totals, strict=False)]

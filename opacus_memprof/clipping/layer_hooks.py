@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.arrangement import PLAIN, Arrangement, expand_over_batch
-from opacus_memprof.clipping.autograd_functions import CallTap, GradientTap
+from opacus_memprof.clipping.autograd_functions import CallTap, receive_gradient
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.layers import GenericLayer, Layer
+from opacus_memprof.clipping.native import tap_gradient
 from opacus_memprof.clipping.repetition import Call, RandomState
 from opacus_memprof.errors import MemprofError
 
@@ -48,28 +49,37 @@ class LayerHooks:
         bookkeeping: where backward passes inputs and output gradients to.
         batch: the number of samples of the model's last forward.
         layouts: where samples are, of layers that have been probed.
+        plain: the PlainLayers among them, by module.
         observe: called with each call of a layer while a probe observes: the layer, the leaves of its arguments, their
             structure, the leaves of its output and the random state that it began with. None if no probe observes.
         is_probing: whether a probe runs.
-        on_output: called with every layer that is tapped, its input and its output.
+        kept_bytes: of CUDA's memory that backward will keep for the deferred weights of the layers that have run since
+            this was 0.
     """
 
     bookkeeping: Bookkeeping
     batch: int = 0
     layouts: dict[Layer, Layout] = field(default_factory=dict)
+    plain: dict[nn.Module, PlainLayer] = field(default_factory=dict)
     observe: Callable[[Layer, list[Any], Any, list[Any], RandomState | None], None] | None = None
     is_probing: bool = False
-    on_output: Callable[[Layer, torch.Tensor, torch.Tensor], None] | None = None
+    kept_bytes: int = 0
     _running: dict[Layer, _Running] = field(default_factory=dict)
     _anchors: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+
+    def freeze(self, layer: Layer) -> _Running:
+        """Makes the parameters of a layer not require grad, while the layer runs."""
+        frozen = layer.running_parameters()
+        for parameter in frozen:
+            parameter.requires_grad = False
+        running = self._running[layer] = _Running(frozen)
+        return running
 
     def before(
         self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Freezes the layer's parameters. Returns new (args, kwargs) if autocast casts the input."""
-        running = self._running[layer] = _Running(layer.running_parameters())
-        for parameter in running.frozen:
-            parameter.requires_grad_(False)
+        running = self.freeze(layer)
         if isinstance(layer, GenericLayer):
             if layer.way == "whole" or self.observe is not None:
                 running.random = RandomState.now(layer.device())
@@ -90,9 +100,13 @@ class LayerHooks:
         if running is None:
             return None
         for parameter in running.frozen:
-            parameter.requires_grad_(True)
-        if output is None:
-            return None
+            parameter.requires_grad = True
+        return None if output is None else self.after_frozen(layer, args, kwargs, output, running)
+
+    def after_frozen(
+        self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, running: _Running
+    ) -> Any:
+        """As ``after``, when the parameters are trainable again."""
         if isinstance(layer, GenericLayer):
             return self._after_generic(layer, args, kwargs, output, running)
         _, x = first_input(layer, args, kwargs)
@@ -107,9 +121,6 @@ class LayerHooks:
             output, x = expand_over_batch(output, self.batch), expand_over_batch(x, self.batch)
         if not torch.is_grad_enabled():
             return output
-        if self.on_output is not None:
-            self.on_output(layer, x, output)
-        saved_input = x.detach() if layer.is_trainable("weight") else None
         if where is None or (where.dim == 0 and output.shape[0] == self.batch):
             where = None
         elif where.rows(output, self.batch) is None:
@@ -117,8 +128,20 @@ class LayerHooks:
                 f"{layer.describe()} saw an input of shape {tuple(x.shape)}, which does not have the {self.batch} "
                 "samples of the batch where earlier batches had them."
             )
-        anchor = None if output.requires_grad else self.anchor(output.device)
-        return GradientTap.apply(output, anchor, saved_input, (layer, self.bookkeeping, where, self.batch))
+        if output.is_cuda:
+            self.kept_bytes += layer.kept_bytes(x, output)
+        return self.tap(layer, x, output, where)
+
+    def tap(self, layer: Layer, x: torch.Tensor, output: torch.Tensor, where: Arrangement | None) -> torch.Tensor:
+        """The output of a layer with a node that passes its gradient on. ``where`` is None if it and the input have
+        one row for each sample, first."""
+        return tap_gradient(
+            output,
+            None if output.requires_grad else self.anchor(output.device),
+            x if layer.is_trainable("weight") else None,
+            receive_gradient,
+            (layer, self.bookkeeping, where, self.batch),
+        )
 
     def _after_generic(
         self, layer: GenericLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, running: _Running
@@ -176,6 +199,70 @@ class LayerHooks:
     def anchor(self, device: torch.device) -> torch.Tensor:
         """A scalar that makes an output require grad if neither the input nor (for now) the parameters do."""
         return self._anchors.setdefault(device, torch.zeros((), device=device, requires_grad=True))
+
+
+class PlainLayer:
+    """A layer whose first input and output have one row for each sample, first, which takes a shorter way: most layers
+    of most models, where each of many questions would take as long as a kernel's launch."""
+
+    __slots__ = ("_frozen", "_hooks", "_kept_bytes", "_least_dimensions", "_shapes", "layer")
+
+    def __init__(self, layer: Layer, hooks: LayerHooks) -> None:
+        self.layer = layer
+        self._hooks = hooks
+        self._least_dimensions = layer.min_dimensions()
+        self._frozen: list[nn.Parameter] | None = None
+        self._shapes: object = None  # of the last input and output, of which backward keeps _kept_bytes
+        self._kept_bytes = 0
+
+    def before(self, args: tuple[Any, ...]) -> bool:
+        """Freezes the layer's parameters. Returns False, and leaves them alone, if ``LayerHooks.before`` has to."""
+        if not args or torch._C._is_any_autocast_enabled():
+            return False
+        x = args[0]
+        if not isinstance(x, torch.Tensor) or x.dim() < self._least_dimensions:
+            return False
+        self._frozen = self.layer.running_parameters()
+        for parameter in self._frozen:
+            parameter.requires_grad = False
+        return True
+
+    @property
+    def is_running(self) -> bool:
+        """Whether ``before`` has frozen parameters."""
+        return self._frozen is not None
+
+    def after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """As ``LayerHooks.after``."""
+        frozen, self._frozen = self._frozen, None
+        assert frozen is not None
+        for parameter in frozen:
+            parameter.requires_grad = True
+        if output is None:
+            return None
+        layer, hooks = self.layer, self._hooks
+        if not isinstance(output, torch.Tensor) or not output.dim() or output.shape[0] != hooks.batch:
+            return hooks.after_frozen(layer, args, kwargs, output, _Running(frozen))
+        if not torch.is_grad_enabled():
+            return None
+        x = args[0]
+        shapes = (x.shape, output.shape, x.dtype, output.dtype)
+        if shapes != self._shapes:
+            self._shapes, self._kept_bytes = shapes, layer.kept_bytes(x, output) if output.is_cuda else 0
+        hooks.kept_bytes += self._kept_bytes
+        return hooks.tap(layer, x, output, None)
+
+
+def plain_layers(
+    at: Mapping[nn.Module, Sequence[Layer]], layouts: Mapping[Layer, Layout], hooks: LayerHooks
+) -> dict[nn.Module, PlainLayer]:
+    """The PlainLayers of a model, by module, where ``layouts`` says where others than these have the samples."""
+
+    def is_plain(layer: Layer) -> bool:
+        where = layouts[layer].inputs[0] if layer in layouts else PLAIN
+        return where is not None and where.dim == 0 and not isinstance(layer, GenericLayer)
+
+    return {m: PlainLayer(layers[0], hooks) for m, layers in at.items() if len(layers) == 1 and is_plain(layers[0])}
 
 
 def first_input(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | None, Any]:

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from opacus_memprof.clipping.autograd_functions import TwoPassBackward, run_two_passes
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.distributed import inner_model, let_reducer_run
-from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, first_input
+from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, first_input, plain_layers
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.probe import CannotRunError, Probe
 from opacus_memprof.clipping.repetition import is_repeating
@@ -37,7 +37,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
     """The hooks of flash_clip on a model, without a wrapper around it.
 
     While a trainable layer runs, its parameters do not require grad, so that autograd forms no weight gradients, which
-    differential privacy could not use. A ``GradientTap`` on the layer's output forms what is needed instead.
+    differential privacy could not use. A node on the layer's output (``tap_gradient``) passes on what is needed.
 
     Args:
         m: the model.
@@ -84,12 +84,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self.passes: Passes = 1 if rule.by_parameter or units.is_sharded else passes
         self._shared_samples = SharedSamples(units.model) if units.is_sharded else None
         self.units = units
-        self.layer_hooks = LayerHooks(bookkeeping, on_output=self._count_kept_bytes)
+        self.layer_hooks = LayerHooks(bookkeeping)
         self.hooks_enabled = True
         self._hooked: set[nn.Module] = set()
         self._cannot_run: BaseException | None = None
-        self._layouts: dict[Any, dict[Layer, Layout]] = {}
-        self._kept_bytes = 0
+        self._layouts: dict[Any, tuple[dict[Layer, Layout], dict[nn.Module, PlainLayer]]] = {}
         self._allocated_before = 0
         self.autograd_grad_sample_hooks: list[RemovableHandle] = []
         self._attach()
@@ -154,24 +153,27 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
     def _before_module(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self._active():
+            return None
+        plain = self.layer_hooks.plain.get(module)
+        if plain is not None and plain.before(args):
+            return None
         changed = None
-        if self._active():
-            for layer in self.units.at.get(module, ()):
-                changed = self.layer_hooks.before(layer, args, kwargs) or changed
+        for layer in self.units.at.get(module, ()):
+            changed = self.layer_hooks.before(layer, args, kwargs) or changed
         return changed
 
     def _after_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         # Also called if forward raises (then output is None), so that parameters always become trainable again.
+        plain = self.layer_hooks.plain.get(module)
+        if plain is not None and plain.is_running:
+            return plain.after(args, kwargs, output)
         result = None
         for layer in self.units.at.get(module, ()):
             changed = self.layer_hooks.after(layer, args, kwargs, output)
             if changed is not None:
                 result = output = changed
         return result
-
-    def _count_kept_bytes(self, layer: Layer, x: torch.Tensor, output: torch.Tensor) -> None:
-        if self.passes == "auto" and output.is_cuda:
-            self._kept_bytes += layer.kept_bytes(x, output)
 
     # --- the model ---
     def _run_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,7 +197,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return None
         if torch.is_grad_enabled():
             self.bookkeeping.begin_pass()
-            self._kept_bytes = 0
+            self.layer_hooks.kept_bytes = 0
             if self.passes == "auto" and torch.cuda.is_available():
                 self._allocated_before = _allocated_bytes()
         return self._before_module(module, args, kwargs)
@@ -217,18 +219,22 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             probe = Probe(
                 self.units.model, self.units, self.layer_hooks, args, kwargs, self._run_model, self._units_changed
             )
+            self.layer_hooks.plain = {}
             try:
                 with _eager():
-                    self._layouts[signature] = probe.layouts()
+                    layouts = probe.layouts()
+                self._layouts[signature] = layouts, plain_layers(self.units.at, layouts, self.layer_hooks)
             except CannotRunError as error:  # raised after the forward, which may fail for the same reason
                 self._cannot_run = error.__cause__
                 return
             finally:
                 self.layer_hooks.batch = batch
-        self.layer_hooks.layouts = self._layouts.get(signature, self.layer_hooks.layouts)
+        if signature in self._layouts:
+            self.layer_hooks.layouts, self.layer_hooks.plain = self._layouts[signature]
 
     def _units_changed(self) -> None:
         self._layouts.clear()
+        self.layer_hooks.plain = {}
         self._attach()
 
     def _after_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -265,10 +271,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
     def _one_pass_fits(self) -> bool:
         """Whether what one pass keeps fits into device memory. Backward releases what forward has allocated, so only
         the bytes beyond that must be free."""
-        if self._kept_bytes == 0:
+        kept_bytes = self.layer_hooks.kept_bytes
+        if kept_bytes == 0:
             return True
         allocated = _allocated_bytes()
-        growth = self._kept_bytes - (allocated - self._allocated_before)
+        growth = kept_bytes - (allocated - self._allocated_before)
         if growth <= 0:
             return True
         free, _ = torch.cuda.mem_get_info()

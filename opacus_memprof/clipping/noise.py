@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from opacus.optimizers import optimizer as opacus_optimizer
 
+from opacus_memprof.clipping.native import draw_normal
 from opacus_memprof.clipping.workspace import batches
 
 
@@ -18,23 +19,16 @@ def add_noise(
     as take no more memory than the largest sum's noise."""
     largest = max((total.nbytes for total in sums), default=0)
     for batch in batches(sums, largest, lambda total: total.nbytes):
-        drawn = [draw_noise(std, reference=x, generator=generator, secure_mode=secure_mode) for x in batch]
+        drawn = draw_noise(batch, std, generator, secure_mode)
         torch._foreach_add_(batch, drawn)
         del drawn  # before the next is drawn
 
 
 def draw_noise(
-    std: float, reference: torch.Tensor, generator: torch.Generator | None, secure_mode: bool
-) -> torch.Tensor:
-    """Noise of the shape, dtype and device of ``reference``, as ``_generate_noise`` of opacus.optimizers.optimizer."""
-    if secure_mode or std == 0 or type(reference) is not torch.Tensor:
-        noise: torch.Tensor = opacus_optimizer._generate_noise(std, reference, generator, secure_mode)
-        return noise
-    return torch.normal(
-        mean=0,
-        std=std,
-        size=reference.shape,
-        generator=generator,
-        dtype=reference.dtype,
-        device=reference.device,
-    )
+    references: list[torch.Tensor], std: float, generator: torch.Generator | None, secure_mode: bool
+) -> list[torch.Tensor]:
+    """Noise of the shape, dtype and device of each reference, as ``_generate_noise`` of opacus.optimizers.optimizer
+    draws it for one after the other."""
+    if secure_mode or std == 0 or any(type(each) is not torch.Tensor for each in references):
+        return [opacus_optimizer._generate_noise(std, each, generator, secure_mode) for each in references]
+    return draw_normal(references, std, generator)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from opacus_memprof.errors import MemprofError
@@ -15,10 +17,10 @@ class NormCheck:
     Args:
         norms: per-sample norms, [B].
         squared_norms: by layer, [layers, B].
-        layers: descriptions of the layers, in the order of backward.
+        layers: returns descriptions of the layers, in the order of backward.
     """
 
-    def __init__(self, norms: torch.Tensor, squared_norms: torch.Tensor, layers: list[str]) -> None:
+    def __init__(self, norms: torch.Tensor, squared_norms: torch.Tensor, layers: Callable[[], list[str]]) -> None:
         self.norms, self.squared_norms, self.layers = norms, squared_norms, layers
         self._finite = torch.isfinite(norms).all()
         self._ready: torch.cuda.Event | None = None
@@ -38,7 +40,7 @@ class NormCheck:
         layers = torch.nonzero(~self.squared_norms.isfinite().all(1)).flatten().tolist()
         raise MemprofError(
             f"the gradient norm of samples {samples} of the batch is not finite (first seen in "
-            f"{self.layers[layers[0]] if layers else 'the sum over layers'}); no parameter was changed. Look for NaN "
+            f"{self.layers()[layers[0]] if layers else 'the sum over layers'}); no parameter was changed. Look for NaN "
             "or infinity in inputs and loss, and lower the learning rate; float16 needs a smaller loss scale, or "
             "bfloat16."
         )

@@ -26,12 +26,18 @@ Way = Literal["vmap", "loop", "whole"]
 WAYS: tuple[Way, ...] = ("vmap", "loop", "whole")
 Gradients = dict[str, torch.Tensor]
 _PLACE = object()  # of a tensor that autograd has saved
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    repeating = False
+
+
+_thread = _Thread()
 
 
 def is_repeating() -> bool:
     """Whether this thread repeats a forward: hooks do nothing then."""
-    return getattr(_thread, "repeating", False)
+    return _thread.repeating
 
 
 @contextmanager

@@ -45,14 +45,14 @@ class SharedGradient:
 
     Attributes:
         parameter: the parameter.
-        name, description: of the layer that used it first in backward.
+        name: of the layer that used it first in backward.
         uses: the pairs.
         stack: the sum of per-sample gradients that are not among the pairs, [B, *shape].
     """
 
     def __init__(self, parameter: nn.Parameter, layer: Layer) -> None:
         self.parameter = parameter
-        self.name, self.description = layer.name, layer.describe()
+        self.name, self.describe = layer.name, layer.describe
         self.uses: list[Use] = []
         self.stack: torch.Tensor | None = None
         self._owns_stack = False

@@ -15,6 +15,7 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
+from opacus_memprof.clipping.native import address_table, empty_sums
 from opacus_memprof.clipping.workspace import KERNEL_DTYPES
 
 TYPES = {dtype: getattr(tl, str(dtype).removeprefix("torch.")) for dtype in KERNEL_DTYPES}
@@ -90,13 +91,11 @@ def weighted_sums_cuda(stacks: Sequence[torch.Tensor], factors: torch.Tensor, dt
         factors: [N], float32.
         dtype: of the results.
     """
-    totals = [torch.empty(stack.shape[1:], dtype=dtype, device=stack.device) for stack in stacks]
-    sizes = [total.numel() for total in totals]
-    rows = [(s.data_ptr(), t.data_ptr(), size) for s, t, size in zip(stacks, totals, sizes, strict=True)]
+    totals = empty_sums(stacks, dtype)
     block = 1024
     with on_device(stacks[0]):
-        weighted_sums[(triton.cdiv(max(sizes), block), len(rows))](
-            *(table(rows, factors.device), factors, len(factors)),
+        weighted_sums[(triton.cdiv(max(total.numel() for total in totals), block), len(totals))](
+            *(address_table(list(zip(stacks, totals, strict=True)), True), factors, len(factors)),
             BLOCK=block,
             SOURCE=TYPES[stacks[0].dtype],
             TARGET=TYPES[dtype],
@@ -112,16 +111,10 @@ def squared_norms_cuda(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     count = len(stacks[0])
     out = torch.empty(len(stacks), count, dtype=torch.float32, device=stacks[0].device)
-    rows = [(stack.data_ptr(), stack.numel() // count) for stack in stacks]
+    table = address_table([(stack,) for stack in stacks], True)
     with on_device(out):
-        squared_norms[(count, len(rows))](table(rows, out.device), out, BLOCK=512, SOURCE=TYPES[stacks[0].dtype])
+        squared_norms[(count, len(stacks))](table, out, BLOCK=512, SOURCE=TYPES[stacks[0].dtype])
     return out
-
-
-def table(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """The numbers as an int64 tensor on the device, which the host does not wait for."""
-    numbers = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return numbers.to(device, non_blocking=True)
 
 
 def on_device(tensor: torch.Tensor) -> Any:

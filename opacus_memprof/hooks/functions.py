@@ -45,6 +45,17 @@ def _wrap_noise(function: Function) -> Function:
     return _tag(function, NOISE)(function, module_of="reference")
 
 
+def _wrap_noise_of_many(function: Function) -> Function:
+    """flash_clip passes many clipped sums at once: each is passed by itself here, for its noise to have its module."""
+
+    def draw_one(*args: Any, reference: Any) -> Any:
+        return function([reference], *args)[0]
+
+    draw_one.__name__ = function.__name__  # the operation in the profile
+    draw_tagged = _wrap_noise(draw_one)
+    return lambda references, *args: [draw_tagged(*args, reference=reference) for reference in references]
+
+
 def _wrap_clipping(function: Function) -> Function:
     """Clips one parameter's gradients during the backward pass."""
     tag = _tag(function, CLIPPING_TEMPORARIES)
@@ -61,7 +72,7 @@ _WRAPPERS: dict[str, Callable[[Function], Function]] = {
     "opacus.grad_sample.grad_sample_module_fast_gradient_clipping:create_norm_sample": _wrap_norm_sample,
     "opacus.grad_sample.functorch:ft_compute_per_sample_gradient": _wrap_functorch,
     "opacus.optimizers.optimizer:_generate_noise": _wrap_noise,
-    "opacus_memprof.clipping.noise:draw_noise": _wrap_noise,
+    "opacus_memprof.clipping.noise:draw_noise": _wrap_noise_of_many,
     "opacus.optimizers.ddp_perlayeroptimizer:_clip_and_accumulate_parameter": _wrap_clipping,
     "torch.nn.utils._expanded_weights.expanded_weights_utils:set_grad_sample_if_exists": _wrap_expanded_weights,
 }

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from opacus_memprof import hooks
+from opacus_memprof.clipping import noise
 from opacus_memprof.recording import native
 from tests.integration.flash_clip_models import Transformer, criterion, make_private, token_data, vector_data
 from tests.integration.opacus_training import categories, cpu  # noqa: F401
@@ -82,15 +83,15 @@ def test_noise_takes_no_more_than_that_of_the_largest_parameter(cpu: None, monke
     module, optimizer = small(passes=1)
     attachments = [hooks.attach_model(module), hooks.attach_optimizer(optimizer)]
     backward(module)
-    draw, seen = torch.normal, []
+    draw, seen = noise.draw_normal, []
 
-    def normal(*args: Any, **kwargs: Any) -> torch.Tensor:
-        noise = draw(*args, **kwargs)
+    def draw_normal(*args: Any) -> list[torch.Tensor]:
+        drawn = draw(*args)
         blocks = [block for block in native.live_blocks() if block["category"] == "noise"]
         seen.append({(block["module"], block["bytes"]) for block in blocks})
-        return noise
+        return drawn
 
-    monkeypatch.setattr(torch, "normal", normal)
+    monkeypatch.setattr(noise, "draw_normal", draw_normal)
     optimizer.step()
     weight, bias = ("0", 50 * 6 * DOUBLE), ("0", 50 * DOUBLE)
     assert seen == [{weight}, {weight, bias}, {("1", 50 * 50 * DOUBLE)}]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise of flash_clip: the numbers that Opacus draws, in one tensor."""
+"""The noise of flash_clip: the numbers that Opacus draws, and nothing beside them."""
 
 import pytest
 import torch
@@ -15,9 +15,9 @@ SHAPES = [(), (3,), (16,), (17, 5), (0, 4), (64, 128)]
 @pytest.mark.parametrize(("std", "secure"), [(1.7, False), (0.0, False), (1.7, True)])
 def test_the_numbers_are_those_of_opacus(dtype: torch.dtype, std: float, secure: bool) -> None:
     mine, theirs = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
-    for shape in SHAPES:
-        reference = torch.zeros(shape, dtype=dtype)
-        drawn, expected = draw_noise(std, reference, mine, secure), _generate_noise(std, reference, theirs, secure)
+    references = [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
+    for drawn, reference in zip(draw_noise(references, std, mine, secure), references, strict=True):
+        expected = _generate_noise(std, reference, theirs, secure)
         assert drawn.dtype == expected.dtype
         assert torch.equal(drawn, expected)
     assert torch.equal(mine.get_state(), theirs.get_state())
@@ -25,5 +25,5 @@ def test_the_numbers_are_those_of_opacus(dtype: torch.dtype, std: float, secure:
 
 def test_noise_takes_no_more_memory_than_itself() -> None:
     reference = torch.zeros(1000)
-    assert peak_bytes(lambda: draw_noise(1.0, reference, None, False)) == (4000, 4000)
+    assert peak_bytes(lambda: draw_noise([reference], 1.0, None, False)) == (4000, 4000)
     assert peak_bytes(lambda: _generate_noise(1.0, reference))[0] == 8000

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -53,6 +53,9 @@ class KeptTensors:
             yield "backprop_copies", self.pair[1]
 
 
+Shortcut = Callable[[torch.Tensor, torch.Tensor], KeptTensors]
+
+
 class Layer:
     """A layer of the model.
 
@@ -71,6 +74,7 @@ class Layer:
         self.is_shared = False  # whether its parameters are known to be used more than once in a pass
         self._seen: list[nn.Parameter] = []
         self._chosen: tuple[object, Choice | None] | None = None  # the last choice, and the shapes that it is for
+        self._shortcut: tuple[object, Shortcut] | None = None  # the way of the last backward, and what it is for
         self.excluded: set[str] = set()  # names of parameters that another layer clips
 
     def trainable(self) -> list[nn.Parameter]:
@@ -163,6 +167,24 @@ class Layer:
     def keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace, norms: bool = True) -> KeptTensors:
         """Keeps per-sample gradients or (x, g), whichever is smaller and, unless ``norms`` is False, computes the exact
         norms, or notes with None that they wait for the optimizer's step."""
+        if not norms or x is None or x.dim() != 3 or g.dim() != 3 or self.excluded:
+            return self._keep(x, g, workspace, norms)
+        # All that follows from these takes longer to find out, for small tensors, than what is then done.
+        own = [p is not None and p.requires_grad for p in self.module._parameters.values()]
+        state = (x.shape, g.shape, x.stride(), g.stride(), x.dtype, g.dtype, x.device, own)
+        if self._shortcut is not None and self._shortcut[0] == state:
+            return self._shortcut[1](x, g)
+        kept = self._keep(x, g, workspace, norms)
+        shortcut = self.shortcut(kept, x, g, workspace)
+        self._shortcut = None if shortcut is None else (state, shortcut)
+        return kept
+
+    def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
+        """A method that keeps, of tensors [B, T, features] like ``x`` and ``g``, what ``kept`` has of these, without
+        the questions that ``keep`` asks; None if there is none."""
+        return None
+
+    def _keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace, norms: bool) -> KeptTensors:
         kept = KeptTensors()
         for parameter, stack in self._small(x, g, workspace):
             kept.stacks[parameter] = stack

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from opacus_memprof.clipping.cost import Choice
+from opacus_memprof.clipping.layers.base import KeptTensors, Shortcut
 from opacus_memprof.clipping.layers.matrix import MatrixLayer, Sizes
 from opacus_memprof.clipping.norms import gradient_squared_norms, gram_squared_norms, has_kernels, is_small
 from opacus_memprof.clipping.sums import products, sum_outer_products, sum_products
@@ -62,6 +63,17 @@ class LinearLayer(MatrixLayer):
             return is_small(x) and is_small(g)
         return x.dim() == g.dim() == 3 or (x.is_contiguous() and g.is_contiguous())  # operands are views
 
+    def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
+        waits = all(norms is None for norms in kept.norms.values())
+        return self._keep_pair if waits and kept.pair is not None else None
+
+    def _keep_pair(self, x: torch.Tensor, g: torch.Tensor) -> KeptTensors:
+        """Keeps the pair, and lets all norms wait."""
+        weight, bias = self.weight(), self.module._parameters.get("bias")
+        if bias is None or not bias.requires_grad:
+            return KeptTensors({weight: None}, {}, (x, g))
+        return KeptTensors({bias: None, weight: None}, {bias: g.sum(1, dtype=accumulation_dtype(g.dtype))}, (x, g))
+
     def weight_squared_norms(
         self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
     ) -> torch.Tensor:
@@ -69,6 +81,10 @@ class LinearLayer(MatrixLayer):
             return g.new_zeros(x.shape[0], dtype=accumulation_dtype(g.dtype))
         compute = gram_squared_norms if choice.norm == "gram" else gradient_squared_norms
         return compute(*self.operands(x, g), workspace)
+
+    def outer(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tensors whose outer products, of each token, the weight's gradient sums up."""
+        return g, x
 
     def weight_sum(
         self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor | None, workspace: Workspace
@@ -90,3 +106,6 @@ class TransposedLinearLayer(LinearLayer):
     def operands(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         left, right = super().operands(x, g)
         return right.mT, left.mT
+
+    def outer(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, g

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from opacus_memprof.clipping.layers.base import Layer
+from opacus_memprof.clipping.layers.base import KeptTensors, Layer, Shortcut
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
 
 _COPIES = 3  # live at once: the normalized input, a cast of the input if dtypes differ, and statistics
@@ -50,6 +50,22 @@ class _LastDimensionsNorm(Layer):
             total[n] += product.sum(1, dtype=dtype)
             del product
         return gradients
+
+    def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
+        waits = all(norms is None for norms in kept.norms.values())
+        fits = x.dtype == g.dtype and g.shape[1] > 1 and _COPIES * g.nbytes <= workspace.bytes
+        return self._keep_stacks if waits and fits and self.is_trainable("weight") else None
+
+    def _keep_stacks(self, x: torch.Tensor, g: torch.Tensor) -> KeptTensors:
+        """Keeps the per-sample gradients of tensors [B, T, features], and lets all norms wait."""
+        weight, bias = self.weight(), self.module._parameters.get("bias")
+        dtype = accumulation_dtype(g.dtype)
+        stacks: dict[nn.Parameter, torch.Tensor] = {}
+        if bias is not None and bias.requires_grad:
+            stacks[bias] = g.sum(1, dtype=dtype)
+        total = stacks[weight] = torch.empty(g.shape[0], g.shape[2], dtype=dtype, device=g.device)
+        torch.sum(self.normalize(x).mul_(g), 1, dtype=dtype, out=total)
+        return KeptTensors(dict.fromkeys(stacks), stacks)
 
 
 class LayerNormLayer(_LastDimensionsNorm):

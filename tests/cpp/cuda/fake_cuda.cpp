@@ -3,7 +3,7 @@
 // no backward pass. The runtime's functions take the place of libcudart's in libc10_cuda as well.
 #include <cuda_runtime_api.h>
 
-#include "autograd/backward_position.h"
+#include "allocators/backward_position.h"
 #include "fake_upstream.h"
 
 bool opacus_memprof::testing::memory_info_fails = false;

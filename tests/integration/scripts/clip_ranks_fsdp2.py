@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_memprof.clipping import noise
 from tests.integration.clipping_by_hand import Batch, by_hand
 from tests.integration.flash_clip_models import Engine, criterion
 from tests.integration.scripts.rank_training import (
@@ -42,7 +43,7 @@ def shard_noise(case: str, wrap: str) -> None:
     wrapped = WRAPPERS[wrap](nn.Sequential(nn.Linear(300, 301), nn.Linear(301, 4)).to(device(), torch.float64))
     torch.manual_seed(1)
     generator = torch.Generator(device()).manual_seed(3)
-    with mock.patch.object(torch, "normal", side_effect=torch.normal) as normal:
+    with mock.patch.object(noise, "draw_normal", side_effect=noise.draw_normal) as draw_normal:
         data = TensorDataset(torch.zeros(SAMPLES, 300, dtype=torch.float64), torch.zeros(SAMPLES))
         model, optimizer, _ = Engine().make_private(
             module=wrapped,
@@ -55,7 +56,7 @@ def shard_noise(case: str, wrap: str) -> None:
         )
         (model(torch.ones(2, 300, dtype=torch.float64, device=device())) * 0).sum().backward()
         optimizer.step()
-    drawn = [tuple(call.kwargs["size"]) for call in normal.call_args_list]
+    drawn = [tuple(each.shape) for call in draw_normal.call_args_list for each in call.args[0]]
     shapes = [tuple(p.to_local().shape) for p in model.parameters()]
     replica = dist.get_rank() // 2 if wrap == "fsdp2_hybrid" else 0
     assert drawn == ([] if replica else shapes), (drawn, shapes)

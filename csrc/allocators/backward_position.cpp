@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "autograd/backward_position.h"
+#include "allocators/backward_position.h"
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>

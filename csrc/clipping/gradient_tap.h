@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// The autograd node on the output of a layer that flash_clip clips.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+
+#include <optional>
+
+namespace opacus_memprof::clipping {
+
+// `output` with a node of its own in the graph, which is the identity: its backward calls
+// `receive(call, input, gradient)` with the output's gradient. Not a view of `output`, so that an
+// in-place activation may follow.
+//
+// `anchor` makes the result require grad where `output` does not. `input` is saved through
+// autograd, so that activation checkpointing, saved-tensor hooks and the check for in-place changes
+// apply to it as to any activation, and it is freed after the backward; `receive` gets None where
+// there is none.
+at::Tensor tap_gradient(const at::Tensor& output, const std::optional<at::Tensor>& anchor,
+                        const std::optional<at::Tensor>& input, pybind11::object receive,
+                        pybind11::object call);
+
+}  // namespace opacus_memprof::clipping

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the optimizer's step does with many small tensors, without Python between two of them.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace opacus_memprof::clipping {
+
+// The numbers of those lists of tensors that are alike: whose first tensors have the same device,
+// dtype and number of samples (first dimension) or, if `whole_shapes`, whose tensors all have the
+// same devices, dtypes, shapes and strides.
+std::vector<std::vector<std::int64_t>> group_alike(
+    const std::vector<std::vector<at::Tensor>>& lists, bool whole_shapes);
+
+// A table with a row for each list: the addresses of its tensors and, if `with_sizes`, the elements
+// that each sample of the first one has. int64, on the tensors' device, for which the host does not
+// wait.
+at::Tensor address_table(const std::vector<std::vector<at::Tensor>>& lists, bool with_sizes);
+
+// A tensor for the sum over the samples of each stack [N, ...], not filled.
+std::vector<at::Tensor> empty_sums(const std::vector<at::Tensor>& stacks, at::ScalarType dtype);
+
+// The sum over samples n and all other dimensions but the last of factors[n] times the outer
+// product of the first and the second tensor of each pair, [features of the first, features of the
+// second]: one product over all of them, for which the tensor with fewer features is scaled. Ends
+// before the first pair of which this cannot be done: of fewer than two samples, of no numbers, of
+// two dtypes, of another dtype or device than the first pair's, or of which scaling takes more than
+// `most` bytes.
+std::vector<at::Tensor> sum_products(const std::vector<std::pair<at::Tensor, at::Tensor>>& pairs,
+                                     const at::Tensor& factors, std::int64_t most);
+
+// Normal noise of the shape, dtype and device of each reference, drawn in their order.
+std::vector<at::Tensor> draw_normal(const std::vector<at::Tensor>& references, double std,
+                                    const std::optional<at::Generator>& generator);
+
+}  // namespace opacus_memprof::clipping

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports the compiled extension `_clipping`: what flash_clip does for each layer. Every other module imports its names
+from here.
+
+Raises:
+    ImportError: the extension is missing, was built for another torch, or cannot be loaded.
+"""
+
+import torch
+
+try:
+    from opacus_memprof import _build_info
+
+    if torch.__version__ != _build_info.TORCH_VERSION:
+        raise ImportError(f"it was built for torch {_build_info.TORCH_VERSION}, and torch {torch.__version__} is here")
+    from opacus_memprof._clipping import (
+        address_table,
+        draw_normal,
+        empty_sums,
+        group_alike,
+        sum_products,
+        tap_gradient,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"flash_clip's extension cannot be loaded ({error}): in opacus-memprof's source tree run "
+        "`pip install --force-reinstall --no-deps --no-cache-dir .`"
+    ) from error
+
+__all__ = ["address_table", "draw_normal", "empty_sums", "group_alike", "sum_products", "tap_gradient"]

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What flash_clip does in C++: the node on a layer's output, and the step's small tensors."""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from opacus_memprof import _build_info
+from opacus_memprof.clipping import native
+
+
+class Received:
+    """What a node has passed on."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, torch.Tensor | None, torch.Tensor]] = []
+
+    def __call__(self, call: Any, x: torch.Tensor | None, g: torch.Tensor) -> None:
+        assert not torch.is_grad_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+        self.calls.append((call, x, g))
+
+
+@pytest.fixture
+def received() -> Received:
+    return Received()
+
+
+def test_the_node_is_the_identity_and_passes_on(received: Received) -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    hidden = 2 * x
+    tapped = native.tap_gradient(hidden, None, hidden, received, "layer")
+    assert tapped.grad_fn is not None
+    assert "GradientTap" in tapped.grad_fn.name()
+    assert torch.equal(tapped, hidden)
+    tapped.square().sum().backward()
+    ((call, kept, g),) = received.calls
+    assert call == "layer"
+    assert kept is not None
+    assert torch.equal(kept, 2 * x)
+    assert not kept.requires_grad
+    assert torch.equal(g, 4 * x)
+    assert x.grad is not None
+    assert torch.equal(x.grad, 8 * x)
+
+
+def test_an_anchor_makes_an_output_require_grad(received: Received) -> None:
+    anchor = torch.zeros((), requires_grad=True)
+    output = torch.randn(3)
+    tapped = native.tap_gradient(output, anchor, None, received, ())
+    tapped.square().sum().backward()
+    ((_, x, g),) = received.calls
+    assert x is None
+    assert torch.equal(g, 2 * output)
+    assert anchor.grad is None  # it has no part in the loss
+
+
+def test_an_activation_may_follow_in_place(received: Received) -> None:
+    x = torch.randn(5, requires_grad=True)
+    tapped = native.tap_gradient(2 * x, None, None, received, ())
+    nn.functional.relu(tapped, inplace=True).sum().backward()
+    assert torch.equal(received.calls[0][2], (x > 0).float())
+
+
+def test_an_input_that_changes_in_place_is_an_error(received: Received) -> None:
+    x = torch.randn(5, requires_grad=True)
+    hidden = 2 * x
+    tapped = native.tap_gradient(hidden.exp(), None, hidden, received, ())
+    with torch.no_grad():
+        hidden.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        tapped.sum().backward()
+    assert received.calls == []
+
+
+def test_the_input_is_saved_as_any_activation(received: Received) -> None:
+    x = torch.randn(5, requires_grad=True)
+    packed: list[torch.Tensor] = []
+
+    def pack(saved: torch.Tensor) -> int:
+        packed.append(saved.clone())
+        return len(packed) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda place: packed[place] + 1):
+        tapped = native.tap_gradient(x.view(5), None, x, received, ())
+    tapped.sum().backward()
+    kept = received.calls[0][1]
+    assert kept is not None
+    assert torch.equal(kept, x + 1)
+
+
+def test_a_second_backward_finds_the_input_freed(received: Received) -> None:
+    x = torch.randn(5, requires_grad=True)
+    loss = native.tap_gradient(x.view(5), None, x, received, ()).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+def test_no_second_derivative(received: Received) -> None:
+    x = torch.randn(5, requires_grad=True)
+    tapped = native.tap_gradient(3 * x, None, None, received, ())
+    (gradient,) = torch.autograd.grad(tapped.pow(3).sum(), x, create_graph=True)
+    torch.testing.assert_close(gradient, 3 * (3 * x).square() * 3)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
+def test_an_error_reaches_the_caller() -> None:
+    def fail(call: Any, x: torch.Tensor | None, g: torch.Tensor) -> None:
+        raise KeyError(call)
+
+    x = torch.randn(5, requires_grad=True)
+    with pytest.raises(KeyError, match="layer"):
+        native.tap_gradient(2 * x, None, None, fail, "layer").sum().backward()
+
+
+def test_backward_under_autocast(received: Received) -> None:
+    x = torch.randn(5, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        native.tap_gradient(2 * x, None, None, received, ()).sum().backward()
+        assert torch.is_autocast_enabled("cpu")
+    assert len(received.calls) == 1
+
+
+def test_what_is_alike() -> None:
+    three, four, half = torch.zeros(3, 2), torch.zeros(4, 2), torch.zeros(3, 2, dtype=torch.bfloat16)
+    wide = torch.zeros(3, 5)
+    assert native.group_alike([(three,), (four,), (wide,), (half,), (three, wide)], False) == [[0, 2, 4], [1], [3]]
+    turned = torch.zeros(2, 3).T
+    lists = [(three, wide), (three, four), (turned, wide), (three.clone(), wide), (three,)]
+    assert native.group_alike(lists, True) == [[0, 3], [1], [2], [4]]
+    assert native.group_alike([], True) == []
+
+
+def test_the_table_of_addresses() -> None:
+    stack, total = torch.zeros(3, 4, 5), torch.zeros(4, 5)
+    assert native.address_table([(stack, total)], True).tolist() == [[stack.data_ptr(), total.data_ptr(), 20]]
+    assert native.address_table([(stack,), (total,)], False).tolist() == [[stack.data_ptr()], [total.data_ptr()]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 7), (3, 5, 7), (3, 2, 4, 7)])
+def test_sums_of_products(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    factors = torch.rand(3, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    wide = torch.randn(shape, dtype=dtype)
+    narrow = torch.randn(*shape[:-1], 4, dtype=dtype)
+    tolerance = {"rtol": 0.05, "atol": 0.1} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    for left, right in [(wide, narrow), (narrow, wide)]:
+        (total,) = native.sum_products([(left, right)], factors, 1 << 20)
+        exact = torch.einsum("n,n...i,n...j->ij", factors.double(), left.double(), right.double())
+        assert total.dtype == dtype
+        torch.testing.assert_close(total.double(), exact, **tolerance)
+
+
+def test_products_end_where_one_cannot_be_formed() -> None:
+    pair, factors = (torch.ones(2, 3, 4), torch.ones(2, 3, 4)), torch.ones(2)
+    single = (torch.ones(1, 3, 4), torch.ones(1, 3, 4))
+    double = (pair[0].double(), pair[1].double())
+    empty = (torch.ones(2, 0, 4), torch.ones(2, 0, 4))
+    for other in (single, double, empty, (pair[0], double[1])):
+        assert len(native.sum_products([pair, pair, other, pair], factors, 1 << 20)) == 2
+    assert native.sum_products([pair], factors, 2 * 3 * 4 * 4 - 1) == []
+    assert native.sum_products([], factors, 0) == []
+
+
+def test_an_extension_for_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_build_info, "TORCH_VERSION", "1.2.3")
+    with pytest.raises(ImportError, match=r"flash_clip's extension .*built for torch 1\.2\.3.*pip install"):
+        importlib.reload(native)
+    monkeypatch.undo()
+    importlib.reload(native)
