@@ -8,7 +8,13 @@ import torch
 from opacus_memprof.clipping.cost import Choice
 from opacus_memprof.clipping.layers.base import KeptTensors, Shortcut
 from opacus_memprof.clipping.layers.matrix import MatrixLayer, Sizes
-from opacus_memprof.clipping.norms import gradient_squared_norms, gram_squared_norms, has_kernels, is_small
+from opacus_memprof.clipping.norms import (
+    gradient_squared_norms,
+    gram_squared_norms,
+    has_kernels,
+    is_small,
+    squared_norms_unless_small,
+)
 from opacus_memprof.clipping.sums import products, sum_outer_products, sum_products
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
 
@@ -64,15 +70,32 @@ class LinearLayer(MatrixLayer):
         return x.dim() == g.dim() == 3 or (x.is_contiguous() and g.is_contiguous())  # operands are views
 
     def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
-        waits = all(norms is None for norms in kept.norms.values())
-        return self._keep_pair if waits and kept.pair is not None else None
+        weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
+        if weight is None or not weight.requires_grad or (bias in kept.norms and kept.norms[bias] is not None):
+            return None
+        if kept.pair is None:
+            return self._keep_gradient if x.dtype == g.dtype and g.numel() else None
+        return self._keep_pair if kept.norms[weight] is None else None
 
     def _keep_pair(self, x: torch.Tensor, g: torch.Tensor) -> KeptTensors:
         """Keeps the pair, and lets all norms wait."""
-        weight, bias = self.weight(), self.module._parameters.get("bias")
+        kept = self._keep_bias(g)
+        kept.pair = (x, g)
+        kept.norms[self.weight()] = None
+        return kept
+
+    def _keep_gradient(self, x: torch.Tensor, g: torch.Tensor) -> KeptTensors:
+        """Keeps the per-sample gradients. Norms of small ones wait."""
+        kept, weight = self._keep_bias(g), self.weight()
+        stack = kept.stacks[weight] = products(*self.operands(x, g)).view(-1, *weight.shape)
+        kept.norms[weight] = squared_norms_unless_small(stack)
+        return kept
+
+    def _keep_bias(self, g: torch.Tensor) -> KeptTensors:
+        bias = self.module._parameters.get("bias")
         if bias is None or not bias.requires_grad:
-            return KeptTensors({weight: None}, {}, (x, g))
-        return KeptTensors({bias: None, weight: None}, {bias: g.sum(1, dtype=accumulation_dtype(g.dtype))}, (x, g))
+            return KeptTensors()
+        return KeptTensors({bias: None}, {bias: g.sum(1, dtype=accumulation_dtype(g.dtype))})
 
     def weight_squared_norms(
         self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace

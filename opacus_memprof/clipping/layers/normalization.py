@@ -98,9 +98,14 @@ class GroupNormLayer(Layer):
         if x is None or not self.is_trainable("weight"):
             return gradients
         x = x.reshape(g.shape)
-        total = gradients["weight"] = torch.zeros(len(g), channels, dtype=dtype, device=g.device)
         group_bytes = _COPIES * (channels // groups) * g.shape[2] * g.element_size()
-        for n, k in workspace.tiles(len(g), groups, group_bytes, f"one group of {self.describe()}"):
+        if g.shape[0] * groups * group_bytes <= workspace.bytes:
+            total = gradients["weight"] = torch.empty(g.shape[:2], dtype=dtype, device=g.device)
+            product = torch.group_norm(x.to(g.dtype), groups, eps=self.module.eps).mul_(g)
+            torch.sum(product, 2, dtype=dtype, out=total)
+            return gradients
+        total = gradients["weight"] = torch.zeros(g.shape[:2], dtype=dtype, device=g.device)
+        for n, k in workspace.tiles(g.shape[0], groups, group_bytes, f"one group of {self.describe()}"):
             c = slice(k.start * channels // groups, k.stop * channels // groups)
             product = torch.group_norm(x[n, c].to(g.dtype), k.stop - k.start, eps=self.module.eps).mul_(g[n, c])
             total[n, c] = product.sum(2, dtype=dtype)
