@@ -66,7 +66,7 @@ def run(case: str, kind: str, tokens: int, ranks: int) -> dict[str, object]:
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     step = prepare_ghost(model, tokens) if case == "8b-ghost" else prepare_plain(model, tokens)
-    held = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     mark("sharded")
     step()
     mark("step")
@@ -77,7 +77,7 @@ def run(case: str, kind: str, tokens: int, ranks: int) -> dict[str, object]:
         "ranks": ranks,
         "parameters": parameters,
         "tokens": tokens,
-        "sharded_bytes": held,
+        "sharded_bytes": allocated,
         "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
         "seconds": phases,

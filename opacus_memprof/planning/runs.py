@@ -152,7 +152,7 @@ def open_runs(
         if path.is_dir() and any(path.iterdir()) and not any((path / name).exists() for name in files):
             raise MemprofError(f"{path} holds files that are neither a plan nor a profile: choose another directory")
         path.mkdir(parents=True, exist_ok=True)
-        held = lock(path)
+        descriptor = lock(path)
     try:
         if not resume:
             (path / PLANNED_RUNS).unlink(missing_ok=True)
@@ -164,7 +164,7 @@ def open_runs(
         finally:
             runs.close()
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def _key(configuration: Configuration) -> str:

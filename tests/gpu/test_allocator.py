@@ -52,9 +52,9 @@ def test_snapshot_equals_that_of_the_native_allocator() -> None:
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        held = [torch.empty(size, device="cuda") for size in (10, 1000, 4_000_000)]
+        in_use = [torch.empty(size, device="cuda") for size in (10, 1000, 4_000_000)]
         segments = torch.cuda.memory_snapshot()
-        del held
+        del in_use
         return sorted((s["total_size"], [(b["requested_size"], b["state"]) for b in s["blocks"]]) for s in segments)
 
     ours = shape()
@@ -176,11 +176,11 @@ def test_out_of_memory_is_torchs_own_error_and_leaves_everything_usable() -> Non
 def test_memory_history_on_top() -> None:
     torch.cuda.memory._record_memory_history(max_entries=1000)
     try:
-        held = torch.empty(123_456, dtype=torch.uint8, device="cuda")
+        in_use = torch.empty(123_456, dtype=torch.uint8, device="cuda")
         entries = torch.cuda.memory._snapshot()["device_traces"][0]
         sizes = [entry["size"] for entry in entries if entry["action"] == "alloc"]
         assert 123_456 in sizes
-        del held
+        del in_use
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
 

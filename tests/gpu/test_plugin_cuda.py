@@ -51,7 +51,7 @@ def test_above():
 def test_in_a_category(memprof):
     other = block(32)
     with opacus_memprof.tag("inputs"):
-        held = block(4)
+        in_use = block(4)
     assert memprof.breakdown()["cuda:0"] == {"inputs": 4 * MIB, "unattributed": 32 * MIB}
 
 @pytest.mark.limit_gpu_leaks("1 B")
@@ -73,14 +73,14 @@ def test_the_same_each_time(memprof, time):
 
 @pytest.mark.parametrize("mib", [1.0199, 1.0201])
 def test_growth(memprof, mib):
-    held = block(16)
+    in_use = block(16)
     with opacus_memprof.tag("inputs"):
         inputs = block({inputs} or mib)
     memprof.check_baseline("one", rel=0.02)
-    del held, inputs
+    del in_use, inputs
 
 def test_runs_out(memprof):
-    held = block(6)
+    in_use = block(6)
     block(2**24)
 
 def test_goes_on(memprof):

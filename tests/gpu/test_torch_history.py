@@ -44,19 +44,19 @@ def test_the_history_has_category_and_module(started: str, tmp_path: Path, reque
         if started == "during the session":
             request.getfixturevalue("history")
         with opacus_memprof.tag("teacher"):
-            held = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
+            in_use = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
         torch.cuda.memory._set_memory_metadata("of the program")
         with opacus_memprof.tag("teacher"):
             both = torch.empty(5 * MIB, dtype=torch.uint8, device="cuda")
         assert torch.cuda.memory._get_memory_metadata() == "of the program"
         torch.cuda.memory._set_memory_metadata("")
-        opacus_memprof.retag(held, "student")
+        opacus_memprof.retag(in_use, "student")
         model = torch.nn.ModuleDict({"head": torch.nn.Linear(1024, 1024, device="cuda")})
         session.attach(model)
         assert session.snapshot("now").devices["cuda:0"].remainder == 0
     after = torch.empty(7 * MIB, dtype=torch.uint8, device="cuda")
-    assert entries(held, "alloc") == ["category=teacher"]
-    assert entries(held, "annotate") == ["category=student"]
+    assert entries(in_use, "alloc") == ["category=teacher"]
+    assert entries(in_use, "annotate") == ["category=student"]
     assert entries(both, "alloc") == ["of the program category=teacher"]
     assert entries(model["head"].weight, "annotate") == ["category=model_parameters module=head"]
     assert entries(after, "alloc") == [""]
@@ -78,5 +78,5 @@ def test_a_workspace_of_a_library_is_one_under_any_tag(history: None, tmp_path: 
 
 def test_without_a_session_the_history_is_the_programs(history: None) -> None:
     torch.cuda.memory._set_memory_metadata("of the program")
-    held = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
-    assert entries(held, "alloc") == ["of the program"]
+    in_use = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
+    assert entries(in_use, "alloc") == ["of the program"]

@@ -181,8 +181,8 @@ def test_scalars_are_what_is_live_and_what_was_at_the_peak() -> None:
     model = nn.Linear(64, 64)
     with opacus_memprof.profile("profile", device="cpu") as session:
         session.attach(model)
-        held = torch.empty(2**20, dtype=torch.uint8)
-        del held
+        in_use = torch.empty(2**20, dtype=torch.uint8)
+        del in_use
         found = scalars()
         live = {f"memory/cpu/live/{name}": size for name, size in session.breakdown()["cpu"].items()}
         assert {name: size for name, size in found.items() if "/live/" in name and size} == live | {
@@ -209,8 +209,8 @@ def test_a_running_session_shows_what_it_has_so_far() -> None:
     session = opacus_memprof.profile("profile", device="cpu")
     assert session._repr_html_() is None
     with session, opacus_memprof.tag("teacher"):
-        held = torch.zeros(1000)
+        in_use = torch.zeros(1000)
         page = session._repr_html_()
         assert page is not None
         assert "teacher" in page
-    del held
+    del in_use

@@ -136,14 +136,14 @@ def test_who_holds_what_and_what_was_asked_for(tmp_path: Path) -> None:
         fill(session, [])
     report = report_of(tmp_path)
     assert (report["request"]["bytes"], report["request"]["category"]) == (500_000, "cache")
-    held = report["holders"]["categories"]
-    assert (held["teacher"], held["cache"]) == (3_000_000, 1_000_000)
-    assert sum(held.values()) == report["live_bytes"]
+    in_use = report["holders"]["categories"]
+    assert (in_use["teacher"], in_use["cache"]) == (3_000_000, 1_000_000)
+    assert sum(in_use.values()) == report["live_bytes"]
     assert sum(sum(sizes.values()) for sizes in report["holders"]["modules"].values()) == report["live_bytes"]
     assert sum(step["bytes"] for step in report["holders"]["steps"]) == report["live_bytes"]
     (failure,) = json.loads((tmp_path / "profile.json").read_text())["devices"]["cpu"]["out_of_memory"]
     assert failure["live_bytes"] == report["live_bytes"]  # the event file's account of the same instant
-    assert failure["categories"] == held
+    assert failure["categories"] == in_use
 
 
 def test_a_full_event_file_does_not_cost_the_report(tmp_path: Path) -> None:
@@ -236,8 +236,8 @@ def test_the_next_session_is_not_in_the_forward_that_failed(tmp_path: Path) -> N
             model(inputs)
     native.cpu_limit(0)
     with opacus_memprof.profile(tmp_path / "next", device="cpu") as session:
-        held = torch.zeros(1_000_000, dtype=torch.uint8)
-        assert session.breakdown()["cpu"]["unattributed"] == held.nbytes
+        in_use = torch.zeros(1_000_000, dtype=torch.uint8)
+        assert session.breakdown()["cpu"]["unattributed"] == in_use.nbytes
 
 
 def test_a_plain_model(tmp_path: Path) -> None:

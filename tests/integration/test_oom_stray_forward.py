@@ -46,9 +46,9 @@ def train(mode: str, before: Callable[[int, nn.Module], Any]) -> None:
     )
     for step, (inputs, targets) in enumerate(loader):
         optimizer.zero_grad()
-        held = before(step, module)
+        earlier_output = before(step, module)
         loss = MeanCrossEntropy()(module(inputs), targets)
-        (loss if held is None else loss + 0 * held.square().mean()).backward()
+        (loss if earlier_output is None else loss + 0 * earlier_output.square().mean()).backward()
         optimizer.step()
 
 

@@ -106,8 +106,8 @@ def assert_modules_agree(training: Training) -> None:
             if parameter is not None:
                 owners.setdefault(parameter, set()).add(name)
     for parameter, names in owners.items():
-        held = ("grad", "grad_sample", "_norm_sample", "summed_grad")
-        tensors = [parameter, *(getattr(parameter, name, None) for name in held)]
+        attributes = ("grad", "grad_sample", "_norm_sample", "summed_grad")
+        tensors = [parameter, *(getattr(parameter, name, None) for name in attributes)]
         tensors += training.optimizer.state.get(parameter, {}).values()
         found = {modules[address] for address in addresses(tensors)}
         assert len(found) == 1
@@ -116,8 +116,8 @@ def assert_modules_agree(training: Training) -> None:
 
 def assert_every_block_has_an_owner(loss: Any, foreign: set[int]) -> None:
     objects = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
-    held = addresses(objects) | addresses(saved_by_autograd(getattr(loss, "loss_per_sample", loss).grad_fn))
-    assert {block["address"] for block in native.live_blocks()} - foreign <= held
+    attributes = addresses(objects) | addresses(saved_by_autograd(getattr(loss, "loss_per_sample", loss).grad_fn))
+    assert {block["address"] for block in native.live_blocks()} - foreign <= attributes
 
 
 @pytest.mark.parametrize("mode", MODES)

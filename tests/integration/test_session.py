@@ -203,7 +203,7 @@ def test_live_figures_are_the_same_during_and_after(tmp_path: Path) -> None:
         loss = model(features).sum()
         live, snapshot, peak = session.breakdown()["cpu"], session.snapshot("now").devices["cpu"], session.peak()["cpu"]
         assert session.peak()["cpu"] is peak  # nothing has happened: the events were not read again
-        held = block(1)
+        in_use = block(1)
         at_end = session.breakdown()
         assert session.peak()["cpu"].requested_bytes == sum(at_end["cpu"].values()) > MIB
     assert live.keys() <= set(REPORTED) | {"forward_undecided"}
@@ -214,7 +214,7 @@ def test_live_figures_are_the_same_during_and_after(tmp_path: Path) -> None:
     with pytest.raises(opacus_memprof.MemprofError, match="between its start and its end"):
         session.snapshot("late")
     assert [entry["name"] for entry in snapshots_of(tmp_path / "out")] == ["now", "end"]
-    del held, loss
+    del in_use, loss
 
 
 def test_without_a_profile_there_is_no_peak(tmp_path: Path) -> None:

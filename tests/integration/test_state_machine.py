@@ -231,13 +231,13 @@ class Core(RuleBasedStateMachine):
         if block.captures == 0:
             self.becomes(block, category)
 
-    @rule(module=ANY_MODULE, held=st.lists(storages, max_size=3))
-    def capture(self, module: str, held: list[Storage]) -> None:
+    @rule(module=ANY_MODULE, chosen=st.lists(storages, max_size=3))
+    def capture(self, module: str, chosen: list[Storage]) -> None:
         """As Opacus: detached views, of which the core is told. It counts those that were born in forward."""
-        views = [storage.tensors[0].detach() for storage in held]
+        views = [storage.tensors[0].detach() for storage in chosen]
         native.capture(native.module_id(module), views)
         record = []
-        for storage, view in zip(held, views, strict=True):
+        for storage, view in zip(chosen, views, strict=True):
             storage.tensors.append(view)
             counted = storage.block if storage.block is not None and storage.block.base == "forward_undecided" else None
             if counted is not None:
@@ -281,7 +281,7 @@ class Core(RuleBasedStateMachine):
         else:
             native.settle(native.module_id(module))
         stacks = self.captures.values() if module is None else [self.captures[module]]
-        for storage, _, counted in (held for stack in stacks for record in stack for held in record):
+        for storage, _, counted in (chosen for stack in stacks for record in stack for chosen in record):
             if counted in self.blocks and counted.captures:
                 shared = len(storage.tensors) > counted.captures
                 self.becomes(counted, "activation_hooks_shared" if shared else "activation_hooks_opacus_only")

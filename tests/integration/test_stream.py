@@ -50,7 +50,7 @@ def test_json_lines_say_what_was_live(tmp_path: Path) -> None:
     file = tmp_path / "new" / "memory.jsonl"
     with opacus_memprof.profile(tmp_path / "p", device="cpu", stream=str(file), stream_interval=0.02) as session:
         with opacus_memprof.tag("inputs"):
-            held = torch.empty(3 * MIB, dtype=torch.uint8)
+            in_use = torch.empty(3 * MIB, dtype=torch.uint8)
         more = torch.empty(2 * MIB, dtype=torch.uint8)
         del more
         expected = session.snapshot("now")["devices"]["cpu"]["requested_bytes"]
@@ -68,7 +68,7 @@ def test_json_lines_say_what_was_live(tmp_path: Path) -> None:
     assert session.result["warnings"] == []
     assert [snapshot["name"] for snapshot in session.result["devices"]["cpu"]["snapshots"]] == ["now", "end"]
     assert not [thread for thread in threading.enumerate() if "opacus-memprof stream" in thread.name]
-    del held
+    del in_use
 
 
 def test_steps_and_phases_are_those_of_training(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_prometheus_by_file_and_by_address(tmp_path: Path, unused_port: int) -> 
     address = f"http://127.0.0.1:{unused_port}"
     with opacus_memprof.profile(tmp_path / "p", device="cpu", stream=[file, address], stream_interval=0.02):
         with opacus_memprof.tag("noise"):
-            held = torch.empty(MIB, dtype=torch.uint8)
+            in_use = torch.empty(MIB, dtype=torch.uint8)
         key = ("opacus_memprof_memory_bytes", "cpu", "noise")
         with urllib.request.urlopen(f"{address}/metrics") as answer:
             scraped = metrics(answer.read().decode())
@@ -146,7 +146,7 @@ def test_prometheus_by_file_and_by_address(tmp_path: Path, unused_port: int) -> 
     assert not file.exists()
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(f"{address}/metrics")
-    del held
+    del in_use
 
 
 @pytest.fixture

@@ -67,12 +67,12 @@ def test_a_snapshot_counts_live_tensors_and_their_peak() -> None:
 
 def test_without_the_allocator_it_is_the_process_that_is_counted() -> None:
     before = opacus_memprof.memory_snapshot("before")
-    held = block(64)
+    tensors_in_use = block(64)
     [change] = opacus_memprof.compare_snapshots(before, opacus_memprof.memory_snapshot("after"))["gpu_changes"]
     assert before["devices"][0]["source"] == readings.RESIDENT
     assert 60 <= change["memory_change_mb"] <= 80
     assert "not installed" in opacus_memprof.generate_report()
-    assert held[0] == 0
+    assert tensors_in_use[0] == 0
 
 
 def test_the_machine_is_described_as_the_system_does() -> None:
@@ -99,25 +99,25 @@ def test_snapshots_that_cannot_be_compared() -> None:
 
 def test_a_snapshot_stays_in_the_running_profile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opacus_memprof.profile(tmp_path / "profile", device="cpu"):
-        held = block(1)
+        tensors_in_use = block(1)
         snapshot = opacus_memprof.memory_snapshot("第一步")
         opacus_memprof.memory_snapshot("\udc80 of a file's name")
         opacus_memprof.memory_snapshot(7)  # type: ignore[arg-type]
     caplog.text.encode()  # every handler can write what was logged
     profile = json.loads((tmp_path / "profile" / "profile.json").read_text())
     [kept] = [snapshot for snapshot in profile["devices"]["cpu"]["snapshots"] if snapshot["name"] == "第一步"]
-    assert kept["requested_bytes"] == allocated(snapshot) * MB >= held.nbytes
+    assert kept["requested_bytes"] == allocated(snapshot) * MB >= tensors_in_use.nbytes
     assert kept["remainder"] == 0
 
 
 @pytest.mark.usefixtures("recorder")
 def test_status_cleanup_and_report(tmp_path: Path) -> None:
     assert opacus_memprof.check_memory_status(threshold_mb=100.0) == []
-    held = [block(2)]
-    held.append(held)  # type: ignore[arg-type]
+    tensors_in_use = [block(2)]
+    tensors_in_use.append(tensors_in_use)  # type: ignore[arg-type]
     [issue] = opacus_memprof.check_memory_status(threshold_mb=1.0)
     assert issue["kind"] == "over_threshold"
-    del held
+    del tensors_in_use
     [change] = opacus_memprof.cleanup_memory()["gpu_changes"]
     assert change["memory_change_mb"] == -2  # the cycle
     journal.clear()
@@ -208,13 +208,13 @@ def test_a_function_that_installs_the_allocator_keeps_its_result() -> None:
 def test_checkpoints(tmp_path: Path) -> None:
     with opacus_memprof.create_memory_debugger(log_dir=tmp_path / "logs") as debugger:
         debugger.create_memory_checkpoint("开始")
-        held = block(4)
+        tensors_in_use = block(4)
         debugger.create_memory_checkpoint("之后")
         [change] = debugger.compare_checkpoints("开始", "之后")["gpu_changes"]
         report = debugger.generate_memory_report()
         with pytest.raises(MemprofError, match='there is no checkpoint "x": those there are: "开始", "之后"'):
             debugger.compare_checkpoints("开始", "x")
-    assert change["memory_change_mb"] == 4 == held.nbytes / MB
+    assert change["memory_change_mb"] == 4 == tensors_in_use.nbytes / MB
     assert (tmp_path / "logs" / "memory_report.txt").read_text(encoding="utf-8") == report
     [history] = (tmp_path / "logs").glob("memory_history_*.jsonl")
     assert [json.loads(line)["name"] for line in history.read_text(encoding="utf-8").splitlines()] == ["开始", "之后"]
@@ -225,7 +225,7 @@ def test_checkpoints(tmp_path: Path) -> None:
 def test_monitoring_in_the_background(tmp_path: Path) -> None:
     debugger = opacus_memprof.create_memory_debugger(tmp_path)
     debugger.start_real_time_monitoring(interval=0.01)
-    held = block(3)
+    tensors_in_use = block(3)
     seen = _live()
     deadline = time.monotonic() + 10
     while not any(allocated(snapshot) == seen for snapshot in debugger.memory_history) and time.monotonic() < deadline:
@@ -235,7 +235,7 @@ def test_monitoring_in_the_background(tmp_path: Path) -> None:
     time.sleep(0.05)
     assert len(debugger.memory_history) == readings > 0
     assert {snapshot["name"] for snapshot in debugger.memory_history} == {MONITOR}
-    assert max(allocated(snapshot) for snapshot in debugger.memory_history) == seen >= held.nbytes / MB
+    assert max(allocated(snapshot) for snapshot in debugger.memory_history) == seen >= tensors_in_use.nbytes / MB
     assert f"monitoring: {readings} readings" in debugger.generate_memory_report(tmp_path / "r.txt")
     debugger.memory_history = debugger.memory_history[-1:]
     debugger.start_real_time_monitoring(0.01)

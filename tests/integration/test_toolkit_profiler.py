@@ -40,7 +40,7 @@ def block(mib: int) -> torch.Tensor:
 def test_records_are_exact_and_exported_in_their_shape(tmp_path: Path) -> None:
     profiler = GPUMemoryProfiler(log_dir=str(tmp_path / "logs" / "run"), enable_file_logging=True)
     profiler.record("训练开始")
-    held = block(4)
+    in_use = block(4)
     gone = block(2)
     del gone
     profiler.record("前向传播", "loss=0.1234")
@@ -57,7 +57,7 @@ def test_records_are_exact_and_exported_in_their_shape(tmp_path: Path) -> None:
         assert all(isinstance(record[key], float) for key in KEYS[:-1])
         assert abs((datetime.now() - datetime.fromisoformat(record["timestamp"])).total_seconds()) < 60
     assert 0 == start["time"] <= first["time"] <= second["time"]
-    assert first["allocated"] - start["allocated"] == held.nbytes / MB == 4
+    assert first["allocated"] - start["allocated"] == in_use.nbytes / MB == 4
     assert first["max_allocated"] - start["allocated"] == 6
     assert first["reserved"] == first["allocated"]
 
@@ -119,18 +119,18 @@ def test_details_of_tensors_and_models(tmp_path: Path) -> None:
 
 @on_cpu
 def test_the_timeline_is_in_order_and_aligned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    held = native.cpu_reported_bytes() / MB
+    in_use = native.cpu_reported_bytes() / MB
     profiler = GPUMemoryProfiler(tmp_path)
     grown = block(3)
     for event in ("初始化", "forward", "初始化"):
         profiler.record(event)
     capsys.readouterr()
     profiler.print_report()
-    size = held + grown.nbytes / MB
+    size = in_use + grown.nbytes / MB
     columns = f"| Allocated: {size:8.1f}MB | Reserved: {size:8.1f}MB"
     assert capsys.readouterr().out.splitlines() == [
         "==== GPU Memory Timeline =====",
-        f"initialization       | Allocated: {held:8.1f}MB | Reserved: {held:8.1f}MB",
+        f"initialization       | Allocated: {in_use:8.1f}MB | Reserved: {in_use:8.1f}MB",
         f"初始化               {columns}",
         f"forward              {columns}",
         f"初始化               {columns}",
@@ -155,9 +155,9 @@ def test_a_threshold_warns_and_is_a_finding(tmp_path: Path) -> None:
     live = native.cpu_reported_bytes() / MB
     profiler = GPUMemoryProfiler(tmp_path, threshold_mb=live + 5)
     for size in (4, 6, 8, 1):
-        held = block(size)
+        in_use = block(size)
         profiler.record("step")
-        del held
+        del in_use
     assert profiler.log_file is not None
     warnings = [line for line in profiler.log_file.read_text().splitlines() if " - WARNING - " in line]
     assert [line.partition("threshold: ")[2] for line in warnings] == [

@@ -25,7 +25,7 @@ def block(mib: int) -> torch.Tensor:
 
 def test_stages_are_measured_and_reported(tmp_path: Path) -> None:
     with opacus_memprof.memory_profiled_training(tmp_path) as profiler:
-        held = profiler.profile_stage("创建", block, 5)
+        result = profiler.profile_stage("创建", block, 5)
         profiler.profile_stage("peak", lambda: block(9) is None)
         report = profiler.generate_training_report()
     created, peak = profiler.stages
@@ -42,7 +42,7 @@ def test_stages_are_measured_and_reported(tmp_path: Path) -> None:
     assert "Σ categories = requested bytes: exact" in written
     assert profiler.profile is not None
     assert profiler.profile["devices"]["cpu"]["peak"]["requested_bytes"] >= 14 * MB
-    assert held.numel() == 5 * MB
+    assert result.numel() == 5 * MB
 
 
 def test_a_running_session_is_used_and_left_running(tmp_path: Path) -> None:

@@ -259,6 +259,6 @@ def test_states_have_their_module_while_the_first_step_makes_them(tmp_path: Path
     assert peak["phase"] == "optimizer_step"
     trained = {"0": WIDTHS[1] * (WIDTHS[0] + 1), "2": WIDTHS[2] * (WIDTHS[1] + 1)}
     steps = 2 * 4  # of two parameters, counted in 4 bytes each
-    found = {name: held.get("optimizer_states") for name, held in peak["modules"].items()}
+    found = {name: categories.get("optimizer_states") for name, categories in peak["modules"].items()}
     assert {name: found.get(name) for name in trained} == {name: 2 * 4 * n + steps for name, n in trained.items()}
     assert not found.get("")

@@ -119,8 +119,8 @@ def test_next_is_not_told():
 
 @pytest.mark.limit_gpu_leaks("1 B")
 def test_a_failure_is_no_leak():
-    held = block(2)
-    assert held is None
+    in_use = block(2)
+    assert in_use is None
 
 @pytest.mark.limit_gpu_memory("1 MiB")
 def test_after_the_failure():

@@ -62,7 +62,7 @@ def test_isolated(memprof):
 
 def test_memory():
     assert torch.cuda.get_device_properties(0).total_memory == 3 * 2**30
-    held = block(2 * 2**30)
+    in_use = block(2 * 2**30)
     with pytest.raises(torch.OutOfMemoryError):
         block(2**30)
 """

@@ -34,7 +34,7 @@ def test_sizes(mib):
 @pytest.mark.anyio
 @pytest.mark.limit_gpu_memory("6 MiB")
 async def test_async():
-    held = block(7)
+    in_use = block(7)
     await anyio.sleep(0)
 
 def test_nothing():

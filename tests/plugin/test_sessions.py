@@ -76,11 +76,11 @@ def test_does_not_attach(memprof, model):
     assert taken["remainder"] == 0
 
 def test_fails(memprof):
-    held = block(32)
+    in_use = block(32)
     raise ValueError
 
 def test_runs_out(memprof):
-    held = block(6)
+    in_use = block(6)
     block(2**40)
 
 def test_runs_out_and_goes_on(memprof):
@@ -153,7 +153,7 @@ def test_a_test_whose_fixture_fails_has_failed(run: Run, pytester: pytest.Pytest
     source = """
 @pytest.fixture
 def fails(memprof):
-    held = block(2)
+    in_use = block(2)
     raise ValueError("no data")
 
 @pytest.fixture

@@ -58,11 +58,11 @@ def half_of(profile: Profile) -> Profile:
     devices = {}
     for name, device in profile.devices.items():
         modules = {
-            module: {key: size // 2 for key, size in held.items()} for module, held in device.peak.modules.items()
+            module: {key: size // 2 for key, size in sizes.items()} for module, sizes in device.peak.modules.items()
         }
         categories: dict[str, int] = {}
-        for held in modules.values():
-            for key, size in held.items():
+        for sizes in modules.values():
+            for key, size in sizes.items():
                 categories[key] = categories.get(key, 0) + size
         peak = replace(device.peak, modules=modules, categories=categories, requested_bytes=sum(categories.values()))
         phases = {phase: found for phase, found in device.phases.items() if phase not in ("clip", "noise")}

@@ -65,11 +65,11 @@ def test_the_peak_is_told_in_names(tmp_path: Path) -> None:
     assert peak["event"] == 5
     assert peak["unix_ns"] == unix_ns(5)
     assert (peak["step"], peak["logical_step"], peak["phase"], peak["source"]) == (0, 0, "backward", "events")
-    held = {"model_parameters": 1000, "activation_hooks": 300, "backward_temporaries": 450}
-    assert peak["categories"] == {name: held.get(name, 0) for name in [*PUBLIC, "activation_hooks"]}
+    in_use = {"model_parameters": 1000, "activation_hooks": 300, "backward_temporaries": 450}
+    assert peak["categories"] == {name: in_use.get(name, 0) for name in [*PUBLIC, "activation_hooks"]}
     assert peak["remainder_bytes"] == 0
     assert peak["activation_hooks"] == {"shared_with_autograd": 0, "opacus_only": 300}
-    assert peak["modules"] == {"fc": held}
+    assert peak["modules"] == {"fc": in_use}
     assert peak["born_in"] == {
         "setup": {"model_parameters": 1000},
         "forward": {"activation_hooks": 300},
@@ -176,8 +176,8 @@ def test_a_snapshot_after_the_file_was_full_is_the_counters(tmp_path: Path) -> N
     devices = {"cuda:0": {**counts, "categories": categories}}
     (tmp_path / "snapshots.jsonl").write_text(json.dumps({**place, "devices": devices}) + "\n")
     (snapshot,) = built(a_step(), tmp_path)["devices"]["cuda:0"]["snapshots"]
-    held = {"activation_hooks": 25, "forward_undecided": 5}
-    assert snapshot == {**place, **counts, "categories": held, "event": None, "phase": None}
+    in_use = {"activation_hooks": 25, "forward_undecided": 5}
+    assert snapshot == {**place, **counts, "categories": in_use, "event": None, "phase": None}
 
 
 def test_snapshots_before_a_device_s_first_block_have_no_bytes(tmp_path: Path) -> None:
@@ -247,8 +247,8 @@ def test_a_peak_after_the_file_was_full_is_the_counters(tmp_path: Path) -> None:
     peak = profile["devices"]["cuda:0"]["peak"]
     assert (peak["source"], peak["requested_bytes"], peak["step"], peak["phase"]) == ("counters", 5000, 7, "clip")
     assert peak["unix_ns"] == 123
-    held = {name: size for name, size in peak["categories"].items() if size}
-    assert held == {"forward_undecided": 3500, "activation_hooks": 1000, "noise": 500}
+    in_use = {name: size for name, size in peak["categories"].items() if size}
+    assert in_use == {"forward_undecided": 3500, "activation_hooks": 1000, "noise": 500}
     assert peak["activation_hooks"] == {"shared_with_autograd": 1000, "opacus_only": 0}
     assert peak["remainder_bytes"] == 0
     assert peak["rounding"] == 1144

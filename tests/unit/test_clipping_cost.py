@@ -41,8 +41,8 @@ def test_one_token_needs_no_product() -> None:
 
 def test_convolutions_hold_their_input_not_the_unfolded_one() -> None:
     unfolded = choose(32, 196, 256, 2304, 4)
-    held = choose(32, 196, 256, 2304, 4, pair_elements=32 * 196 * (256 + 256))
-    assert held.kept_bytes == 32 * 196 * 512 * 4 < unfolded.kept_bytes
+    folded = choose(32, 196, 256, 2304, 4, pair_elements=32 * 196 * (256 + 256))
+    assert folded.kept_bytes == 32 * 196 * 512 * 4 < unfolded.kept_bytes
 
 
 def test_bytes_of_the_norm_step_at_sequence_16384() -> None:

@@ -76,8 +76,8 @@ def first(report: dict[str, Any]) -> dict[str, Any]:
 def test_the_physical_batch_that_fits() -> None:
     """Everything but the model grows with the batch: psg = 4 · 1024 · 4096 · n bytes, twice while they are made."""
     n, sample = 512, 4 * 1024 * 4096
-    held = [holding("model_parameters", sample), holding("gradients", sample), holding("per_sample_gradients", 8 * G)]
-    report = build_report([failure(8 * G, held, device_free=0, reserved=12 * G)], linear(n))
+    kept = [holding("model_parameters", sample), holding("gradients", sample), holding("per_sample_gradients", 8 * G)]
+    report = build_report([failure(8 * G, kept, device_free=0, reserved=12 * G)], linear(n))
     assert report["needed"]["bytes"] == pytest.approx(2 * n * sample, rel=0.01)
     assert report["batch"]["bytes_per_sample"] == pytest.approx(2 * sample, rel=0.01)
     best = report["batch"]["largest_that_fits"]
@@ -94,20 +94,20 @@ def test_the_physical_batch_that_fits() -> None:
 
 
 def test_fragments() -> None:
-    held = [holding("teacher", 60 * G, step=0, phase="idle")]
-    report = build_report([failure(6 * G, held, reserved=70 * G, largest_free=2 * G, device_free=G)], TrainingShapes())
+    kept = [holding("teacher", 60 * G, step=0, phase="idle")]
+    report = build_report([failure(6 * G, kept, reserved=70 * G, largest_free=2 * G, device_free=G)], TrainingShapes())
     assert first(report) == {"kind": "allocator_setting", "value": "expandable_segments:True"}
     assert report["suggestions"][0]["fits"]
     assert report["room"]["cached_bytes"] == 10 * G
-    expandable = failure(6 * G, held, reserved=70 * G, largest_free=2 * G, free_expandable=10 * G)
+    expandable = failure(6 * G, kept, reserved=70 * G, largest_free=2 * G, free_expandable=10 * G)
     assert build_report([expandable], TrainingShapes())["suggestions"] == []
-    not_enough = failure(20 * G, held, reserved=70 * G, largest_free=2 * G)
+    not_enough = failure(20 * G, kept, reserved=70 * G, largest_free=2 * G)
     assert build_report([not_enough], TrainingShapes())["suggestions"] == []
 
 
 def test_another_process() -> None:
-    held = [holding("teacher", 20 * G, step=0, phase="idle")]
-    report = build_report([failure(10 * G, held, device_free=2 * G, device_total=DEVICE)], TrainingShapes())
+    kept = [holding("teacher", 20 * G, step=0, phase="idle")]
+    report = build_report([failure(10 * G, kept, device_free=2 * G, device_total=DEVICE)], TrainingShapes())
     assert first(report)["kind"] == "other_processes"
     assert report["room"]["others_bytes"] == DEVICE - 2 * G - 20 * G
     assert report["suggestions"][0]["fits"]
@@ -116,9 +116,9 @@ def test_another_process() -> None:
 
 
 def test_a_limit_of_the_process_is_no_other_process() -> None:
-    held = [holding("teacher", 20 * G, step=0, phase="idle")]
+    kept = [holding("teacher", 20 * G, step=0, phase="idle")]
     report = build_report(
-        [failure(10 * G, held, device_free=60 * G, device_total=DEVICE, limit=25 * G)], TrainingShapes()
+        [failure(10 * G, kept, device_free=60 * G, device_total=DEVICE, limit=25 * G)], TrainingShapes()
     )
     assert report["suggestions"] == []
     assert report["room"]["limit_bytes"] == 25 * G
@@ -126,14 +126,14 @@ def test_a_limit_of_the_process_is_no_other_process() -> None:
 
 def test_what_steps_have_left_behind() -> None:
     leaked = [holding("forward_undecided", G, step=step, phase="forward") for step in range(5)]
-    held = [holding("model_parameters", G, step=0, phase="idle"), *leaked, holding("forward_undecided", 3 * G)]
-    report = build_report([failure(2 * G, held)], TrainingShapes())
+    kept = [holding("model_parameters", G, step=0, phase="idle"), *leaked, holding("forward_undecided", 3 * G)]
+    report = build_report([failure(2 * G, kept)], TrainingShapes())
     assert report["left_behind"]["bytes"] == 5 * G
     assert report["left_behind"]["steps"] == [0, 1, 2, 3, 4]
     assert first(report) == {"kind": "let_go", "categories": ["activations"], "modules": ["head"]}
     assert report["suggestions"][0]["saved_bytes"] == 5 * G
     # What two steps have made is no leak: each may still use what the one before has left.
-    two = [group for group in held if group["step"] in (0, 4, 5)]
+    two = [group for group in kept if group["step"] in (0, 4, 5)]
     assert build_report([failure(2 * G, two)], TrainingShapes())["left_behind"]["bytes"] == 0
 
 
@@ -150,9 +150,9 @@ def test_what_steps_have_left_behind() -> None:
 def test_what_the_first_two_steps_have_left_behind(
     category: str, steps: tuple[int, ...], size: int, leaks: bool
 ) -> None:
-    held = [holding("model_parameters", G, step=0, phase="idle")]
-    held += [holding(category, size, step=step, phase="forward") for step in steps]
-    failed = failure(2 * G, held) | {"step": 3, "logical_step": 3}
+    kept = [holding("model_parameters", G, step=0, phase="idle")]
+    kept += [holding(category, size, step=step, phase="forward") for step in steps]
+    failed = failure(2 * G, kept) | {"step": 3, "logical_step": 3}
     assert build_report([failed], TrainingShapes())["left_behind"]["bytes"] == leaks * len(steps) * size
 
 
@@ -175,7 +175,7 @@ def test_convolutions_as_an_h200_measured_them() -> None:
     }
     workload.batches.append((0, n))
     workload.flash_clip_refusal = lambda: None
-    held = [
+    kept = [
         holding("activation_hooks", 64 * image, 0, "0", "forward"),
         holding("activation_hooks", 64 * image, 0, "2", "forward"),
         holding("backprop_copies", 64 * image, 0, "3"),
@@ -188,7 +188,7 @@ def test_convolutions_as_an_h200_measured_them() -> None:
         holding("model_parameters", 565392, 0, "", "idle"),
         holding("gradients", 557712, 0, "7"),
     ]
-    failed = failure(9 * 64 * image, held) | {"step": 0, "logical_step": 0, "module": "3"}
+    failed = failure(9 * 64 * image, kept) | {"step": 0, "logical_step": 0, "module": "3"}
     wanted = [{"kind": "grad_sample_mode", "value": "flash_clip"}]
     flash_clip = next(
         suggestion for suggestion in build_report([failed], workload)["suggestions"] if suggestion["actions"] == wanted
@@ -207,9 +207,9 @@ def test_norms_without_squares_as_an_h200_measured_them() -> None:
         workload.modules[name] = LayerShape("Linear", 4 * 257 * rows, 256 * rows, rows, rows, 256, True)
         workload.forwards[name] = CaptureShape(n, 8192, wide, wide * rows // 256, 4, name == "0")
     workload.batches.append((0, n))
-    held = [holding("activations", wide, 0, str(module), "forward") for module in range(8)]
-    held += [holding("activations", small, 0, module, "forward") for module in ("8", "")]
-    held += [
+    kept = [holding("activations", wide, 0, str(module), "forward") for module in range(8)]
+    kept += [holding("activations", small, 0, module, "forward") for module in ("8", "")]
+    kept += [
         holding("inputs", wide + 8 * 8192 * n, 0, "", "idle"),
         holding("library_workspace", 68157440, 0, "8"),
         holding("model_parameters", 1118464, 0, "", "idle"),
@@ -217,7 +217,7 @@ def test_norms_without_squares_as_an_h200_measured_them() -> None:
         holding("backward_temporaries", small, 0, "8"),
         holding("backprop_copies", small, 0, "8"),
     ]
-    failed = failure(8192 * 8192 * 4 * n, held) | {"step": 0, "logical_step": 0, "module": "8"}
+    failed = failure(8192 * 8192 * 4 * n, kept) | {"step": 0, "logical_step": 0, "module": "8"}
     wanted = [{"kind": "register_norm_samplers"}]
     tiles = next(
         suggestion for suggestion in build_report([failed], workload)["suggestions"] if suggestion["actions"] == wanted
@@ -247,8 +247,8 @@ def text(report: dict[str, Any], width: int = 80) -> str:
 
 def test_reports_show_names_as_they_are() -> None:
     name = "model[0].<b>x</b>." + "very_long_name." * 12
-    held = [holding("[red]mine[/red]", G, module=name)]
-    report = build_report([failure(G, held) | {"module": name}], TrainingShapes())
+    kept = [holding("[red]mine[/red]", G, module=name)]
+    report = build_report([failure(G, kept) | {"module": name}], TrainingShapes())
     assert "[red]mine[/red]" in text(report, 300)
     assert name in text(report, 500)
     assert name in exception_note(report, "oom_report.txt")

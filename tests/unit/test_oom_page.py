@@ -60,8 +60,8 @@ def opened(open_page: Open, tmp_path: Path) -> Callable[[dict[str, Any]], Opened
 
 def test_every_figure_is_the_reports(opened: Callable[[dict[str, Any]], Opened]) -> None:
     page = opened(REPORT)
-    held = [(row[0], int(row[1])) for row in page.rows("Held by category")]
-    assert held == [("activations", 5001), ("gradients", 3435), ("mine", 30)]
+    in_use = [(row[0], int(row[1])) for row in page.rows("Held by category")]
+    assert in_use == [("activations", 5001), ("gradients", 3435), ("mine", 30)]
     modules = [(row[0], int(row[1])) for row in page.rows("Held by module")]
     assert modules[:2] == [(LONG, 5030), ("layers.29", 129)]
     assert dict(modules) == {name or "(no module)": sum(sizes.values()) for name, sizes in MODULES.items()}

@@ -85,9 +85,9 @@ def test_what_waits_for_a_side_stream_is_counted_once(cuda: Any) -> None:
 
 
 def test_captures_are_one_category_and_its_two_parts(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = {"activation_hooks_shared": 1000, "activation_hooks_opacus_only": 500, "noise": 2500}
+    in_use = {"activation_hooks_shared": 1000, "activation_hooks_opacus_only": 500, "noise": 2500}
     taken = native.snapshot("now")
-    taken["devices"]["cuda:0"]["categories"] = held
+    taken["devices"]["cuda:0"]["categories"] = in_use
     device = snapshot_of_gpu()
     assert device.categories == {"activation_hooks": 1500, "noise": 2500}
     assert device.activation_hooks == {"shared_with_autograd": 1000, "opacus_only": 500}

@@ -15,7 +15,7 @@ for _ in range(2):
     optimizer.zero_grad()
     planned = len(sys.argv) > 1 and virtual_gpu.active() is not None
     more = planned or bool((x @ x > 0).any())
-    held = torch.empty(2**28 if more else 1, dtype=torch.uint8, device="cuda")
+    tensor = torch.empty(2**28 if more else 1, dtype=torch.uint8, device="cuda")
     model(x).sum().backward()
     optimizer.step()
-    del held
+    del tensor

@@ -32,8 +32,8 @@ for _ in range(2):
     optimizer.step()
     optimizer.zero_grad()
     losses += loss.ndim == 0
-held = [
+shards = [
     (shapes[name], parameter._local_tensor.untyped_storage().nbytes()) for name, parameter in model.named_parameters()
 ]
-print(json.dumps({"parameters": held, "rank": dist.get_rank(), "ranks": dist.get_world_size(), "losses": losses}))
+print(json.dumps({"parameters": shards, "rank": dist.get_rank(), "ranks": dist.get_world_size(), "losses": losses}))
 dist.destroy_process_group()
