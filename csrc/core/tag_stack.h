@@ -2,7 +2,8 @@
 // What this thread is doing: a stack of tags that hooks push and pop, and the thread's phase.
 //
 // Autograd runs a CUDA backward on a thread of its own, so a tag set around loss.backward() does
-// not reach it; csrc/allocators asks the engine instead and passes the answer in as BackwardPosition.
+// not reach it; csrc/allocators asks the engine instead and passes the answer in as
+// BackwardPosition.
 #pragma once
 
 #include <array>
