@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What backward calls: ``receive_gradient`` and CallTap at the outputs of layers, and TwoPassBackward at the model's
-outputs. The functions' forward is the identity."""
+"""What backward calls: ``receive_gradient`` (by a node in C++ or GradientTap) and CallTap at the outputs of layers, and
+TwoPassBackward at the model's outputs. The functions' forward is the identity."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,36 @@ def receive_gradient(
         g = where.by_sample(g, batch)
         x = None if x is None else where.by_sample(x, batch)
     bookkeeping.add(layer, x, g)
+
+
+class GradientTap(torch.autograd.Function):
+    """As ``tap_gradient``, for compiled autograd, which cannot run nodes in C++ that are not torch's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: torch.Tensor,
+        anchor: torch.Tensor | None,
+        x: torch.Tensor | None,
+        call: tuple[Layer, Bookkeeping, Arrangement | None, int],
+    ) -> torch.Tensor:
+        ctx.call = call
+        if x is not None:
+            ctx.save_for_backward(x)
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        saved = ctx.saved_tensors
+        with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
+            receive_gradient(ctx.call, saved[0] if saved else None, g)
+        return g, None, None, None
+
+
+def is_compiled_autograd_enabled() -> bool:
+    """Whether a backward, if there was one now, would be compiled."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region)
 
 
 class CallTap(torch.autograd.Function):

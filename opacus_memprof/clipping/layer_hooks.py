@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.arrangement import PLAIN, Arrangement, expand_over_batch
-from opacus_memprof.clipping.autograd_functions import CallTap, receive_gradient
+from opacus_memprof.clipping.autograd_functions import CallTap, GradientTap, receive_gradient
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.native import tap_gradient
@@ -48,6 +48,7 @@ class LayerHooks:
     Attributes:
         bookkeeping: where backward passes inputs and output gradients to.
         batch: the number of samples of the model's last forward.
+        for_compiled_autograd: whether the backward of that forward may be compiled.
         layouts: where samples are, of layers that have been probed.
         plain: the PlainLayers among them, by module.
         observe: called with each call of a layer while a probe observes: the layer, the leaves of its arguments, their
@@ -59,6 +60,7 @@ class LayerHooks:
 
     bookkeeping: Bookkeeping
     batch: int = 0
+    for_compiled_autograd: bool = False
     layouts: dict[Layer, Layout] = field(default_factory=dict)
     plain: dict[nn.Module, PlainLayer] = field(default_factory=dict)
     observe: Callable[[Layer, list[Any], Any, list[Any], RandomState | None], None] | None = None
@@ -135,13 +137,14 @@ class LayerHooks:
     def tap(self, layer: Layer, x: torch.Tensor, output: torch.Tensor, where: Arrangement | None) -> torch.Tensor:
         """The output of a layer with a node that passes its gradient on. ``where`` is None if it and the input have
         one row for each sample, first."""
-        return tap_gradient(
-            output,
-            None if output.requires_grad else self.anchor(output.device),
-            x if layer.is_trainable("weight") else None,
-            receive_gradient,
-            (layer, self.bookkeeping, where, self.batch),
-        )
+        anchor = None if output.requires_grad else self.anchor(output.device)
+        saved_input = x if layer.is_trainable("weight") else None
+        call = (layer, self.bookkeeping, where, self.batch)
+        if self.for_compiled_autograd:
+            constant = None if saved_input is None else saved_input.detach()  # it gets no gradient
+            tapped: torch.Tensor = GradientTap.apply(output, anchor, constant, call)
+            return tapped
+        return tap_gradient(output, anchor, saved_input, receive_gradient, call)
 
     def _after_generic(
         self, layer: GenericLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, running: _Running

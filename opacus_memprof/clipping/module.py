@@ -16,7 +16,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from opacus_memprof.clipping.autograd_functions import TwoPassBackward, run_two_passes
+from opacus_memprof.clipping.autograd_functions import (
+    TwoPassBackward,
+    is_compiled_autograd_enabled,
+    run_two_passes,
+)
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.distributed import inner_model, let_reducer_run
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, first_input, plain_layers
@@ -196,6 +200,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if self._cannot_run is not None:
             return None
         if torch.is_grad_enabled():
+            self.layer_hooks.for_compiled_autograd = is_compiled_autograd_enabled()
             self.bookkeeping.begin_pass()
             self.layer_hooks.kept_bytes = 0
             if self.passes == "auto" and torch.cuda.is_available():

@@ -116,6 +116,19 @@ def test_compiled_models(build: Any) -> None:
         assert_same({name.removeprefix("inner._orig_mod."): g for name, g in found.items()}, expected, 1e-8)
 
 
+@pytest.mark.parametrize("build", [mlp, lambda: nn.Sequential(nn.Embedding(7, WIDTH), nn.LayerNorm(WIDTH))])
+def test_compiled_autograd(build: Any) -> None:
+    """It cannot run nodes in C++ that are not torch's."""
+    torch.manual_seed(0)
+    model = randomized(build)
+    batch = {"x": torch.randn(4, 5, 9, dtype=torch.float64) if build is mlp else torch.randint(7, (4, 5))}
+    _, expected = by_hand(model, batch, losses, 1.0)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        _, found = by_flash_clip(model, batch, losses, 1.0)
+    torch._dynamo.reset()
+    assert_same(found, expected, 1e-8)
+
+
 def compiled_in_place(model: nn.Module) -> nn.Module:
     model.compile(backend="aot_eager")
     return model
