@@ -12,6 +12,6 @@ PYBIND11_MODULE(_clipping, module) {
   module.def("group_alike", &clipping::group_alike);
   module.def("address_table", &clipping::address_table);
   module.def("empty_sums", &clipping::empty_sums);
-  module.def("sum_products", &clipping::sum_products);
+  module.def("sum_outer_products", &clipping::sum_outer_products);
   module.def("draw_normal", &clipping::draw_normal);
 }

@@ -48,7 +48,7 @@ at::Tensor scaled(const at::Tensor& x, const at::Tensor& factors) {
   return at::mul_out(out, x, scale);
 }
 
-at::Tensor sum_product(const Pair& pair, const at::Tensor& factors) {
+at::Tensor sum_outer_product(const Pair& pair, const at::Tensor& factors) {
   const auto& [left, right] = pair;
   const bool scales_left = left.size(-1) < right.size(-1);
   const at::Tensor rows = scales_left ? scaled(left, factors) : left;
@@ -85,12 +85,12 @@ at::Tensor address_table(const std::vector<std::vector<at::Tensor>>& lists, bool
   return numbers.to(first.device(), /*non_blocking=*/true);
 }
 
-std::vector<at::Tensor> sum_products(const std::vector<Pair>& pairs, const at::Tensor& factors,
-                                     std::int64_t most) {
+std::vector<at::Tensor> sum_outer_products(const std::vector<Pair>& pairs,
+                                           const at::Tensor& factors, std::int64_t most) {
   std::vector<at::Tensor> sums;
   for (const Pair& pair : pairs) {
     if (!is_one_product(pair, pairs[0], most)) break;
-    sums.push_back(sum_product(pair, factors));
+    sums.push_back(sum_outer_product(pair, factors));
   }
   return sums;
 }

@@ -12,9 +12,9 @@
 
 namespace opacus_memprof::clipping {
 
-// The numbers of those lists of tensors that are alike: whose first tensors have the same device,
-// dtype and number of samples (first dimension) or, if `whole_shapes`, whose tensors all have the
-// same devices, dtypes, shapes and strides.
+// Groups of the lists' indices: of lists whose first tensors have the same device, dtype and number
+// of samples (first dimension) or, if `whole_shapes`, whose tensors all have the same devices,
+// dtypes, shapes and strides.
 std::vector<std::vector<std::int64_t>> group_alike(
     const std::vector<std::vector<at::Tensor>>& lists, bool whole_shapes);
 
@@ -32,8 +32,9 @@ std::vector<at::Tensor> empty_sums(const std::vector<at::Tensor>& stacks, at::Sc
 // before the first pair of which this cannot be done: of fewer than two samples, of no numbers, of
 // two dtypes, of another dtype or device than the first pair's, or of which scaling takes more than
 // `most` bytes.
-std::vector<at::Tensor> sum_products(const std::vector<std::pair<at::Tensor, at::Tensor>>& pairs,
-                                     const at::Tensor& factors, std::int64_t most);
+std::vector<at::Tensor> sum_outer_products(
+    const std::vector<std::pair<at::Tensor, at::Tensor>>& pairs, const at::Tensor& factors,
+    std::int64_t most);
 
 // Normal noise of the shape, dtype and device of each reference, drawn in their order.
 std::vector<at::Tensor> draw_normal(const std::vector<at::Tensor>& references, double std,

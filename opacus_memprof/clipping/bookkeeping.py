@@ -22,8 +22,6 @@ from opacus_memprof.clipping.shared import SharedGradient
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
-Described = Layer | SharedGradient
-
 
 @dataclass
 class BackwardPass:
@@ -59,12 +57,14 @@ class BackwardPass:
         """The ids of the parameters that gradients have reached: sets of these are faster than sets of tensors."""
         return {id(parameter) for kept in self.kept.values() for parameter in kept.norms} | {*map(id, self.shared)}
 
-    def squared_norms(self, workspace: Workspace) -> tuple[list[nn.Parameter], list[torch.Tensor], list[Described]]:
+    def squared_norms(
+        self, workspace: Workspace
+    ) -> tuple[list[nn.Parameter], list[torch.Tensor], list[Layer | SharedGradient]]:
         """The parameters, the squared norms of their gradients, [B], and what they belong to."""
         find_waiting_norms(self.kept)
         parameters: list[nn.Parameter] = []
         norms: list[torch.Tensor] = []
-        owners: list[Described] = []
+        owners: list[Layer | SharedGradient] = []
         for layer, kept in self.kept.items():
             for parameter, of_parameter in kept.norms.items():
                 assert of_parameter is not None
@@ -231,7 +231,7 @@ class Bookkeeping:
         by_parameter = torch.stack(squares if same else [s.to(device, dtype) for s in squares])
         scale = each.batch_size if self.loss_reduction == "mean" else 1
         self.norms = by_parameter.sum(0).sqrt_().mul_(scale)
-        self._norm_checks.append(NormCheck(self.norms, by_parameter, lambda: [owner.describe() for owner in owners]))
+        self._norm_checks.append(NormCheck(self.norms, by_parameter, owners))
         if self.rule.by_parameter:
             norms = by_parameter.sqrt().mul_(scale)
             return {p: self.rule.factors_of(self.places[p], norms[i]).mul_(scale) for i, p in enumerate(parameters)}

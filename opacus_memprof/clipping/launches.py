@@ -15,7 +15,7 @@ from torch import nn
 
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.linear import LinearLayer
-from opacus_memprof.clipping.native import group_alike, sum_products
+from opacus_memprof.clipping.native import group_alike, sum_outer_products
 from opacus_memprof.clipping.norms import is_small
 from opacus_memprof.clipping.workspace import KERNEL_DTYPES, Workspace, accumulation_dtype, batches
 
@@ -100,6 +100,8 @@ def pop_small_products(
         factors: clip factors, [B], of all parameters.
         workspace: ceiling on temporaries.
     """
+    if len(factors) < 2:  # a single sample's gradient is scaled instead
+        return []
     layers: list[Layer] = []
     weights: list[nn.Parameter] = []
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -117,7 +119,7 @@ def pop_small_products(
     if not pairs:
         return []
     first = pairs[0][0]
-    totals = sum_products(pairs, factors.to(first.device, accumulation_dtype(first.dtype)), workspace.bytes)
+    totals = sum_outer_products(pairs, factors.to(first.device, accumulation_dtype(first.dtype)), workspace.bytes)
     for layer, _ in zip(layers, totals, strict=False):
         del kept[layer]
     return [(w, t if t.dtype == w.dtype else t.to(w.dtype)) for w, t in zip(weights, totals, strict=False)]

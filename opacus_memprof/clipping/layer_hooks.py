@@ -69,19 +69,11 @@ class LayerHooks:
     _running: dict[Layer, _Running] = field(default_factory=dict)
     _anchors: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
-    def freeze(self, layer: Layer) -> _Running:
-        """Makes the parameters of a layer not require grad, while the layer runs."""
-        frozen = layer.running_parameters()
-        for parameter in frozen:
-            parameter.requires_grad = False
-        running = self._running[layer] = _Running(frozen)
-        return running
-
     def before(
         self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Freezes the layer's parameters. Returns new (args, kwargs) if autocast casts the input."""
-        running = self.freeze(layer)
+        running = self._running[layer] = _Running(_freeze(layer))
         if isinstance(layer, GenericLayer):
             if layer.way == "whole" or self.observe is not None:
                 running.random = RandomState.now(layer.device())
@@ -101,8 +93,7 @@ class LayerHooks:
         running = self._running.pop(layer, None)
         if running is None:
             return None
-        for parameter in running.frozen:
-            parameter.requires_grad = True
+        _unfreeze(running.frozen)
         return None if output is None else self.after_frozen(layer, args, kwargs, output, running)
 
     def after_frozen(
@@ -205,8 +196,8 @@ class LayerHooks:
 
 
 class PlainLayer:
-    """A layer whose first input and output have one row for each sample, first, which takes a shorter way: most layers
-    of most models, where each of many questions would take as long as a kernel's launch."""
+    """The hooks of a layer whose first input and output have one row for each sample, first, as most layers have. They
+    skip the checks for other layers, which would take the host longer than a small layer's kernels take."""
 
     __slots__ = ("_frozen", "_hooks", "_kept_bytes", "_least_dimensions", "_shapes", "layer")
 
@@ -225,9 +216,7 @@ class PlainLayer:
         x = args[0]
         if not isinstance(x, torch.Tensor) or x.dim() < self._least_dimensions:
             return False
-        self._frozen = self.layer.running_parameters()
-        for parameter in self._frozen:
-            parameter.requires_grad = False
+        self._frozen = _freeze(self.layer)
         return True
 
     @property
@@ -239,8 +228,7 @@ class PlainLayer:
         """As ``LayerHooks.after``."""
         frozen, self._frozen = self._frozen, None
         assert frozen is not None
-        for parameter in frozen:
-            parameter.requires_grad = True
+        _unfreeze(frozen)
         if output is None:
             return None
         layer, hooks = self.layer, self._hooks
@@ -276,6 +264,19 @@ def first_input(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if isinstance(value, torch.Tensor):
             return key, value
     return None, layer.check_input(None)
+
+
+def _freeze(layer: Layer) -> list[nn.Parameter]:
+    """Makes the layer's parameters not require grad while it runs, and returns them."""
+    frozen = layer.running_parameters()
+    for parameter in frozen:
+        parameter.requires_grad = False
+    return frozen
+
+
+def _unfreeze(frozen: list[nn.Parameter]) -> None:
+    for parameter in frozen:
+        parameter.requires_grad = True
 
 
 def autocast_state(device: torch.device) -> tuple[str, torch.dtype, bool]:

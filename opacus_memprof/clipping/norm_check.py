@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 
+from opacus_memprof.clipping.layers import Layer
+from opacus_memprof.clipping.shared import SharedGradient
 from opacus_memprof.errors import MemprofError
 
 
@@ -17,11 +19,13 @@ class NormCheck:
     Args:
         norms: per-sample norms, [B].
         squared_norms: by layer, [layers, B].
-        layers: returns descriptions of the layers, in the order of backward.
+        owners: layers, or gradients that several layers share, in the order of the squared norms.
     """
 
-    def __init__(self, norms: torch.Tensor, squared_norms: torch.Tensor, layers: Callable[[], list[str]]) -> None:
-        self.norms, self.squared_norms, self.layers = norms, squared_norms, layers
+    def __init__(
+        self, norms: torch.Tensor, squared_norms: torch.Tensor, owners: Sequence[Layer | SharedGradient]
+    ) -> None:
+        self.norms, self.squared_norms, self.owners = norms, squared_norms, owners
         self._finite = torch.isfinite(norms).all()
         self._ready: torch.cuda.Event | None = None
         if norms.is_cuda:
@@ -38,9 +42,9 @@ class NormCheck:
             return
         samples = torch.nonzero(~self.norms.isfinite()).flatten().tolist()
         layers = torch.nonzero(~self.squared_norms.isfinite().all(1)).flatten().tolist()
+        first = self.owners[layers[0]].describe() if layers else "the sum over layers"
         raise MemprofError(
-            f"the gradient norm of samples {samples} of the batch is not finite (first seen in "
-            f"{self.layers()[layers[0]] if layers else 'the sum over layers'}); no parameter was changed. Look for NaN "
-            "or infinity in inputs and loss, and lower the learning rate; float16 needs a smaller loss scale, or "
-            "bfloat16."
+            f"the gradient norm of samples {samples} of the batch is not finite (first seen in {first}); no parameter "
+            "was changed. Look for NaN or infinity in inputs and loss, and lower the learning rate; float16 needs a "
+            "smaller loss scale, or bfloat16."
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from opacus_memprof.clipping import native
 from opacus_memprof.clipping.norms import has_kernels, matrix
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 
@@ -44,16 +45,12 @@ def sum_outer_products(
     """As ``sum_products``, of operands [N, T, rows] and [N, T, columns], as [rows, columns]. None if one product does
     not do: the narrower operand, which scaling copies, does not fit into the workspace, or there is one sample, whose
     gradient is scaled instead."""
-    samples, tokens, rows = g.shape
-    columns = a.shape[2]
-    copied = samples * tokens * min(rows, columns) * g.element_size()
-    if copied > workspace.bytes or (factors is not None and samples == 1):
+    if factors is not None:
+        sums = native.sum_outer_products([(g, a)], factors, workspace.bytes)
+        return sums[0] if sums else None
+    if min(g.numel(), a.numel()) * g.element_size() > workspace.bytes:
         return None
-    if factors is not None and rows < columns:
-        g = _scaled(g, factors)
-    elif factors is not None:
-        a = _scaled(a, factors)
-    return torch.mm(g.reshape(-1, rows).t(), a.reshape(-1, columns))
+    return torch.mm(g.reshape(-1, g.shape[2]).t(), a.reshape(-1, a.shape[2]))
 
 
 def _scaled(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:

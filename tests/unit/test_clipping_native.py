@@ -151,7 +151,7 @@ def test_sums_of_products(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     narrow = torch.randn(*shape[:-1], 4, dtype=dtype)
     tolerance = {"rtol": 0.05, "atol": 0.1} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
     for left, right in [(wide, narrow), (narrow, wide)]:
-        (total,) = native.sum_products([(left, right)], factors, 1 << 20)
+        (total,) = native.sum_outer_products([(left, right)], factors, 1 << 20)
         exact = torch.einsum("n,n...i,n...j->ij", factors.double(), left.double(), right.double())
         assert total.dtype == dtype
         torch.testing.assert_close(total.double(), exact, **tolerance)
@@ -163,9 +163,9 @@ def test_products_end_where_one_cannot_be_formed() -> None:
     double = (pair[0].double(), pair[1].double())
     empty = (torch.ones(2, 0, 4), torch.ones(2, 0, 4))
     for other in (single, double, empty, (pair[0], double[1])):
-        assert len(native.sum_products([pair, pair, other, pair], factors, 1 << 20)) == 2
-    assert native.sum_products([pair], factors, 2 * 3 * 4 * 4 - 1) == []
-    assert native.sum_products([], factors, 0) == []
+        assert len(native.sum_outer_products([pair, pair, other, pair], factors, 1 << 20)) == 2
+    assert native.sum_outer_products([pair], factors, 2 * 3 * 4 * 4 - 1) == []
+    assert native.sum_outer_products([], factors, 0) == []
 
 
 def test_an_extension_for_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:

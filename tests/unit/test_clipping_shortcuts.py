@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer keeps without asking again is what it keeps when it asks."""
+"""The methods that ``Layer.shortcut`` returns keep what ``Layer.keep`` keeps."""
 
 from collections.abc import Callable
 
@@ -49,14 +49,14 @@ def assert_equal(kept: KeptTensors, expected: KeptTensors) -> None:
         assert all(one is other for one, other in zip(kept.pair, expected.pair, strict=True))
 
 
-def asked(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one each time the layer asks."""
+def count_keeps(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has one number more each time that the layer decides what to keep."""
     times: list[int] = []
-    ask = layer._keep
+    decide = layer._keep
 
     def keep(*args: object) -> KeptTensors:
         times.append(1)
-        return ask(*args)  # type: ignore[arg-type]
+        return decide(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(layer, "_keep", keep)
     return times
@@ -73,7 +73,7 @@ def test_the_same_is_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = build()
     names = [name for name, _ in module.named_parameters()]
     layer = layer_for("layer", module, names)
-    times = asked(layer, monkeypatch)
+    times = count_keeps(layer, monkeypatch)
     layer.keep(*tensors(shape, features), WORKSPACE)
     assert len(times) == 1
     for _ in range(2):
@@ -86,11 +86,11 @@ def test_the_same_is_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_layer_asks_again_where_something_has_changed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_decides_again_where_something_has_changed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     build, shape, features = SHAPES[name]
     module = build()
     layer = layer_for("layer", module, [name for name, _ in module.named_parameters()])
-    times = asked(layer, monkeypatch)
+    times = count_keeps(layer, monkeypatch)
     x, g = tensors(shape, features)
     layer.keep(x, g, WORKSPACE)
     longer = tensors((shape[0], shape[1] + 1, shape[2]), features)

@@ -74,7 +74,7 @@ class Layer:
         self.is_shared = False  # whether its parameters are known to be used more than once in a pass
         self._seen: list[nn.Parameter] = []
         self._chosen: tuple[object, Choice | None] | None = None  # the last choice, and the shapes that it is for
-        self._shortcut: tuple[object, Shortcut] | None = None  # the way of the last backward, and what it is for
+        self._shortcut: tuple[object, Shortcut] | None = None  # state of the last backward, and its method
         self.excluded: set[str] = set()  # names of parameters that another layer clips
 
     def trainable(self) -> list[nn.Parameter]:
@@ -169,7 +169,7 @@ class Layer:
         norms, or notes with None that they wait for the optimizer's step."""
         if not norms or x is None or x.dim() != 3 or g.dim() != 3 or self.excluded:
             return self._keep(x, g, workspace, norms)
-        # All that follows from these takes longer to find out, for small tensors, than what is then done.
+        # What is kept, and how, follows from these. To decide it anew takes longer than a small layer's kernels.
         own = [p is not None and p.requires_grad for p in self.module._parameters.values()]
         state = (x.shape, g.shape, x.stride(), g.stride(), x.dtype, g.dtype, x.device, own)
         if self._shortcut is not None and self._shortcut[0] == state:
@@ -180,8 +180,9 @@ class Layer:
         return kept
 
     def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
-        """A method that keeps, of tensors [B, T, features] like ``x`` and ``g``, what ``kept`` has of these, without
-        the questions that ``keep`` asks; None if there is none."""
+        """Returns a method that keeps, of tensors [B, T, features] with the shapes, strides, dtypes and device of ``x``
+        and ``g``, what ``kept`` has of these, without deciding anew what to keep; None if the layer has no such method.
+        """
         return None
 
     def _keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace, norms: bool) -> KeptTensors:

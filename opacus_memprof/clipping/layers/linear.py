@@ -51,10 +51,11 @@ class LinearLayer(MatrixLayer):
         a token."""
         if x.dtype != g.dtype:
             x = x.to(g.dtype)
+        left, right = self.outer(x, g)
         if x.dim() == g.dim() == 3:
-            return g.mT, x
+            return left.mT, right
         batch, tokens = x.shape[0], x.shape[1:-1].numel()
-        return g.reshape(batch, tokens, g.shape[-1]).mT, x.reshape(batch, tokens, x.shape[-1])
+        return left.reshape(batch, tokens, left.shape[-1]).mT, right.reshape(batch, tokens, right.shape[-1])
 
     def weight_gradients(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         shape = self.weight().shape
@@ -106,7 +107,7 @@ class LinearLayer(MatrixLayer):
         return compute(*self.operands(x, g), workspace)
 
     def outer(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tensors whose outer products, of each token, the weight's gradient sums up."""
+        """The tensors of which the weight's gradient is the sum of the tokens' outer products."""
         return g, x
 
     def weight_sum(
@@ -125,10 +126,6 @@ class TransposedLinearLayer(LinearLayer):
 
     def sizes(self, x: torch.Tensor, g: torch.Tensor) -> Sizes:
         return Sizes(x.shape[0], 1, x.shape[1:-1].numel(), x.shape[-1], g.shape[-1])
-
-    def operands(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        left, right = super().operands(x, g)
-        return right.mT, left.mT
 
     def outer(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x, g

@@ -41,8 +41,7 @@ class _LastDimensionsNorm(Layer):
         x = x.reshape(x.shape[0], tokens, *shape)
         token_bytes = _COPIES * torch.Size(shape).numel() * g.element_size()
         if g.shape[0] * tokens * token_bytes <= workspace.bytes:
-            total = gradients["weight"] = torch.empty(g.shape[0], *shape, dtype=dtype, device=g.device)
-            torch.sum(self.normalize(x.to(g.dtype)).mul_(g), 1, dtype=dtype, out=total)
+            gradients["weight"] = self._weight_gradients(x.to(g.dtype), g)
             return gradients
         total = gradients["weight"] = torch.zeros(len(g), *shape, dtype=dtype, device=g.device)
         for n, t in workspace.tiles(len(g), tokens, token_bytes, f"one token of {self.describe()}"):
@@ -58,14 +57,19 @@ class _LastDimensionsNorm(Layer):
 
     def _keep_stacks(self, x: torch.Tensor, g: torch.Tensor) -> KeptTensors:
         """Keeps the per-sample gradients of tensors [B, T, features], and lets all norms wait."""
-        weight, bias = self.weight(), self.module._parameters.get("bias")
-        dtype = accumulation_dtype(g.dtype)
+        bias = self.module._parameters.get("bias")
         stacks: dict[nn.Parameter, torch.Tensor] = {}
         if bias is not None and bias.requires_grad:
-            stacks[bias] = g.sum(1, dtype=dtype)
-        total = stacks[weight] = torch.empty(g.shape[0], g.shape[2], dtype=dtype, device=g.device)
-        torch.sum(self.normalize(x).mul_(g), 1, dtype=dtype, out=total)
+            stacks[bias] = g.sum(1, dtype=accumulation_dtype(g.dtype))
+        stacks[self.weight()] = self._weight_gradients(x, g)
         return KeptTensors(dict.fromkeys(stacks), stacks)
+
+    def _weight_gradients(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        """The weight's per-sample gradients, all at once, of tensors [B, T, *normalized_shape]. They are allocated
+        before the temporaries, as the out-of-memory advice counts them."""
+        dtype = accumulation_dtype(g.dtype)
+        total = torch.empty(g.shape[0], *g.shape[2:], dtype=dtype, device=g.device)
+        return torch.sum(self.normalize(x).mul_(g), 1, dtype=dtype, out=total)
 
 
 class LayerNormLayer(_LastDimensionsNorm):
