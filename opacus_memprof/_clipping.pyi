@@ -21,6 +21,9 @@ def empty_sums(stacks: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch
 def sum_outer_products(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], factors: torch.Tensor, most: int
 ) -> list[torch.Tensor]: ...
+def reserve_normal(
+    sums: Sequence[torch.Tensor], generator: torch.Generator | None, most_threads: int, threads_of_program: int
+) -> tuple[torch.Tensor, int]: ...
 def draw_normal(
     references: Sequence[torch.Tensor], std: float, generator: torch.Generator | None
 ) -> list[torch.Tensor]: ...

@@ -2,6 +2,8 @@
 // The Python face of what flash_clip does for each layer; definitions only.
 #include <torch/csrc/utils/pybind.h>
 
+#include <utility>
+
 #include "clipping/gradient_tap.h"
 #include "clipping/step.h"
 
@@ -13,5 +15,12 @@ PYBIND11_MODULE(_clipping, module) {
   module.def("address_table", &clipping::address_table);
   module.def("empty_sums", &clipping::empty_sums);
   module.def("sum_outer_products", &clipping::sum_outer_products);
+  module.def("reserve_normal",
+             [](const std::vector<at::Tensor>& sums, const std::optional<at::Generator>& generator,
+                std::int64_t most_threads, std::int64_t threads_of_program) {
+               auto [table, programs] =
+                   clipping::reserve_normal(sums, generator, most_threads, threads_of_program);
+               return std::make_pair(std::move(table), programs);
+             });
   module.def("draw_normal", &clipping::draw_normal);
 }

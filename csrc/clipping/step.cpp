@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "clipping/step.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
@@ -8,6 +9,7 @@
 #include <ATen/ops/normal.h>
 
 #include <algorithm>
+#include <mutex>
 #include <utility>
 
 namespace opacus_memprof::clipping {
@@ -56,6 +58,22 @@ at::Tensor sum_outer_product(const Pair& pair, const at::Tensor& factors) {
   return at::mm(rows.reshape({-1, rows.size(-1)}).t(), columns.reshape({-1, columns.size(-1)}));
 }
 
+// The numbers on the device, for which the host does not wait.
+at::Tensor table_on(const at::Device& device, const std::vector<std::int64_t>& numbers,
+                    std::int64_t columns) {
+  const auto rows = static_cast<std::int64_t>(numbers.size()) / columns;
+  at::Tensor table =
+      at::empty({rows, columns}, at::TensorOptions(at::kLong).pinned_memory(device.is_cuda()));
+  std::ranges::copy(numbers, table.mutable_data_ptr<std::int64_t>());
+  return table.to(device, /*non_blocking=*/true);
+}
+
+std::int64_t address_of(const at::Tensor& tensor) {
+  return reinterpret_cast<std::int64_t>(tensor.data_ptr());
+}
+
+std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
 }  // namespace
 
 std::vector<std::vector<std::int64_t>> group_alike(
@@ -73,16 +91,14 @@ std::vector<std::vector<std::int64_t>> group_alike(
 }
 
 at::Tensor address_table(const std::vector<std::vector<at::Tensor>>& lists, bool with_sizes) {
-  const at::Tensor& first = lists.at(0).at(0);
-  const auto columns = static_cast<std::int64_t>(lists[0].size()) + (with_sizes ? 1 : 0);
-  at::Tensor numbers = at::empty({static_cast<std::int64_t>(lists.size()), columns},
-                                 at::TensorOptions(at::kLong).pinned_memory(first.is_cuda()));
-  auto* next = numbers.mutable_data_ptr<std::int64_t>();
+  const std::size_t columns = lists.at(0).size() + (with_sizes ? 1 : 0);
+  std::vector<std::int64_t> numbers;
+  numbers.reserve(lists.size() * columns);
   for (const std::vector<at::Tensor>& row : lists) {
-    for (const at::Tensor& each : row) *next++ = reinterpret_cast<std::int64_t>(each.data_ptr());
-    if (with_sizes) *next++ = row[0].numel() / row[0].size(0);
+    for (const at::Tensor& each : row) numbers.push_back(address_of(each));
+    if (with_sizes) numbers.push_back(row[0].numel() / row[0].size(0));
   }
-  return numbers.to(first.device(), /*non_blocking=*/true);
+  return table_on(lists[0].at(0).device(), numbers, static_cast<std::int64_t>(columns));
 }
 
 std::vector<at::Tensor> sum_outer_products(const std::vector<Pair>& pairs,
@@ -101,6 +117,37 @@ std::vector<at::Tensor> empty_sums(const std::vector<at::Tensor>& stacks, at::Sc
   for (const at::Tensor& stack : stacks)
     sums.push_back(at::empty(stack.sizes().slice(1), stack.options().dtype(dtype)));
   return sums;
+}
+
+NormalNumbers reserve_normal(const std::vector<at::Tensor>& sums,
+                             const std::optional<at::Generator>& generator,
+                             std::int64_t most_threads, std::int64_t threads_of_program) {
+  constexpr std::int64_t threads_of_block = 256;  // as torch draws
+  constexpr std::int64_t numbers_of_counter = 4;  // for each thread
+  const at::Device device = sums.at(0).device();
+  at::Generator source = generator ? *generator : at::globalContext().defaultGenerator(device);
+  NormalNumbers reserved;
+  std::vector<std::int64_t> numbers;
+  numbers.reserve(sums.size() * 6);
+  {
+    const std::lock_guard<std::mutex> lock(source.mutex());
+    const auto seed = static_cast<std::int64_t>(source.current_seed());
+    auto counter = static_cast<std::int64_t>(source.get_offset()) / numbers_of_counter;
+    for (const at::Tensor& sum : sums) {
+      const std::int64_t size = sum.numel();
+      if (size == 0) continue;
+      const std::int64_t threads =
+          std::min(divide_up(size, threads_of_block) * threads_of_block, most_threads);
+      const std::int64_t counters = divide_up(size, threads * numbers_of_counter);
+      numbers.insert(numbers.end(),
+                     {address_of(sum), size, threads, counter, reserved.programs, seed});
+      counter += counters;
+      reserved.programs += counters * divide_up(threads, threads_of_program);
+    }
+    source.set_offset(static_cast<std::uint64_t>(counter * numbers_of_counter));
+  }
+  reserved.table = table_on(device, numbers, 6);
+  return reserved;
 }
 
 std::vector<at::Tensor> draw_normal(const std::vector<at::Tensor>& references, double std,

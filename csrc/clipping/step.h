@@ -36,6 +36,21 @@ std::vector<at::Tensor> sum_outer_products(
     const std::vector<std::pair<at::Tensor, at::Tensor>>& pairs, const at::Tensor& factors,
     std::int64_t most);
 
+// What a kernel needs to add to each sum the numbers that normal_ on CUDA would draw for it from
+// `generator` (the device's default one if there is none), which goes on as if it had.
+struct NormalNumbers {
+  at::Tensor table;  // int64, on the device, for which the host does not wait; a row for each sum
+                     // that is not empty: its address, its elements, the threads that torch would
+                     // draw with, the first one's Philox counter, the first program, the seed
+  std::int64_t programs = 0;  // of all rows
+};
+
+// `most_threads` is the most that torch draws with on this device, and `threads_of_program` how
+// many of them one of the kernel's programs stands for.
+NormalNumbers reserve_normal(const std::vector<at::Tensor>& sums,
+                             const std::optional<at::Generator>& generator,
+                             std::int64_t most_threads, std::int64_t threads_of_program);
+
 // Normal noise of the shape, dtype and device of each reference, drawn in their order.
 std::vector<at::Tensor> draw_normal(const std::vector<at::Tensor>& references, double std,
                                     const std::optional<at::Generator>& generator);

@@ -9,6 +9,7 @@ another are left to C++.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ _Waiting = tuple[dict[nn.Parameter, torch.Tensor | None], nn.Parameter, tuple[to
 def find_waiting_norms(kept: dict[Layer, KeptTensors]) -> None:
     """Finds the norms that backward has left to be found, which are None."""
     stacks: list[_Waiting] = []
+    large: list[_Waiting] = []  # of a single sample
     pairs: list[_Waiting] = []
     for layer, each in kept.items():
         for parameter, norms in each.norms.items():
@@ -37,13 +39,17 @@ def find_waiting_norms(kept: dict[Layer, KeptTensors]) -> None:
                 continue
             stack = each.stacks.get(parameter)
             if stack is not None:
-                stacks.append((each.norms, parameter, (stack,)))
+                (stacks if is_small(stack) else large).append((each.norms, parameter, (stack,)))
                 continue
             assert isinstance(layer, LinearLayer)
             assert each.pair is not None
             g, a = layer.operands(*each.pair)
             # The norm of a product of vectors is the product of their norms.
             (stacks if g.shape[2] == 1 else pairs).append((each.norms, parameter, (g, a)))
+    for group in _alike(large, whole_shapes=False):
+        of_samples: Any = torch._foreach_norm([stack for _, _, (stack,) in group], 2, torch.float32)
+        for (place, parameter, _), own in zip(group, torch.stack(of_samples).square_().view(-1, 1), strict=True):
+            place[parameter] = own
     if not stacks and not pairs:
         return
     from opacus_memprof.clipping.gram_triton import gram_squared_norms_of_layers

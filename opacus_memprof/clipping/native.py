@@ -18,6 +18,7 @@ try:
         draw_normal,
         empty_sums,
         group_alike,
+        reserve_normal,
         sum_outer_products,
         tap_gradient,
     )
@@ -27,4 +28,12 @@ except ImportError as error:
         "`pip install --force-reinstall --no-deps --no-cache-dir .`"
     ) from error
 
-__all__ = ["address_table", "draw_normal", "empty_sums", "group_alike", "sum_outer_products", "tap_gradient"]
+__all__ = [
+    "address_table",
+    "draw_normal",
+    "empty_sums",
+    "group_alike",
+    "reserve_normal",
+    "sum_outer_products",
+    "tap_gradient",
+]

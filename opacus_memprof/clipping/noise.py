@@ -3,20 +3,48 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from opacus.optimizers import optimizer as opacus_optimizer
 
 from opacus_memprof.clipping.native import draw_normal
+from opacus_memprof.clipping.norms import has_kernels
 from opacus_memprof.clipping.workspace import batches
+
+_LARGE = 1 << 31  # bytes: of tensors as large as this torch draws the numbers in another order
 
 
 def add_noise(
     sums: Sequence[torch.Tensor], *, std: float, generator: torch.Generator | None, secure_mode: bool
 ) -> None:
-    """Adds noise to every sum in place. Noise is drawn in the order of the sums, and several are added at once: as many
-    as take no more memory than the largest sum's noise."""
+    """Adds noise to every sum in place, drawn in the order of the sums. On CUDA a kernel draws it while it adds it, if
+    it draws what torch does there."""
+
+    def kernel(total: torch.Tensor) -> tuple[torch.device, torch.dtype] | None:
+        """The sums whose noise one launch adds have this in common; None if no launch adds it."""
+        is_plain = type(total) is torch.Tensor and has_kernels(total) and total.is_contiguous()
+        return (total.device, total.dtype) if is_plain and total.nbytes < _LARGE else None
+
+    if secure_mode or std == 0 or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        draw_and_add(sums, std, generator, secure_mode)
+        return
+    for of_kernel, group in itertools.groupby(sums, kernel):
+        if of_kernel is not None:
+            from opacus_memprof.clipping import noise_triton
+
+            if noise_triton.draws_as_torch(of_kernel[0]):
+                noise_triton.add_normal_cuda(list(group), std, generator)
+                continue
+        draw_and_add(list(group), std, generator, secure_mode)
+
+
+def draw_and_add(
+    sums: Sequence[torch.Tensor], std: float, generator: torch.Generator | None, secure_mode: bool
+) -> None:
+    """As ``add_noise``, of noise that is drawn first: that of several sums at once, as many as take no more memory than
+    the largest sum's."""
     largest = max((total.nbytes for total in sums), default=0)
     for batch in batches(sums, largest, lambda total: total.nbytes):
         drawn = draw_noise(batch, std, generator, secure_mode)

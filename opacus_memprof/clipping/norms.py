@@ -34,9 +34,14 @@ _SMALL = 1 << 16  # elements of a sample
 
 
 def is_small(stack: torch.Tensor) -> bool:
-    """Whether norms and the clipped sum of ``stack`` wait for the optimizer's step, to be found together with those of
-    other stacks (see launches.py)."""
+    """Whether the clipped sum of ``stack`` is formed together with those of other stacks (see launches.py)."""
     return has_kernels(stack) and 0 < stack.numel() <= _SMALL * stack.shape[0] and stack.is_contiguous()
+
+
+def norms_wait(stack: torch.Tensor) -> bool:
+    """Whether the norms of ``stack`` wait for the optimizer's step, to be found together with those of other stacks
+    (see launches.py): those of small ones, and of single samples."""
+    return is_small(stack) or (stack.shape[0] == 1 and has_kernels(stack) and stack.numel() > 0)
 
 
 def has_kernels(x: torch.Tensor) -> bool:
@@ -44,9 +49,9 @@ def has_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in KERNEL_DTYPES and has_triton()
 
 
-def squared_norms_unless_small(stack: torch.Tensor) -> torch.Tensor | None:
+def squared_norms_unless_waiting(stack: torch.Tensor) -> torch.Tensor | None:
     """``squared_norms``, or None if they wait for the optimizer's step."""
-    return None if is_small(stack) else squared_norms(stack)
+    return None if norms_wait(stack) else squared_norms(stack)
 
 
 def gradient_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -> torch.Tensor:

@@ -150,7 +150,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         """Divides the gradients by the expected batch size if the loss is a mean, all parameters in one call."""
         if self.loss_reduction == "mean":
             divisor = self.expected_batch_size * self.accumulated_iterations * self.ranks
-            torch._foreach_div_([p.grad for p in self.params], divisor)
+            if divisor != 1:
+                torch._foreach_div_([p.grad for p in self.params], divisor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients and what backward has kept, but not the clipped sums of skipped steps (as Opacus does).

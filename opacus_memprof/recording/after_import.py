@@ -43,7 +43,7 @@ class AfterImport(MetaPathFinder):
 
         def execute_and_call(module: ModuleType) -> None:
             execute(module)
-            if self in sys.meta_path:
+            if module.__name__ == self._name and self in sys.meta_path:  # a loader may have other modules, too
                 sys.meta_path.remove(self)
                 self._callback()
 

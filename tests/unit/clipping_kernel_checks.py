@@ -2,6 +2,9 @@
 """Checks of the CUDA kernels under Triton's interpreter, which must be chosen before Triton is imported: run by
 test_clipping_triton in a process of its own."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,7 +14,8 @@ from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda, gram_sq
 from opacus_memprof.clipping.launches import pop_small_sums
 from opacus_memprof.clipping.layers import KeptTensors, linear
 from opacus_memprof.clipping.layers.linear import LinearLayer
-from opacus_memprof.clipping.stacks_triton import squared_norms_cuda, weighted_sum_cuda, weighted_sums_cuda
+from opacus_memprof.clipping.noise_triton import add_normals
+from opacus_memprof.clipping.stacks_triton import TYPES, squared_norms_cuda, weighted_sum_cuda, weighted_sums_cuda
 from tests.integration.clipping_launches import LAUNCHES, count_launches, float32_difference
 
 
@@ -113,3 +117,66 @@ def test_sum_kernel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_sum_kernel_on_empty_batches() -> None:
     total = weighted_sum_cuda(torch.empty(0, 3, 4), torch.empty(0), torch.float32)
     assert torch.equal(total, torch.zeros(3, 4))
+
+
+def test_noise_kernel() -> None:
+    """Against curand's formulas, written down in float64: sizes below and above torch's threads, a counter above 32
+    bits, and a launch whose programs share no row."""
+    seed, std, block, most = 0x1234567890ABCDEF, 1.5, 32, 512
+    sums = [torch.randn(size) for size in (1, 300, 5000, 512 * 4, 512 * 4 + 1)]
+    sums[1] = sums[1].to(torch.float16)  # in a table of its own, since its dtype differs
+    for dtype in (torch.float32, torch.float16):
+        own = [total for total in sums if total.dtype == dtype]
+        before, table, programs, counter = [total.clone() for total in own], [], 0, (1 << 32) - 1
+        counters = []
+        for total in own:
+            threads = min(-(-total.numel() // 256) * 256, most)
+            table.append([total.data_ptr(), total.numel(), threads, counter, programs, seed])
+            counters.append((counter, threads))
+            turns = -(-total.numel() // (4 * threads))
+            counter, programs = counter + turns, programs + turns * -(-threads // block)
+        add_normals[(programs,)](torch.tensor(table), len(table), std, BLOCK=block, TYPE=TYPES[dtype])
+        for total, old, (first, threads) in zip(own, before, counters, strict=True):
+            noise = torch.from_numpy(curand_normals(seed, first, threads, total.numel())) * std
+            expected = (old.double() + noise.to(dtype).double()).to(dtype)
+            torch.testing.assert_close(total, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 4e-3)
+
+
+def test_the_oracle_of_the_noise_kernel() -> None:
+    """Known answers of Philox4x32-10, of the authors' library Random123."""
+    words = philox4x32(np.zeros((4, 1), dtype=np.uint64), (0, 0))
+    assert [int(word[0]) for word in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    words = philox4x32(np.full((4, 1), 0xFFFFFFFF, dtype=np.uint64), (0xFFFFFFFF, 0xFFFFFFFF))
+    assert [int(word[0]) for word in words] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+def philox4x32(counter: Any, key: tuple[int, int]) -> Any:
+    """Ten rounds of Philox4x32, of counters [4, n]: four words of 32 bits for each."""
+    mask = np.uint64(0xFFFFFFFF)
+    a, b, c, d = counter
+    first, second = key
+    for _ in range(10):
+        one, other = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        a, b, c, d = (
+            (other >> np.uint64(32)) ^ b ^ np.uint64(first),
+            other & mask,
+            (one >> np.uint64(32)) ^ d ^ np.uint64(second),
+            one & mask,
+        )
+        first, second = (first + 0x9E3779B9) & 0xFFFFFFFF, (second + 0xBB67AE85) & 0xFFFFFFFF
+    return a, b, c, d
+
+
+def curand_normals(seed: int, counter: int, threads: int, size: int) -> Any:
+    """The first ``size`` numbers of N(0, 1) that torch's threads draw with curand_normal4 from this counter on."""
+    parts = []
+    for turn in range(-(-size // (4 * threads))):
+        low, high = (counter + turn) & 0xFFFFFFFF, (counter + turn) >> 32
+        thread = np.arange(threads, dtype=np.uint64)
+        own = [np.full_like(thread, low), np.full_like(thread, high), thread, np.zeros_like(thread)]
+        words = [word.astype(np.float64) for word in philox4x32(own, (seed & 0xFFFFFFFF, seed >> 32))]
+        for x, y in (words[:2], words[2:]):
+            length = np.sqrt(-2 * np.log((x + 0.5) / 2**32))
+            angle = (y + 0.5) / 2**32 * 2 * np.pi
+            parts += [np.sin(angle) * length, np.cos(angle) * length]
+    return np.concatenate(parts)[:size]

@@ -2,10 +2,13 @@
 """A callback after a module's first import, whoever imports it."""
 
 import importlib
+import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -89,3 +92,29 @@ def test_a_module_that_does_not_exist(module: str) -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("no_such_module_at_all")
     sys.meta_path.remove(finder)
+
+
+def test_a_loader_of_several_modules(module: str) -> None:
+    """pytest loads all modules whose assertions it rewrites by one loader; a part is imported while the package is."""
+    names = (module, f"{module}.part")
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    folder = Path(str(spec.origin)).parent
+
+    class OneLoader(importlib.abc.Loader):
+        def exec_module(self, loaded: ModuleType) -> None:
+            name = "part.py" if loaded.__name__ in names[1:] else "__init__.py"
+            exec((folder / name).read_text(), vars(loaded))
+
+    loader = OneLoader()
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+            return ModuleSpec(name, loader, is_package=name == module) if name in names else None
+
+    finder, calls = Finder(), []
+    sys.meta_path.insert(0, finder)
+    AfterImport(module, lambda: calls.append(sys.modules[module].ready))
+    importlib.import_module(module)
+    sys.meta_path.remove(finder)
+    assert calls == [True]

@@ -67,3 +67,13 @@ def test_stack_kernels_compile_for_the_h200() -> None:
     assert _compile(stacks_triton.weighted_sums, {"table": "*i64", "factors": "*fp32"}, constants, 4).asm["cubin"]
     constants = {"BLOCK": 512, "SOURCE": tl.bfloat16}
     assert _compile(stacks_triton.squared_norms, {"table": "*i64", "out": "*fp32"}, constants, 4).asm["cubin"]
+
+
+@pytest.mark.parametrize("element", ["float32", "bfloat16", "float16"])
+def test_the_noise_kernel_compiles_for_the_h200(element: str) -> None:
+    import triton.language as tl
+
+    from opacus_memprof.clipping import noise_triton
+
+    constants = {"BLOCK": 512, "TYPE": getattr(tl, element)}
+    assert _compile(noise_triton.add_normals, {"table": "*i64", "std": "fp32"}, constants, 4).asm["cubin"]

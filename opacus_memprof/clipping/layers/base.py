@@ -11,7 +11,7 @@ from torch import nn
 
 from opacus_memprof.clipping.cost import Choice
 from opacus_memprof.clipping.distributed import computing_device
-from opacus_memprof.clipping.norms import squared_norms, squared_norms_unless_small
+from opacus_memprof.clipping.norms import squared_norms, squared_norms_unless_waiting
 from opacus_memprof.clipping.sums import scale_single_sample, sum_stack
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
@@ -190,7 +190,7 @@ class Layer:
         for parameter, stack in self._small(x, g, workspace):
             kept.stacks[parameter] = stack
             if norms:
-                kept.norms[parameter] = squared_norms_unless_small(stack)
+                kept.norms[parameter] = squared_norms_unless_waiting(stack)
         choice = self._choice(x, g, keep=True)
         if choice is None or x is None:
             return kept
@@ -198,7 +198,7 @@ class Layer:
         if choice.keep == "gradient":
             stack = kept.stacks[weight] = self.weight_gradients(x, g, workspace)
             if norms:
-                kept.norms[weight] = squared_norms_unless_small(stack)
+                kept.norms[weight] = squared_norms_unless_waiting(stack)
         else:
             kept.pair = (x, g)
             if norms:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.layers.base import KeptTensors, Layer
-from opacus_memprof.clipping.norms import squared_norms, squared_norms_unless_small
+from opacus_memprof.clipping.norms import squared_norms, squared_norms_unless_waiting
 from opacus_memprof.clipping.repetition import Call, Gradients, Repetition, Way
 from opacus_memprof.clipping.workspace import Workspace
 
@@ -63,7 +63,7 @@ class GenericLayer(Layer):
                     kept.stacks[parameter] = part.new_empty(call.batch, *parameter.shape)
                 kept.stacks[parameter][n] = part
         if norms:
-            kept.norms = {parameter: squared_norms_unless_small(stack) for parameter, stack in kept.stacks.items()}
+            kept.norms = {parameter: squared_norms_unless_waiting(stack) for parameter, stack in kept.stacks.items()}
         return kept
 
     def parameter_squared_norms(self, x: Any, g: Any, workspace: Workspace) -> dict[nn.Parameter, torch.Tensor]:

@@ -13,7 +13,7 @@ from opacus_memprof.clipping.norms import (
     gram_squared_norms,
     has_kernels,
     is_small,
-    squared_norms_unless_small,
+    squared_norms_unless_waiting,
 )
 from opacus_memprof.clipping.sums import products, sum_outer_products, sum_products
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
@@ -89,7 +89,7 @@ class LinearLayer(MatrixLayer):
         """Keeps the per-sample gradients. Norms of small ones wait."""
         kept, weight = self._keep_bias(g), self.weight()
         stack = kept.stacks[weight] = products(*self.operands(x, g)).view(-1, *weight.shape)
-        kept.norms[weight] = squared_norms_unless_small(stack)
+        kept.norms[weight] = squared_norms_unless_waiting(stack)
         return kept
 
     def _keep_bias(self, g: torch.Tensor) -> KeptTensors:

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise on CUDA, drawn where it is added: one launch reads every sum, adds the numbers that torch would have drawn for
+it, and writes it back. The noise itself is never in memory.
+
+torch draws a tensor's normal numbers as follows (distribution_elementwise_grid_stride_kernel in
+ATen/native/cuda/DistributionTemplates.h, and curand_normal4). Thread i of n takes the Philox4x32-10 number (Salmon et
+al. 2011, doi 10.1145/2063384.2063405) of the generator's seed and of the counter (c, i), where c is the generator's
+offset / 4, makes four normal numbers of its four words by Box and Muller's formula, and writes them to i, i + n, i + 2n
+and i + 3n. Then it goes on with c + 1 at i + 4n. The same numbers come from the same generator here, but for the
+rounding of logarithm, sine and cosine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+from opacus_memprof.clipping.native import reserve_normal
+from opacus_memprof.clipping.stacks_triton import TYPES, on_device
+
+_BLOCK = 512  # of torch's threads whose numbers one program draws
+_COLUMNS = tl.constexpr(6)  # of the table
+_THREADS = 256  # in each of torch's blocks
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def normal4(seed, low, high, thread):  # type: ignore[no-untyped-def]  # Triton would interpret annotations as its types
+    """Four normal numbers of the counter (low, high) and each thread."""
+    zero = thread * 0
+    x, y, z, w = tl.philox(seed, zero + low, zero + high, thread, zero)
+    a, b = box_muller(x, y)
+    c, d = box_muller(z, w)
+    return a, b, c, d
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def box_muller(x, y):  # type: ignore[no-untyped-def]
+    unit: tl.constexpr = 2.3283064365386963e-10  # 2 ** -32
+    turn: tl.constexpr = 1.4629180792671596e-09  # 2 ** -32 * 2 pi
+    length = tl.sqrt(tl.maximum(-2.0 * tl.log(x.to(tl.float32) * unit + unit / 2), 0.0))
+    angle = y.to(tl.float32) * turn + turn / 2
+    return tl.sin(angle) * length, tl.cos(angle) * length
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def add_normals(table, count, std, BLOCK: tl.constexpr, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    program = tl.program_id(0)
+    row, end = program * 0, program * 0 + count  # the last row whose first program is not after this one
+    while end - row > 1:
+        middle = (row + end) // 2
+        is_after = tl.load(table + _COLUMNS * middle + 4) > program
+        row = tl.where(is_after, row, middle)
+        end = tl.where(is_after, middle, end)
+    table += _COLUMNS * row
+    size, threads, counter = tl.load(table + 1), tl.load(table + 2), tl.load(table + 3)
+    block = program - tl.load(table + 4)
+    blocks = tl.cdiv(threads, BLOCK)  # that take the same counter
+    turn = block // blocks
+    thread = (block % blocks) * BLOCK + tl.arange(0, BLOCK)
+    counter += turn
+    low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
+    a, b, c, d = normal4(tl.load(table + 5), low, high, thread.to(tl.uint32))
+    address = tl.load(table).to(tl.pointer_type(TYPE))
+    at = 4 * turn * threads + thread
+    size = tl.where(thread < threads, size, 0)
+    add_normal(address, at, size, a * std)
+    add_normal(address, at + threads, size, b * std)
+    add_normal(address, at + 2 * threads, size, c * std)
+    add_normal(address, at + 3 * threads, size, d * std)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def add_normal(address, at, size, normal):  # type: ignore[no-untyped-def]
+    element = address.dtype.element_ty
+    inside = at < size
+    total = tl.load(address + at, mask=inside, other=0.0).to(tl.float32)
+    total += normal.to(element).to(tl.float32)  # torch rounds noise to the dtype of the tensor that it fills
+    tl.store(address + at, total.to(element), mask=inside)
+
+
+@functools.cache
+def draws_as_torch(device: torch.device) -> bool:
+    """Whether the kernel adds the numbers that torch draws on this device, tried once on two small tensors: privacy
+    rests on the noise, and nothing else would tell that a kernel was compiled wrongly or that torch draws otherwise."""
+    generators = [torch.Generator(device).manual_seed(2**40 + 1) for _ in range(2)]
+    sums = [torch.zeros(size, device=device) for size in (5, 300)]
+    add_normal_cuda(sums, 2.0, generators[0])
+    drawn = [torch.normal(0, 2.0, total.shape, generator=generators[1], device=device) for total in sums]
+    return all(torch.allclose(total, other, rtol=0, atol=1e-4) for total, other in zip(sums, drawn, strict=True))
+
+
+def add_normal_cuda(sums: Sequence[torch.Tensor], std: float, generator: torch.Generator | None) -> None:
+    """Adds noise of this standard deviation to every sum in place, with one launch.
+
+    Args:
+        sums: contiguous, less than 2 GiB each, of one dtype in ``KERNEL_DTYPES``, and on one device.
+        std: the standard deviation.
+        generator: of that device; None for the device's default one. It goes on as if torch had drawn the noise.
+    """
+    properties = torch.cuda.get_device_properties(sums[0].device)
+    most = properties.multi_processor_count * (properties.max_threads_per_multi_processor // _THREADS)
+    table, programs = reserve_normal(sums, generator, most * _THREADS, _BLOCK)
+    if programs:
+        with on_device(table):
+            add_normals[(programs,)](table, len(table), std, BLOCK=_BLOCK, TYPE=TYPES[sums[0].dtype])

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flash_clip's noise on a GPU: the numbers that torch draws there, without memory for them."""
+
+import pytest
+import torch
+
+from opacus_memprof.clipping import noise_triton
+from opacus_memprof.clipping.noise import add_noise
+
+# Below and above the threads that torch draws with on a large GPU (270 336), and above four times as many.
+SHAPES = [(), (3,), (0, 4), (17, 5), (256,), (1000, 257), (300000,), (1200, 1200), (3000, 1501)]
+
+
+def both_generators() -> tuple[torch.Generator, torch.Generator]:
+    return torch.Generator("cuda").manual_seed(2**40 + 3), torch.Generator("cuda").manual_seed(2**40 + 3)
+
+
+@pytest.mark.true_numbers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_numbers_are_those_of_torch(dtype: torch.dtype) -> None:
+    mine, theirs = both_generators()
+    sums = [torch.zeros(shape, dtype=dtype, device="cuda") for shape in SHAPES]
+    add_noise(sums, std=1.7, generator=mine, secure_mode=False)
+    for total in sums:
+        expected = torch.normal(0, 1.7, total.shape, generator=theirs, device="cuda", dtype=dtype)
+        rounding = {torch.float64: 0, torch.float32: 1e-5}.get(dtype, 2e-2 if dtype == torch.bfloat16 else 4e-3)
+        torch.testing.assert_close(total, expected, rtol=0, atol=rounding)
+        if dtype != torch.float64 and total.numel():
+            assert (total.double() - expected.double()).abs().mean() < 1e-4  # few are rounded differently
+
+
+@pytest.mark.true_numbers
+def test_sums_that_differ_and_are_not_contiguous() -> None:
+    mine, theirs = both_generators()
+    sums = [
+        torch.rand(300, 40, device="cuda"),
+        torch.rand(40, 30, device="cuda").t(),
+        torch.rand(500, device="cuda", dtype=torch.bfloat16),
+        torch.rand(70, device="cuda", dtype=torch.float64),
+        torch.rand(70, device="cuda"),
+    ]
+    before = [total.clone() for total in sums]
+    add_noise(sums, std=0.5, generator=mine, secure_mode=False)
+    for total, old in zip(sums, before, strict=True):
+        drawn = torch.normal(0, 0.5, total.shape, generator=theirs, device="cuda", dtype=total.dtype)
+        rounding = 2e-2 if total.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(total, old + drawn, rtol=0, atol=rounding)
+    assert torch.equal(mine.get_state(), theirs.get_state())
+
+
+@pytest.mark.true_numbers
+def test_a_kernel_that_draws_other_numbers_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    compare = noise_triton.draws_as_torch.__wrapped__
+    assert compare(device)
+    reserve = noise_triton.reserve_normal
+    monkeypatch.setattr(
+        noise_triton, "reserve_normal", lambda sums, generator, most, block: reserve(sums, generator, 128, block)
+    )
+    assert not compare(device)  # 128 threads draw the second half of 256 numbers from other words
+    monkeypatch.setattr(noise_triton, "draws_as_torch", compare)
+    mine, theirs = both_generators()
+    total = torch.zeros(1000, device="cuda")
+    add_noise([total], std=1.0, generator=mine, secure_mode=False)
+    assert torch.equal(total, torch.normal(0, 1.0, (1000,), generator=theirs, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_generator_goes_on_as_if_torch_had_drawn(dtype: torch.dtype) -> None:
+    mine, theirs = both_generators()
+    sums = [torch.zeros(shape, dtype=dtype, device="cuda") for shape in SHAPES]
+    add_noise(sums, std=1.0, generator=mine, secure_mode=False)
+    for total in sums:
+        torch.normal(0, 1.0, total.shape, generator=theirs, device="cuda", dtype=dtype)
+    assert torch.equal(mine.get_state(), theirs.get_state())
+    torch.cuda.manual_seed(5)
+    add_noise(sums, std=1.0, generator=None, secure_mode=False)
+    own = torch.cuda.get_rng_state()
+    torch.cuda.manual_seed(5)
+    for total in sums:
+        torch.normal(0, 1.0, total.shape, device="cuda", dtype=dtype)
+    assert torch.equal(own, torch.cuda.get_rng_state())
+
+
+def test_noise_takes_no_memory_but_for_its_table() -> None:
+    sums = [torch.zeros(1 << 20, device="cuda"), torch.zeros(5, device="cuda")]
+    generator, _ = both_generators()
+    add_noise(sums, std=1.0, generator=generator, secure_mode=False)  # compiles
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    add_noise(sums, std=1.0, generator=generator, secure_mode=False)
+    assert torch.cuda.max_memory_allocated() - before == 512  # a table of two rows
+    assert torch.cuda.memory_allocated() == before
