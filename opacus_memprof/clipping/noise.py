@@ -27,7 +27,8 @@ def add_noise(
         is_plain = type(total) is torch.Tensor and has_kernels(total) and total.is_contiguous()
         return (total.device, total.dtype) if is_plain and total.nbytes < _LARGE else None
 
-    if secure_mode or std == 0 or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if secure_mode or std == 0 or is_capturing or (generator is not None and generator.device.type != "cuda"):
         draw_and_add(sums, std, generator, secure_mode)
         return
     for of_kernel, group in itertools.groupby(sums, kernel):

@@ -82,6 +82,11 @@ def test_the_generator_goes_on_as_if_torch_had_drawn(dtype: torch.dtype) -> None
     assert torch.equal(own, torch.cuda.get_rng_state())
 
 
+def test_a_generator_of_the_cpu_is_refused_by_torch() -> None:
+    with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
+        add_noise([torch.zeros(5, device="cuda")], std=1.0, generator=torch.Generator(), secure_mode=False)
+
+
 def test_noise_takes_no_memory_but_for_its_table() -> None:
     sums = [torch.zeros(1 << 20, device="cuda"), torch.zeros(5, device="cuda")]
     generator, _ = both_generators()
