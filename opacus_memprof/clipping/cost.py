@@ -37,6 +37,15 @@ GRAM_TILE = 128
 """Tokens on one side of a Gram tile, as in the CUDA kernel."""
 
 
+_DRAWN_APART = 1 << 31
+"""Bytes: of tensors as large as this torch draws noise in parts, whose order the kernel does not repeat."""
+
+
+def draws_in_place(nbytes: int) -> bool:
+    """Whether on CUDA the noise of a sum with so many bytes is drawn where it is added, and takes no memory."""
+    return nbytes < _DRAWN_APART
+
+
 @dataclass(frozen=True)
 class Cost:
     """Floating-point operations and bytes moved to and from device memory."""

@@ -30,6 +30,7 @@ from opacus_memprof.clipping.repetition import is_repeating
 from opacus_memprof.clipping.rules import Clipping, ClipRule
 from opacus_memprof.clipping.sharded import SharedSamples, refuse_context_parallel
 from opacus_memprof.clipping.units import Units
+from opacus_memprof.clipping.validate import refuse_capture
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
@@ -195,6 +196,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self._active():
             return None
+        if torch.is_grad_enabled():
+            refuse_capture()
         self.layer_hooks.batch = _batch_size(args, kwargs)
         self._probe(args, kwargs)
         if self._cannot_run is not None:

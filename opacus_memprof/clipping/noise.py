@@ -9,11 +9,10 @@ from collections.abc import Sequence
 import torch
 from opacus.optimizers import optimizer as opacus_optimizer
 
+from opacus_memprof.clipping.cost import draws_in_place
 from opacus_memprof.clipping.native import draw_normal
 from opacus_memprof.clipping.norms import has_kernels
 from opacus_memprof.clipping.workspace import batches
-
-_LARGE = 1 << 31  # bytes: of tensors as large as this torch draws the numbers in another order
 
 
 def add_noise(
@@ -25,10 +24,9 @@ def add_noise(
     def kernel(total: torch.Tensor) -> tuple[torch.device, torch.dtype] | None:
         """The sums whose noise one launch adds have this in common; None if no launch adds it."""
         is_plain = type(total) is torch.Tensor and has_kernels(total) and total.is_contiguous()
-        return (total.device, total.dtype) if is_plain and total.nbytes < _LARGE else None
+        return (total.device, total.dtype) if is_plain and draws_in_place(total.nbytes) else None
 
-    is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if secure_mode or std == 0 or is_capturing or (generator is not None and generator.device.type != "cuda"):
+    if secure_mode or std == 0 or (generator is not None and generator.device.type != "cuda"):
         draw_and_add(sums, std, generator, secure_mode)
         return
     for of_kernel, group in itertools.groupby(sums, kernel):

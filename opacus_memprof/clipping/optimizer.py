@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from opacus_memprof.clipping import noise
 from opacus_memprof.clipping.module import FlashClipHooks
+from opacus_memprof.clipping.validate import refuse_capture
 from opacus_memprof.errors import MemprofError
 
 
@@ -117,8 +118,10 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         """Clips and, unless the step is skipped (BatchMemoryManager), adds noise and averages.
 
         Raises:
-            MemprofError: a norm is not finite. All gradients are dropped then, and no parameter is changed.
+            MemprofError: a norm is not finite. All gradients are dropped then, and no parameter is changed. Or a CUDA
+                graph is being captured.
         """
+        refuse_capture()
         if not self._prepare_step():
             self._is_last_step_skipped = True
             return False

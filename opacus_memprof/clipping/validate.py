@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses models that cannot be clipped exactly."""
+"""Refuses models that cannot be clipped exactly, and steps that no accountant would hear of."""
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -29,6 +30,15 @@ def check_model(model: nn.Module) -> None:
             _refuse_embedding_options(module, name)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise MemprofError("flash_clip found no trainable parameter: every parameter has requires_grad=False.")
+
+
+def refuse_capture() -> None:
+    """Raises MemprofError while a CUDA graph is captured on the current stream."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise MemprofError(
+            "flash_clip cannot be captured in a CUDA graph: replays would go past the privacy accountant, and past the "
+            "check that gradient norms are finite. Leave private training steps out of the capture."
+        )
 
 
 def _refuse_embedding_options(module: nn.Embedding, name: str) -> None:

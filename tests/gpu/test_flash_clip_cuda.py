@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.cuda import CUDAGraph
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_memprof
@@ -20,6 +21,7 @@ from opacus_memprof.clipping.launches import find_waiting_norms, pop_small_sums
 from opacus_memprof.clipping.layers import LAYERS
 from opacus_memprof.clipping.stacks_triton import weighted_sum_cuda
 from opacus_memprof.clipping.workspace import Workspace
+from opacus_memprof.errors import MemprofError
 from tests.integration.clipping_launches import LAUNCHES, count_launches, float32_difference
 from tests.integration.flash_clip_models import MODELS, assert_same, criterion, make_private, parameters
 from tests.unit.clipping_cases import CASES, Case, per_sample_gradients, randomized, relative_error
@@ -259,6 +261,24 @@ def test_two_passes_where_one_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> N
         module(torch.randn(64, 32, 512, device="cuda")).square().mean().backward()
         optimizer.step()
         assert len(runs) == expected
+
+
+def test_a_capture_is_refused_and_leaves_training_as_it_was() -> None:
+    data = TensorDataset(torch.randn(4, 8), torch.randint(2, (4,)))
+    module, optimizer, _ = make_private(nn.Linear(8, 2).cuda(), data, "flash_clip", noise_generator=None)
+    x, y = (tensor.cuda() for tensor in data.tensors)
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(x), y).backward()
+
+    for work in (backward, optimizer.step):
+        with pytest.raises(MemprofError, match="cannot be captured in a CUDA graph"), torch.cuda.graph(CUDAGraph()):
+            work()
+        if work == backward:
+            backward()
+    optimizer.step()
+    assert all(parameter.grad is not None for parameter in module.parameters())
 
 
 def test_grad_samples_without_a_copy(tmp_path: Path) -> None:

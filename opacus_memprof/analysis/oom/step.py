@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from opacus_memprof.analysis.oom.flash import FlashClip
 from opacus_memprof.analysis.oom.layers import Layer
+from opacus_memprof.clipping.cost import draws_in_place
 
 PER_SAMPLE_MODES = ("hooks", "functorch", "ew")  # the modes that keep per-sample gradients
 
@@ -226,7 +227,7 @@ class Step:
 
     def _update(self, n: int, base: Mapping[str, int]) -> Iterator[Instant]:
         """Clipped sums, noise, and the optimizer's step. Noise takes the size of the largest layer twice, zeros and the
-        noise that is drawn; that of flash_clip takes it once."""
+        noise that is drawn; that of flash_clip takes it once or, on CUDA, not at all."""
         trained = self.trained
         if not self.mode:
             yield Instant("optimizer_step", "", {**base, "gradients": trained, "optimizer_temporaries": self.update})
@@ -240,6 +241,8 @@ class Step:
         in_clip = 0 if self.drops_gradients else gradients
         yield Instant("clip", "", {**parts, "gradients": in_clip, "clipping_temporaries": casts})
         in_noise = trained if self.drops_gradients else gradients
-        noise = self.largest if self.mode == "flash_clip" else 2 * self.largest
+        noise = 2 * self.largest
+        if self.mode == "flash_clip":
+            noise = 0 if self.on_gpu and draws_in_place(self.largest) else self.largest
         yield Instant("noise", "", {**parts, "gradients": in_noise, "noise": noise})
         yield Instant("optimizer_step", "", {**parts, "gradients": gradients, "optimizer_temporaries": self.update})
