@@ -34,7 +34,9 @@ PLANNED_RUNS = "runs.jsonl"  # the virtual runs of a plan, and RUNS their direct
 RUNS = "runs"
 REPORT = "memprof"  # what `opacus-memprof report` calls its files
 
-_FILES = (EVENTS, META, f"{META}.tmp", SNAPSHOTS, PROFILE, *OOM_REPORTS)
+_UNFINISHED = f"{META}.tmp"
+# In the order in which they are removed: until the last has gone, one is left that tells that this was a profile.
+_FILES = (SNAPSHOTS, *OOM_REPORTS, PROFILE, EVENTS, _UNFINISHED, META)
 
 # Some network and cluster file systems have no locks: there, nobody stops two profilers of one directory.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -43,6 +45,7 @@ _LATER_PIECES = "events.[0-9]*.bin"  # of a long run's events, after EVENTS
 _REPORTS = re.compile(rf"{REPORT}[.-].*")
 _MAGIC = b"OMEMPROF"  # kMagic of csrc/core/event.h
 _SUMMARY = b'{"format":1,"versions":{'  # of profile.json
+_CLOCK = b'{\n "clock": {'  # of meta.json
 _FIRST_BYTES = 5 * 1024 * 1024  # the event file's first chunk (4 MiB), its header and the small files
 
 
@@ -119,7 +122,7 @@ class ProfileDirectory:
                         directory.rmdir()
 
     def _files(self) -> list[Path]:
-        files = [*(self.path / name for name in _FILES), *self.path.glob(_LATER_PIECES)]
+        files = [*self.path.glob(_LATER_PIECES), *(self.path / name for name in _FILES)]
         return [file for file in files if file.is_file()]
 
     def release(self) -> None:
@@ -137,15 +140,16 @@ class ProfileDirectory:
 
 
 def _refuse_unless_replaceable(path: Path) -> None:
-    """Raises MemprofError unless the directory is empty, or its events.bin or its profile.json is a profiler's."""
+    """Raises MemprofError unless the directory is empty, or a file in it is a profiler's. A session may have had no
+    events, and one that was killed may have begun no more than one of its files."""
     if not path.is_dir():
         return
     with contextlib.suppress(OSError):
         if _is_empty(path):
             return
-    for name, beginning in ((EVENTS, _MAGIC), (PROFILE, _SUMMARY)):  # a session may have had no events
+    for name, beginning in ((EVENTS, _MAGIC), (PROFILE, _SUMMARY), (META, _CLOCK), (_UNFINISHED, _CLOCK)):
         with contextlib.suppress(OSError), open(path / name, "rb") as file:
-            if file.read(len(beginning)) == beginning:
+            if beginning.startswith(file.read(len(beginning))):
                 return
     raise _foreign_files_error(path)
 

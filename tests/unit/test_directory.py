@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
+import opacus_memprof
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import ProfileDirectory
 
+META = b'{\n "clock": {\n  "unit": "ticks"\n }\n}'
+SUMMARY = b'{"format":1,"versions":{"torch":"2.15.0"}}'
 PROFILE = {"events.bin": b"OMEMPROF...", "meta.json": b"{}", "snapshots.jsonl": b"", "profile.json": b"{}"}
 
 
@@ -59,6 +62,58 @@ def test_the_reports_of_a_profile_that_has_gone_stay_and_are_in_nobody_s_way(tmp
         claimed.clear()
         claimed.release()
     assert content(tmp_path) == reports
+
+
+def test_a_profiler_that_is_killed_leaves_nothing_that_the_next_one_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every moment between the claim of an earlier profile's directory and the first events of its own."""
+
+    class KilledError(Exception):
+        pass
+
+    def remove(file: Path, missing_ok: bool = False) -> None:
+        nonlocal left
+        if left == 0:
+            raise KilledError
+        left -= 1
+        os.unlink(file)
+
+    earlier = dict.fromkeys(("events.1.bin", "oom_report.txt", "snapshots.jsonl", "meta.json.tmp"), b"")
+    earlier |= {"events.bin": b"OMEMPROF...", "meta.json": META, "profile.json": SUMMARY}
+    for without in ((), ("profile.json",), ("events.bin", "meta.json")):
+        for moment in range(len(earlier) - len(without)):
+            directory = tmp_path / f"{len(without)}_{moment}"
+            write(directory, {name: data for name, data in earlier.items() if name not in without})
+            killed = ProfileDirectory(directory)
+            left = moment
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, "unlink", remove)
+                with pytest.raises(KilledError):
+                    killed.clear()
+            killed.release()
+            following = ProfileDirectory(directory)
+            following.clear()
+            assert content(directory) == {}
+            following.release()
+    for name, whole in (("meta.json.tmp", META), ("meta.json", META), ("events.bin", b"OMEMPROF")):
+        for size in (0, 3, len(whole)):
+            directory = tmp_path / f"{name}_{size}"
+            write(directory, {name: whole[:size]})
+            ProfileDirectory(directory).release()
+
+
+def test_a_session_s_files_are_known_one_by_one(tmp_path: Path) -> None:
+    with opacus_memprof.profile(tmp_path / "whole", device="cpu"):
+        begun = content(tmp_path / "whole")
+    finished = content(tmp_path / "whole")
+    for name, data in [(name, begun[name]) for name in ("events.bin", "meta.json")] + [*finished.items()]:
+        if name == "snapshots.jsonl":  # never alone
+            continue
+        write(tmp_path / "part", {name: data})
+        claimed = ProfileDirectory(tmp_path / "part")
+        claimed.clear()
+        claimed.release()
 
 
 @pytest.mark.parametrize("files", [{"train.py": b""}, {"profile.json": b"{}"}, {"events.bin": b"other"}])
