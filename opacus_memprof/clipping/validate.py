@@ -34,7 +34,8 @@ def check_model(model: nn.Module) -> None:
 
 def refuse_capture() -> None:
     """Raises MemprofError while a CUDA graph is captured on the current stream."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if initialized and torch.cuda.is_current_stream_capturing():
         raise MemprofError(
             "flash_clip cannot be captured in a CUDA graph: replays would go past the privacy accountant, and past the "
             "check that gradient norms are finite. Leave private training steps out of the capture."
