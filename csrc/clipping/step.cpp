@@ -3,7 +3,6 @@
 
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/normal.h>
@@ -30,32 +29,45 @@ bool are_alike(const Tensors& one, const Tensors& other, bool whole_shapes) {
 
 using Pair = std::pair<at::Tensor, at::Tensor>;
 
+// Whether a token's neighbours lie beside it, and not its features: of convolutions.
+bool is_by_feature(const at::Tensor& x) {
+  return x.dim() == 3 && x.stride(1) == 1 && x.stride(2) != 1;
+}
+
+std::int64_t bytes_of(const at::Tensor& x) {
+  return x.numel() * static_cast<std::int64_t>(x.element_size());
+}
+
 bool is_one_product(const Pair& pair, const Pair& first, std::int64_t most) {
   const auto& [left, right] = pair;
   const bool is_alike = left.scalar_type() == first.first.scalar_type() &&
                         right.scalar_type() == left.scalar_type() &&
                         left.device() == first.first.device() && right.device() == left.device();
-  const std::int64_t numbers = std::min(left.numel(), right.numel());
-  return is_alike && left.size(0) > 1 && numbers > 0 &&
-         numbers * static_cast<std::int64_t>(left.element_size()) <= most;
+  if (!is_alike || left.size(0) < 2 || left.numel() == 0 || right.numel() == 0) return false;
+  const auto& [narrow, wide] = left.numel() < right.numel() ? pair : Pair(right, left);
+  return bytes_of(narrow) + (is_by_feature(wide) ? bytes_of(wide) : 0) <= most;
 }
 
-// Low precision rounds the product, not the factors.
-at::Tensor scaled(const at::Tensor& x, const at::Tensor& factors) {
-  std::vector<std::int64_t> shape(static_cast<std::size_t>(x.dim()), 1);
-  shape[0] = x.size(0);
-  const at::Tensor scale = factors.view(shape);
-  if (x.scalar_type() == factors.scalar_type()) return x.mul(scale);
-  at::Tensor out = at::empty_like(x);
-  return at::mul_out(out, x, scale);
+// x [N, ..., features], each sample times its factor if there are factors, as a matrix [features,
+// all else]. Low precision rounds the product, not the factors.
+at::Tensor folded(const at::Tensor& x, const at::Tensor* factors) {
+  const bool by_feature = is_by_feature(x);
+  at::Tensor as_stored = by_feature ? x.permute({2, 0, 1}) : x;
+  if (factors != nullptr) {
+    std::vector<std::int64_t> shape(static_cast<std::size_t>(x.dim()), 1);
+    shape[by_feature ? 1 : 0] = x.size(0);
+    at::Tensor scaled = at::empty(as_stored.sizes(), x.options());
+    as_stored = at::mul_out(scaled, as_stored, factors->view(shape));
+  }
+  const std::int64_t features = x.size(-1);
+  return by_feature ? as_stored.reshape({features, -1}) : as_stored.reshape({-1, features}).t();
 }
 
 at::Tensor sum_outer_product(const Pair& pair, const at::Tensor& factors) {
   const auto& [left, right] = pair;
   const bool scales_left = left.size(-1) < right.size(-1);
-  const at::Tensor rows = scales_left ? scaled(left, factors) : left;
-  const at::Tensor columns = scales_left ? right : scaled(right, factors);
-  return at::mm(rows.reshape({-1, rows.size(-1)}).t(), columns.reshape({-1, columns.size(-1)}));
+  const at::Tensor rows = folded(left, scales_left ? &factors : nullptr);
+  return at::mm(rows, folded(right, scales_left ? nullptr : &factors).t());
 }
 
 // The numbers on the device, for which the host does not wait.

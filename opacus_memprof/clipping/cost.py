@@ -36,6 +36,9 @@ on an H200 and about 10 on ordinary CPUs. Another value changes the choice only 
 GRAM_TILE = 128
 """Tokens on one side of a Gram tile, as in the CUDA kernel."""
 
+GROUP_NORM_NUMBERS = 1 << 16
+"""Of a sample and group that one program of GroupNorm's CUDA kernel goes through; with more it would be slower than
+torch's kernels, which need temporaries."""
 
 _DRAWN_APART = 1 << 31
 """Bytes: of tensors as large as this torch draws noise in parts, whose order the kernel does not repeat."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.linear import LinearLayer
+from opacus_memprof.clipping.layers.matrix import MatrixLayer
 from opacus_memprof.clipping.native import group_alike, sum_outer_products
 from opacus_memprof.clipping.norms import is_small
 from opacus_memprof.clipping.workspace import KERNEL_DTYPES, Workspace, accumulation_dtype, batches
@@ -41,7 +42,7 @@ def find_waiting_norms(kept: dict[Layer, KeptTensors]) -> None:
             if stack is not None:
                 (stacks if is_small(stack) else large).append((each.norms, parameter, (stack,)))
                 continue
-            assert isinstance(layer, LinearLayer)
+            assert isinstance(layer, MatrixLayer)
             assert each.pair is not None
             g, a = layer.operands(*each.pair)
             # The norm of a product of vectors is the product of their norms.

@@ -119,4 +119,5 @@ def squared_norms_cuda(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def on_device(tensor: torch.Tensor) -> Any:
     """A context in which kernels run on the tensor's device."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    is_current = not tensor.is_cuda or tensor.device.index == torch.cuda.current_device()
+    return nullcontext() if is_current else torch.cuda.device(tensor.device)

@@ -45,6 +45,11 @@ def _wrap_noise(function: Function) -> Function:
     return _tag(function, NOISE)(function, module_of="reference")
 
 
+def _wrap_added_noise(function: Function) -> Function:
+    """flash_clip's noise that a kernel draws where it adds it takes no memory, but for the kernel's table of sums."""
+    return _tag(function, NOISE)(function)
+
+
 def _wrap_noise_of_many(function: Function) -> Function:
     """flash_clip passes many clipped sums at once: each is passed by itself here, for its noise to have its module."""
 
@@ -72,6 +77,7 @@ _WRAPPERS: dict[str, Callable[[Function], Function]] = {
     "opacus.grad_sample.grad_sample_module_fast_gradient_clipping:create_norm_sample": _wrap_norm_sample,
     "opacus.grad_sample.functorch:ft_compute_per_sample_gradient": _wrap_functorch,
     "opacus.optimizers.optimizer:_generate_noise": _wrap_noise,
+    "opacus_memprof.clipping.noise:add_noise": _wrap_added_noise,
     "opacus_memprof.clipping.noise:draw_noise": _wrap_noise_of_many,
     "opacus.optimizers.ddp_perlayeroptimizer:_clip_and_accumulate_parameter": _wrap_clipping,
     "torch.nn.utils._expanded_weights.expanded_weights_utils:set_grad_sample_if_exists": _wrap_expanded_weights,

@@ -67,6 +67,24 @@ def convnet() -> nn.Module:
     )
 
 
+def bottlenecks() -> nn.Module:
+    """Convolutions with a kernel of one tap, most of which see fewer positions than their weights have rank."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, stride=3),
+        nn.Conv2d(16, 32, 1, bias=False),
+        nn.GroupNorm(4, 32),
+        nn.Conv2d(32, 16, 1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 1, bias=False),
+        nn.Conv2d(32, 16, 1, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(16, 8, 1, groups=2),
+        nn.Conv2d(8, 6, 2),
+        nn.Flatten(),
+        nn.Linear(6, 10),
+    )
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(9, 20), nn.Tanh(), nn.Linear(20, 4, bias=False))
 
@@ -87,6 +105,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], TensorDataset]]
     "transformer": (Transformer, token_data),
     "transformer_rms_norm": (lambda: Transformer(nn.RMSNorm), token_data),
     "convnet": (convnet, image_data),
+    "bottlenecks": (bottlenecks, image_data),
     "mlp": (mlp, vector_data),
 }
 

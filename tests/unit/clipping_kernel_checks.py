@@ -11,8 +11,9 @@ from torch import nn
 
 from opacus_memprof.clipping import gram_triton, norms, sums
 from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda, gram_squared_norms_of_layers
+from opacus_memprof.clipping.group_norm_triton import group_norm_gradients_cuda
 from opacus_memprof.clipping.launches import pop_small_sums
-from opacus_memprof.clipping.layers import KeptTensors, linear
+from opacus_memprof.clipping.layers import KeptTensors, matrix, normalization
 from opacus_memprof.clipping.layers.linear import LinearLayer
 from opacus_memprof.clipping.noise_triton import add_normals
 from opacus_memprof.clipping.stacks_triton import TYPES, squared_norms_cuda, weighted_sum_cuda, weighted_sums_cuda
@@ -48,7 +49,7 @@ def test_gram_kernel_on_slices_and_empty_batches() -> None:
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_step_with_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step whose norms and sums are found by the kernels clips as by hand."""
-    for module in (norms, sums, linear):
+    for module in (norms, sums, matrix, normalization):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
     launched = count_launches(monkeypatch)
     assert float32_difference(name, "cpu") < 1e-4
@@ -117,6 +118,23 @@ def test_sum_kernel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_sum_kernel_on_empty_batches() -> None:
     total = weighted_sum_cuda(torch.empty(0, 3, 4), torch.empty(0), torch.float32)
     assert torch.equal(total, torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 6, 5, 5), (1, 4, 2), (3, 80, 7, 7), (2, 4, 13, 13), (1, 6, 50, 50), (2, 6)])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_group_norm_kernel(shape: tuple[int, ...], groups: int, dtype: torch.dtype) -> None:
+    """Against autograd, one sample at a time in float64; inputs whose mean is far from 0."""
+    torch.manual_seed(0)
+    x, g = (5 + torch.randn(shape)).to(dtype), torch.randn(shape).to(dtype)
+    layer = nn.GroupNorm(groups, shape[1], eps=1e-3).double()
+    weight, bias = group_norm_gradients_cuda(x, g, groups, layer.eps)
+    for n in range(len(x)):
+        layer.zero_grad()
+        layer(x[n : n + 1].double()).backward(g[n : n + 1].double())
+        for found, parameter in ((weight[n], layer.weight), (bias[n], layer.bias)):
+            assert parameter.grad is not None
+            torch.testing.assert_close(found.double(), parameter.grad, rtol=1e-5, atol=1e-4)
 
 
 def test_noise_kernel() -> None:

@@ -157,6 +157,20 @@ def test_sums_of_products(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(total.double(), exact, **tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_products_of_tokens_that_lie_beside_one_another(dtype: torch.dtype) -> None:
+    """Of convolutions: output gradients [N, rows, T], and inputs [N, columns, T] that may be unfolded."""
+    factors = torch.rand(3, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    rows, columns = torch.randn(3, 4, 5, dtype=dtype).mT, torch.randn(3, 6, 5, dtype=dtype).mT
+    tolerance = {"rtol": 0.05, "atol": 0.1} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    for left, right in [(rows, columns), (columns, rows), (rows, columns.contiguous()), (columns, rows.contiguous())]:
+        (total,) = native.sum_outer_products([(left, right)], factors, left.nbytes + right.nbytes)
+        exact = torch.einsum("n,nti,ntj->ij", factors.double(), left.double(), right.double())
+        torch.testing.assert_close(total.double(), exact, **tolerance)
+    # Each of the two is copied.
+    assert native.sum_outer_products([(rows, columns)], factors, rows.nbytes + columns.nbytes - 1) == []
+
+
 def test_products_end_where_one_cannot_be_formed() -> None:
     pair, factors = (torch.ones(2, 3, 4), torch.ones(2, 3, 4)), torch.ones(2)
     single = (torch.ones(1, 3, 4), torch.ones(1, 3, 4))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping import norms
-from opacus_memprof.clipping.layers import KeptTensors, Layer, layer_for, linear
+from opacus_memprof.clipping.layers import KeptTensors, Layer, layer_for, matrix
 from opacus_memprof.clipping.workspace import Workspace
 
 WORKSPACE = Workspace.from_mib(64)
@@ -28,7 +28,7 @@ SHAPES: dict[str, tuple[Build, tuple[int, ...], int]] = {  # module, its input's
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms wait for the step, as on CUDA."""
-    for module in (norms, linear):
+    for module in (norms, matrix):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
 
 

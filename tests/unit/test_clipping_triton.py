@@ -77,3 +77,13 @@ def test_the_noise_kernel_compiles_for_the_h200(element: str) -> None:
 
     constants = {"BLOCK": 512, "TYPE": getattr(tl, element)}
     assert _compile(noise_triton.add_normals, {"table": "*i64", "std": "fp32"}, constants, 4).asm["cubin"]
+
+
+@pytest.mark.parametrize("element", ["fp32", "bf16"])
+@pytest.mark.parametrize("tokens", [64, 256, 1024])
+def test_the_group_norm_kernel_compiles_for_the_h200(element: str, tokens: int) -> None:
+    from opacus_memprof.clipping import group_norm_triton
+
+    signature = {"x": f"*{element}", "g": f"*{element}", "weight": "*fp32", "bias": "*fp32", "eps": "fp32"}
+    constants = {"CHANNELS": 2048 // tokens, "TOKENS": tokens}
+    assert _compile(group_norm_triton.group_gradients, signature, constants, 8).asm["cubin"]

@@ -59,6 +59,10 @@ class FlashClip:
         layer, forward, module = self.layer, self.layer.forward, self.layer.module
         if module.kind in NORMS:  # one normalized input; flash_clip sizes its tiles for three
             sample = layer.scale(forward.output_bytes, 1)
+            # How many groups GroupNorm has is not known. With one, its kernel would go through all of a sample.
+            is_small = sample <= cost.GROUP_NORM_NUMBERS * forward.element_bytes
+            if module.kind == "GroupNorm" and self.in_registers and is_small and forward.element_bytes <= _SUM_BYTES:
+                return 0
             return min(sample * max(WORKSPACE_BYTES // (3 * sample), 1), sample * n, WORKSPACE_BYTES // 3)
         if module.kind == "Embedding":  # sorted indices, and sums of rows with equal indices
             return min(n * forward.tokens * _INDEX_BYTES + layer.scale(forward.output_bytes, n), WORKSPACE_BYTES)
@@ -92,6 +96,9 @@ class FlashClip:
             return min(n * scaled, WORKSPACE_BYTES)
         # Samples and tokens are folded into one dimension, which copies g and the unfolded input.
         samples, unfolded, input_copies = self._unfold(n, WORKSPACE_BYTES // 2)
+        copied = token * (rows + columns) if forward.tokens > 1 else scaled
+        if module.groups == 1 and samples == n > 1 and n * copied <= WORKSPACE_BYTES // 2:  # one of them is scaled, too
+            return unfolded + max(input_copies, n * copied)
         folded = max(min(samples, WORKSPACE_BYTES // 2 // (2 * token * (rows + columns))), 1)
         copies = token * (rows + columns) if folded > 1 else 0
         part = forward.element_bytes * module.weight if folded < n else 0  # the sum over some samples

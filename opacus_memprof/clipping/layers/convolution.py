@@ -6,6 +6,7 @@ The input is unfolded for some samples (or groups, or channels) at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from opacus_memprof.clipping.cost import Choice
 from opacus_memprof.clipping.layers.linear import autocast_input
 from opacus_memprof.clipping.layers.matrix import MatrixLayer, Sizes
 from opacus_memprof.clipping.norms import gradient_squared_norms, gram_squared_norms
-from opacus_memprof.clipping.sums import products, sum_products
+from opacus_memprof.clipping.sums import products, sum_outer_products, sum_products
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 
 
@@ -70,15 +71,24 @@ class ConvolutionLayer(MatrixLayer):
         self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
     ) -> torch.Tensor:
         size, share = self.sizes(x, g), workspace.half()  # of it are the unfolded blocks
-        total = torch.zeros(size.samples, dtype=accumulation_dtype(g.dtype), device=g.device)
+        total: torch.Tensor | None = None
         for block in self.blocks(x, g, share):
             # The Gram product needs all columns at once; squared norms of gradients add up over columns.
             all_columns = block.a.shape[2] == size.columns
             compute = gram_squared_norms if choice.norm == "gram" and all_columns else gradient_squared_norms
             norms = compute(block.g, block.a, share)
-            total[block.samples] += norms.view(-1, block.groups.stop - block.groups.start).sum(1)
+            groups = block.groups.stop - block.groups.start
+            norms = norms if groups == 1 else norms.view(-1, groups).sum(1)
+            if len(norms) == size.samples and total is None:
+                total = norms
+            else:
+                total = self._no_norms(g) if total is None else total
+                total[block.samples] += norms
             del block
-        return total
+        return self._no_norms(g) if total is None else total
+
+    def _no_norms(self, g: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(g), dtype=accumulation_dtype(g.dtype), device=g.device)
 
     def weight_sum(
         self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor | None, workspace: Workspace
@@ -87,8 +97,7 @@ class ConvolutionLayer(MatrixLayer):
         shape = (size.groups, size.rows, size.columns)
         total: torch.Tensor | None = None
         for block in self.blocks(x, g, share):
-            scale = None if factors is None else factors[block.samples]
-            part = sum_products(block.g, block.a, scale, block.groups.stop - block.groups.start, share)
+            part = self._sum_of(block, factors, share)
             if part.shape == shape and block.samples == slice(0, size.samples):
                 total = part
             else:
@@ -100,6 +109,27 @@ class ConvolutionLayer(MatrixLayer):
             total = g.new_zeros(shape)
         return total.view(self.weight().shape)
 
+    def _sum_of(self, block: Block, factors: torch.Tensor | None, workspace: Workspace) -> torch.Tensor:
+        """The clipped sum of a block, [groups, rows, columns]."""
+        groups = block.groups.stop - block.groups.start
+        if factors is not None:
+            factors = factors[block.samples]
+            if groups == 1:
+                total = sum_outer_products(block.g.mT, block.a, factors, workspace)
+                if total is not None:
+                    return total.unsqueeze(0)
+        return sum_products(block.g, block.a, factors, groups, workspace)
+
+    def operands(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return g.flatten(2), x.flatten(2).mT
+
+    def has_views(self, x: torch.Tensor, g: torch.Tensor) -> bool:
+        """As of all of these, only a convolution with a kernel of one tap that is applied everywhere."""
+        module: Any = self.module
+        ones = (*module.kernel_size, *module.stride, module.groups)
+        is_pointwise = set(ones) == {1} and not any(module._reversed_padding_repeated_twice)
+        return is_pointwise and x.is_contiguous() and g.is_contiguous()
+
     def blocks(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Iterator[Block]:
         """Splits the products into blocks whose operands fit into the workspace."""
         size = self.sizes(x, g)
@@ -107,10 +137,16 @@ class ConvolutionLayer(MatrixLayer):
             return
         channels = x.shape[1] // size.groups
         taps = size.columns // channels
-        x = x.reshape(size.samples, size.groups, channels, *x.shape[2:])
-        g = g.reshape(size.samples, size.groups, size.rows, size.tokens)
         # Bytes of one channel: its unfolded columns, and at most two copies of the input (cast or sliced, and padded).
         unit = (taps * size.tokens + 2 * self._padded_numel(x)) * g.element_size()
+        if x.shape[:2].numel() * unit <= workspace.bytes:
+            every = size.samples * size.groups
+            a = self._unfold(x.to(g.dtype).reshape(every, channels, *x.shape[2:])).mT
+            g = g.reshape(every, size.rows, size.tokens)
+            yield Block(slice(0, size.samples), slice(0, size.groups), slice(0, size.columns), g, a)
+            return
+        x = x.reshape(size.samples, size.groups, channels, *x.shape[2:])
+        g = g.reshape(size.samples, size.groups, size.rows, size.tokens)
         groups = workspace.fit(channels * unit, size.groups)  # of one sample
         samples = max(1, workspace.fit(size.groups * channels * unit, size.samples))
         one_channel = f"one channel of {self.describe()}"
@@ -143,5 +179,4 @@ class ConvolutionLayer(MatrixLayer):
     def _padded_numel(self, x: torch.Tensor) -> int:
         """The number of elements of one channel of one sample, including padding."""
         pads = self.module._reversed_padding_repeated_twice
-        sides = [n + pads[2 * i] + pads[2 * i + 1] for i, n in enumerate(reversed(x.shape[3:]))]
-        return torch.Size(sides).numel()
+        return math.prod(n + pads[2 * i] + pads[2 * i + 1] for i, n in enumerate(reversed(x.shape[2:])))

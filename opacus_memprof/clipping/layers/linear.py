@@ -11,8 +11,6 @@ from opacus_memprof.clipping.layers.matrix import MatrixLayer, Sizes
 from opacus_memprof.clipping.norms import (
     gradient_squared_norms,
     gram_squared_norms,
-    has_kernels,
-    is_small,
     squared_norms_unless_waiting,
 )
 from opacus_memprof.clipping.sums import products, sum_outer_products, sum_products
@@ -63,12 +61,8 @@ class LinearLayer(MatrixLayer):
             return g.new_zeros(x.shape[0], *shape)
         return products(*self.operands(x, g)).view(-1, *shape)
 
-    def norms_wait(self, x: torch.Tensor, g: torch.Tensor, choice: Choice) -> bool:
-        if choice.norm != "gram" or x.dtype != g.dtype or not has_kernels(g) or g.numel() == 0:
-            return False
-        if x.shape[1:-1].numel() == 1:
-            return is_small(x) and is_small(g)
-        return x.dim() == g.dim() == 3 or (x.is_contiguous() and g.is_contiguous())  # operands are views
+    def has_views(self, x: torch.Tensor, g: torch.Tensor) -> bool:
+        return x.dim() == g.dim() == 3 or (x.is_contiguous() and g.is_contiguous())
 
     def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
         weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")

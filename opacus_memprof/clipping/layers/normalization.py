@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from opacus_memprof.clipping import cost
 from opacus_memprof.clipping.layers.base import KeptTensors, Layer, Shortcut
+from opacus_memprof.clipping.norms import has_kernels
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
 
 _COPIES = 3  # live at once: the normalized input, a cast of the input if dtypes differ, and statistics
@@ -95,6 +97,11 @@ class GroupNormLayer(Layer):
     def small_gradients(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> dict[str, torch.Tensor]:
         dtype = accumulation_dtype(g.dtype)
         channels, groups = self.module.num_channels, self.module.num_groups
+        if x is not None and self.is_trainable("weight") and self._has_kernel(x, g):
+            from opacus_memprof.clipping.group_norm_triton import group_norm_gradients_cuda
+
+            weight, bias = group_norm_gradients_cuda(x, g, groups, self.module.eps)
+            return {"weight": weight, **({"bias": bias} if self.is_trainable("bias") else {})}
         g = g.reshape(len(g), channels, g.shape[2:].numel())
         gradients: dict[str, torch.Tensor] = {}
         if self.is_trainable("bias"):
@@ -115,3 +122,9 @@ class GroupNormLayer(Layer):
             total[n, c] = product.sum(2, dtype=dtype)
             del product
         return gradients
+
+    def _has_kernel(self, x: torch.Tensor, g: torch.Tensor) -> bool:
+        """Whether one kernel finds the gradients, in no more time than torch's. It has a program for each group."""
+        if not (has_kernels(x) and has_kernels(g) and x.is_contiguous() and g.is_contiguous()):
+            return False
+        return 0 < x[:1].numel() <= cost.GROUP_NORM_NUMBERS * self.module.num_groups
