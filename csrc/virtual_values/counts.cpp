@@ -2,6 +2,7 @@
 #include "virtual_values/counts.h"
 
 #include <Python.h>
+#include <frameobject.h>  // PyFrame_GetBack, in Python 3.10
 
 #include <algorithm>
 #include <mutex>
