@@ -186,7 +186,8 @@ def test_out_of_memory(tmp_path: Path) -> None:
     assert found["virtual"]["gpu"] == "h200"
     for name in ("oom_report.txt", "oom_report.html"):
         assert f"on a {NAME} (1.00 GiB): " in (tmp_path / "out" / name).read_text()
-    assert completed.stderr.count(f"on a {NAME} (1.00 GiB): ") == 2  # in the exception's note, and in the report
+    times = 2 if sys.version_info >= (3, 11) else 1  # in the report and, where Python prints them, the exception's note
+    assert completed.stderr.count(f"on a {NAME} (1.00 GiB): ") == times
 
 
 @pytest.mark.parametrize(
