@@ -70,7 +70,8 @@ $(MATRIX): matrix-%:
 	$(MAKE) -C build/matrix/$* VENV=.venv TORCH=$* try
 
 # A short choice of tests: Opacus' modes and what they allocate, flash_clip, and CUDA's allocator on a virtual GPU.
-TRIED := tests/unit/test_native.py tests/integration/test_opacus_modes.py tests/integration/test_flash_clip.py
+TRIED := tests/unit/test_native.py tests/integration/test_opacus_modes.py tests/integration/test_flash_clip.py \
+         tests/integration/test_fake_forward.py
 try: $(BIN)/python
 	$(INSTALL) 'torch==$(TORCH).*' 'opacus==$(call CLAIMED,claimed["LOWEST_OPACUS"]).*'
 	$(MAKE) $(VENV)/.opacus-memprof-requirements

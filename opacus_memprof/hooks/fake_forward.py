@@ -7,12 +7,13 @@ it prints is printed twice."""
 
 import copy
 import random
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -91,6 +92,8 @@ class FakeForward:
             return None
         state = random.getstate()
         try:
+            if not torch.cuda.is_available():
+                _set_device_guard()
             # In a thread of its own: the operation that failed has left its dispatch state in this one.
             with ThreadPoolExecutor(1) as pool:
                 return pool.submit(_run, named, self._call, frozenset(layers), captures).result()
@@ -98,6 +101,24 @@ class FakeForward:
             return None
         finally:
             random.setstate(state)
+
+
+@cache
+def _set_device_guard() -> None:
+    """Uses fake tensors in a thread that does not end before the process. Where there is no GPU, torch sets a guard for
+    one when they are first used. Torch 2.11 frees it with the thread that did so, and later uses crash."""
+    is_set = threading.Event()
+
+    def set_guard() -> None:
+        try:
+            with FakeTensorMode():
+                pass
+        finally:
+            is_set.set()
+        threading.Event().wait()
+
+    threading.Thread(target=set_guard, name="opacus_memprof_fake_tensors", daemon=True).start()
+    is_set.wait()
 
 
 def _run(named: Sequence[tuple[str, nn.Module]], call: Call, layers: frozenset[str], captures: bool) -> WholeForward:

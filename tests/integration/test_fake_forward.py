@@ -3,6 +3,8 @@
 
 import copy
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,3 +146,23 @@ def test_it_keeps_no_model_alive() -> None:
     forward.record_inputs(((torch.zeros(2, 16, dtype=torch.long),), {}))
     del model
     assert forward.run((), captures=False) is None
+
+
+LATER = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from opacus_memprof.hooks.fake_forward import FakeForward
+
+layer = torch.nn.Linear(3, 2)
+forward = FakeForward([("", layer)])
+forward.record_inputs(((torch.zeros(4, 3),), {}))
+assert forward.run([""], captures=False) is not None
+with FakeTensorMode():
+    print(tuple(torch.empty(5).shape))
+"""
+
+
+def test_the_program_can_use_fake_tensors_later() -> None:
+    """Torch 2.11 without a GPU crashes where the thread has ended that was the first to use them."""
+    done = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "(5,)\n"), done.stderr
