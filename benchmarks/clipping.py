@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -71,7 +72,8 @@ def run_worker(
         errors.seek(0)
         said = [line.strip() for line in errors.read().splitlines() if line.strip()]
     if failed and said:
-        failed += f": {said[-1][:200]}"
+        raised = [line for line in said if re.match(r"(\[rank\d+\]: )?[\w.]+(Error|Exception): ", line)]
+        failed += f": {(raised or said)[-1][:200]}"  # torchrun says more after it
     return lines, failed
 
 

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "clipping/convolution.h"
 #include "clipping/gradient_tap.h"
 #include "clipping/step.h"
 
@@ -11,6 +12,7 @@ namespace clipping = opacus_memprof::clipping;
 
 PYBIND11_MODULE(_clipping, module) {
   module.def("tap_gradient", &clipping::tap_gradient);
+  module.def("unfold", &clipping::unfold);
   module.def("group_alike", &clipping::group_alike);
   module.def("address_table", &clipping::address_table);
   module.def("empty_sums", &clipping::empty_sums);

@@ -16,8 +16,9 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
+from opacus_memprof.clipping.launch_triton import launch, on_device
 from opacus_memprof.clipping.native import address_table
-from opacus_memprof.clipping.stacks_triton import TYPES, on_device
+from opacus_memprof.clipping.stacks_triton import TYPES
 
 _MOST_PROGRAMS = 65535  # in the third dimension of a launch
 _MOST_PARTS = 1 << 22  # sums of tiles that are written by a launch, unless one layer has more: 16 MiB
@@ -151,8 +152,7 @@ def gram_squared_norms_cuda(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     """
     tiles, parts = _tiles(g), _parts(g, 1)
     if parts.numel():
-        with on_device(g):
-            gram_tile[(tiles, tiles, len(g))](*(g, a, parts), *_sizes(g, a), **_settings(g))
+        launch(gram_tile, (tiles, tiles, len(g)), g, a, parts, *_sizes(g, a), **_settings(g))
     return parts.sum((1, 2)).clamp_(min=0)
 
 

@@ -12,7 +12,7 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from opacus_memprof.clipping.stacks_triton import on_device
+from opacus_memprof.clipping.launch_triton import launch
 
 _TILE = 2048  # numbers that a program takes at once
 
@@ -71,8 +71,7 @@ def group_norm_gradients_cuda(
     weight = torch.empty(samples, channels, dtype=torch.float32, device=x.device)
     bias = torch.empty_like(weight)
     width = 64 if tokens <= 64 else 256 if tokens <= 256 else 1024
-    with on_device(x):
-        group_gradients[(samples * groups,)](
-            *(x, g, weight, bias, channels // groups, tokens, eps), CHANNELS=_TILE // width, TOKENS=width, num_warps=8
-        )
+    sizes = {"CHANNELS": _TILE // width, "TOKENS": width}
+    arguments = (x, g, weight, bias, channels // groups, tokens, eps)
+    launch(group_gradients, (samples * groups, 1, 1), *arguments, num_warps=8, **sizes)
     return weight, bias

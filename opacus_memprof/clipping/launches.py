@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.layers import KeptTensors, Layer
-from opacus_memprof.clipping.layers.linear import LinearLayer
 from opacus_memprof.clipping.layers.matrix import MatrixLayer
 from opacus_memprof.clipping.native import group_alike, sum_outer_products
 from opacus_memprof.clipping.norms import is_small
@@ -99,8 +98,8 @@ def pop_small_sums(
 def pop_small_products(
     kept: dict[Layer, KeptTensors], factors: torch.Tensor, workspace: Workspace
 ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Removes the last linear layers as long as their clipped sums are small and each is one product of what is kept,
-    and returns their weights with these sums; empty if the last layer is another one.
+    """Removes the last layer and, as long as all their clipped sums are small, those before it, if each sum is one
+    product of what is kept as it is, and returns their weights with these sums; empty if the last layer is another one.
 
     Args:
         kept: by layer.
@@ -114,19 +113,25 @@ def pop_small_products(
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     size = 0
     for layer, each in reversed(kept.items()):
-        if each.stacks or each.pair is None or not isinstance(layer, LinearLayer):
+        if each.stacks or each.pair is None or not isinstance(layer, MatrixLayer):
             break
-        weight = layer.weight()
+        pair, weight = layer.outer(*each.pair), layer.weight()
         size += weight.nbytes
-        if size > _MOST_BYTES:
+        if pair is None or (pairs and size > _MOST_BYTES):
             break
         layers.append(layer)
         weights.append(weight)
-        pairs.append(layer.outer(*each.pair))
+        pairs.append(pair)
     if not pairs:
         return []
     first = pairs[0][0]
     totals = sum_outer_products(pairs, factors.to(first.device, accumulation_dtype(first.dtype)), workspace.bytes)
     for layer, _ in zip(layers, totals, strict=False):
         del kept[layer]
-    return [(w, t if t.dtype == w.dtype else t.to(w.dtype)) for w, t in zip(weights, totals, strict=False)]
+    return [(w, _as_weight(t, w)) for w, t in zip(weights, totals, strict=False)]
+
+
+def _as_weight(total: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+    """A matrix in the dtype and shape of a weight."""
+    total = total if total.dtype == weight.dtype else total.to(weight.dtype)
+    return total if weight.dim() == 2 else total.view(weight.shape)

@@ -21,6 +21,7 @@ try:
         reserve_normal,
         sum_outer_products,
         tap_gradient,
+        unfold,
     )
 except ImportError as error:
     raise ImportError(
@@ -36,4 +37,5 @@ __all__ = [
     "reserve_normal",
     "sum_outer_products",
     "tap_gradient",
+    "unfold",
 ]

@@ -19,8 +19,9 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
+from opacus_memprof.clipping.launch_triton import on_device
 from opacus_memprof.clipping.native import reserve_normal
-from opacus_memprof.clipping.stacks_triton import TYPES, on_device
+from opacus_memprof.clipping.stacks_triton import TYPES
 
 _BLOCK = 512  # of torch's threads whose numbers one program draws
 _COLUMNS = tl.constexpr(6)  # of the table

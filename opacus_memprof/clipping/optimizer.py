@@ -108,7 +108,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             _mark_as_processed(parameter.summed_grad)
 
     def _as_gradient(self, parameter: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
-        return total.view_as(parameter)
+        return total if total.shape == parameter.shape else total.view_as(parameter)
 
     def _gets_noise(self, parameter: nn.Parameter) -> bool:
         """Whether this process adds the noise of the parameter."""

@@ -8,13 +8,12 @@ needs for all. One launch goes through all of them, by a table of their addresse
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
+from opacus_memprof.clipping.launch_triton import launch, on_device
 from opacus_memprof.clipping.native import address_table, empty_sums
 from opacus_memprof.clipping.workspace import KERNEL_DTYPES
 
@@ -76,10 +75,8 @@ def weighted_sum_cuda(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.d
     out = torch.empty(stack.shape[1:], dtype=dtype, device=stack.device)
     if out.numel():
         block = 2048
-        with on_device(stack):
-            weighted_sum[(triton.cdiv(out.numel(), block),)](
-                stack, factors, out, len(stack), out.numel(), BLOCK=block, num_warps=8
-            )
+        grid = (triton.cdiv(out.numel(), block), 1, 1)
+        launch(weighted_sum, grid, stack, factors, out, len(stack), out.numel(), num_warps=8, BLOCK=block)
     return out
 
 
@@ -115,9 +112,3 @@ def squared_norms_cuda(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
     with on_device(out):
         squared_norms[(count, len(stacks))](table, out, BLOCK=512, SOURCE=TYPES[stacks[0].dtype])
     return out
-
-
-def on_device(tensor: torch.Tensor) -> Any:
-    """A context in which kernels run on the tensor's device."""
-    is_current = not tensor.is_cuda or tensor.device.index == torch.cuda.current_device()
-    return nullcontext() if is_current else torch.cuda.device(tensor.device)

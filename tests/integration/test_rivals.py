@@ -16,6 +16,7 @@ import torch
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+STATUS_1 = "the worker ended with status 1"
 CONFIG = "gpt2_T4096_B1_bf16"
 OWN = ["hooks", "functorch", "ghost", "flash_clip"]
 
@@ -66,7 +67,7 @@ def test_the_small_copies_on_the_cpu(tmp_path: Path) -> None:
     for mode in ("fastDP MixOpt", "fastDP ghost"):
         assert by_library["fastDP"][mode]["failed"] == "ValueError: no such layer | here"
     for row in by_library["FlashNorm"].values():
-        assert row["failed"] == "the worker ended with status 1: this fork is broken"
+        assert row["failed"] == f"{STATUS_1}: this fork is broken"
     written = (tmp_path / "out/rivals.md").read_text()
     assert "| ValueError: no such layer / here | - | - | - |" in written
     assert "2.53 x (an earlier version of this benchmark, on an H200)" in written
@@ -192,5 +193,7 @@ def test_what_came_before_the_time_was_over_counts(check: ModuleType) -> None:
     assert found == ([{"round": 0}], "its time was over")
     assert seen == [1]
     raises = "print('noise'); raise ValueError('of this')"
-    lines, failed = clipping.run_worker([sys.executable, "-c", raises], 0)
-    assert (lines, failed) == ([], "the worker ended with status 1: ValueError: of this")
+    assert clipping.run_worker([sys.executable, "-c", raises], 0) == ([], f"{STATUS_1}: ValueError: of this")
+    summary = "import sys; print('[rank1]: torch.Error: of this\\nFAILED\\n=====', file=sys.stderr); sys.exit(1)"
+    found = clipping.run_worker([sys.executable, "-c", summary], 0)
+    assert found == ([], f"{STATUS_1}: [rank1]: torch.Error: of this")

@@ -182,6 +182,35 @@ def test_products_end_where_one_cannot_be_formed() -> None:
     assert native.sum_outer_products([], factors, 0) == []
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "a part"])
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("pad", [0, 1, 2])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("kernel", [1, 2, 3])
+def test_unfolded_images(kernel: int, stride: int, pad: int, dilation: int, layout: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 7, 11, 10)[1:3, 2:5, 1:10, 1:9] if layout == "a part" else torch.randn(2, 3, 9, 8)
+    if layout == "channels last":
+        x = x.to(memory_format=torch.channels_last)
+    expected = nn.functional.unfold(x, kernel, dilation, pad, stride)
+    unfolded = native.unfold(x, (pad,) * 4, (kernel,) * 2, (stride,) * 2, (dilation,) * 2)
+    assert torch.equal(unfolded, expected)
+
+
+def test_unfolded_sequences() -> None:
+    x = torch.randn(2, 3, 9)
+    expected = nn.functional.pad(x, (1, 2)).unfold(2, 4, 2).permute(0, 1, 3, 2).reshape(2, 12, 5)
+    assert torch.equal(native.unfold(x, (1, 2), (4,), (2,), (1,)), expected)
+
+
+@pytest.mark.parametrize("kernel", [(1, 1), (9, 8)], ids=["one tap", "one place"])
+def test_what_unfolding_does_not_copy(kernel: tuple[int, int]) -> None:
+    x = torch.randn(2, 3, 9, 8)
+    unfolded = native.unfold(x, (0, 0, 0, 0), kernel, (1, 1), (1, 1))
+    assert unfolded.data_ptr() == x.data_ptr()
+    assert torch.equal(unfolded, nn.functional.unfold(x, kernel))
+
+
 def test_an_extension_for_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_build_info, "TORCH_VERSION", "1.2.3")
     with pytest.raises(ImportError, match=r"flash_clip's extension .*built for torch 1\.2\.3.*pip install"):

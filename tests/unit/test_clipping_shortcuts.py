@@ -1,35 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
 """The methods that ``Layer.shortcut`` returns keep what ``Layer.keep`` keeps."""
 
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from opacus_memprof.clipping import norms
-from opacus_memprof.clipping.layers import KeptTensors, Layer, layer_for, matrix
+from opacus_memprof.clipping.layers import KeptTensors, Layer, convolution, layer_for, matrix, normalization
 from opacus_memprof.clipping.workspace import Workspace
 
 WORKSPACE = Workspace.from_mib(64)
 Build = Callable[[], nn.Module]
-SHAPES: dict[str, tuple[Build, tuple[int, ...], int]] = {  # module, its input's shape, its output's features
-    "pair": (lambda: nn.Linear(6, 5), (4, 2, 6), 5),
-    "pair, no bias": (lambda: nn.Linear(6, 5, bias=False), (4, 2, 6), 5),
-    "gradient": (lambda: nn.Linear(6, 5), (4, 9, 6), 5),
-    "gradient of one sample": (lambda: nn.Linear(6, 5), (1, 9, 6), 5),
-    "gradient, no bias": (lambda: nn.Linear(6, 5, bias=False), (1, 9, 6), 5),
-    "layer norm": (lambda: nn.LayerNorm(6), (4, 9, 6), 6),
-    "layer norm, no bias": (lambda: nn.LayerNorm(6, bias=False), (4, 9, 6), 6),
-    "root mean square norm": (lambda: nn.RMSNorm(6), (4, 9, 6), 6),
+CASES: dict[str, tuple[Build, tuple[int, ...]]] = {  # module, and its input's shape
+    "pair": (lambda: nn.Linear(6, 5), (4, 2, 6)),
+    "pair, no bias": (lambda: nn.Linear(6, 5, bias=False), (4, 2, 6)),
+    "pair of many dimensions": (lambda: nn.Linear(6, 5), (4, 2, 1, 6)),
+    "gradient": (lambda: nn.Linear(6, 5), (4, 9, 6)),
+    "gradient of one sample": (lambda: nn.Linear(6, 5), (1, 9, 6)),
+    "gradient, no bias": (lambda: nn.Linear(6, 5, bias=False), (1, 9, 6)),
+    "gradient of many dimensions": (lambda: nn.Linear(6, 5), (4, 3, 4, 6)),
+    "pointwise convolution": (lambda: nn.Conv2d(6, 5, 1), (4, 6, 2, 1)),
+    "convolution": (lambda: nn.Conv2d(3, 4, 3, padding=1), (4, 3, 6, 5)),
+    "convolution with strides and groups": (lambda: nn.Conv2d(4, 6, 3, stride=2, groups=2, bias=False), (4, 4, 6, 7)),
+    "convolution of a sequence": (lambda: nn.Conv1d(3, 4, 2, dilation=2), (4, 3, 9)),
+    "convolution's pair": (lambda: nn.Conv2d(6, 8, 3, padding=1), (4, 6, 2, 2)),
+    "convolution's pair, groups": (lambda: nn.Conv2d(6, 8, 3, padding=1, groups=2), (4, 6, 2, 2)),
+    "layer norm": (lambda: nn.LayerNorm(6), (4, 9, 6)),
+    "layer norm, no bias": (lambda: nn.LayerNorm(6, bias=False), (4, 9, 6)),
+    "root mean square norm": (lambda: nn.RMSNorm(6), (4, 9, 6)),
+    "group norm": (lambda: nn.GroupNorm(2, 6), (4, 6, 3, 4)),
 }
 
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms wait for the step, as on CUDA."""
-    for module in (norms, matrix):
+    """Norms wait for the step, as on CUDA. What kernels find at once is found here without them."""
+    for module in (norms, matrix, normalization):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
+    monkeypatch.setattr(convolution, "gram_squared_norms", norms._tiled_squared_norms)
+    kernel = SimpleNamespace(group_norm_gradients_cuda=group_norm_gradients)
+    monkeypatch.setitem(sys.modules, "opacus_memprof.clipping.group_norm_triton", kernel)
+
+
+def group_norm_gradients(
+    x: torch.Tensor, g: torch.Tensor, groups: int, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    normalized = nn.functional.group_norm(x, groups, eps=eps)
+    return (normalized * g).flatten(2).sum(2), g.flatten(2).sum(2)
 
 
 def assert_equal(kept: KeptTensors, expected: KeptTensors) -> None:
@@ -62,40 +83,43 @@ def count_keeps(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return times
 
 
-def tensors(shape: tuple[int, ...], features: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(shape), torch.randn(*shape[:-1], features)
+def tensors(module: nn.Module, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """An input, and a gradient of the output."""
+    x = torch.randn(shape)
+    return x, torch.randn_like(module(x)).detach()
 
 
-@pytest.mark.parametrize("name", SHAPES)
+def build_layer(module: nn.Module) -> Layer:
+    return layer_for("layer", module, [name for name, _ in module.named_parameters()])
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_the_same_is_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    build, shape, features = SHAPES[name]
+    build, shape = CASES[name]
     torch.manual_seed(0)
     module = build()
-    names = [name for name, _ in module.named_parameters()]
-    layer = layer_for("layer", module, names)
+    layer = build_layer(module)
     times = count_keeps(layer, monkeypatch)
-    layer.keep(*tensors(shape, features), WORKSPACE)
+    layer.keep(*tensors(module, shape), WORKSPACE)
     assert len(times) == 1
     for _ in range(2):
-        x, g = tensors(shape, features)
+        x, g = tensors(module, shape)
         kept = layer.keep(x, g, WORKSPACE)
         assert len(times) == 1
-        assert_equal(
-            kept, layer_for("another", module, [n for n, _ in module.named_parameters()]).keep(x, g, WORKSPACE)
-        )
+        assert_equal(kept, build_layer(module).keep(x, g, WORKSPACE))
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_layer_decides_again_where_something_has_changed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    build, shape, features = SHAPES[name]
+    build, shape = CASES[name]
     module = build()
-    layer = layer_for("layer", module, [name for name, _ in module.named_parameters()])
+    layer = build_layer(module)
     times = count_keeps(layer, monkeypatch)
-    x, g = tensors(shape, features)
+    x, g = tensors(module, shape)
     layer.keep(x, g, WORKSPACE)
-    longer = tensors((shape[0], shape[1] + 1, shape[2]), features)
+    more = tensors(module, (shape[0] + 1, *shape[1:]))
     turned = (x.mT.contiguous().mT, g)
-    for changed in (longer, turned, (x.double(), g.double())):
+    for changed in (more, turned, (x.double(), g.double())):
         before = len(times)
         layer.keep(x, g, WORKSPACE)
         layer.keep(*changed, WORKSPACE)

@@ -97,7 +97,8 @@ class FlashClip:
         # Samples and tokens are folded into one dimension, which copies g and the unfolded input.
         samples, unfolded, input_copies = self._unfold(n, WORKSPACE_BYTES // 2)
         copied = token * (rows + columns) if forward.tokens > 1 else scaled
-        if module.groups == 1 and samples == n > 1 and n * copied <= WORKSPACE_BYTES // 2:  # one of them is scaled, too
+        most = WORKSPACE_BYTES // 2 if unfolded else WORKSPACE_BYTES
+        if module.groups == 1 and samples == n > 1 and n * copied <= most:  # one of them is scaled, too
             return unfolded + max(input_copies, n * copied)
         folded = max(min(samples, WORKSPACE_BYTES // 2 // (2 * token * (rows + columns))), 1)
         copies = token * (rows + columns) if folded > 1 else 0
@@ -124,21 +125,23 @@ class FlashClip:
         """How a convolution's input is unfolded: the number of samples at a time, the bytes of their unfolded input,
         and the bytes of copies of their input.
 
-        As many samples are unfolded as fit with two copies of their padded input; if not even one fits, some of its
-        channels. Padding copies the input. A 1x1 kernel unfolds nothing.
+        All samples are unfolded at once if they fit with what is copied of their input, which padding does; otherwise
+        as many as fit with two copies of their padded input; if not even one fits, some of its channels. A 1x1 kernel
+        that is applied everywhere unfolds nothing.
         """
         layer, forward, module = self.layer, self.layer.forward, self.layer.module
         if not layer.is_convolution:
             return n, 0, 0
         unfolded = forward.element_bytes * module.groups * module.columns * forward.tokens
         input_bytes = layer.scale(forward.input_bytes, 1)
+        if module.kernel_positions == 1 and unfolded == input_bytes:
+            return n, 0, 0
         padded = self._padded_bytes(unfolded, input_bytes)
-        samples = max(min(n, ceiling // (unfolded + 2 * padded)), 1)
-        if module.kernel_positions == 1:  # a view, unless strided or padded
-            return samples, 0 if unfolded == input_bytes else samples * unfolded, 0
-        share = min(samples * unfolded, ceiling) / (samples * unfolded)
-        copies = samples * padded if padded > input_bytes else 0
-        return samples, int(share * samples * unfolded), int(share * copies)
+        copies = padded if padded > input_bytes and module.kernel_positions > 1 else 0
+        fits = n * (unfolded + copies) <= ceiling
+        samples = n if fits else max(min(n, ceiling // (unfolded + 2 * padded)), 1)
+        share = min(1.0, ceiling / (samples * unfolded))
+        return samples, int(share * samples * unfolded), int(share * samples * copies)
 
     def _padded_bytes(self, unfolded: int, input_bytes: int) -> int:
         """The bytes of a sample's padded input, for images and kernels as wide as high: with the least padding and

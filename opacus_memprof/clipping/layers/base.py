@@ -53,7 +53,7 @@ class KeptTensors:
             yield "backprop_copies", self.pair[1]
 
 
-Shortcut = Callable[[torch.Tensor, torch.Tensor], KeptTensors]
+Shortcut = Callable[[torch.Tensor, torch.Tensor, Workspace], KeptTensors]
 
 
 class Layer:
@@ -167,22 +167,21 @@ class Layer:
     def keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace, norms: bool = True) -> KeptTensors:
         """Keeps per-sample gradients or (x, g), whichever is smaller and, unless ``norms`` is False, computes the exact
         norms, or notes with None that they wait for the optimizer's step."""
-        if not norms or x is None or x.dim() != 3 or g.dim() != 3 or self.excluded:
+        if not norms or x is None or self.excluded:
             return self._keep(x, g, workspace, norms)
         # What is kept, and how, follows from these. To decide it anew takes longer than a small layer's kernels.
         own = [p is not None and p.requires_grad for p in self.module._parameters.values()]
         state = (x.shape, g.shape, x.stride(), g.stride(), x.dtype, g.dtype, x.device, own)
         if self._shortcut is not None and self._shortcut[0] == state:
-            return self._shortcut[1](x, g)
+            return self._shortcut[1](x, g, workspace)
         kept = self._keep(x, g, workspace, norms)
         shortcut = self.shortcut(kept, x, g, workspace)
         self._shortcut = None if shortcut is None else (state, shortcut)
         return kept
 
     def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
-        """Returns a method that keeps, of tensors [B, T, features] with the shapes, strides, dtypes and device of ``x``
-        and ``g``, what ``kept`` has of these, without deciding anew what to keep; None if the layer has no such method.
-        """
+        """Returns a method that keeps, of tensors with the shapes, strides, dtypes and device of ``x`` and ``g``, what
+        ``kept`` has of these, without deciding anew what to keep; None if the layer has no such method."""
         return None
 
     def _keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace, norms: bool) -> KeptTensors:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """nn.Conv1d and nn.Conv2d: for each group a linear map of the unfolded input.
 
-The input is unfolded for some samples (or groups, or channels) at a time.
+The input is unfolded at once or, where that does not fit into the workspace, for some samples (or groups, or channels)
+at a time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn import functional
 from opacus_memprof.clipping.cost import Choice
 from opacus_memprof.clipping.layers.linear import autocast_input
 from opacus_memprof.clipping.layers.matrix import MatrixLayer, Sizes
+from opacus_memprof.clipping.native import unfold
 from opacus_memprof.clipping.norms import gradient_squared_norms, gram_squared_norms
 from opacus_memprof.clipping.sums import products, sum_outer_products, sum_products
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
@@ -50,78 +52,14 @@ class ConvolutionLayer(MatrixLayer):
         weight, groups = self.module.weight, self.module.groups
         return Sizes(len(x), groups, g.shape[2:].numel(), weight.shape[0] // groups, weight.shape[1:].numel())
 
-    def weight_gradients(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-        size = self.sizes(x, g)
-        shape = (size.samples, size.groups, size.rows, size.columns)
-        stack: torch.Tensor | None = None
-        for block in self.blocks(x, g, workspace):
-            part = products(block.g, block.a)
-            part = part.view(-1, block.groups.stop - block.groups.start, size.rows, block.a.shape[2])
-            if part.shape == shape:
-                stack = part
-            else:
-                stack = part.new_empty(shape) if stack is None else stack
-                stack[block.samples, block.groups, :, block.columns] = part
-            del part, block
-        if stack is None:
-            stack = g.new_zeros(shape)
-        return stack.view(size.samples, *self.weight().shape)
-
-    def weight_squared_norms(
-        self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
-    ) -> torch.Tensor:
-        size, share = self.sizes(x, g), workspace.half()  # of it are the unfolded blocks
-        total: torch.Tensor | None = None
-        for block in self.blocks(x, g, share):
-            # The Gram product needs all columns at once; squared norms of gradients add up over columns.
-            all_columns = block.a.shape[2] == size.columns
-            compute = gram_squared_norms if choice.norm == "gram" and all_columns else gradient_squared_norms
-            norms = compute(block.g, block.a, share)
-            groups = block.groups.stop - block.groups.start
-            norms = norms if groups == 1 else norms.view(-1, groups).sum(1)
-            if len(norms) == size.samples and total is None:
-                total = norms
-            else:
-                total = self._no_norms(g) if total is None else total
-                total[block.samples] += norms
-            del block
-        return self._no_norms(g) if total is None else total
-
-    def _no_norms(self, g: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(g), dtype=accumulation_dtype(g.dtype), device=g.device)
-
-    def weight_sum(
-        self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor | None, workspace: Workspace
-    ) -> torch.Tensor:
-        size, share = self.sizes(x, g), workspace.half()  # of it are the unfolded blocks
-        shape = (size.groups, size.rows, size.columns)
-        total: torch.Tensor | None = None
-        for block in self.blocks(x, g, share):
-            part = self._sum_of(block, factors, share)
-            if part.shape == shape and block.samples == slice(0, size.samples):
-                total = part
-            else:
-                if total is None:
-                    total = torch.zeros(shape, dtype=accumulation_dtype(part.dtype), device=part.device)
-                total[block.groups, :, block.columns] += part
-            del part, block
-        if total is None:
-            total = g.new_zeros(shape)
-        return total.view(self.weight().shape)
-
-    def _sum_of(self, block: Block, factors: torch.Tensor | None, workspace: Workspace) -> torch.Tensor:
-        """The clipped sum of a block, [groups, rows, columns]."""
-        groups = block.groups.stop - block.groups.start
-        if factors is not None:
-            factors = factors[block.samples]
-            if groups == 1:
-                total = sum_outer_products(block.g.mT, block.a, factors, workspace)
-                if total is not None:
-                    return total.unsqueeze(0)
-        return sum_products(block.g, block.a, factors, groups, workspace)
-
     def operands(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return g.flatten(2), x.flatten(2).mT
+        if x.dtype != g.dtype:
+            x = x.to(g.dtype)
+        groups = self.module.groups
+        if groups == 1:
+            return g.flatten(2), self._unfold(x).mT
+        x = x.reshape(len(x) * groups, -1, *x.shape[2:])
+        return g.reshape(len(x), -1, g.shape[2:].numel()), self._unfold(x).mT
 
     def has_views(self, x: torch.Tensor, g: torch.Tensor) -> bool:
         """As of all of these, only a convolution with a kernel of one tap that is applied everywhere."""
@@ -129,6 +67,79 @@ class ConvolutionLayer(MatrixLayer):
         ones = (*module.kernel_size, *module.stride, module.groups)
         is_pointwise = set(ones) == {1} and not any(module._reversed_padding_repeated_twice)
         return is_pointwise and x.is_contiguous() and g.is_contiguous()
+
+    def outer(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return (g.flatten(2).mT, x.flatten(2).mT) if self.has_views(x, g) else None
+
+    def fits(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> bool:
+        if g.numel() == 0:
+            return False
+        numel = 0  # of one channel of a sample
+        if not self.has_views(x, g):
+            numel += self.module.weight.shape[2:].numel() * g.shape[2:].numel()
+        if any(self.module._reversed_padding_repeated_twice):
+            numel += self._padded_numel(x)
+        if x.dtype != g.dtype:
+            numel += x.shape[2:].numel()
+        return x.shape[:2].numel() * numel * g.element_size() <= workspace.bytes
+
+    def weight_gradients(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+        size = self.sizes(x, g)
+        if self.fits(x, g, workspace):
+            return products(*self.operands(x, g)).view(size.samples, *self.weight().shape)
+        shape = (size.samples, size.groups, size.rows, size.columns)
+        stack: torch.Tensor | None = None
+        for block in self.blocks(x, g, workspace):
+            part = products(block.g, block.a)
+            groups = block.groups.stop - block.groups.start
+            stack = part.new_empty(shape) if stack is None else stack
+            stack[block.samples, block.groups, :, block.columns] = part.view(-1, groups, *part.shape[1:])
+            del part, block
+        return (g.new_zeros(shape) if stack is None else stack).view(size.samples, *self.weight().shape)
+
+    def weight_squared_norms(
+        self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
+    ) -> torch.Tensor:
+        size, share = self.sizes(x, g), workspace.half()  # of it are the unfolded blocks
+        compute = gram_squared_norms if choice.norm == "gram" else gradient_squared_norms
+        if self.fits(x, g, share):
+            norms = compute(*self.operands(x, g), share)
+            return norms if size.groups == 1 else norms.view(-1, size.groups).sum(1)
+        total = torch.zeros(len(g), dtype=accumulation_dtype(g.dtype), device=g.device)
+        for block in self.blocks(x, g, share):
+            # The Gram product needs all columns at once; squared norms of gradients add up over columns.
+            all_columns = block.a.shape[2] == size.columns
+            norms = (compute if all_columns else gradient_squared_norms)(block.g, block.a, share)
+            total[block.samples] += norms.view(-1, block.groups.stop - block.groups.start).sum(1)
+            del block
+        return total
+
+    def weight_sum(
+        self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor | None, workspace: Workspace
+    ) -> torch.Tensor:
+        size, share = self.sizes(x, g), workspace.half()  # of it are the unfolded blocks
+        if self.fits(x, g, share):
+            return self._sum_of(*self.operands(x, g), factors, size.groups, share).view(self.weight().shape)
+        shape = (size.groups, size.rows, size.columns)
+        total: torch.Tensor | None = None
+        for block in self.blocks(x, g, share):
+            own = None if factors is None else factors[block.samples]
+            part = self._sum_of(block.g, block.a, own, block.groups.stop - block.groups.start, share)
+            if total is None:
+                total = torch.zeros(shape, dtype=accumulation_dtype(part.dtype), device=part.device)
+            total[block.groups, :, block.columns] += part
+            del part, block
+        return (g.new_zeros(shape) if total is None else total).view(self.weight().shape)
+
+    def _sum_of(
+        self, g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor | None, groups: int, workspace: Workspace
+    ) -> torch.Tensor:
+        """The clipped sum of the products ``g @ a``, [groups, rows, columns]."""
+        if factors is not None and groups == 1:
+            total = sum_outer_products(g.mT, a, factors, workspace)
+            if total is not None:
+                return total.unsqueeze(0)
+        return sum_products(g, a, factors, groups, workspace)
 
     def blocks(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Iterator[Block]:
         """Splits the products into blocks whose operands fit into the workspace."""
@@ -139,12 +150,6 @@ class ConvolutionLayer(MatrixLayer):
         taps = size.columns // channels
         # Bytes of one channel: its unfolded columns, and at most two copies of the input (cast or sliced, and padded).
         unit = (taps * size.tokens + 2 * self._padded_numel(x)) * g.element_size()
-        if x.shape[:2].numel() * unit <= workspace.bytes:
-            every = size.samples * size.groups
-            a = self._unfold(x.to(g.dtype).reshape(every, channels, *x.shape[2:])).mT
-            g = g.reshape(every, size.rows, size.tokens)
-            yield Block(slice(0, size.samples), slice(0, size.groups), slice(0, size.columns), g, a)
-            return
         x = x.reshape(size.samples, size.groups, channels, *x.shape[2:])
         g = g.reshape(size.samples, size.groups, size.rows, size.tokens)
         groups = workspace.fit(channels * unit, size.groups)  # of one sample
@@ -159,22 +164,13 @@ class ConvolutionLayer(MatrixLayer):
                     del a
 
     def _unfold(self, x: torch.Tensor) -> torch.Tensor:
-        """The unfolded input, [N, columns, tokens], of an input [N, channels, ...].
-
-        The windows are a view, which one kernel copies: torch's own im2col on CUDA launches one for each sample.
-        """
+        """The unfolded input, [N, columns, tokens], of an input [N, channels, ...]."""
         module: Any = self.module
         pads = module._reversed_padding_repeated_twice
-        if any(pads):
-            x = functional.pad(x, pads, "constant" if module.padding_mode == "zeros" else module.padding_mode)
-        kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
-        reaches = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-        places = [(n - reach - 1) // s + 1 for n, reach, s in zip(x.shape[2:], reaches, stride, strict=True)]
-        steps = x.stride()[2:]
-        taps = [step * d for step, d in zip(steps, dilation, strict=True)]
-        moves = [step * s for step, s in zip(steps, stride, strict=True)]
-        windows = x.as_strided((*x.shape[:2], *kernel, *places), (*x.stride()[:2], *taps, *moves))
-        return windows.flatten(1, 1 + len(kernel)).flatten(2)  # a view where the kernel has one tap
+        if module.padding_mode != "zeros" and any(pads):
+            x = functional.pad(x, pads, module.padding_mode)
+            pads = ()
+        return unfold(x, pads, module.kernel_size, module.stride, module.dilation)
 
     def _padded_numel(self, x: torch.Tensor) -> int:
         """The number of elements of one channel of one sample, including padding."""

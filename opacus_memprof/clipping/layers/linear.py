@@ -6,13 +6,8 @@ from __future__ import annotations
 import torch
 
 from opacus_memprof.clipping.cost import Choice
-from opacus_memprof.clipping.layers.base import KeptTensors, Shortcut
 from opacus_memprof.clipping.layers.matrix import MatrixLayer, Sizes
-from opacus_memprof.clipping.norms import (
-    gradient_squared_norms,
-    gram_squared_norms,
-    squared_norms_unless_waiting,
-)
+from opacus_memprof.clipping.norms import gradient_squared_norms, gram_squared_norms
 from opacus_memprof.clipping.sums import products, sum_outer_products, sum_products
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
 
@@ -45,8 +40,6 @@ class LinearLayer(MatrixLayer):
         return Sizes(x.shape[0], 1, x.shape[1:-1].numel(), g.shape[-1], x.shape[-1])
 
     def operands(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The operands of the weight gradients, [B, rows, tokens] and [B, tokens, columns]. There must be a sample and
-        a token."""
         if x.dtype != g.dtype:
             x = x.to(g.dtype)
         left, right = self.outer(x, g)
@@ -64,34 +57,6 @@ class LinearLayer(MatrixLayer):
     def has_views(self, x: torch.Tensor, g: torch.Tensor) -> bool:
         return x.dim() == g.dim() == 3 or (x.is_contiguous() and g.is_contiguous())
 
-    def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
-        weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
-        if weight is None or not weight.requires_grad or (bias in kept.norms and kept.norms[bias] is not None):
-            return None
-        if kept.pair is None:
-            return self._keep_gradient if x.dtype == g.dtype and g.numel() else None
-        return self._keep_pair if kept.norms[weight] is None else None
-
-    def _keep_pair(self, x: torch.Tensor, g: torch.Tensor) -> KeptTensors:
-        """Keeps the pair, and lets all norms wait."""
-        kept = self._keep_bias(g)
-        kept.pair = (x, g)
-        kept.norms[self.weight()] = None
-        return kept
-
-    def _keep_gradient(self, x: torch.Tensor, g: torch.Tensor) -> KeptTensors:
-        """Keeps the per-sample gradients. Norms of small ones wait."""
-        kept, weight = self._keep_bias(g), self.weight()
-        stack = kept.stacks[weight] = products(*self.operands(x, g)).view(-1, *weight.shape)
-        kept.norms[weight] = squared_norms_unless_waiting(stack)
-        return kept
-
-    def _keep_bias(self, g: torch.Tensor) -> KeptTensors:
-        bias = self.module._parameters.get("bias")
-        if bias is None or not bias.requires_grad:
-            return KeptTensors()
-        return KeptTensors({bias: None}, {bias: g.sum(1, dtype=accumulation_dtype(g.dtype))})
-
     def weight_squared_norms(
         self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
     ) -> torch.Tensor:
@@ -101,7 +66,6 @@ class LinearLayer(MatrixLayer):
         return compute(*self.operands(x, g), workspace)
 
     def outer(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tensors of which the weight's gradient is the sum of the tokens' outer products."""
         return g, x
 
     def weight_sum(

@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 
 from opacus_memprof.clipping.cost import Choice, choose
-from opacus_memprof.clipping.layers.base import Layer
-from opacus_memprof.clipping.norms import has_kernels, is_small
+from opacus_memprof.clipping.layers.base import KeptTensors, Layer, Shortcut
+from opacus_memprof.clipping.norms import has_kernels, is_small, squared_norms_unless_waiting
+from opacus_memprof.clipping.sums import products
+from opacus_memprof.clipping.workspace import Workspace
 
 
 class Sizes(NamedTuple):
@@ -33,11 +35,21 @@ class MatrixLayer(Layer):
         raise NotImplementedError
 
     def operands(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The operands of the weight gradients, [B, rows, tokens] and [B, tokens, columns]."""
+        """The operands of the weight gradients, [B groups, rows, tokens] and [B groups, tokens, columns]. There must be
+        a sample and a token."""
         raise NotImplementedError
 
     def has_views(self, x: torch.Tensor, g: torch.Tensor) -> bool:
         """Whether ``operands`` are views."""
+        raise NotImplementedError
+
+    def fits(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> bool:
+        """Whether what ``operands`` copies fits into the workspace."""
+        return True
+
+    def outer(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The tensors, [B, ..., rows] and [B, ..., columns], of which the weight's gradient is the sum of the tokens'
+        outer products. None if they would have to be copied."""
         raise NotImplementedError
 
     def norms_wait(self, x: torch.Tensor, g: torch.Tensor, choice: Choice) -> bool:
@@ -56,3 +68,41 @@ class MatrixLayer(Layer):
             pair_elements=x.numel() + g.numel(),
             keep=keep,
         )
+
+    def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
+        weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
+        if weight is None or not weight.requires_grad or (bias in kept.norms and kept.norms[bias] is not None):
+            return None
+        if kept.pair is not None and kept.norms[weight] is None:
+            return self._keep_pair
+        if x.dtype != g.dtype or g.numel() == 0 or not self.fits(x, g, workspace):
+            return None
+        return self._keep_gradients if kept.pair is None else self._keep_pair_with_norms
+
+    def _keep_pair(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
+        """Keeps the pair, and lets all norms wait."""
+        kept = self._keep_bias(x, g, workspace)
+        kept.pair = (x, g)
+        kept.norms[self.weight()] = None
+        return kept
+
+    def _keep_pair_with_norms(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
+        """Keeps the pair, and finds the norms that do not wait."""
+        kept, choice = self._keep_bias(x, g, workspace), self._choice(x, g, keep=True)
+        assert choice is not None
+        kept.pair = (x, g)
+        kept.norms[self.weight()] = self.weight_squared_norms(x, g, choice, workspace)
+        return kept
+
+    def _keep_gradients(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
+        """Keeps the per-sample gradients. Norms of small ones wait."""
+        kept, weight = self._keep_bias(x, g, workspace), self.weight()
+        stack = kept.stacks[weight] = products(*self.operands(x, g)).view(-1, *weight.shape)
+        kept.norms[weight] = squared_norms_unless_waiting(stack)
+        return kept
+
+    def _keep_bias(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
+        bias = self.module._parameters.get("bias")
+        if bias is None or not bias.requires_grad:
+            return KeptTensors()
+        return KeptTensors({bias: None}, {bias: self.small_gradients(x, g, workspace)["bias"]})

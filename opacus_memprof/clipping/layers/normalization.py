@@ -53,11 +53,11 @@ class _LastDimensionsNorm(Layer):
         return gradients
 
     def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
-        waits = all(norms is None for norms in kept.norms.values())
+        waits = x.dim() == g.dim() == 3 and all(norms is None for norms in kept.norms.values())
         fits = x.dtype == g.dtype and g.shape[1] > 1 and _COPIES * g.nbytes <= workspace.bytes
         return self._keep_stacks if waits and fits and self.is_trainable("weight") else None
 
-    def _keep_stacks(self, x: torch.Tensor, g: torch.Tensor) -> KeptTensors:
+    def _keep_stacks(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
         """Keeps the per-sample gradients of tensors [B, T, features], and lets all norms wait."""
         bias = self.module._parameters.get("bias")
         stacks: dict[nn.Parameter, torch.Tensor] = {}
@@ -122,6 +122,19 @@ class GroupNormLayer(Layer):
             total[n, c] = product.sum(2, dtype=dtype)
             del product
         return gradients
+
+    def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
+        waits = all(norms is None for norms in kept.norms.values())
+        return self._keep_stacks if waits and self.is_trainable("weight") and self._has_kernel(x, g) else None
+
+    def _keep_stacks(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
+        """Keeps the per-sample gradients, which one kernel finds, and lets all norms wait."""
+        from opacus_memprof.clipping.group_norm_triton import group_norm_gradients_cuda
+
+        gradients = group_norm_gradients_cuda(x, g, self.module.num_groups, self.module.eps)
+        own = zip(self.module._parameters.values(), gradients, strict=True)
+        stacks = {parameter: stack for parameter, stack in own if parameter is not None and parameter.requires_grad}
+        return KeptTensors(dict.fromkeys(stacks), stacks)
 
     def _has_kernel(self, x: torch.Tensor, g: torch.Tensor) -> bool:
         """Whether one kernel finds the gradients, in no more time than torch's. It has a program for each group."""

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How Triton's kernels are launched."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+_MOST = 4096  # compiled kernels that are found by their arguments; batch sizes may differ in every step
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, int, int], *arguments: Any, num_warps: int, **constants: Any) -> None:
+    """Launches a kernel on its tensors' device.
+
+    Triton looks at each argument for what it may compile a kernel for, such as aligned addresses, which takes the host
+    longer than the launch. Here it does so once for arguments that are equal but for the tensors' addresses, which are
+    aligned alike.
+
+    Args:
+        kernel: a function decorated with ``triton.jit``.
+        grid: the numbers of programs.
+        arguments: all that are not constants, a tensor first.
+        num_warps: of each program.
+        constants: in the kernel's order.
+    """
+    like = [(a.dtype, a.data_ptr() % 128) if isinstance(a, torch.Tensor) else a for a in arguments]
+    key = (id(kernel), arguments[0].device, num_warps, *like, *constants.values())
+    compiled = _compiled.get(key)
+    with on_device(arguments[0]):
+        if compiled is not None:
+            compiled[grid](*arguments, *constants.values())
+            return
+        compiled = kernel[grid](*arguments, **constants, num_warps=num_warps)
+    if compiled is not None:  # Triton's interpreter compiles nothing
+        if len(_compiled) >= _MOST:
+            _compiled.clear()
+        _compiled[key] = compiled
+
+
+def on_device(tensor: torch.Tensor) -> Any:
+    """A context in which kernels run on the tensor's device."""
+    is_current = not tensor.is_cuda or tensor.device.index == torch.cuda.current_device()
+    return nullcontext() if is_current else torch.cuda.device(tensor.device)
