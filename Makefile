@@ -18,7 +18,9 @@ VENV ?= .venv
 JOBS ?= 2
 
 BIN := $(VENV)/bin
-# Python compiles a module when it is first imported, and most of those that are installed never are.
+# Python compiles a module when it is first imported, and most of those that are installed never are. What it has compiled
+# it keeps, also where the environment says otherwise, as in many containers: tests import torch hundreds of times.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install --no-compile
 CXX_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp tests/cpp/*.h tests/cpp/*.cpp tests/cpp/*/*.h tests/cpp/*/*.cpp benchmarks/*.cpp)
 export MAX_JOBS := $(JOBS)
