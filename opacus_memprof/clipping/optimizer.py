@@ -91,7 +91,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         return float(self.noise_multiplier * self.max_grad_norm)
 
     def add_noise(self) -> None:
-        """Adds Opacus' noise to ``p.summed_grad`` in place, and assigns a view of it to ``p.grad``.
+        """Adds Opacus' noise to ``p.summed_grad`` in place, and assigns it to ``p.grad``.
 
         It is in place because the sum without noise is not needed any more, and is as large as the model.
 

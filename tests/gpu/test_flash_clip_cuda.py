@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import opacus_memprof
 from opacus_memprof.clipping import adopt_grad_samples, gram_triton
 from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda
+from opacus_memprof.clipping.group_norm_triton import group_norm_gradients_cuda
 from opacus_memprof.clipping.launches import find_waiting_norms, pop_small_sums
 from opacus_memprof.clipping.layers import LAYERS
 from opacus_memprof.clipping.stacks_triton import weighted_sum_cuda
@@ -113,6 +114,22 @@ def test_sum_kernel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         weighted_sum_cuda(stack, factors, torch.float32).double(), expected, rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.true_numbers
+def test_kernels_that_are_launched_again() -> None:
+    """A second launch goes without Triton's look at its arguments, unless their addresses are aligned otherwise."""
+    torch.manual_seed(0)
+    for dtype, offset in [(torch.float32, 0), (torch.float32, 0), (torch.float32, 1), (torch.bfloat16, 0)] * 2:
+        storage = torch.randn(2, 3 * 12 * 35 + offset, device="cuda").to(dtype)
+        x, g = (each[offset:].view(3, 12, 5, 7) for each in storage)
+        normalized = torch.nn.functional.group_norm(x.double(), 4)
+        weight, bias = group_norm_gradients_cuda(x, g, 4, 1e-5)
+        torch.testing.assert_close(weight.double(), (normalized * g).sum((2, 3)), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(bias.double(), g.double().sum((2, 3)), rtol=1e-4, atol=1e-4)
+        stack, factors = x.flatten(1), torch.rand(3, device="cuda")
+        total = weighted_sum_cuda(stack, factors, torch.float32)
+        torch.testing.assert_close(total.double(), factors.double() @ stack.double(), rtol=1e-5, atol=1e-5)
 
 
 # Circular padding copies, in passing, from what it has not filled yet: a virtual GPU takes what comes of that for not
