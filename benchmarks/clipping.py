@@ -72,7 +72,8 @@ def run_worker(
         errors.seek(0)
         said = [line.strip() for line in errors.read().splitlines() if line.strip()]
     if failed and said:
-        raised = [line for line in said if re.match(r"(\[rank\d+\]: )?[\w.]+(Error|Exception): ", line)]
+        print("\n".join(said), file=sys.stderr)
+        raised = [line for line in said if re.match(r"(\[rank\d+\]: )?[\w.]+(Error|Exception)(: |$)", line)]
         failed += f": {(raised or said)[-1][:200]}"  # torchrun says more after it
     return lines, failed
 
