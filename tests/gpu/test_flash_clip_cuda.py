@@ -15,7 +15,7 @@ from torch.cuda import CUDAGraph
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_memprof
-from opacus_memprof.clipping import adopt_grad_samples, gram_triton
+from opacus_memprof.clipping import adopt_grad_samples, gram_triton, launch_triton
 from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda
 from opacus_memprof.clipping.group_norm_triton import group_norm_gradients_cuda
 from opacus_memprof.clipping.launches import find_waiting_norms, pop_small_sums
@@ -114,6 +114,29 @@ def test_sum_kernel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         weighted_sum_cuda(stack, factors, torch.float32).double(), expected, rtol=1e-5, atol=1e-5
     )
+
+
+def test_a_launch_passes_what_tritons_own_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    passed: list[list[Any]] = []
+    call = CudaLauncher.__call__
+
+    def noted(launcher: Any, *arguments: Any) -> Any:
+        like = [(a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in arguments]
+        passed.append(like[:6] + like[7:])  # without an object that tells of this launch
+        return call(launcher, *arguments)
+
+    monkeypatch.setattr(CudaLauncher, "__call__", noted)
+    x, g = torch.randn(2, 3, 12, 5, 7, device="cuda")
+    for _ in range(2):
+        launch_triton._compiled.clear()  # the next launches are Triton's own
+        for _ in range(2):
+            group_norm_gradients_cuda(x, g, 4, 1e-5)
+            gram_squared_norms_cuda(g.flatten(2), x.flatten(2).mT)
+            weighted_sum_cuda(x.flatten(1)[:1], torch.rand(1, device="cuda"), torch.float32)
+        assert len(launch_triton._compiled) == 3
+    assert passed[:3] == passed[3:6] == passed[6:9] == passed[9:]
 
 
 @pytest.mark.true_numbers
