@@ -20,7 +20,7 @@ using Sizes = std::vector<std::int64_t>;
 at::Tensor padded(const at::Tensor& x, at::IntArrayRef pads) {
   Sizes sizes = x.sizes().vec();
   std::int64_t first = 0;  // element of x in the result
-  std::vector<std::int64_t> strides(sizes.size());
+  Sizes strides(sizes.size());
   std::int64_t stride = 1;
   for (std::size_t i = sizes.size(); i-- > 0;) {
     const std::size_t pair = 2 * (sizes.size() - 1 - i);

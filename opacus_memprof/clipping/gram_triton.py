@@ -16,7 +16,7 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from opacus_memprof.clipping.launch_triton import launch, on_device
+from opacus_memprof.clipping.launch_triton import launch
 from opacus_memprof.clipping.native import address_table
 from opacus_memprof.clipping.stacks_triton import TYPES
 
@@ -170,10 +170,9 @@ def gram_squared_norms_of_layers(pairs: Sequence[tuple[torch.Tensor, ...]]) -> t
         some = operands[start : start + layers]
         parts = _parts(g, len(some))
         if parts.numel():
-            with on_device(g):
-                gram_tiles[(tiles, tiles, len(parts))](
-                    *(some, parts, len(g)), *_sizes(g, a), **_settings(g), TYPE=TYPES[g.dtype], ALIGNMENT=alignment
-                )
+            arguments = (some, parts, len(g), *_sizes(g, a))
+            kinds = {"TYPE": TYPES[g.dtype], "ALIGNMENT": alignment}
+            launch(gram_tiles, (tiles, tiles, len(parts)), *arguments, **_settings(g), **kinds)
         norms.append(parts.sum((1, 2)).clamp_(min=0).view(len(some), len(g)))
     return norms[0] if len(norms) == 1 else torch.cat(norms)
 

@@ -12,7 +12,7 @@ _MOST = 4096  # compiled kernels that are found by their arguments; batch sizes 
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def launch(kernel: Any, grid: tuple[int, int, int], *arguments: Any, num_warps: int, **constants: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, int, int], *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
     """Launches a kernel on its tensors' device.
 
     Triton looks at each argument for what it may compile a kernel for, such as aligned addresses, which takes the host
@@ -26,10 +26,10 @@ def launch(kernel: Any, grid: tuple[int, int, int], *arguments: Any, num_warps: 
         num_warps: of each program.
         constants: in the kernel's order.
     """
-    like = [(a.dtype, a.data_ptr() % 128) if isinstance(a, torch.Tensor) else a for a in arguments]
+    like = [(a.dtype, a.data_ptr() % 128) if isinstance(a, torch.Tensor) else (type(a), a) for a in arguments]
     key = (id(kernel), arguments[0].device, num_warps, *like, *constants.values())
     compiled = _compiled.get(key)
-    with on_device(arguments[0]):
+    with _on_device(arguments[0]):
         if compiled is not None:
             compiled[grid](*arguments, *constants.values())
             return
@@ -40,7 +40,7 @@ def launch(kernel: Any, grid: tuple[int, int, int], *arguments: Any, num_warps: 
         _compiled[key] = compiled
 
 
-def on_device(tensor: torch.Tensor) -> Any:
+def _on_device(tensor: torch.Tensor) -> Any:
     """A context in which kernels run on the tensor's device."""
     is_current = not tensor.is_cuda or tensor.device.index == torch.cuda.current_device()
     return nullcontext() if is_current else torch.cuda.device(tensor.device)

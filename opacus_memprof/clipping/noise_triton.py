@@ -19,7 +19,7 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from opacus_memprof.clipping.launch_triton import on_device
+from opacus_memprof.clipping.launch_triton import launch
 from opacus_memprof.clipping.native import reserve_normal
 from opacus_memprof.clipping.stacks_triton import TYPES
 
@@ -106,5 +106,4 @@ def add_normal_cuda(sums: Sequence[torch.Tensor], std: float, generator: torch.G
     most = properties.multi_processor_count * (properties.max_threads_per_multi_processor // _THREADS)
     table, programs = reserve_normal(sums, generator, most * _THREADS, _BLOCK)
     if programs:
-        with on_device(table):
-            add_normals[(programs,)](table, len(table), std, BLOCK=_BLOCK, TYPE=TYPES[sums[0].dtype])
+        launch(add_normals, (programs, 1, 1), table, len(table), std, BLOCK=_BLOCK, TYPE=TYPES[sums[0].dtype])

@@ -13,7 +13,7 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from opacus_memprof.clipping.launch_triton import launch, on_device
+from opacus_memprof.clipping.launch_triton import launch
 from opacus_memprof.clipping.native import address_table, empty_sums
 from opacus_memprof.clipping.workspace import KERNEL_DTYPES
 
@@ -90,13 +90,10 @@ def weighted_sums_cuda(stacks: Sequence[torch.Tensor], factors: torch.Tensor, dt
     """
     totals = empty_sums(stacks, dtype)
     block = 1024
-    with on_device(stacks[0]):
-        weighted_sums[(triton.cdiv(max(total.numel() for total in totals), block), len(totals))](
-            *(address_table(list(zip(stacks, totals, strict=True)), True), factors, len(factors)),
-            BLOCK=block,
-            SOURCE=TYPES[stacks[0].dtype],
-            TARGET=TYPES[dtype],
-        )
+    grid = (triton.cdiv(max(total.numel() for total in totals), block), len(totals), 1)
+    table = address_table(list(zip(stacks, totals, strict=True)), True)
+    types = {"SOURCE": TYPES[stacks[0].dtype], "TARGET": TYPES[dtype]}
+    launch(weighted_sums, grid, table, factors, len(factors), BLOCK=block, **types)
     return totals
 
 
@@ -109,6 +106,5 @@ def squared_norms_cuda(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
     count = len(stacks[0])
     out = torch.empty(len(stacks), count, dtype=torch.float32, device=stacks[0].device)
     table = address_table([(stack,) for stack in stacks], True)
-    with on_device(out):
-        squared_norms[(count, len(stacks))](table, out, BLOCK=512, SOURCE=TYPES[stacks[0].dtype])
+    launch(squared_norms, (count, len(stacks), 1), table, out, BLOCK=512, SOURCE=TYPES[stacks[0].dtype])
     return out

@@ -167,7 +167,7 @@ class Layer:
     def keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace, norms: bool = True) -> KeptTensors:
         """Keeps per-sample gradients or (x, g), whichever is smaller and, unless ``norms`` is False, computes the exact
         norms, or notes with None that they wait for the optimizer's step."""
-        if not norms or x is None or self.excluded:
+        if not norms or x is None or self.excluded or type(self).shortcut is Layer.shortcut:
             return self._keep(x, g, workspace, norms)
         # What is kept, and how, follows from these. To decide it anew takes longer than a small layer's kernels.
         own = [p is not None and p.requires_grad for p in self.module._parameters.values()]
