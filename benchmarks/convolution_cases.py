@@ -16,6 +16,7 @@ DTYPES = ("tf32", "fp32", "fp16", "bf16")
 FIRST, LAST = False, True  # channels
 BATCHES = (8, 16, 32, 64, 128, 256)
 OTHER_BATCHES = (1, 2, 4, 12, 24, 48, 96, 192, 512)
+LARGE_BATCHES = (320, 384, 448, 640, 768, 1024, 1536, 2048, 2560, 3072, 4096)
 POISSON_BATCHES = (*range(48, 81), *range(112, 145), *range(228, 286))  # of about 64, 128 and 256
 CHANNELS = (3, 16, 32, 64, 128, 256, 512, 1024, 2048)
 MAX_BYTES = 5 << 29  # of one case's tensors
@@ -152,6 +153,7 @@ def cases(most: int) -> list[Conv]:
         batched(common, BATCHES, ("bf16",), (FIRST, LAST)),
         batched(common, BATCHES, ("tf32",), (LAST,)),
         batched(common, OTHER_BATCHES, ("tf32",), (FIRST,)),
+        batched(common, LARGE_BATCHES, ("tf32", "bf16"), (FIRST,)),
         batched(others, BATCHES, ("tf32",), (FIRST,)),
         batched(others, BATCHES, ("bf16",), (FIRST, LAST)),
         batched(common, OTHER_BATCHES, ("bf16",), (FIRST,)),

@@ -2,15 +2,16 @@
 """The table of convolutions' workspaces, from what virtual_gpu_workspaces.py measured, and how well it serves others.
 
 A row is a convolution without its batch size, and for forward, input gradient and weight gradient each what was
-measured at some batch sizes: `8:393232` is bytes, and `16=` what cuDNN answers without a GPU.
+measured at some batch sizes: `8:393232` is bytes, and `16=` what cuDNN answers without a GPU; `=` alone is that at all.
 """
 
 import random
+import re
 import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from convolution_cases import Conv
+from convolution_cases import BATCHES, OTHER_BATCHES, Conv
 
 DIRECTIONS = "fdw"
 
@@ -55,23 +56,47 @@ def collect(real: dict[str, list[object]], virtual: dict[str, list[object]]) -> 
     return found
 
 
-def text_of(sizes: Sizes) -> str:
+Field = dict[int, int | None]  # of a row: bytes by batch size, None where they are cuDNN's answer
+
+
+def field_of(sizes: Sizes) -> Field:
+    """What a row says of measured sizes."""
+    return {batch: None if real == answered else real for batch, (real, answered) in sizes.items()}
+
+
+def read_field(text: str) -> Field:
+    """A field of a row that was written."""
+    if text == "=":  # at all batch sizes that were measured then
+        return {max(BATCHES + OTHER_BATCHES): None}
+    words = re.findall(r"(\d+)(?::(\d+)|=)", text)
+    return {int(batch): int(size) if size else None for batch, size in words}
+
+
+def text_of(field: Field) -> str:
     """One field of a row."""
-    if sizes and all(size.real == size.answered for size in sizes.values()):
+    if field and all(size is None for size in field.values()):
         return "="
-    words = [
-        f"{batch}=" if real == answered else f"{batch}:{real}" for batch, (real, answered) in sorted(sizes.items())
-    ]
-    return " ".join(words)
+    return " ".join(f"{batch}=" if size is None else f"{batch}:{size}" for batch, size in sorted(field.items()))
+
+
+def read(table: Path) -> dict[str, list[Field]]:
+    """The rows of a table, by shape."""
+    rows = re.findall(r'^\{"(.*)", "(.*)", "(.*)", "(.*)"\},$', table.read_text(), re.MULTILINE)
+    return {shape: [*map(read_field, texts)] for shape, *texts in rows}
 
 
 def write(found: dict[str, dict[str, Sizes]], origin: str, output: Path) -> None:
-    """Writes the shapes that were measured at several batch sizes, which are those of networks."""
-    lines = []
-    for shape in sorted(found):
-        sizes = [found[shape].get(direction, {}) for direction in DIRECTIONS]
-        if max(map(len, sizes)) > 1:
-            lines.append("{" + ", ".join(f'"{text}"' for text in (shape, *map(text_of, sizes))) + "},")
+    """Adds the shapes that were measured at several batch sizes, which are those of networks, to the table that is
+    there."""
+    rows = read(output) if output.exists() else {}
+    for shape, sizes in found.items():
+        if max(map(len, sizes.values())) > 1:
+            before = rows.get(shape, [{} for _ in DIRECTIONS])
+            measured = [field_of(sizes.get(direction, {})) for direction in DIRECTIONS]
+            rows[shape] = [old | new for old, new in zip(before, measured, strict=True)]
+    lines = [
+        "{" + ", ".join(f'"{text}"' for text in (shape, *map(text_of, rows[shape]))) + "}," for shape in sorted(rows)
+    ]
     output.write_text(
         "// SPDX-License-Identifier: Apache-2.0\n"
         "// Written by benchmarks/virtual_gpu_workspaces.py. Input, weight, stride, padding, dilation, type, layout;\n"
@@ -79,14 +104,20 @@ def write(found: dict[str, dict[str, Sizes]], origin: str, output: Path) -> None
     )
 
 
-def serve(sizes: Sizes, batch: int, answered: int) -> float:
+def serve(sizes: Sizes, batch: int, answered: int) -> int:
     """What cudnn_workspaces.cpp takes for a batch size that was not measured."""
-    larger = [other for other in sizes if other >= batch]
-    nearest = min(larger) if larger else max(sizes)
-    size = sizes[nearest]
-    if size.real == size.answered:
+    field = field_of(sizes)
+    nearest = min((other for other in field if other >= batch), default=max(field))
+    size = field[nearest]
+    if size is None:
         return answered
-    return size.real if larger else size.real * batch / nearest
+    if nearest < batch:
+        return -(-size * batch // nearest)
+    below = max((other for other in field if other < batch), default=None)
+    least = None if below is None else field[below]
+    if below is None or least is None:
+        return size
+    return -(-(least * (nearest - batch) + size * (batch - below)) // (nearest - below))
 
 
 def held_out(found: dict[str, dict[str, Sizes]], share: float = 0.25) -> None:

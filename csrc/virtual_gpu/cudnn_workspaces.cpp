@@ -91,22 +91,36 @@ std::int64_t number_at(std::string_view text, std::size_t& position) {
   return number;
 }
 
-// A batch size between two takes what the larger one does, and beyond the largest it grows with it.
+std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+struct Measured {
+  std::int64_t batch;
+  std::optional<std::int64_t> bytes;  // none where they are cuDNN's choice
+};
+
+// A batch size between two lies on the line between them, and beyond the largest the workspace
+// grows with it. Between a number and cuDNN's choice it is what the larger one has.
 std::int64_t workspace_in(std::string_view measured, std::int64_t batch, std::int64_t chosen) {
-  std::int64_t known = 0;
-  std::int64_t bytes = chosen;
-  bool equal = true;
-  for (std::size_t position = 0; position < measured.size() && known < batch; ++position) {
-    known = number_at(measured, position);
-    equal = measured[position++] == '=';
-    if (!equal) {
-      bytes = number_at(measured, position);
+  Measured below{0, std::nullopt};
+  Measured last{0, std::nullopt};
+  for (std::size_t position = 0; position < measured.size() && last.batch < batch; ++position) {
+    below = last;
+    last = {number_at(measured, position), std::nullopt};
+    if (measured[position++] != '=') {
+      last.bytes = number_at(measured, position);
     }
   }
-  if (equal) {
+  if (!last.bytes) {
     return chosen;
   }
-  return known < batch ? (bytes * batch + known - 1) / known : bytes;
+  if (last.batch < batch) {
+    return divide_up(*last.bytes * batch, last.batch);
+  }
+  if (!below.bytes) {
+    return *last.bytes;
+  }
+  return divide_up(*below.bytes * (last.batch - batch) + *last.bytes * (batch - below.batch),
+                   last.batch - below.batch);
 }
 
 constexpr std::int64_t kSum = 4;  // bytes of a number of fp32, in which gradients are summed
