@@ -6,11 +6,9 @@
     python benchmarks/planning.py --output DIR --side real       # DIR/real.json, with DIR/planned.json from elsewhere
 
 12 programs in 3 modes train under a limit on what torch may reserve. The planned side searches as `opacus-memprof plan
---search` does. The real one doubles or halves and bisects, with a fresh process for each batch; it begins at the
-planned one, if there is one, which takes fewer runs; where batches fit that are larger than one that does not, as those
-of convolutions may near the limit, it also decides which of them is found. Then each program gets twice the planned
-batch, and the plan's first advice that it has tried is followed on the GPU. Where both sides are there, the table is in
-DIR/planning.md. Both sides need the same torch.
+--search` does. The real one bisects all batches, with a fresh process for each, and knows nothing of what was planned.
+Then each program gets twice the planned batch, and the plan's first advice that it has tried is followed on the GPU.
+Where both sides are there, the table is in DIR/planning.md. Both sides need the same torch.
 """
 
 from __future__ import annotations
@@ -92,8 +90,7 @@ def measure(names: Sequence[Name], planned: Mapping[str, Any]) -> dict[str, Any]
 
     begun = time.monotonic()
     results: dict[str, Any] = {}
-    guesses = {name: one["largest"] or 1 for name, one in planned.get("cases", {}).items()}
-    searches = {" ".join(name): bisected(name, guesses.get(" ".join(name), 1)) for name in names}
+    searches = {" ".join(name): bisected(name) for name in names}
     for name, found in side_by_side(searches).items():
         results[name] = {"largest": found}
     tried = {name: one["advice"] for name, one in planned.get("cases", {}).items() if one.get("advice")}
@@ -106,20 +103,15 @@ Asked = tuple[list[str], list[dict[str, Any]]]  # arguments, and changes that a 
 Search = Generator[Asked, int, Any]  # sends exit codes of real runs
 
 
-def bisected(name: Name, guess: int = 1) -> Search:
-    """The largest batch that fits, without a line: away from the guess in steps that double until it is between two,
-    then bisected. None where one failed."""
-    good, bad, step, batch = 0, HIGH + 1, 1, guess
+def bisected(name: Name) -> Search:
+    """The largest batch that fits. None where one failed."""
+    good, bad = 0, HIGH + 1
     while bad - good > 1:
+        batch = (good + bad) // 2
         code = yield arguments_of(name, batch), []
         if code == FAILED:
             return None
         good, bad = (batch, bad) if code == FITS else (good, batch)
-        if good == 0 or bad > HIGH:
-            batch, step = (batch + step if code == FITS else max(batch - step, 1)), 2 * step
-            batch = min(batch, HIGH)
-        else:
-            batch = (good + bad) // 2
     return good
 
 
