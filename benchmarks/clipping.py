@@ -33,6 +33,7 @@ import torch
 from clipping_bytes import counted_bytes
 from clipping_models import CONFIGS, QUICK, Config
 from clipping_worker import MODES
+from training_modes import OPACUS
 
 from opacus_memprof.profiles.files import write_text
 
@@ -116,17 +117,17 @@ def summarize(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def table(name: str, summary: dict[str, dict[str, Any]], moved: dict[str, int]) -> str:
-    head = f"{'mode':<12}{'ms':>10}{'x vanilla':>11}{'peak GiB':>10}{'x vanilla':>11}  rounds"
+    head = f"{'mode':<18}{'ms':>10}{'x vanilla':>11}{'peak GiB':>10}{'x vanilla':>11}  rounds"
     rows = [f"\n{name}: norm step moves {moved['flash_clip'] / 1e9:.2f} GB (ghost {moved['ghost'] / 1e9:.1f} GB)", head]
     for mode in sorted(summary, key=MODES.index):
         found = summary[mode]
         if "seconds" not in found:
-            rows.append(f"{mode:<12}  {found['failed']}")
+            rows.append(f"{mode:<18}  {found['failed']}")
             continue
         peak = "-" if found["peak_bytes"] is None else f"{found['peak_bytes'] / GIB:.2f}"
         ratios = [("-" if found[key] is None else f"{found[key]:.3f}") for key in ("time_ratio", "peak_ratio")]
         rows.append(
-            f"{mode:<12}{1e3 * found['seconds']:>10.1f}{ratios[0]:>11}{peak:>10}{ratios[1]:>11}  {found['rounds']}"
+            f"{mode:<18}{1e3 * found['seconds']:>10.1f}{ratios[0]:>11}{peak:>10}{ratios[1]:>11}  {found['rounds']}"
             + (f"  then {found['failed']}" if found["failed"] else "")
         )
     return "\n".join(rows)
@@ -147,7 +148,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--isolate", action="store_true", help="each mode in a process of its own")
     parser.add_argument("--configs", nargs="+", help="names of configurations")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["vanilla", *OPACUS])
     parser.add_argument("--seconds", type=float, default=420, help="for everything, starting processes included")
     parser.add_argument("--precision", default="high", help="of float32 products: high (TF32) or highest")
     parser.add_argument("-o", "--output", type=Path, default=Path("clipping.json"))

@@ -90,6 +90,8 @@ CONFIGS = [
     Config("S2048_B8_bf16", _gpt(2048), 8, 2048, 32000, torch.bfloat16),
     Config("S512_B16_fp32", _gpt(512), 16, 512, 32000),
     Config("gpt2_lora16_S1024_B16", gpt2_lora, 16, 1024, 50257),
+    Config("gpt2_small_S4096_B1_bf16", lambda: Transformer(50257, 768, 12, 12, 4096), 1, 4096, 50257, torch.bfloat16),
+    Config("narrow_gpt_S32_B4", lambda: Transformer(64, 128, 24, 4, 32), 4, 32, 64),  # 24 layers: it waits for the host
     Config("resnet50_groupnorm_224_B32", resnet, 32, 0, 1000, image=224),
 ]
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 OPACUS = ["hooks", "functorch", "ghost", "flash_clip"]
 FASTDP = {"fastDP MixOpt": "MixOpt", "fastDP ghost": "ghost"}  # mode → fastDP's clipping_mode
 FLASHNORM = {f"FlashNorm {mode}": mode for mode in ("flash", "flash_bk", "flash_fuse_bk")}  # → its grad_sample_mode
+GRAPHED = {f"{mode} graph": mode for mode in ("vanilla", "flash_clip")}  # forward and backward as a CUDA graph → mode
 SHARDED = ["ghost_fsdp", "flash_clip"]  # of a model that FSDP2 shards
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
@@ -61,12 +62,14 @@ def prepare(
     """
     if mode == "vanilla":
         return _step(model, optimizer, functional.cross_entropy), lambda: None
+    if mode == "vanilla graph":
+        return _graphed_step(model, optimizer), lambda: None
     if mode in FASTDP:
         return _fastdp(FASTDP[mode], model, optimizer, batch, noise_multiplier, max_grad_norm)
-    grad_sample_mode = FLASHNORM.get(mode, mode)
-    has_criterion = mode not in OPACUS or mode == "ghost"
+    grad_sample_mode = FLASHNORM.get(mode, GRAPHED.get(mode, mode))
+    has_criterion = grad_sample_mode not in OPACUS or mode == "ghost"
     loader = DataLoader(TensorDataset(torch.zeros(8 * batch, 1)), batch_size=batch)
-    private = _engine(mode).make_private(
+    private = _engine(grad_sample_mode).make_private(
         module=model,
         optimizer=optimizer,
         data_loader=loader,
@@ -77,6 +80,8 @@ def prepare(
         **({"criterion": nn.CrossEntropyLoss()} if has_criterion else {}),
     )
     module, optimizer = private[0], private[1]
+    if mode in GRAPHED:
+        return _graphed_private_step(module, optimizer), module.to_standard_module
     loss = private[2] if has_criterion else functional.cross_entropy
     return _step(module, optimizer, loss, tells_shape=has_criterion), module.to_standard_module
 
@@ -119,6 +124,54 @@ def _step(module: Any, optimizer: Any, loss: Any, tells_shape: bool = False) -> 
         value = loss(logits.flatten(0, -2), y.flatten(), **shape)
         del logits
         value.backward()
+        optimizer.step()
+
+    return step
+
+
+def _loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(module(x).flatten(0, -2), y.flatten())
+
+
+def _graphed_step(model: nn.Module, optimizer: Any) -> Step:
+    """Without privacy, as torch's documentation graphs forward and backward. The first step's shapes are all steps'."""
+    graph = torch.cuda.CUDAGraph()
+    inputs: list[torch.Tensor] = []
+
+    def capture(*batch: torch.Tensor) -> None:
+        inputs.extend(each.clone() for each in batch)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                optimizer.zero_grad()
+                _loss(model, *inputs).backward()
+        torch.cuda.current_stream().wait_stream(stream)
+        optimizer.zero_grad()
+        with torch.cuda.graph(graph):
+            _loss(model, *inputs).backward()
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        if not inputs:
+            capture(x, y)
+        for own, given in zip(inputs, (x, y), strict=True):
+            own.copy_(given)
+        graph.replay()
+        optimizer.step()
+
+    return step
+
+
+def _graphed_private_step(module: Any, optimizer: Any) -> Step:
+    from opacus_memprof.clipping import GraphedBackward
+
+    graphed: list[GraphedBackward] = []
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        if not graphed:
+            graphed.append(GraphedBackward(module, optimizer, lambda *batch: _loss(module, *batch), (x, y)))
+        optimizer.zero_grad()
+        graphed[0](x, y)
         optimizer.step()
 
     return step

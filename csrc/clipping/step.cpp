@@ -8,6 +8,7 @@
 #include <ATen/ops/normal.h>
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <utility>
 
@@ -70,21 +71,46 @@ at::Tensor sum_outer_product(const Pair& pair, const at::Tensor& factors) {
   return at::mm(rows, folded(right, scales_left ? nullptr : &factors).t());
 }
 
+std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+struct TablesOfGraph {
+  std::mutex mutex;
+  std::atomic<bool> is_captured = false;
+  at::Tensor memory;
+  std::int64_t used = 0;
+  std::vector<std::pair<at::Tensor, at::Tensor>> tables;
+
+  at::Tensor add(const at::Tensor& rows) {
+    constexpr std::int64_t aligned = 16;  // numbers; kernels are compiled for aligned tables
+    const std::lock_guard<std::mutex> lock(mutex);
+    TORCH_CHECK(used + rows.numel() <= memory.numel(), "too many small gradients for one graph");
+    at::Tensor table = memory.narrow(0, used, rows.numel()).view(rows.sizes());
+    used += divide_up(rows.numel(), aligned) * aligned;
+    tables.emplace_back(table, rows);
+    return table;
+  }
+};
+
+TablesOfGraph& tables_of_graph() {
+  static TablesOfGraph tables;
+  return tables;
+}
+
 // The numbers on the device, for which the host does not wait.
 at::Tensor table_on(const at::Device& device, const std::vector<std::int64_t>& numbers,
                     std::int64_t columns) {
   const auto rows = static_cast<std::int64_t>(numbers.size()) / columns;
-  at::Tensor table =
-      at::empty({rows, columns}, at::TensorOptions(at::kLong).pinned_memory(device.is_cuda()));
-  std::ranges::copy(numbers, table.mutable_data_ptr<std::int64_t>());
-  return table.to(device, /*non_blocking=*/true);
+  const bool is_captured = tables_of_graph().is_captured;
+  const auto options = at::TensorOptions(at::kLong);
+  at::Tensor on_host =
+      at::empty({rows, columns}, options.pinned_memory(device.is_cuda() && !is_captured));
+  std::ranges::copy(numbers, on_host.mutable_data_ptr<std::int64_t>());
+  return is_captured ? tables_of_graph().add(on_host) : on_host.to(device, /*non_blocking=*/true);
 }
 
 std::int64_t address_of(const at::Tensor& tensor) {
   return reinterpret_cast<std::int64_t>(tensor.data_ptr());
 }
-
-std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
@@ -111,6 +137,20 @@ at::Tensor address_table(const std::vector<std::vector<at::Tensor>>& lists, bool
     if (with_sizes) numbers.push_back(row[0].numel() / row[0].size(0));
   }
   return table_on(lists[0].at(0).device(), numbers, static_cast<std::int64_t>(columns));
+}
+
+void begin_tables_of_graph(const at::Tensor& memory) {
+  const std::lock_guard<std::mutex> lock(tables_of_graph().mutex);
+  tables_of_graph().memory = memory;
+  tables_of_graph().used = 0;
+  tables_of_graph().is_captured = true;
+}
+
+std::vector<std::pair<at::Tensor, at::Tensor>> end_tables_of_graph() {
+  tables_of_graph().is_captured = false;
+  const std::lock_guard<std::mutex> lock(tables_of_graph().mutex);
+  tables_of_graph().memory.reset();
+  return std::exchange(tables_of_graph().tables, {});
 }
 
 std::vector<at::Tensor> sum_outer_products(const std::vector<Pair>& pairs,

@@ -23,6 +23,15 @@ std::vector<std::vector<std::int64_t>> group_alike(
 // wait.
 at::Tensor address_table(const std::vector<std::vector<at::Tensor>>& lists, bool with_sizes);
 
+// From now on, while a CUDA graph is captured, `address_table` takes its tables from `memory`
+// (int64, one dimension, allocated before), and leaves them to be filled: a copy in the graph would
+// read the host's memory anew in every replay, and other memory of the graph is written to by all
+// of its kernels in turn. Throws once there is not enough.
+void begin_tables_of_graph(const at::Tensor& memory);
+
+// Ends that. Returns the tables since then, each with its rows in the host's memory.
+std::vector<std::pair<at::Tensor, at::Tensor>> end_tables_of_graph();
+
 // A tensor for the sum over the samples of each stack [N, ...], not filled.
 std::vector<at::Tensor> empty_sums(const std::vector<at::Tensor>& stacks, at::ScalarType dtype);
 

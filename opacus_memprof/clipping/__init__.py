@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from opacus_memprof.clipping.engine import FlashClipEngineMixin
     from opacus_memprof.clipping.grad_sample_copies import adopt_grad_samples
+    from opacus_memprof.clipping.graphed import GraphedBackward
     from opacus_memprof.clipping.module import FlashClipHooks, GradSampleModuleFlashClip
     from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
     from opacus_memprof.clipping.register import register_norm_samplers
@@ -22,6 +23,7 @@ _MODULES = {
     "FlashClipEngineMixin": "engine",
     "FlashClipHooks": "module",
     "GradSampleModuleFlashClip": "module",
+    "GraphedBackward": "graphed",
     "adopt_grad_samples": "grad_sample_copies",
     "Verification": "verification",
     "register_norm_samplers": "register",
@@ -33,6 +35,7 @@ __all__ = [
     "FlashClipEngineMixin",
     "FlashClipHooks",
     "GradSampleModuleFlashClip",
+    "GraphedBackward",
     "Verification",
     "adopt_grad_samples",
     "register_norm_samplers",

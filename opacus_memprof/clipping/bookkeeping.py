@@ -55,7 +55,8 @@ class BackwardPass:
 
     def parameter_ids(self) -> set[int]:
         """The ids of the parameters that gradients have reached: sets of these are faster than sets of tensors."""
-        return {id(parameter) for kept in self.kept.values() for parameter in kept.norms} | {*map(id, self.shared)}
+        kept = {id(parameter) for kept in self.kept.values() for parameter in kept.norms}
+        return kept | {*map(id, self.shared)} | {*map(id, self.sums)}
 
     def squared_norms(
         self, workspace: Workspace
@@ -90,6 +91,7 @@ class Bookkeeping:
         passes_in_last_step: number of backward passes that the last ``pop_clipped_sums`` has summed up.
         samples_in_last_step: number of samples in these passes.
         unclipped_in_last_step: number of these whose gradients were not clipped, a scalar. Not private.
+        is_captured: whether a CUDA graph of the pass is captured, whose norms are checked when it has been replayed.
     """
 
     def __init__(self, rule: ClipRule, loss_reduction: str, workspace: Workspace) -> None:
@@ -103,6 +105,7 @@ class Bookkeeping:
         self.samples_in_last_step = 0
         self.unclipped_in_last_step: torch.Tensor | int = 0
         self.mode: Literal["keep", "norms", "sums"] = "keep"
+        self.is_captured = False
         self._passes: list[BackwardPass] = []
         self._new_pass = True
         self._norm_checks: list[NormCheck] = []
@@ -232,6 +235,8 @@ class Bookkeeping:
         scale = each.batch_size if self.loss_reduction == "mean" else 1
         self.norms = by_parameter.sum(0).sqrt_().mul_(scale)
         self._norm_checks.append(NormCheck(self.norms, by_parameter, owners))
+        if not self.is_captured:
+            self._norm_checks[-1].begin()
         if self.rule.by_parameter:
             norms = by_parameter.sqrt().mul_(scale)
             return {p: self.rule.factors_of(self.places[p], norms[i]).mul_(scale) for i, p in enumerate(parameters)}
@@ -240,6 +245,35 @@ class Bookkeeping:
         if self.rule.clipping == "adaptive":
             self._unclipped = self._unclipped + (factors >= 1).sum()
         return factors.mul_(scale)
+
+    def take_norm_check(self) -> NormCheck:
+        """Removes the newest check of norms, and returns it."""
+        return self._norm_checks.pop()
+
+    def add_clipped(self, batch_size: int, sums: Mapping[nn.Parameter, torch.Tensor], check: NormCheck) -> None:
+        """Adds a pass whose clipped sums a CUDA graph has formed.
+
+        Args:
+            batch_size: of the physical batch.
+            sums: by parameter.
+            check: of its norms, which has begun.
+
+        Raises:
+            ValueError: as ``add``.
+        """
+        self.begin_pass()
+        added = self._current_pass(batch_size)
+        added.sums, added.clipped = dict(sums), True
+        self.norms = check.norms
+        self._norm_checks.append(check)
+        self._samples += batch_size
+
+    def copy_sums(self, given: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Copies those of these clipped sums that passes since the last step have."""
+        for each in self._passes:
+            for parameter, total in each.sums.items():
+                if total is given.get(parameter):
+                    each.sums[parameter] = total.clone()
 
     def check_norms(self) -> None:
         """Waits until the norms behind all clip factors are known. Raises MemprofError unless they are finite."""

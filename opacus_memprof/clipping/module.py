@@ -196,7 +196,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self._active():
             return None
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self.bookkeeping.is_captured:
             refuse_capture()
         self.layer_hooks.batch = _batch_size(args, kwargs)
         self._probe(args, kwargs)

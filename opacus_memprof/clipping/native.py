@@ -15,8 +15,10 @@ try:
         raise ImportError(f"it was built for torch {_build_info.TORCH_VERSION}, and torch {torch.__version__} is here")
     from opacus_memprof._clipping import (
         address_table,
+        begin_tables_of_graph,
         draw_normal,
         empty_sums,
+        end_tables_of_graph,
         group_alike,
         reserve_normal,
         sum_outer_products,
@@ -31,8 +33,10 @@ except ImportError as error:
 
 __all__ = [
     "address_table",
+    "begin_tables_of_graph",
     "draw_normal",
     "empty_sums",
+    "end_tables_of_graph",
     "group_alike",
     "reserve_normal",
     "sum_outer_products",

@@ -13,8 +13,8 @@ from opacus_memprof.errors import MemprofError
 
 
 class NormCheck:
-    """An asynchronous check: the result is copied to the host when the norms are ready, and read after more work has
-    been queued.
+    """An asynchronous check: once it has begun, the result is copied to the host when the norms are ready, and read
+    after more work has been queued.
 
     Args:
         norms: per-sample norms, [B].
@@ -26,8 +26,13 @@ class NormCheck:
         self, norms: torch.Tensor, squared_norms: torch.Tensor, owners: Sequence[Layer | SharedGradient]
     ) -> None:
         self.norms, self.squared_norms, self.owners = norms, squared_norms, owners
-        self._finite = torch.isfinite(norms).all()
+        self._finite: torch.Tensor | None = None
         self._ready: torch.cuda.Event | None = None
+
+    def begin(self) -> None:
+        """Queues the check behind what computes the norms."""
+        norms = self.norms
+        self._finite = torch.isfinite(norms).all()
         if norms.is_cuda:
             host_copy = torch.empty((), dtype=torch.bool, pin_memory=True)
             self._finite = host_copy.copy_(self._finite, non_blocking=True)
@@ -36,6 +41,7 @@ class NormCheck:
 
     def raise_unless_finite(self) -> None:
         """Raises MemprofError, with the samples and the first layer, unless all norms are finite."""
+        assert self._finite is not None, "begin has not been called"
         if self._ready is not None:
             self._ready.synchronize()
         if bool(self._finite):

@@ -38,7 +38,8 @@ def refuse_capture() -> None:
     if initialized and torch.cuda.is_current_stream_capturing():
         raise MemprofError(
             "flash_clip cannot be captured in a CUDA graph: replays would go past the privacy accountant, and past the "
-            "check that gradient norms are finite. Leave private training steps out of the capture."
+            "check that gradient norms are finite. Leave private training steps out of the capture, or have "
+            "opacus_memprof.clipping.GraphedBackward capture what can be."
         )
 
 

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward, backward and clipping as a CUDA graph, for models whose steps wait for the host."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from opacus_memprof.clipping.module import FlashClipHooks
+from opacus_memprof.clipping.native import begin_tables_of_graph, end_tables_of_graph
+from opacus_memprof.clipping.norm_check import NormCheck
+from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
+from opacus_memprof.clipping.validate import refuse_capture
+from opacus_memprof.errors import MemprofError
+
+_WARM_UPS = 3  # as torch.cuda.make_graphed_callables has
+
+
+class GraphedBackward:
+    """Computes a loss, its backward and the clipped sums by replaying a CUDA graph, which takes the host one call.
+
+    Noise, the accountant and the update stay in ``optimizer.step()``, which is called as always, and so does the check
+    that gradient norms are finite. A batch that differs from the example in more than its numbers, as the last one of
+    a Poisson batch does, and all batches while the model or the clipping differ from what was captured, run without the
+    graph.
+
+    The graph has memory of its own, as much as a step needs beside the model, for as long as this object lives.
+
+    Args:
+        module: the module that make_private returned, on one GPU, in training mode.
+        optimizer: the optimizer that make_private returned.
+        compute_loss: called with a batch; it calls the module and returns the loss, without its backward.
+        example: a batch, as a tuple: what ``compute_loss`` is called with. Its tensors are on the module's device.
+
+    Raises:
+        MemprofError: the module is not of flash_clip, is on several GPUs or none, or clips adaptively; gradients wait
+            for a step; or what ``compute_loss`` or a layer does cannot be captured. Training can go on without it.
+    """
+
+    def __init__(
+        self,
+        module: FlashClipHooks,
+        optimizer: DPOptimizerFlashClip,
+        compute_loss: Callable[..., torch.Tensor],
+        example: tuple[Any, ...],
+    ) -> None:
+        if type(optimizer) is not DPOptimizerFlashClip:
+            raise MemprofError(
+                'a graphed backward needs grad_sample_mode="flash_clip" on one GPU, with clipping "flat", "per_layer" '
+                f'or "automatic"; this optimizer is a {type(optimizer).__name__}.'
+            )
+        self._compute_loss, self._optimizer, self._model = compute_loss, optimizer, module.units.model
+        self._bookkeeping = optimizer.bookkeeping
+        leaves, self._structure = tree_flatten(example)
+        device = optimizer.params[0].device
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if device.type != "cuda" or not tensors or any(tensor.device != device for tensor in tensors):
+            raise MemprofError(
+                f"a graphed backward needs a model and a batch on one CUDA device; the model is on {device}, the batch "
+                f"on {', '.join(sorted({str(tensor.device) for tensor in tensors})) or 'none'}."
+            )
+        if self._bookkeeping.passes or any(parameter.summed_grad is not None for parameter in optimizer.params):
+            raise MemprofError("gradients wait for a step: call optimizer.zero_grad() before a backward is graphed.")
+        self._inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._state = self._captured_state()
+        self._given: dict[nn.Parameter, torch.Tensor] = {}
+        with torch.cuda.device(device):
+            self._warm_up()
+            self._capture()
+
+    def __call__(self, *batch: Any) -> torch.Tensor:
+        """As ``compute_loss(*batch)`` and its backward. Returns the loss, detached."""
+        leaves, structure = tree_flatten(batch)
+        is_alike = structure == self._structure and all(map(_is_alike, leaves, self._inputs))
+        if not is_alike or self._captured_state() != self._state:
+            loss = self._compute_loss(*batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+        refuse_capture()
+        self._keep_sums()
+        for own, leaf in zip(self._inputs, leaves, strict=True):
+            if isinstance(own, torch.Tensor):
+                own.copy_(leaf, non_blocking=True)
+        self._graph.replay()
+        # Python's attributes of these are of this step alone.
+        self._given = {parameter: total.detach() for parameter, total in self._sums.items()}
+        check = NormCheck(self._check.norms.clone(), self._check.squared_norms.clone(), self._check.owners)
+        check.begin()
+        self._bookkeeping.add_clipped(len(check.norms), self._given, check)
+        return self._loss.clone()
+
+    def _captured_state(self) -> tuple[Any, ...]:
+        """What the graph is right for, beside the shapes of the batch: what it has taken from Python, and where
+        parameters are."""
+        rule = self._bookkeeping.rule
+        parameters = [(p.requires_grad, p.data_ptr()) for p in self._model.parameters()]
+        return rule.bound, rule.bounds.copy(), [m.training for m in self._model.modules()], parameters
+
+    def _keep_sums(self) -> None:
+        """Copies the sums of the last replay that a step still needs (of physical batches, which add up): the next
+        replay writes to the same memory."""
+        self._bookkeeping.copy_sums(self._given)
+        parameter: Any  # with Opacus' attributes
+        for parameter, given in self._given.items():
+            # What a step has used already stays, for the next step to refuse, as it does without a graph.
+            if parameter.summed_grad is given and not hasattr(given, "_processed"):
+                parameter.summed_grad = given.clone()
+
+    def _run(self) -> None:
+        """Forward, backward and clipping of the example."""
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}  # a warm-up's are not needed
+        loss = self._compute_loss(*tree_unflatten(self._inputs, self._structure))
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self._bookkeeping.passes != 1:
+            raise MemprofError("compute_loss must return a loss of the module's output, and not run its backward.")
+        self._loss = loss.detach()
+        self._optimizer.clip_and_accumulate()
+        parameter: Any  # with Opacus' attributes
+        for parameter in self._optimizer.params:
+            self._sums[parameter], parameter.summed_grad = parameter.summed_grad, None
+        self._check = self._bookkeeping.take_norm_check()
+
+    def _warm_up(self) -> None:
+        """Has libraries and kernels ready. Buffers and random numbers stay as they were."""
+        before = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        stream = _stream(torch.cuda.current_device())
+        stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.random.fork_rng([torch.cuda.current_device()]), torch.cuda.stream(stream):
+                for _ in range(_WARM_UPS):
+                    self._run()
+        finally:
+            self._drop()
+        self._sums = {}
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+    def _capture(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._bookkeeping.is_captured = True
+        numbers = 64 * (len(self._optimizer.params) + 16)  # a few tables have a few for each parameter
+        begin_tables_of_graph(torch.empty(numbers, dtype=torch.int64, device=self._optimizer.params[0].device))
+        try:
+            # Other threads, such as a data loader's, may go on with what a capture could not have.
+            stream = _stream(torch.cuda.current_device())
+            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                self._run()
+        except Exception as error:
+            raise MemprofError(f"compute_loss, or a layer, cannot be captured in a CUDA graph ({error}).") from error
+        finally:
+            self._tables = end_tables_of_graph()  # the graph reads them
+            self._bookkeeping.is_captured = False
+            self._drop()
+        for table, rows in self._tables:
+            table.copy_(rows)
+
+    def _drop(self) -> None:
+        """Drops what a run that failed has left for a step."""
+        self._bookkeeping.clear()
+        parameter: Any  # with Opacus' attributes
+        for parameter in self._optimizer.params:
+            parameter.summed_grad = None
+
+
+@functools.cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """Where graphs are captured. Libraries keep a workspace for each stream that they have seen."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _is_alike(leaf: Any, own: Any) -> bool:
+    """Whether a leaf of a batch can take the place of the example's."""
+    if not isinstance(leaf, torch.Tensor) or not isinstance(own, torch.Tensor):
+        return type(leaf) is type(own) and bool(leaf == own)
+    return (leaf.shape, leaf.dtype, leaf.device) == (own.shape, own.dtype, own.device)
