@@ -2,14 +2,16 @@
 """Whether an allocation ever waits for a disk: `python benchmarks/disk_stalls.py [--seconds 10]`.
 
 Times each allocation of a CPU tensor, without events and with them: on an idle disk, while another thread calls
-fdatasync on the event files 20 times a second (the kernel writes their pages back), and where the file may not grow
-(a full disk: RLIMIT_FSIZE). Prints one JSON object for each: allocations, percentiles in microseconds, the number above
-100 µs, and the minor page faults of the allocating thread. The machine's own pauses are in all of them alike: "without
-events" is what to compare with.
+fdatasync on all event files 20 times a second (the kernel writes their pages back), and where the file may not grow
+(a full disk: RLIMIT_FSIZE). Without events that thread has a file of its own, to which it writes. Prints one JSON
+object for each: allocations, percentiles in microseconds, the number above 100 µs, and the minor page faults of the
+allocating thread. The machine's own pauses, and the other thread's, are in the rows without events: these are what to
+compare with.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -58,8 +60,11 @@ def written_back(directory: Path) -> Iterator[None]:
     """Meanwhile the kernel writes the event files' pages back, 20 times a second."""
     stop = threading.Event()
 
+    other = directory / "events_other.bin"
+
     def sync() -> None:
         while not stop.wait(0.05):
+            other.write_bytes(bytes(1 << 20))
             for file in directory.glob("events*.bin"):
                 with contextlib.suppress(OSError):
                     descriptor = os.open(file, os.O_RDONLY)
@@ -95,15 +100,17 @@ def main() -> None:
     torch.set_num_threads(1)
     opacus_memprof.install("cpu")
     time_allocations(0.5)
-    print(json.dumps({"disk": "without events", **time_allocations(seconds)}), flush=True)
-    for disk in (idle, written_back, full):
+    for disk, has_events in itertools.product((idle, written_back, full), (False, True)):
         with tempfile.TemporaryDirectory(dir=".") as folder:
-            native.start_events(folder, MAX_EVENTS, "{}")
+            if has_events:
+                native.start_events(folder, MAX_EVENTS, "{}")
             with disk(Path(folder)):
-                row = time_allocations(seconds)
-                status = native.events_status()
-            native.stop_events()
-            print(json.dumps({"disk": disk.__name__, **row, "lost": status["dropped"]}), flush=True)
+                row: dict[str, float] = time_allocations(seconds)
+                if has_events:
+                    row["lost"] = native.events_status()["dropped"]
+            if has_events:
+                native.stop_events()
+        print(json.dumps({"disk": disk.__name__, "events": has_events, **row}), flush=True)
 
 
 if __name__ == "__main__":
