@@ -30,7 +30,7 @@ CASE = Path(__file__).with_name("planning_case.py")
 MODELS = ("gpt", "gpt-small", "gpt2", "gpt2-lora", "llama-lora", "bert", "vit", "wide-head")
 MODELS += ("cifar-cnn", "text-cnn", "audio", "unet")
 MODES = ("hooks", "ghost", "flash_clip")
-SIDE_BY_SIDE = 8  # on one GPU; each has its own limit, and a context
+SIDE_BY_SIDE = 12  # on one GPU; each has its own limit, and a context
 FITS, OUT_OF_MEMORY, FAILED = 0, 3, 1  # exit codes of a real run
 
 Name = tuple[str, str]  # model and mode
