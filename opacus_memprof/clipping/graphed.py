@@ -136,7 +136,8 @@ class GraphedBackward:
                     self._run()
         finally:
             self._drop()
-        self._sums = {}
+        # Pinned memory that is freed while a graph is captured breaks replays ("invalid argument"), so it goes now.
+        del self._loss, self._sums, self._check
         torch.cuda.current_stream().wait_stream(stream)
         with torch.no_grad():
             for buffer, value in before:
@@ -149,8 +150,7 @@ class GraphedBackward:
         begin_tables_of_graph(torch.empty(numbers, dtype=torch.int64, device=self._optimizer.params[0].device))
         try:
             # Other threads, such as a data loader's, may go on with what a capture could not have.
-            stream = _stream(torch.cuda.current_device())
-            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._run()
         except Exception as error:
             raise MemprofError(f"compute_loss, or a layer, cannot be captured in a CUDA graph ({error}).") from error
@@ -171,7 +171,7 @@ class GraphedBackward:
 
 @functools.cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """Where graphs are captured. Libraries keep a workspace for each stream that they have seen."""
+    """Where graphs are tried before. Libraries keep a workspace for each stream that they have seen."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
