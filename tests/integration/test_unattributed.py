@@ -34,13 +34,18 @@ def table(request: pytest.FixtureRequest) -> Iterator[list[str]]:
         print("", head, *rows, sep="\n")
 
 
+def finish_backward(device: str) -> None:
+    """Has autograd's thread drop what it still holds of the last backward: until then it is unknown whether that
+    outlives it."""
+    torch.ones(1, device=device, requires_grad=True).sum().backward()
+
+
 @pytest.mark.parametrize("mode", [*MODES, "flash_clip"])
 @pytest.mark.parametrize("model", MODELS, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_unattributed_at_the_peak(model: Model, mode: str, device: str, tmp_path: Path, table: list[str]) -> None:
-    if device == "cuda":  # has autograd's thread drop what it still holds of an earlier test
-        torch.ones(1, device="cuda", requires_grad=True).sum().backward()
-    gc.collect()  # that test's other tensors, and what the thread dropped
+    finish_backward(device)
+    gc.collect()  # of an earlier test
     with opacus_memprof.profile(tmp_path / "profile", device=device) as session:
         engine = opacus_memprof.PrivacyEngine() if mode == "flash_clip" else PrivacyEngine()
         session.attach(engine)
@@ -49,6 +54,7 @@ def test_unattributed_at_the_peak(model: Model, mode: str, device: str, tmp_path
         for _ in range(3):
             training.step(32, filling=opacus_memprof.tag("per_sample_gradients"))
             assert all(counts["remainder"] == 0 for counts in session.snapshot("step")["devices"].values())
+        finish_backward(device)
         peak = session.peak()["cpu" if device == "cpu" else "cuda:0"]
 
     requested, categories = peak["requested_bytes"], peak["categories"]
