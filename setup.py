@@ -232,12 +232,12 @@ def joined(extension: Extension) -> Extension:
 
 
 def clipping_extension() -> Extension:
-    """What flash_clip does for each layer. Needs torch alone."""
+    """What flash_clip does for each layer. Needs torch alone. Loops over numbers gain by vector instructions (-O3)."""
     headers = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
     return cpp_extension.CppExtension(
         "opacus_memprof._clipping",
         sorted(str(path) for path in Path("csrc/clipping").glob("*.cpp")),
-        extra_compile_args=[*FLAGS, *(f"-isystem{folder}" for folder in headers)],
+        extra_compile_args=[*FLAGS, "-O3", *(f"-isystem{folder}" for folder in headers)],
         include_dirs=[str(Path("csrc").resolve())],
     )
 

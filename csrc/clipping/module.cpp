@@ -6,6 +6,7 @@
 
 #include "clipping/convolution.h"
 #include "clipping/gradient_tap.h"
+#include "clipping/stacks.h"
 #include "clipping/step.h"
 
 namespace clipping = opacus_memprof::clipping;
@@ -27,4 +28,7 @@ PYBIND11_MODULE(_clipping, module) {
                return std::make_pair(std::move(table), programs);
              });
   module.def("draw_normal", &clipping::draw_normal);
+  module.def("squared_norms", &clipping::squared_norms);
+  module.def("layer_norm_gradients", &clipping::layer_norm_gradients);
+  module.def("weighted_sums", &clipping::weighted_sums);
 }

@@ -2,8 +2,8 @@
 """Norms and clipped sums of many small layers at once.
 
 Small layers keep the host waiting, not the device: launching a kernel takes longer than the kernel. So what backward
-keeps of them waits for the optimizer's step, where on CUDA one launch does it for all; and products that follow one
-another are left to C++.
+keeps of them waits for the optimizer's step, where one launch does it for all, or C++ on the CPU; and products that
+follow one another are left to C++.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import nn
 
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.matrix import MatrixLayer
-from opacus_memprof.clipping.native import group_alike, sum_outer_products
-from opacus_memprof.clipping.norms import is_small
+from opacus_memprof.clipping.native import group_alike, squared_norms, sum_outer_products, weighted_sums
+from opacus_memprof.clipping.norms import has_kernels, is_small
 from opacus_memprof.clipping.workspace import KERNEL_DTYPES, Workspace, accumulation_dtype, batches
 
 _MOST_BYTES = 1 << 20  # of sums that are formed at once, while what they are formed from is still there
@@ -50,20 +50,26 @@ def find_waiting_norms(kept: dict[Layer, KeptTensors]) -> None:
         of_samples: Any = torch._foreach_norm([stack for _, _, (stack,) in group], 2, torch.float32)
         for (place, parameter, _), own in zip(group, torch.stack(of_samples).square_().view(-1, 1), strict=True):
             place[parameter] = own
-    if not stacks and not pairs:
-        return
-    from opacus_memprof.clipping.gram_triton import gram_squared_norms_of_layers
-    from opacus_memprof.clipping.stacks_triton import squared_norms_cuda
-
     for group in _alike(stacks, whole_shapes=False):
-        found = iter(squared_norms_cuda([x for _, _, operands in group for x in operands]).unbind())
+        found = iter(_squared_norms([x for _, _, operands in group for x in operands]).unbind())
         for place, parameter, operands in group:
             own = next(found)
             place[parameter] = own if len(operands) == 1 else own * next(found)
     for group in _alike(pairs, whole_shapes=True):
+        from opacus_memprof.clipping.gram_triton import gram_squared_norms_of_layers
+
         of_layers = gram_squared_norms_of_layers([operands for _, _, operands in group])
         for (place, parameter, _), own in zip(group, of_layers.unbind(), strict=True):
             place[parameter] = own
+
+
+def _squared_norms(stacks: list[torch.Tensor]) -> torch.Tensor:
+    """The squared norms of every ``stack[n]`` of small stacks, [stacks, N]."""
+    if not has_kernels(stacks[0]):
+        return squared_norms(stacks)
+    from opacus_memprof.clipping.stacks_triton import squared_norms_cuda
+
+    return squared_norms_cuda(stacks)
 
 
 def _alike(waiting: list[_Waiting], whole_shapes: bool) -> Iterator[list[_Waiting]]:
@@ -84,14 +90,14 @@ def pop_small_sums(
     alike: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[KeptTensors, nn.Parameter]]] = {}
     for each in kept.values():
         for parameter, stack in each.stacks.items():
-            if is_small(stack) and parameter.dtype in KERNEL_DTYPES:
+            if is_small(stack) and (parameter.dtype in KERNEL_DTYPES or not has_kernels(stack)):
                 alike.setdefault((stack.device, stack.dtype, parameter.dtype), []).append((each, parameter))
-    for (device, _, dtype), members in alike.items():
-        from opacus_memprof.clipping.stacks_triton import weighted_sums_cuda
-
-        own_factors = factors.to(device, torch.float32)
+    for (device, own, dtype), members in alike.items():
+        form, own_factors = weighted_sums, factors.to(device, accumulation_dtype(own))
+        if has_kernels(members[0][0].stacks[members[0][1]]):
+            from opacus_memprof.clipping.stacks_triton import weighted_sums_cuda as form
         for batch in batches(members, _MOST_BYTES, lambda member: member[1].numel() * member[1].element_size()):
-            totals = weighted_sums_cuda([each.stacks.pop(p) for each, p in batch], own_factors, dtype)
+            totals = form([each.stacks.pop(p) for each, p in batch], own_factors, dtype)
             yield from zip([p for _, p in batch], totals, strict=True)
 
 

@@ -20,10 +20,13 @@ try:
         empty_sums,
         end_tables_of_graph,
         group_alike,
+        layer_norm_gradients,
         reserve_normal,
+        squared_norms,
         sum_outer_products,
         tap_gradient,
         unfold,
+        weighted_sums,
     )
 except ImportError as error:
     raise ImportError(
@@ -38,8 +41,11 @@ __all__ = [
     "empty_sums",
     "end_tables_of_graph",
     "group_alike",
+    "layer_norm_gradients",
     "reserve_normal",
+    "squared_norms",
     "sum_outer_products",
     "tap_gradient",
     "unfold",
+    "weighted_sums",
 ]

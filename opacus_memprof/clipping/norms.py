@@ -11,7 +11,14 @@ import math
 
 import torch
 
-from opacus_memprof.clipping.workspace import KERNEL_DTYPES, Workspace, accumulation_dtype, has_triton, slices
+from opacus_memprof.clipping.workspace import (
+    CPU_DTYPES,
+    KERNEL_DTYPES,
+    Workspace,
+    accumulation_dtype,
+    has_triton,
+    slices,
+)
 
 
 def matrix(stack: torch.Tensor) -> torch.Tensor:
@@ -30,12 +37,17 @@ def squared_norms(stack: torch.Tensor) -> torch.Tensor:
     return norms.square_()
 
 
-_SMALL = 1 << 16  # elements of a sample
+_SMALL = 1 << 16  # numbers: of a sample on CUDA; of all samples on the CPU, where torch takes several threads for more
 
 
 def is_small(stack: torch.Tensor) -> bool:
-    """Whether the clipped sum of ``stack`` is formed together with those of other stacks (see launches.py)."""
-    return has_kernels(stack) and 0 < stack.numel() <= _SMALL * stack.shape[0] and stack.is_contiguous()
+    """Whether the norms and the clipped sum of ``stack`` are found together with those of other stacks (see
+    launches.py)."""
+    if has_kernels(stack):
+        most = _SMALL * stack.shape[0]
+    else:
+        most = _SMALL if stack.is_cpu and stack.dtype in CPU_DTYPES else 0
+    return 0 < stack.numel() <= most and stack.is_contiguous()
 
 
 def norms_wait(stack: torch.Tensor) -> bool:

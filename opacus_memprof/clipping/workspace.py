@@ -15,6 +15,7 @@ from opacus_memprof.errors import MemprofError
 
 MIB = 1 << 20
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that Triton's kernels go through
+CPU_DTYPES = (torch.float32, torch.float64)  # of which C++ goes through many small stacks at once
 T = TypeVar("T")
 
 

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from opacus_memprof.clipping.launches import find_waiting_norms
+from opacus_memprof.clipping.layers import KeptTensors, Layer
+from opacus_memprof.clipping.workspace import Workspace
+
 
 @dataclass(frozen=True)
 class Case:
@@ -82,3 +86,10 @@ def per_sample_gradients(
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     scale = expected.abs().max().clamp(min=1e-300)
     return float((actual - expected).abs().max() / scale) if expected.numel() else 0.0
+
+
+def keep_with_norms(layer: Layer, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
+    """What the layer keeps in backward, with the norms that wait for the step."""
+    kept = layer.keep(x, g, workspace)
+    find_waiting_norms({layer: kept})
+    return kept

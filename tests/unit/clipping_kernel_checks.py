@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof.clipping import gram_triton, norms, sums
+from opacus_memprof.clipping import gram_triton, launches, norms, sums
 from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda, gram_squared_norms_of_layers
 from opacus_memprof.clipping.group_norm_triton import group_norm_gradients_cuda
 from opacus_memprof.clipping.launches import pop_small_sums
@@ -49,7 +49,7 @@ def test_gram_kernel_on_slices_and_empty_batches() -> None:
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_step_with_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step whose norms and sums are found by the kernels clips as by hand."""
-    for module in (norms, sums, matrix, normalization):
+    for module in (norms, sums, matrix, normalization, launches):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
     launched = count_launches(monkeypatch)
     assert float32_difference(name, "cpu") < 1e-4
@@ -58,7 +58,8 @@ def test_a_step_with_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_sums_in_float64_are_left_to_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters in float64 that compute in float32, as under mixed precision."""
-    monkeypatch.setattr(norms, "has_kernels", lambda x: x.dtype == torch.float32)
+    for module in (norms, launches):
+        monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
     layer = nn.Linear(3, 2)
     kept = KeptTensors()
     for parameter in layer.parameters():

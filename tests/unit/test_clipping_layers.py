@@ -11,7 +11,14 @@ from torch.profiler import ProfilerActivity, profile
 from opacus_memprof.clipping.layers import LAYERS, Layer
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
-from tests.unit.clipping_cases import CASES, Case, per_sample_gradients, randomized, relative_error
+from tests.unit.clipping_cases import (
+    CASES,
+    Case,
+    keep_with_norms,
+    per_sample_gradients,
+    randomized,
+    relative_error,
+)
 
 TOLERANCE = 1e-10
 HUGE = Workspace(1 << 40)
@@ -39,7 +46,7 @@ class Backward:
         return torch.einsum("n,n...->...", factors, self.gradients[name])
 
     def check_kept(self, workspace: Workspace) -> None:
-        kept = self.layer.keep(self.x, self.g, workspace)
+        kept = keep_with_norms(self.layer, self.x, self.g, workspace)
         assert relative_error(kept.squared_norms, self.squared_norms) < TOLERANCE
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         seen = set()
@@ -105,7 +112,7 @@ def test_an_empty_batch_has_zero_sums(case: Case) -> None:
     with torch.no_grad():
         shape = module(case.inputs(1)).shape[1:]
     x, g = case.inputs(0), torch.zeros(0, *shape, dtype=torch.float64)
-    kept = layer.keep(x, g, HUGE)
+    kept = keep_with_norms(layer, x, g, HUGE)
     assert kept.squared_norms.shape == (0,)
     sums = dict(layer.clipped_sums(kept, torch.zeros(0, dtype=torch.float64), HUGE))
     assert set(sums) == set(module.parameters())
@@ -122,7 +129,7 @@ def test_frozen_parameters_are_left_out(case: Case, frozen: str) -> None:
     getattr(run.module, frozen).requires_grad_(False)
     other = {"weight": "bias", "bias": "weight"}[frozen]
     x = None if frozen == "weight" else run.x
-    kept = run.layer.keep(x, run.g, HUGE)
+    kept = keep_with_norms(run.layer, x, run.g, HUGE)
     assert relative_error(kept.squared_norms, run.gradients[other].flatten(1).square().sum(1)) < TOLERANCE
     assert [p for p, _ in run.layer.clipped_sums(kept, run.factors, HUGE)] == [getattr(run.module, other)]
 
@@ -148,7 +155,7 @@ def test_low_precision_accumulates_in_float32(case: Case, dtype: torch.dtype, to
     exact = per_sample_gradients(module, x if case.indices else x.double(), lambda i: g[i : i + 1].double())
     expected = sum(e.flatten(1).square().sum(1) for e in exact.values())
     module.to(dtype)
-    norms = layer.keep(x, g, HUGE).squared_norms
+    norms = keep_with_norms(layer, x, g, HUGE).squared_norms
     assert norms.dtype == torch.float32
     assert relative_error(norms.double(), expected) < tolerance
 

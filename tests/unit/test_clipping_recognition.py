@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from opacus_memprof.clipping.layers import layer_for
 from opacus_memprof.clipping.workspace import Workspace
-from tests.unit.clipping_cases import per_sample_gradients, relative_error
+from tests.unit.clipping_cases import keep_with_norms, per_sample_gradients, relative_error
 
 WIDTH = 6
 
@@ -128,7 +128,7 @@ def test_recognized_layers_equal_plain_autograd(
     g = torch.randn_like(module(x))
     gradients = per_sample_gradients(module, x, lambda i: g[i : i + 1])
     factors = torch.rand(4, dtype=torch.float64)
-    kept = layer.keep(x, g, workspace)
+    kept = keep_with_norms(layer, x, g, workspace)
     norms = layer.parameter_squared_norms(x, g, workspace)
     scaled = layer.sums_of_scaled_gradients(x, g * factors.view(-1, *[1] * (g.dim() - 1)), workspace)
     sums = dict(layer.clipped_sums(kept, factors, workspace))

@@ -53,9 +53,9 @@ class MatrixLayer(Layer):
         raise NotImplementedError
 
     def norms_wait(self, x: torch.Tensor, g: torch.Tensor, choice: Choice) -> bool:
-        if choice.norm != "gram" or x.dtype != g.dtype or not has_kernels(g) or g.numel() == 0:
+        if choice.norm != "gram" or x.dtype != g.dtype or g.numel() == 0 or not self.has_views(x, g):
             return False
-        return self.has_views(x, g) and (self.sizes(x, g).tokens > 1 or (is_small(x) and is_small(g)))
+        return has_kernels(g) if self.sizes(x, g).tokens > 1 else is_small(x) and is_small(g)
 
     def choose(self, x: torch.Tensor, g: torch.Tensor, keep: bool) -> Choice:
         size = self.sizes(x, g)
@@ -70,8 +70,8 @@ class MatrixLayer(Layer):
         )
 
     def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
-        weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
-        if weight is None or not weight.requires_grad or (bias in kept.norms and kept.norms[bias] is not None):
+        weight = self.module._parameters["weight"]
+        if weight is None or not weight.requires_grad:
             return None
         if kept.pair is not None and kept.norms[weight] is None:
             return self._keep_pair
@@ -80,7 +80,7 @@ class MatrixLayer(Layer):
         return self._keep_gradients if kept.pair is None else self._keep_pair_with_norms
 
     def _keep_pair(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
-        """Keeps the pair, and lets all norms wait."""
+        """Keeps the pair, and lets the weight's norms wait."""
         kept = self._keep_bias(x, g, workspace)
         kept.pair = (x, g)
         kept.norms[self.weight()] = None
@@ -105,4 +105,5 @@ class MatrixLayer(Layer):
         bias = self.module._parameters.get("bias")
         if bias is None or not bias.requires_grad:
             return KeptTensors()
-        return KeptTensors({bias: None}, {bias: self.small_gradients(x, g, workspace)["bias"]})
+        stack = self.small_gradients(x, g, workspace)["bias"]
+        return KeptTensors({bias: squared_norms_unless_waiting(stack)}, {bias: stack})

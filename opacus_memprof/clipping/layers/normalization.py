@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from opacus_memprof.clipping import cost
 from opacus_memprof.clipping.layers.base import KeptTensors, Layer, Shortcut
-from opacus_memprof.clipping.norms import has_kernels
+from opacus_memprof.clipping.native import layer_norm_gradients
+from opacus_memprof.clipping.norms import has_kernels, is_small, squared_norms_unless_waiting
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
 
 _COPIES = 3  # live at once: the normalized input, a cast of the input if dtypes differ, and statistics
@@ -53,18 +54,18 @@ class _LastDimensionsNorm(Layer):
         return gradients
 
     def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
-        waits = x.dim() == g.dim() == 3 and all(norms is None for norms in kept.norms.values())
-        fits = x.dtype == g.dtype and g.shape[1] > 1 and _COPIES * g.nbytes <= workspace.bytes
-        return self._keep_stacks if waits and fits and self.is_trainable("weight") else None
+        is_plain = x.dim() == g.dim() == 3 and x.dtype == g.dtype and g.shape[1] > 1
+        fits = _COPIES * g.nbytes <= workspace.bytes
+        return self._keep_stacks if is_plain and fits and self.is_trainable("weight") else None
 
     def _keep_stacks(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
-        """Keeps the per-sample gradients of tensors [B, T, features], and lets all norms wait."""
+        """Keeps the per-sample gradients of tensors [B, T, features]."""
         bias = self.module._parameters.get("bias")
         stacks: dict[nn.Parameter, torch.Tensor] = {}
         if bias is not None and bias.requires_grad:
             stacks[bias] = g.sum(1, dtype=accumulation_dtype(g.dtype))
         stacks[self.weight()] = self._weight_gradients(x, g)
-        return KeptTensors(dict.fromkeys(stacks), stacks)
+        return KeptTensors({p: squared_norms_unless_waiting(stack) for p, stack in stacks.items()}, stacks)
 
     def _weight_gradients(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         """The weight's per-sample gradients, all at once, of tensors [B, T, *normalized_shape]. They are allocated
@@ -79,6 +80,19 @@ class LayerNormLayer(_LastDimensionsNorm):
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         return torch.layer_norm(x, self.module.normalized_shape, eps=self.module.eps)
+
+    def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
+        own = super().shortcut(kept, x, g, workspace)
+        is_in_one_call = own is not None and not has_kernels(x) and is_small(x) and is_small(g)
+        return self._keep_stacks_cpu if is_in_one_call else own
+
+    def _keep_stacks_cpu(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
+        """As ``_keep_stacks``, of small tensors, in one call into C++."""
+        weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
+        of_weight, of_bias = layer_norm_gradients(x, g, self.module.eps)
+        own = [(bias, of_bias), (weight, of_weight)]
+        stacks = {parameter: stack for parameter, stack in own if parameter is not None and parameter.requires_grad}
+        return KeptTensors({p: squared_norms_unless_waiting(stack) for p, stack in stacks.items()}, stacks)
 
 
 class RMSNormLayer(_LastDimensionsNorm):

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "clipping/stacks.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "clipping/step.h"
+
+namespace opacus_memprof::clipping {
+
+namespace {
+
+// The sum of function(number) over all numbers.
+template <typename T, typename Function>
+double sum_of(std::span<const T> numbers, const Function& function) {
+  constexpr std::size_t kParts = 8;  // that do not wait for one another
+  std::array<double, kParts> parts{};
+  const std::size_t whole = numbers.size() / kParts * kParts;
+  for (std::size_t i = 0; i < whole; i += kParts) {
+    for (std::size_t j = 0; j < kParts; ++j)
+      parts[j] += function(static_cast<double>(numbers[i + j]));
+  }
+  double total = 0;
+  for (const double part : parts) total += part;
+  for (const T rest : numbers.subspan(whole)) total += function(static_cast<double>(rest));
+  return total;
+}
+
+double square(double number) { return number * number; }
+
+template <typename T>
+void find_weighted_sum(const at::Tensor& stack, std::span<const T> factors, T* total) {
+  constexpr std::size_t kBlock = 512;  // numbers that are added up in the cache
+  const T* const numbers = stack.const_data_ptr<T>();
+  const auto size = static_cast<std::size_t>(stack.numel()) / factors.size();
+  for (std::size_t start = 0; start < size; start += kBlock) {
+    std::array<double, kBlock> sums{};
+    const std::size_t count = std::min(kBlock, size - start);
+    for (std::size_t n = 0; n < factors.size(); ++n) {
+      const auto factor = static_cast<double>(factors[n]);
+      const T* const row = numbers + n * size + start;
+      for (std::size_t i = 0; i < count; ++i) sums[i] += factor * static_cast<double>(row[i]);
+    }
+    for (std::size_t i = 0; i < count; ++i) total[start + i] = static_cast<T>(sums[i]);
+  }
+}
+
+// Of one sample, [T, features].
+template <typename T>
+void find_layer_norm_gradients(std::span<const T> input, std::span<const T> gradient, double eps,
+                               std::span<T> of_weight, std::span<T> of_bias) {
+  const std::size_t features = of_weight.size();
+  std::vector<double> weight(features);
+  std::vector<double> bias(features);
+  for (std::size_t start = 0; start < input.size(); start += features) {
+    const auto token = input.subspan(start, features);
+    const auto own = gradient.subspan(start, features);
+    const double mean = sum_of(token, [](double x) { return x; }) / static_cast<double>(features);
+    const double variance = sum_of(token, [mean](double x) { return square(x - mean); }) /
+                            static_cast<double>(features);
+    const double scale = 1 / std::sqrt(variance + eps);
+    for (std::size_t i = 0; i < features; ++i) {
+      const auto each = static_cast<double>(own[i]);
+      weight[i] += each * ((static_cast<double>(token[i]) - mean) * scale);
+      bias[i] += each;
+    }
+  }
+  for (std::size_t i = 0; i < features; ++i) {
+    of_weight[i] = static_cast<T>(weight[i]);
+    of_bias[i] = static_cast<T>(bias[i]);
+  }
+}
+
+}  // namespace
+
+at::Tensor squared_norms(const std::vector<at::Tensor>& stacks) {
+  const std::int64_t samples = stacks.at(0).size(0);
+  at::Tensor found =
+      at::empty({static_cast<std::int64_t>(stacks.size()), samples}, stacks[0].options());
+  AT_DISPATCH_FLOATING_TYPES(found.scalar_type(), "squared_norms", [&] {
+    auto* next = found.mutable_data_ptr<scalar_t>();
+    for (const at::Tensor& stack : stacks) {
+      const auto size = static_cast<std::size_t>(stack.numel() / samples);
+      const scalar_t* sample = stack.const_data_ptr<scalar_t>();
+      for (std::int64_t n = 0; n < samples; ++n, sample += size)
+        *next++ = static_cast<scalar_t>(sum_of<scalar_t>({sample, size}, square));
+    }
+  });
+  return found;
+}
+
+std::vector<at::Tensor> weighted_sums(const std::vector<at::Tensor>& stacks,
+                                      const at::Tensor& factors, at::ScalarType dtype) {
+  const at::ScalarType own = stacks.at(0).scalar_type();
+  std::vector<at::Tensor> totals = empty_sums(stacks, own);
+  AT_DISPATCH_FLOATING_TYPES(own, "weighted_sums", [&] {
+    const std::span<const scalar_t> weights(factors.const_data_ptr<scalar_t>(),
+                                            static_cast<std::size_t>(factors.numel()));
+    for (std::size_t i = 0; i < stacks.size(); ++i)
+      find_weighted_sum(stacks[i], weights, totals[i].mutable_data_ptr<scalar_t>());
+  });
+  if (dtype != own) {
+    for (at::Tensor& total : totals) total = total.to(dtype);
+  }
+  return totals;
+}
+
+std::pair<at::Tensor, at::Tensor> layer_norm_gradients(const at::Tensor& input,
+                                                       const at::Tensor& gradient, double eps) {
+  const std::int64_t samples = input.size(0);
+  const std::int64_t features = input.size(2);
+  at::Tensor of_weight = at::empty({samples, features}, input.options());
+  at::Tensor of_bias = at::empty({samples, features}, input.options());
+  AT_DISPATCH_FLOATING_TYPES(input.scalar_type(), "layer_norm_gradients", [&] {
+    const auto rows_of = [samples](auto* all, const at::Tensor& tensor, std::int64_t n) {
+      const auto size = static_cast<std::size_t>(tensor.numel() / samples);
+      return std::span(all + static_cast<std::size_t>(n) * size, size);
+    };
+    for (std::int64_t n = 0; n < samples; ++n) {
+      find_layer_norm_gradients<scalar_t>(
+          rows_of(input.const_data_ptr<scalar_t>(), input, n),
+          rows_of(gradient.const_data_ptr<scalar_t>(), gradient, n), eps,
+          rows_of(of_weight.mutable_data_ptr<scalar_t>(), of_weight, n),
+          rows_of(of_bias.mutable_data_ptr<scalar_t>(), of_bias, n));
+    }
+  });
+  return {of_weight, of_bias};
+}
+
+}  // namespace opacus_memprof::clipping
