@@ -16,10 +16,15 @@ from opacus_memprof.clipping.workspace import batches
 
 
 def add_noise(
-    sums: Sequence[torch.Tensor], *, std: float, generator: torch.Generator | None, secure_mode: bool
+    sums: Sequence[torch.Tensor],
+    *,
+    std: float,
+    generator: torch.Generator | None,
+    secure_mode: bool,
+    divisor: float = 1,
 ) -> None:
-    """Adds noise to every sum in place, drawn in the order of the sums. On CUDA a kernel draws it while it adds it, if
-    it draws what torch does there."""
+    """Adds noise to every sum in place, drawn in the order of the sums, and divides them. On CUDA a kernel draws it
+    while it adds it, if it draws what torch does there."""
 
     def kernel(total: torch.Tensor) -> tuple[torch.device, torch.dtype] | None:
         """The sums whose noise one launch adds have this in common; None if no launch adds it."""
@@ -27,20 +32,20 @@ def add_noise(
         return (total.device, total.dtype) if is_plain and draws_in_place(total.nbytes) else None
 
     if secure_mode or std == 0 or (generator is not None and generator.device.type != "cuda"):
-        draw_and_add(sums, std, generator, secure_mode)
+        draw_and_add(sums, std, generator, secure_mode, divisor)
         return
     for of_kernel, group in itertools.groupby(sums, kernel):
         if of_kernel is not None:
             from opacus_memprof.clipping import noise_triton
 
             if noise_triton.draws_as_torch(of_kernel[0]):
-                noise_triton.add_normal_cuda(list(group), std, generator)
+                noise_triton.add_normal_cuda(list(group), std, generator, divisor)
                 continue
-        draw_and_add(list(group), std, generator, secure_mode)
+        draw_and_add(list(group), std, generator, secure_mode, divisor)
 
 
 def draw_and_add(
-    sums: Sequence[torch.Tensor], std: float, generator: torch.Generator | None, secure_mode: bool
+    sums: Sequence[torch.Tensor], std: float, generator: torch.Generator | None, secure_mode: bool, divisor: float
 ) -> None:
     """As ``add_noise``, of noise that is drawn first: that of several sums at once, as many as take no more memory than
     the largest sum's."""
@@ -49,6 +54,13 @@ def draw_and_add(
         drawn = draw_noise(batch, std, generator, secure_mode)
         torch._foreach_add_(batch, drawn)
         del drawn  # before the next is drawn
+        divide(batch, divisor)
+
+
+def divide(sums: Sequence[torch.Tensor], divisor: float) -> None:
+    """Divides every sum in place."""
+    if divisor != 1 and sums:
+        torch._foreach_div_(list(sums), divisor)
 
 
 def draw_noise(

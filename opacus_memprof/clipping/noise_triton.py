@@ -48,7 +48,7 @@ def box_muller(x, y):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def add_normals(table, count, std, BLOCK: tl.constexpr, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def add_normals(table, count, std, divisor, BLOCK: tl.constexpr, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
     row, end = program * 0, program * 0 + count  # the last row whose first program is not after this one
     while end - row > 1:
@@ -68,18 +68,19 @@ def add_normals(table, count, std, BLOCK: tl.constexpr, TYPE: tl.constexpr):  # 
     address = tl.load(table).to(tl.pointer_type(TYPE))
     at = 4 * turn * threads + thread
     size = tl.where(thread < threads, size, 0)
-    add_normal(address, at, size, a * std)
-    add_normal(address, at + threads, size, b * std)
-    add_normal(address, at + 2 * threads, size, c * std)
-    add_normal(address, at + 3 * threads, size, d * std)
+    add_normal(address, at, size, a * std, divisor)
+    add_normal(address, at + threads, size, b * std, divisor)
+    add_normal(address, at + 2 * threads, size, c * std, divisor)
+    add_normal(address, at + 3 * threads, size, d * std, divisor)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def add_normal(address, at, size, normal):  # type: ignore[no-untyped-def]
+def add_normal(address, at, size, normal, divisor):  # type: ignore[no-untyped-def]
     element = address.dtype.element_ty
     inside = at < size
     total = tl.load(address + at, mask=inside, other=0.0).to(tl.float32)
     total += normal.to(element).to(tl.float32)  # torch rounds noise to the dtype of the tensor that it fills
+    total = tl.div_rn(total.to(element).to(tl.float32), divisor)  # as torch divides the sum that it has rounded
     tl.store(address + at, total.to(element), mask=inside)
 
 
@@ -94,16 +95,20 @@ def draws_as_torch(device: torch.device) -> bool:
     return all(torch.allclose(total, other, rtol=0, atol=1e-4) for total, other in zip(sums, drawn, strict=True))
 
 
-def add_normal_cuda(sums: Sequence[torch.Tensor], std: float, generator: torch.Generator | None) -> None:
-    """Adds noise of this standard deviation to every sum in place, with one launch.
+def add_normal_cuda(
+    sums: Sequence[torch.Tensor], std: float, generator: torch.Generator | None, divisor: float = 1
+) -> None:
+    """Adds noise of this standard deviation to every sum in place, and divides it, with one launch.
 
     Args:
         sums: contiguous, less than 2 GiB each, of one dtype in ``KERNEL_DTYPES``, and on one device.
         std: the standard deviation.
         generator: of that device; None for the device's default one. It goes on as if torch had drawn the noise.
+        divisor: of the sums with their noise.
     """
     properties = torch.cuda.get_device_properties(sums[0].device)
     most = properties.multi_processor_count * (properties.max_threads_per_multi_processor // _THREADS)
     table, programs = reserve_normal(sums, generator, most * _THREADS, _BLOCK)
     if programs:
-        launch(add_normals, (programs, 1, 1), table, len(table), std, BLOCK=_BLOCK, TYPE=TYPES[sums[0].dtype])
+        numbers = (len(table), std, float(divisor))
+        launch(add_normals, (programs, 1, 1), table, *numbers, BLOCK=_BLOCK, TYPE=TYPES[sums[0].dtype])

@@ -90,10 +90,13 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         """The standard deviation of the noise."""
         return float(self.noise_multiplier * self.max_grad_norm)
 
-    def add_noise(self) -> None:
-        """Adds Opacus' noise to ``p.summed_grad`` in place, and assigns it to ``p.grad``.
+    def add_noise(self, divisor: float = 1) -> None:
+        """Adds Opacus' noise to ``p.summed_grad`` in place, divides it, and assigns it to ``p.grad``.
 
         It is in place because the sum without noise is not needed any more, and is as large as the model.
+
+        Args:
+            divisor: the step gives that of ``scale_grad``, so that all sums are read and written once.
 
         Raises:
             ValueError: ``zero_grad`` was not called since the last step (as Opacus does).
@@ -101,8 +104,10 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         params = self.params
         for parameter in params:
             _check_processed_flag(parameter.summed_grad)
-        sums = [parameter.summed_grad for parameter in params if self._gets_noise(parameter)]
-        noise.add_noise(sums, std=self.noise_std(), generator=self.generator, secure_mode=self.secure_mode)
+        noisy = [parameter.summed_grad for parameter in params if self._gets_noise(parameter)]
+        settings = {"std": self.noise_std(), "generator": self.generator, "secure_mode": self.secure_mode}
+        noise.add_noise(noisy, **settings, divisor=divisor)
+        noise.divide([parameter.summed_grad for parameter in params if not self._gets_noise(parameter)], divisor)
         for parameter in params:
             parameter.grad = self._as_gradient(parameter, parameter.summed_grad)
             _mark_as_processed(parameter.summed_grad)
@@ -136,8 +141,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         if self._check_skip_next_step():
             self._check_norms()
             return False
-        self.add_noise()
-        self.scale_grad()
+        self.add_noise(self.grad_divisor())
         self._check_norms()  # last, so that the device has work while the host waits
         return True
 
@@ -149,12 +153,14 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             self.zero_grad()
             raise
 
+    def grad_divisor(self) -> float:
+        """What the gradients are divided by: the expected batch size if the loss is a mean."""
+        is_mean = self.loss_reduction == "mean"
+        return float(self.expected_batch_size * self.accumulated_iterations * self.ranks) if is_mean else 1.0
+
     def scale_grad(self) -> None:
-        """Divides the gradients by the expected batch size if the loss is a mean, all parameters in one call."""
-        if self.loss_reduction == "mean":
-            divisor = self.expected_batch_size * self.accumulated_iterations * self.ranks
-            if divisor != 1:
-                torch._foreach_div_([p.grad for p in self.params], divisor)
+        """Divides the gradients by ``grad_divisor``. A step need not call it, for ``add_noise`` does so there."""
+        noise.divide([p.grad for p in self.params], self.grad_divisor())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients and what backward has kept, but not the clipped sums of skipped steps (as Opacus does).
@@ -190,9 +196,9 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
         rest = self.noise_multiplier ** (-2) - (2 * self.unclipped_num_std) ** (-2)
         return float(rest ** (-1 / 2) * self.max_grad_norm)
 
-    def add_noise(self) -> None:
-        """Adds noise to the sums and to the count."""
-        super().add_noise()
+    def add_noise(self, divisor: float = 1) -> None:
+        """Adds noise to the sums and to the count, and divides the sums."""
+        super().add_noise(divisor)
         count = torch.as_tensor(self.unclipped_num, dtype=torch.float)
         self.unclipped_num = float(count) + opacus_optimizer._generate_noise(
             std=self.unclipped_num_std, reference=count, generator=self.generator

@@ -60,6 +60,18 @@ def test_sums_that_differ_and_are_not_contiguous() -> None:
 
 
 @pytest.mark.true_numbers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_sums_with_noise_are_divided_as_torch_divides(dtype: torch.dtype) -> None:
+    mine, theirs = both_generators()
+    sums = [torch.rand(shape, dtype=dtype, device="cuda") for shape in SHAPES]
+    undivided = [total.clone() for total in sums]
+    add_noise(undivided, std=1.0, generator=theirs, secure_mode=False)
+    add_noise(sums, std=1.0, generator=mine, secure_mode=False, divisor=37)
+    for total, own in zip(sums, undivided, strict=True):
+        assert torch.equal(total, own / 37)
+
+
+@pytest.mark.true_numbers
 def test_a_kernel_that_draws_other_numbers_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     compare = noise_triton.draws_as_torch.__wrapped__

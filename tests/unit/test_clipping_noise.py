@@ -5,7 +5,7 @@ import pytest
 import torch
 from opacus.optimizers.optimizer import _generate_noise
 
-from opacus_memprof.clipping.noise import draw_noise
+from opacus_memprof.clipping.noise import add_noise, draw_noise
 from tests.unit.test_clipping_layers import peak_bytes
 
 SHAPES = [(), (3,), (16,), (17, 5), (0, 4), (64, 128)]
@@ -21,6 +21,16 @@ def test_the_numbers_are_those_of_opacus(dtype: torch.dtype, std: float, secure:
         assert drawn.dtype == expected.dtype
         assert torch.equal(drawn, expected)
     assert torch.equal(mine.get_state(), theirs.get_state())
+
+
+@pytest.mark.parametrize("std", [0.0, 1.7])
+def test_sums_with_noise_are_divided(std: float) -> None:
+    mine, theirs = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    sums = [torch.rand(shape) for shape in SHAPES]
+    expected = [(total + _generate_noise(std, total, theirs)) / 12 for total in sums]
+    add_noise(sums, std=std, generator=mine, secure_mode=False, divisor=12)
+    for total, divided in zip(sums, expected, strict=True):
+        assert torch.equal(total, divided)
 
 
 def test_noise_takes_no_more_memory_than_itself() -> None:

@@ -76,7 +76,8 @@ def test_the_noise_kernel_compiles_for_the_h200(element: str) -> None:
     from opacus_memprof.clipping import noise_triton
 
     constants = {"BLOCK": 512, "TYPE": getattr(tl, element)}
-    assert _compile(noise_triton.add_normals, {"table": "*i64", "std": "fp32"}, constants, 4).asm["cubin"]
+    signature = {"table": "*i64", "std": "fp32", "divisor": "fp32"}
+    assert _compile(noise_triton.add_normals, signature, constants, 4).asm["cubin"]
 
 
 @pytest.mark.parametrize("element", ["fp32", "bf16"])
