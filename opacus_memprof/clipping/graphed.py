@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -148,11 +149,13 @@ class GraphedBackward:
         self._bookkeeping.is_captured = True
         numbers = 64 * (len(self._optimizer.params) + 16)  # a few tables have a few for each parameter
         begin_tables_of_graph(torch.empty(numbers, dtype=torch.int64, device=self._optimizer.params[0].device))
+        pool = torch.cuda.graph_pool_handle()
         try:
             # Other threads, such as a data loader's, may go on with what a capture could not have.
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, pool, capture_error_mode="thread_local"):
                 self._run()
         except Exception as error:
+            _end_failed_capture(torch.cuda.current_device(), pool)
             raise MemprofError(f"compute_loss, or a layer, cannot be captured in a CUDA graph ({error}).") from error
         finally:
             self._tables = end_tables_of_graph()  # the graph reads them
@@ -173,6 +176,16 @@ class GraphedBackward:
 def _stream(device: int) -> torch.cuda.Stream:
     """Where graphs are tried before. Libraries keep a workspace for each stream that they have seen."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _end_failed_capture(device: int, pool: Any) -> None:
+    """Ends what torch, before it was mended (pytorch/pytorch#171263), goes on with after a capture that has failed: its
+    generator refuses to draw numbers, and memory that other streams have used is not given back."""
+    with contextlib.suppress(RuntimeError):  # torch has ended it
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def _is_alike(leaf: Any, own: Any) -> bool:

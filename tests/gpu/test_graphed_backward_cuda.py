@@ -262,3 +262,6 @@ def test_what_cannot_be_graphed_is_said_and_trains_without() -> None:
         GraphedBackward(stops.module, stops.optimizer, stops.loss, (x, y))
     stops.step((x, y))
     assert all(p.grad is not None for p in stops.model.parameters())
+    torch.rand(3, device="cuda")  # older torch leaves the generator as it is in a capture
+    waiting.optimizer.zero_grad()
+    GraphedBackward(waiting.module, waiting.optimizer, waiting.loss, (x, y))
