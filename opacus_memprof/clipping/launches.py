@@ -92,13 +92,19 @@ def pop_small_sums(
         for parameter, stack in each.stacks.items():
             if is_small(stack) and (parameter.dtype in KERNEL_DTYPES or not has_kernels(stack)):
                 alike.setdefault((stack.device, stack.dtype, parameter.dtype), []).append((each, parameter))
-    for (device, own, dtype), members in alike.items():
-        form, own_factors = weighted_sums, factors.to(device, accumulation_dtype(own))
-        if has_kernels(members[0][0].stacks[members[0][1]]):
-            from opacus_memprof.clipping.stacks_triton import weighted_sums_cuda as form
+    for (_, _, dtype), members in alike.items():
         for batch in batches(members, _MOST_BYTES, lambda member: member[1].numel() * member[1].element_size()):
-            totals = form([each.stacks.pop(p) for each, p in batch], own_factors, dtype)
+            totals = _weighted_sums([each.stacks.pop(p) for each, p in batch], factors, dtype)
             yield from zip([p for _, p in batch], totals, strict=True)
+
+
+def _weighted_sums(stacks: list[torch.Tensor], factors: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """``sum_n factors[n] stack[n]`` of small stacks, in ``dtype``."""
+    if not has_kernels(stacks[0]):
+        return weighted_sums(stacks, factors.to(stacks[0]), dtype)
+    from opacus_memprof.clipping.stacks_triton import weighted_sums_cuda
+
+    return weighted_sums_cuda(stacks, factors.to(stacks[0].device, torch.float32), dtype)
 
 
 def pop_small_products(
