@@ -69,7 +69,7 @@ class GraphedBackward:
             raise MemprofError("gradients wait for a step: call optimizer.zero_grad() before a backward is graphed.")
         self._inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._state = self._captured_state()
-        self._given: dict[nn.Parameter, torch.Tensor] = {}
+        self._last_sums: dict[nn.Parameter, torch.Tensor] = {}
         with torch.cuda.device(device):
             self._warm_up()
             self._capture()
@@ -89,15 +89,15 @@ class GraphedBackward:
                 own.copy_(leaf, non_blocking=True)
         self._graph.replay()
         # Python's attributes of these are of this step alone.
-        self._given = {parameter: total.detach() for parameter, total in self._sums.items()}
+        self._last_sums = {parameter: total.detach() for parameter, total in self._sums.items()}
         check = NormCheck(self._check.norms.clone(), self._check.squared_norms.clone(), self._check.owners)
         check.begin()
-        self._bookkeeping.add_clipped(len(check.norms), self._given, check)
+        self._bookkeeping.add_clipped(len(check.norms), self._last_sums, check)
         return self._loss.clone()
 
     def _captured_state(self) -> tuple[Any, ...]:
-        """What the graph is right for, beside the shapes of the batch: what it has taken from Python, and where
-        parameters are."""
+        """What a replay repeats as it was at the capture: the clipping rule, the modes of the modules, and which
+        parameters are trained, at which addresses."""
         rule = self._bookkeeping.rule
         parameters = [(p.requires_grad, p.data_ptr()) for p in self._model.parameters()]
         return rule.bound, rule.bounds.copy(), [m.training for m in self._model.modules()], parameters
@@ -105,9 +105,9 @@ class GraphedBackward:
     def _keep_sums(self) -> None:
         """Copies the sums of the last replay that a step still needs (of physical batches, which add up): the next
         replay writes to the same memory."""
-        self._bookkeeping.copy_sums(self._given)
+        self._bookkeeping.copy_sums(self._last_sums)
         parameter: Any  # with Opacus' attributes
-        for parameter, given in self._given.items():
+        for parameter, given in self._last_sums.items():
             # What a step has used already stays, for the next step to refuse, as it does without a graph.
             if parameter.summed_grad is given and not hasattr(given, "_processed"):
                 parameter.summed_grad = given.clone()
@@ -174,18 +174,18 @@ class GraphedBackward:
 
 @functools.cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """Where graphs are tried before. Libraries keep a workspace for each stream that they have seen."""
+    """The stream that warm-ups run on, one for all graphs: libraries keep a workspace for each stream that they see."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _end_failed_capture(device: int, pool: Any) -> None:
-    """Ends what torch, before it was mended (pytorch/pytorch#171263), goes on with after a capture that has failed: its
-    generator refuses to draw numbers, and memory that other streams have used is not given back."""
+    """Ends a capture that has failed, where torch does not (pytorch/pytorch#171263): its generator would refuse to draw
+    numbers, and memory that several streams have used would not be given back."""
     with contextlib.suppress(RuntimeError):  # torch has ended it
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
-    generator = torch.cuda.default_generators[device]
-    generator.graphsafe_set_state(generator.clone_state())
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # at its end the generator leaves the failed capture, too
+        torch.zeros(1, device=device)
 
 
 def _is_alike(leaf: Any, own: Any) -> bool:

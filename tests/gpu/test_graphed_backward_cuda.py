@@ -257,11 +257,18 @@ def test_what_cannot_be_graphed_is_said_and_trains_without() -> None:
     with pytest.raises(MemprofError, match="DPOptimizerFlashClipAdaptive"):
         Training(nn.Linear(9, 4), data, (x, y), clipping="adaptive", **adaptive)
 
+    other = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(other):
+        torch.rand(3, device="cuda")
     stops = Training(Unbound(), data, None)
     with pytest.raises(MemprofError, match="cannot be captured in a CUDA graph"):
         GraphedBackward(stops.module, stops.optimizer, stops.loss, (x, y))
     stops.step((x, y))
     assert all(p.grad is not None for p in stops.model.parameters())
     torch.rand(3, device="cuda")  # older torch leaves the generator as it is in a capture
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    offset = generator.get_offset()
+    other.replay()  # and it is still the generator of other graphs
+    assert generator.get_offset() > offset
     waiting.optimizer.zero_grad()
     GraphedBackward(waiting.module, waiting.optimizer, waiting.loss, (x, y))
