@@ -96,7 +96,8 @@ def measure(names: Sequence[Name], planned: Mapping[str, Any]) -> dict[str, Any]
     for name, found in side_by_side(searches).items():
         results[name] = {"largest": found}
     largest = {name: one["largest"] for name, one in planned.get("cases", {}).items() if one["largest"]}
-    for name, found in side_by_side({name: beside(name, start) for name, start in largest.items()}).items():
+    searches = {name: beside((name.split()[0], name.split()[1]), start) for name, start in largest.items()}
+    for name, found in side_by_side(searches).items():
         results[name]["beside_planned"] = found
     tried = {name: one["advice"] for name, one in planned.get("cases", {}).items() if one.get("advice")}
     for name, found in side_by_side({name: once(advice) for name, advice in tried.items()}).items():
@@ -120,13 +121,12 @@ def bisected(name: Name) -> Search:
     return good
 
 
-def beside(name: str, planned: int) -> Search:
+def beside(name: Name, planned: int) -> Search:
     """A batch that fits while one more does not: away from the planned one in steps that double until it is between
     two, then bisected. None where one failed."""
     good, bad, step, batch = 0, HIGH + 1, 1, planned
     while bad - good > 1:
-        model, mode = name.split()
-        code = yield arguments_of((model, mode), batch), []
+        code = yield arguments_of(name, batch), []
         if code == FAILED:
             return None
         good, bad = (batch, bad) if code == FITS else (good, batch)

@@ -28,7 +28,7 @@ PYBIND11_MODULE(_clipping, module) {
                return std::make_pair(std::move(table), programs);
              });
   module.def("draw_normal", &clipping::draw_normal);
-  module.def("squared_norms", &clipping::squared_norms);
-  module.def("layer_norm_gradients", &clipping::layer_norm_gradients);
-  module.def("weighted_sums", &clipping::weighted_sums);
+  module.def("squared_norms_cpu", &clipping::squared_norms_cpu);
+  module.def("layer_norm_gradients_cpu", &clipping::layer_norm_gradients_cpu);
+  module.def("weighted_sums_cpu", &clipping::weighted_sums_cpu);
 }

@@ -82,11 +82,11 @@ void find_layer_norm_gradients(std::span<const T> input, std::span<const T> grad
 
 }  // namespace
 
-at::Tensor squared_norms(const std::vector<at::Tensor>& stacks) {
+at::Tensor squared_norms_cpu(const std::vector<at::Tensor>& stacks) {
   const std::int64_t samples = stacks.at(0).size(0);
   at::Tensor found =
       at::empty({static_cast<std::int64_t>(stacks.size()), samples}, stacks[0].options());
-  AT_DISPATCH_FLOATING_TYPES(found.scalar_type(), "squared_norms", [&] {
+  AT_DISPATCH_FLOATING_TYPES(found.scalar_type(), "squared_norms_cpu", [&] {
     auto* next = found.mutable_data_ptr<scalar_t>();
     for (const at::Tensor& stack : stacks) {
       const auto size = static_cast<std::size_t>(stack.numel() / samples);
@@ -98,11 +98,11 @@ at::Tensor squared_norms(const std::vector<at::Tensor>& stacks) {
   return found;
 }
 
-std::vector<at::Tensor> weighted_sums(const std::vector<at::Tensor>& stacks,
-                                      const at::Tensor& factors, at::ScalarType dtype) {
+std::vector<at::Tensor> weighted_sums_cpu(const std::vector<at::Tensor>& stacks,
+                                          const at::Tensor& factors, at::ScalarType dtype) {
   const at::ScalarType own = stacks.at(0).scalar_type();
   std::vector<at::Tensor> totals = empty_sums(stacks, own);
-  AT_DISPATCH_FLOATING_TYPES(own, "weighted_sums", [&] {
+  AT_DISPATCH_FLOATING_TYPES(own, "weighted_sums_cpu", [&] {
     const std::span<const scalar_t> weights(factors.const_data_ptr<scalar_t>(),
                                             static_cast<std::size_t>(factors.numel()));
     for (std::size_t i = 0; i < stacks.size(); ++i)
@@ -114,13 +114,13 @@ std::vector<at::Tensor> weighted_sums(const std::vector<at::Tensor>& stacks,
   return totals;
 }
 
-std::pair<at::Tensor, at::Tensor> layer_norm_gradients(const at::Tensor& input,
-                                                       const at::Tensor& gradient, double eps) {
+std::pair<at::Tensor, at::Tensor> layer_norm_gradients_cpu(const at::Tensor& input,
+                                                           const at::Tensor& gradient, double eps) {
   const std::int64_t samples = input.size(0);
   const std::int64_t features = input.size(2);
   at::Tensor of_weight = at::empty({samples, features}, input.options());
   at::Tensor of_bias = at::empty({samples, features}, input.options());
-  AT_DISPATCH_FLOATING_TYPES(input.scalar_type(), "layer_norm_gradients", [&] {
+  AT_DISPATCH_FLOATING_TYPES(input.scalar_type(), "layer_norm_gradients_cpu", [&] {
     const auto rows_of = [samples](auto* all, const at::Tensor& tensor, std::int64_t n) {
       const auto size = static_cast<std::size_t>(tensor.numel() / samples);
       return std::span(all + static_cast<std::size_t>(n) * size, size);

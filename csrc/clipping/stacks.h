@@ -14,15 +14,15 @@ namespace opacus_memprof::clipping {
 // ...], contiguous and not empty.
 
 // The squared norms of every stack[n], [stacks, N], in the dtype of the stacks.
-at::Tensor squared_norms(const std::vector<at::Tensor>& stacks);
+at::Tensor squared_norms_cpu(const std::vector<at::Tensor>& stacks);
 
 // The sum of factors[n] stack[n] of each stack, in `dtype`. `factors` has the dtype of the stacks.
-std::vector<at::Tensor> weighted_sums(const std::vector<at::Tensor>& stacks,
-                                      const at::Tensor& factors, at::ScalarType dtype);
+std::vector<at::Tensor> weighted_sums_cpu(const std::vector<at::Tensor>& stacks,
+                                          const at::Tensor& factors, at::ScalarType dtype);
 
 // The per-sample gradients of a layer norm's weight and bias, [N, features] each, from its input
 // and the gradient of its output, [N, T, features], both contiguous.
-std::pair<at::Tensor, at::Tensor> layer_norm_gradients(const at::Tensor& input,
-                                                       const at::Tensor& gradient, double eps);
+std::pair<at::Tensor, at::Tensor> layer_norm_gradients_cpu(const at::Tensor& input,
+                                                           const at::Tensor& gradient, double eps);
 
 }  // namespace opacus_memprof::clipping

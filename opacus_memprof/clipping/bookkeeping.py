@@ -269,7 +269,7 @@ class Bookkeeping:
         self._samples += batch_size
 
     def copy_sums(self, given: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Copies those of these clipped sums that passes since the last step have."""
+        """Puts a copy in the place of each of these clipped sums that a pass since the last step holds."""
         for each in self._passes:
             for parameter, total in each.sums.items():
                 if total is given.get(parameter):

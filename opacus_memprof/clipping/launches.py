@@ -16,7 +16,7 @@ from torch import nn
 
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.matrix import MatrixLayer
-from opacus_memprof.clipping.native import group_alike, squared_norms, sum_outer_products, weighted_sums
+from opacus_memprof.clipping.native import group_alike, squared_norms_cpu, sum_outer_products, weighted_sums_cpu
 from opacus_memprof.clipping.norms import has_kernels, is_small
 from opacus_memprof.clipping.workspace import KERNEL_DTYPES, Workspace, accumulation_dtype, batches
 
@@ -66,7 +66,7 @@ def find_waiting_norms(kept: dict[Layer, KeptTensors]) -> None:
 def _squared_norms(stacks: list[torch.Tensor]) -> torch.Tensor:
     """The squared norms of every ``stack[n]`` of small stacks, [stacks, N]."""
     if not has_kernels(stacks[0]):
-        return squared_norms(stacks)
+        return squared_norms_cpu(stacks)
     from opacus_memprof.clipping.stacks_triton import squared_norms_cuda
 
     return squared_norms_cuda(stacks)
@@ -101,7 +101,7 @@ def pop_small_sums(
 def _weighted_sums(stacks: list[torch.Tensor], factors: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
     """``sum_n factors[n] stack[n]`` of small stacks, in ``dtype``."""
     if not has_kernels(stacks[0]):
-        return weighted_sums(stacks, factors.to(stacks[0]), dtype)
+        return weighted_sums_cpu(stacks, factors.to(stacks[0]), dtype)
     from opacus_memprof.clipping.stacks_triton import weighted_sums_cuda
 
     return weighted_sums_cuda(stacks, factors.to(stacks[0].device, torch.float32), dtype)

@@ -20,13 +20,13 @@ try:
         empty_sums,
         end_tables_of_graph,
         group_alike,
-        layer_norm_gradients,
+        layer_norm_gradients_cpu,
         reserve_normal,
-        squared_norms,
+        squared_norms_cpu,
         sum_outer_products,
         tap_gradient,
         unfold,
-        weighted_sums,
+        weighted_sums_cpu,
     )
 except ImportError as error:
     raise ImportError(
@@ -41,11 +41,11 @@ __all__ = [
     "empty_sums",
     "end_tables_of_graph",
     "group_alike",
-    "layer_norm_gradients",
+    "layer_norm_gradients_cpu",
     "reserve_normal",
-    "squared_norms",
+    "squared_norms_cpu",
     "sum_outer_products",
     "tap_gradient",
     "unfold",
-    "weighted_sums",
+    "weighted_sums_cpu",
 ]

@@ -96,7 +96,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         It is in place because the sum without noise is not needed any more, and is as large as the model.
 
         Args:
-            divisor: the step gives that of ``scale_grad``, so that all sums are read and written once.
+            divisor: of the sums with their noise. ``pre_step`` gives ``grad_divisor()`` and does not call
+                ``scale_grad``, so that noise and division take one pass over memory.
 
         Raises:
             ValueError: ``zero_grad`` was not called since the last step (as Opacus does).
@@ -104,9 +105,13 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         params = self.params
         for parameter in params:
             _check_processed_flag(parameter.summed_grad)
-        noisy = [parameter.summed_grad for parameter in params if self._gets_noise(parameter)]
-        settings = {"std": self.noise_std(), "generator": self.generator, "secure_mode": self.secure_mode}
-        noise.add_noise(noisy, **settings, divisor=divisor)
+        noise.add_noise(
+            [parameter.summed_grad for parameter in params if self._gets_noise(parameter)],
+            std=self.noise_std(),
+            generator=self.generator,
+            secure_mode=self.secure_mode,
+            divisor=divisor,
+        )
         noise.divide([parameter.summed_grad for parameter in params if not self._gets_noise(parameter)], divisor)
         for parameter in params:
             parameter.grad = self._as_gradient(parameter, parameter.summed_grad)
@@ -159,7 +164,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         return float(self.expected_batch_size * self.accumulated_iterations * self.ranks) if is_mean else 1.0
 
     def scale_grad(self) -> None:
-        """Divides the gradients by ``grad_divisor``. A step need not call it, for ``add_noise`` does so there."""
+        """Divides the gradients by ``grad_divisor()``, after an ``add_noise`` that has not done so."""
         noise.divide([p.grad for p in self.params], self.grad_divisor())
 
     def zero_grad(self, set_to_none: bool = True) -> None:

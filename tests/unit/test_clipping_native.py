@@ -54,7 +54,7 @@ STACKS = [(4, 1), (4, 7), (4, 8), (4, 3, 5), (4, 1031)]
 def test_norms_of_small_stacks(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     stacks = [torch.randn(shape, dtype=dtype) for shape in STACKS]
-    found = native.squared_norms(stacks)
+    found = native.squared_norms_cpu(stacks)
     assert found.dtype == dtype
     expected = torch.stack([stack.double().flatten(1).square().sum(1) for stack in stacks])
     torch.testing.assert_close(found, expected.to(dtype), rtol=4 * torch.finfo(dtype).eps, atol=0)
@@ -65,7 +65,7 @@ def test_norms_of_small_stacks(dtype: torch.dtype) -> None:
 def test_sums_of_small_stacks(dtype: torch.dtype, target: torch.dtype) -> None:
     torch.manual_seed(0)
     stacks, factors = [torch.randn(shape, dtype=dtype) for shape in STACKS], torch.rand(4, dtype=dtype)
-    for stack, total in zip(stacks, native.weighted_sums(stacks, factors, target), strict=True):
+    for stack, total in zip(stacks, native.weighted_sums_cpu(stacks, factors, target), strict=True):
         expected = torch.einsum("n,n...->...", factors.double(), stack.double()).to(dtype)
         torch.testing.assert_close(total, expected.to(target), rtol=2 * torch.finfo(target).eps, atol=1e-15)
 
@@ -75,7 +75,7 @@ def test_sums_of_small_stacks(dtype: torch.dtype, target: torch.dtype) -> None:
 def test_gradients_of_a_layer_norm(shape: tuple[int, int, int], dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
     x, g = 3 + torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
-    for n, found in enumerate(zip(*native.layer_norm_gradients(x, g, 1e-3), strict=True)):
+    for n, found in enumerate(zip(*native.layer_norm_gradients_cpu(x, g, 1e-3), strict=True)):
         norm = nn.LayerNorm(shape[2], eps=1e-3, dtype=torch.float64)
         norm(x[n].double()).backward(g[n].double())
         for own, parameter in zip(found, (norm.weight, norm.bias), strict=True):

@@ -53,6 +53,11 @@ class KeptTensors:
             yield "backprop_copies", self.pair[1]
 
 
+def keep_stacks(stacks: dict[nn.Parameter, torch.Tensor]) -> KeptTensors:
+    """Keeps per-sample gradients, with those norms that do not wait for the optimizer's step."""
+    return KeptTensors({p: squared_norms_unless_waiting(stack) for p, stack in stacks.items()}, stacks)
+
+
 Shortcut = Callable[[torch.Tensor, torch.Tensor, Workspace], KeptTensors]
 
 
@@ -185,11 +190,8 @@ class Layer:
         return None
 
     def _keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace, norms: bool) -> KeptTensors:
-        kept = KeptTensors()
-        for parameter, stack in self._small(x, g, workspace):
-            kept.stacks[parameter] = stack
-            if norms:
-                kept.norms[parameter] = squared_norms_unless_waiting(stack)
+        stacks = dict(self._small(x, g, workspace))
+        kept = keep_stacks(stacks) if norms else KeptTensors(stacks=stacks)
         choice = self._choice(x, g, keep=True)
         if choice is None or x is None:
             return kept

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from opacus_memprof.clipping.cost import Choice, choose
-from opacus_memprof.clipping.layers.base import KeptTensors, Layer, Shortcut
+from opacus_memprof.clipping.layers.base import KeptTensors, Layer, Shortcut, keep_stacks
 from opacus_memprof.clipping.norms import has_kernels, is_small, squared_norms_unless_waiting
 from opacus_memprof.clipping.sums import products
 from opacus_memprof.clipping.workspace import Workspace
@@ -105,5 +105,4 @@ class MatrixLayer(Layer):
         bias = self.module._parameters.get("bias")
         if bias is None or not bias.requires_grad:
             return KeptTensors()
-        stack = self.small_gradients(x, g, workspace)["bias"]
-        return KeptTensors({bias: squared_norms_unless_waiting(stack)}, {bias: stack})
+        return keep_stacks({bias: self.small_gradients(x, g, workspace)["bias"]})

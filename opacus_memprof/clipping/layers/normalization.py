@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 from opacus_memprof.clipping import cost
-from opacus_memprof.clipping.layers.base import KeptTensors, Layer, Shortcut
-from opacus_memprof.clipping.native import layer_norm_gradients
-from opacus_memprof.clipping.norms import has_kernels, is_small, squared_norms_unless_waiting
+from opacus_memprof.clipping.layers.base import KeptTensors, Layer, Shortcut, keep_stacks
+from opacus_memprof.clipping.native import layer_norm_gradients_cpu
+from opacus_memprof.clipping.norms import has_kernels, is_small
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
 
 _COPIES = 3  # live at once: the normalized input, a cast of the input if dtypes differ, and statistics
@@ -65,7 +65,7 @@ class _LastDimensionsNorm(Layer):
         if bias is not None and bias.requires_grad:
             stacks[bias] = g.sum(1, dtype=accumulation_dtype(g.dtype))
         stacks[self.weight()] = self._weight_gradients(x, g)
-        return KeptTensors({p: squared_norms_unless_waiting(stack) for p, stack in stacks.items()}, stacks)
+        return keep_stacks(stacks)
 
     def _weight_gradients(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         """The weight's per-sample gradients, all at once, of tensors [B, T, *normalized_shape]. They are allocated
@@ -89,10 +89,10 @@ class LayerNormLayer(_LastDimensionsNorm):
     def _keep_stacks_cpu(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
         """As ``_keep_stacks``, of small tensors, in one call into C++."""
         weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
-        of_weight, of_bias = layer_norm_gradients(x, g, self.module.eps)
+        of_weight, of_bias = layer_norm_gradients_cpu(x, g, self.module.eps)
         own = [(bias, of_bias), (weight, of_weight)]
         stacks = {parameter: stack for parameter, stack in own if parameter is not None and parameter.requires_grad}
-        return KeptTensors({p: squared_norms_unless_waiting(stack) for p, stack in stacks.items()}, stacks)
+        return keep_stacks(stacks)
 
 
 class RMSNormLayer(_LastDimensionsNorm):
@@ -148,7 +148,7 @@ class GroupNormLayer(Layer):
         gradients = group_norm_gradients_cuda(x, g, self.module.num_groups, self.module.eps)
         own = zip(self.module._parameters.values(), gradients, strict=True)
         stacks = {parameter: stack for parameter, stack in own if parameter is not None and parameter.requires_grad}
-        return KeptTensors(dict.fromkeys(stacks), stacks)
+        return keep_stacks(stacks)
 
     def _has_kernel(self, x: torch.Tensor, g: torch.Tensor) -> bool:
         """Whether one kernel finds the gradients, in no more time than torch's. It has a program for each group."""
