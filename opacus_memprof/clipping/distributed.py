@@ -5,6 +5,7 @@ tell each other."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -89,6 +90,10 @@ class Agreement:
         self.device = device
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        # So that the host waits for the other ranks, and not for what this rank's device has still to do.
+        self._stream: AbstractContextManager[Any] = nullcontext()
+        if device.type == "cuda":
+            self._stream = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def check_same(self, what: dict[str, Any]) -> None:
         """Raises MemprofError on all ranks, with the first difference, unless ``what`` is equal on all of them."""
@@ -120,11 +125,12 @@ class Agreement:
             MemprofError: ``error``, or that another rank had one.
         """
         own = [0 if error is None else self.rank + 1, *numbers, *(-number for number in numbers)]
-        reduced = torch.tensor(own, dtype=torch.int64, device=self.device)
-        dist.all_reduce(reduced, dist.ReduceOp.MAX)
-        if error is not None:
-            raise error
-        failed, *found = reduced.tolist()
+        with self._stream:
+            reduced = torch.tensor(own, dtype=torch.int64, device=self.device)
+            dist.all_reduce(reduced, dist.ReduceOp.MAX)
+            if error is not None:
+                raise error
+            failed, *found = reduced.tolist()
         if failed:
             raise MemprofError(f"rank {failed - 1} could not take this step, and says why; the other ranks stop too.")
         return [(-low, high) for high, low in zip(found[: len(numbers)], found[len(numbers) :], strict=True)]

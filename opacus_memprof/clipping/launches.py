@@ -18,9 +18,10 @@ from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.matrix import MatrixLayer
 from opacus_memprof.clipping.native import group_alike, squared_norms_cpu, sum_outer_products, weighted_sums_cpu
 from opacus_memprof.clipping.norms import has_kernels, is_small
+from opacus_memprof.clipping.sums import scale_single_samples
 from opacus_memprof.clipping.workspace import KERNEL_DTYPES, Workspace, accumulation_dtype, batches
 
-_MOST_BYTES = 1 << 20  # of sums that are formed at once, while what they are formed from is still there
+_MOST_BYTES = 1 << 20  # of sums that are formed at once, while what they are formed from is still there, or of one sum
 
 
 # Norms that have to be found: where they belong, whose gradients' norms they are, and the per-sample gradients, or the
@@ -88,10 +89,18 @@ def pop_small_sums(
         factors: clip factors, [B], of all parameters.
     """
     alike: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[KeptTensors, nn.Parameter]]] = {}
-    for each in kept.values():
+    scaled: dict[tuple[torch.device, torch.dtype], list[tuple[KeptTensors, nn.Parameter]]] = {}
+    for layer, each in kept.items():
         for parameter, stack in each.stacks.items():
-            if is_small(stack) and (parameter.dtype in KERNEL_DTYPES or not has_kernels(stack)):
+            if layer.is_scaled_in_place(parameter, stack) and has_kernels(stack):
+                if stack.nbytes <= _MOST_BYTES:
+                    scaled.setdefault((stack.device, stack.dtype), []).append((each, parameter))
+            elif is_small(stack) and (parameter.dtype in KERNEL_DTYPES or not has_kernels(stack)):
                 alike.setdefault((stack.device, stack.dtype, parameter.dtype), []).append((each, parameter))
+    for (device, dtype), members in scaled.items():
+        stacks = [each.stacks.pop(p) for each, p in members]
+        totals = scale_single_samples(stacks, factors.to(device, accumulation_dtype(dtype)))
+        yield from zip([p for _, p in members], totals, strict=True)
     for (_, _, dtype), members in alike.items():
         for batch in batches(members, _MOST_BYTES, lambda member: member[1].numel() * member[1].element_size()):
             totals = _weighted_sums([each.stacks.pop(p) for each, p in batch], factors, dtype)

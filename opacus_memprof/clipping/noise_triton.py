@@ -13,11 +13,14 @@ rounding of logarithm, sine and cosine.
 from __future__ import annotations
 
 import functools
+import math
+import os
 from collections.abc import Sequence
 
 import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
+from triton.language.extra import libdevice  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
 from opacus_memprof.clipping.launch_triton import launch
 from opacus_memprof.clipping.native import reserve_normal
@@ -26,6 +29,7 @@ from opacus_memprof.clipping.stacks_triton import TYPES
 _BLOCK = 512  # of torch's threads whose numbers one program draws
 _COLUMNS = tl.constexpr(6)  # of the table
 _THREADS = 256  # in each of torch's blocks
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # on the CPU, without CUDA's functions
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -44,11 +48,15 @@ def box_muller(x, y):  # type: ignore[no-untyped-def]
     turn: tl.constexpr = 1.4629180792671596e-09  # 2 ** -32 * 2 pi
     length = tl.sqrt(tl.maximum(-2.0 * tl.log(x.to(tl.float32) * unit + unit / 2), 0.0))
     angle = y.to(tl.float32) * turn + turn / 2
-    return tl.sin(angle) * length, tl.cos(angle) * length
+    if _INTERPRETED:
+        return tl.sin(angle) * length, tl.cos(angle) * length
+    return libdevice.fast_sinf(angle) * length, libdevice.fast_cosf(angle) * length  # as curand_normal4
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def add_normals(table, count, std, divisor, BLOCK: tl.constexpr, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def add_normals(  # type: ignore[no-untyped-def]
+    table, count, std, divisor, BLOCK: tl.constexpr, TYPE: tl.constexpr, BY_POWER_OF_2: tl.constexpr
+):
     program = tl.program_id(0)
     row, end = program * 0, program * 0 + count  # the last row whose first program is not after this one
     while end - row > 1:
@@ -68,19 +76,20 @@ def add_normals(table, count, std, divisor, BLOCK: tl.constexpr, TYPE: tl.conste
     address = tl.load(table).to(tl.pointer_type(TYPE))
     at = 4 * turn * threads + thread
     size = tl.where(thread < threads, size, 0)
-    add_normal(address, at, size, a * std, divisor)
-    add_normal(address, at + threads, size, b * std, divisor)
-    add_normal(address, at + 2 * threads, size, c * std, divisor)
-    add_normal(address, at + 3 * threads, size, d * std, divisor)
+    add_normal(address, at, size, a * std, divisor, BY_POWER_OF_2)
+    add_normal(address, at + threads, size, b * std, divisor, BY_POWER_OF_2)
+    add_normal(address, at + 2 * threads, size, c * std, divisor, BY_POWER_OF_2)
+    add_normal(address, at + 3 * threads, size, d * std, divisor, BY_POWER_OF_2)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def add_normal(address, at, size, normal, divisor):  # type: ignore[no-untyped-def]
+def add_normal(address, at, size, normal, divisor, BY_POWER_OF_2: tl.constexpr):  # type: ignore[no-untyped-def]
     element = address.dtype.element_ty
     inside = at < size
     total = tl.load(address + at, mask=inside, other=0.0).to(tl.float32)
     total += normal.to(element).to(tl.float32)  # torch rounds noise to the dtype of the tensor that it fills
-    total = tl.div_rn(total.to(element).to(tl.float32), divisor)  # as torch divides the sum that it has rounded
+    total = total.to(element).to(tl.float32)  # as torch divides the sum that it has rounded
+    total = total * tl.div_rn(1.0, divisor) if BY_POWER_OF_2 else tl.div_rn(total, divisor)
     tl.store(address + at, total.to(element), mask=inside)
 
 
@@ -111,4 +120,5 @@ def add_normal_cuda(
     table, programs = reserve_normal(sums, generator, most * _THREADS, _BLOCK)
     if programs:
         numbers = (len(table), std, float(divisor))
-        launch(add_normals, (programs, 1, 1), table, *numbers, BLOCK=_BLOCK, TYPE=TYPES[sums[0].dtype])
+        constants = {"TYPE": TYPES[sums[0].dtype], "BY_POWER_OF_2": math.frexp(divisor)[0] == 0.5}
+        launch(add_normals, (programs, 1, 1), table, *numbers, BLOCK=_BLOCK, **constants)

@@ -103,16 +103,19 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             ValueError: ``zero_grad`` was not called since the last step (as Opacus does).
         """
         params = self.params
+        noisy: list[torch.Tensor] = []
+        noiseless: list[torch.Tensor] = []
         for parameter in params:
             _check_processed_flag(parameter.summed_grad)
+            (noisy if self._gets_noise(parameter) else noiseless).append(parameter.summed_grad)
         noise.add_noise(
-            [parameter.summed_grad for parameter in params if self._gets_noise(parameter)],
+            noisy,
             std=self.noise_std(),
             generator=self.generator,
             secure_mode=self.secure_mode,
             divisor=divisor,
         )
-        noise.divide([parameter.summed_grad for parameter in params if not self._gets_noise(parameter)], divisor)
+        noise.divide(noiseless, divisor)
         for parameter in params:
             parameter.grad = self._as_gradient(parameter, parameter.summed_grad)
             _mark_as_processed(parameter.summed_grad)

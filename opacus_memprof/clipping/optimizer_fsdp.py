@@ -4,6 +4,7 @@ rank adds the noise of its own shards."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
 from opacus_memprof.clipping.module import FlashClipHooks
@@ -40,6 +42,7 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
         if not self.secure_mode:
             self.generator = _own_generator(kwargs.get("generator"), self.rank, self.params[0].device)
 
+    @torch.no_grad()  # where to_local, of hundreds of parameters, makes no node
     def clip_and_accumulate(self) -> None:
         """Adds this rank's shards of the clipped sums of every backward since the last step to ``p.summed_grad``.
 
@@ -98,7 +101,7 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
         self.agreement.settle(error)
 
     def _gets_noise(self, parameter: Any) -> bool:
-        return all(parameter.device_mesh.get_local_rank(i) == 0 for i in _replicated(parameter))
+        return all(parameter.device_mesh.get_local_rank(i) == 0 for i in _replicated(parameter.placements))
 
     def _as_gradient(self, parameter: Any, total: torch.Tensor) -> torch.Tensor:
         return DTensor(total, parameter._spec, requires_grad=False)  # from_local would move it to the mesh's device
@@ -106,7 +109,7 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
     def reduce_gradients(self) -> None:
         """Sums up the gradients of shards that are replicated."""
         for parameter in self.params:
-            for i in _replicated(parameter):
+            for i in _replicated(parameter.placements):
                 shard = parameter.grad.to_local()
                 total = shard.to(self.agreement.device)
                 dist.all_reduce(total, group=parameter.device_mesh.get_group(i))
@@ -114,9 +117,10 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
                     shard.copy_(total)
 
 
-def _replicated(parameter: Any) -> list[int]:
-    """The dimensions of the mesh along which the parameter's shards are replicated."""
-    return [i for i, placement in enumerate(parameter.placements) if isinstance(placement, Replicate)]
+@functools.cache
+def _replicated(placements: tuple[Placement, ...]) -> list[int]:
+    """The dimensions of the mesh along which shards are replicated."""
+    return [i for i, placement in enumerate(placements) if isinstance(placement, Replicate)]
 
 
 def _own_generator(given: torch.Generator | None, rank: int, device: torch.device) -> torch.Generator:

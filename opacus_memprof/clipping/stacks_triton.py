@@ -74,10 +74,14 @@ def weighted_sum_cuda(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.d
     """
     out = torch.empty(stack.shape[1:], dtype=dtype, device=stack.device)
     if out.numel():
-        block = 2048
-        grid = (triton.cdiv(out.numel(), block), 1, 1)
-        launch(weighted_sum, grid, stack, factors, out, len(stack), out.numel(), num_warps=8, BLOCK=block)
+        _launch_weighted_sum(stack, factors, out)
     return out
+
+
+def _launch_weighted_sum(stack: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> None:
+    block = 2048
+    grid = (triton.cdiv(out.numel(), block), 1, 1)
+    launch(weighted_sum, grid, stack, factors, out, len(stack), out.numel(), num_warps=8, BLOCK=block)
 
 
 def weighted_sums_cuda(stacks: Sequence[torch.Tensor], factors: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -89,12 +93,31 @@ def weighted_sums_cuda(stacks: Sequence[torch.Tensor], factors: torch.Tensor, dt
         dtype: of the results.
     """
     totals = empty_sums(stacks, dtype)
+    _launch_weighted_sums(stacks, factors, totals)
+    return totals
+
+
+def _launch_weighted_sums(
+    stacks: Sequence[torch.Tensor], factors: torch.Tensor, totals: Sequence[torch.Tensor]
+) -> None:
     block = 1024
     grid = (triton.cdiv(max(total.numel() for total in totals), block), len(totals), 1)
     table = address_table(list(zip(stacks, totals, strict=True)), True)
-    types = {"SOURCE": TYPES[stacks[0].dtype], "TARGET": TYPES[dtype]}
+    types = {"SOURCE": TYPES[stacks[0].dtype], "TARGET": TYPES[totals[0].dtype]}
     launch(weighted_sums, grid, table, factors, len(factors), BLOCK=block, **types)
-    return totals
+
+
+def scale_cuda(stacks: Sequence[torch.Tensor], factors: torch.Tensor) -> None:
+    """Multiplies the per-sample gradients of a single sample in place, with one launch.
+
+    Args:
+        stacks: each [1, ...], contiguous, not empty; of one dtype.
+        factors: [1], float32.
+    """
+    if len(stacks) == 1:
+        _launch_weighted_sum(stacks[0], factors, stacks[0])  # faster for a large one
+    else:
+        _launch_weighted_sums(stacks, factors, stacks)
 
 
 def squared_norms_cuda(stacks: Sequence[torch.Tensor]) -> torch.Tensor:

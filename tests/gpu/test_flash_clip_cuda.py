@@ -21,6 +21,7 @@ from opacus_memprof.clipping.group_norm_triton import group_norm_gradients_cuda
 from opacus_memprof.clipping.launches import find_waiting_norms, pop_small_sums
 from opacus_memprof.clipping.layers import LAYERS
 from opacus_memprof.clipping.stacks_triton import weighted_sum_cuda
+from opacus_memprof.clipping.sums import scale_single_samples
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 from tests.integration.clipping_launches import LAUNCHES, count_launches, float32_difference
@@ -203,6 +204,26 @@ def test_a_step_with_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) ->
     launched = count_launches(monkeypatch)
     assert float32_difference(name, "cuda") < 1e-4
     assert launched == LAUNCHES[name]
+
+
+@pytest.mark.true_numbers
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_step_of_a_single_sample(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+    assert float32_difference(name, "cuda", samples=1) < 1e-4
+
+
+@pytest.mark.true_numbers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shapes", [[(1, 4096, 4097)], [(1, 3), (1, 70, 50), (1, 1025)]])
+def test_single_samples_are_scaled_in_place(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    stacks, factors = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes], torch.rand(1, device="cuda")
+    expected = [(stack.float() * factors).to(dtype)[0] for stack in stacks]
+    for total, scaled, stack in zip(scale_single_samples(stacks, factors), expected, stacks, strict=True):
+        assert torch.equal(total, scaled)
+        assert total.data_ptr() == stack.data_ptr()
 
 
 @pytest.mark.parametrize("passes", [1, 2, "auto"])

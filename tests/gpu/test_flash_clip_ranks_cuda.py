@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from opacus_memprof.analysis.job_directory import load_ranks
+from opacus_memprof.clipping.distributed import Agreement
 from tests.gpu.test_distributed_cuda import ROOT, TRAIN, started_ranks
 from tests.integration.test_distributed import PARAMETERS
 from tests.integration.test_flash_clip_ranks import check_cases
@@ -23,6 +25,22 @@ ENVIRONMENT = {"PYTHONPATH": PATH, "PYTHONWARNINGS": "ignore", "NCCL_NVLS_ENABLE
 @pytest.mark.parametrize("wrap", ["ddp", "dpddp", "fsdp2"])
 def test_ranks_train_as_one_process(wrap: str) -> None:
     check_cases("nccl", 2, [wrap], os.environ | ENVIRONMENT)
+
+
+@pytest.mark.true_numbers
+def test_the_host_does_not_wait_for_the_device() -> None:
+    """Ranks agree while their devices are still at work, so that the host can be ahead of them."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        agreement, done = Agreement(torch.device("cuda", 0)), torch.cuda.Event()
+        assert agreement.settle(None, [3, -4]) == [(3, 3), (-4, -4)]  # sets up NCCL
+        torch.cuda._sleep(4_000_000_000)  # clock cycles: two seconds
+        done.record()
+        assert agreement.settle(None, [5]) == [(5, 5)]
+        assert not done.query()
+        done.synchronize()
+    finally:
+        dist.destroy_process_group()
 
 
 TIMEOUT = 15.0  # of a collective; the default of ten minutes is for large jobs

@@ -26,11 +26,11 @@ LAUNCHES = {
 }
 
 
-def float32_difference(name: str, device: str) -> float:
+def float32_difference(name: str, device: str, samples: int = 4) -> float:
     """The largest relative difference of a small model's norms and clipped gradients from those by hand."""
     torch.manual_seed(0)
     build, data = MODELS[name]
-    x, y = data(4).tensors
+    x, y = data(samples).tensors
     batch: Batch = {"x": (x.float() if x.is_floating_point() else x).to(device), "y": y.to(device)}
 
     def losses(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -9,14 +9,21 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof.clipping import gram_triton, launches, norms, sums
+from opacus_memprof.clipping import gram_triton, launches, norms, stacks_triton, sums
 from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda, gram_squared_norms_of_layers
 from opacus_memprof.clipping.group_norm_triton import group_norm_gradients_cuda
 from opacus_memprof.clipping.launches import pop_small_sums
 from opacus_memprof.clipping.layers import KeptTensors, matrix, normalization
 from opacus_memprof.clipping.layers.linear import LinearLayer
 from opacus_memprof.clipping.noise_triton import add_normals
-from opacus_memprof.clipping.stacks_triton import TYPES, squared_norms_cuda, weighted_sum_cuda, weighted_sums_cuda
+from opacus_memprof.clipping.stacks_triton import (
+    TYPES,
+    scale_cuda,
+    squared_norms_cuda,
+    weighted_sum_cuda,
+    weighted_sums_cuda,
+)
+from opacus_memprof.clipping.workspace import Workspace
 from tests.integration.clipping_launches import LAUNCHES, count_launches, float32_difference
 
 
@@ -54,6 +61,37 @@ def test_a_step_with_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) ->
     launched = count_launches(monkeypatch)
     assert float32_difference(name, "cpu") < 1e-4
     assert launched == LAUNCHES[name]
+
+
+@pytest.mark.parametrize("name", ["bottlenecks", "convnet"])  # of which a pair is not smaller than the gradient
+def test_a_step_of_a_single_sample(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (norms, sums, matrix, normalization, launches):
+        monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
+    scaled: list[int] = []
+    scale = stacks_triton.scale_cuda
+    monkeypatch.setattr(stacks_triton, "scale_cuda", lambda *args: (scaled.append(len(args[0])), scale(*args)))
+    assert float32_difference(name, "cpu", samples=1) < 1e-4
+    assert len(scaled) == 1
+
+
+def test_only_weights_are_scaled_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of a bias may be those that autograd uses."""
+    for module in (norms, sums, launches):
+        monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
+    layers = [LinearLayer("", nn.Linear(3, size)) for size in (2, 300, 2**19)]
+    kept = {
+        layer: KeptTensors(stacks={p: torch.rand(1, *p.shape) for p in layer.module.parameters()}) for layer in layers
+    }
+    stacks = {parameter: stack for each in kept.values() for parameter, stack in each.stacks.items()}
+    before, factors = {parameter: stack.clone() for parameter, stack in stacks.items()}, torch.rand(1)
+    totals = dict(pop_small_sums(kept, factors))
+    for layer, each in kept.items():
+        totals.update(layer.clipped_sums(each, factors, Workspace(1 << 20)))
+    assert len(totals) == 6
+    for parameter, total in totals.items():
+        torch.testing.assert_close(total, before[parameter][0] * factors, rtol=1e-6, atol=0)
+        is_weight = any(parameter is layer.module.weight for layer in layers)
+        assert (total.data_ptr() == stacks[parameter].data_ptr()) == is_weight
 
 
 def test_sums_in_float64_are_left_to_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +154,18 @@ def test_sum_kernel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shapes", [[(1, 70, 50)], [(1, 3), (1, 70, 50), (1, 1025)]])
+def test_single_samples_are_scaled_in_place(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    stacks, factors = [torch.randn(shape).to(dtype) for shape in shapes], torch.rand(1)
+    expected = [(stack.float() * factors).to(dtype) for stack in stacks]
+    scale_cuda(stacks, factors)
+    rtol = 0 if dtype == torch.float32 else 2**-7  # the interpreter cuts bfloat16 off
+    for stack, scaled in zip(stacks, expected, strict=True):
+        torch.testing.assert_close(stack, scaled, rtol=rtol, atol=0)
+
+
 def test_sum_kernel_on_empty_batches() -> None:
     total = weighted_sum_cuda(torch.empty(0, 3, 4), torch.empty(0), torch.float32)
     assert torch.equal(total, torch.zeros(3, 4))
@@ -138,10 +188,11 @@ def test_group_norm_kernel(shape: tuple[int, ...], groups: int, dtype: torch.dty
             torch.testing.assert_close(found.double(), parameter.grad, rtol=1e-5, atol=1e-4)
 
 
-def test_noise_kernel() -> None:
+@pytest.mark.parametrize("divisor", [3.0, 4.0])
+def test_noise_kernel(divisor: float) -> None:
     """Against curand's formulas, written down in float64: sizes below and above torch's threads, a counter above 32
     bits, and a launch whose programs share no row."""
-    seed, std, divisor, block, most = 0x1234567890ABCDEF, 1.5, 3.0, 32, 512
+    seed, std, block, most = 0x1234567890ABCDEF, 1.5, 32, 512
     sums = [torch.randn(size) for size in (1, 300, 5000, 512 * 4, 512 * 4 + 1)]
     sums[1] = sums[1].to(torch.float16)  # in a table of its own, since its dtype differs
     for dtype in (torch.float32, torch.float16):
@@ -154,7 +205,8 @@ def test_noise_kernel() -> None:
             counters.append((counter, threads))
             turns = -(-total.numel() // (4 * threads))
             counter, programs = counter + turns, programs + turns * -(-threads // block)
-        add_normals[(programs,)](torch.tensor(table), len(table), std, divisor, BLOCK=block, TYPE=TYPES[dtype])
+        constants = {"BLOCK": block, "TYPE": TYPES[dtype], "BY_POWER_OF_2": divisor == 4}
+        add_normals[(programs,)](torch.tensor(table), len(table), std, divisor, **constants)
         for total, old, (first, threads) in zip(own, before, counters, strict=True):
             noise = torch.from_numpy(curand_normals(seed, first, threads, total.numel())) * std
             expected = (old.double() + noise.to(dtype).double()).to(dtype) / divisor

@@ -69,13 +69,14 @@ def test_stack_kernels_compile_for_the_h200() -> None:
     assert _compile(stacks_triton.squared_norms, {"table": "*i64", "out": "*fp32"}, constants, 4).asm["cubin"]
 
 
+@pytest.mark.parametrize("by_power_of_2", [True, False])
 @pytest.mark.parametrize("element", ["float32", "bfloat16", "float16"])
-def test_the_noise_kernel_compiles_for_the_h200(element: str) -> None:
+def test_the_noise_kernel_compiles_for_the_h200(element: str, by_power_of_2: bool) -> None:
     import triton.language as tl
 
     from opacus_memprof.clipping import noise_triton
 
-    constants = {"BLOCK": 512, "TYPE": getattr(tl, element)}
+    constants = {"BLOCK": 512, "TYPE": getattr(tl, element), "BY_POWER_OF_2": by_power_of_2}
     signature = {"table": "*i64", "std": "fp32", "divisor": "fp32"}
     assert _compile(noise_triton.add_normals, signature, constants, 4).asm["cubin"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from opacus_memprof.clipping.cost import Choice
 from opacus_memprof.clipping.distributed import computing_device
 from opacus_memprof.clipping.norms import squared_norms, squared_norms_unless_waiting
-from opacus_memprof.clipping.sums import scale_single_sample, sum_stack
+from opacus_memprof.clipping.sums import scale_single_samples, sum_stack
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
@@ -91,8 +92,8 @@ class Layer:
         if self.running_module is self.module:
             return self.trainable()
         own = self.module._parameters.items()
-        names = [name for name, p in own if p is not None and p.requires_grad and name not in self.excluded]
-        self._seen = [self.running_module.get_parameter(name) for name in names]
+        running: dict[str, Any] = self.running_module._parameters
+        self._seen = [running[n] for n, p in own if p is not None and p.requires_grad and n not in self.excluded]
         return self._seen
 
     def seen_parameters(self) -> list[nn.Parameter]:
@@ -232,10 +233,8 @@ class Layer:
         """Yields the clipped sums, in the parameters' dtypes. Releases what was kept as it is used."""
         while kept.stacks:
             parameter, stack = kept.stacks.popitem()
-            # Only the weight's gradients may be overwritten: others may be views of gradients that autograd uses.
-            is_owned = self.owns_weight_gradients and parameter is self.module._parameters.get("weight")
-            if stack.shape[0] == 1 and is_owned and stack.dtype == parameter.dtype:
-                total = scale_single_sample(stack, factors)
+            if self.is_scaled_in_place(parameter, stack):
+                (total,) = scale_single_samples([stack], factors)
             else:
                 total = sum_stack(stack, factors, parameter.dtype, workspace)
             del stack
@@ -247,6 +246,13 @@ class Layer:
             yield self.weight(), total
 
     owns_weight_gradients = False
+
+    def is_scaled_in_place(self, parameter: nn.Parameter, stack: torch.Tensor) -> bool:
+        """Whether the clipped sum is the gradient of a single sample, scaled in place. Only the weight's gradients may
+        be overwritten: others may be views of gradients that autograd uses."""
+        is_owned = self.owns_weight_gradients and parameter is self.module._parameters.get("weight")
+        is_single = stack.shape[0] == 1 and stack.numel() > 0 and stack.is_contiguous()
+        return is_owned and is_single and stack.dtype == parameter.dtype
 
     def weight(self) -> nn.Parameter:
         weight = self.module._parameters["weight"]
