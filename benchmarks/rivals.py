@@ -3,7 +3,7 @@
 their papers publish: time, peak, and whether each clips exactly.
 
     python benchmarks/rivals.py --fastdp DIR --flashnorm DIR      # every configuration; needs a GPU
-    python benchmarks/rivals.py --ranks 2                         # Llama-3.1-8B, which FSDP2 shards over 2 GPUs
+    python benchmarks/rivals.py --ranks 2                         # Llama-3.1-8B, which FSDP2 shards over 2 GPUs (or 1)
     python benchmarks/rivals.py --tiny                            # the small copies, on the CPU: does everything run?
 
 DIR are checkouts of https://github.com/awslabs/fast-differential-privacy and of FlashNorm's fork of Opacus; without
@@ -13,7 +13,7 @@ quoted. Before, each mode takes a step without noise on a small copy of the mode
 with clipping by hand, one sample at a time. Results are written as they come: rivals.json and rivals.md, and rivals.png
 at the end.
 
-Over several GPUs the processes of a configuration are one group, in which training without privacy, ghost_fsdp,
+With --ranks the processes of a configuration are one group, in which training without privacy, ghost_fsdp,
 flash_clip and, where its checkout is given and clips a small copy, fastDP are interleaved. Parameters are made as
 shards, with random numbers.
 """
@@ -44,12 +44,12 @@ OWN = "Opacus and flash_clip"
 
 
 class Library(NamedTuple):
-    """Modes that run in one process, and the checkout that it imports; or in several, over which FSDP2 shards."""
+    """Modes that run in one process, and the checkout that it imports; or in ``ranks``, over which FSDP2 shards."""
 
     name: str
     modes: list[str]
     checkout: Path | None = None
-    ranks: int = 1
+    ranks: int | None = None
 
     def environment(self) -> dict[str, str]:
         """What the process has in its environment to import the checkout."""
@@ -66,16 +66,18 @@ def commit_of(checkout: Path) -> str:
     return commit if ran.returncode == 0 and Path(root) == checkout.resolve() else "no git checkout"
 
 
-def libraries(fastdp: Path | None, flashnorm: Path | None, ranks: int) -> list[Library]:
-    """Raises MemprofError if a directory is not a checkout, or has nothing for several ranks."""
+def libraries(fastdp: Path | None, flashnorm: Path | None, ranks: int | None) -> list[Library]:
+    """Raises MemprofError if a directory is not a checkout, or has nothing for models that are sharded over ranks."""
     for name, checkout, package in (("fastDP", fastdp, "fastDP"), ("FlashNorm", flashnorm, "opacus")):
         if checkout is not None and not (checkout / package / "__init__.py").is_file():
             raise MemprofError(f"{checkout} has no package {package}: give the root of a checkout of {name}")
-    if ranks > 1:
+    if ranks is not None:
         if flashnorm is not None:
             raise MemprofError("FlashNorm's modes know no shards: leave --flashnorm out with --ranks")
         modes = [*SHARDED, *([] if fastdp is None else ["fastDP MixOpt"])]
-        return [Library(f"FSDP2 on {ranks} ranks", modes, fastdp and fastdp.resolve(), ranks)]
+        return [
+            Library(f"FSDP2 on {ranks} {'rank' if ranks == 1 else 'ranks'}", modes, fastdp and fastdp.resolve(), ranks)
+        ]
     found = [Library(OWN, OPACUS)]
     for name, modes, checkout in (("fastDP", list(FASTDP), fastdp), ("FlashNorm", list(FLASHNORM), flashnorm)):
         if checkout is not None:
@@ -91,7 +93,7 @@ def measure(
     worker = str(Path(__file__).with_name("rivals_worker.py"))
     modes = ["vanilla", *library.modes]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(library.ranks)]
-    command = [sys.executable, *(launcher if library.ranks > 1 else []), worker, config.name]
+    command = [sys.executable, *([] if library.ranks is None else launcher), worker, config.name]
     command += ["--seconds", str(seconds), "--modes", *modes]
     command += ["--tiny", "--rounds", "1"] if tiny else []
     lines, failed = run_worker(
@@ -126,15 +128,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fastdp", type=Path, metavar="DIR", help="a checkout of fastDP")
     parser.add_argument("--flashnorm", type=Path, metavar="DIR", help="a checkout of FlashNorm's fork of Opacus")
-    parser.add_argument(
-        "--ranks", type=int, default=1, help="processes that FSDP2 shards Llama-3.1-8B over, a GPU each"
-    )
+    parser.add_argument("--ranks", type=int, help="processes that FSDP2 shards Llama-3.1-8B over, a GPU each")
     parser.add_argument("--configs", nargs="+", metavar="NAME", help="names of configurations")
     parser.add_argument("--tiny", action="store_true", help="the small copies of all models, once, on the CPU")
     parser.add_argument("--seconds", type=float, default=30, help="of each process, beside its start")
     parser.add_argument("-o", "--output", type=Path, default=Path("rivals"), metavar="DIR")
     arguments = parser.parse_args()
-    known = SHARDED_CONFIGS if arguments.ranks > 1 else CONFIGS
+    known = CONFIGS if arguments.ranks is None else SHARDED_CONFIGS
     configs = [c for c in known if not arguments.configs or c.name in arguments.configs]
     if unknown := set(arguments.configs or ()) - {c.name for c in known}:
         parser.error(f"no configuration {', '.join(sorted(unknown))}; there are {', '.join(c.name for c in known)}")

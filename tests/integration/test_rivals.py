@@ -101,6 +101,14 @@ def test_models_that_fsdp_shards(check: ModuleType, tmp_path: Path) -> None:
     assert "| ghost_fsdp, FSDP2 on 2 ranks |" in (tmp_path / "out/rivals.md").read_text()
 
 
+def test_ranks_that_libraries_run_on(check: ModuleType) -> None:
+    """One rank is sharded, too: what FSDP2 itself costs."""
+    import rivals
+
+    assert [library.ranks for library in rivals.libraries(None, None, None)] == [None]
+    assert [(library.name, library.ranks) for library in rivals.libraries(None, None, 1)] == [("FSDP2 on 1 rank", 1)]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     not (LIBRARIES / "libcuda.so.1").is_file(), reason="the virtual GPU's libraries have not been built"
