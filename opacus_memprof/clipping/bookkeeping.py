@@ -339,6 +339,8 @@ class Bookkeeping:
                 yield parameter, shared.clipped_sum(of_parameter, self.workspace)
             if not isinstance(own, dict):
                 yield from pop_small_sums(each.kept, own)
+                # Of hundreds of small layers nothing is left to go through.
+                each.kept = {layer: kept for layer, kept in each.kept.items() if kept.stacks or kept.pair is not None}
             while each.kept:
                 if not isinstance(own, dict) and (sums := pop_small_products(each.kept, own, self.workspace)):
                     yield from sums
@@ -347,7 +349,7 @@ class Bookkeeping:
                 if isinstance(own, dict):
                     for parameter, part in kept.split():
                         yield from layer.clipped_sums(part, own[parameter], self.workspace)
-                elif kept.stacks or kept.pair is not None:
+                else:
                     norms = next(iter(kept.norms.values()))
                     assert norms is not None
                     yield from layer.clipped_sums(kept, own.to(norms), self.workspace)
