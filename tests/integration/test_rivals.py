@@ -78,8 +78,8 @@ def test_the_small_copies_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_models_that_fsdp_shards(check: ModuleType, tmp_path: Path, ranks: int) -> None:
-    """Two processes with parts of one batch take the step of clipping by hand on the whole of it, as one does. What does
-    not clip is not measured."""
+    """Processes with parts of one batch take the step of clipping by hand on the whole of it. What does not clip is not
+    measured."""
     engine = "class PrivacyEngine:\n    def __init__(self, *args, **kwargs): raise ValueError('no shards')\n"
     fastdp = fake_checkout(tmp_path / "a", "fastDP", engine)
     options = ["--tiny", "--ranks", ranks, "--fastdp", fastdp, "-o", tmp_path / "out"]
