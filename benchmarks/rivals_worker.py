@@ -34,7 +34,7 @@ def main() -> None:
     if sharded := "WORLD_SIZE" in os.environ:  # not imported otherwise: forks of Opacus may not have what it needs
         from rivals_sharded import ShardedBench
 
-        from opacus_memprof.experiments.process_group import join_group
+        from opacus_memprof.experiments.process_group import join_group, leave_group
 
         bench, device = ShardedBench, join_group(device.type)
     found = configs[arguments.config]
@@ -49,7 +49,7 @@ def main() -> None:
     config = found.small if arguments.tiny else found.config
     run_rounds(bench(config, device), modes, arguments.seconds, arguments.rounds)
     if sharded:
-        torch.distributed.destroy_process_group()
+        leave_group()
 
 
 if __name__ == "__main__":

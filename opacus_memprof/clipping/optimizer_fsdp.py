@@ -38,6 +38,7 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
 
     def __init__(self, optimizer: Optimizer, *, module: FlashClipHooks, **kwargs: Any) -> None:
         super().__init__(optimizer, module=module, **kwargs)
+        self._with_replicas = [p for p in self.params if _replicated(p.placements)]
         self._modules = [each for each in module.units.model.modules() if isinstance(each, FSDPModule)]
         if not self.secure_mode:
             self.generator = _own_generator(kwargs.get("generator"), self.rank, self.params[0].device)
@@ -108,7 +109,7 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
 
     def reduce_gradients(self) -> None:
         """Sums up the gradients of shards that are replicated."""
-        for parameter in self.params:
+        for parameter in self._with_replicas:
             for i in _replicated(parameter.placements):
                 shard = parameter.grad.to_local()
                 total = shard.to(self.agreement.device)

@@ -2,11 +2,14 @@
 """The process group of a run in several processes. Needs nothing that has to be compiled."""
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
 
 from opacus_memprof.errors import MemprofError
+
+_GLOO_LETS_GO = 0.2  # seconds
 
 
 def join_group(device: str) -> torch.device:
@@ -23,6 +26,12 @@ def join_group(device: str) -> torch.device:
 
 
 def leave_group() -> None:
-    """Leaves the process group."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Leaves the process group. The process may end then."""
+    if not dist.is_initialized():
+        return
+    backend = dist.get_backend()
+    dist.destroy_process_group()
+    if backend == "gloo":
+        # Its threads, which DTensor's caches keep running, let go of a collective's tensors after its result is there.
+        # Those that still wait for Python's lock when Python ends abort the process.
+        time.sleep(_GLOO_LETS_GO)
