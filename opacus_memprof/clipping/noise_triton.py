@@ -7,7 +7,7 @@ ATen/native/cuda/DistributionTemplates.h, and curand_normal4). Thread i of n tak
 al. 2011, doi 10.1145/2063384.2063405) of the generator's seed and of the counter (c, i), where c is the generator's
 offset / 4, makes four normal numbers of its four words by Box and Muller's formula, and writes them to i, i + n, i + 2n
 and i + 3n. Then it goes on with c + 1 at i + 4n. The same numbers come from the same generator here, but for the
-rounding of logarithm, sine and cosine.
+rounding of the logarithm and the root.
 """
 
 from __future__ import annotations
