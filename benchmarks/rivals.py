@@ -67,17 +67,19 @@ def commit_of(checkout: Path) -> str:
 
 
 def libraries(fastdp: Path | None, flashnorm: Path | None, ranks: int | None) -> list[Library]:
-    """Raises MemprofError if a directory is not a checkout, or has nothing for models that are sharded over ranks."""
+    """Raises MemprofError if a directory is not a checkout, or has nothing for models that are sharded, or if there is
+    no rank to shard over."""
     for name, checkout, package in (("fastDP", fastdp, "fastDP"), ("FlashNorm", flashnorm, "opacus")):
         if checkout is not None and not (checkout / package / "__init__.py").is_file():
             raise MemprofError(f"{checkout} has no package {package}: give the root of a checkout of {name}")
     if ranks is not None:
+        if ranks < 1:
+            raise MemprofError(f"--ranks is {ranks}: give the number of GPUs to shard over, at least 1")
         if flashnorm is not None:
             raise MemprofError("FlashNorm's modes know no shards: leave --flashnorm out with --ranks")
         modes = [*SHARDED, *([] if fastdp is None else ["fastDP MixOpt"])]
-        return [
-            Library(f"FSDP2 on {ranks} {'rank' if ranks == 1 else 'ranks'}", modes, fastdp and fastdp.resolve(), ranks)
-        ]
+        name = f"FSDP2 on {ranks} {'rank' if ranks == 1 else 'ranks'}"
+        return [Library(name, modes, fastdp and fastdp.resolve(), ranks)]
     found = [Library(OWN, OPACUS)]
     for name, modes, checkout in (("fastDP", list(FASTDP), fastdp), ("FlashNorm", list(FLASHNORM), flashnorm)):
         if checkout is not None:

@@ -175,6 +175,7 @@ def test_refusals(
     for arguments, sentence in (
         (["--configs", "resnet9000"], "no configuration resnet9000; there are gpt2_e2e_T100_B100_fp32, "),
         (["--configs", CONFIG, "--ranks", "2"], f"no configuration {CONFIG}; there are llama_8b_lora_T4096_B1_bf16, "),
+        (["--ranks", "0"], "--ranks is 0: give the number of GPUs to shard over, at least 1"),
         (["--flashnorm", str(fork), "--ranks", "2"], "FlashNorm's modes know no shards: leave --flashnorm out"),
         (["--fastdp", str(tmp_path)], f"{tmp_path} has no package fastDP: give the root of a checkout of fastDP"),
     ):

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from opacus_memprof.experiments.process_group import leave_group
 from tests.integration.clipping_by_hand import Batch
 from tests.integration.flash_clip_models import Engine, criterion
 from tests.integration.scripts.clip_ranks_fsdp2 import checkpoint, llama, shard_noise
@@ -294,7 +295,7 @@ def run(rank: int, backend: str, world: int, port: int, groups: list[str]) -> No
     for case, act in CASES.items():
         if case.split()[0] in groups:
             act(case)
-    dist.destroy_process_group()
+    leave_group()
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_memprof.clipping import FlashClipEngineMixin
+from opacus_memprof.experiments.process_group import leave_group
 
 FEATURES, WIDTH, CLASSES, BATCH = 64, 256, 8, 16
 
@@ -104,7 +105,7 @@ def main() -> None:
         dist.init_process_group("gloo", timeout=timeout)
     for way in args.ways:
         train(*way.split("/"), device, args.steps, args.kill)
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":
