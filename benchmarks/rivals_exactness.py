@@ -67,7 +67,7 @@ def update_errors(mode: str, config: Config, device: torch.device, sharded: bool
 def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of the trained parameters, whole where they are sharded."""
     trained: dict[str, Any] = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    # The whole of a parameter that one rank has is no copy.
+    # On one rank full_tensor() returns the parameter's own memory.
     return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).clone() for n, p in trained.items()}
 
 

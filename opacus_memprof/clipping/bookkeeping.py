@@ -339,7 +339,7 @@ class Bookkeeping:
                 yield parameter, shared.clipped_sum(of_parameter, self.workspace)
             if not isinstance(own, dict):
                 yield from pop_small_sums(each.kept, own)
-                # Of hundreds of small layers nothing is left to go through.
+                # A model may have hundreds of small layers, of which nothing is left now.
                 each.kept = {layer: kept for layer, kept in each.kept.items() if kept.stacks or kept.pair is not None}
             while each.kept:
                 if not isinstance(own, dict) and (sums := pop_small_products(each.kept, own, self.workspace)):

@@ -91,9 +91,9 @@ class Agreement:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         # So that the host waits for the other ranks, and not for what this rank's device has still to do.
-        self._stream: AbstractContextManager[Any] = nullcontext()
+        self._on_own_stream: AbstractContextManager[Any] = nullcontext()
         if device.type == "cuda":
-            self._stream = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+            self._on_own_stream = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def check_same(self, what: dict[str, Any]) -> None:
         """Raises MemprofError on all ranks, with the first difference, unless ``what`` is equal on all of them."""
@@ -125,7 +125,7 @@ class Agreement:
             MemprofError: ``error``, or that another rank had one.
         """
         own = [0 if error is None else self.rank + 1, *numbers, *(-number for number in numbers)]
-        with self._stream:
+        with self._on_own_stream:
             reduced = torch.tensor(own, dtype=torch.int64, device=self.device)
             dist.all_reduce(reduced, dist.ReduceOp.MAX)
             if error is not None:

@@ -21,7 +21,9 @@ from opacus_memprof.clipping.norms import has_kernels, is_small
 from opacus_memprof.clipping.sums import scale_single_samples
 from opacus_memprof.clipping.workspace import KERNEL_DTYPES, Workspace, accumulation_dtype, batches
 
-_MOST_BYTES = 1 << 20  # of sums that are formed at once, while what they are formed from is still there, or of one sum
+# Of sums that are formed at once, while what they are formed from is still there. Also of one gradient of a single
+# sample, which is scaled together with others: larger ones are scaled in turn while sums are sent to other ranks.
+_MOST_BYTES = 1 << 20
 
 
 # Norms that have to be found: where they belong, whose gradients' norms they are, and the per-sample gradients, or the
@@ -97,9 +99,9 @@ def pop_small_sums(
                     scaled.setdefault((stack.device, stack.dtype), []).append((each, parameter))
             elif is_small(stack) and (parameter.dtype in KERNEL_DTYPES or not has_kernels(stack)):
                 alike.setdefault((stack.device, stack.dtype, parameter.dtype), []).append((each, parameter))
-    for (device, dtype), members in scaled.items():
+    for (device, _), members in scaled.items():
         stacks = [each.stacks.pop(p) for each, p in members]
-        totals = scale_single_samples(stacks, factors.to(device, accumulation_dtype(dtype)))
+        totals = scale_single_samples(stacks, factors.to(device))
         yield from zip([p for _, p in members], totals, strict=True)
     for (_, _, dtype), members in alike.items():
         for batch in batches(members, _MOST_BYTES, lambda member: member[1].numel() * member[1].element_size()):

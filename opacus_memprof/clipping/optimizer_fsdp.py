@@ -4,7 +4,6 @@ rank adds the noise of its own shards."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
 from opacus_memprof.clipping.module import FlashClipHooks
@@ -38,12 +36,13 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
 
     def __init__(self, optimizer: Optimizer, *, module: FlashClipHooks, **kwargs: Any) -> None:
         super().__init__(optimizer, module=module, **kwargs)
-        self._with_replicas = [p for p in self.params if _replicated(p.placements)]
+        replicated = {p: _replicated_dimensions(p) for p in self.params}
+        self._replicated = {p: dimensions for p, dimensions in replicated.items() if dimensions}
         self._modules = [each for each in module.units.model.modules() if isinstance(each, FSDPModule)]
         if not self.secure_mode:
             self.generator = _own_generator(kwargs.get("generator"), self.rank, self.params[0].device)
 
-    @torch.no_grad()  # where to_local, of hundreds of parameters, makes no node
+    @torch.no_grad()  # otherwise to_local records each of hundreds of parameters for autograd
     def clip_and_accumulate(self) -> None:
         """Adds this rank's shards of the clipped sums of every backward since the last step to ``p.summed_grad``.
 
@@ -102,15 +101,15 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
         self.agreement.settle(error)
 
     def _gets_noise(self, parameter: Any) -> bool:
-        return all(parameter.device_mesh.get_local_rank(i) == 0 for i in _replicated(parameter.placements))
+        return all(parameter.device_mesh.get_local_rank(i) == 0 for i in self._replicated.get(parameter, ()))
 
     def _as_gradient(self, parameter: Any, total: torch.Tensor) -> torch.Tensor:
         return DTensor(total, parameter._spec, requires_grad=False)  # from_local would move it to the mesh's device
 
     def reduce_gradients(self) -> None:
         """Sums up the gradients of shards that are replicated."""
-        for parameter in self._with_replicas:
-            for i in _replicated(parameter.placements):
+        for parameter, dimensions in self._replicated.items():
+            for i in dimensions:
                 shard = parameter.grad.to_local()
                 total = shard.to(self.agreement.device)
                 dist.all_reduce(total, group=parameter.device_mesh.get_group(i))
@@ -118,10 +117,9 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
                     shard.copy_(total)
 
 
-@functools.cache
-def _replicated(placements: tuple[Placement, ...]) -> list[int]:
-    """The dimensions of the mesh along which shards are replicated."""
-    return [i for i, placement in enumerate(placements) if isinstance(placement, Replicate)]
+def _replicated_dimensions(parameter: Any) -> list[int]:
+    """The dimensions of the mesh along which the parameter's shards are replicated."""
+    return [i for i, placement in enumerate(parameter.placements) if isinstance(placement, Replicate)]
 
 
 def _own_generator(given: torch.Generator | None, rank: int, device: torch.device) -> torch.Generator:

@@ -32,16 +32,14 @@ def scatter(sums: Iterator[Sum]) -> Iterator[Sum]:
         sums: each parameter, a DTensor, with its sum on this rank, of the whole shape. All ranks have the same
             parameters in the same order.
     """
-    groups: dict[object, tuple[dist.ProcessGroup, int]] = {}  # to find one takes as long as to send a sum
+    group_of = functools.cache(_sharding_group)  # finding a group takes the host as long as sending a sum
     sent: Callable[[], Iterator[Sum]] | None = None
     for some in _together(sums):
         mesh, placements = some[0][0].device_mesh, some[0][0].placements
-        if _is_cut_into_rows(placements):
-            if (mesh, placements) not in groups:
-                groups[mesh, placements] = _ranks_of_rows(mesh, placements)
-            started = _send_rows(some, *groups[mesh, placements])
+        if _is_sharded_by_rows(placements):
+            started = _reduce_scatter_rows(some, *group_of(mesh, placements))
         else:
-            started = _send_one(*some.pop())
+            started = _redistribute(*some.pop())
         if sent is not None:
             yield from sent()
         sent = started
@@ -55,7 +53,7 @@ def _together(sums: Iterator[Sum]) -> Iterator[list[Sum]]:
     alike, size = None, 0
     for parameter, total in sums:
         own = (parameter.device_mesh, parameter.placements, total.dtype, total.device)
-        is_small = total.nbytes <= _SMALL and _is_cut_into_rows(parameter.placements)
+        is_small = total.nbytes <= _SMALL and _is_sharded_by_rows(parameter.placements)
         if some and (not is_small or own != alike or size + total.nbytes > _MOST):
             yield some
             some, size = [], 0
@@ -70,18 +68,18 @@ def _together(sums: Iterator[Sum]) -> Iterator[list[Sum]]:
 
 
 @functools.cache
-def _is_cut_into_rows(placements: tuple[Placement, ...]) -> bool:
+def _is_sharded_by_rows(placements: tuple[Placement, ...]) -> bool:
     """Whether the ranks have different parts along the first dimension alone."""
     return [each for each in placements if not isinstance(each, Replicate)] == [Shard(0)]
 
 
-def _ranks_of_rows(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[dist.ProcessGroup, int]:
-    """The ranks that have different rows, and their number."""
+def _sharding_group(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[dist.ProcessGroup, int]:
+    """The process group of the ranks that have different rows, and its size."""
     dimension = next(i for i, each in enumerate(placements) if isinstance(each, Shard))
     return mesh.get_group(dimension), mesh.size(dimension)
 
 
-def _send_one(parameter: Any, total: torch.Tensor) -> Callable[[], Iterator[Sum]]:
+def _redistribute(parameter: Any, total: torch.Tensor) -> Callable[[], Iterator[Sum]]:
     mesh, placements = parameter.device_mesh, parameter.placements
     partial = DTensor.from_local(total.contiguous(), mesh, [Partial()] * mesh.ndim, run_check=False)
     target = [Partial() if isinstance(placement, Replicate) else placement for placement in placements]
@@ -96,9 +94,9 @@ def _send_one(parameter: Any, total: torch.Tensor) -> Callable[[], Iterator[Sum]
     return receive
 
 
-def _send_rows(some: list[Sum], group: dist.ProcessGroup, ranks: int) -> Callable[[], Iterator[Sum]]:
-    """Sends sums that are cut into rows in one message: for each rank its rows of all, filled up to as many as the
-    first rank's. Takes a tenth of the time that ``_send_one`` takes the host."""
+def _reduce_scatter_rows(some: list[Sum], group: dist.ProcessGroup, ranks: int) -> Callable[[], Iterator[Sum]]:
+    """Reduce-scatters sums that are sharded by rows, in one message: for each rank its rows of all, padded to as many
+    as the first rank's. Takes the host a tenth of the time of ``_redistribute``."""
     parameters = [parameter for parameter, _ in some]
     lengths = [-(-total.shape[0] // ranks) * total.shape[1:].numel() for _, total in some]
     if len(some) == 1 and ranks * lengths[0] == some[0][1].numel():

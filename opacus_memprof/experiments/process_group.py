@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from opacus_memprof.errors import MemprofError
 
-_GLOO_LETS_GO = 0.2  # seconds
+_GLOO_EXIT_SECONDS = 0.2
 
 
 def join_group(device: str) -> torch.device:
@@ -32,6 +32,6 @@ def leave_group() -> None:
     backend = dist.get_backend()
     dist.destroy_process_group()
     if backend == "gloo":
-        # Its threads, which DTensor's caches keep running, let go of a collective's tensors after its result is there.
-        # Those that still wait for Python's lock when Python ends abort the process.
-        time.sleep(_GLOO_LETS_GO)
+        # gloo's threads, which DTensor's caches keep running, free a collective's tensors some time after its result is
+        # there. A thread that still waits for the GIL to do so when Python ends aborts the process.
+        time.sleep(_GLOO_EXIT_SECONDS)

@@ -161,7 +161,7 @@ def test_single_samples_are_scaled_in_place(shapes: list[tuple[int, ...]], dtype
     stacks, factors = [torch.randn(shape).to(dtype) for shape in shapes], torch.rand(1)
     expected = [(stack.float() * factors).to(dtype) for stack in stacks]
     scale_cuda(stacks, factors)
-    rtol = 0 if dtype == torch.float32 else 2**-7  # the interpreter cuts bfloat16 off
+    rtol = 0 if dtype == torch.float32 else 2**-7  # the interpreter truncates to bfloat16
     for stack, scaled in zip(stacks, expected, strict=True):
         torch.testing.assert_close(stack, scaled, rtol=rtol, atol=0)
 
