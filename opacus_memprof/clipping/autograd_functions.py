@@ -17,22 +17,25 @@ from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.repetition import Call
 
 
+TappedCall = tuple[Layer, Bookkeeping, "Arrangement | None", int, int]
+
+
 def receive_gradient(
-    call: tuple[Layer, Bookkeeping, Arrangement | None, int], x: torch.Tensor | None, g: torch.Tensor
+    call: TappedCall, x: torch.Tensor | None, g: torch.Tensor
 ) -> None:
     """Passes a layer's input and the gradient of its output to ``bookkeeping.add``.
 
     Args:
         call: the layer, the bookkeeping, where input and output have the samples, unless these are their first
-            dimension, and the number of samples.
+            dimension, the number of samples, and the number of the forward.
         x: the input; None where it is not needed.
         g: the gradient of the output.
     """
-    layer, bookkeeping, where, batch = call
+    layer, bookkeeping, where, batch, forward = call
     if where is not None:
         g = where.by_sample(g, batch)
         x = None if x is None else where.by_sample(x, batch)
-    bookkeeping.add(layer, x, g)
+    bookkeeping.add(layer, x, g, forward)
 
 
 class GradientTap(torch.autograd.Function):
@@ -44,7 +47,7 @@ class GradientTap(torch.autograd.Function):
         output: torch.Tensor,
         anchor: torch.Tensor | None,
         x: torch.Tensor | None,
-        call: tuple[Layer, Bookkeeping, Arrangement | None, int],
+        call: TappedCall,
     ) -> torch.Tensor:
         ctx.call = call
         if x is not None:
@@ -75,11 +78,13 @@ class CallTap(torch.autograd.Function):
         layer: Layer,
         bookkeeping: Bookkeeping,
         call: Call,
+        forward: int,
         count: int,
         anchor: torch.Tensor | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.layer, ctx.bookkeeping, ctx.call, ctx.inputs = layer, bookkeeping, call, len(tensors) - count
+        ctx.forward_number = forward
         ctx.save_for_backward(*tensors[count:])
         return tuple(output.detach() for output in tensors[:count])
 
@@ -87,8 +92,8 @@ class CallTap(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with torch.autocast(gradients[0].device.type, enabled=False):
-            ctx.bookkeeping.add(ctx.layer, ctx.call.with_tensors(ctx.saved_tensors), list(gradients))
-        return (None, None, None, None, None, *gradients, *[None] * ctx.inputs)
+            ctx.bookkeeping.add(ctx.layer, ctx.call.with_tensors(ctx.saved_tensors), list(gradients), ctx.forward_number)
+        return (None, None, None, None, None, None, *gradients, *[None] * ctx.inputs)
 
 
 class TwoPassBackward(torch.autograd.Function):
@@ -107,11 +112,17 @@ class TwoPassBackward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
         outputs, ctx.outputs = ctx.outputs, []
-        ctx.run([(output, g) for output, g in zip(outputs, gradients, strict=True) if g is not None])
+        pairs = enumerate(zip(outputs, gradients, strict=True))
+        ctx.run([(i, output, g) for i, (output, g) in pairs if g is not None])
         return None, None, None
 
 
-def run_two_passes(bookkeeping: Bookkeeping, outputs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def run_two_passes(
+    bookkeeping: Bookkeeping,
+    wheres: list[Arrangement],
+    batch: int,
+    outputs: list[tuple[int, torch.Tensor, torch.Tensor]],
+) -> None:
     """Runs backward through the model twice: first for the norms, keeping nothing, then for the clipped sums.
 
     The second pass starts from output gradients that are multiplied by the clip factors. Scaling a sample's output
@@ -119,24 +130,31 @@ def run_two_passes(bookkeeping: Bookkeeping, outputs: list[tuple[torch.Tensor, t
 
     Args:
         bookkeeping: of the model.
-        outputs: the model's outputs with their gradients.
+        wheres: where the model's outputs have the samples.
+        batch: the number of samples.
+        outputs: the places of outputs among these, the outputs, and their gradients.
     """
     if not outputs:
         return
     bookkeeping.begin_two_passes()
-    tensors, gradients = [o for o, _ in outputs], [g for _, g in outputs]
+    places, tensors, gradients = map(list, zip(*outputs, strict=True))
     try:
         bookkeeping.mode = "norms"
         torch.autograd.backward(tensors, gradients, retain_graph=True)
         while bookkeeping.must_repeat_norms():
             torch.autograd.backward(tensors, gradients, retain_graph=True)
         factors = bookkeeping.factors_of_last_pass()
-        scaled = [
-            torch.mul(g, factors.to(g.device).view(-1, *[1] * (g.dim() - 1)), out=torch.empty_like(g))
-            for g in gradients
-        ]
+        scaled = [_scaled(g, wheres[i], batch, factors) for i, g in zip(places, gradients, strict=True)]
         del gradients, outputs
         bookkeeping.mode = "sums"
         torch.autograd.backward(tensors, scaled)
     finally:
         bookkeeping.mode = "keep"
+
+
+def _scaled(g: torch.Tensor, where: Arrangement, batch: int, factors: torch.Tensor) -> torch.Tensor:
+    """An output's gradient with each sample multiplied by its factor."""
+    scaled = torch.empty_like(g, memory_format=torch.contiguous_format)
+    rows = where.by_sample(scaled, batch)  # a view
+    torch.mul(where.by_sample(g, batch), factors.to(g.device).view(-1, *[1] * (rows.dim() - 1)), out=rows)
+    return scaled

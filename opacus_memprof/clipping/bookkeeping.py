@@ -33,6 +33,9 @@ class BackwardPass:
         shared: what is kept of parameters that are used more than once.
         sums: clipped sums, by parameter, that a second backward has formed already.
         clipped: whether ``sums`` is used instead of ``kept``.
+        forwards: numbers of the forwards whose backward this is: several if one call of ``backward`` goes through them,
+            whose samples are then the same.
+        tasks: autograd's numbers of these calls.
     """
 
     batch_size: int
@@ -40,6 +43,8 @@ class BackwardPass:
     shared: dict[nn.Parameter, SharedGradient] = field(default_factory=dict)
     sums: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     clipped: bool = False
+    forwards: set[int] = field(default_factory=set)
+    tasks: set[int] = field(default_factory=set)
 
     def add_shared(self, layer: Layer, kept: KeptTensors, workspace: Workspace) -> None:
         """Adds what the backward of one of several uses has kept."""
@@ -91,6 +96,7 @@ class Bookkeeping:
         passes_in_last_step: number of backward passes that the last ``pop_clipped_sums`` has summed up.
         samples_in_last_step: number of samples in these passes.
         unclipped_in_last_step: number of these whose gradients were not clipped, a scalar. Not private.
+        beside_layers: names of trained parameters that autograd has given a gradient, beside the layers.
         is_captured: whether a CUDA graph of the pass is captured, whose norms are checked when it has been replayed.
     """
 
@@ -105,23 +111,21 @@ class Bookkeeping:
         self.samples_in_last_step = 0
         self.unclipped_in_last_step: torch.Tensor | int = 0
         self.mode: Literal["keep", "norms", "sums"] = "keep"
+        self.beside_layers: list[str] = []
         self.is_captured = False
         self._passes: list[BackwardPass] = []
-        self._new_pass = True
+        self._tasks: dict[int, set[int]] = {}  # autograd's numbers of the backwards of each forward
         self._norm_checks: list[NormCheck] = []
         self._found_shared = False
         self._samples = 0
         self._unclipped: torch.Tensor | int = 0
 
-    def begin_pass(self) -> None:
-        """Called before each forward: the next backward belongs to a new pass."""
-        self._new_pass = True
-
     def clear(self) -> None:
         """Drops everything that is kept."""
         self._passes.clear()
+        self._tasks.clear()
+        self.beside_layers.clear()
         self._norm_checks.clear()
-        self._new_pass = True
         self._samples = self._unclipped = 0
 
     def kept_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -143,20 +147,21 @@ class Bookkeeping:
             if parameter in newest.sums:
                 yield "summed_gradients", newest.sums[parameter]
 
-    def add(self, layer: Layer, x: Any, g: Any) -> None:
+    def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
         """Adds one layer's backward.
 
         Args:
             layer: the layer.
             x: its input, [B, ...]; None where it is not needed. For a GenericLayer the Call.
             g: the gradient of its output, [B, ...]. For a GenericLayer those of the outputs that the call lists.
+            forward: the number of the forward in which the layer ran.
 
         Raises:
             MemprofError: the layer saw another batch size than the layers before.
             ValueError: a second backward without a step, where gradients must not accumulate (as Opacus does).
         """
         size = layer.batch_size(x, g)
-        current = self._current_pass(size)
+        current = self._pass_of(forward, size)
         if size != current.batch_size:
             raise MemprofError(
                 f"{layer.describe()} saw a batch of {size}, but other layers saw {current.batch_size}. Every forward "
@@ -184,16 +189,37 @@ class Bookkeeping:
             current.add_shared(layer, current.kept.pop(layer), self.workspace)
             current.add_shared(layer, layer.keep(x, g, self.workspace, norms=False), self.workspace)
 
-    def _current_pass(self, batch_size: int) -> BackwardPass:
-        if self._new_pass or not self._passes:
-            if self._passes and not self.accumulation_allowed:
-                raise ValueError(
-                    "Poisson sampling is not compatible with grad accumulation. You need to call optimizer.step() "
-                    "after every forward/backward pass or consider using BatchMemoryManager"
-                )
-            self._passes.append(BackwardPass(batch_size))
-            self._new_pass = False
-        return self._passes[-1]
+    def begin_backward(self, forward: int) -> None:
+        """Called when a backward reaches the outputs of a forward, before any layer adds anything."""
+        task = torch._C._current_graph_task_id()
+        self._tasks.setdefault(forward, set()).add(task)
+        for each in self._passes:
+            if forward in each.forwards:
+                each.tasks.add(task)
+
+    def _pass_of(self, forward: int, batch_size: int) -> BackwardPass:
+        """The pass of a forward. Forwards that one call of ``backward`` goes through belong to one pass: they have the same
+        samples. Those of different calls have different samples."""
+        for each in reversed(self._passes):
+            if forward in each.forwards:
+                return each
+        # A checkpoint runs backward inside of backward, by another number than that which has reached the outputs.
+        tasks = self._tasks.get(forward) or {torch._C._current_graph_task_id()}
+        for each in reversed(self._passes):
+            if each.tasks & tasks:
+                each.forwards.add(forward)
+                each.tasks |= tasks
+                return each
+        return self._begin_pass(BackwardPass(batch_size, forwards={forward}, tasks=set(tasks)))
+
+    def _begin_pass(self, new: BackwardPass) -> BackwardPass:
+        if self._passes and not self.accumulation_allowed:
+            raise ValueError(
+                "Poisson sampling is not compatible with grad accumulation. You need to call optimizer.step() "
+                "after every forward/backward pass or consider using BatchMemoryManager"
+            )
+        self._passes.append(new)
+        return new
 
     def begin_two_passes(self) -> None:
         """Called before the first of two backwards.
@@ -201,7 +227,7 @@ class Bookkeeping:
         Raises:
             MemprofError: another forward's backward has begun since the last forward.
         """
-        if self._passes and not self._new_pass:
+        if any(torch._C._current_graph_task_id() in each.tasks for each in self._passes):
             raise MemprofError(
                 "several forwards for one backward need flash_clip_passes=1: two passes find the norms of each forward "
                 "by itself."
@@ -213,7 +239,6 @@ class Bookkeeping:
         repeats, self._found_shared = self._found_shared, False
         if repeats:
             self._passes.pop()
-            self._new_pass = True
         return repeats
 
     def factors_of_last_pass(self) -> torch.Tensor:
@@ -261,9 +286,7 @@ class Bookkeeping:
         Raises:
             ValueError: as ``add``.
         """
-        self.begin_pass()
-        added = self._current_pass(batch_size)
-        added.sums, added.clipped = dict(sums), True
+        self._begin_pass(BackwardPass(batch_size, sums=dict(sums), clipped=True))
         self.norms = check.norms
         self._norm_checks.append(check)
         self._samples += batch_size
@@ -294,6 +317,12 @@ class Bookkeeping:
         if not self._passes:
             raise MemprofError(
                 "optimizer.step() was called without a backward pass since the last step or zero_grad()."
+            )
+        if self.beside_layers:
+            raise MemprofError(
+                f"the gradient of {self.beside_layers[0]} comes from outside of the layers that use it, so that it cannot be "
+                "clipped: from a term of the loss that depends on the parameter itself, or from a part of the model that was "
+                "not followed. Use weight_decay of the optimizer for a penalty, and call the model itself."
             )
         for each in self._passes:
             present = each.parameter_ids()
@@ -326,7 +355,7 @@ class Bookkeeping:
         self.samples_in_last_step, self._samples = self._samples, 0
         self.unclipped_in_last_step, self._unclipped = self._unclipped, 0
         passes, self._passes = self._passes, []
-        self._new_pass = True
+        self._tasks.clear()
         self.passes_in_last_step = len(passes)
         for each, own in zip(passes, factors, strict=True):
             yield from each.sums.items()

@@ -54,6 +54,8 @@ class LayerHooks:
         observe: called with each call of a layer while a probe observes: the layer, the leaves of its arguments, their
             structure, the leaves of its output and the random state that it began with. None if no probe observes.
         is_probing: whether a probe runs.
+        forward: the number of the forward that runs, or ran last; its backward passes it on.
+        trace: the layers in the order in which that forward has called them.
         kept_bytes: of CUDA's memory that backward will keep for the deferred weights of the layers that have run since
             this was 0.
     """
@@ -65,6 +67,8 @@ class LayerHooks:
     plain: dict[nn.Module, PlainLayer] = field(default_factory=dict)
     observe: Callable[[Layer, list[Any], Any, list[Any], RandomState | None], None] | None = None
     is_probing: bool = False
+    forward: int = 0
+    trace: list[Layer] = field(default_factory=list)
     kept_bytes: int = 0
     _running: dict[Layer, _Running] = field(default_factory=dict)
     _anchors: dict[torch.device, torch.Tensor] = field(default_factory=dict)
@@ -100,6 +104,7 @@ class LayerHooks:
         self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, running: _Running
     ) -> Any:
         """As ``after``, when the parameters are trainable again."""
+        self.trace.append(layer)
         if isinstance(layer, GenericLayer):
             return self._after_generic(layer, args, kwargs, output, running)
         _, x = first_input(layer, args, kwargs)
@@ -107,8 +112,14 @@ class LayerHooks:
             return None
         layout = self.layouts.get(layer)
         if self.observe is not None:
-            self.observe(layer, [x], None, [output], None)
+            others = [other for other in (*args, *kwargs.values()) if other is not x and other is not None]
+            self.observe(layer, [x, *others], None, [output], None)
             return expand_over_batch(output, self.batch) if layout and layout.inputs[0] is None else None
+        if len(args) + len(kwargs) > 1 and any(o is not None and o is not x for o in (*args, *kwargs.values())):
+            raise MemprofError(
+                f"{layer.describe()} was called with more than one argument, and was not before: call it in the same way "
+                "in every step."
+            )
         where = layout.inputs[0] if layout else PLAIN
         if where is None:
             output, x = expand_over_batch(output, self.batch), expand_over_batch(x, self.batch)
@@ -130,7 +141,7 @@ class LayerHooks:
         one row for each sample, first."""
         anchor = None if output.requires_grad else self.anchor(output.device)
         saved_input = x if layer.is_trainable("weight") else None
-        call = (layer, self.bookkeeping, where, self.batch)
+        call = (layer, self.bookkeeping, where, self.batch, self.forward)
         if self.for_compiled_autograd:
             constant = None if saved_input is None else saved_input.detach()  # it gets no gradient
             tapped: torch.Tensor = GradientTap.apply(output, anchor, constant, call)
@@ -168,7 +179,7 @@ class LayerHooks:
             has_graph = any(each.requires_grad for each in outputs)
             anchor = None if has_graph else self.anchor(outputs[0].device)
             tapped = CallTap.apply(
-                layer, self.bookkeeping, call, len(outputs), anchor, *outputs, *call.detached_tensors()
+                layer, self.bookkeeping, call, self.forward, len(outputs), anchor, *outputs, *call.detached_tensors()
             )
             for i, leaf in zip(floats, tapped, strict=True):
                 found[i] = leaf
@@ -209,9 +220,9 @@ class PlainLayer:
         self._shapes: object = None  # of the last input and output, of which backward keeps _kept_bytes
         self._kept_bytes = 0
 
-    def before(self, args: tuple[Any, ...]) -> bool:
+    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Freezes the layer's parameters. Returns False, and leaves them alone, if ``LayerHooks.before`` has to."""
-        if not args or torch._C._is_any_autocast_enabled():
+        if len(args) != 1 or kwargs or torch._C._is_any_autocast_enabled():
             return False
         x = args[0]
         if not isinstance(x, torch.Tensor) or x.dim() < self._least_dimensions:
@@ -234,6 +245,7 @@ class PlainLayer:
         layer, hooks = self.layer, self._hooks
         if not isinstance(output, torch.Tensor) or not output.dim() or output.shape[0] != hooks.batch:
             return hooks.after_frozen(layer, args, kwargs, output, _Running(frozen))
+        hooks.trace.append(layer)
         if not torch.is_grad_enabled():
             return None
         x = args[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from opacus_memprof.clipping.arrangement import PLAIN, Arrangement
 from opacus_memprof.clipping.autograd_functions import (
     TwoPassBackward,
     is_compiled_autograd_enabled,
@@ -23,19 +24,50 @@ from opacus_memprof.clipping.autograd_functions import (
 )
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.distributed import inner_model, let_reducer_run
-from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, first_input, plain_layers
-from opacus_memprof.clipping.layers import GenericLayer, Layer
-from opacus_memprof.clipping.probe import CannotRunError, Probe
-from opacus_memprof.clipping.repetition import is_repeating
+from opacus_memprof.clipping.layer_hooks import LayerHooks, first_input
+from opacus_memprof.clipping.layers import GenericLayer
+from opacus_memprof.clipping.observation import restoring_buffers
+from opacus_memprof.clipping.probe import CannotRunError
+from opacus_memprof.clipping.proof.hooks_of_users import run_hooks, run_pre_hooks
+from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key
+from opacus_memprof.clipping.proof.outputs import tensors_in
+from opacus_memprof.clipping.proof.situations import CHECKS, Check, Situation, Situations, is_due
+from opacus_memprof.clipping.repetition import RandomState, is_repeating
 from opacus_memprof.clipping.rules import Clipping, ClipRule
 from opacus_memprof.clipping.sharded import SharedSamples, refuse_context_parallel
 from opacus_memprof.clipping.units import Units
-from opacus_memprof.clipping.validate import refuse_capture
+from opacus_memprof.clipping.validate import check_model, refuse_capture
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
 Passes = Literal["auto", 1, 2]
 DEFAULT_WORKSPACE_MB = 256.0
+
+
+@dataclass
+class _Call:
+    """A call of the model, or of a part of it, by the program.
+
+    Attributes:
+        entry: the module that is called.
+        args, kwargs: what it is called with.
+        is_off: whether nothing is followed: without gradients, or in eval mode.
+        depth: how often the module is running, as one that calls itself is.
+        random: what the random number generators began with; None while a CUDA graph is captured.
+        key: of the situation.
+        situation: the situation.
+        cannot_run: why the module cannot run on other samples.
+    """
+
+    entry: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    is_off: bool
+    depth: int = 1
+    random: RandomState | None = None
+    key: Any = None
+    situation: Situation | None = None
+    cannot_run: BaseException | None = None
 
 
 class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
@@ -54,6 +86,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         workspace_mb: ceiling, in MiB, on the temporaries of one layer's norm or clipped sum.
         passes: 1 keeps what the clipped sums need during a single backward; 2 keeps nothing, and runs backward through
             the model twice; "auto" is 1 unless what it keeps would not fit in device memory.
+        check: when it is proved that clipping is exact: "first" in each situation, "sometimes" again (2nd, 4th, 8th, …
+            forward), "always" or "off".
 
     Raises:
         MemprofError: the model or an argument is not supported.
@@ -70,6 +104,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         clipping: Clipping = "flat",
         workspace_mb: float = DEFAULT_WORKSPACE_MB,
         passes: Passes = "auto",
+        check: Check = "sometimes",
     ) -> None:
         if not batch_first:
             raise MemprofError("flash_clip needs batch_first=True: transpose the inputs so that the batch comes first.")
@@ -77,6 +112,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             raise MemprofError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'.")
         if passes not in ("auto", 1, 2):
             raise MemprofError(f"flash_clip_passes is {passes!r}; it must be 'auto', 1 or 2.")
+        if check not in CHECKS:
+            raise MemprofError(f"check is {check!r}; it must be one of {', '.join(map(repr, CHECKS))}.")
         rule = ClipRule(clipping, max_grad_norm)
         if passes == 2 and rule.by_parameter:
             raise MemprofError("flash_clip_passes=2 finds one clip factor for all parameters; use 1 with 'per_layer'.")
@@ -91,10 +128,14 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self.units = units
         self.layer_hooks = LayerHooks(bookkeeping)
         self.hooks_enabled = True
-        self._hooked: set[nn.Module] = set()
-        self._cannot_run: BaseException | None = None
-        self._layouts: dict[Any, tuple[dict[Layer, Layout], dict[nn.Module, PlainLayer]]] = {}
+        self._entries: dict[nn.Module, tuple[int, int]] = {}  # the hooks of what the program may call, by their ids
+        self._taps: dict[nn.Module, int] = {}
+        self._watched: set[nn.Parameter] = set()
+        self._call: _Call | None = None
         self._allocated_before = 0
+        self._state = ModelState(self.units.model)
+        self._structure, self._modes = self._state.structure(), self._state.modes()
+        self.situations = self._new_situations(check)
         self.autograd_grad_sample_hooks: list[RemovableHandle] = []
         self._attach()
 
@@ -104,6 +145,12 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if self.bookkeeping.norms is None:
             raise AttributeError("per_sample_gradient_norms is set by optimizer.step(), after forward and backward.")
         return self.bookkeeping.norms
+
+    def _new_situations(self, check: Check) -> Situations:
+        workspace = self.bookkeeping.workspace
+        return Situations(
+            self.units, self.layer_hooks, workspace, check, self._run, self._attach, self.parameter_names()
+        )
 
     def parameter_names(self) -> dict[nn.Parameter, str]:
         return {p: name for name, p in self.units.model.named_parameters() if p.requires_grad}
@@ -125,32 +172,65 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self.disable_hooks()
         while self.autograd_grad_sample_hooks:
             self.autograd_grad_sample_hooks.pop().remove()
-        self._hooked.clear()
+        self._entries.clear()
+        self._taps.clear()
+        self._watched.clear()
         self.bookkeeping.clear()
         let_reducer_run(self._module, True)
 
     def _attach(self) -> None:
-        """Puts hooks on the model, and on the modules of layers that have none yet."""
-        handles = self.autograd_grad_sample_hooks
-        for module in (self.units.model, *self.units.at):
-            if module in self._hooked:
-                continue
-            self._hooked.add(module)
-            is_model = module is self.units.model
-            before, after = (
-                (self._before_model, self._after_model) if is_model else (self._before_module, self._after_module)
-            )
-            handles.append(module.register_forward_pre_hook(_untraced(before), with_kwargs=True))
-            # Before FSDP's hook: in backward, FSDP then gathers the parameters before the tap keeps anything, and its
-            # buffer has gone by then. An embedding needs no parameters there.
-            first = isinstance(module, FSDPModule) and not is_model and not isinstance(module, nn.Embedding)
-            handles.append(
-                module.register_forward_hook(_untraced(after), with_kwargs=True, always_call=True, prepend=first)
-            )
+        """Puts hooks on what has none yet: on all modules with trained parameters, to see which of them the program calls,
+        and on those of layers."""
+        for module in self.units.model.modules():
+            if module not in self._entries and any(each in self.units.at for each in module.modules()):
+                self._attach_entry(module)
+        for module in self.units.at:
+            if module not in self._taps:
+                self._attach_layer(module)
+        self._refuse_gradients_beside_layers()
+
+    def _attach_entry(self, module: nn.Module) -> None:
+        """What the program calls is prepared before, and finished behind, all hooks that are there."""
+        before = module.register_forward_pre_hook(_untraced(self._before_entry), with_kwargs=True, prepend=True)
+        after = module.register_forward_hook(_untraced(self._after_entry), with_kwargs=True, always_call=True)
+        self._entries[module] = before.id, after.id
+        self.autograd_grad_sample_hooks += [before, after]
+
+    def _attach_layer(self, module: nn.Module) -> None:
+        """A layer's output is tapped before any other hook, of users or of the profiler, can change it."""
+        # Under FSDP before its hook, too: in backward it then gathers the parameters before the tap keeps anything, and its
+        # buffer has gone by then. An embedding needs no parameters there.
+        is_fsdp, is_model = isinstance(module, FSDPModule), module is self.units.model
+        first = not is_fsdp or (not is_model and not isinstance(module, nn.Embedding))
+        before = module.register_forward_pre_hook(_untraced(self._before_module), with_kwargs=True)
+        tap = module.register_forward_hook(
+            _untraced(self._after_module), with_kwargs=True, always_call=True, prepend=first
+        )
+        self._taps[module] = tap.id
+        self.autograd_grad_sample_hooks += [before, tap]
+
+    def _refuse_gradients_beside_layers(self) -> None:
+        """Autograd gives a trained parameter no gradient, unless it is used beside the layers that are followed."""
+        if self.units.is_sharded:
+            return
+        for parameter, name in self.parameter_names().items():
+            if parameter not in self._watched:
+                self._watched.add(parameter)
+                note = functools.partial(self._note_gradient, name)
+                self.autograd_grad_sample_hooks.append(parameter.register_post_accumulate_grad_hook(note))
+
+    def _note_gradient(self, name: str, parameter: torch.Tensor) -> None:
+        # In a proof, which runs in a call, autograd's gradients are what the layers' are compared with.
+        if self.hooks_enabled and self.units.model.training and self._call is None:
+            self.bookkeeping.beside_layers.append(name)
 
     def _active(self) -> bool:
-        hooks, model = self.layer_hooks, self.units.model
-        if not self.hooks_enabled or not model.training or is_repeating() or self._cannot_run is not None:
+        hooks, call = self.layer_hooks, self._call
+        if not self.hooks_enabled or is_repeating():
+            return False
+        if call is None:  # a checkpoint runs a layer again, in backward
+            return self.units.model.training
+        if call.is_off or call.cannot_run is not None:
             return False
         return hooks.observe is not None if hooks.is_probing else True
 
@@ -161,7 +241,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if not self._active():
             return None
         plain = self.layer_hooks.plain.get(module)
-        if plain is not None and plain.before(args):
+        if plain is not None and plain.before(args, kwargs):
             return None
         changed = None
         for layer in self.units.at.get(module, ()):
@@ -180,101 +260,214 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 result = output = changed
         return result
 
-    # --- the model ---
-    def _run_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's forward, between the hooks of the model as a layer."""
-        args, kwargs = self._before_module(self.units.model, args, kwargs) or (args, kwargs)
-        output = None
-        try:
-            output = self.units.model.forward(*args, **kwargs)
-        finally:
-            changed = self._after_module(self.units.model, args, kwargs, output)
-        return output if changed is None else changed
+    # --- what the program calls: the model, or a part of it by itself ---
+    def _before_entry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._call is not None:
+            self._call.depth += module is self._call.entry
+            return
+        if not self.hooks_enabled or is_repeating():
+            return
+        if torch._C._current_graph_task_id() != -1 and module is not self.units.model:
+            return  # a checkpoint runs a part of the model again, in backward
+        is_off = not module.training or not self.units.model.training or not torch.is_grad_enabled()
+        self._call = _Call(module, args, kwargs, is_off)
+        if not is_off:
+            self._begin(self._call)
 
-    def _before_model(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not self._active():
-            return None
-        if torch.is_grad_enabled() and not self.bookkeeping.is_captured:
+    def _begin(self, call: _Call) -> None:
+        hooks = self.layer_hooks
+        if not self.bookkeeping.is_captured:
             refuse_capture()
-        self.layer_hooks.batch = _batch_size(args, kwargs)
-        self._probe(args, kwargs)
-        if self._cannot_run is not None:
-            return None
-        if torch.is_grad_enabled():
-            self.layer_hooks.for_compiled_autograd = is_compiled_autograd_enabled()
-            self.bookkeeping.begin_pass()
-            self.layer_hooks.kept_bytes = 0
-            if self.passes == "auto" and torch.cuda.is_available():
-                self._allocated_before = _allocated_bytes()
-        return self._before_module(module, args, kwargs)
+        self._follow_changes()
+        hooks.batch = _batch_size(call.args, call.kwargs)
+        if not self.bookkeeping.is_captured:
+            call.random = RandomState.now(_device_of(call.args, call.kwargs))
+        self._prepare(call)
+        hooks.for_compiled_autograd = is_compiled_autograd_enabled()
+        hooks.forward += 1
+        hooks.trace = []
+        hooks.kept_bytes = 0
+        if self.passes == "auto" and torch.cuda.is_available():
+            self._allocated_before = _allocated_bytes()
 
-    def _probe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Finds out where the layers have the samples, once for each kind of inputs."""
-        leaves, structure = tree_flatten((args, kwargs))
-        signature = (str(structure), tuple(leaf.dim() if isinstance(leaf, torch.Tensor) else -1 for leaf in leaves))
-        is_known, batch = signature in self._layouts, self.layer_hooks.batch
-        if self._shared_samples is not None:
-            shared = self._shared_samples.take(args, kwargs, batch, signature, is_known)
-            if shared is not None:
-                args, kwargs, self.layer_hooks.batch = shared
-        if not is_known and self.layer_hooks.batch:
-            refuse_context_parallel()
-            for layer in self.units.at.get(self.units.model, ()):
-                if not isinstance(layer, GenericLayer):
-                    layer.check_input(first_input(layer, args, kwargs)[1])
-            probe = Probe(
-                self.units.model, self.units, self.layer_hooks, args, kwargs, self._run_model, self._units_changed
-            )
-            self.layer_hooks.plain = {}
-            try:
-                with _eager():
-                    layouts = probe.layouts()
-                self._layouts[signature] = layouts, plain_layers(self.units.at, layouts, self.layer_hooks)
-            except CannotRunError as error:  # raised after the forward, which may fail for the same reason
-                self._cannot_run = error.__cause__
-                return
-            finally:
-                self.layer_hooks.batch = batch
-        if signature in self._layouts:
-            self.layer_hooks.layouts, self.layer_hooks.plain = self._layouts[signature]
+    def _follow_changes(self) -> None:
+        """Follows what the program has changed in the model: layers, what is trained, modes and hooks.
 
-    def _units_changed(self) -> None:
-        self._layouts.clear()
-        self.layer_hooks.plain = {}
+        Raises:
+            MemprofError: the model cannot be clipped exactly any more.
+        """
+        structure = self._state.structure()
+        if structure != self._structure:
+            self._rebuild()
+        modes = self._state.modes()
+        if modes != self._modes:
+            check_model(self.units.model)
+            self._modes = modes
+            self._keep_taps_first()
+
+    def _rebuild(self) -> None:
+        """Finds the layers anew, in a model that has others or trains others."""
+        units = Units(self.units.model)
+        self.remove_hooks()
+        self.enable_hooks()
+        self.units = units
+        self._state = ModelState(self.units.model)
+        self._structure, self._modes = self._state.structure(), self._state.modes()
+        self.situations = self._new_situations(self.situations.check)
         self._attach()
 
-    def _after_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        changed = self._after_module(module, args, kwargs, output)
-        output = output if changed is None else changed
-        cause, self._cannot_run = self._cannot_run, None
-        if output is not None and cause is not None:
+    def _keep_taps_first(self) -> None:
+        """Hooks that the program has put before those of layers come behind them again."""
+        for module, tap in self._taps.items():
+            module._forward_hooks.move_to_end(tap, last=False)
+
+    def _prepare(self, call: _Call) -> None:
+        """Finds the situation of a call, and proves it if it is new or due."""
+        hooks, batch, random = self.layer_hooks, self.layer_hooks.batch, call.random
+        signature = self.situations.arguments.signature(call.args, call.kwargs, batch)
+        call.key = call.entry, self._modes, signature, batch.bit_length(), autocast_key(("cpu", "cuda"))
+        known = self.situations.known.get(call.key)
+        args, kwargs = call.args, call.kwargs
+        if self._shared_samples is not None:
+            shared = self._shared_samples.take(args, kwargs, batch, signature[0], known is not None)
+            if shared is not None:
+                args, kwargs, hooks.batch = shared
+        try:
+            if known is None and hooks.batch and random is not None:
+                refuse_context_parallel()
+                self._check_inputs(call)
+                known = self.situations.known[call.key] = self.situations.prove(call.entry, args, kwargs, random)
+        except CannotRunError as error:  # raised after the forward, which may fail for the same reason
+            call.cannot_run = error.__cause__ or error
+        finally:
+            hooks.batch = batch
+        if known is None:
+            return
+        known.forwards += bool(batch)
+        if known.forwards > 1 and batch and random is not None and is_due(self.situations.check, known.forwards):
+            self.situations.recheck(known, call.entry, args, kwargs, random)
+        call.situation = known
+        hooks.layouts, hooks.plain = known.layouts, known.plain
+
+    def _check_inputs(self, call: _Call) -> None:
+        for layer in self.units.at.get(call.entry, ()):
+            if not isinstance(layer, GenericLayer):
+                layer.check_input(first_input(layer, call.args, call.kwargs)[1])
+
+    def _run(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a module as the program does: between the hooks of layers, and with the hooks of users."""
+        before, after = self._entries[entry]
+        args, kwargs = run_pre_hooks(entry, before, args, kwargs)
+        args, kwargs = self._before_module(entry, args, kwargs) or (args, kwargs)
+        output = None
+        try:
+            output = entry.forward(*args, **kwargs)
+        finally:
+            changed = self._after_module(entry, args, kwargs, output)
+        return run_hooks(entry, after, args, kwargs, output if changed is None else changed)
+
+    def _after_entry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        call = self._call
+        if call is None or module is not call.entry:
+            return None
+        call.depth -= 1
+        if call.depth:
+            return None
+        self._call = None
+        if output is None or call.is_off or not self.hooks_enabled:
+            return None
+        if call.cannot_run is not None:
             raise MemprofError(
                 "flash_clip needs inputs whose first dimension is the batch, of the same length in all of them: this "
-                f"model ran on its whole input, but not on some samples of it ({type(cause).__name__}: {cause})."
-            ) from cause
-        if output is None or not self._active() or not torch.is_grad_enabled() or self.passes == 1:
-            return output
-        leaves, structure = tree_flatten(output)
-        indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        scalar = next((leaf for leaf in (leaves[i] for i in indices) if leaf.dim() == 0), None)
-        if self.passes == "auto" and (not indices or scalar is not None or self._one_pass_fits()):
-            return output
-        if scalar is not None:
+                "model ran on its whole input, but not on some samples of it "
+                f"({type(call.cannot_run).__name__}: {call.cannot_run})."
+            ) from call.cannot_run
+        return self._finish(call, output)
+
+    def _finish(self, call: _Call, output: Any) -> Any:
+        hooks = self.layer_hooks
+        if call.situation is not None and self.situations.check != "off" and call.random is not None:
+            if hooks.batch and hooks.trace not in call.situation.traces:
+                output = self._prove_trace(call, call.situation, call.random, output)
+        tensors = tensors_in(output)
+        wheres = call.situation.wheres if call.situation is not None else self._wheres_by_shape(tensors)
+        outputs = [(x, where) for x, where in zip(tensors, wheres, strict=False) if x.requires_grad]
+        if not outputs and hooks.trace:
             raise MemprofError(
-                "flash_clip_passes=2 needs outputs whose first dimension is the batch, but the model returned a "
-                "scalar: compute the loss outside the model, or use flash_clip_passes=1."
+                f"no gradient leads from the output of the model (a {type(output).__name__}) to its layers: return tensors, "
+                "or tuples, lists, dictionaries or data classes of them, that are not detached."
             )
-        if not indices:
-            return output
-        inner = [leaves[i] for i in indices]
-        outer = TwoPassBackward.apply(
-            self.layer_hooks.anchor(inner[0].device), inner, functools.partial(run_two_passes, self.bookkeeping)
-        )
-        for i, leaf in zip(indices, outer, strict=True):
+        output, outputs = self._two_passes(output, outputs)
+        if not hooks.for_compiled_autograd:
+            begin = functools.partial(self._begin_backward, hooks.forward)
+            for x, _ in outputs:
+                x.register_hook(begin)
+        return output
+
+    def _wheres_by_shape(self, tensors: list[torch.Tensor]) -> list[Arrangement | None]:
+        """Where the outputs of an empty batch have the samples, before any other batch."""
+        batch = self.layer_hooks.batch
+        return [PLAIN if x.dim() and len(x) == batch else None for x in tensors]
+
+    def _begin_backward(self, forward: int, gradient: torch.Tensor) -> None:
+        self.bookkeeping.begin_backward(forward)
+
+    def _prove_trace(self, call: _Call, situation: Situation, random: RandomState, output: Any) -> Any:
+        """Proves a forward that has called the layers in a new order. Returns its output: that of another forward, with
+        the same random numbers, if its layers have to be followed in another way."""
+        hooks, situations = self.layer_hooks, self.situations
+        trace, self._call, call.depth = hooks.trace, call, 1
+        try:
+            new = situations.prove(call.entry, call.args, call.kwargs, random)
+            is_same = situations.known.get(call.key) is situation and all(
+                situation.layouts.get(layer) == layout for layer, layout in new.layouts.items()
+            )
+            if not is_same:
+                with random.restored(), restoring_buffers(call.entry):
+                    hooks.layouts, hooks.plain, hooks.trace = new.layouts, new.plain, []
+                    output = self._run(call.entry, call.args, call.kwargs)
+                trace = hooks.trace
+        except CannotRunError as error:
+            raise MemprofError(
+                "the model has called its layers in a new order, and cannot run on other samples in it "
+                f"({error.__cause__ or error})."
+            ) from error
+        finally:
+            self._call, call.depth = None, 0
+        if trace not in new.traces:
+            raise MemprofError(
+                "the model calls its layers in another order each time, also from the same random numbers, so that its "
+                "clipping cannot be proved: make the order depend on torch's, NumPy's or Python's random numbers alone."
+            )
+        if is_same:
+            situation.traces.append(trace)
+            hooks.layouts, hooks.plain = situation.layouts, situation.plain
+        else:
+            situations.known[call.key] = call.situation = new
+        return output
+
+    def _two_passes(
+        self, output: Any, outputs: list[tuple[torch.Tensor, Arrangement | None]]
+    ) -> tuple[Any, list[tuple[torch.Tensor, Arrangement | None]]]:
+        """Runs backward twice from these outputs, if it is to."""
+        if self.passes == 1 or not outputs:
+            return output, outputs
+        leaves, structure = tree_flatten(output)
+        places = [next((i for i, leaf in enumerate(leaves) if leaf is x), None) for x, _ in outputs]
+        shared = any(where is None for _, where in outputs) or None in places
+        if self.passes == "auto" and (shared or self._one_pass_fits()):
+            return output, outputs
+        if shared:
+            raise MemprofError(
+                "flash_clip_passes=2 needs outputs that have the samples, but the model returned a scalar or another tensor "
+                "that all samples share: compute the loss outside the model, or use flash_clip_passes=1."
+            )
+        inner, wheres = [x for x, _ in outputs], [where for _, where in outputs]
+        run = functools.partial(run_two_passes, self.bookkeeping, wheres, self.layer_hooks.batch)
+        outer = TwoPassBackward.apply(self.layer_hooks.anchor(inner[0].device), inner, run)
+        for i, leaf in zip(places, outer, strict=True):
             leaves[i] = leaf
-        return tree_unflatten(leaves, structure)
+        return tree_unflatten(leaves, structure), list(zip(outer, wheres, strict=True))
 
     def _one_pass_fits(self) -> bool:
         """Whether what one pass keeps fits into device memory. Backward releases what forward has allocated, so only
@@ -296,11 +489,6 @@ def _allocated_bytes() -> int:
     return int(statistics["allocated_bytes"]["all"]["current"]) if statistics else 0
 
 
-def _eager() -> AbstractContextManager[Any]:
-    """Nothing is compiled, for a probe's few samples, in this context."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
 def _untraced(hook: Any) -> Any:
     """A bound method that torch.compile, where a program uses it, calls as it is. What hooks do is not a part of the
     model's graph, and from them a tracer reaches the model that it is tracing."""
@@ -308,6 +496,12 @@ def _untraced(hook: Any) -> Any:
         return hook
     function = torch.compiler.disable(hook.__func__)  # type: ignore[no-untyped-call]
     return MethodType(function, hook.__self__)
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """The device of the first tensor among the model's inputs."""
+    tensors = (leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -22,7 +22,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from opacus_memprof.clipping.arrangement import CANDIDATES, Arrangement
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, autocast_state
 from opacus_memprof.clipping.layers import GenericLayer, Layer
-from opacus_memprof.clipping.observation import Observation, TensorSummary, summaries, used_parameters
+from opacus_memprof.clipping.observation import (
+    Observation,
+    TensorSummary,
+    restoring_buffers,
+    summaries,
+    used_parameters,
+)
+from opacus_memprof.clipping.proof.outputs import tensors_in
 from opacus_memprof.clipping.repetition import WAYS, Call, RandomState, Repetition, close
 from opacus_memprof.clipping.units import Units
 from opacus_memprof.errors import MemprofError
@@ -42,8 +49,8 @@ class _UnsuitableError(Exception):
 
 @dataclass
 class _Forward:
-    """What is known of a forward: the leaves of its output, with summaries in place of tensors, the calls of layers,
-    and the ids of parameters that are used outside of these."""
+    """What is known of a forward: the summaries of its output's tensors, the calls of layers, and the ids of parameters
+    that are used outside of these."""
 
     outputs: list[Any]
     observations: list[Observation]
@@ -54,12 +61,15 @@ class Probe:
     """A probe of a model.
 
     Args:
-        model: the model.
-        units: its layers; changed where a layer has to be repeated with what is around it.
+        model: the module that was called: the model, or a part of it.
+        units: the layers; changed where a layer has to be repeated with what is around it.
         hooks: of the layers.
         args, kwargs: what the model was called with.
         run_model: runs the model's forward between the hooks of the model itself, and none else of it.
         attach: called after ``units`` has changed.
+
+    Attributes:
+        wheres: where the tensors of the output have the samples; None for what all samples share.
     """
 
     def __init__(
@@ -75,6 +85,8 @@ class Probe:
         self.model, self.units, self.hooks, self.run_model, self.attach = model, units, hooks, run_model, attach
         self.leaves, self.structure = tree_flatten((args, kwargs))
         self.batch = hooks.batch
+        self.wheres: list[Arrangement | None] = []
+        self._inside = set(model.modules())
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         self.random = RandomState.now(tensors[0].device)
 
@@ -103,14 +115,51 @@ class Probe:
             self.attach()
         raise MemprofError("flash_clip found no way to tell the samples of this model apart.")
 
-    def _repeat_more(self, layer: Layer) -> None:
-        if layer.module is self.model and isinstance(layer, GenericLayer):
+    def repeat_more(self, layer: Layer, moves: bool, reason: str) -> None:
+        """Repeats more than what the layer taps.
+
+        Args:
+            layer: the layer.
+            moves: whether its rows belong to other samples than it seems, so that repeating its own module is no help.
+            reason: what was seen, as the end of a sentence that begins with the layer.
+
+        Raises:
+            MemprofError: the module that was called would have to be repeated, and is repeated already.
+        """
+        if not moves and not isinstance(layer, GenericLayer):
+            self.units.repeat_module(layer)
+        else:
+            self._repeat_more(layer, reason)
+        self.attach()
+
+    def repeat_at(self, module: nn.Module, inside: set[nn.Module]) -> bool:
+        """Repeats a module for the parameters of some modules in it. Returns whether that changes anything."""
+        found = [layer for layer in self.units.layers() if layer.module in inside and layer.trainable()]
+        for layer in found:
+            if layer.trainable():
+                self.units.repeat_at(layer, module)
+        if found:
+            self.attach()
+        return bool(found)
+
+    def _repeat_more(self, layer: Layer, reason: str = "") -> None:
+        if layer.module not in self._inside:
+            raise MemprofError(
+                f"parameters of {layer.describe()} are used where a part of the model was called by itself; call the "
+                "model as a whole."
+            )
+        if layer.module is not self.model:
+            parent = self.units.parent_of(layer)
+            self.units.repeat_at(layer, parent if parent in self._inside else self.model)
+        elif not isinstance(layer, GenericLayer):
+            self.units.repeat_module(layer)
+        else:
             raise MemprofError(
                 "the samples of the batch influence one another in the model's forward, or the first dimension of its "
                 "inputs and outputs is not the batch: per-sample gradients do not exist. Use layers that treat "
                 "samples separately, and return outputs whose first dimension is the batch."
+                + (f" {reason}" if reason else "")
             )
-        self.units.repeat_parent(layer)
 
     def _layouts(self, shared: dict[Layer, Layout], plain: list[Any]) -> tuple[dict[Layer, Layout], list[Layer]]:
         """The layouts, and the layers that need what is around them. ``shared`` are layouts of layers whose outputs are
@@ -130,7 +179,7 @@ class Probe:
             return found, unsuitable
         used = forwards[0].used_parameters
         unsuitable = [layer for layer in self.units.layers() if any(id(p) in used for p in layer.seen_parameters())]
-        self._check_outputs([each.outputs for each in forwards])
+        self.wheres = self._find_outputs([each.outputs for each in forwards])
         if not unsuitable:
             unsuitable = self._choose_ways(forwards[0].observations, found)
         new = [layer for layer, w in found.items() if _is_shared(layer, w) and layer not in shared]
@@ -150,7 +199,14 @@ class Probe:
             except _UnsuitableError:
                 unsuitable.append(layer)
                 continue
-            if isinstance(layer, GenericLayer) or layer.any_arrangement:
+            if isinstance(layer, GenericLayer):
+                continue
+            if any(len(each.inputs) > 1 for of_forward in calls for each in of_forward):
+                found.pop(layer)
+                self.units.repeat_module(layer)  # a gate, or an option, that another input of the layer is
+                unsuitable.append(layer)
+                continue
+            if layer.any_arrangement:
                 continue
             if any(len(each.inputs[0].meta) != _SIZE for each in calls[0]):
                 found.pop(layer)
@@ -193,17 +249,21 @@ class Probe:
                 return where
         raise _UnsuitableError
 
-    def _check_outputs(self, outputs: list[list[Any]]) -> None:
-        """Raises MemprofError if samples mix in an output that has them."""
+    def _find_outputs(self, outputs: list[list[Any]]) -> list[Arrangement | None]:
+        """Where the output's tensors have the samples. Raises MemprofError if samples mix in one that has them."""
+        found: list[Arrangement | None] = []
         for leaves in zip(*outputs, strict=False):
-            if isinstance(leaves[0], TensorSummary) and leaves[0].meta.shape != leaves[2].meta.shape:
-                try:
-                    self._where(leaves)
-                except _UnsuitableError:
-                    raise MemprofError(
-                        f"an output of the model of shape {tuple(leaves[0].meta.shape)} mixes the {_SIZE} samples of a "
-                        "batch: per-sample gradients do not exist."
-                    ) from None
+            if leaves[0].meta.shape == leaves[2].meta.shape:
+                found.append(None)
+                continue
+            try:
+                found.append(self._where(leaves))
+            except _UnsuitableError:
+                raise MemprofError(
+                    f"an output of the model of shape {tuple(leaves[0].meta.shape)} mixes the {_SIZE} samples of a "
+                    "batch: per-sample gradients do not exist."
+                ) from None
+        return found
 
     def _choose_ways(self, observations: list[Observation], layouts: dict[Layer, Layout]) -> list[Layer]:
         """Chooses how each GenericLayer is repeated. Returns those that no way repeats."""
@@ -213,7 +273,8 @@ class Probe:
                 continue
             calls = [self._call(each, layout) for each in observations if each.layer is layer]
             parameters = {name: layer.module.get_parameter(name) for name in layer.names}
-            for way in WAYS:
+            draws = any(call.draws for call, _ in calls)
+            for way in ("whole",) if draws else WAYS:
                 repetition = Repetition(layer.module, parameters, way)
                 with self.random.restored():  # and moved on: a loop from the same numbers may draw the same ones
                     torch.rand(5)
@@ -245,6 +306,7 @@ class Probe:
             autocast_state(each.layer.device()),
         )
         call.leave_caches_out()
+        call.draws = each.draws
         return call, [outputs[i] for i in layout.outputs]
 
     def _breaking(self, shared: dict[Layer, Layout], plain: list[Any]) -> list[Layer]:
@@ -261,6 +323,14 @@ class Probe:
         return found or list(shared)
 
     # --- forwards of a few samples ---
+    def run_samples(self, samples: Sequence[int], begin: Callable[[list[Any]], None]) -> None:
+        """Runs the model on some samples, without gradients. ``begin`` is called with the leaves of the arguments."""
+        leaves = [self.select(leaf, samples) for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        with self._observing(samples, False), self.random.restored(), restoring_buffers(self.model), torch.no_grad():
+            begin(leaves)
+            self.run_model(args, kwargs)
+
     def _forward_with_graph(self, samples: Sequence[int]) -> _Forward:
         """As ``_forward``, with the parameters that the outputs' graph leads to."""
         try:
@@ -270,20 +340,20 @@ class Probe:
             return self._forward(samples, observe=True, with_graph=True)
 
     def _forward(self, samples: Sequence[int], observe: bool = False, with_graph: bool = False) -> _Forward:
-        args, kwargs = tree_unflatten([self._select(leaf, samples) for leaf in self.leaves], self.structure)
+        args, kwargs = tree_unflatten([self.select(leaf, samples) for leaf in self.leaves], self.structure)
         observing = self._observing(samples, observe)
         with (
             observing as observed,
             self.random.restored(),
-            self._restoring_buffers(),
+            restoring_buffers(self.model),
             torch.set_grad_enabled(with_graph),
         ):
-            output = self.run_model(args, kwargs) if observe else self.model.forward(*args, **kwargs)
-        leaves = tree_flatten(output)[0]
+            output = self.run_model(args, kwargs)
+        leaves = tensors_in(output)
         used = used_parameters(leaves) if with_graph else set()
         return _Forward(summaries(leaves, len(samples) != _SIZE), observed, used)
 
-    def _select(self, leaf: Any, samples: Sequence[int]) -> Any:
+    def select(self, leaf: Any, samples: Sequence[int]) -> Any:
         """Some samples of an input. Beyond the batch, these are its samples rolled along their last dimension."""
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or len(leaf) != self.batch:
             return leaf
@@ -298,10 +368,11 @@ class Probe:
         def add(
             layer: Layer, inputs: list[Any], structure: Any, outputs: list[Any], random: RandomState | None
         ) -> None:
+            draws = random is not None and random.has_moved()
             is_repeated = isinstance(layer, GenericLayer) and tuple(samples) == _SAMPLES[0]
             values = (_detached(inputs), _detached(outputs)) if is_repeated else None
             x, y = summaries(inputs, shapes_only), summaries(outputs, shapes_only)
-            observations.append(Observation(layer, x, y, structure, random, values))
+            observations.append(Observation(layer, x, y, structure, random, draws, values))
 
         self.hooks.batch, self.hooks.is_probing = len(samples), True
         self.hooks.observe = add if observe else None
@@ -309,17 +380,6 @@ class Probe:
             yield observations
         finally:
             self.hooks.batch, self.hooks.is_probing, self.hooks.observe = self.batch, False, None
-
-    @contextmanager
-    def _restoring_buffers(self) -> Any:
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    if not torch.equal(buffer, value):
-                        buffer.copy_(value)
 
 
 def _fits(where: Arrangement, x: TensorSummary, y: TensorSummary, others: list[TensorSummary]) -> bool:

@@ -8,6 +8,8 @@ whether a way repeats what the module computed.
 
 from __future__ import annotations
 
+import random
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.arrangement import Arrangement
+from opacus_memprof.clipping.checkpoints import without_checkpoints
 from opacus_memprof.clipping.workspace import slices
 
 Way = Literal["vmap", "loop", "whole"]
@@ -50,18 +53,39 @@ def repeating() -> Iterator[None]:
         _thread.repeating = before
 
 
+class _WithoutHooks(nn.Module):
+    """A module without its own hooks: what they do with its output comes behind what is repeated."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.forward(*args, **kwargs)
+
+
 @dataclass
 class RandomState:
-    """The states of the random number generators that a forward began with."""
+    """The states of the random number generators that a forward began with: torch's, Python's and NumPy's."""
 
     cpu: torch.Tensor
     cuda: tuple[int, torch.Tensor] | None
+    python: Any
+    numpy: Any
 
     @classmethod
     def now(cls, device: torch.device) -> RandomState:
         """The current states: of the CPU, and of ``device`` if that is a GPU."""
         cuda = (device.index, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), cuda)
+        numpy = sys.modules.get("numpy.random")
+        return cls(torch.get_rng_state(), cuda, random.getstate(), None if numpy is None else numpy.get_state())
+
+    def has_moved(self) -> bool:
+        """Whether a random number has been drawn since."""
+        now = RandomState.now(torch.device("cpu"))
+        if not torch.equal(self.cpu, now.cpu) or self.python != now.python or not _same_numpy(self.numpy, now.numpy):
+            return True
+        return self.cuda is not None and not torch.equal(torch.cuda.get_rng_state(self.cuda[0]), self.cuda[1])
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -70,7 +94,24 @@ class RandomState:
             torch.set_rng_state(self.cpu)
             if self.cuda:
                 torch.cuda.set_rng_state(self.cuda[1], self.cuda[0])
-            yield
+            numpy = sys.modules.get("numpy.random")
+            others = random.getstate(), None if numpy is None else numpy.get_state()
+            self._set_others(numpy, self.python, self.numpy)
+            try:
+                yield
+            finally:
+                self._set_others(numpy, *others)
+
+    def _set_others(self, numpy: Any, python: Any, of_numpy: Any) -> None:
+        random.setstate(python)
+        if numpy is not None and of_numpy is not None:
+            numpy.set_state(of_numpy)
+
+
+def _same_numpy(a: Any, b: Any) -> bool:
+    if a is None or b is None:
+        return a is b
+    return bool(a[0] == b[0] and (a[1] == b[1]).all() and a[2:] == b[2:])
 
 
 @dataclass
@@ -84,6 +125,7 @@ class Call:
         outputs: where the samples are in the output's leaves, by their index; None for what all samples share.
         random: what the random number generators began with, if the forward is repeated as a whole.
         autocast: device type, dtype and whether it was enabled.
+        draws: whether the module draws random numbers in it.
     """
 
     batch: int
@@ -93,6 +135,7 @@ class Call:
     outputs: dict[int, Arrangement | None]
     random: RandomState | None
     autocast: tuple[str, torch.dtype, bool]
+    draws: bool = False
 
     def leave_caches_out(self) -> None:
         """Leaves out caches of keys and values (of transformers): a repeated forward would append to them again."""
@@ -115,8 +158,9 @@ class Call:
         """The output's leaves that are listed in ``outputs``."""
         args, kwargs = tree_unflatten(list(leaves), self.structure)
         device, dtype, enabled = self.autocast
-        with repeating(), torch.autocast(device, dtype, enabled, cache_enabled=False):
-            output = functional_call(module, parameters, args, kwargs)
+        with repeating(), without_checkpoints(is_repeating), torch.autocast(device, dtype, enabled, cache_enabled=False):
+            values = {f"module.{name}": value for name, value in parameters.items()}
+            output = functional_call(_WithoutHooks(module), values, args, kwargs)
         found = tree_flatten(output)[0]
         return [found[i] for i in self.outputs]
 

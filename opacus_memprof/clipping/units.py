@@ -70,14 +70,18 @@ class Units:
         """Repeats the layer's module, instead of tapping its input and output."""
         self._move(layer, layer.module)
 
-    def repeat_parent(self, layer: Layer) -> None:
-        """Repeats the module that contains the layer instead. The model itself contains all."""
+    def repeat_at(self, layer: Layer, module: nn.Module) -> None:
+        """Repeats a module that contains the layer's instead."""
+        self._move(layer, module)
+
+    def parent_of(self, layer: Layer) -> nn.Module:
+        """The module that contains the layer's module. The model itself contains all."""
         names = self._names[layer.module]
         parents = {name.rpartition(".")[0] for name in names}
         while len(parents) > 1:  # a module with several names: what contains all of these
             longest = max(parents, key=lambda name: name.count(".") + bool(name))
             parents = (parents - {longest}) | {longest.rpartition(".")[0]}
-        self._move(layer, self._modules[parents.pop()])
+        return self._modules[parents.pop()]
 
     def _move(self, layer: Layer, target: nn.Module) -> None:
         """Makes the layer's parameters those of a GenericLayer of ``target``, and nobody else's within it."""

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The situation of a forward: everything on which a proof depends and that a program may change between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+
+_is_trained = attrgetter("requires_grad")
+_is_training = attrgetter("training")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MOST_VALUES = 8
+"""A plain number among the arguments that has had more values than this, such as a step's, is no part of a situation."""
+
+
+class ModelState:
+    """The modes, hooks, parameters and submodules of a model, read in a few microseconds.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._own_hooks: set[int] = set()  # ids of hooks of this package, which change nothing
+        self._children = [m._modules for m in self._modules]
+        self._parameters = [m._parameters for m in self._modules]
+        self._hooks = [getattr(m, kind) for m in self._modules for kind in _HOOKS]
+        self._dicts = [m.__dict__ for m in self._modules]
+        self._seen_hooks: list[int] = []
+        self._user_hooks: tuple[int, ...] = ()
+
+    def structure(self) -> tuple[Any, ...]:
+        """The submodules, and the parameters with whether they are trained. The layers depend on it."""
+        parameters = [p for p in chain.from_iterable(map(dict.values, self._parameters)) if p is not None]
+        children = map(id, chain.from_iterable(map(dict.values, self._children)))
+        return tuple(children), tuple(map(id, parameters)), tuple(map(_is_trained, parameters))
+
+    def modes(self) -> tuple[Any, ...]:
+        """The training flags, the classes, the hooks of users and the forwards that are replaced on instances."""
+        replaced = tuple(id(d["forward"]) for d in self._dicts if "forward" in d)
+        return tuple(map(_is_training, self._modules)), tuple(map(type, self._modules)), self._hooks_of_users(), replaced
+
+    def _hooks_of_users(self) -> tuple[int, ...]:
+        seen = list(map(id, chain.from_iterable(map(dict.values, self._hooks))))
+        if seen != self._seen_hooks:
+            hooks = chain.from_iterable(map(dict.values, self._hooks))
+            self._seen_hooks, self._user_hooks = seen, tuple(id(hook) for hook in hooks if not is_own(hook))
+        return self._user_hooks
+
+
+def is_own(hook: Any) -> bool:
+    """Whether a hook belongs to this package: those of the profiler come and go."""
+    function = getattr(hook, "__func__", hook)
+    kind = getattr(function, "__module__", None) or type(hook).__module__
+    return kind.startswith("opacus_memprof") or getattr(hook, "_is_opacus_memprof", False)
+
+
+class Arguments:
+    """Tells kinds of arguments apart: their structure, dtypes, numbers of dimensions, and plain values."""
+
+    def __init__(self) -> None:
+        self._values: dict[Any, set[Any]] = {}
+
+    def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> Any:
+        """A key that is equal for arguments of the same kind.
+
+        Args:
+            args, kwargs: of a forward.
+            batch: the number of samples.
+        """
+        leaves, structure = tree_flatten((args, kwargs))
+        kind = str(structure)
+        described = []
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                sizes = tuple("B" if n == batch else "1" if n == 1 else "n" for n in leaf.shape)
+                described.append((sizes, leaf.dtype, leaf.requires_grad))
+            else:
+                described.append(self._plain((kind, i), leaf))
+        return kind, tuple(described)
+
+    def _plain(self, place: Any, leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, (bool, str)):
+            return leaf
+        if not isinstance(leaf, (int, float)):
+            return type(leaf)
+        known = self._values.setdefault(place, set())
+        known.add(leaf)
+        return type(leaf) if len(known) > _MOST_VALUES else leaf
+
+
+def autocast_key(devices: Iterable[str]) -> tuple[Any, ...]:
+    """The state of autocast."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)

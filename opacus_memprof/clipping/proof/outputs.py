@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The differentiable outputs of a model, wherever it puts them, and the gradients that a proof starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from opacus_memprof.clipping.arrangement import Arrangement
+
+_DEPTH = 4
+
+
+def tensors_in(output: Any) -> list[torch.Tensor]:
+    """The tensors of an output, in a fixed order: leaves of pytrees, and attributes of other objects."""
+    return list(_tensors(output, _DEPTH, set()))
+
+
+def _tensors(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
+    for leaf in tree_flatten(value)[0]:
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, torch.nn.Module)):
+            if id(leaf) not in seen:
+                seen.add(id(leaf))
+                for attribute in vars(leaf).values():
+                    yield from _tensors(attribute, depth - 1, seen)
+        elif depth and isinstance(leaf, Mapping) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            for item in leaf.values():
+                yield from _tensors(item, depth - 1, seen)
+
+
+def differentiable(output: Any) -> list[torch.Tensor]:
+    """The tensors of an output that have a gradient."""
+    return [x for x in tensors_in(output) if x.requires_grad and (x.is_floating_point() or x.is_complex())]
+
+
+def cotangents(
+    outputs: list[torch.Tensor],
+    wheres: list[Arrangement | None],
+    batch: int,
+    weights: torch.Tensor,
+    with_shared: bool,
+) -> list[torch.Tensor]:
+    """Random gradients of outputs, the same for the same shapes.
+
+    Args:
+        outputs: differentiable outputs.
+        wheres: where these have the samples; None for what all samples share, such as a loss.
+        batch: the number of samples.
+        weights: what the gradients of the samples are multiplied by, [B].
+        with_shared: whether outputs that all samples share have a gradient other than zero.
+    """
+    found = []
+    for i, (output, where) in enumerate(zip(outputs, wheres, strict=True)):
+        generator = torch.Generator(output.device).manual_seed(1000 + i)
+        if where is None and not with_shared:
+            found.append(torch.zeros_like(output))
+            continue
+        g = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
+        if where is not None:
+            rows = where.by_sample(g, batch)
+            scale = weights.to(g.device).view(-1, *[1] * (rows.dim() - 1))
+            # By torch.where, so that the rows of samples with weight 1 keep their bits, and others are exactly 0.
+            g = _as_output(torch.where(scale == 0, torch.zeros_like(rows), rows * scale.to(rows.dtype)), where, output)
+        found.append(g)
+    return found
+
+
+def _as_output(rows: torch.Tensor, where: Arrangement, output: torch.Tensor) -> torch.Tensor:
+    """The inverse of ``Arrangement.by_sample``."""
+    if where.dim == 1:
+        return rows.squeeze(2).movedim(0, 1).reshape(output.shape)
+    return (rows if where.sample_major else rows.transpose(0, 1)).reshape(output.shape)

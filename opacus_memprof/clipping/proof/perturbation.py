@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other values for some samples of a batch: other sizes, other ids, other lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+VARIANTS = 4
+GENTLE = -1
+"""The variant in which samples only take the values of other samples."""
+
+
+def perturbed(leaves: Sequence[Any], batch: int, kept: torch.Tensor, variant: int, seed: int) -> list[Any]:
+    """The leaves of a model's arguments, with other values for the samples that are not kept.
+
+    Args:
+        leaves: of the arguments; tensors whose first dimension is ``batch`` have samples.
+        batch: the number of samples.
+        kept: which samples keep their values, [B], bool, on the CPU.
+        variant: from 0 to ``VARIANTS - 1``, or ``GENTLE``.
+        seed: of the random numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shift = 1 + seed % max(1, batch - 1)
+    return [
+        _other(leaf, kept, variant, shift, generator) if has_samples(leaf, batch) else leaf for leaf in leaves
+    ]
+
+
+def has_samples(leaf: Any, batch: int) -> bool:
+    """Whether a leaf of the arguments has one row for each sample."""
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == batch
+
+
+@torch.no_grad()
+def _other(x: torch.Tensor, kept: torch.Tensor, variant: int, shift: int, generator: torch.Generator) -> torch.Tensor:
+    if type(x) is not torch.Tensor and not isinstance(x, torch.nn.Parameter):
+        return x
+    rolled = x.detach().roll(shift, 0)
+    if variant == GENTLE or x.numel() == 0:
+        other = rolled
+    elif x.is_floating_point() or x.is_complex():
+        other = _other_numbers(x.detach(), rolled, variant, generator)
+    else:
+        other = _other_integers(x, rolled, variant, generator)
+    keep = kept.to(x.device).view(-1, *[1] * (x.dim() - 1))
+    return torch.where(keep, x.detach(), other).requires_grad_(x.requires_grad)
+
+
+def _other_numbers(x: torch.Tensor, rolled: torch.Tensor, variant: int, generator: torch.Generator) -> torch.Tensor:
+    if not x.is_complex():
+        if bool(((x == 0) | (x == 1)).all()):  # a mask
+            return _other_integers(x.to(torch.int64), rolled.to(torch.int64), variant, generator).to(x.dtype)
+        if bool((x <= -1e4).any()):  # a mask that is added to scores
+            return rolled
+    if variant == 0:
+        return rolled * 4
+    if variant == 1:
+        return rolled / -4
+    if variant == 2:
+        noise = torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x.device, x.dtype)
+        return noise * (8 * x.float().std().nan_to_num(1.0).clamp(min=1e-3)).to(x.dtype) if x.numel() > 1 else -x
+    return rolled * (16 if x.dtype == torch.float16 else 1024)
+
+
+def _other_integers(x: torch.Tensor, rolled: torch.Tensor, variant: int, generator: torch.Generator) -> torch.Tensor:
+    """Values between the smallest and the largest of the batch, so that indices stay valid."""
+    low, high = int(x.min()), int(x.max())
+    if x.dim() > 1 and low >= 0 and (variant == 2 or (low == high == 1) or (variant == 1 and high <= 1)):
+        values = rolled if variant % 2 else rolled.flip(-1)
+        return values * _prefixes(x, generator)
+    if low == high == 0 or (x.dim() == 1 and low == high == 1):
+        return rolled
+    if low < 0 and variant == 3:  # labels that are ignored
+        return torch.full_like(x, low)
+    if low < 0 or variant == 0:
+        flat = x.flatten()
+        return flat[torch.randint(len(flat), (len(flat),), generator=generator).to(x.device)].view(x.shape)
+    if variant == 3 and x.dim() > 1:
+        return torch.full_like(x, high)
+    least = min(low, 1) if x.dim() == 1 else low  # a length is at least 1
+    drawn = torch.randint(least, high + 1, x.shape, generator=generator)
+    return drawn.to(x.device, x.dtype)
+
+
+def _prefixes(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Ones at the beginning of the last dimension, as many as are drawn, then zeros."""
+    lengths = torch.randint(1, x.shape[-1] + 1, x.shape[:-1], generator=generator)
+    ones = torch.arange(x.shape[-1]) < lengths.unsqueeze(-1)
+    return ones.to(x.device, x.dtype)

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proves, for one batch, that samples do not mix and that the layers' gradients are autograd's.
+
+Mixing: for each binary digit of the samples' indices, and for 0 and 1, a forward and a backward in which the samples with
+that digit keep their values while all others get other ones. The kept samples must get the same outputs, and every layer
+the same inputs and output gradients for them; and from output gradients of kept samples alone, no other sample may get
+any. Sums: with a random weight for each sample, the weighted sums of the layers' gradients must be those that autograd
+finds for the weighted outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from opacus_memprof.clipping.arrangement import Arrangement
+from opacus_memprof.clipping.layer_hooks import LayerHooks
+from opacus_memprof.clipping.layers import Layer
+from opacus_memprof.clipping.observation import restoring_buffers
+from opacus_memprof.clipping.proof.outputs import cotangents, tensors_in
+from opacus_memprof.clipping.proof.perturbation import GENTLE, VARIANTS, perturbed
+from opacus_memprof.clipping.proof.recorder import Record, RowRecorder, Sum, SumRecorder
+from opacus_memprof.clipping.proof.summary import Rows, halves
+from opacus_memprof.clipping.repetition import RandomState, repeating
+from opacus_memprof.clipping.workspace import Workspace
+from opacus_memprof.errors import MemprofError
+
+_FEW = 16
+"""Batches of up to so many samples are tried with twice as many kinds of other values."""
+
+
+class MixingError(MemprofError):
+    """Samples influence one another in the outputs of a model."""
+
+
+@dataclass
+class Doubt:
+    """A layer whose gradients are not proved.
+
+    Attributes:
+        layer: the layer.
+        reason: what was seen, as the end of a sentence.
+        moves: whether its rows do not belong to the samples that they are counted to, so that repeating its module alone
+            would not help.
+    """
+
+    layer: Layer
+    reason: str
+    moves: bool
+
+
+@dataclass
+class Program:
+    """What is proved.
+
+    Attributes:
+        module: the module that is called.
+        run: calls it, with the hooks of layers.
+        hooks: of the layers.
+        args, kwargs: what it is called with.
+        batch: the number of samples.
+        random: what the random number generators begin with.
+        wheres: where the tensors of its output have the samples.
+        trained: names of the trained parameters.
+    """
+
+    module: nn.Module
+    run: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    hooks: LayerHooks
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch: int
+    random: RandomState
+    wheres: list[Arrangement | None]
+    trained: dict[nn.Parameter, str]
+
+    def leaves(self) -> tuple[list[Any], Any]:
+        """The arguments, flattened and detached, and their structure."""
+        leaves, structure = tree_flatten((self.args, self.kwargs))
+        return [_detached(leaf) for leaf in leaves], structure
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+class Prover:
+    """Proves a program's clipping.
+
+    Args:
+        program: the program.
+        workspace: ceiling on the temporaries of a layer.
+    """
+
+    def __init__(self, program: Program, workspace: Workspace) -> None:
+        self.program, self.workspace = program, workspace
+        self.trace: list[Layer] = []
+
+    # --- mixing ---
+    def mixing(self, rounds: int | None = None) -> list[Doubt]:
+        """The layers that get something else for a sample when other samples change.
+
+        Args:
+            rounds: the number of halves of the batch that are tried; all by default.
+
+        Raises:
+            MixingError: an output depends on other samples.
+        """
+        batch = self.program.batch
+        leaves, structure = self.program.leaves()
+        has_shared = any(where is None for where in self.program.wheres)
+        whole = torch.ones(batch, dtype=torch.bool)
+        base = self._backward(leaves, structure, whole, True)
+        self.trace = base.trace
+        plans = halves(batch) * (2 if batch <= _FEW else 1)
+        if rounds is not None:
+            plans = plans[:rounds]
+        for i, plan in enumerate(plans):
+            kept = torch.tensor(plan)
+            if batch > 1 and bool(kept.all()):
+                continue
+            other, shared = self._changed(leaves, structure, kept, i, has_shared)
+            doubts = self._compare(base, other, kept, no_leak=not shared)
+            if doubts:
+                return doubts
+        return []
+
+    def _changed(
+        self, leaves: list[Any], structure: Any, kept: torch.Tensor, i: int, has_shared: bool
+    ) -> tuple[_Run, bool]:
+        """A run in which the samples that are not kept are others, and whether shared outputs have gradients in it."""
+        batch = self.program.batch
+        # Half of the runs start from outputs of kept samples alone.
+        shared = has_shared and (i // 2) % 2 == 0
+        for variant in dict.fromkeys(((i + i // 4) % VARIANTS, GENTLE)):
+            new = perturbed(leaves, batch, kept, variant, i)
+            try:
+                return self._backward(new, structure, kept, shared), shared
+            except MemprofError:
+                raise
+            except Exception:
+                if variant == GENTLE:
+                    raise
+        raise AssertionError
+
+    def _backward(self, leaves: list[Any], structure: Any, kept: torch.Tensor, shared: bool) -> _Run:
+        recorder = RowRecorder()
+        with self._running(recorder) as trace:
+            outputs, wheres = self._outputs(leaves, structure)
+            trace = list(trace)  # backward adds what checkpoints run again
+            batch = self.program.batch
+            rows = [Rows.of(w.by_sample(o, batch)) for o, w in zip(outputs, wheres, strict=True) if w is not None]
+            given = cotangents(outputs, wheres, batch, kept.to(torch.float64), shared)
+            torch.autograd.backward(outputs, given)
+        return _Run(rows, recorder, trace)
+
+    def _outputs(self, leaves: list[Any], structure: Any) -> tuple[list[torch.Tensor], list[Arrangement | None]]:
+        args, kwargs = tree_unflatten(leaves, structure)
+        tensors = tensors_in(self.program.run(args, kwargs))
+        if len(tensors) != len(self.program.wheres):
+            raise MixingError(
+                "the number of tensors that the model returns depends on its inputs, so that it cannot be seen which "
+                "sample they belong to: return the same outputs for every batch."
+            )
+        pairs = [
+            (o, w)
+            for o, w in zip(tensors, self.program.wheres, strict=True)
+            if o.requires_grad and (o.is_floating_point() or o.is_complex())
+        ]
+        return [o for o, _ in pairs], [w for _, w in pairs]
+
+    @contextmanager
+    def _running(self, bookkeeping: Any) -> Iterator[list[Layer]]:
+        hooks, program = self.program.hooks, self.program
+        before = hooks.bookkeeping, hooks.batch, hooks.trace
+        hooks.bookkeeping, hooks.batch, hooks.trace = bookkeeping, program.batch, []
+        try:
+            with program.random.restored(), restoring_buffers(program.module), torch.enable_grad():
+                yield hooks.trace
+        finally:
+            hooks.bookkeeping, hooks.batch, hooks.trace = before
+
+    def _compare(self, base: _Run, other: _Run, kept: torch.Tensor, no_leak: bool) -> list[Doubt]:
+        for a, b in zip(base.outputs, other.outputs, strict=True):
+            if a.shape != b.shape or _far(a, b, kept):
+                raise MixingError(
+                    f"an output of the model, of shape {tuple(a.shape)}, changes for a sample when other samples of the "
+                    "batch change, so that per-sample gradients do not exist. Use layers that treat samples separately "
+                    "(GroupNorm or LayerNorm instead of statistics over the batch), and return outputs whose first "
+                    "dimension is the batch."
+                )
+        doubts = []
+        layers = list(dict.fromkeys(r.layer for r in reversed(base.recorder.records)))
+        for layer in layers:
+            reason = _difference(base.recorder.of_layer(layer), other.recorder.of_layer(layer), kept, no_leak)
+            if reason is not None:
+                doubts.append(Doubt(layer, reason, moves=True))
+        known = set(layers)
+        doubts += [
+            Doubt(layer, "is called or not depending on other samples", moves=True)
+            for layer in dict.fromkeys(r.layer for r in other.recorder.records)
+            if layer not in known
+        ]
+        return doubts
+
+    def run_for_trace(self) -> list[Layer]:
+        """The order in which a forward calls the layers."""
+        leaves, structure = self.program.leaves()
+        with self._running(RowRecorder()) as trace:
+            self._outputs(leaves, structure)
+            return list(trace)
+
+    # --- sums ---
+    def sums(self) -> list[Doubt]:
+        """The layers whose gradients do not add up to autograd's."""
+        program = self.program
+        generator = torch.Generator().manual_seed(7)
+        weights = torch.rand(program.batch, generator=generator, dtype=torch.float64) + 0.5
+        has_shared = any(where is None for where in program.wheres)
+        weights = torch.ones_like(weights) if has_shared else weights
+        leaves, structure = program.leaves()
+        recorder = SumRecorder(self.workspace)
+        with self._running(recorder):
+            outputs, wheres = self._outputs(leaves, structure)
+            torch.autograd.backward(outputs, cotangents(outputs, wheres, program.batch, weights, True))
+        expected = self._autograd(leaves, structure, weights)
+        return wrong_sums(recorder.sums, expected, program.trained)
+
+    def _autograd(
+        self, leaves: list[Any], structure: Any, weights: torch.Tensor
+    ) -> dict[nn.Parameter, torch.Tensor | None]:
+        program = self.program
+        with self._running(RowRecorder()), repeating():
+            outputs, wheres = self._outputs(leaves, structure)
+            given = cotangents(outputs, wheres, program.batch, weights, True)
+            return autograd_gradients(outputs, given, list(program.trained))
+
+
+@dataclass
+class _Run:
+    """What a run gave: its outputs, what reached the layers, and the order in which they were called."""
+
+    outputs: list[Rows]
+    recorder: RowRecorder
+    trace: list[Layer]
+
+
+def autograd_gradients(
+    outputs: list[torch.Tensor], given: list[torch.Tensor], parameters: list[nn.Parameter]
+) -> dict[nn.Parameter, torch.Tensor | None]:
+    """The gradients of parameters, by plain autograd; None for those that the outputs do not depend on.
+
+    ``backward`` rather than ``grad``: reentrant checkpoints know no other. The parameters' own gradients stay as they were.
+    """
+    before = [p.grad for p in parameters]
+    try:
+        for p in parameters:
+            p.grad = None
+        torch.autograd.backward(outputs, given)
+        return {p: p.grad for p in parameters}
+    finally:
+        for p, grad in zip(parameters, before, strict=True):
+            p.grad = grad
+
+
+def wrong_sums(
+    found: dict[nn.Parameter, Sum], expected: dict[nn.Parameter, torch.Tensor | None], names: dict[nn.Parameter, str]
+) -> list[Doubt]:
+    """The layers whose sums are not autograd's, beyond rounding.
+
+    Args:
+        found: what the layers have found.
+        expected: what autograd has.
+        names: of the parameters.
+    """
+    norms = {p: 0.0 if g is None else _norm(g) for p, g in expected.items()}
+    of_all = sum(norm * norm for norm in norms.values()) ** 0.5
+    doubts: dict[Layer, Doubt] = {}
+    for parameter, own in found.items():
+        gradient = expected.get(parameter)
+        total = own.total.to(torch.complex128 if own.total.is_complex() else torch.float64)
+        error = _norm(total if gradient is None else total - gradient.view_as(total))
+        norm = norms.get(parameter, 0.0)
+        eps = torch.finfo(own.dtype).eps
+        allowed = precision(own.dtype, parameter) * norm + 64 * eps * own.size + 64 * eps * of_all * 0.1
+        if not error <= allowed and norm == norm and error == error:
+            reason = f"gives {names.get(parameter, 'a parameter')} a gradient that is {error / max(norm, 1e-30):.1%} off"
+            for layer in own.layers:
+                doubts.setdefault(layer, Doubt(layer, reason, moves=False))
+    return list(doubts.values())
+
+
+def precision(dtype: torch.dtype, parameter: torch.Tensor) -> float:
+    """By how much, relative to its norm, the sum of a parameter's gradients may differ from autograd's, which rounds in
+    another order."""
+    if parameter.is_cuda and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return 1e-2
+    return {torch.float64: 1e-7, torch.complex128: 1e-7, torch.bfloat16: 2e-2, torch.float16: 5e-3}.get(dtype, 1e-3)
+
+
+def _norm(x: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(x.detach(), dtype=torch.complex128 if x.is_complex() else torch.float64))
+
+
+_TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def _far(a: Rows, b: Rows, kept: torch.Tensor) -> bool:
+    """Whether kept samples differ by more than rounding."""
+    tolerance = _TOLERANCES.get(a.dtype, 2e-5)
+    if a.norms.is_cuda and a.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        tolerance = 2e-3
+    differences = a.differences(b)
+    return bool((differences[kept.to(differences.device)] > tolerance).any())
+
+
+def _difference(base: list[Record], other: list[Record], kept: torch.Tensor, no_leak: bool) -> str | None:
+    """What differs for kept samples, or None."""
+    if len(base) != len(other):
+        return "is called another number of times when other samples change"
+    for a, b in zip(base, other, strict=True):
+        pairs = [*zip(a.inputs, b.inputs, strict=False), *zip(a.gradients, b.gradients, strict=False)]
+        if any(x.shape != y.shape for x, y in pairs):
+            return "gets other shapes when other samples change"
+        if any(_far(x, y, kept) for x, y in zip(a.inputs, b.inputs, strict=False)):
+            return "gets another input for a sample when other samples of the batch change"
+        if any(_far(x, y, kept) for x, y in zip(a.gradients, b.gradients, strict=False)):
+            return "gets another output gradient for a sample when other samples of the batch change"
+        if no_leak and any(bool((g.largest[~kept.to(g.largest.device)] > 0).any()) for g in b.gradients):
+            return "gets an output gradient for a sample from the outputs of other samples"
+    return None

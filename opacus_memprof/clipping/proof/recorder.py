@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stands in for the bookkeeping while a proof runs backward: records what reaches each layer, and keeps nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from opacus_memprof.clipping.layers import GenericLayer, Layer
+from opacus_memprof.clipping.proof.summary import Rows
+from opacus_memprof.clipping.repetition import Call
+from opacus_memprof.clipping.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one backward of a layer gets.
+
+    Attributes:
+        layer: the layer.
+        inputs: of its inputs, those that have samples.
+        gradients: of the gradients of its outputs.
+    """
+
+    layer: Layer
+    inputs: list[Rows]
+    gradients: list[Rows]
+
+
+class RowRecorder:
+    """Records, by sample, what each layer's backward gets.
+
+    Attributes:
+        records: in the order of backward.
+    """
+
+    is_captured = False
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
+        """As ``Bookkeeping.add``."""
+        if not isinstance(layer, GenericLayer):
+            inputs = [] if x is None else [Rows.of(x)]
+            self.records.append(Record(layer, inputs, [Rows.of(g)]))
+            return
+        call: Call = x
+        pairs = zip(call.leaves, call.arrangements, strict=True)
+        inputs = [Rows.of(where.by_sample(leaf, call.batch)) for leaf, where in pairs if where is not None]
+        self.records.append(Record(layer, inputs, [Rows.of(each) for each in call.sample_gradients(g)]))
+
+    def of_layer(self, layer: Layer) -> list[Record]:
+        """The records of a layer."""
+        return [record for record in self.records if record.layer is layer]
+
+
+@dataclass
+class Sum:
+    """The sum of a parameter's per-sample gradients, as its layers find it.
+
+    Attributes:
+        total: float32 (float64).
+        size: a bound on what was added up, with cancellation left out: the error of ``total`` is a few roundings of it.
+        layers: those that contributed.
+        dtype: of the output gradients.
+    """
+
+    total: torch.Tensor
+    size: float
+    layers: list[Layer]
+    dtype: torch.dtype
+
+
+@dataclass
+class SumRecorder:
+    """Forms the sums of the layers' per-sample gradients.
+
+    Attributes:
+        workspace: ceiling on temporaries.
+        sums: by parameter.
+    """
+
+    workspace: Workspace
+    sums: dict[nn.Parameter, Sum] = field(default_factory=dict)
+    is_captured = False
+
+    def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
+        """As ``Bookkeeping.add``."""
+        size_of = _size_of_generic if isinstance(layer, GenericLayer) else _size_of
+        dtype = g[0].dtype if isinstance(layer, GenericLayer) else g.dtype
+        for parameter, total in layer.sums_of_scaled_gradients(x, g, self.workspace).items():
+            size = size_of(layer, parameter, x, g, total)
+            known = self.sums.get(parameter)
+            if known is None:
+                self.sums[parameter] = Sum(total.detach().clone(), size, [layer], dtype)
+                continue
+            known.total = known.total + total
+            known.size += size
+            known.layers.append(layer)
+
+
+def _norm(x: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(x.detach(), dtype=torch.complex128 if x.is_complex() else torch.float64))
+
+
+def _size_of(layer: Layer, parameter: nn.Parameter, x: Any, g: torch.Tensor, total: torch.Tensor) -> float:
+    rows = max(1, g.numel() // max(1, g.shape[-1]))
+    if x is None or not x.is_floating_point() or parameter.dim() < 2:
+        return _norm(g) * rows**0.5
+    return _norm(g) * max(_norm(x), 1.0)
+
+
+def _size_of_generic(layer: Layer, parameter: nn.Parameter, x: Any, g: Any, total: torch.Tensor) -> float:
+    return 0.0
+
+

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which situations of a model are proved, and the proof of new ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_unflatten
+
+from opacus_memprof.clipping.arrangement import Arrangement
+from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, plain_layers
+from opacus_memprof.clipping.layers import Layer
+from opacus_memprof.clipping.probe import CannotRunError, Probe
+from opacus_memprof.clipping.proof.prover import Doubt, Program, Prover
+from opacus_memprof.clipping.proof.row_moves import modules_that_move_rows
+from opacus_memprof.clipping.proof.model_state import Arguments
+from opacus_memprof.clipping.repetition import RandomState
+from opacus_memprof.clipping.units import Units
+from opacus_memprof.clipping.workspace import Workspace
+from opacus_memprof.errors import MemprofError
+
+Check = Literal["off", "first", "sometimes", "always"]
+CHECKS: tuple[Check, ...] = ("off", "first", "sometimes", "always")
+_LEAST = 4
+"""Samples in a proof of mixing: smaller batches get samples that are made from theirs."""
+_SHARE = 16
+"""A situation that is checked again is checked with this part of the batch."""
+
+
+@dataclass
+class Situation:
+    """What is known of forwards of one kind.
+
+    Attributes:
+        layouts: where the layers have the samples.
+        plain: the PlainLayers, by module.
+        wheres: where the output's tensors have the samples; None for what all samples share.
+        traces: the orders of layer calls that are proved.
+        forwards: the number of forwards so far.
+        checks: the numbers of the forwards that were checked.
+    """
+
+    layouts: dict[Layer, Layout]
+    plain: dict[nn.Module, PlainLayer]
+    wheres: list[Arrangement | None]
+    traces: list[list[Layer]] = field(default_factory=list)
+    forwards: int = 0
+    checks: list[int] = field(default_factory=list)
+
+
+def is_due(check: Check, forward: int) -> bool:
+    """Whether a forward, numbered from 1 in its situation, is checked: with "sometimes" the 1st, 2nd, 4th, 8th, … 1024th,
+    and then every 1000th."""
+    if check == "off":
+        return False
+    if forward == 1 or check == "always":
+        return True
+    return check == "sometimes" and (forward % 1000 == 0 or (forward <= 1024 and forward & (forward - 1) == 0))
+
+
+class Situations:
+    """The situations of a model.
+
+    Args:
+        units: the layers of the model.
+        hooks: of the layers.
+        workspace: ceiling on the temporaries of a layer.
+        check: how often a situation is checked.
+        run: calls a module with arguments, between the hooks of layers.
+        attach: puts hooks on modules of layers that are new.
+        trained: names of the trained parameters.
+    """
+
+    def __init__(
+        self,
+        units: Units,
+        hooks: LayerHooks,
+        workspace: Workspace,
+        check: Check,
+        run: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any],
+        attach: Callable[[], None],
+        trained: dict[nn.Parameter, str],
+    ) -> None:
+        self.units, self.hooks, self.workspace, self.check = units, hooks, workspace, check
+        self.run, self.attach, self.trained = run, attach, trained
+        self.arguments = Arguments()
+        self.known: dict[Any, Situation] = {}
+
+    def prove(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], random: RandomState) -> Situation:
+        """Finds out where the layers have the samples, and proves that clipping is exact for these arguments.
+
+        Args:
+            entry: the module that is called.
+            args, kwargs: what it is called with.
+            random: what the random number generators begin with.
+
+        Raises:
+            MemprofError: it is not, or it cannot be proved.
+            CannotRunError: the module cannot run on other samples.
+        """
+        hooks, batch = self.hooks, self.hooks.batch
+
+        def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self.run(entry, args, kwargs)
+
+        hooks.plain = {}
+        probe = Probe(entry, self.units, hooks, args, kwargs, run, self._units_changed)
+        try:
+            with eager(), torch.enable_grad():
+                situation = self._situation(probe)
+                if self.check == "off":
+                    return situation
+                for module, inside in modules_that_move_rows(probe):
+                    if probe.repeat_at(module, inside):
+                        situation = self._situation(probe)
+                for _ in range(4 * len(self.units.layers()) + 16):
+                    doubts = self._doubts(probe, situation, random)
+                    if not doubts:
+                        return situation
+                    for doubt in doubts:
+                        if doubt.layer.trainable():
+                            probe.repeat_more(doubt.layer, doubt.moves, f"{doubt.layer.describe()} {doubt.reason}.")
+                    situation = self._situation(probe)
+        finally:
+            hooks.batch = batch
+        raise MemprofError("flash_clip found no way to clip this model exactly; use grad_sample_mode='hooks'.")
+
+    def recheck(
+        self,
+        situation: Situation,
+        entry: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        random: RandomState,
+    ) -> None:
+        """Proves a situation again, unless ``check`` is "always" on a part of the batch.
+
+        Raises:
+            MemprofError: what was proved holds no longer.
+        """
+
+    def _situation(self, probe: Probe) -> Situation:
+        self.hooks.plain = {}
+        layouts = probe.layouts()
+        plain = plain_layers(self.units.at, layouts, self.hooks)
+        self.hooks.layouts, self.hooks.plain = layouts, plain
+        return Situation(layouts, plain, probe.wheres)
+
+    def _doubts(self, probe: Probe, situation: Situation, random: RandomState) -> list[Doubt]:
+        batch = self.hooks.batch
+        count = max(batch, _LEAST)
+        samples = range(count)
+        leaves = probe.leaves if count == batch else [probe.select(leaf, samples) for leaf in probe.leaves]
+        try:
+            prover = self._prover(probe, situation, random, leaves, count)
+            doubts = prover.mixing()
+            if not doubts:
+                real = prover if count == batch else self._prover(probe, situation, random, probe.leaves, batch)
+                doubts = [] if self.units.is_sharded else real.sums()
+                if real is not prover:
+                    real.trace = real.run_for_trace()
+                situation.traces = [real.trace]
+        except (MemprofError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise CannotRunError from error
+        return doubts
+
+    def _prover(
+        self, probe: Probe, situation: Situation, random: RandomState, leaves: list[Any], batch: int
+    ) -> Prover:
+        args, kwargs = tree_unflatten(leaves, probe.structure)
+        program = Program(
+            probe.model, probe.run_model, self.hooks, args, kwargs, batch, random, situation.wheres, self.trained
+        )
+        return Prover(program, self.workspace)
+
+    def _units_changed(self) -> None:
+        self.known.clear()
+        self.hooks.plain = {}
+        self.attach()
+
+
+def eager() -> AbstractContextManager[Any]:
+    """Nothing is compiled, for the runs of a proof, in this context."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+__all__ = ["CHECKS", "Check", "Situation", "Situations", "eager", "is_due"]
