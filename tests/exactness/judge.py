@@ -262,7 +262,7 @@ class _Judge:
             yield self._step_by_hand(model, each, number)
 
     def _step_by_hand(self, model: nn.Module, each: Step, number: int) -> tuple[list[float], Sums]:
-        dtype = next(p for p in model.parameters()).dtype
+        dtype = next(p for p in model.parameters() if not p.is_complex()).dtype
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         total: Sums = {}
         norms: list[float] = []
@@ -289,8 +289,9 @@ class _Judge:
             for name, b in model.named_buffers():
                 b.data.copy_(buffers[name])
             loss = self._alone(model, _select(batch, [n]), number, index) if losses is None else losses[n]
-            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, retain_graph=True)
-            yield {name: _wide(g) for name, g in zip(parameters, found, strict=True) if g is not None}
+            model.zero_grad()
+            loss.backward(retain_graph=losses is not None)  # not autograd.grad, which reentrant checkpoints refuse
+            yield {name: _wide(p.grad) for name, p in parameters.items() if p.grad is not None}
 
     def _alone(self, model: nn.Module, sample: Batch, number: int, index: int) -> torch.Tensor:
         try:
@@ -369,24 +370,17 @@ def seed_all(seed: int) -> None:
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Casts floating-point and, unlike ``Module.to``, complex parameters and buffers to the precision of ``dtype``."""
-    model.to(dtype)
-    if any(p.is_complex() for p in model.parameters()) and dtype in _COMPLEX:
-        for module in model.modules():
-            for parameter in module.parameters(recurse=False):
-                if parameter.is_complex():
-                    parameter.data = parameter.data.to(_COMPLEX[dtype])
-    return model
+    return model._apply(lambda x: _cast_tensor(x, dtype))
 
 
 def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    def cast(x: torch.Tensor) -> torch.Tensor:
-        if x.is_complex():
-            return x.to(_COMPLEX[dtype])
-        return x.to(dtype) if x.is_floating_point() else x
+    return {key: _cast_tensor(x, dtype) for key, x in batch.items()}
 
-    if dtype.is_complex:
-        dtype = torch.float64 if dtype == torch.complex128 else torch.float32
-    return {key: cast(x) for key, x in batch.items()}
+
+def _cast_tensor(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if x.is_complex():
+        return x.to(_COMPLEX[dtype])
+    return x.to(dtype) if x.is_floating_point() else x
 
 
 def _size(batch: Batch) -> int:

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
 
-from tests.exactness.program import Graph, Program, of_shape, ragged_ids, several
+from tests.exactness.judge import Batch
+from tests.exactness.program import Graph, Program, floats, of_shape, ragged_ids, several
 
 
 # --- a second argument ---
@@ -177,6 +178,13 @@ class ClampingInput(nn.Linear):
         return super().forward(x.clamp(-0.3, 0.3))
 
 
+class ClampingFarAway(nn.Linear):
+    """Clamps only what is larger than inputs usually are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).clamp(-20, 20)
+
+
 class ClampingWeight(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, self.weight.clamp(-0.1, 0.1), self.bias)
@@ -260,6 +268,7 @@ _HOOKS: dict[str, tuple[Callable[[Any], Any], str]] = {
 _SUBCLASSES: dict[str, Callable[[], nn.Module]] = {
     "clamps_output": lambda: ClampingLinear(6, 6),
     "clamps_input": lambda: ClampingInput(6, 6),
+    "clamps_far_away": lambda: ClampingFarAway(6, 6),
     "clamps_weight": lambda: ClampingWeight(6, 6),
     "quantized": lambda: QuantizedLinear(6, 6),
     "standardized_conv": lambda: StandardizedConv(4, 4, 3, padding=0),
@@ -298,6 +307,13 @@ def _mix_later(model: Any, optimizer: Any) -> None:
             _mix_output(module[1])
 
 
+def _grows() -> Batch:
+    batch = floats(5, 4, 6)
+    batch["x"][1:3] *= 200
+    return batch
+
+
+_GROWING = several(lambda: floats(5, 4, 6), _grows)
 _IDS = several(*[lambda: ragged_ids((5, 2, 4, 1))] * 2)
 PROGRAMS = [
     *(Program(f"gate_{name}", _around(*parts), of_shape(5, 4, 6, count=2), "exact") for name, parts in _GATES.items()),
@@ -325,7 +341,7 @@ PROGRAMS = [
     Program("hook_later", _chain(_nothing), of_shape(5, 4, 6, count=3, change=_hook_later), "exact"),
     Program("hook_replaced_later", _chain(_nothing), of_shape(5, 4, 6, count=3, change=_replace_later), "exact"),
     Program("hook_mixes_later", _chain(_nothing), of_shape(5, 4, 6, count=3, change=_mix_later), "refused"),
-    *(Program(f"subclass_{name}", _subclass(name), of_shape(5, 4, 6, count=2), "exact") for name in _SUBCLASSES),
+    *(Program(f"subclass_{name}", _subclass(name), _GROWING, "exact") for name in _SUBCLASSES),
     *(
         Program(f"subclass_embedding_{name}", lambda make=make: nn.Sequential(make(), nn.Linear(6, 3)), _IDS, "exact")
         for name, make in _EMBEDDINGS.items()
