@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random numbers in the forward, and checkpoints, around layers and inside of modules that are repeated."""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torchvision.ops import StochasticDepth
+
+from tests.exactness.program import Graph, Program, of_shape
+
+Body = Callable[["Block", torch.Tensor], torch.Tensor]
+
+
+class Block(nn.Module):
+    """A module with a parameter of its own, which is therefore repeated for each sample, around a layer."""
+
+    def __init__(self, body: Body, **members: Any) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((6,), 0.7))
+        self.lin = nn.Linear(6, 6)
+        self.body = body
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(self, x)
+
+
+def _blocks(body: Body, **members: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        made = [Block(body, **{name: make() for name, make in members.items()}) for _ in range(2)]
+        return nn.Sequential(nn.Linear(6, 6), *made, nn.Linear(6, 3))
+
+    return build
+
+
+def _shared_blocks(body: Body, **members: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """One block, twice."""
+
+    def build() -> nn.Module:
+        block = Block(body, **{name: make() for name, make in members.items()})
+        return nn.Sequential(nn.Linear(6, 6), block, block, nn.Linear(6, 3))
+
+    return build
+
+
+def _scaled(m: Block, x: torch.Tensor) -> torch.Tensor:
+    return m.gamma * torch.tanh(m.lin(x))
+
+
+def _dropped(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.drop(m.gamma * torch.tanh(m.lin(x)))
+
+
+def _dropped_before(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.gamma * torch.tanh(m.lin(m.drop(x)))
+
+
+def _python_skips(share: float) -> Body:
+    return lambda m, x: torch.zeros_like(x) if random.random() < share else _scaled(m, x)
+
+
+def _numpy_skips(share: float) -> Body:
+    return lambda m, x: torch.zeros_like(x) if np.random.rand() < share else _scaled(m, x)
+
+
+def _torch_skips(share: float) -> Body:
+    return lambda m, x: torch.zeros_like(x) if float(torch.rand(())) < share else _scaled(m, x)
+
+
+def _python_scales(m: Block, x: torch.Tensor) -> torch.Tensor:
+    return random.uniform(0.5, 2.0) * _scaled(m, x)
+
+
+def _numpy_mask(m: Block, x: torch.Tensor) -> torch.Tensor:
+    mask = torch.from_numpy(np.random.rand(len(x)) < 0.8).to(x.dtype)
+    return _scaled(m, x) * mask.view(-1, *[1] * (x.dim() - 1))
+
+
+def _noisy(m: Block, x: torch.Tensor) -> torch.Tensor:
+    return _scaled(m, x + 0.1 * torch.randn_like(x))
+
+
+def _gumbel(m: Block, x: torch.Tensor) -> torch.Tensor:
+    return x * nn.functional.gumbel_softmax(_scaled(m, x), dim=-1)
+
+
+def _permuted(m: Block, x: torch.Tensor) -> torch.Tensor:
+    """Features, not samples."""
+    return _scaled(m, x[..., torch.randperm(x.shape[-1])])
+
+
+def _shuffled(m: Block, x: torch.Tensor) -> torch.Tensor:
+    """Samples, as in mixup."""
+    return _scaled(m, 0.7 * x + 0.3 * x[torch.randperm(len(x))])
+
+
+def _checkpointed(reentrant: bool, body: Body) -> Body:
+    return lambda m, x: checkpoint(partial(body, m), x, use_reentrant=reentrant)
+
+
+def _outside(reentrant: bool, of_block: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = m.first(x)
+        for block in m.blocks:
+            h = checkpoint(block, h, use_reentrant=reentrant)
+        return m.last(h)
+
+    return lambda: Graph(
+        forward, first=nn.Linear(6, 6), blocks=nn.ModuleList(of_block() for _ in range(2)), last=nn.Linear(6, 3)
+    )
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Dropout(0.2), nn.Linear(8, 6))
+
+
+def _by_batch(share: float) -> Callable[[], nn.Module]:
+    return lambda: StochasticDepth(share, "batch")
+
+
+def _by_row(share: float) -> Callable[[], nn.Module]:
+    return lambda: StochasticDepth(share, "row")
+
+
+_RANDOM = {"is_random": True}
+_SEEDS = (0, 1, 2)
+_STEPS = of_shape(5, 4, 6, count=6)
+_DRAWS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "depth_row_0.05": (_blocks(_dropped, drop=_by_row(0.05)), "exact"),
+    "depth_row_0.1": (_blocks(_dropped, drop=_by_row(0.1)), "exact"),
+    "depth_row_0.5": (_blocks(_dropped, drop=_by_row(0.5)), "exact"),
+    "depth_batch_0.1": (_blocks(_dropped, drop=_by_batch(0.1)), "exact"),
+    "depth_batch_0.5": (_blocks(_dropped, drop=_by_batch(0.5)), "exact"),
+    "dropout_0.01": (_blocks(_dropped, drop=lambda: nn.Dropout(0.01)), "exact"),
+    "dropout_0.5": (_blocks(_dropped, drop=lambda: nn.Dropout(0.5)), "exact"),
+    "dropout_before": (_blocks(_dropped_before, drop=lambda: nn.Dropout(0.02)), "exact"),
+    "dropout_in_shared": (_shared_blocks(_dropped, drop=lambda: nn.Dropout(0.1)), "exact"),
+    "python_skips_0.05": (_blocks(_python_skips(0.05)), "either"),
+    "python_skips_0.5": (_blocks(_python_skips(0.5)), "either"),
+    "numpy_skips_0.05": (_blocks(_numpy_skips(0.05)), "either"),
+    "torch_skips_0.05": (_blocks(_torch_skips(0.05)), "either"),
+    "torch_skips_0.5": (_blocks(_torch_skips(0.5)), "either"),
+    "python_scales": (_blocks(_python_scales), "either"),
+    "numpy_mask": (_blocks(_numpy_mask), "either"),
+    "noise": (_blocks(_noisy), "exact"),
+    "gumbel": (_blocks(_gumbel), "exact"),
+    "permuted_features": (_blocks(_permuted), "either"),
+}
+
+
+def _plain_dropout() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 6), StochasticDepth(0.3, "row"), nn.Linear(6, 3)
+    )
+
+
+PROGRAMS = [
+    *(
+        Program(f"chance_{name}", build, _STEPS, allowed, settings=_RANDOM, seeds=_SEEDS)
+        for name, (build, allowed) in _DRAWS.items()
+    ),
+    Program("chance_shuffled_samples", _blocks(_shuffled), _STEPS, "refused", settings=_RANDOM),
+    Program("chance_plain_dropout", _plain_dropout, _STEPS, "exact", settings=_RANDOM),
+    Program("chance_plain_dropout_two_passes", _plain_dropout, _STEPS, "exact", settings={**_RANDOM, "passes": 2}),
+    Program(
+        "chance_lstm_dropout",
+        lambda: Graph(
+            lambda m, x: m.last(m.cell(x)[0]),
+            cell=nn.LSTM(6, 6, num_layers=2, dropout=0.3, batch_first=True),
+            last=nn.Linear(6, 3),
+        ),
+        of_shape(5, 4, 6, count=3),
+        "exact",
+        settings=_RANDOM,
+    ),
+    Program(
+        "chance_attention_dropout",
+        lambda: Graph(
+            lambda m, x: m.last(m.attend(x, x, x, need_weights=False)[0]),
+            attend=nn.MultiheadAttention(6, 2, dropout=0.3, batch_first=True),
+            last=nn.Linear(6, 3),
+        ),
+        of_shape(5, 4, 6, count=3),
+        "exact",
+        settings=_RANDOM,
+    ),
+    *(
+        Program(
+            f"checkpoint_inside_{'reentrant' if reentrant else 'not_reentrant'}_{name}",
+            _blocks(_checkpointed(reentrant, body), **members),
+            of_shape(5, 4, 6, count=3),
+            "exact",
+            settings=_RANDOM,
+        )
+        for reentrant in (True, False)
+        for name, body, members in (
+            ("plain", _scaled, {}),
+            ("dropout", _dropped, {"drop": lambda: nn.Dropout(0.2)}),
+        )
+    ),
+    *(
+        Program(
+            f"checkpoint_around_{'reentrant' if reentrant else 'not_reentrant'}_{name}",
+            _outside(reentrant, of_block),
+            of_shape(5, 4, 6, count=3),
+            "exact",
+            settings={**_RANDOM, "passes": passes},
+        )
+        for reentrant in (True, False)
+        for name, of_block, passes in (
+            ("layers", _mlp, 1),
+            ("repeated", lambda: Block(_scaled), 1),
+            ("random_repeated", lambda: Block(_dropped, drop=nn.Dropout(0.2)), 1),
+        )
+    ),
+    Program("checkpoint_around_two_passes", _outside(False, _mlp), _STEPS, "either", settings={**_RANDOM, "passes": 2}),
+]

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training loops through PrivacyEngine: sampling, BatchMemoryManager, schedulers of bounds and noise."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from opacus.schedulers import ExponentialGradClip, ExponentialNoise, StepGradClip
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_memprof import PrivacyEngine
+from opacus_memprof.errors import MemprofError
+from tests.exactness.judge import Verdict, seed_all
+from tests.exactness.program import Program, of_shape
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 40)).double()
+
+
+def _losses(model: Any, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = model(x)
+    return out.square().sum(1) * (1 + x[:, 0].abs() * 10)
+
+
+def _private(seed: int, samples: int = 24, **options: Any) -> tuple[nn.Module, Any, Any, Any]:
+    """The model, and what make_private returns."""
+    seed_all(seed)
+    model = _model()
+    data = TensorDataset(torch.randn(samples, 6, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    arguments = {"noise_multiplier": 0.0, "max_grad_norm": 5.0, "poisson_sampling": False, **options}
+    module, private, loader = PrivacyEngine(accountant="rdp").make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=DataLoader(data, batch_size=8, generator=torch.Generator().manual_seed(seed)),
+        grad_sample_mode="flash_clip",
+        **arguments,
+    )
+    return model, module, private, loader
+
+
+def _by_hand(model: nn.Module, rows: torch.Tensor, bounds: list[float], is_flat: bool) -> list[torch.Tensor]:
+    """Clipped sums, by parameter, of a copy that is not private."""
+    copied = _model()
+    copied.load_state_dict(model.state_dict())
+    parameters = list(copied.parameters())
+    total = [torch.zeros_like(p) for p in parameters]
+    for row in rows:
+        found = torch.autograd.grad(_losses(copied, row.unsqueeze(0)).sum(), parameters)
+        whole = math.sqrt(sum(float(g.square().sum()) for g in found))
+        for n, g in enumerate(found):
+            norm = whole if is_flat else float(g.norm())
+            total[n] += min(1.0, bounds[n] / (norm + 1e-6)) * g
+    return total
+
+
+def _compare(found: list[torch.Tensor], expected: list[torch.Tensor], number: int) -> Verdict:
+    error = max(float((a - b).norm()) / max(float(b.norm()), 1e-9) for a, b in zip(found, expected, strict=True))
+    return Verdict("exact" if error <= 1e-6 else "wrong", error, f"{error:.3g} off in step {number}", number)
+
+
+def _judged(run: Callable[[int], Verdict]) -> Callable[[int], Verdict]:
+    def judged(seed: int) -> Verdict:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return run(seed)
+            except MemprofError as error:
+                return Verdict("refused", message=str(error))
+            except Exception as error:
+                return Verdict("crash", message=f"{type(error).__name__}: {error}")
+
+    return judged
+
+
+def _train(seed: int, physical: int | None, reduction: str, **options: Any) -> Verdict:
+    """Trains an epoch and compares each logical batch."""
+    model, module, optimizer, loader = _private(seed, loss_reduction=reduction, **options)
+    bounds = [5.0] * 4
+    worst = Verdict("exact")
+    rows: list[torch.Tensor] = []
+    steps = 0
+
+    def loop(batches: Any) -> None:
+        nonlocal worst, steps
+        for (x,) in batches:
+            rows.append(x)
+            optimizer.zero_grad()
+            losses = _losses(module, x)
+            expected = None
+            (losses.mean() if reduction == "mean" else losses.sum()).backward()
+            whole = torch.cat(rows)
+            expected = _by_hand(model, whole, bounds, True)
+            optimizer.step()
+            if getattr(optimizer, "_is_last_step_skipped", False):
+                continue
+            rows.clear()
+            steps += 1
+            divisor = optimizer.expected_batch_size * optimizer.accumulated_iterations if reduction == "mean" else 1
+            found = [p.grad * divisor for p in model.parameters()]
+            worst = worst.worse(_compare(found, expected, steps))
+
+    if physical is None:
+        loop(loader)
+    else:
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer) as batches:
+            loop(batches)
+    if steps == 0:
+        return Verdict("wrong", math.inf, "no step was made")
+    return worst
+
+
+def _with_scheduler(schedule: Callable[[Any], Any], clipping: str) -> Callable[[int], Verdict]:
+    """Measures the bounds and the noise that are applied after a scheduler's step, and compares their ratio."""
+
+    def run(seed: int) -> Verdict:
+        bound: Any = [2.0, 1.0, 3.0, 0.5] if clipping == "per_layer" else 5.0
+        kwargs = {"clipping": clipping, "max_grad_norm": bound, "noise_multiplier": 1.0, "loss_reduction": "sum"}
+        model, module, optimizer, _ = _private(seed, noise_generator=torch.Generator().manual_seed(seed), **kwargs)
+        scheduler = schedule(optimizer)
+        worst = Verdict("exact")
+        for number in range(3):
+            bounds = _measured_bounds(model, module, optimizer)
+            spread = _measured_noise(model, module, optimizer)
+            expected = math.hypot(*bounds) * optimizer.noise_multiplier
+            error = abs(spread / expected - 1)
+            if error > 0.2:  # 1 300 elements: a standard deviation is known to 2 %
+                return Verdict("wrong", error, f"noise {spread:.3g} for bounds of {math.hypot(*bounds):.3g}", number)
+            worst = worst.worse(Verdict("exact", 0.0))
+            scheduler.step()
+        return worst
+
+    return run
+
+
+def _measured_bounds(model: nn.Module, module: Any, optimizer: Any) -> list[float]:
+    """The norms to which one sample with a huge gradient is clipped, by parameter, without noise."""
+    multiplier, optimizer.noise_multiplier = optimizer.noise_multiplier, 0.0
+    optimizer.zero_grad()
+    (1e9 * _losses(module, torch.ones(1, 6, dtype=torch.float64))).sum().backward()
+    optimizer.pre_step()
+    found = [float(p.grad.norm()) for p in model.parameters()]
+    optimizer.zero_grad()
+    optimizer.noise_multiplier = multiplier
+    return found
+
+
+def _measured_noise(model: nn.Module, module: Any, optimizer: Any) -> float:
+    """The standard deviation of a step whose gradients are zero."""
+    optimizer.zero_grad()
+    (0 * _losses(module, torch.ones(1, 6, dtype=torch.float64))).sum().backward()
+    optimizer.pre_step()
+    found = torch.cat([p.grad.flatten() for p in model.parameters()]).square().mean().sqrt()
+    optimizer.zero_grad()
+    return float(found)
+
+
+_SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "clip": lambda optimizer: ExponentialGradClip(optimizer, gamma=0.5),
+    "clip_steps": lambda optimizer: StepGradClip(optimizer, step_size=1, gamma=3.0),
+    "noise": lambda optimizer: ExponentialNoise(optimizer, gamma=0.5),
+}
+
+
+def _loop(name: str, allowed: Any, run: Callable[[int], Verdict]) -> Program:
+    return Program(f"loop_{name}", _model, of_shape(1, 6), allowed, run=_judged(run))
+
+
+PROGRAMS = [
+    *(
+        _loop(
+            f"{reduction}_{'whole' if physical is None else f'in_{physical}'}_{'poisson' if poisson else 'shuffled'}",
+            "exact",
+            lambda seed, r=reduction, p=physical, q=poisson: _train(seed, p, r, poisson_sampling=q),
+        )
+        for reduction in ("mean", "sum")
+        for physical in (None, 3, 8)
+        for poisson in (False, True)
+    ),
+    _loop("two_passes_in_3", "exact", lambda seed: _train(seed, 3, "mean", flash_clip_passes=2)),
+    _loop("few_samples_poisson", "exact", lambda seed: _train(seed, None, "mean", samples=4, poisson_sampling=True)),
+    *(
+        _loop(f"{clipping}_{name}_scheduler", allowed, _with_scheduler(schedule, clipping))
+        for name, schedule in _SCHEDULERS.items()
+        for clipping, allowed in (("flat", "exact"), ("per_layer", "either"))
+    ),
+]
