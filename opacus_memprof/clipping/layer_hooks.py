@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from opacus_memprof.clipping.arrangement import PLAIN, Arrangement, expand_over_batch
 from opacus_memprof.clipping.autograd_functions import CallTap, GradientTap, receive_gradient
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
+from opacus_memprof.clipping.checkpoints import end_freezing_in_checkpoints, freeze_in_checkpoints
 from opacus_memprof.clipping.layers import GenericLayer, Layer
+from opacus_memprof.clipping.module_state import ModuleState
 from opacus_memprof.clipping.native import tap_gradient
 from opacus_memprof.clipping.repetition import Call, RandomState
 from opacus_memprof.errors import MemprofError
@@ -34,11 +36,18 @@ class Layout:
 
 
 @dataclass(slots=True)
-class _Running:
-    """A layer that runs."""
+class Running:
+    """A layer that runs.
+
+    Attributes:
+        frozen: the parameters that are not trained meanwhile.
+        random: what the random number generators began with, of a GenericLayer that may need it.
+        state: the state that the module began with, of a GenericLayer that changes it.
+    """
 
     frozen: list[nn.Parameter]
     random: RandomState | None = None
+    state: ModuleState | None = None
 
 
 @dataclass
@@ -52,10 +61,10 @@ class LayerHooks:
         layouts: where samples are, of layers that have been probed.
         plain: the PlainLayers among them, by module.
         observe: called with each call of a layer while a probe observes: the layer, the leaves of its arguments, their
-            structure, the leaves of its output and the random state that it began with. None if no probe observes.
+            structure, the leaves of its output and what it began with. None if no probe observes.
         is_probing: whether a probe runs.
         forward: the number of the forward that runs, or ran last; its backward passes it on.
-        trace: the layers in the order in which that forward has called them.
+        trace: the layers in the order in which that forward has called them; None for what no proof has seen.
         kept_bytes: of CUDA's memory that backward will keep for the deferred weights of the layers that have run since
             this was 0.
     """
@@ -65,22 +74,25 @@ class LayerHooks:
     for_compiled_autograd: bool = False
     layouts: dict[Layer, Layout] = field(default_factory=dict)
     plain: dict[nn.Module, PlainLayer] = field(default_factory=dict)
-    observe: Callable[[Layer, list[Any], Any, list[Any], RandomState | None], None] | None = None
+    observe: Callable[[Layer, list[Any], Any, list[Any], Running], None] | None = None
     is_probing: bool = False
     forward: int = 0
-    trace: list[Layer] = field(default_factory=list)
+    trace: list[Layer | None] = field(default_factory=list)
     kept_bytes: int = 0
-    _running: dict[Layer, _Running] = field(default_factory=dict)
+    _running: dict[Layer, Running] = field(default_factory=dict)
     _anchors: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     def before(
         self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Freezes the layer's parameters. Returns new (args, kwargs) if autocast casts the input."""
-        running = self._running[layer] = _Running(_freeze(layer))
+        running = self._running[layer] = Running(_freeze(layer))
         if isinstance(layer, GenericLayer):
             if layer.way == "whole" or self.observe is not None:
                 running.random = RandomState.now(layer.device())
+            if layer.changes_state or self.observe is not None:
+                running.state = ModuleState(layer.module)
+            freeze_in_checkpoints(running.frozen)
             return None
         key, x = first_input(layer, args, kwargs)
         layout = self.layouts.get(layer)
@@ -97,11 +109,13 @@ class LayerHooks:
         running = self._running.pop(layer, None)
         if running is None:
             return None
+        if isinstance(layer, GenericLayer):
+            end_freezing_in_checkpoints()
         _unfreeze(running.frozen)
         return None if output is None else self.after_frozen(layer, args, kwargs, output, running)
 
     def after_frozen(
-        self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, running: _Running
+        self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, running: Running
     ) -> Any:
         """As ``after``, when the parameters are trainable again."""
         self.trace.append(layer)
@@ -113,13 +127,10 @@ class LayerHooks:
         layout = self.layouts.get(layer)
         if self.observe is not None:
             others = [other for other in (*args, *kwargs.values()) if other is not x and other is not None]
-            self.observe(layer, [x, *others], None, [output], None)
+            self.observe(layer, [x, *others], None, [output], running)
             return expand_over_batch(output, self.batch) if layout and layout.inputs[0] is None else None
         if len(args) + len(kwargs) > 1 and any(o is not None and o is not x for o in (*args, *kwargs.values())):
-            raise MemprofError(
-                f"{layer.describe()} was called with more than one argument, and was not before: call it in the same way "
-                "in every step."
-            )
+            self.trace.append(None)  # it has been no such layer so far: a proof will make it another
         where = layout.inputs[0] if layout else PLAIN
         if where is None:
             output, x = expand_over_batch(output, self.batch), expand_over_batch(x, self.batch)
@@ -149,12 +160,12 @@ class LayerHooks:
         return tap_gradient(output, anchor, saved_input, receive_gradient, call)
 
     def _after_generic(
-        self, layer: GenericLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, running: _Running
+        self, layer: GenericLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, running: Running
     ) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
         found, output_structure = tree_flatten(output)
         if self.observe is not None:
-            self.observe(layer, leaves, structure, found, running.random)
+            self.observe(layer, leaves, structure, found, running)
         layout = self.layouts.get(layer)
         if layout is None and self.observe is not None:
             return None
@@ -173,6 +184,7 @@ class LayerHooks:
                 {i: layout.outputs[i] for i in floats},
                 running.random,
                 autocast_state(layer.device()),
+                running.state,
             )
             call.leave_caches_out()
             outputs = [found[i] for i in floats]
@@ -244,7 +256,7 @@ class PlainLayer:
             return None
         layer, hooks = self.layer, self._hooks
         if not isinstance(output, torch.Tensor) or not output.dim() or output.shape[0] != hooks.batch:
-            return hooks.after_frozen(layer, args, kwargs, output, _Running(frozen))
+            return hooks.after_frozen(layer, args, kwargs, output, Running(frozen))
         hooks.trace.append(layer)
         if not torch.is_grad_enabled():
             return None

@@ -26,12 +26,12 @@ from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.distributed import inner_model, let_reducer_run
 from opacus_memprof.clipping.layer_hooks import LayerHooks, first_input
 from opacus_memprof.clipping.layers import GenericLayer
-from opacus_memprof.clipping.observation import restoring_buffers
+from opacus_memprof.clipping.module_state import restoring_state
 from opacus_memprof.clipping.probe import CannotRunError
 from opacus_memprof.clipping.proof.hooks_of_users import run_hooks, run_pre_hooks
 from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key
 from opacus_memprof.clipping.proof.outputs import tensors_in
-from opacus_memprof.clipping.proof.situations import CHECKS, Check, Situation, Situations, is_due
+from opacus_memprof.clipping.proof.situations import CHECKS, Check, Situation, Situations, is_due, order_of
 from opacus_memprof.clipping.repetition import RandomState, is_repeating
 from opacus_memprof.clipping.rules import Clipping, ClipRule
 from opacus_memprof.clipping.sharded import SharedSamples, refuse_context_parallel
@@ -261,18 +261,25 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         return result
 
     # --- what the program calls: the model, or a part of it by itself ---
-    def _before_entry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_entry(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._call is not None:
             self._call.depth += module is self._call.entry
-            return
+            return None
         if not self.hooks_enabled or is_repeating():
-            return
+            return None
         if torch._C._current_graph_task_id() != -1 and module is not self.units.model:
-            return  # a checkpoint runs a part of the model again, in backward
+            return None  # a checkpoint runs a part of the model again, in backward
         is_off = not module.training or not self.units.model.training or not torch.is_grad_enabled()
         self._call = _Call(module, args, kwargs, is_off)
-        if not is_off:
-            self._begin(self._call)
+        if is_off:
+            return None
+        was_layer = module in self._taps
+        self._begin(self._call)
+        # A hook that a call's hooks add to the module does not run in that call.
+        is_new = module in self._taps and not was_layer
+        return self._before_module(module, args, kwargs) if is_new else None
 
     def _begin(self, call: _Call) -> None:
         hooks = self.layer_hooks
@@ -387,7 +394,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
     def _finish(self, call: _Call, output: Any) -> Any:
         hooks = self.layer_hooks
         if call.situation is not None and self.situations.check != "off" and call.random is not None:
-            if hooks.batch and hooks.trace not in call.situation.traces:
+            if hooks.batch and order_of(hooks.trace) not in call.situation.traces:
                 output = self._prove_trace(call, call.situation, call.random, output)
         tensors = tensors_in(output)
         wheres = call.situation.wheres if call.situation is not None else self._wheres_by_shape(tensors)
@@ -416,17 +423,17 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         """Proves a forward that has called the layers in a new order. Returns its output: that of another forward, with
         the same random numbers, if its layers have to be followed in another way."""
         hooks, situations = self.layer_hooks, self.situations
-        trace, self._call, call.depth = hooks.trace, call, 1
+        order, self._call, call.depth = order_of(hooks.trace), call, 1
         try:
             new = situations.prove(call.entry, call.args, call.kwargs, random)
             is_same = situations.known.get(call.key) is situation and all(
                 situation.layouts.get(layer) == layout for layer, layout in new.layouts.items()
             )
             if not is_same:
-                with random.restored(), restoring_buffers(call.entry):
+                with random.restored(), restoring_state(call.entry):
                     hooks.layouts, hooks.plain, hooks.trace = new.layouts, new.plain, []
                     output = self._run(call.entry, call.args, call.kwargs)
-                trace = hooks.trace
+                order = order_of(hooks.trace)
         except CannotRunError as error:
             raise MemprofError(
                 "the model has called its layers in a new order, and cannot run on other samples in it "
@@ -434,13 +441,13 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             ) from error
         finally:
             self._call, call.depth = None, 0
-        if trace not in new.traces:
+        if order not in new.traces:
             raise MemprofError(
                 "the model calls its layers in another order each time, also from the same random numbers, so that its "
                 "clipping cannot be proved: make the order depend on torch's, NumPy's or Python's random numbers alone."
             )
         if is_same:
-            situation.traces.append(trace)
+            situation.traces.append(order)
             hooks.layouts, hooks.plain = situation.layouts, situation.plain
         else:
             situations.known[call.key] = call.situation = new

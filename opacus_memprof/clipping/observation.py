@@ -4,15 +4,13 @@ precedes, would otherwise need more memory than those that follow it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from opacus_memprof.clipping.layers import Layer
+from opacus_memprof.clipping.module_state import ModuleState
 from opacus_memprof.clipping.repetition import RandomState
 
 _BLOCK = 32  # elements
@@ -50,6 +48,7 @@ class Observation:
         structure: of the arguments; None if the layer is not a GenericLayer.
         random: what the random number generators began with, of a GenericLayer.
         draws: whether a GenericLayer has drawn random numbers.
+        state: what the module began with, of a GenericLayer whose forward changes its state.
         values: the leaves of arguments and output themselves, if the call will be repeated.
     """
 
@@ -59,25 +58,13 @@ class Observation:
     structure: Any
     random: RandomState | None
     draws: bool
+    state: ModuleState | None
     values: tuple[list[Any], list[Any]] | None
 
 
 def summaries(leaves: list[Any], shape_only: bool = False) -> list[Any]:
     """The leaves, with summaries in place of tensors."""
     return [TensorSummary.from_tensor(leaf, shape_only) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-
-@contextmanager
-def restoring_buffers(model: nn.Module) -> Iterator[None]:
-    """Restores the values of the model's buffers behind it."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
 
 
 def used_parameters(leaves: list[Any]) -> set[int]:

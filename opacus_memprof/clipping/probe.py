@@ -20,12 +20,12 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.arrangement import CANDIDATES, Arrangement
-from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, autocast_state
+from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, Running, autocast_state
 from opacus_memprof.clipping.layers import GenericLayer, Layer
+from opacus_memprof.clipping.module_state import restoring_state
 from opacus_memprof.clipping.observation import (
     Observation,
     TensorSummary,
-    restoring_buffers,
     summaries,
     used_parameters,
 )
@@ -86,6 +86,7 @@ class Probe:
         self.leaves, self.structure = tree_flatten((args, kwargs))
         self.batch = hooks.batch
         self.wheres: list[Arrangement | None] = []
+        self.samples: Sequence[tuple[int, ...]] = _SAMPLES
         self._inside = set(model.modules())
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         self.random = RandomState.now(tensors[0].device)
@@ -97,10 +98,7 @@ class Probe:
             MemprofError: samples mix, or a forward cannot be repeated.
             CannotRunError: the model cannot run on other samples.
         """
-        try:
-            plain = self._forward(_SAMPLES[0]).outputs
-        except Exception as error:
-            raise CannotRunError from error
+        plain = self._first_outputs()
         layouts: dict[Layer, Layout] = {}
         for _ in range(2 * len(self.units.layers()) + 64):
             layouts, unsuitable = self._layouts(
@@ -114,6 +112,18 @@ class Probe:
             layouts = {layer: w for layer, w in layouts.items() if layer not in unsuitable}
             self.attach()
         raise MemprofError("flash_clip found no way to tell the samples of this model apart.")
+
+    def _first_outputs(self) -> list[Any]:
+        """The outputs of the first samples, when it is clear that the model runs on all that are tried."""
+        # A model may want its samples in order, such as sorted by length.
+        in_order = ((0, 1, 2), (0, self.batch + 1, 2), (0, 1, 2, 3), (0, 1))
+        for self.samples in (_SAMPLES, in_order):
+            try:
+                return [self._forward(samples) for samples in self.samples][0].outputs
+            except Exception as error:
+                if self.samples is in_order:
+                    raise CannotRunError from error
+        raise AssertionError
 
     def repeat_more(self, layer: Layer, moves: bool, reason: str) -> None:
         """Repeats more than what the layer taps.
@@ -166,8 +176,8 @@ class Probe:
         expanded over the batch already."""
         self.hooks.layouts = dict(shared)
         try:
-            forwards = [self._forward_with_graph(_SAMPLES[0])]
-            forwards += [self._forward(samples, observe=True) for samples in _SAMPLES[1:]]
+            forwards = [self._forward_with_graph(self.samples[0])]
+            forwards += [self._forward(samples, observe=True) for samples in self.samples[1:]]
         except Exception:
             if not shared:
                 raise
@@ -272,6 +282,7 @@ class Probe:
             if not isinstance(layer, GenericLayer):
                 continue
             calls = [self._call(each, layout) for each in observations if each.layer is layer]
+            layer.changes_state = any(call.state is not None for call, _ in calls)
             parameters = {name: layer.module.get_parameter(name) for name in layer.names}
             draws = any(call.draws for call, _ in calls)
             for way in ("whole",) if draws else WAYS:
@@ -306,7 +317,7 @@ class Probe:
             autocast_state(each.layer.device()),
         )
         call.leave_caches_out()
-        call.draws = each.draws
+        call.draws, call.state = each.draws, each.state
         return call, [outputs[i] for i in layout.outputs]
 
     def _breaking(self, shared: dict[Layer, Layout], plain: list[Any]) -> list[Layer]:
@@ -315,7 +326,7 @@ class Probe:
         for layer, layout in shared.items():
             self.hooks.layouts = {layer: layout}
             try:
-                broken = not _same(self._forward(_SAMPLES[0], observe=True).outputs, plain)
+                broken = not _same(self._forward(self.samples[0], observe=True).outputs, plain)
             except Exception:
                 broken = True
             if broken:
@@ -325,9 +336,9 @@ class Probe:
     # --- forwards of a few samples ---
     def run_samples(self, samples: Sequence[int], begin: Callable[[list[Any]], None]) -> None:
         """Runs the model on some samples, without gradients. ``begin`` is called with the leaves of the arguments."""
-        leaves = [self.select(leaf, samples) for leaf in self.leaves]
+        leaves = self.leaves_of(samples)
         args, kwargs = tree_unflatten(leaves, self.structure)
-        with self._observing(samples, False), self.random.restored(), restoring_buffers(self.model), torch.no_grad():
+        with self._observing(samples, False), self.random.restored(), restoring_state(self.model), torch.no_grad():
             begin(leaves)
             self.run_model(args, kwargs)
 
@@ -345,13 +356,18 @@ class Probe:
         with (
             observing as observed,
             self.random.restored(),
-            restoring_buffers(self.model),
+            restoring_state(self.model),
             torch.set_grad_enabled(with_graph),
         ):
             output = self.run_model(args, kwargs)
         leaves = tensors_in(output)
         used = used_parameters(leaves) if with_graph else set()
         return _Forward(summaries(leaves, len(samples) != _SIZE), observed, used)
+
+    def leaves_of(self, samples: Sequence[int]) -> list[Any]:
+        """The leaves of the arguments, of some samples, in the order of those that they are made from."""
+        ordered = sorted(samples, key=lambda n: n % self.batch)
+        return [self.select(leaf, ordered) for leaf in self.leaves]
 
     def select(self, leaf: Any, samples: Sequence[int]) -> Any:
         """Some samples of an input. Beyond the batch, these are its samples rolled along their last dimension."""
@@ -366,13 +382,14 @@ class Probe:
         shapes_only = len(samples) != _SIZE
 
         def add(
-            layer: Layer, inputs: list[Any], structure: Any, outputs: list[Any], random: RandomState | None
+            layer: Layer, inputs: list[Any], structure: Any, outputs: list[Any], began: Running
         ) -> None:
-            draws = random is not None and random.has_moved()
-            is_repeated = isinstance(layer, GenericLayer) and tuple(samples) == _SAMPLES[0]
+            draws = began.random is not None and began.random.has_moved()
+            state = began.state if began.state is not None and began.state.has_changed() else None
+            is_repeated = isinstance(layer, GenericLayer) and tuple(samples) == self.samples[0]
             values = (_detached(inputs), _detached(outputs)) if is_repeated else None
             x, y = summaries(inputs, shapes_only), summaries(outputs, shapes_only)
-            observations.append(Observation(layer, x, y, structure, random, draws, values))
+            observations.append(Observation(layer, x, y, structure, began.random, draws, state, values))
 
         self.hooks.batch, self.hooks.is_probing = len(samples), True
         self.hooks.observe = add if observe else None

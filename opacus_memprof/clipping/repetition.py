@@ -21,8 +21,9 @@ from torch import nn
 from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from opacus_memprof.clipping.arrangement import Arrangement
+from opacus_memprof.clipping.arrangement import Arrangement, expand_over_batch
 from opacus_memprof.clipping.checkpoints import without_checkpoints
+from opacus_memprof.clipping.module_state import ModuleState
 from opacus_memprof.clipping.workspace import slices
 
 Way = Literal["vmap", "loop", "whole"]
@@ -125,6 +126,7 @@ class Call:
         outputs: where the samples are in the output's leaves, by their index; None for what all samples share.
         random: what the random number generators began with, if the forward is repeated as a whole.
         autocast: device type, dtype and whether it was enabled.
+        state: the state that the module began with, if its forward changes that.
         draws: whether the module draws random numbers in it.
     """
 
@@ -135,6 +137,7 @@ class Call:
     outputs: dict[int, Arrangement | None]
     random: RandomState | None
     autocast: tuple[str, torch.dtype, bool]
+    state: ModuleState | None = None
     draws: bool = False
 
     def leave_caches_out(self) -> None:
@@ -158,11 +161,24 @@ class Call:
         """The output's leaves that are listed in ``outputs``."""
         args, kwargs = tree_unflatten(list(leaves), self.structure)
         device, dtype, enabled = self.autocast
-        with repeating(), without_checkpoints(is_repeating), torch.autocast(device, dtype, enabled, cache_enabled=False):
+        with self._in_its_state(module), repeating(), without_checkpoints(), torch.autocast(device, dtype, enabled, cache_enabled=False):
             values = {f"module.{name}": value for name, value in parameters.items()}
             output = functional_call(_WithoutHooks(module), values, args, kwargs)
         found = tree_flatten(output)[0]
         return [found[i] for i in self.outputs]
+
+    @contextmanager
+    def _in_its_state(self, module: nn.Module) -> Iterator[None]:
+        """The module has the state that it had before the call, inside."""
+        if self.state is None:
+            yield
+            return
+        now = ModuleState(module)
+        self.state.restore()
+        try:
+            yield
+        finally:
+            now.restore()
 
     def by_sample(self) -> list[Any]:
         """The leaves; those that have samples as [batch, *shape of a batch of one]."""
@@ -252,7 +268,21 @@ class Repetition:
             yield slice(n, n + 1), {name: g.unsqueeze(0) for name, g in found.items()}
 
     def matches(self, call: Call, outputs: Sequence[torch.Tensor]) -> bool:
-        """Whether repeating the call in this way gives the outputs that the call gave."""
+        """Whether repeating the call in this way gives the outputs that the call gave, and gradients."""
+        return self._gives_outputs(call, outputs) and self._gives_gradients(call, outputs)
+
+    def _gives_gradients(self, call: Call, outputs: Sequence[torch.Tensor]) -> bool:
+        zeros = [
+            torch.zeros_like(expand_over_batch(output, call.batch) if where is None else output)
+            for output, where in zip(outputs, call.outputs.values(), strict=True)
+        ]
+        try:
+            next(self.chunks(call, zeros, call.batch))
+        except Exception:  # an operation that vmap knows, but not its gradient
+            return False
+        return True
+
+    def _gives_outputs(self, call: Call, outputs: Sequence[torch.Tensor]) -> bool:
         try:
             with torch.no_grad():
                 if self.way == "whole":

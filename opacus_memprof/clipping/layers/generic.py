@@ -30,6 +30,7 @@ class GenericLayer(Layer):
         super().__init__(name, module)
         self.names = list(names)
         self.way: Way = "vmap"
+        self.changes_state = False  # whether its forward changes buffers or attributes of the module
 
     def trainable(self) -> list[nn.Parameter]:
         return list(self._parameters().values())

@@ -54,7 +54,8 @@ class _LastDimensionsNorm(Layer):
         return gradients
 
     def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
-        is_plain = x.dim() == g.dim() == 3 and x.dtype == g.dtype and g.shape[1] > 1
+        is_flat = len(self.module.normalized_shape) == 1
+        is_plain = is_flat and x.dim() == g.dim() == 3 and x.dtype == g.dtype and g.shape[1] > 1
         fits = _COPIES * g.nbytes <= workspace.bytes
         return self._keep_stacks if is_plain and fits and self.is_trainable("weight") else None
 

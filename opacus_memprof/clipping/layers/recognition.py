@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opacus_memprof.clipping.layers.base import Layer
 from opacus_memprof.clipping.layers.embedding import EmbeddingLayer, ScaledEmbeddingLayer
@@ -126,8 +127,27 @@ def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     return actual.shape == expected.shape and torch.allclose(actual, expected, rtol=precision, atol=precision * scale)
 
 
+_SMOOTH = frozenset(
+    "view _unsafe_view reshape t transpose permute unsqueeze squeeze expand clone detach alias slice select split chunk "
+    "addmm mm bmm baddbmm matmul linear add add_ sub sub_ rsub mul mul_ div div_ neg pow pow_ square mean sum var var_mean "
+    "std rsqrt rsqrt_ sqrt sqrt_ reciprocal _to_copy native_layer_norm native_group_norm rms_norm _fused_rms_norm "
+    "embedding ones ones_like zeros zeros_like empty empty_like full lift_fresh copy_ norm linalg_vector_norm".split()
+)
+
+
+class _OnlySmooth(TorchDispatchMode):
+    """Raises TypeError for operations other than products, sums, powers and means. What a module computes with these on a
+    few random numbers it computes on all: it has no clamp, comparison or condition that only other numbers reach."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ not in _SMOOTH:
+            raise TypeError(func)
+        return func(*args, **(kwargs or {}))
+
+
 def _call(module: nn.Module, x: torch.Tensor, **values: torch.Tensor) -> torch.Tensor:
-    output: Any = functional_call(module, values, (x,))
+    with _OnlySmooth():
+        output: Any = functional_call(module, values, (x,))
     if not isinstance(output, torch.Tensor):
         raise TypeError
     return output

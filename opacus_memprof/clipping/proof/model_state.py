@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from opacus_memprof.clipping.module_state import INTERNAL
 
 _is_trained = attrgetter("requires_grad")
 _is_training = attrgetter("training")
@@ -29,13 +30,13 @@ class ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
-        self._own_hooks: set[int] = set()  # ids of hooks of this package, which change nothing
         self._children = [m._modules for m in self._modules]
         self._parameters = [m._parameters for m in self._modules]
         self._hooks = [getattr(m, kind) for m in self._modules for kind in _HOOKS]
         self._dicts = [m.__dict__ for m in self._modules]
         self._seen_hooks: list[int] = []
         self._user_hooks: tuple[int, ...] = ()
+        self._attributes = Attributes(self._dicts)
 
     def structure(self) -> tuple[Any, ...]:
         """The submodules, and the parameters with whether they are trained. The layers depend on it."""
@@ -44,9 +45,11 @@ class ModelState:
         return tuple(children), tuple(map(id, parameters)), tuple(map(_is_trained, parameters))
 
     def modes(self) -> tuple[Any, ...]:
-        """The training flags, the classes, the hooks of users and the forwards that are replaced on instances."""
+        """The training flags, the classes, the hooks of users, the forwards that are replaced on instances, and the
+        attributes that are plain values."""
         replaced = tuple(id(d["forward"]) for d in self._dicts if "forward" in d)
-        return tuple(map(_is_training, self._modules)), tuple(map(type, self._modules)), self._hooks_of_users(), replaced
+        classes = tuple(map(type, self._modules))
+        return tuple(map(_is_training, self._modules)), classes, self._hooks_of_users(), replaced, self._attributes.now()
 
     def _hooks_of_users(self) -> tuple[int, ...]:
         seen = list(map(id, chain.from_iterable(map(dict.values, self._hooks))))
@@ -54,6 +57,46 @@ class ModelState:
             hooks = chain.from_iterable(map(dict.values, self._hooks))
             self._seen_hooks, self._user_hooks = seen, tuple(id(hook) for hook in hooks if not is_own(hook))
         return self._user_hooks
+
+
+class Attributes:
+    """The plain values (numbers, strings, flags) among the attributes of modules.
+
+    Args:
+        dicts: the dictionaries of the modules' attributes.
+    """
+
+    def __init__(self, dicts: list[dict[str, Any]]) -> None:
+        self._dicts = dicts
+        self._sizes: list[int] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._values: list[Any] = []
+        self._seen: dict[tuple[int, str], set[Any]] = {}
+        self._now: tuple[Any, ...] = ()
+
+    def now(self) -> tuple[Any, ...]:
+        """The values. One that has had more than a few, such as a count of steps, is left out."""
+        sizes = list(map(len, self._dicts))
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._places = [(d, k) for d in self._dicts for k, v in d.items() if k not in INTERNAL and _is_plain(v)]
+            self._values = []
+        values = [d.get(k) for d, k in self._places]
+        if values != self._values:
+            self._values = values
+            self._now = tuple(v for (d, k), v in zip(self._places, values, strict=True) if self._is_stable(d, k, v))
+        return self._now
+
+    def _is_stable(self, d: dict[str, Any], key: str, value: Any) -> bool:
+        if not _is_plain(value):
+            return False
+        seen = self._seen.setdefault((id(d), key), set())
+        seen.add(value)
+        return len(seen) <= _MOST_VALUES
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def is_own(hook: Any) -> bool:

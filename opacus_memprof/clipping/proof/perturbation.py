@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 VARIANTS = 4
-GENTLE = -1
-"""The variant in which samples only take the values of other samples."""
+GENTLE = (-1, -2)
+"""The variants in which samples only take the values of others: of any, and of neighbours, which leaves what is sorted
+sorted."""
 
 
 def perturbed(leaves: Sequence[Any], batch: int, kept: torch.Tensor, variant: int, seed: int) -> list[Any]:
@@ -20,7 +21,7 @@ def perturbed(leaves: Sequence[Any], batch: int, kept: torch.Tensor, variant: in
         leaves: of the arguments; tensors whose first dimension is ``batch`` have samples.
         batch: the number of samples.
         kept: which samples keep their values, [B], bool, on the CPU.
-        variant: from 0 to ``VARIANTS - 1``, or ``GENTLE``.
+        variant: from 0 to ``VARIANTS - 1``, or one of ``GENTLE``.
         seed: of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -40,7 +41,9 @@ def _other(x: torch.Tensor, kept: torch.Tensor, variant: int, shift: int, genera
     if type(x) is not torch.Tensor and not isinstance(x, torch.nn.Parameter):
         return x
     rolled = x.detach().roll(shift, 0)
-    if variant == GENTLE or x.numel() == 0:
+    if variant == GENTLE[1]:
+        other = x.detach()[_nearest(kept).to(x.device)]
+    elif variant == GENTLE[0] or x.numel() == 0:
         other = rolled
     elif x.is_floating_point() or x.is_complex():
         other = _other_numbers(x.detach(), rolled, variant, generator)
@@ -50,12 +53,21 @@ def _other(x: torch.Tensor, kept: torch.Tensor, variant: int, shift: int, genera
     return torch.where(keep, x.detach(), other).requires_grad_(x.requires_grad)
 
 
+def _nearest(kept: torch.Tensor) -> torch.Tensor:
+    """For each sample the nearest one that is kept."""
+    places = torch.arange(len(kept))
+    distances = (places.unsqueeze(1) - places).abs().masked_fill(~kept, 2 * len(kept))
+    return distances.argmin(1)
+
+
 def _other_numbers(x: torch.Tensor, rolled: torch.Tensor, variant: int, generator: torch.Generator) -> torch.Tensor:
     if not x.is_complex():
-        if bool(((x == 0) | (x == 1)).all()):  # a mask
+        if bool(((x == 0) | (x == 1)).all()) and bool(x.any()):  # a mask
             return _other_integers(x.to(torch.int64), rolled.to(torch.int64), variant, generator).to(x.dtype)
         if bool((x <= -1e4).any()):  # a mask that is added to scores
             return rolled
+    if not bool(x.any()):
+        return torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
     if variant == 0:
         return rolled * 4
     if variant == 1:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from opacus_memprof.clipping.arrangement import Arrangement
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers import Layer
-from opacus_memprof.clipping.observation import restoring_buffers
+from opacus_memprof.clipping.module_state import restoring_state
 from opacus_memprof.clipping.proof.outputs import cotangents, tensors_in
 from opacus_memprof.clipping.proof.perturbation import GENTLE, VARIANTS, perturbed
 from opacus_memprof.clipping.proof.recorder import Record, RowRecorder, Sum, SumRecorder
@@ -114,10 +114,12 @@ class Prover:
         """
         batch = self.program.batch
         leaves, structure = self.program.leaves()
-        has_shared = any(where is None for where in self.program.wheres)
         whole = torch.ones(batch, dtype=torch.bool)
-        base = self._backward(leaves, structure, whole, True)
-        self.trace = base.trace
+        bases = {True: self._backward(leaves, structure, whole, True)}
+        self.trace = bases[True].trace
+        # From outputs that have the samples alone, half of the time, no sample may get a gradient of another one's.
+        if bases[True].outputs and bases[True].has_shared:
+            bases[False] = self._backward(leaves, structure, whole, False)
         plans = halves(batch) * (2 if batch <= _FEW else 1)
         if rounds is not None:
             plans = plans[:rounds]
@@ -125,27 +127,23 @@ class Prover:
             kept = torch.tensor(plan)
             if batch > 1 and bool(kept.all()):
                 continue
-            other, shared = self._changed(leaves, structure, kept, i, has_shared)
-            doubts = self._compare(base, other, kept, no_leak=not shared)
+            shared = len(bases) == 1 or (i // 2) % 2 == 0
+            other = self._changed(leaves, structure, kept, i, shared)
+            doubts = self._compare(bases[shared], other, kept, no_leak=not (shared and other.has_shared))
             if doubts:
                 return doubts
         return []
 
-    def _changed(
-        self, leaves: list[Any], structure: Any, kept: torch.Tensor, i: int, has_shared: bool
-    ) -> tuple[_Run, bool]:
-        """A run in which the samples that are not kept are others, and whether shared outputs have gradients in it."""
-        batch = self.program.batch
-        # Half of the runs start from outputs of kept samples alone.
-        shared = has_shared and (i // 2) % 2 == 0
-        for variant in dict.fromkeys(((i + i // 4) % VARIANTS, GENTLE)):
-            new = perturbed(leaves, batch, kept, variant, i)
+    def _changed(self, leaves: list[Any], structure: Any, kept: torch.Tensor, i: int, shared: bool) -> _Run:
+        """A run in which the samples that are not kept are others."""
+        for variant in ((i + i // 4) % VARIANTS, *GENTLE):
+            new = perturbed(leaves, self.program.batch, kept, variant, i)
             try:
-                return self._backward(new, structure, kept, shared), shared
+                return self._backward(new, structure, kept, shared)
             except MemprofError:
                 raise
             except Exception:
-                if variant == GENTLE:
+                if variant == GENTLE[-1]:
                     raise
         raise AssertionError
 
@@ -158,7 +156,7 @@ class Prover:
             rows = [Rows.of(w.by_sample(o, batch)) for o, w in zip(outputs, wheres, strict=True) if w is not None]
             given = cotangents(outputs, wheres, batch, kept.to(torch.float64), shared)
             torch.autograd.backward(outputs, given)
-        return _Run(rows, recorder, trace)
+        return _Run(rows, None in wheres, recorder, trace)
 
     def _outputs(self, leaves: list[Any], structure: Any) -> tuple[list[torch.Tensor], list[Arrangement | None]]:
         args, kwargs = tree_unflatten(leaves, structure)
@@ -181,7 +179,7 @@ class Prover:
         before = hooks.bookkeeping, hooks.batch, hooks.trace
         hooks.bookkeeping, hooks.batch, hooks.trace = bookkeeping, program.batch, []
         try:
-            with program.random.restored(), restoring_buffers(program.module), torch.enable_grad():
+            with program.random.restored(), restoring_state(program.module), torch.enable_grad():
                 yield hooks.trace
         finally:
             hooks.bookkeeping, hooks.batch, hooks.trace = before
@@ -244,9 +242,11 @@ class Prover:
 
 @dataclass
 class _Run:
-    """What a run gave: its outputs, what reached the layers, and the order in which they were called."""
+    """What a run gave: the outputs that have the samples, whether there are others, what reached the layers, and the order
+    in which they were called."""
 
     outputs: list[Rows]
+    has_shared: bool
     recorder: RowRecorder
     trace: list[Layer]
 

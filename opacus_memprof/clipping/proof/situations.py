@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -33,6 +34,16 @@ _SHARE = 16
 """A situation that is checked again is checked with this part of the batch."""
 
 
+Order = list[tuple["Layer | None", bool]]
+
+
+def order_of(trace: Sequence[Layer | None]) -> Order:
+    """The layers in the order of their first calls, each with whether it is called once. How often a recurrent layer is
+    called depends on the lengths of samples."""
+    counts = Counter(trace)
+    return [(layer, count == 1) for layer, count in counts.items()]
+
+
 @dataclass
 class Situation:
     """What is known of forwards of one kind.
@@ -41,7 +52,7 @@ class Situation:
         layouts: where the layers have the samples.
         plain: the PlainLayers, by module.
         wheres: where the output's tensors have the samples; None for what all samples share.
-        traces: the orders of layer calls that are proved.
+        traces: the orders of layer calls that are proved; see ``order_of``.
         forwards: the number of forwards so far.
         checks: the numbers of the forwards that were checked.
     """
@@ -49,7 +60,7 @@ class Situation:
     layouts: dict[Layer, Layout]
     plain: dict[nn.Module, PlainLayer]
     wheres: list[Arrangement | None]
-    traces: list[list[Layer]] = field(default_factory=list)
+    traces: list[Order] = field(default_factory=list)
     forwards: int = 0
     checks: list[int] = field(default_factory=list)
 
@@ -155,8 +166,7 @@ class Situations:
     def _doubts(self, probe: Probe, situation: Situation, random: RandomState) -> list[Doubt]:
         batch = self.hooks.batch
         count = max(batch, _LEAST)
-        samples = range(count)
-        leaves = probe.leaves if count == batch else [probe.select(leaf, samples) for leaf in probe.leaves]
+        leaves = probe.leaves if count == batch else probe.leaves_of(range(count))
         try:
             prover = self._prover(probe, situation, random, leaves, count)
             doubts = prover.mixing()
@@ -165,7 +175,7 @@ class Situations:
                 doubts = [] if self.units.is_sharded else real.sums()
                 if real is not prover:
                     real.trace = real.run_for_trace()
-                situation.traces = [real.trace]
+                situation.traces = [order_of(real.trace)]
         except (MemprofError, torch.OutOfMemoryError):
             raise
         except Exception as error:
