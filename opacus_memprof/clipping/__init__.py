@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from opacus_memprof.clipping.graphed import GraphedBackward
     from opacus_memprof.clipping.module import FlashClipHooks, GradSampleModuleFlashClip
     from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
-    from opacus_memprof.clipping.register import register_norm_samplers
+    from opacus_memprof.clipping.norm_samplers import register_norm_samplers
     from opacus_memprof.clipping.verification import Verification, verify
 
 _MODULES = {
@@ -26,7 +26,7 @@ _MODULES = {
     "GraphedBackward": "graphed",
     "adopt_grad_samples": "grad_sample_copies",
     "Verification": "verification",
-    "register_norm_samplers": "register",
+    "register_norm_samplers": "norm_samplers",
     "verify": "verification",
 }
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from opacus_memprof.clipping.distributed import spans_ranks
-from opacus_memprof.clipping.register import register_norm_samplers
+from opacus_memprof.clipping.norm_samplers import register_norm_samplers
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
