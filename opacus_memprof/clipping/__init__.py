@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from opacus_memprof.clipping.grad_sample_copies import adopt_grad_samples
     from opacus_memprof.clipping.graphed import GraphedBackward
     from opacus_memprof.clipping.module import FlashClipHooks, GradSampleModuleFlashClip
-    from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
     from opacus_memprof.clipping.norm_samplers import register_norm_samplers
+    from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
     from opacus_memprof.clipping.verification import Verification, verify
 
 _MODULES = {

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per-sample gradients by plain autograd, from a recorded forward: its inputs, random numbers and output cotangents."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from opacus_memprof.clipping.proof.random_state import RandomState, kept_random_state
+from opacus_memprof.errors import MemprofError
+
+Gradients = list[torch.Tensor | None]
+_SAME_OUTPUT = 1e-5
+_SAME_OUTPUT_LOW_PRECISION = 1e-2
+
+
+class RecordedForward:
+    """A forward of a model in training, as it was called, and what backward brought to its outputs.
+
+    Args:
+        model: the plain model.
+        args: what it is called with by position.
+        kwargs: what it is called with by name.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.model = model
+        self.args, self.kwargs = tree_map(_copied, (args, kwargs))
+        devices = {each.device for each in [*model.parameters(), *_tensors((args, kwargs))]}
+        self.random_state = RandomState(devices)
+        self._device_type = next((each.type for each in devices if each.type != "cpu"), "cpu")
+        self._autocast = (
+            torch.is_autocast_enabled(self._device_type),
+            torch.get_autocast_dtype(self._device_type),
+        )
+        self._buffers = [buffer.clone() for buffer in model.buffers()]
+        self.draws_random_numbers = False
+        self.cotangents: dict[int, torch.Tensor] = {}
+        self.shapes: list[torch.Size] = []
+        batches = [len(each) for each in _tensors((args, kwargs)) if each.dim()]
+        self.samples = batches[0] if batches else 0
+
+    def watch(self, output: Any, is_counted: Callable[[], bool]) -> None:
+        """Records the gradients of the outputs while ``is_counted()`` is True. Call it when the forward has ended."""
+        self.draws_random_numbers = self.random_state.has_changed()
+        leaves = _tensors(output)
+        self.shapes = [each.shape for each in leaves]
+        for index, each in enumerate(leaves):
+            if each.requires_grad:
+                each.register_hook(  # type: ignore[no-untyped-call]
+                    lambda g, i=index: self._add(i, g) if is_counted() else None
+                )
+
+    def _add(self, index: int, cotangent: torch.Tensor) -> None:
+        known = self.cotangents.get(index)
+        self.cotangents[index] = cotangent.detach().clone() if known is None else known + cotangent
+
+    @property
+    def is_low_precision(self) -> bool:
+        """Returns whether the model, or a part of it, computed in float16 or bfloat16."""
+        low = (torch.float16, torch.bfloat16)
+        in_autocast = self._autocast[0] and self._autocast[1] in low
+        return in_autocast or any(parameter.dtype in low for parameter in self.model.parameters())
+
+    def refuse_without_samples(self) -> None:
+        """Raises MemprofError if a gradient arrived at an output that has no batch dimension."""
+        for index in self.cotangents:
+            shape = tuple(self.shapes[index])
+            if not shape or shape[0] != self.samples:
+                raise MemprofError(
+                    f"the check cannot certify {type(self.model).__name__}: the loss depends on an output of shape "
+                    f"{list(shape)}, whose first dimension is not the batch of {self.samples} samples; return one "
+                    "output per sample and compute the loss outside the model, or pass check='off'."
+                )
+
+    def per_sample_gradients(self, parameters: Sequence[nn.Parameter]) -> Iterator[Gradients]:
+        """Yields each sample's gradients of ``parameters``, None where there is none.
+
+        A model that draws no random numbers is run on each sample alone. Otherwise the whole batch is run with the same
+        numbers, and backward starts from one sample's outputs at a time.
+        """
+        alone = not self.draws_random_numbers and self._runs_alone()
+        if not alone:
+            whole = self._run()
+        for sample in range(self.samples):
+            outputs = self._run(slice(sample, sample + 1)) if alone else whole
+            yield self._gradients(outputs, sample, alone, parameters)
+
+    def _gradients(
+        self, outputs: list[torch.Tensor], sample: int, alone: bool, parameters: Sequence[nn.Parameter]
+    ) -> Gradients:
+        starts, cotangents = [], []
+        for index, cotangent in self.cotangents.items():
+            own = cotangent[sample : sample + 1]
+            start = outputs[index] if alone else outputs[index][sample : sample + 1]
+            if start.requires_grad:
+                starts.append(start)
+                cotangents.append(own)
+        if not starts:
+            return [None] * len(parameters)
+        return list(
+            torch.autograd.grad(starts, list(parameters), cotangents, retain_graph=not alone, allow_unused=True)
+        )
+
+    def refuse_mixing(self) -> None:
+        """Checks that no sample's outputs depend on other samples, for every ordered pair of samples.
+
+        For each bit of a sample's index, the samples with that bit 0 (then 1) keep their inputs, and the others get
+        theirs: every pair differs in a bit.
+
+        Raises:
+            MemprofError: they do.
+        """
+        with torch.no_grad():
+            bound = _SAME_OUTPUT_LOW_PRECISION if self.is_low_precision else _SAME_OUTPUT
+            before = self._run()
+            for bit in range((self.samples - 1).bit_length()):
+                for side in (0, 1):
+                    kept = [i for i in range(self.samples) if (i >> bit) & 1 == side]
+                    rows = [i if (i >> bit) & 1 == side else kept[i % len(kept)] for i in range(self.samples)]
+                    after = self._run(rows)
+                    for a, b in zip(before, after, strict=True):
+                        if a.dim() and len(a) == self.samples and not _are_close(a[kept], b[kept], bound):
+                            raise MemprofError(
+                                f"the samples of a batch influence one another in {type(self.model).__name__}: the "
+                                f"output of shape {list(a.shape)} changed for samples whose own inputs had not; use "
+                                "layers that treat each sample by itself, such as GroupNorm instead of BatchNorm."
+                            )
+
+    def _runs_alone(self) -> bool:
+        """Returns whether the model takes one sample, and returns one row of each output then."""
+        try:
+            with torch.no_grad():
+                outputs = self._run(slice(0, 1))
+        except Exception:  # whatever a model raises on a batch of one
+            return False
+        expected = [(1, *shape[1:]) for shape in self.shapes]
+        return all(index < len(outputs) and outputs[index].shape == expected[index] for index in self.cotangents)
+
+    def _run(self, rows: slice | list[int] | None = None) -> list[torch.Tensor]:
+        """Returns the outputs of the model on these samples, from the recorded state of all generators and buffers."""
+        args, kwargs = tree_map(lambda x: self._rows_of(x, rows), (self.args, self.kwargs))
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        enabled, dtype = self._autocast
+        with kept_random_state(self.random_state.devices), contextlib.ExitStack() as stack:
+            stack.callback(_copy_into, list(self.model.buffers()), buffers)
+            stack.enter_context(torch.autocast(self._device_type, dtype=dtype, enabled=enabled, cache_enabled=False))
+            _copy_into(list(self.model.buffers()), self._buffers)
+            self.random_state.restore()
+            return _tensors(self.model(*args, **kwargs))
+
+    def _rows_of(self, x: Any, rows: slice | list[int] | None) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        has_samples = x.dim() > 0 and len(x) == self.samples
+        taken = x if rows is None or not has_samples else x[rows]
+        # Copied, because a model may change its inputs in place.
+        return taken.detach().clone().requires_grad_(x.requires_grad)
+
+
+def _are_close(a: torch.Tensor, b: torch.Tensor, bound: float) -> bool:
+    return torch.equal(a, b) or bool(norm(a - b) <= bound * norm(a))
+
+
+def norm(x: torch.Tensor) -> float:
+    """Returns the L2 norm, found in double precision."""
+    return float(x.to(torch.complex128 if x.is_complex() else torch.float64).norm())
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [each for each in tree_flatten(tree)[0] if isinstance(each, torch.Tensor)]
+
+
+def _copied(x: Any) -> Any:
+    return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+
+
+def _copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
