@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from opacus_memprof.clipping.graphed import GraphedBackward
     from opacus_memprof.clipping.module import FlashClipHooks, GradSampleModuleFlashClip
     from opacus_memprof.clipping.norm_samplers import register_norm_samplers
+    from opacus_memprof.clipping.opacus_functions import register, unregister
     from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
     from opacus_memprof.clipping.verification import Verification, verify
 
@@ -26,7 +27,9 @@ _MODULES = {
     "GraphedBackward": "graphed",
     "adopt_grad_samples": "grad_sample_copies",
     "Verification": "verification",
+    "register": "opacus_functions",
     "register_norm_samplers": "norm_samplers",
+    "unregister": "opacus_functions",
     "verify": "verification",
 }
 
@@ -38,7 +41,9 @@ __all__ = [
     "GraphedBackward",
     "Verification",
     "adopt_grad_samples",
+    "register",
     "register_norm_samplers",
+    "unregister",
     "verify",
 ]
 

@@ -25,6 +25,7 @@ from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.distributed import inner_model, let_reducer_run
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, first_input, plain_layers
 from opacus_memprof.clipping.layers import GenericLayer, Layer
+from opacus_memprof.clipping.owners import remember_owner
 from opacus_memprof.clipping.probe import CannotRunError, Probe
 from opacus_memprof.clipping.repetition import is_repeating
 from opacus_memprof.clipping.rules import Clipping, ClipRule
@@ -97,6 +98,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self._allocated_before = 0
         self.autograd_grad_sample_hooks: list[RemovableHandle] = []
         self._attach()
+        remember_owner(self)
 
     @property
     def per_sample_gradient_norms(self) -> torch.Tensor:
