@@ -110,27 +110,20 @@ class RecordedForward:
     def refuse_mixing(self) -> None:
         """Checks that no sample's outputs depend on other samples, for every ordered pair of samples.
 
-        For each bit of a sample's index, the samples with that bit 0 (then 1) keep their inputs, and the others get
-        theirs: every pair differs in a bit.
-
         Raises:
             MemprofError: they do.
         """
         with torch.no_grad():
             bound = _SAME_OUTPUT_LOW_PRECISION if self.is_low_precision else _SAME_OUTPUT
             before = self._run()
-            for bit in range((self.samples - 1).bit_length()):
-                for side in (0, 1):
-                    kept = [i for i in range(self.samples) if (i >> bit) & 1 == side]
-                    rows = [i if (i >> bit) & 1 == side else kept[i % len(kept)] for i in range(self.samples)]
-                    after = self._run(rows)
-                    for a, b in zip(before, after, strict=True):
-                        if a.dim() and len(a) == self.samples and not _are_close(a[kept], b[kept], bound):
-                            raise MemprofError(
-                                f"the samples of a batch influence one another in {type(self.model).__name__}: the "
-                                f"output of shape {list(a.shape)} changed for samples whose own inputs had not; use "
-                                "layers that treat each sample by itself, such as GroupNorm instead of BatchNorm."
-                            )
+            for kept, rows in exchanges(self.samples):
+                for a, b in zip(before, self._run(rows), strict=True):
+                    if a.dim() and len(a) == self.samples and not are_close(a[kept], b[kept], bound):
+                        raise MemprofError(
+                            f"the samples of a batch influence one another in {type(self.model).__name__}: the "
+                            f"output of shape {list(a.shape)} changed for samples whose own inputs had not; use "
+                            "layers that treat each sample by itself, such as GroupNorm instead of BatchNorm."
+                        )
 
     def _runs_alone(self) -> bool:
         """Returns whether the model takes one sample, and returns one row of each output then."""
@@ -163,7 +156,25 @@ class RecordedForward:
         return taken.detach().clone().requires_grad_(x.requires_grad)
 
 
-def _are_close(a: torch.Tensor, b: torch.Tensor, bound: float) -> bool:
+def exchanges(samples: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields batches in which some samples keep their inputs and the others get theirs.
+
+    For each bit of a sample's index, the samples with that bit 0 (then 1) keep their inputs. Every ordered pair of
+    samples differs in a bit, so that each sample is exchanged once while the other is kept.
+
+    Args:
+        samples: the size of the batch.
+
+    Yields:
+        The samples that are kept, and for each place of the batch the sample whose inputs it gets.
+    """
+    for bit in range((samples - 1).bit_length()):
+        for side in (0, 1):
+            kept = [i for i in range(samples) if (i >> bit) & 1 == side]
+            yield kept, [i if (i >> bit) & 1 == side else kept[i % len(kept)] for i in range(samples)]
+
+
+def are_close(a: torch.Tensor, b: torch.Tensor, bound: float) -> bool:
     if torch.equal(a, b):
         return True
     a, b = a.nan_to_num(), b.nan_to_num()  # which the check of the sums reports
