@@ -41,7 +41,7 @@ def measure_noise(optimizer: Any, names: Mapping[nn.Parameter, str], std: float)
                 kept.append(noise.detach().double().flatten().cpu() / std)
     draws = {names[parameter]: each for parameter, each in drawn.items()}
     stds = {name: float(torch.cat(each).square().mean().sqrt()) for name, each in draws.items()}
-    return stds, _wrong_size(draws, std) or _dependent(draws)
+    return stds, _dependent(draws) or _wrong_size(draws, std)
 
 
 def _wrong_size(draws: Mapping[str, list[torch.Tensor]], std: float) -> str | None:
@@ -78,6 +78,8 @@ def _dependent(draws: Mapping[str, list[torch.Tensor]]) -> str | None:
 
 def _is_correlated(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     size = min(len(a[0]), len(b[0]))
-    products = torch.cat([x[:size] * y[:size] for x, y in zip(a, b, strict=False)])
-    # Of normal variables in units of their standard deviation; products of few have longer tails than the normal's.
-    return len(products) >= _FEWEST_DRAWS / 2 and abs(float(products.mean())) * math.sqrt(len(products)) > _MOST_SIGMAS
+    pairs = list(zip(a, b, strict=False))  # one parameter may have fewer draws
+    x, y = (torch.cat([pair[side][:size] for pair in pairs]) for side in (0, 1))
+    sizes = float(x.norm() * y.norm())
+    # Fewer draws have longer tails than the normal's.
+    return sizes > 0 and len(x) >= _FEWEST_DRAWS / 2 and abs(float(x @ y)) / sizes * math.sqrt(len(x)) > _MOST_SIGMAS
