@@ -98,7 +98,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self._allocated_before = 0
         self.autograd_grad_sample_hooks: list[RemovableHandle] = []
         self._attach()
-        remember_owner(self)
+        remember_owner(self, m.parameters())
 
     @property
     def per_sample_gradient_norms(self) -> torch.Tensor:

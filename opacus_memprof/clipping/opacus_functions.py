@@ -242,4 +242,7 @@ def _optimizer_class(clipping: str, base: type[DPOptimizerFlashClip]) -> type[DP
 
 
 def _owner(optimizer: Optimizer) -> FlashClipHooks:
-    return find_owner(p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    hooks: FlashClipHooks = find_owner(
+        p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+    )
+    return hooks

@@ -5,33 +5,31 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from opacus_memprof.errors import MemprofError
 
-if TYPE_CHECKING:
-    from opacus_memprof.clipping.module import FlashClipHooks
-
 _OWNERS: Any = WeakTensorKeyDictionary()  # parameter -> weak reference to its hooks, which hold the parameter
 
 
-def remember_owner(hooks: FlashClipHooks) -> None:
-    """Records the hooks as those of all parameters of their model. The latest hooks of a parameter count."""
+def remember_owner(hooks: Any, parameters: Iterable[nn.Parameter]) -> None:
+    """Records that these parameters belong to a model with these FlashClipHooks. The latest hooks of a parameter
+    count."""
     reference = weakref.ref(hooks)
-    for parameter in hooks.units.model.parameters():
+    for parameter in parameters:
         _OWNERS[parameter] = reference
 
 
-def find_owner(parameters: Iterable[nn.Parameter]) -> FlashClipHooks:
-    """Returns the hooks of the model that all these parameters belong to.
+def find_owner(parameters: Iterable[nn.Parameter]) -> Any:
+    """Returns the FlashClipHooks of the model that all these parameters belong to.
 
     Raises:
         MemprofError: they belong to none or to several models, or the hooks were removed.
     """
-    owners: list[FlashClipHooks] = []
+    owners: list[Any] = []
     strangers = []
     for parameter in parameters:
         reference = _OWNERS.get(parameter)
