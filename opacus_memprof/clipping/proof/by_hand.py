@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from opacus_memprof.clipping.proof.random_state import RandomState, kept_random_state
@@ -65,7 +66,8 @@ class RecordedForward:
         """Returns whether the model, or a part of it, computed in float16 or bfloat16."""
         low = (torch.float16, torch.bfloat16)
         in_autocast = self._autocast[0] and self._autocast[1] in low
-        return in_autocast or any(parameter.dtype in low for parameter in self.model.parameters())
+        tensors = [*self.cotangents.values(), *self.model.parameters()]
+        return in_autocast or any(each.dtype in low for each in tensors)
 
     def refuse_without_samples(self) -> None:
         """Raises MemprofError if a gradient arrived at an output that has no batch dimension."""
@@ -73,7 +75,7 @@ class RecordedForward:
             shape = tuple(self.shapes[index])
             if not shape or shape[0] != self.samples:
                 raise MemprofError(
-                    f"the check cannot certify {type(self.model).__name__}: the loss depends on an output of shape "
+                    f"the check cannot certify {_name(self.model)}: the loss depends on an output of shape "
                     f"{list(shape)}, whose first dimension is not the batch of {self.samples} samples; return one "
                     "output per sample and compute the loss outside the model, or pass check='off'."
                 )
@@ -107,8 +109,45 @@ class RecordedForward:
             torch.autograd.grad(starts, list(parameters), cotangents, retain_graph=not alone, allow_unused=True)
         )
 
-    def refuse_mixing(self) -> None:
+    def shards_of_gradients(
+        self, parameters: Sequence[nn.Parameter], ranks: int, own_rank: int, most_samples: int, scale: float
+    ) -> Iterator[Gradients]:
+        """Yields this rank's shards of each sample's gradients, for the samples of all ranks. All ranks call it.
+
+        FSDP2 gathers parameters and reduces gradients in every forward and backward, in which all ranks take part:
+        backward starts from one sample of one rank, and from zeros on the others.
+
+        Args:
+            parameters: the sharded parameters. Their ``grad`` is left as it was.
+            ranks: how many ranks there are.
+            own_rank: this one.
+            most_samples: the largest batch of a rank.
+            scale: what this rank's gradients are multiplied by.
+        """
+        before = [parameter.grad for parameter in parameters]
+        try:
+            for rank in range(ranks):
+                for sample in range(most_samples):
+                    for parameter in parameters:
+                        parameter.grad = None
+                    outputs, starts, cotangents = self._run(), [], []
+                    for index, cotangent in self.cotangents.items():
+                        starts.append(outputs[index])
+                        cotangents.append(torch.zeros_like(cotangent))
+                        if rank == own_rank and sample < self.samples:
+                            cotangents[-1][sample] = cotangent[sample] * scale
+                    torch.autograd.backward(starts, cotangents)
+                    # FSDP2 takes the mean over the ranks.
+                    yield [None if parameter.grad is None else parameter.grad * ranks for parameter in parameters]
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+
+    def refuse_mixing(self, most_samples: int | None = None) -> None:
         """Checks that no sample's outputs depend on other samples, for every ordered pair of samples.
+
+        Args:
+            most_samples: the largest batch of a rank, if ranks run the model together: all run it as often.
 
         Raises:
             MemprofError: they do.
@@ -116,14 +155,21 @@ class RecordedForward:
         with torch.no_grad():
             bound = _SAME_OUTPUT_LOW_PRECISION if self.is_low_precision else _SAME_OUTPUT
             before = self._run()
+            changed: torch.Tensor | None = None
+            runs = 0
             for kept, rows in exchanges(self.samples):
+                runs += 1
                 for a, b in zip(before, self._run(rows), strict=True):
                     if a.dim() and len(a) == self.samples and not are_close(a[kept], b[kept], bound):
-                        raise MemprofError(
-                            f"the samples of a batch influence one another in {type(self.model).__name__}: the "
-                            f"output of shape {list(a.shape)} changed for samples whose own inputs had not; use "
-                            "layers that treat each sample by itself, such as GroupNorm instead of BatchNorm."
-                        )
+                        changed = a
+            for _ in range(runs, sum(1 for _ in exchanges(most_samples or 0))):
+                self._run()
+        if changed is not None:
+            raise MemprofError(
+                f"the samples of a batch influence one another in {_name(self.model)}: the output of shape "
+                f"{list(changed.shape)} changed for samples whose own inputs had not; use layers that treat each "
+                "sample by itself, such as GroupNorm instead of BatchNorm."
+            )
 
     def _runs_alone(self) -> bool:
         """Returns whether the model takes one sample, and returns one row of each output then."""
@@ -168,7 +214,7 @@ def exchanges(samples: int) -> Iterator[tuple[list[int], list[int]]]:
     Yields:
         The samples that are kept, and for each place of the batch the sample whose inputs it gets.
     """
-    for bit in range((samples - 1).bit_length()):
+    for bit in range(max(samples - 1, 0).bit_length()):
         for side in (0, 1):
             kept = [i for i in range(samples) if (i >> bit) & 1 == side]
             yield kept, [i if (i >> bit) & 1 == side else kept[i % len(kept)] for i in range(samples)]
@@ -183,7 +229,12 @@ def are_close(a: torch.Tensor, b: torch.Tensor, bound: float) -> bool:
 
 def norm(x: torch.Tensor) -> float:
     """Returns the L2 norm, found in double precision."""
-    return float(x.to(torch.complex128 if x.is_complex() else torch.float64).norm())
+    found = x.to(torch.complex128 if x.is_complex() else torch.float64).norm()
+    return float(found.full_tensor() if isinstance(found, DTensor) else found)
+
+
+def _name(model: nn.Module) -> str:
+    return type(model).__name__.removeprefix("FSDP")
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -5,16 +5,17 @@ noise is drawn and anything is changed."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from opacus_memprof.clipping.arguments import Check
-from opacus_memprof.clipping.distributed import Agreement, inner_model, spans_ranks
+from opacus_memprof.clipping.distributed import Agreement, computing_device, inner_model, spans_ranks
 from opacus_memprof.clipping.proof.by_hand import Gradients, RecordedForward, norm
 from opacus_memprof.clipping.proof.schedule import is_checked
 from opacus_memprof.errors import MemprofError
@@ -48,12 +49,6 @@ def check_steps(prepared: tuple[Any, ...], given: Mapping[str, Any], check: Chec
             f"check={check!r} needs batch_first=True: transpose the inputs so that the batch comes first, or pass "
             "check='off'."
         )
-    if spans_ranks(module) and inner_model(module) is module:
-        raise MemprofError(
-            f"check={check!r} knows models that every rank has whole, and not shards: pass check='off' and compare "
-            "the model with clipping by hand before it is sharded, with opacus_memprof.clipping.verify(model, batch, "
-            f"{'ghost' if mode == 'ghost_fsdp' else mode!r})."
-        )
     return StepCheck(mode, inner_model(module), prepared[0], prepared[1], check, spans_ranks(module))
 
 
@@ -66,7 +61,8 @@ class StepCheck:
         private: the GradSampleModule, or the hooks.
         optimizer: the DPOptimizer.
         check: which steps.
-        spans_ranks: whether ranks take steps together. What one of them finds is then raised on all.
+        spans_ranks: whether ranks take steps together. What one of them finds is then raised on all, in the last part
+            of a step: ranks may split their batches into different numbers of parts before.
     """
 
     def __init__(
@@ -81,7 +77,9 @@ class StepCheck:
         self._forwards: list[RecordedForward] = []
         self._expected: list[torch.Tensor] | None = None
         self._is_two_pass = isinstance(optimizer, DPOptimizerFastGradientClipping)
-        self._agreement = Agreement(next(model.parameters()).device) if spans_ranks else None
+        self._agreement = Agreement(computing_device(next(model.parameters()))) if spans_ranks else None
+        self._is_sharded = isinstance(model, FSDPModule)
+        self._error: MemprofError | None = None
         self._wrap("accumulate" if self._is_two_pass else "clip_and_accumulate", self._after_sums)
         self._wrap("zero_grad", self._after_zero_grad)
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -117,14 +115,15 @@ class StepCheck:
 
     def _after_sums(self) -> None:
         is_last = not self._optimizer._check_skip_next_step(pop_next=False)
-        if is_checked(self.check, self._step):
-            error = None
+        if is_checked(self.check, self._step) and self._error is None:
             try:
                 self._compare()
             except MemprofError as raised:
-                error = raised
+                self._error = raised
             finally:
                 self._forwards.clear()
+        if is_checked(self.check, self._step) and (is_last or self._agreement is None):
+            error, self._error = self._error, None
             try:
                 if self._agreement is not None:
                     self._agreement.settle(error)
@@ -148,7 +147,7 @@ class StepCheck:
     def _compare(self) -> None:
         self._refuse_bounds()
         parameters = self._optimizer.params
-        forwards = [each for each in self._forwards if each.cotangents and each.samples]
+        forwards = [each for each in self._forwards if each.cotangents and (each.samples or self._is_sharded)]
         if self._expected is None:
             self._expected = [torch.zeros_like(p, dtype=_wide(p)) for p in parameters]
         self._is_running = True
@@ -156,15 +155,36 @@ class StepCheck:
         try:
             if was_enabled:
                 self._private.disable_hooks()
-            for forward in forwards:
-                forward.refuse_without_samples()
-                forward.refuse_mixing()
-                self._add_clipped(forward, parameters)
+            if self._is_sharded:
+                self._add_of_all_ranks(forwards, parameters)
+            else:
+                for forward in forwards:
+                    forward.refuse_without_samples()
+                    forward.refuse_mixing()
+                    self._add_clipped(forward.per_sample_gradients(parameters), self._scale(forward))
         finally:
             self._is_running = False
             if was_enabled:
                 self._private.enable_hooks()
         self._raise_on_difference(parameters, any(each.is_low_precision for each in forwards))
+
+    def _add_of_all_ranks(self, forwards: list[RecordedForward], parameters: list[nn.Parameter]) -> None:
+        """Adds the clipped gradients of all ranks' samples. The ranks run the model together: what one of them finds
+        ends it for all, so that none waits."""
+        agreement = self._agreement
+        assert agreement is not None
+        ((fewest, most),) = agreement.settle(None, [len(forwards)])
+        if fewest < most:
+            raise MemprofError(
+                f"check={self.check!r}: a rank has run {fewest} backward passes in this part of a step, and another "
+                f"one {most}; these must be as many on every rank, or pass check='off'."
+            )
+        for forward in forwards:
+            ((_, samples),) = agreement.settle(_error_of(forward.refuse_without_samples), [forward.samples])
+            agreement.settle(_error_of(lambda f=forward, n=samples: f.refuse_mixing(n)))  # type: ignore[misc]
+            ranks, scale = agreement.world_size, self._scale(forward)
+            shards = forward.shards_of_gradients(parameters, ranks, agreement.rank, samples, scale)
+            self._add_clipped(shards, 1.0, 1 / ranks)  # FSDP2 takes the mean over the ranks
 
     def _refuse_bounds(self) -> None:
         bounds = getattr(self._optimizer, "max_grad_norms", None)
@@ -176,14 +196,17 @@ class StepCheck:
                 "bounds constant or use clipping='flat'."
             )
 
-    def _add_clipped(self, forward: RecordedForward, parameters: list[nn.Parameter]) -> None:
+    def _scale(self, forward: RecordedForward) -> float:
+        """What the gradients of a mean loss are multiplied by to be those of each sample's loss."""
+        return forward.samples if self._optimizer.loss_reduction == "mean" else 1
+
+    def _add_clipped(self, samples: Iterable[Gradients], scale: float, weight: float = 1.0) -> None:
         assert self._expected is not None
-        scale = forward.samples if self._optimizer.loss_reduction == "mean" else 1
-        for gradients in forward.per_sample_gradients(parameters):
+        for gradients in samples:
             factors = self._factors(gradients, scale)
             for total, gradient, factor in zip(self._expected, gradients, factors, strict=True):
                 if gradient is not None:
-                    total += (factor * scale) * gradient.to(total.dtype)
+                    total += (weight * factor * scale) * gradient.to(total.dtype)
 
     def _factors(self, gradients: Gradients, scale: float) -> list[float]:
         """The clip factors of one sample, by parameter."""
@@ -205,7 +228,7 @@ class StepCheck:
         floor = _FLOOR * math.hypot(*norms)
         worst, error = None, tolerance
         for parameter, expected, size in zip(parameters, self._expected, norms, strict=True):
-            found = parameter.summed_grad  # type: ignore[attr-defined]
+            found = self._found(parameter)
             difference = norm(found.to(expected.dtype).view_as(expected) - expected)
             relative = difference / max(size, floor) if difference else 0.0
             if not relative <= error:
@@ -217,6 +240,11 @@ class StepCheck:
                 "by hand, one sample at a time; the step was not taken. Use grad_sample_mode='flash_clip', or "
                 "opacus_memprof.clipping.verify to find a mode that is exact."
             )
+
+    def _found(self, parameter: Any) -> torch.Tensor:
+        state = getattr(self._optimizer, "grad_state", None)  # of FSDPOptimizerFastGradientClipping
+        found: torch.Tensor = parameter.summed_grad if state is None else state[parameter]["summed_grad"]
+        return found
 
     def _tolerance(self, parameters: list[nn.Parameter], is_low_precision: bool) -> float:
         if is_low_precision:
@@ -232,3 +260,12 @@ def _factor(bound: float, norm: float) -> float:
 def _wide(parameter: nn.Parameter) -> torch.dtype:
     """The type in which sums by hand are formed."""
     return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _error_of(check: Callable[[], None]) -> MemprofError | None:
+    """Returns what a check raises."""
+    try:
+        check()
+    except MemprofError as error:
+        return error
+    return None
