@@ -116,6 +116,18 @@ def check_bound(value: Any, clipping: str) -> None:
         )
 
 
+def check_budget(target_epsilon: Any, target_delta: Any, epochs: Any) -> None:
+    """Raises MemprofError unless the budget is one that a search for the noise can end with."""
+    if not _is_bound(target_epsilon):
+        raise MemprofError(f"target_epsilon is {target_epsilon!r}; it must be a positive number, and a finite one.")
+    if not 0 < _as_number(target_delta) < 1:
+        raise MemprofError(
+            f"target_delta is {target_delta!r}; it must be between 0 and 1: less than 1 / (number of samples)."
+        )
+    if not _is_bound(epochs):
+        raise MemprofError(f"epochs is {epochs!r}; it must be a positive number: how long the budget has to last.")
+
+
 def check_schedule(check: Check | None, mode: str) -> Check:
     """Returns which steps are checked: ``check``, or the mode's default.
 

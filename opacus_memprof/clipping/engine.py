@@ -21,6 +21,7 @@ from opacus_memprof.clipping.arguments import (
     accountant_arguments,
     by_name,
     check_bound,
+    check_budget,
     check_noise_multiplier,
     check_nonfinite,
     check_schedule,
@@ -32,7 +33,7 @@ from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB, FlashClipHooks,
 from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip, DPOptimizerFlashClipAdaptive
 from opacus_memprof.clipping.optimizer_ddp import DPOptimizerFlashClipDDP
 from opacus_memprof.clipping.optimizer_fsdp import DPOptimizerFlashClipFSDP
-from opacus_memprof.clipping.proof.opacus_modes import check_steps
+from opacus_memprof.clipping.proof.opacus_modes import check_steps, refuse_check
 from opacus_memprof.clipping.sampler import sample_every_step
 from opacus_memprof.errors import MemprofError
 
@@ -193,6 +194,7 @@ class FlashClipEngineMixin:
             MemprofError: as ``make_private``.
         """
         check_bound(max_grad_norm, clipping)
+        check_budget(target_epsilon, target_delta, epochs)
         # Stored, because Opacus would pass unknown keywords to the accountant as well.
         self._own_options = _own_options(
             grad_sample_mode, flash_clip_workspace_mb, flash_clip_passes, flash_clip_nonfinite, check
@@ -243,6 +245,8 @@ class FlashClipEngineMixin:
                 partial(FlashClipEngineMixin._make_private, self, own=own), given, own["workspace_mb"]
             )
         if mode != MODE:
+            if own["check"] != "off":
+                refuse_check(given, own["check"])
             prepared = super().make_private(**given)  # type: ignore[misc]
             if own["check"] != "off":
                 check_steps(prepared, given, own["check"])

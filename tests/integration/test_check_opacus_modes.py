@@ -252,8 +252,28 @@ def test_what_cannot_be_certified() -> None:
     module(next(iter(loader))[0]).backward()
     with pytest.raises(MemprofError, match=r"Scalar: the loss depends on an output of shape \[\], whose first"):
         optimizer.step()
+    model = mlp()
     with pytest.raises(MemprofError, match="check='first' needs batch_first=True"):
-        make_private(mlp(), "hooks", "first", batch_first=False)
+        make_private(model, "hooks", "first", batch_first=False)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_cleanup_leaves_nothing_on_the_model(wrap_model: bool) -> None:
+    model = mlp()
+    prepared = make_private(model, "hooks", wrap_model=wrap_model)
+    prepared[0].cleanup()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_auto_checks_what_it_falls_back_to() -> None:
+    refused = nn.Sequential(nn.Embedding(5, 3, max_norm=1.0), nn.Flatten(), nn.Linear(6, 3))
+    module, optimizer, _ = make_private(refused, "auto", None)
+    nn.CrossEntropyLoss()(module(torch.randint(5, (6, 2))), torch.randint(3, (6,))).backward()
+    with torch.no_grad():
+        refused[2].weight.grad_sample *= 1.1
+    with pytest.raises(MemprofError, match="'hooks' does not clip this model exactly"):
+        optimizer.step()
 
 
 def test_a_gradient_that_is_not_finite() -> None:

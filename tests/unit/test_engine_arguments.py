@@ -90,6 +90,24 @@ def test_refusals_leave_everything_as_it_was(mode: str, changed: dict[str, Any],
     assert not any(hasattr(parameter, "grad_sample") for parameter in given["module"].parameters())
 
 
+@pytest.mark.parametrize("mode", ["flash_clip", "hooks"])
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"target_epsilon": float("nan")}, "target_epsilon is nan; it must be a positive number"),
+        ({"target_epsilon": -1.0}, "target_epsilon is -1.0"),
+        ({"target_delta": 0.0}, "target_delta is 0.0; it must be between 0 and 1"),
+        ({"target_delta": 1}, "target_delta is 1"),
+        ({"epochs": 0}, "epochs is 0; it must be a positive number"),
+        ({"max_grad_norm": float("inf")}, "max_grad_norm is inf"),
+        ({"noise_multiplier": 1.0}, "make_private_with_epsilon does not know the argument noise_multiplier"),
+    ],
+)
+def test_budgets_that_no_noise_keeps(mode: str, changed: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(MemprofError, match=sentence):
+        Engine().make_private_with_epsilon(**{**with_budget(grad_sample_mode=mode), **changed})
+
+
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost", None])
 @pytest.mark.parametrize("option", [{"flash_clip_passes": 1}, {"flash_clip_workspace_mb": 256.0}])
 def test_options_of_flash_clip_with_another_mode(mode: str | None, option: dict[str, Any]) -> None:

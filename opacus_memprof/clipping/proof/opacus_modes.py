@@ -29,6 +29,15 @@ _FLOOR = 1e-2
 zero but for rounding, such as that of a key's bias in attention, has no digits to compare."""
 
 
+def refuse_check(given: Mapping[str, Any], check: Check) -> None:
+    """Raises MemprofError if the arguments of make_private are such that steps cannot be checked."""
+    if not given.get("batch_first", True):
+        raise MemprofError(
+            f"check={check!r} needs batch_first=True: transpose the inputs so that the batch comes first, or pass "
+            "check='off'."
+        )
+
+
 def check_steps(prepared: tuple[Any, ...], given: Mapping[str, Any], check: Check) -> StepCheck:
     """Has the steps of what make_private returned checked.
 
@@ -36,20 +45,13 @@ def check_steps(prepared: tuple[Any, ...], given: Mapping[str, Any], check: Chec
         prepared: what Opacus' make_private returned.
         given: its arguments.
         check: which steps.
-
-    Raises:
-        MemprofError: the check cannot follow the arguments.
     """
-    mode = given["grad_sample_mode"]
     module = given["module"]
     if isinstance(module, AbstractGradSampleModule):
         module = module._module
-    if not given.get("batch_first", True):
-        raise MemprofError(
-            f"check={check!r} needs batch_first=True: transpose the inputs so that the batch comes first, or pass "
-            "check='off'."
-        )
-    return StepCheck(mode, inner_model(module), prepared[0], prepared[1], check, spans_ranks(module))
+    return StepCheck(
+        given["grad_sample_mode"], inner_model(module), prepared[0], prepared[1], check, spans_ranks(module)
+    )
 
 
 class StepCheck:
@@ -80,20 +82,18 @@ class StepCheck:
         self._agreement = Agreement(computing_device(next(model.parameters()))) if spans_ranks else None
         self._is_sharded = isinstance(model, FSDPModule)
         self._error: MemprofError | None = None
-        self._wrap("accumulate" if self._is_two_pass else "clip_and_accumulate", self._after_sums)
-        self._wrap("zero_grad", self._after_zero_grad)
-        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        model.register_forward_hook(self._after_forward)
+        _call_after(optimizer, "accumulate" if self._is_two_pass else "clip_and_accumulate", self._after_sums)
+        _call_after(optimizer, "zero_grad", self._after_zero_grad)
+        _call_after(private, "remove_hooks", self._remove_hooks)
+        self._handles = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward),
+        ]
 
-    def _wrap(self, name: str, after: Callable[[], None]) -> None:
-        method = getattr(self._optimizer, name)
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            result = method(*args, **kwargs)
-            after()
-            return result
-
-        setattr(self._optimizer, name, wrapped)
+    def _remove_hooks(self) -> None:
+        self._forwards.clear()
+        while self._handles:
+            self._handles.pop().remove()
 
     # --- what the program calls ---
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -260,6 +260,18 @@ def _factor(bound: float, norm: float) -> float:
 def _wide(parameter: nn.Parameter) -> torch.dtype:
     """The type in which sums by hand are formed."""
     return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _call_after(owner: Any, name: str, after: Callable[[], None]) -> None:
+    """Has ``after()`` called when a method of one object has returned."""
+    method = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        after()
+        return result
+
+    setattr(owner, name, wrapped)
 
 
 def _error_of(check: Callable[[], None]) -> MemprofError | None:
