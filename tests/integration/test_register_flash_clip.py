@@ -3,8 +3,11 @@
 
 import copy
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import opacus
@@ -22,6 +25,9 @@ from opacus_memprof import clipping
 from opacus_memprof.clipping import FlashClipHooks, GradSampleModuleFlashClip
 from opacus_memprof.errors import MemprofError
 from tests.integration.clipping_by_hand import by_hand
+from tests.integration.test_distributed import ENVIRONMENT
+
+RANKS = Path(__file__).parent / "scripts" / "register_ranks.py"
 
 ORIGINALS = (get_gsm_class, get_optimizer_class, opacus.grad_sample.utils.get_hooks_class)
 BOUND = 0.4
@@ -223,3 +229,64 @@ def test_a_model_in_evaluation_mode_as_from_pretrained_returns_it() -> None:
     private.train()
     losses(private, batch()).sum().backward()
     optimizer.step()
+
+
+def test_several_ranks() -> None:
+    done = subprocess.run([sys.executable, str(RANKS)], capture_output=True, text=True, timeout=200, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert [(wrap, cls) for wrap, cls, _ in found] == [
+        ("ddp", "RegisteredDPOptimizerFlashClipDDP"),
+        ("dpddp", "RegisteredDPOptimizerFlashClipDDP"),
+        ("fsdp2", "RegisteredDPOptimizerFlashClipFSDP"),
+    ]
+    assert all(float(difference) < 1e-10 for _, _, difference in found)
+
+
+def test_a_trainer_of_transformers(tmp_path: Path) -> None:
+    """As trainers built on Opacus do it: the model is wrapped where it is handed over, and the optimizer is made from
+    the parameters alone."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    before = copy.deepcopy(model.state_dict())
+    seen: list[float] = []
+
+    class Trainer(transformers.Trainer):  # type: ignore[misc,name-defined]
+        def create_optimizer(self, *_: Any) -> Any:
+            made = get_optimizer_class("flat", False, "flash_clip")
+            self.optimizer = made(
+                optimizer=torch.optim.SGD(self.model.parameters(), lr=0.5),
+                noise_multiplier=0.0,
+                max_grad_norm=BOUND,
+                expected_batch_size=4,
+            )
+            self.optimizer.attach_step_hook(
+                lambda optimizer: seen.append(float(torch.stack([p.grad.norm() for p in optimizer.params]).norm()))
+            )
+            return self.optimizer
+
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            logits = model(input_ids=inputs["input_ids"]).logits[:, :-1]
+            return nn.functional.cross_entropy(logits.transpose(1, 2), inputs["input_ids"][:, 1:])
+
+    class ZeroGrad(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+        """transformers zeroes the gradients of the model, which a DPOptimizer does not hear of."""
+
+        def on_step_end(self, *_: Any, optimizer: Any, **__: Any) -> None:
+            optimizer.zero_grad()
+
+    data = [{"input_ids": torch.randint(20, (6,))} for _ in range(8)]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=4, num_train_epochs=1, report_to=[], use_cpu=True, max_grad_norm=0.0,
+        save_strategy="no", disable_tqdm=True, remove_unused_columns=False,
+    )  # fmt: skip
+    hooks: Any = prepare_module(model, "flash_clip", wrap_model=False, batch_first=True, loss_reduction="mean")
+    Trainer(model=model, args=arguments, train_dataset=data, callbacks=[ZeroGrad()]).train()
+    hooks.cleanup()
+    assert len(seen) == 2
+    assert all(0 < size <= BOUND * 1.001 for size in seen)  # the mean of 4 gradients of at most C
+    assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
