@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from opacus_memprof.clipping.grad_sample_copies import adopt_grad_samples
     from opacus_memprof.clipping.graphed import GraphedBackward
     from opacus_memprof.clipping.module import FlashClipHooks, GradSampleModuleFlashClip
+    from opacus_memprof.clipping.norm_samplers import register_norm_samplers
+    from opacus_memprof.clipping.opacus_functions import register, unregister
     from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
-    from opacus_memprof.clipping.register import register_norm_samplers
     from opacus_memprof.clipping.verification import Verification, verify
 
 _MODULES = {
@@ -26,7 +27,9 @@ _MODULES = {
     "GraphedBackward": "graphed",
     "adopt_grad_samples": "grad_sample_copies",
     "Verification": "verification",
-    "register_norm_samplers": "register",
+    "register": "opacus_functions",
+    "register_norm_samplers": "norm_samplers",
+    "unregister": "opacus_functions",
     "verify": "verification",
 }
 
@@ -38,7 +41,9 @@ __all__ = [
     "GraphedBackward",
     "Verification",
     "adopt_grad_samples",
+    "register",
     "register_norm_samplers",
+    "unregister",
     "verify",
 ]
 

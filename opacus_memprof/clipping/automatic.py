@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from opacus_memprof.clipping.distributed import spans_ranks
-from opacus_memprof.clipping.register import register_norm_samplers
+from opacus_memprof.clipping.norm_samplers import register_norm_samplers
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
@@ -27,13 +27,13 @@ _LOGGER.setLevel(logging.INFO)  # Opacus leaves the root logger at WARNING
 
 
 def make_private_automatically(
-    make_private: Callable[..., Any], options: Mapping[str, Any], workspace_mb: float
+    make_private: Callable[[dict[str, Any]], Any], options: Mapping[str, Any], workspace_mb: float
 ) -> tuple[Any, ...]:
     """Makes a model private in the mode that suits it.
 
     Args:
-        make_private: of an engine that knows flash_clip.
-        options: its keyword arguments. With a "criterion" among them ghost is a candidate.
+        make_private: of an engine that knows flash_clip; called with its arguments by name.
+        options: these arguments. With a "criterion" among them ghost is a candidate.
         workspace_mb: ceiling, in MiB, on the temporaries of one layer.
 
     Returns:
@@ -44,10 +44,9 @@ def make_private_automatically(
         MemprofError: flash_clip refuses the model on several ranks, or the workspace is not positive.
     """
     Workspace.from_mib(workspace_mb)
-    options = {name: value for name, value in options.items() if name != "criterion" or value is not None}
     kept = _sample_gradients(options["module"], options["data_loader"])
     try:
-        prepared = make_private(**{**options, "grad_sample_mode": "flash_clip"})
+        prepared = make_private({**options, "grad_sample_mode": "flash_clip"})
     except MemprofError as refusal:
         if spans_ranks(options["module"]):  # not all ranks may have refused, and hooks takes shards for wholes
             raise
@@ -55,7 +54,7 @@ def make_private_automatically(
         _LOGGER.warning("grad_sample_mode='auto' is %s here: %s; flash_clip refuses it: %s", mode, why, refusal)
         if mode == "ghost":
             register_norm_samplers(workspace_mb, options["module"])
-        prepared = make_private(**{**options, "grad_sample_mode": mode})
+        prepared = make_private({**options, "grad_sample_mode": mode})
     else:
         _LOGGER.info(
             "grad_sample_mode='auto' is flash_clip here: hooks would keep %s of per-sample gradients, of which "

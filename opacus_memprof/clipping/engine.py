@@ -3,20 +3,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
+from opacus_memprof.clipping.arguments import (
+    ADAPTIVE,
+    Check,
+    Nonfinite,
+    accountant_arguments,
+    by_name,
+    check_bound,
+    check_budget,
+    check_noise_multiplier,
+    check_nonfinite,
+    check_schedule,
+    named_parameters,
+)
 from opacus_memprof.clipping.automatic import AUTO, make_private_automatically
 from opacus_memprof.clipping.distributed import is_replicated, prepare_replicated
 from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB, FlashClipHooks, GradSampleModuleFlashClip, Passes
 from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip, DPOptimizerFlashClipAdaptive
 from opacus_memprof.clipping.optimizer_ddp import DPOptimizerFlashClipDDP
 from opacus_memprof.clipping.optimizer_fsdp import DPOptimizerFlashClipFSDP
+from opacus_memprof.clipping.proof.opacus_modes import check_steps, refuse_check
 from opacus_memprof.clipping.sampler import sample_every_step
 from opacus_memprof.errors import MemprofError
 
@@ -28,63 +45,221 @@ class FlashClipEngineMixin:
 
     ``make_private`` and ``make_private_with_epsilon`` then accept ``grad_sample_mode="flash_clip"`` and return
     (module, optimizer, data_loader) as for "hooks"; the training loop is the same. ``"auto"`` picks flash_clip, ghost
-    or hooks (docs/flash_clip.md). Other modes are passed to Opacus.
+    or hooks (docs/flash_clip.md). Other modes are passed to Opacus, and checked as ``check`` says.
     """
 
+    _own_options: dict[str, Any] | None = None  # of make_private_with_epsilon, while it calls make_private
     _flash_clip_options: dict[str, Any] | None = None
     _flash_clip_module: FlashClipHooks | None = None
 
+    @by_name
     def make_private(
         self,
         *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Any = None,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float | list[float],
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        rand_on_empty: bool = False,
         flash_clip_workspace_mb: float = DEFAULT_WORKSPACE_MB,
         flash_clip_passes: Passes = "auto",
+        flash_clip_nonfinite: Nonfinite = "refuse",
+        check: Check | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As opacus.PrivacyEngine.make_private.
+        """Makes a model, its optimizer and its data loader private, as ``opacus.PrivacyEngine.make_private`` does.
 
         Args:
+            module: the model.
+            optimizer: its optimizer.
+            criterion: the loss, for "ghost", "ghost_fsdp" and "auto"; None is Opacus' default.
+            data_loader: the batches.
+            noise_multiplier: the standard deviation of the noise, divided by ``max_grad_norm``.
+            max_grad_norm: the bound of a sample's gradient; for "per_layer", a list with one for each parameter.
+            batch_first: see Opacus.
+            loss_reduction: "mean" or "sum", of the loss over the batch.
+            poisson_sampling: see Opacus.
+            clipping: "flat", "per_layer", "adaptive" or, for flash_clip, "automatic".
+            noise_generator: the generator of the noise.
+            grad_sample_mode: a mode of Opacus, "flash_clip" or "auto".
+            wrap_model: False returns hooks instead of a module that wraps the model.
+            rand_on_empty: see Opacus.
             flash_clip_workspace_mb: ceiling, in MiB, on the temporaries of one layer's norm or clipped sum.
             flash_clip_passes: 1, 2 or "auto"; see FlashClipHooks.
+            flash_clip_nonfinite: "refuse" raises MemprofError at a step with a sample whose gradient has NaN or
+                infinite elements; "drop" leaves such samples out of the clipped sum and counts them.
+            check: which steps are compared with clipping by hand: "first", "sometimes" (steps 1, 2, 4, ... 1024, then
+                every 1000th), "always" or "off". None is "sometimes" for flash_clip and "auto", and else "off".
+            kwargs: the arguments of ``clipping="adaptive"``; see opacus.optimizers.AdaClipDPOptimizer.
+
+        Returns:
+            (module, optimizer, data_loader), or (module, optimizer, criterion, data_loader) for "ghost" and
+            "ghost_fsdp", and for "auto" if a criterion was given.
 
         Raises:
-            MemprofError: flash_clip cannot clip the model exactly, which is then unchanged.
+            MemprofError: an argument is wrong; or the mode cannot clip the model exactly, which is then unchanged.
         """
-        if kwargs.get("grad_sample_mode") == AUTO:
-            own = self._flash_clip_options or {"workspace_mb": flash_clip_workspace_mb, "passes": flash_clip_passes}
-            given = {f"flash_clip_{name}": value for name, value in own.items()}
-            make_private = partial(FlashClipEngineMixin.make_private, self, **given)
-            return make_private_automatically(make_private, kwargs, own["workspace_mb"])
-        if kwargs.get("grad_sample_mode") != MODE:
-            return super().make_private(**kwargs)  # type: ignore[misc]
-        if self._flash_clip_options is None:
-            self._flash_clip_options = {"workspace_mb": flash_clip_workspace_mb, "passes": flash_clip_passes}
-        self._flash_clip_options["clipping"] = kwargs.get("clipping", "flat")
+        check_noise_multiplier(noise_multiplier)
+        check_bound(max_grad_norm, clipping)
+        own = self._own_options or _own_options(
+            grad_sample_mode, flash_clip_workspace_mb, flash_clip_passes, flash_clip_nonfinite, check
+        )
+        if self._own_options is not None:
+            unused = accountant_arguments(self.accountant)  # type: ignore[attr-defined]
+            kwargs = {name: value for name, value in kwargs.items() if name not in unused}
+        given = {
+            "module": module,
+            "optimizer": optimizer,
+            "data_loader": data_loader,
+            "noise_multiplier": noise_multiplier,
+            "max_grad_norm": max_grad_norm,
+            "batch_first": batch_first,
+            "loss_reduction": loss_reduction,
+            "poisson_sampling": poisson_sampling,
+            "clipping": clipping,
+            "noise_generator": noise_generator,
+            "grad_sample_mode": grad_sample_mode,
+            "wrap_model": wrap_model,
+            "rand_on_empty": rand_on_empty,
+            **kwargs,
+        }
+        if criterion is not None:
+            given["criterion"] = criterion
+        return self._make_private(given, own)
+
+    @by_name
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Any = None,
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        max_grad_norm: float | list[float],
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        flash_clip_workspace_mb: float = DEFAULT_WORKSPACE_MB,
+        flash_clip_passes: Passes = "auto",
+        flash_clip_nonfinite: Nonfinite = "refuse",
+        check: Check | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As ``make_private``, with the noise that a privacy budget allows; see Opacus.
+
+        Args:
+            module: the model.
+            optimizer: its optimizer.
+            criterion: as for ``make_private``.
+            data_loader: the batches.
+            target_epsilon: the budget's epsilon after ``epochs``.
+            target_delta: the budget's delta.
+            epochs: how many epochs are trained.
+            max_grad_norm: as for ``make_private``.
+            batch_first: see Opacus.
+            loss_reduction: "mean" or "sum", of the loss over the batch.
+            poisson_sampling: see Opacus.
+            clipping: as for ``make_private``.
+            noise_generator: the generator of the noise.
+            grad_sample_mode: as for ``make_private``.
+            wrap_model: as for ``make_private``.
+            flash_clip_workspace_mb: as for ``make_private``.
+            flash_clip_passes: as for ``make_private``.
+            flash_clip_nonfinite: as for ``make_private``.
+            check: as for ``make_private``.
+            kwargs: ``rand_on_empty``, the arguments of ``clipping="adaptive"``, and those of the search for the noise:
+                ``epsilon_tolerance``, and what the accountant's ``get_epsilon`` takes ("prv": ``eps_error`` and
+                ``delta_error``; "rdp": ``alphas``; "gdp": ``poisson``).
+
+        Returns:
+            As ``make_private``.
+
+        Raises:
+            MemprofError: as ``make_private``.
+        """
+        check_bound(max_grad_norm, clipping)
+        check_budget(target_epsilon, target_delta, epochs)
+        # Stored, because Opacus would pass unknown keywords to the accountant as well.
+        self._own_options = _own_options(
+            grad_sample_mode, flash_clip_workspace_mb, flash_clip_passes, flash_clip_nonfinite, check
+        )
         try:
-            return super().make_private(**kwargs)  # type: ignore[misc]
+            return super().make_private_with_epsilon(  # type: ignore[misc]
+                module=module,
+                optimizer=optimizer,
+                criterion=criterion,
+                data_loader=data_loader,
+                target_epsilon=target_epsilon,
+                target_delta=target_delta,
+                epochs=epochs,
+                max_grad_norm=max_grad_norm,
+                batch_first=batch_first,
+                loss_reduction=loss_reduction,
+                poisson_sampling=poisson_sampling,
+                clipping=clipping,
+                noise_generator=noise_generator,
+                grad_sample_mode=grad_sample_mode,
+                wrap_model=wrap_model,
+                **kwargs,
+            )
+        finally:
+            self._own_options = None
+
+    def _extra_arguments(self, name: str, given: Mapping[str, Any]) -> set[str]:
+        """Returns the names that ``make_private`` or ``make_private_with_epsilon`` takes among its ``kwargs``."""
+        names = named_parameters(getattr(super(), name))
+        if given.get("clipping") == "adaptive":
+            names |= ADAPTIVE
+        if name == "make_private_with_epsilon":
+            names.add("rand_on_empty")
+        if name == "make_private_with_epsilon" or self._own_options is not None:
+            names |= accountant_arguments(self.accountant)  # type: ignore[attr-defined]
+        return names
+
+    def _make_private(self, given: dict[str, Any], own: dict[str, Any]) -> Any:
+        """Makes a model private.
+
+        Args:
+            given: the arguments of Opacus' make_private.
+            own: the options of flash_clip, and "check".
+        """
+        mode = given["grad_sample_mode"]
+        if mode == AUTO:
+            return make_private_automatically(
+                partial(FlashClipEngineMixin._make_private, self, own=own), given, own["workspace_mb"]
+            )
+        if mode != MODE:
+            if own["check"] != "off":
+                refuse_check(given, own["check"])
+            prepared = super().make_private(**given)  # type: ignore[misc]
+            if own["check"] != "off":
+                check_steps(prepared, given, own["check"])
+            return prepared
+        self._flash_clip_options = {**own, "clipping": given["clipping"]}
+        try:
+            return super().make_private(**given)  # type: ignore[misc]
         except BaseException:
             if self._flash_clip_module is not None:
                 self._flash_clip_module.cleanup()
             raise
         finally:
             self._flash_clip_module = self._flash_clip_options = None
-
-    def make_private_with_epsilon(
-        self,
-        *,
-        flash_clip_workspace_mb: float = DEFAULT_WORKSPACE_MB,
-        flash_clip_passes: Passes = "auto",
-        **kwargs: Any,
-    ) -> Any:
-        """As opacus.PrivacyEngine.make_private_with_epsilon, with the options of ``make_private``."""
-        if kwargs.get("grad_sample_mode") == AUTO:
-            kwargs.setdefault("criterion", None)  # Opacus would pass a default one on
-        # Stored, because Opacus would pass unknown keywords to the accountant as well.
-        self._flash_clip_options = {"workspace_mb": flash_clip_workspace_mb, "passes": flash_clip_passes}
-        try:
-            return super().make_private_with_epsilon(**kwargs)  # type: ignore[misc]
-        finally:
-            self._flash_clip_options = None
 
     def _prepare_model(
         self, module: nn.Module, *, grad_sample_mode: str, wrap_model: bool = True, **kwargs: Any
@@ -98,7 +273,9 @@ class FlashClipEngineMixin:
         if not module.training:
             raise MemprofError("the model must be in training mode: call train() before make_private.")
         cls = GradSampleModuleFlashClip if wrap_model else FlashClipHooks
-        self._flash_clip_module = cls(module, **kwargs, **(self._flash_clip_options or {}))
+        known = named_parameters(FlashClipHooks.__init__)
+        options = {name: value for name, value in (self._flash_clip_options or {}).items() if name in known}
+        self._flash_clip_module = cls(module, **kwargs, **options)
         if is_replicated(module):
             prepare_replicated(module)
         return self._flash_clip_module
@@ -147,3 +324,15 @@ def _optimizer_class(clipping: str, distributed: bool, is_sharded: bool) -> type
     if is_sharded:
         return DPOptimizerFlashClipFSDP
     return DPOptimizerFlashClipDDP if distributed else DPOptimizerFlashClip
+
+
+def _own_options(
+    mode: str, workspace_mb: float, passes: Passes, nonfinite: Nonfinite, check: Check | None
+) -> dict[str, Any]:
+    check_nonfinite(nonfinite)
+    return {
+        "workspace_mb": workspace_mb,
+        "passes": passes,
+        "nonfinite": nonfinite,
+        "check": check_schedule(check, mode),
+    }

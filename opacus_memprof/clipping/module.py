@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from opacus_memprof.clipping.arguments import CHECKS, Check
 from opacus_memprof.clipping.arrangement import PLAIN, Arrangement
 from opacus_memprof.clipping.autograd_functions import (
     TwoPassBackward,
@@ -27,11 +28,13 @@ from opacus_memprof.clipping.distributed import inner_model, let_reducer_run
 from opacus_memprof.clipping.layer_hooks import LayerHooks, first_input
 from opacus_memprof.clipping.layers import GenericLayer
 from opacus_memprof.clipping.module_state import restoring_state
+from opacus_memprof.clipping.owners import remember_owner
 from opacus_memprof.clipping.probe import CannotRunError
 from opacus_memprof.clipping.proof.hooks_of_users import run_hooks, run_pre_hooks
 from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key
 from opacus_memprof.clipping.proof.outputs import tensors_in
-from opacus_memprof.clipping.proof.situations import CHECKS, Check, Situation, Situations, is_due, order_of
+from opacus_memprof.clipping.proof.schedule import is_checked
+from opacus_memprof.clipping.proof.situations import Situation, Situations, order_of
 from opacus_memprof.clipping.repetition import RandomState, is_repeating
 from opacus_memprof.clipping.rules import Clipping, ClipRule
 from opacus_memprof.clipping.sharded import SharedSamples, refuse_context_parallel
@@ -138,6 +141,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self.situations = self._new_situations(check)
         self.autograd_grad_sample_hooks: list[RemovableHandle] = []
         self._attach()
+        remember_owner(self, m.parameters())
 
     @property
     def per_sample_gradient_norms(self) -> torch.Tensor:
@@ -351,7 +355,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if known is None:
             return
         known.forwards += bool(batch)
-        if known.forwards > 1 and batch and random is not None and is_due(self.situations.check, known.forwards):
+        if known.forwards > 1 and batch and random is not None and is_checked(self.situations.check, known.forwards):
             self.situations.recheck(known, call.entry, args, kwargs, random)
         call.situation = known
         hooks.layouts, hooks.plain = known.layouts, known.plain

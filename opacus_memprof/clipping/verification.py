@@ -4,24 +4,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.grad_sample.utils import prepare_module
+from opacus.optimizers import get_optimizer_class
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from opacus_memprof.clipping.module import GradSampleModuleFlashClip
 from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
+from opacus_memprof.clipping.proof.by_hand import Gradients, are_close, exchanges, norm
+from opacus_memprof.clipping.proof.noise import measure_noise
+from opacus_memprof.clipping.proof.random_state import RandomState, kept_random_state
 from opacus_memprof.errors import MemprofError
 
 Losses = Callable[[nn.Module, Any], torch.Tensor]
 _MODES = ("flash_clip", "hooks", "functorch", "ew", "ghost")
 _STABILITY = 1e-6  # as in Opacus
+_SAME_LOSS = 1e-6
+_NOISE_MULTIPLIER = 1.3
 
 
 @dataclass(frozen=True)
@@ -31,9 +37,13 @@ class Verification:
     Attributes:
         mode: the grad_sample_mode.
         norms: per-sample gradient norms, found by hand.
-        norm_error: the largest relative error of a sample's norm.
+        norm_error: the largest relative error of a sample's norm; inf if the mode cannot run the model.
         errors: the largest error of each parameter's clipped gradient, relative to its largest element.
         tolerance: what counts as exact: 1e-8, or 1e-4 where the model computes in float32.
+        failure: what else is wrong, in a sentence: the mode cannot run the model, the samples influence one another, or
+            the noise is not what was asked for. None if nothing is.
+        noise: the standard deviation of each parameter's noise in a step without gradients, relative to what was asked
+            for.
     """
 
     mode: str
@@ -41,13 +51,17 @@ class Verification:
     norm_error: float
     errors: dict[str, float]
     tolerance: float
+    failure: str | None = None
+    noise: dict[str, float] = field(default_factory=dict)
 
     @property
     def exact(self) -> bool:
-        """Whether all errors are within the tolerance."""
-        return max([self.norm_error, *self.errors.values()]) <= self.tolerance
+        """Whether all errors are within the tolerance, and the noise is right."""
+        return self.failure is None and max([self.norm_error, *self.errors.values()]) <= self.tolerance
 
     def __str__(self) -> str:
+        if self.failure is not None:
+            return self.failure
         worst = max(self.errors, key=lambda name: self.errors[name])
         if self.exact:
             return (
@@ -63,12 +77,19 @@ class Verification:
 
 
 def verify(
-    model: nn.Module, batch: Any, mode: str = "flash_clip", *, losses: Losses | None = None, max_samples: int = 4
+    model: nn.Module,
+    batch: Any,
+    mode: str = "flash_clip",
+    *,
+    losses: Losses | None = None,
+    max_samples: int | None = None,
 ) -> Verification:
-    """Compares a mode's per-sample norms and clipped gradients with those computed by hand, one sample at a time.
+    """Compares a mode's per-sample norms and clipped gradients with those computed by hand, one sample at a time, and
+    its noise with what was asked for.
 
-    Works on copies of the model, in float64 where it runs in that, and without dropout, whose random numbers would
-    differ. The model, its gradients and the random number generators are left as they were.
+    Works on copies of the model, in float64 where it runs in that. A model that draws random numbers, for dropout,
+    stochastic depth or noise, draws the same ones by hand and in the mode. The model, its gradients and the random
+    number generators are left as they were.
 
     Args:
         model: the model, not made private.
@@ -77,43 +98,78 @@ def verify(
         mode: "flash_clip", "hooks", "functorch", "ew" or "ghost".
         losses: the losses of the samples, [B], of a model and a batch. Default: a weighted sum of all outputs and of
             their squares.
-        max_samples: how many samples of the batch are used.
+        max_samples: how many samples of the batch are used. Default: all.
 
     Returns:
-        The errors. Print it for a sentence.
+        The errors, and what a mode fails with. Print it for a sentence.
 
     Raises:
-        MemprofError: the mode is unknown, the model has been made private, or no gradient can be computed.
+        MemprofError: the mode is unknown, the model has been made private or does not run on the batch, flash_clip
+            refuses it, or no gradient can be computed.
     """
     if mode not in _MODES:
         raise MemprofError(f"mode is {mode!r}; verify knows {', '.join(_MODES)}.")
     if isinstance(model, AbstractGradSampleModule):
         raise MemprofError("the model has been made private; verify the model before make_private.")
+    if max_samples is not None and max_samples < 1:
+        raise MemprofError(f"max_samples is {max_samples}; it must be positive, or None for all samples.")
     batch = _first_samples(batch, max_samples)
     losses = losses or _losses_of_outputs
-    devices = list({p.device for p in model.parameters() if p.is_cuda})
-    with torch.random.fork_rng(devices), _NoDropout():
-        try:
-            prepared, converted = _copy_of(model, torch.float64), _cast(batch, torch.float64)
-            norms, _ = _by_hand(prepared, converted, losses, 1.0)
-            tolerance = 1e-8
-        except RuntimeError:  # some operations know no float64
-            prepared, converted, tolerance = _copy_of(model, torch.float32), _cast(batch, torch.float32), 1e-4
-            norms, _ = _by_hand(prepared, converted, losses, 1.0)
+    with kept_random_state({p.device for p in model.parameters()}) as state:
+        prepared, converted, tolerance = _runnable(model, batch, losses)
+        hand = _Hand(prepared, converted, losses, state)
+        norms, _ = hand.clip(1.0)
         bound = sorted(norms)[len(norms) // 2]  # so that some samples are clipped
-        if not bound > 0:
+        if not 0 < bound < math.inf:
             raise MemprofError(
                 "the gradients of these samples are zero or not finite: give losses that depend on them."
             )
-        _, expected = _by_hand(prepared, converted, losses, bound)
-        found_norms, found = _by_mode(mode, prepared, converted, losses, bound)
+        failed = Verification(mode, norms, math.inf, dict.fromkeys(_trained(prepared), math.inf), tolerance)
+        if hand.mixes():
+            return replace(
+                failed,
+                failure=f"grad_sample_mode={mode!r} cannot clip this model exactly: the samples of a batch influence "
+                "one another, because a sample's loss changed with the inputs of others.",
+            )
+        _, expected = hand.clip(bound)
+        try:
+            found_norms, found, noise, wrong = _by_mode(mode, prepared, converted, losses, bound, state)
+        except MemprofError:
+            raise
+        except Exception as error:  # whatever a mode raises for a model that it does not know
+            message = str(error).strip().partition("\n")[0]
+            why = f"{type(error).__name__}: {message}".rstrip(":. ")
+            return replace(failed, failure=f"grad_sample_mode={mode!r} cannot run this model: {why}.")
     return Verification(
         mode,
         norms,
         max(abs(a - b) / max(b, 1e-9 * bound) for a, b in zip(found_norms, norms, strict=True)),
         _relative_errors(found, expected),
         tolerance,
+        f"grad_sample_mode={mode!r} does not keep the privacy that is accounted for: {wrong}." if wrong else None,
+        noise,
     )
+
+
+def _runnable(model: nn.Module, batch: Any, losses: Losses) -> tuple[nn.Module, Any, float]:
+    """Copies of the model and the batch in float64, or in float32 if the model does not run in that; and the
+    tolerance."""
+    error: Exception | None = None
+    for dtype, tolerance in ((torch.float64, 1e-8), (torch.float32, 1e-4)):
+        copied, converted = _copy_of(model, dtype), _cast(batch, dtype)
+        try:
+            torch.autograd.backward(losses(copied, converted).sum())
+        except MemprofError:
+            raise
+        except Exception as raised:  # whatever the model raises; some operations know no float64
+            error = raised
+            continue
+        copied.zero_grad()
+        return copied, converted, tolerance
+    message = str(error).strip().partition("\n")[0]
+    raise MemprofError(
+        f"the model does not run on this batch ({type(error).__name__}: {message}): call it as the training does."
+    ) from error
 
 
 def _relative_errors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -128,58 +184,97 @@ def _trained(model: nn.Module) -> dict[str, Any]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _by_hand(model: nn.Module, batch: Any, losses: Losses, bound: float) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The norms, and the sums of clipped gradients by parameter."""
-    trained = _trained(model)
-    total = {name: torch.zeros_like(p) for name, p in trained.items()}
-    norms = []
-    for n in range(_size(batch)):
-        model.zero_grad()
-        sample = tree_map(lambda x, n=n: x[n : n + 1] if _has_samples(x) else x, batch)
-        torch.autograd.backward(losses(model, sample).sum())
-        gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
-        norms.append(sum(float(g.square().sum()) for g in gradients.values()) ** 0.5)
-        for name, g in gradients.items():
-            total[name] += min(1.0, bound / (norms[-1] + _STABILITY)) * g
-    model.zero_grad()
-    return norms, total
+class _Hand:
+    """Clipping by hand. A model that draws random numbers is run on the whole batch, from the same state of the
+    generators, and its losses have a backward each; other models are run on one sample at a time."""
+
+    def __init__(self, model: nn.Module, batch: Any, losses: Losses, state: RandomState) -> None:
+        self._model, self._batch, self._losses, self._state = model, batch, losses, state
+        self._size = _size(batch)
+        self._run(batch)
+        self._draws = state.has_changed()
+
+    def clip(self, bound: float) -> tuple[list[float], dict[str, torch.Tensor]]:
+        """Returns the norms, and the sums of clipped gradients by parameter."""
+        trained = _trained(self._model)
+        total = {name: torch.zeros_like(p) for name, p in trained.items()}
+        norms = []
+        for gradients in self._gradients(list(trained.values())):
+            norms.append(math.hypot(*(norm(g) for g in gradients if g is not None)))
+            for name, g in zip(trained, gradients, strict=True):
+                if g is not None:
+                    total[name] += min(1.0, bound / (norms[-1] + _STABILITY)) * g
+        return norms, total
+
+    def mixes(self) -> bool:
+        """Returns whether a sample's loss depends on other samples. Where each is run by itself, gradients tell."""
+        if not self._draws:
+            return False
+        before = self._run(self._batch)
+        for kept, rows in exchanges(self._size):
+            after = self._run(tree_map(lambda x, rows=rows: x[rows] if _has_samples(x) else x, self._batch))
+            if not are_close(before[kept], after[kept], _SAME_LOSS):
+                return True
+        return False
+
+    def _run(self, batch: Any) -> torch.Tensor:
+        self._state.restore()
+        return self._losses(self._model, batch).detach()
+
+    def _gradients(self, parameters: list[nn.Parameter]) -> Iterator[Gradients]:
+        self._state.restore()
+        if self._draws:
+            for loss in self._losses(self._model, self._batch).unbind():
+                yield list(torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True))
+            return
+        for n in range(self._size):
+            sample = tree_map(lambda x, n=n: x[n : n + 1] if _has_samples(x) else x, self._batch)
+            yield list(torch.autograd.grad(self._losses(self._model, sample).sum(), parameters, allow_unused=True))
 
 
-def _by_mode(
-    mode: str, model: nn.Module, batch: Any, losses: Losses, bound: float
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same by a mode, on a copy of the model."""
+_Found = tuple[list[float], dict[str, torch.Tensor], dict[str, float], str | None]
+
+
+def _by_mode(mode: str, model: nn.Module, batch: Any, losses: Losses, bound: float, state: RandomState) -> _Found:
+    """The norms and the clipped gradients by a mode, on a copy of the model; its noise, and what is wrong with it."""
     copied = copy.deepcopy(model)
     trained = _trained(copied)
+    options: dict[str, Any] = {"max_grad_norm": bound} if mode in ("ghost", "flash_clip") else {}
+    module: Any
     if mode == "flash_clip":
-        flash = GradSampleModuleFlashClip(copied, loss_reduction="sum", max_grad_norm=bound)
-        optimizer = DPOptimizerFlashClip(
-            torch.optim.SGD(list(trained.values()), lr=1.0),
-            module=flash,
-            noise_multiplier=0.0,
-            max_grad_norm=bound,
-            expected_batch_size=1,
-            loss_reduction="sum",
-        )
-        torch.autograd.backward(losses(flash, batch).sum())
-        optimizer.pre_step()
-        return flash.per_sample_gradient_norms.tolist(), {name: p.grad for name, p in trained.items()}
-    options = {"max_grad_norm": bound} if mode == "ghost" else {}
-    module: Any = prepare_module(copied, mode, batch_first=True, loss_reduction="sum", **options)
+        module = GradSampleModuleFlashClip(copied, loss_reduction="sum", **options)
+    else:
+        module = prepare_module(copied, mode, batch_first=True, loss_reduction="sum", **options)
+    optimizer = _optimizer(mode, module, list(trained.values()), bound)
+    state.restore()
     each = losses(module, batch)
-    if mode == "ghost":
-        torch.autograd.backward(each.sum(), retain_graph=True)
-        norms = module.get_norm_sample()
-        factors = module.get_clipping_coef()
+    torch.autograd.backward(each.sum(), retain_graph=mode == "ghost")
+    if mode == "flash_clip":
+        optimizer.pre_step()
+        norms = module.per_sample_gradient_norms
+    elif mode == "ghost":
+        norms, factors = module.get_norm_sample(), module.get_clipping_coef()
         copied.zero_grad()
         module.disable_hooks()
         torch.autograd.backward((each * factors).sum())
-        return norms.tolist(), {name: p.grad for name, p in trained.items()}
-    torch.autograd.backward(each.sum())
-    stacks = {name: p.grad_sample for name, p in trained.items()}
-    norms = torch.stack([stack.flatten(1).square().sum(1) for stack in stacks.values()]).sum(0).sqrt()
-    factors = (bound / (norms + _STABILITY)).clamp(max=1.0)
-    return norms.tolist(), {name: torch.einsum("n,n...->...", factors, stack) for name, stack in stacks.items()}
+    else:
+        stacks = [p.grad_sample for p in trained.values()]
+        norms = torch.stack([stack.flatten(1).square().sum(1) for stack in stacks]).sum(0).sqrt()
+        optimizer.clip_and_accumulate()
+        for parameter in trained.values():
+            parameter.grad = parameter.summed_grad
+    found = {name: p.grad for name, p in trained.items()}
+    optimizer.noise_multiplier = _NOISE_MULTIPLIER
+    noise, wrong = measure_noise(optimizer, {p: name for name, p in trained.items()}, _NOISE_MULTIPLIER * bound)
+    return norms.tolist(), found, noise, wrong
+
+
+def _optimizer(mode: str, module: Any, parameters: list[nn.Parameter], bound: float) -> Any:
+    options: dict[str, Any] = {"noise_multiplier": 0.0, "max_grad_norm": bound, "expected_batch_size": 1}
+    plain = torch.optim.SGD(parameters, lr=1.0)
+    if mode == "flash_clip":
+        return DPOptimizerFlashClip(plain, module=module, loss_reduction="sum", **options)
+    return get_optimizer_class("flat", False, mode)(optimizer=plain, loss_reduction="sum", **options)
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -203,7 +298,9 @@ def _losses_of_outputs(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def _copy_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    copied = copy.deepcopy(model).to(dtype).train()
+    copied = copy.deepcopy(model).to(dtype)
+    if not model.training:  # layers of a model in training that are frozen in eval stay so
+        copied.train()
     copied.zero_grad()
     return copied
 
@@ -220,20 +317,7 @@ def _size(batch: Any) -> int:
     return next((len(x) for x in tree_flatten(batch)[0] if _has_samples(x)), 0)
 
 
-def _first_samples(batch: Any, count: int) -> Any:
+def _first_samples(batch: Any, count: int | None) -> Any:
     if not _size(batch):
         raise MemprofError("the batch has no sample; give verify tensors whose first dimension is the batch.")
     return tree_map(lambda x: x[:count] if _has_samples(x) else x, batch)
-
-
-class _NoDropout(TorchFunctionMode):
-    """Makes dropout the identity."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if "dropout" in name and args:
-            return args[0]
-        if name == "scaled_dot_product_attention":
-            args, kwargs = args[:4], {**kwargs, "dropout_p": 0.0}
-        return func(*args, **kwargs)

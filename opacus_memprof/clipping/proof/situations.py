@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_unflatten
 
+from opacus_memprof.clipping.arguments import Check
 from opacus_memprof.clipping.arrangement import Arrangement
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, plain_layers
 from opacus_memprof.clipping.layers import Layer
@@ -26,8 +27,6 @@ from opacus_memprof.clipping.units import Units
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
-Check = Literal["off", "first", "sometimes", "always"]
-CHECKS: tuple[Check, ...] = ("off", "first", "sometimes", "always")
 _LEAST = 4
 """Samples in a proof of mixing: smaller batches get samples that are made from theirs."""
 _SHARE = 16
@@ -63,16 +62,6 @@ class Situation:
     traces: list[Order] = field(default_factory=list)
     forwards: int = 0
     checks: list[int] = field(default_factory=list)
-
-
-def is_due(check: Check, forward: int) -> bool:
-    """Whether a forward, numbered from 1 in its situation, is checked: with "sometimes" the 1st, 2nd, 4th, 8th, … 1024th,
-    and then every 1000th."""
-    if check == "off":
-        return False
-    if forward == 1 or check == "always":
-        return True
-    return check == "sometimes" and (forward % 1000 == 0 or (forward <= 1024 and forward & (forward - 1) == 0))
 
 
 class Situations:
@@ -200,6 +189,3 @@ class Situations:
 def eager() -> AbstractContextManager[Any]:
     """Nothing is compiled, for the runs of a proof, in this context."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
-__all__ = ["CHECKS", "Check", "Situation", "Situations", "eager", "is_due"]

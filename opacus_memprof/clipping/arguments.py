@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks the arguments of make_private and make_private_with_epsilon before anything is changed."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar, cast, get_args
+
+from opacus.accountants.utils import get_noise_multiplier
+
+from opacus_memprof.errors import MemprofError
+
+Check = Literal["first", "sometimes", "always", "off"]
+Nonfinite = Literal["refuse", "drop"]
+CHECKS: tuple[Check, ...] = get_args(Check)
+
+OWN_MODES = ("flash_clip", "auto")
+ADAPTIVE = frozenset(
+    ("target_unclipped_quantile", "clipbound_learning_rate", "max_clipbound", "min_clipbound", "unclipped_num_std")
+)
+"""What opacus.optimizers.AdaClipDPOptimizer takes beside the arguments of DPOptimizer."""
+
+_FREE = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def by_name(method: _Method) -> _Method:
+    """Decorates a method of an engine that takes its arguments by name, as Opacus' do.
+
+    Arguments by position, unknown names and options of another mode raise MemprofError. The engine's
+    ``_extra_arguments(name, given)`` returns the names that the signature does not list.
+    """
+
+    @functools.wraps(method)
+    def checked(engine: Any, *args: Any, **given: Any) -> Any:
+        name = method.__name__
+        if args:
+            raise MemprofError(
+                f"{name} takes its arguments by name, but {len(args)} came by position: write module=..., "
+                "optimizer=..., data_loader=... and so on."
+            )
+        listed = named_parameters(method)
+        _refuse_unknown(name, given, listed | engine._extra_arguments(name, given), listed)
+        _refuse_options_of_flash_clip(given)
+        return method(engine, **given)
+
+    return cast(_Method, checked)
+
+
+def named_parameters(function: Callable[..., Any]) -> set[str]:
+    """Returns the names of a function's parameters, without ``self``."""
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name for each in parameters if each.kind not in _FREE} - {"self"}
+
+
+def accountant_arguments(accountant: Any) -> set[str]:
+    """Returns the names that make_private_with_epsilon passes on to the search for the noise multiplier."""
+    search = named_parameters(get_noise_multiplier) - {
+        "target_epsilon", "target_delta", "sample_rate", "epochs", "steps", "accountant",
+    }  # fmt: skip
+    return search | named_parameters(accountant.get_epsilon) - {"delta", "args"}
+
+
+def _refuse_unknown(name: str, given: Iterable[str], known: set[str], listed: set[str]) -> None:
+    for each in given:
+        if each in known:
+            continue
+        if each in ADAPTIVE:
+            raise MemprofError(f"{each} belongs to clipping='adaptive': pass that, too, or leave out {each}.")
+        close = difflib.get_close_matches(each, sorted(known), n=1)
+        way_out = f"did you mean {close[0]}?" if close else f"its arguments are {', '.join(sorted(listed))}."
+        raise MemprofError(f"{name} does not know the argument {each}: {way_out}")
+
+
+def _refuse_options_of_flash_clip(given: Mapping[str, Any]) -> None:
+    mode = given.get("grad_sample_mode", "hooks")
+    if mode == "ghost_tp":
+        raise MemprofError(
+            "ghost_tp cannot be trained through Opacus' PrivacyEngine, which has no optimizer for it: use "
+            "ghost_fsdp over several GPUs, or ghost"
+        )
+    own = [each for each in given if each.startswith("flash_clip_")]
+    if own and mode not in OWN_MODES:
+        raise MemprofError(
+            f"{', '.join(own)} is for grad_sample_mode='flash_clip' or 'auto', but the mode is {mode!r}: leave it out, "
+            "or pass one of these modes."
+        )
+
+
+def check_noise_multiplier(value: Any) -> None:
+    """Raises MemprofError unless ``value`` is a finite number that is not negative."""
+    number = _as_number(value)
+    if not math.isfinite(number) or number < 0:
+        raise MemprofError(
+            f"noise_multiplier is {value!r}; it must be a finite number of at least 0: the ratio of the noise's "
+            "standard deviation to max_grad_norm."
+        )
+
+
+def check_bound(value: Any, clipping: str) -> None:
+    """Raises MemprofError unless ``value`` is a finite positive number or, for "per_layer", a list of them."""
+    if clipping == "per_layer":
+        if not isinstance(value, (list, tuple)) or not value or not all(map(_is_bound, value)):
+            raise MemprofError(
+                f"max_grad_norm is {value!r}; clipping='per_layer' needs a list with one positive number for each "
+                "trainable parameter, all of them finite."
+            )
+    elif not _is_bound(value):
+        raise MemprofError(
+            f"max_grad_norm is {value!r}; clipping={clipping!r} needs one positive number, and a finite one: noise of "
+            "a standard deviation in proportion to it is added."
+        )
+
+
+def check_budget(target_epsilon: Any, target_delta: Any, epochs: Any) -> None:
+    """Raises MemprofError unless the budget is one that a search for the noise can end with."""
+    if not _is_bound(target_epsilon):
+        raise MemprofError(f"target_epsilon is {target_epsilon!r}; it must be a positive number, and a finite one.")
+    if not 0 < _as_number(target_delta) < 1:
+        raise MemprofError(
+            f"target_delta is {target_delta!r}; it must be between 0 and 1: less than 1 / (number of samples)."
+        )
+    if not _is_bound(epochs):
+        raise MemprofError(f"epochs is {epochs!r}; it must be a positive number: how long the budget has to last.")
+
+
+def check_schedule(check: Check | None, mode: str) -> Check:
+    """Returns which steps are checked: ``check``, or the mode's default.
+
+    Raises:
+        MemprofError: there is no such schedule.
+    """
+    if check is None:
+        return "sometimes" if mode in OWN_MODES else "off"
+    if check not in CHECKS:
+        raise MemprofError(f"check is {check!r}; it must be {', '.join(map(repr, CHECKS[:-1]))} or {CHECKS[-1]!r}.")
+    return check
+
+
+def check_nonfinite(nonfinite: Nonfinite) -> None:
+    """Raises MemprofError unless ``nonfinite`` is "refuse" or "drop"."""
+    if nonfinite not in get_args(Nonfinite):
+        raise MemprofError(f"flash_clip_nonfinite is {nonfinite!r}; it must be 'refuse' or 'drop'.")
+
+
+def _is_bound(value: Any) -> bool:
+    number = _as_number(value)
+    return math.isfinite(number) and number > 0
+
+
+def _as_number(value: Any) -> float:
+    """Converts a number of any library to a float. Anything else becomes NaN, text and booleans included."""
+    if isinstance(value, (bool, str, bytes)):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        return math.nan

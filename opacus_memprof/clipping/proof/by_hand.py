@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per-sample gradients by plain autograd, from a recorded forward: its inputs, random numbers and output cotangents."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from opacus_memprof.clipping.proof.random_state import RandomState, kept_random_state
+from opacus_memprof.errors import MemprofError
+
+Gradients = list[torch.Tensor | None]
+_SAME_OUTPUT = 1e-5
+_SAME_OUTPUT_LOW_PRECISION = 1e-2
+
+
+class RecordedForward:
+    """A forward of a model in training, as it was called, and what backward brought to its outputs.
+
+    Args:
+        model: the plain model.
+        args: what it is called with by position.
+        kwargs: what it is called with by name.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.model = model
+        self.args, self.kwargs = tree_map(_copied, (args, kwargs))
+        devices = {each.device for each in [*model.parameters(), *_tensors((args, kwargs))]}
+        self.random_state = RandomState(devices)
+        self._device_type = next((each.type for each in devices if each.type != "cpu"), "cpu")
+        self._autocast = (
+            torch.is_autocast_enabled(self._device_type),
+            torch.get_autocast_dtype(self._device_type),
+        )
+        self._buffers = [buffer.clone() for buffer in model.buffers()]
+        self.draws_random_numbers = False
+        self.cotangents: dict[int, torch.Tensor] = {}
+        self.shapes: list[torch.Size] = []
+        batches = [len(each) for each in _tensors((args, kwargs)) if each.dim()]
+        self.samples = batches[0] if batches else 0
+
+    def watch(self, output: Any, is_counted: Callable[[], bool]) -> None:
+        """Records the gradients of the outputs while ``is_counted()`` is True. Call it when the forward has ended."""
+        self.draws_random_numbers = self.random_state.has_changed()
+        leaves = _tensors(output)
+        self.shapes = [each.shape for each in leaves]
+        for index, each in enumerate(leaves):
+            if each.requires_grad:
+                each.register_hook(  # type: ignore[no-untyped-call]
+                    lambda g, i=index: self._add(i, g) if is_counted() else None
+                )
+
+    def _add(self, index: int, cotangent: torch.Tensor) -> None:
+        known = self.cotangents.get(index)
+        self.cotangents[index] = cotangent.detach().clone() if known is None else known + cotangent
+
+    @property
+    def is_low_precision(self) -> bool:
+        """Returns whether the model, or a part of it, computed in float16 or bfloat16."""
+        low = (torch.float16, torch.bfloat16)
+        in_autocast = self._autocast[0] and self._autocast[1] in low
+        tensors = [*self.cotangents.values(), *self.model.parameters()]
+        return in_autocast or any(each.dtype in low for each in tensors)
+
+    def refuse_without_samples(self) -> None:
+        """Raises MemprofError if a gradient arrived at an output that has no batch dimension."""
+        for index in self.cotangents:
+            shape = tuple(self.shapes[index])
+            if not shape or shape[0] != self.samples:
+                raise MemprofError(
+                    f"the check cannot certify {_name(self.model)}: the loss depends on an output of shape "
+                    f"{list(shape)}, whose first dimension is not the batch of {self.samples} samples; return one "
+                    "output per sample and compute the loss outside the model, or pass check='off'."
+                )
+
+    def per_sample_gradients(self, parameters: Sequence[nn.Parameter]) -> Iterator[Gradients]:
+        """Yields each sample's gradients of ``parameters``, None where there is none.
+
+        A model that draws no random numbers is run on each sample alone. Otherwise the whole batch is run with the same
+        numbers, and backward starts from one sample's outputs at a time.
+        """
+        alone = not self.draws_random_numbers and self._runs_alone()
+        if not alone:
+            whole = self._run()
+        for sample in range(self.samples):
+            outputs = self._run(slice(sample, sample + 1)) if alone else whole
+            yield self._gradients(outputs, sample, alone, parameters)
+
+    def _gradients(
+        self, outputs: list[torch.Tensor], sample: int, alone: bool, parameters: Sequence[nn.Parameter]
+    ) -> Gradients:
+        starts, cotangents = [], []
+        for index, cotangent in self.cotangents.items():
+            own = cotangent[sample : sample + 1]
+            start = outputs[index] if alone else outputs[index][sample : sample + 1]
+            if start.requires_grad:
+                starts.append(start)
+                cotangents.append(own)
+        if not starts:
+            return [None] * len(parameters)
+        return list(
+            torch.autograd.grad(starts, list(parameters), cotangents, retain_graph=not alone, allow_unused=True)
+        )
+
+    def shards_of_gradients(
+        self, parameters: Sequence[nn.Parameter], ranks: int, own_rank: int, most_samples: int, scale: float
+    ) -> Iterator[Gradients]:
+        """Yields this rank's shards of each sample's gradients, for the samples of all ranks. All ranks call it.
+
+        FSDP2 gathers parameters and reduces gradients in every forward and backward, in which all ranks take part:
+        backward starts from one sample of one rank, and from zeros on the others.
+
+        Args:
+            parameters: the sharded parameters. Their ``grad`` is left as it was.
+            ranks: how many ranks there are.
+            own_rank: this one.
+            most_samples: the largest batch of a rank.
+            scale: what this rank's gradients are multiplied by.
+        """
+        before = [parameter.grad for parameter in parameters]
+        try:
+            for rank in range(ranks):
+                for sample in range(most_samples):
+                    for parameter in parameters:
+                        parameter.grad = None
+                    outputs, starts, cotangents = self._run(), [], []
+                    for index, cotangent in self.cotangents.items():
+                        starts.append(outputs[index])
+                        cotangents.append(torch.zeros_like(cotangent))
+                        if rank == own_rank and sample < self.samples:
+                            cotangents[-1][sample] = cotangent[sample] * scale
+                    torch.autograd.backward(starts, cotangents)
+                    # FSDP2 takes the mean over the ranks.
+                    yield [None if parameter.grad is None else parameter.grad * ranks for parameter in parameters]
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+
+    def refuse_mixing(self, most_samples: int | None = None) -> None:
+        """Checks that no sample's outputs depend on other samples, for every ordered pair of samples.
+
+        Args:
+            most_samples: the largest batch of a rank, if ranks run the model together: all run it as often.
+
+        Raises:
+            MemprofError: they do.
+        """
+        with torch.no_grad():
+            bound = _SAME_OUTPUT_LOW_PRECISION if self.is_low_precision else _SAME_OUTPUT
+            before = self._run()
+            changed: torch.Tensor | None = None
+            runs = 0
+            for kept, rows in exchanges(self.samples):
+                runs += 1
+                for a, b in zip(before, self._run(rows), strict=True):
+                    if a.dim() and len(a) == self.samples and not are_close(a[kept], b[kept], bound):
+                        changed = a
+            for _ in range(runs, sum(1 for _ in exchanges(most_samples or 0))):
+                self._run()
+        if changed is not None:
+            raise MemprofError(
+                f"the samples of a batch influence one another in {_name(self.model)}: the output of shape "
+                f"{list(changed.shape)} changed for samples whose own inputs had not; use layers that treat each "
+                "sample by itself, such as GroupNorm instead of BatchNorm."
+            )
+
+    def _runs_alone(self) -> bool:
+        """Returns whether the model takes one sample, and returns one row of each output then."""
+        try:
+            with torch.no_grad():
+                outputs = self._run(slice(0, 1))
+        except Exception:  # whatever a model raises on a batch of one
+            return False
+        expected = [(1, *shape[1:]) for shape in self.shapes]
+        return all(index < len(outputs) and outputs[index].shape == expected[index] for index in self.cotangents)
+
+    def _run(self, rows: slice | list[int] | None = None) -> list[torch.Tensor]:
+        """Returns the outputs of the model on these samples, from the recorded state of all generators and buffers."""
+        args, kwargs = tree_map(lambda x: self._rows_of(x, rows), (self.args, self.kwargs))
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        enabled, dtype = self._autocast
+        with kept_random_state(self.random_state.devices), contextlib.ExitStack() as stack:
+            stack.callback(_copy_into, list(self.model.buffers()), buffers)
+            stack.enter_context(torch.autocast(self._device_type, dtype=dtype, enabled=enabled, cache_enabled=False))
+            _copy_into(list(self.model.buffers()), self._buffers)
+            self.random_state.restore()
+            return _tensors(self.model(*args, **kwargs))
+
+    def _rows_of(self, x: Any, rows: slice | list[int] | None) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        has_samples = x.dim() > 0 and len(x) == self.samples
+        taken = x if rows is None or not has_samples else x[rows]
+        # Copied, because a model may change its inputs in place.
+        return taken.detach().clone().requires_grad_(x.requires_grad)
+
+
+def exchanges(samples: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields batches in which some samples keep their inputs and the others get theirs.
+
+    For each bit of a sample's index, the samples with that bit 0 (then 1) keep their inputs. Every ordered pair of
+    samples differs in a bit, so that each sample is exchanged once while the other is kept.
+
+    Args:
+        samples: the size of the batch.
+
+    Yields:
+        The samples that are kept, and for each place of the batch the sample whose inputs it gets.
+    """
+    for bit in range(max(samples - 1, 0).bit_length()):
+        for side in (0, 1):
+            kept = [i for i in range(samples) if (i >> bit) & 1 == side]
+            yield kept, [i if (i >> bit) & 1 == side else kept[i % len(kept)] for i in range(samples)]
+
+
+def are_close(a: torch.Tensor, b: torch.Tensor, bound: float) -> bool:
+    if torch.equal(a, b):
+        return True
+    a, b = a.nan_to_num(), b.nan_to_num()  # which the check of the sums reports
+    return bool(norm(a - b) <= bound * norm(a))
+
+
+def norm(x: torch.Tensor) -> float:
+    """Returns the L2 norm, found in double precision."""
+    found = x.to(torch.complex128 if x.is_complex() else torch.float64).norm()
+    return float(found.full_tensor() if isinstance(found, DTensor) else found)
+
+
+def _name(model: nn.Module) -> str:
+    return type(model).__name__.removeprefix("FSDP")
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [each for each in tree_flatten(tree)[0] if isinstance(each, torch.Tensor)]
+
+
+def _copied(x: Any) -> Any:
+    return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+
+
+def _copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)

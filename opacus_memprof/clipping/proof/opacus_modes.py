@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks the steps of Opacus' own modes: the clipped sum that a mode found is compared with clipping by hand, before
+noise is drawn and anything is changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from opacus.grad_sample import AbstractGradSampleModule
+from opacus.optimizers import DPOptimizerFastGradientClipping
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from opacus_memprof.clipping.arguments import Check
+from opacus_memprof.clipping.distributed import Agreement, computing_device, inner_model, spans_ranks
+from opacus_memprof.clipping.proof.by_hand import Gradients, RecordedForward, norm
+from opacus_memprof.clipping.proof.schedule import is_checked
+from opacus_memprof.errors import MemprofError
+
+_STABILITY = 1e-6  # as in Opacus
+_TOLERANCE = 1e-3
+_TOLERANCE_LOW_PRECISION = 5e-2
+_TOLERANCE_TF32 = 1e-2
+_FLOOR = 1e-2
+"""A parameter's error counts relative to its own sum, or to this part of the sum of all parameters: a gradient that is
+zero but for rounding, such as that of a key's bias in attention, has no digits to compare."""
+
+
+def refuse_check(given: Mapping[str, Any], check: Check) -> None:
+    """Raises MemprofError if the arguments of make_private are such that steps cannot be checked."""
+    if not given.get("batch_first", True):
+        raise MemprofError(
+            f"check={check!r} needs batch_first=True: transpose the inputs so that the batch comes first, or pass "
+            "check='off'."
+        )
+
+
+def check_steps(prepared: tuple[Any, ...], given: Mapping[str, Any], check: Check) -> StepCheck:
+    """Has the steps of what make_private returned checked.
+
+    Args:
+        prepared: what Opacus' make_private returned.
+        given: its arguments.
+        check: which steps.
+    """
+    module = given["module"]
+    if isinstance(module, AbstractGradSampleModule):
+        module = module._module
+    return StepCheck(
+        given["grad_sample_mode"], inner_model(module), prepared[0], prepared[1], check, spans_ranks(module)
+    )
+
+
+class StepCheck:
+    """Compares the clipped sums of an optimizer's steps with those by hand.
+
+    Args:
+        mode: the grad_sample_mode, for messages.
+        model: the plain model.
+        private: the GradSampleModule, or the hooks.
+        optimizer: the DPOptimizer.
+        check: which steps.
+        spans_ranks: whether ranks take steps together. What one of them finds is then raised on all, in the last part
+            of a step: ranks may split their batches into different numbers of parts before.
+    """
+
+    def __init__(
+        self, mode: str, model: nn.Module, private: Any, optimizer: Any, check: Check, spans_ranks: bool = False
+    ) -> None:
+        self.mode, self.check = mode, check
+        self.steps_checked = 0
+        self._model, self._private, self._optimizer = model, private, optimizer
+        self._names = {p: name for name, p in model.named_parameters()}
+        self._step = 1
+        self._is_running = False
+        self._forwards: list[RecordedForward] = []
+        self._expected: list[torch.Tensor] | None = None
+        self._is_two_pass = isinstance(optimizer, DPOptimizerFastGradientClipping)
+        self._agreement = Agreement(computing_device(next(model.parameters()))) if spans_ranks else None
+        self._is_sharded = isinstance(model, FSDPModule)
+        self._error: MemprofError | None = None
+        _call_after(optimizer, "accumulate" if self._is_two_pass else "clip_and_accumulate", self._after_sums)
+        _call_after(optimizer, "zero_grad", self._after_zero_grad)
+        _call_after(private, "remove_hooks", self._remove_hooks)
+        self._handles = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward),
+        ]
+
+    def _remove_hooks(self) -> None:
+        self._forwards.clear()
+        while self._handles:
+            self._handles.pop().remove()
+
+    # --- what the program calls ---
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_counted() and module.training and torch.is_grad_enabled():
+            self._forwards.append(RecordedForward(module, args, kwargs))
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._is_counted() and self._forwards and not self._forwards[-1].shapes:
+            self._forwards[-1].watch(output, self._is_counted)
+
+    def _is_counted(self) -> bool:
+        """Returns whether what runs belongs to a checked step. Ghost's second backward, without hooks, does not."""
+        enabled = getattr(self._private, "hooks_enabled", True)
+        return enabled and not self._is_running and is_checked(self.check, self._step)
+
+    def _after_zero_grad(self) -> None:
+        if not self._is_two_pass:  # whose backward calls zero_grad itself
+            self._forwards = [each for each in self._forwards if not each.cotangents]
+
+    def _after_sums(self) -> None:
+        is_last = not self._optimizer._check_skip_next_step(pop_next=False)
+        if is_checked(self.check, self._step) and self._error is None:
+            try:
+                self._compare()
+            except MemprofError as raised:
+                self._error = raised
+            finally:
+                self._forwards.clear()
+        if is_checked(self.check, self._step) and (is_last or self._agreement is None):
+            error, self._error = self._error, None
+            try:
+                if self._agreement is not None:
+                    self._agreement.settle(error)
+                elif error is not None:
+                    raise error
+            except MemprofError:
+                self._drop_step()
+                raise
+            self.steps_checked += is_last
+        if is_last:
+            self._expected = None
+            self._step += 1
+
+    def _drop_step(self) -> None:
+        """Drops the gradients of a refused step. Parameters, accountant and generators are as before it."""
+        self._expected = None
+        self._optimizer._is_last_step_skipped = False
+        self._optimizer.zero_grad()
+
+    # --- the comparison ---
+    def _compare(self) -> None:
+        self._refuse_bounds()
+        parameters = self._optimizer.params
+        forwards = [each for each in self._forwards if each.cotangents and (each.samples or self._is_sharded)]
+        if self._expected is None:
+            self._expected = [torch.zeros_like(p, dtype=_wide(p)) for p in parameters]
+        self._is_running = True
+        was_enabled = getattr(self._private, "hooks_enabled", None)
+        try:
+            if was_enabled:
+                self._private.disable_hooks()
+            if self._is_sharded:
+                self._add_of_all_ranks(forwards, parameters)
+            else:
+                for forward in forwards:
+                    forward.refuse_without_samples()
+                    forward.refuse_mixing()
+                    self._add_clipped(forward.per_sample_gradients(parameters), self._scale(forward))
+        finally:
+            self._is_running = False
+            if was_enabled:
+                self._private.enable_hooks()
+        self._raise_on_difference(parameters, any(each.is_low_precision for each in forwards))
+
+    def _add_of_all_ranks(self, forwards: list[RecordedForward], parameters: list[nn.Parameter]) -> None:
+        """Adds the clipped gradients of all ranks' samples. The ranks run the model together: what one of them finds
+        ends it for all, so that none waits."""
+        agreement = self._agreement
+        assert agreement is not None
+        ((fewest, most),) = agreement.settle(None, [len(forwards)])
+        if fewest < most:
+            raise MemprofError(
+                f"check={self.check!r}: a rank has run {fewest} backward passes in this part of a step, and another "
+                f"one {most}; these must be as many on every rank, or pass check='off'."
+            )
+        for forward in forwards:
+            ((_, samples),) = agreement.settle(_error_of(forward.refuse_without_samples), [forward.samples])
+            agreement.settle(_error_of(lambda f=forward, n=samples: f.refuse_mixing(n)))  # type: ignore[misc]
+            ranks, scale = agreement.world_size, self._scale(forward)
+            shards = forward.shards_of_gradients(parameters, ranks, agreement.rank, samples, scale)
+            self._add_clipped(shards, 1.0, 1 / ranks)  # FSDP2 takes the mean over the ranks
+
+    def _refuse_bounds(self) -> None:
+        bounds = getattr(self._optimizer, "max_grad_norms", None)
+        bound = float(self._optimizer.max_grad_norm)
+        if bounds is not None and not math.isclose(math.hypot(*map(float, bounds)), bound, rel_tol=1e-4):
+            raise MemprofError(
+                f"the noise is in proportion to max_grad_norm={bound:g}, but clipping='per_layer' clips to bounds that "
+                f"come to {math.hypot(*map(float, bounds)):g}: a scheduler moved one without the other, so leave the "
+                "bounds constant or use clipping='flat'."
+            )
+
+    def _scale(self, forward: RecordedForward) -> float:
+        """What the gradients of a mean loss are multiplied by to be those of each sample's loss."""
+        return forward.samples if self._optimizer.loss_reduction == "mean" else 1
+
+    def _add_clipped(self, samples: Iterable[Gradients], scale: float, weight: float = 1.0) -> None:
+        assert self._expected is not None
+        for gradients in samples:
+            factors = self._factors(gradients, scale)
+            for total, gradient, factor in zip(self._expected, gradients, factors, strict=True):
+                if gradient is not None:
+                    total += (weight * factor * scale) * gradient.to(total.dtype)
+
+    def _factors(self, gradients: Gradients, scale: float) -> list[float]:
+        """The clip factors of one sample, by parameter."""
+        norms = [0.0 if g is None else scale * norm(g) for g in gradients]
+        bounds = getattr(self._optimizer, "max_grad_norms", None)
+        if bounds is not None:
+            return [_factor(float(bound), size) for bound, size in zip(bounds, norms, strict=True)]
+        return [_factor(float(self._optimizer.max_grad_norm), math.hypot(*norms))] * len(gradients)
+
+    def _raise_on_difference(self, parameters: list[nn.Parameter], is_low_precision: bool) -> None:
+        assert self._expected is not None
+        norms = [norm(each) for each in self._expected]
+        if not all(map(math.isfinite, norms)):
+            raise MemprofError(
+                f"step {self._step} cannot be checked: a sample's gradient has NaN or infinite elements; lower the "
+                "learning rate, or leave such samples out of the data."
+            )
+        tolerance = self._tolerance(parameters, is_low_precision)
+        floor = _FLOOR * math.hypot(*norms)
+        worst, error = None, tolerance
+        for parameter, expected, size in zip(parameters, self._expected, norms, strict=True):
+            found = self._found(parameter)
+            difference = norm(found.to(expected.dtype).view_as(expected) - expected)
+            relative = difference / max(size, floor) if difference else 0.0
+            if not relative <= error:
+                worst, error = parameter, relative
+        if worst is not None:
+            raise MemprofError(
+                f"grad_sample_mode={self.mode!r} does not clip this model exactly: in step {self._step} the clipped "
+                f"gradient of {self._names.get(worst, 'a parameter')} differs by {error:.2g} of its size from clipping "
+                "by hand, one sample at a time; the step was not taken. Use grad_sample_mode='flash_clip', or "
+                "opacus_memprof.clipping.verify to find a mode that is exact."
+            )
+
+    def _found(self, parameter: Any) -> torch.Tensor:
+        state = getattr(self._optimizer, "grad_state", None)  # of FSDPOptimizerFastGradientClipping
+        found: torch.Tensor = parameter.summed_grad if state is None else state[parameter]["summed_grad"]
+        return found
+
+    def _tolerance(self, parameters: list[nn.Parameter], is_low_precision: bool) -> float:
+        if is_low_precision:
+            return _TOLERANCE_LOW_PRECISION
+        has_tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+        return _TOLERANCE_TF32 if has_tf32 and any(p.is_cuda for p in parameters) else _TOLERANCE
+
+
+def _factor(bound: float, norm: float) -> float:
+    return min(1.0, bound / (norm + _STABILITY))
+
+
+def _wide(parameter: nn.Parameter) -> torch.dtype:
+    """The type in which sums by hand are formed."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _call_after(owner: Any, name: str, after: Callable[[], None]) -> None:
+    """Has ``after()`` called when a method of one object has returned."""
+    method = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        after()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _error_of(check: Callable[[], None]) -> MemprofError | None:
+    """Returns what a check raises."""
+    try:
+        check()
+    except MemprofError as error:
+        return error
+    return None
