@@ -27,12 +27,14 @@ class ScriptVerdict:
         mode: the grad_sample_mode.
         steps: the measurements of the logical steps.
         defects: sentences; empty if all that was checked is right.
-        notes: what was not checked.
+        unchecked: what was not checked.
+        notes: what is no defect, but worth knowing.
     """
 
     mode: str
     steps: list["StepResult"]
     defects: list[str]
+    unchecked: list[str]
     notes: list[str]
 
 
@@ -84,7 +86,7 @@ class ScriptCheck:
             findings.note(f"{self._script} {ending} after {_count(len(follower.results), 'logical step')}.")
         follower.finish()
         mode = follower.roots[-1].mode if follower.roots else ""
-        return ScriptVerdict(mode, follower.results, findings.defects, findings.notes)
+        return ScriptVerdict(mode, follower.results, findings.defects, findings.unchecked, findings.notes)
 
     def _ending(self, error: BaseException) -> str:
         if isinstance(error, KeyboardInterrupt):
@@ -110,8 +112,10 @@ def print_verdict(verdict: ScriptVerdict, console: Console) -> None:
     for defect in verdict.defects:
         console.print(f"DEFECT: {defect}", style="bold red", soft_wrap=True, markup=False)
     for note in verdict.notes:
-        console.print(f"not checked, or to know: {note}", style="yellow", soft_wrap=True, markup=False)
-    samples, steps = sum(len(step.norms) for step in verdict.steps), _count(len(verdict.steps), "logical step")
+        console.print(f"note: {note}", soft_wrap=True, markup=False)
+    for each in verdict.unchecked:
+        console.print(f"not checked: {each}", style="yellow", soft_wrap=True, markup=False)
+    samples, steps = sum(step.samples for step in verdict.steps), _count(len(verdict.steps), "logical step")
     if verdict.defects:
         found = _count(len(verdict.defects), "defect")
         text = f"{found}: neither the training nor the privacy that is accounted for can be relied on."
@@ -129,8 +133,8 @@ def print_verdict(verdict: ScriptVerdict, console: Console) -> None:
 def _print_step(number: int, step: "StepResult", console: Console) -> None:
     noise = f", noise {step.noise:.3f} times the requested" if step.noise is not None else ""
     console.print(
-        f"logical step {number}: {_count(step.batches, 'physical batch', 'es')}, {_count(len(step.norms), 'sample')}, "
-        f"{step.clipped} clipped{noise}",
+        f"logical step {number}: {_count(step.batches, 'physical batch', 'es')}, {_count(step.samples, 'sample')}"
+        f"{f', {step.clipped} clipped' if step.norms else ''}{noise}",
         soft_wrap=True,
     )
     worst = sorted(step.errors, key=lambda name: -step.errors[name])

@@ -33,20 +33,21 @@ class Batch:
     total: Gradients = field(default_factory=dict)
 
 
-def clip_by_hand(batch: PhysicalBatch, bound: float | list[float], automatic: bool = False) -> Batch:
+def clip_by_hand(batch: PhysicalBatch, bound: float | list[float], names: list[str], automatic: bool = False) -> Batch:
     """Sums the clipped gradients of the samples, one sample at a time.
 
     Args:
         batch: the recorded batch.
-        bound: the bound of a sample's gradient, or one for each trained parameter.
+        bound: the bound of a sample's gradient, or one for each of the parameters.
+        names: the parameters whose gradients are clipped.
         automatic: whether gradients are normalized to the bound instead (clipping="automatic").
 
     Raises:
         NotCheckedError: the batch cannot be computed again.
     """
-    names = list(batch.calls[0].root.trained())
     result = Batch()
-    for gradients in per_sample_gradients(batch):
+    for every in per_sample_gradients(batch):
+        gradients = {name: every[name] for name in names if name in every}
         squares = {name: float(g.square().sum()) for name, g in gradients.items()}
         norm = math.sqrt(sum(squares.values()))
         result.norms.append(norm)
@@ -73,7 +74,7 @@ def per_sample_gradients(batch: PhysicalBatch) -> Iterator[Gradients]:
     Raises:
         NotCheckedError: the batch cannot be computed again.
     """
-    sizes = {_size(call) for call in batch.calls}
+    sizes = {size_of(call) for call in batch.calls}
     if len(sizes) > 1:
         raise NotCheckedError(
             f"one backward goes through calls of the model with {', '.join(map(str, sorted(sizes)))} samples; which of "
@@ -207,7 +208,7 @@ def mixing_module(call: Call) -> tuple[str, float] | None:
     Raises:
         NotCheckedError: the model cannot be run on such inputs.
     """
-    size = _size(call)
+    size = size_of(call)
     if size < 2 or any(x.dim() == 0 or len(x) % size for x in call.outputs.values()):
         return None
     indices = torch.arange(size)
@@ -278,8 +279,12 @@ def has_rows(x: torch.Tensor, size: int) -> bool:
     return x.dim() > 0 and len(x) == size
 
 
-def _size(call: Call) -> int:
-    """The number of samples: the length of the first tensor among the inputs."""
+def size_of(call: Call) -> int:
+    """The number of samples: the length of the first tensor among the inputs.
+
+    Raises:
+        NotCheckedError: there is none.
+    """
     for leaf in tree_flatten((call.args, call.kwargs))[0]:
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return len(leaf)

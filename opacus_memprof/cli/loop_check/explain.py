@@ -31,6 +31,11 @@ def explain(error: BaseException, roots: list[PrivateModel]) -> str | None:
         return f"{said} {foreign_parameters(_local(error, 'self'), roots) or _WRONG_MODEL}"
     if "Per sample gradient is not initialized" in message:
         return f"{said} {_missing(root, 'grad_sample')}"
+    if "_forward_counter" in message:
+        return (
+            f"{said} The model that runs is a copy of the private one, whose parameters the optimizer does not have: "
+            "train the model that was made private, and copy it before."
+        )
     if "_norm_sample" in message:
         return f"{said} {_missing(root, '_norm_sample')}"
     if "stack expects each tensor to be equal size" in message or "must match the size of tensor" in message:

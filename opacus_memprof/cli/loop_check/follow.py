@@ -21,13 +21,14 @@ from opacus_memprof.cli.loop_check.loss_scale import LossScale
 from opacus_memprof.cli.loop_check.records import (
     Call,
     Findings,
+    LogicalStep,
     PhysicalBatch,
     PrivateModel,
     RandomState,
     StepResult,
     first_line,
 )
-from opacus_memprof.cli.loop_check.step_check import LogicalStep, StepCheck, clip_bound, noise_std
+from opacus_memprof.cli.loop_check.step_check import StepCheck, clip_bound, noise_std
 
 STEPS = 2
 _MOST_STEPS = 10  # those whose batch is empty included
@@ -87,19 +88,19 @@ class Follower:
         _around(torch.amp.GradScaler, "scale", self._scale.on_scaler)
         original = torch.autograd.backward
         torch.autograd.backward = functools.wraps(original)(functools.partial(self._backward, original))
-        torch.compile = self._no_compile  # type: ignore[assignment]
+        torch.compile = self._no_compile
         register_optimizer_step_pre_hook(self._before_original)
         register_optimizer_step_post_hook(self._after_original)
 
     def finish(self) -> None:
         """Adds notes about what did not happen."""
         if any(not stepped for stepped in self._schedulers.values()):
-            self.findings.note("A scheduler of noise or clipping did not act before the last checked step.")
+            self.findings.not_checked("schedulers of noise or clipping that did not act before the last checked step.")
         if self.results and len(self.results) < STEPS:
-            self.findings.note("Only one logical step was reached: noise and schedulers were not seen to go on.")
-        self.findings.note(
-            "A loss that mixes samples outside of the model (a contrastive loss, a mean over all valid tokens of the "
-            "batch) cannot be seen from the gradients at the model's outputs."
+            self.findings.not_checked("a second logical step, which was not reached.")
+        self.findings.not_checked(
+            "losses outside of the model that mix samples (a contrastive loss, a mean over all valid tokens of the "
+            "batch): the gradients at the model's outputs do not show them."
         )
 
     def explain(self, error: BaseException) -> bool:
@@ -118,7 +119,7 @@ class Follower:
         original(hooks, m, *args, **kwargs)
         self.roots.append(root)
         if not getattr(hooks, "batch_first", True):
-            self.findings.note("batch_first=False: sums were not compared, because samples are found in dimension 0.")
+            self.findings.not_checked("the positions of samples: batch_first=False, and dimension 0 is taken for them.")
         m.register_forward_pre_hook(self._recorder(root), with_kwargs=True, prepend=True)
 
     def _recorder(self, root: PrivateModel) -> Callable[..., None]:
@@ -161,9 +162,7 @@ class Follower:
         if call.outputs:
             self._calls.append(call)
         else:
-            self.findings.note(
-                "The model returned no tensors with gradients in a training call, which was not followed."
-            )
+            self.findings.not_checked("a training call of the model that returned no tensors with gradients.")
 
     def _on_cotangent(self, call: Call, index: int, gradient: torch.Tensor) -> None:
         # The second backward of ghost clipping runs with the hooks off: its loss is weighted by the clip factors.
@@ -241,11 +240,14 @@ class Follower:
         step = LogicalStep(followed.clipped, len(followed.waiting), noise_std(optimizer))
         followed.waiting = []
         followed.step = step  # add_noise, which is called next, stores into it
-        is_ready = original(*args, **kwargs)
-        if is_ready:
-            followed.clipped = []
-        else:
-            followed.step = None
+        is_ready = False
+        try:
+            is_ready = original(*args, **kwargs)
+        finally:
+            if is_ready:
+                followed.clipped = []
+            else:
+                followed.step = None
         return is_ready
 
     def _add_noise(self, followed: _Optimizer, original: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -271,7 +273,8 @@ class Follower:
             followed.waiting = []
             if dropped:
                 self.findings.note(
-                    f"zero_grad dropped {dropped} physical batch{'es' * (dropped > 1)} between backward and step."
+                    f"zero_grad dropped {dropped} physical batch{'es' * (dropped > 1)} between backward and step.",
+                    "dropped",
                 )
         return original(*args, **kwargs)
 
@@ -282,7 +285,7 @@ class Follower:
         if followed is not None and followed.step is not None:
             root = next((root for root in self.roots if followed in self._optimizers_of(root)), None)
             if root is not None:
-                followed.check = StepCheck(followed.optimizer, root, followed.step, self.findings)
+                followed.check = StepCheck(followed.optimizer, followed.given, root, followed.step, self.findings)
                 with self._pause():
                     followed.check.before_update()
             return
@@ -293,8 +296,9 @@ class Follower:
             self.findings.defect(
                 f"The script steps an optimizer {own} ({type(optimizer).__name__}), not the private one: {names[0]} "
                 f"and {len(names) - 1} more parameters of the private model are updated from gradients that are "
-                "neither clipped nor noised. Call step() and zero_grad() of the optimizer that make_private returns (or of the "
-                "DPOptimizer)."
+                "neither clipped nor noised. Call step() and zero_grad() of the optimizer that make_private returns, "
+                "or of the DPOptimizer.",
+                "own optimizer",
             )
             self.own_steps += 1
 
@@ -309,7 +313,7 @@ class Follower:
                     check.after_update()
                 self._compare_noise(followed, check)
                 self.results.append(check.result)
-        followed_steps = [result for result in self.results if result.batches]
+        followed_steps = [result for result in self.results if result.samples]
         if len(followed_steps) >= STEPS or len(self.results) >= _MOST_STEPS or self.own_steps >= STEPS:
             raise CheckEnded
 
@@ -333,7 +337,7 @@ class Follower:
         return original(scheduler, *args, **kwargs)
 
     def _no_compile(self, model: Any = None, **kwargs: Any) -> Any:
-        self.findings.note("torch.compile was off during the check: compiled code was not checked.")
+        self.findings.not_checked("compiled code: torch.compile is off during the check.")
         return model if model is not None else lambda each: each
 
     # --- helpers ---
@@ -344,7 +348,7 @@ class Follower:
         try:
             yield
         except Exception as error:  # a defect of the check must not end the script
-            self.findings.note(f"A step could not be checked ({first_line(error)}).")
+            self.findings.not_checked(f"a part of a step, because the check failed ({first_line(error)}).")
         finally:
             self._paused = False
             state.restore()

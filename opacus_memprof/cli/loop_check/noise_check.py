@@ -26,7 +26,7 @@ def check_noise(
         The standard deviation relative to the requested one, None if unknown; and a part of the noise.
     """
     if step.std == 0:
-        findings.note("noise_multiplier is 0: the training is not private, and noise was not checked.")
+        findings.not_checked("noise, because noise_multiplier is 0: the training is not private.")
         return None, torch.empty(0)
     rests = {}
     for name, p in trained.items():
@@ -34,13 +34,14 @@ def check_noise(
         if noised is not None and summed is not None:
             rests[name] = noised.double() - summed.double().reshape(noised.shape)
     if not rests:
-        findings.note("The noise was not checked: the clipped sum before it is not known.")
+        findings.not_checked("noise, because the clipped sum without it is not known.")
         return None, torch.empty(0)
     without = [name for name, rest in rests.items() if not bool(rest.any())]
     if without:
         findings.defect(
             f"No noise is added to {listed(without)}, although the optimizer asks for a standard deviation of "
-            f"{step.std:.4g}."
+            f"{step.std:.4g}.",
+            "no noise",
         )
     off = {}
     for name, rest in rests.items():
@@ -58,8 +59,8 @@ def check_noise(
     if off:
         worst = max(off, key=lambda name: abs(off[name] - 1))
         more = f", and {len(off) - 1} more parameters are off" if len(off) > 1 else ""
-        findings.defect(f"{asked}: in {worst} it is {off[worst]:.3g} times that{more}.")
+        findings.defect(f"{asked}: in {worst} it is {off[worst]:.3g} times that{more}.", "noise")
     elif not without and abs(measured - 1) > _SIGMAS / math.sqrt(2 * count) + 1e-2:
-        findings.defect(f"{asked}: over all parameters it is {measured:.3g} times that.")
+        findings.defect(f"{asked}: over all parameters it is {measured:.3g} times that.", "noise")
     largest = max(rests, key=lambda name: rests[name].numel())
     return measured, rests[largest].flatten()[:10_000] / step.std

@@ -19,27 +19,39 @@ class NotCheckedError(Exception):
     """A part of the check is impossible. The message is a sentence for the user."""
 
 
-@dataclass
 class Findings:
-    """The defects that were found, and the parts that were not checked. Both without duplicates, in order.
+    """The defects that were found, and the parts that were not checked, in order. Of each kind only the first is kept,
+    so that the steps of a loop do not repeat it.
 
     Attributes:
         defects: one or more sentences each.
-        notes: one sentence each.
+        unchecked: one sentence each.
+        notes: what is no defect, but worth knowing; one sentence each.
     """
 
-    defects: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.defects: list[str] = []
+        self.unchecked: list[str] = []
+        self.notes: list[str] = []
+        self._kinds: set[str] = set()
 
-    def defect(self, sentence: str) -> None:
+    def defect(self, sentence: str, kind: str = "") -> None:
         """Adds a defect."""
-        if sentence not in self.defects:
-            self.defects.append(sentence)
+        self._add(self.defects, sentence, kind)
 
-    def note(self, sentence: str) -> None:
-        """Adds a part that was not checked, or something worth knowing."""
-        if sentence not in self.notes:
-            self.notes.append(sentence)
+    def not_checked(self, sentence: str, kind: str = "") -> None:
+        """Adds something that was not checked."""
+        self._add(self.unchecked, sentence, kind)
+
+    def note(self, sentence: str, kind: str = "") -> None:
+        """Adds something worth knowing."""
+        self._add(self.notes, sentence, kind)
+
+    def _add(self, sentences: list[str], sentence: str, kind: str) -> None:
+        if sentence not in sentences and kind not in self._kinds:
+            sentences.append(sentence)
+            if kind:
+                self._kinds.add(kind)
 
 
 class RandomState:
@@ -181,6 +193,7 @@ class StepResult:
 
     Attributes:
         batches: number of physical batches.
+        samples: number of samples in them.
         norms: the samples' gradient norms, computed by hand.
         clipped: how many samples were clipped.
         errors: the largest error of each parameter's clipped sum, relative to its largest element.
@@ -189,6 +202,7 @@ class StepResult:
     """
 
     batches: int
+    samples: int
     norms: list[float] = field(default_factory=list)
     clipped: int = 0
     errors: dict[str, float] = field(default_factory=dict)

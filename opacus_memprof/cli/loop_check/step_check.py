@@ -9,18 +9,21 @@ from typing import Any
 import torch
 from opacus.optimizers import DPOptimizer
 
+from opacus_memprof.cli.loop_check.advice import exact_modes
 from opacus_memprof.cli.loop_check.by_hand import (
     Batch,
     Gradients,
     clip_by_hand,
     is_close,
     mixing_module,
+    size_of,
 )
 from opacus_memprof.cli.loop_check.noise_check import check_noise
 from opacus_memprof.cli.loop_check.records import (
     Findings,
     LogicalStep,
     NotCheckedError,
+    PhysicalBatch,
     PrivateModel,
     StepResult,
     first_line,
@@ -61,22 +64,28 @@ class StepCheck:
 
     Args:
         optimizer: the private optimizer.
+        given: the clipping bound that it was made with.
         root: the private model that it trains.
         step: the recorded data.
         findings: gets the defects and notes.
     """
 
-    def __init__(self, optimizer: DPOptimizer, root: PrivateModel, step: LogicalStep, findings: Findings) -> None:
-        self.result = StepResult(len(step.batches))
+    def __init__(
+        self, optimizer: DPOptimizer, given: Any, root: PrivateModel, step: LogicalStep, findings: Findings
+    ) -> None:
+        self.result = StepResult(len(step.batches), sum(map(_samples, step.batches)))
         self.noise_sample = torch.empty(0)
         self._optimizer = optimizer
+        self._given = given
         self._root = root
         self._step = step
         self._findings = findings
         self._replica: Any = None
         self._before: dict[str, torch.Tensor] = {}
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._trained = {name: p for name, p in root.trained().items() if id(p) in held}
+        names = root.names()
+        self._trained = {names[id(p)]: p for p in optimizer.params if id(p) in names}  # in the order of the bounds
+        # Ghost clipping finds the norms over all that the model trains.
+        self._clipped = list(root.trained()) if root.mode == "ghost" else list(self._trained)
 
     def before_update(self) -> None:
         """Compares sums and noise, and repeats the update on copies."""
@@ -84,18 +93,23 @@ class StepCheck:
         try:
             by_hand = self._check_sum()
         except NotCheckedError as error:
-            self._findings.note(f"The clipped sum was not compared: {error}")
+            self._findings.not_checked(f"the clipped sum: {error}", "sum")
             by_hand = None
         self._check_loss_scale(by_hand)
+        for p in self._trained.values():
+            if id(p) not in self._step.noised and p.grad is not None:
+                self._step.noised[id(p)] = p.grad.detach().double() * self._expected_divisor()
         self.result.noise, self.noise_sample = check_noise(self._step, self._trained, self._findings)
         self._check_divisor()
         self._repeat_update()
 
     # --- the clipped sum ---
     def _check_sum(self) -> list[Batch]:
-        automatic = getattr(getattr(self._optimizer, "bookkeeping", None), "rule", None)
-        is_automatic = getattr(automatic, "clipping", None) == "automatic"
-        hands = [clip_by_hand(batch, batch.bound, is_automatic) for batch in self._step.batches]
+        if any(call.root is not self._root for batch in self._step.batches for call in batch.calls):
+            raise NotCheckedError("the optimizer holds parameters of several private models.")
+        rule = getattr(getattr(self._optimizer, "bookkeeping", None), "rule", None)
+        is_automatic = getattr(rule, "clipping", None) == "automatic"
+        hands = [clip_by_hand(batch, batch.bound, self._clipped, is_automatic) for batch in self._step.batches]
         expected = _sum([hand.total for hand in hands])
         result = self.result
         result.norms = [norm for hand in hands for norm in hand.norms]
@@ -106,9 +120,9 @@ class StepCheck:
             raise NotCheckedError("a sample's gradient is not finite.")
         found = {name: self._step.summed.get(id(p)) for name, p in self._trained.items()}
         if any(each is None for each in found.values()):
-            self._findings.note(
-                "The clipped sum was compared with its noise, because the optimizer does not keep it without: errors "
-                "that are smaller than the noise cannot be seen."
+            self._findings.not_checked(
+                "errors of the clipped sum that are smaller than the noise, because the optimizer does not keep the "
+                "sum without noise."
             )
             self._step.summed = {id(p): expected[name].flatten() for name, p in self._trained.items()}
             return hands
@@ -120,7 +134,7 @@ class StepCheck:
         result.errors = relative_errors(totals, expected)
         wrong = [name for name, error in result.errors.items() if error > result.tolerance]
         if wrong:
-            self._findings.defect(self._explain_sum(wrong, totals, hands))
+            self._findings.defect(self._explain_sum(wrong, totals, hands), "sum")
         self._check_mixing()
         return hands
 
@@ -135,15 +149,15 @@ class StepCheck:
             f"{size:.3g} times as large as the one computed by hand (cosine {cosine:.3f}); {len(wrong)} of "
             f"{len(self.result.errors)} parameters are off by up to {self.result.errors[worst]:.1%} ({worst})."
         )
-        names = list(expected)
+        names = [name for name in expected if name in found]
         if 1 < len(hands) <= _MOST_KEPT:
             parts = torch.stack([_flat(hand.total, names) for hand in hands], 1)
             target = _flat(found, names).unsqueeze(1)
             weights = torch.linalg.lstsq(parts, target).solution
             if _is_small(parts @ weights - target, target, self.result.tolerance):
-                return f"{what} {_weights_sentence(weights.flatten().tolist(), self._root.mode)}"
+                return f"{what} {_weights_sentence(weights.flatten().tolist(), self._step.accumulated)}"
         for bound, sentence in self._other_bounds():
-            other = _sum([clip_by_hand(batch, bound).total for batch in self._step.batches])
+            other = _sum([clip_by_hand(batch, bound, self._clipped).total for batch in self._step.batches])
             if max(relative_errors(found, other).values()) <= self.result.tolerance:
                 return f"{what} {sentence}"
         if any(
@@ -153,7 +167,8 @@ class StepCheck:
                 f"{what} The model computes one loss for the batch: if that is a mean over all valid labels, a "
                 "sample's share depends on the other samples; return a loss that is the mean of the samples' losses."
             )
-        return what
+        exact = exact_modes(self._step.batches[0].calls[0], self._root.mode) if len(hands) == 1 else []
+        return f"{what} Exact for this model and batch: {', '.join(exact)}." if exact else what
 
     def _other_bounds(self) -> list[tuple[float | list[float], str]]:
         """Other bounds that the optimizer may have clipped to, and what that means."""
@@ -169,14 +184,13 @@ class StepCheck:
                     "model in this mode. Set both.",
                 )
             )
-        several = getattr(self._optimizer, "max_grad_norms", None)
-        if isinstance(several, list):
+        if isinstance(self._given, list):
             others.append(
                 (
-                    [float(each) for each in several],
+                    [float(each) for each in self._given],
                     f"The parameters are clipped to the bounds that the optimizer was made with, but the noise is that "
-                    f"of the bound {now}: the scheduler changes optimizer.max_grad_norm and not the parameters' bounds "
-                    "(optimizer.max_grad_norms). Scale both.",
+                    f"of the bound {now}: the scheduler changes optimizer.max_grad_norm, but not the parameters' "
+                    "bounds. Use a scheduler of the noise instead.",
                 )
             )
         return others
@@ -187,7 +201,7 @@ class StepCheck:
                 try:
                     found = mixing_module(call)
                 except NotCheckedError as error:
-                    self._findings.note(f"Whether samples are processed separately was not checked: {error}")
+                    self._findings.not_checked(f"whether samples are processed separately: {error}", "mixing")
                     return
                 if found is not None:
                     name, size = found
@@ -195,7 +209,8 @@ class StepCheck:
                     self._findings.defect(
                         f"The samples of a batch are not processed separately: other samples change a sample's "
                         f"output{where} by {size:.1%}, so that clipping its gradient does not bound its influence. "
-                        "Use layers that compute each sample alone (for BatchNorm, GroupNorm)."
+                        "Use layers that compute each sample alone (for BatchNorm, GroupNorm).",
+                        "mixing",
                     )
 
     def _check_loss_scale(self, hands: Sequence[Batch] | None) -> None:
@@ -208,21 +223,19 @@ class StepCheck:
         norms = self.result.norms
         bounds = [batch.bound for batch in self._step.batches if isinstance(batch.bound, float)]
         if not hands or not norms or not bounds:
-            self._findings.note(
-                f"{who} the loss by {factor:.4g} before backward; the norms are that many times larger."
-            )
+            self._findings.note(f"{who} the loss by {factor:.6g} before backward, and the norms with it.", "scale")
             return
         with_scale = sum(norm > bounds[0] for norm in norms) / len(norms)
         without = sum(norm / abs(factor) > bounds[0] for norm in norms) / len(norms)
         sentence = (
-            f"{who} the loss by {factor:.4g} before backward, so that the samples' gradient norms are that many times "
+            f"{who} the loss by {factor:.6g} before backward, so that the samples' gradient norms are that many times "
             f"as large: {with_scale:.0%} of the samples are clipped to {bounds[0]:.4g}, and {without:.0%} would be "
             "without the factor."
         )
         if scaled and with_scale != without:
-            self._findings.defect(f"{sentence} Train without GradScaler (bfloat16 needs none).")
+            self._findings.defect(f"{sentence} Train without GradScaler (bfloat16 needs none).", "scale")
         else:
-            self._findings.note(sentence)
+            self._findings.note(sentence, "scale")
 
     def _check_divisor(self) -> None:
         """Compares the divisor of the noised sum with the expected number of samples of a logical batch."""
@@ -233,15 +246,20 @@ class StepCheck:
                 ratios.append((float(noised.double().norm()) / float(p.grad.double().norm()), p.dtype))
         if not ratios:
             return
-        optimizer, passes = self._optimizer, max(1, self._step.accumulated)
-        expected = 1.0 if optimizer.loss_reduction == "sum" else float(optimizer.expected_batch_size) * passes
+        passes, expected = max(1, self._step.accumulated), self._expected_divisor()
         found = sorted(ratio for ratio, _ in ratios)[len(ratios) // 2]
         if abs(found / expected - 1) > 10 * max(torch.finfo(dtype).eps for _, dtype in ratios) + 1e-4:
             self._findings.defect(
                 f"The noised sum is divided by {found:.4g}, not by {expected:.4g} (expected_batch_size "
-                f"{optimizer.expected_batch_size} * {passes} accumulated physical batch{'es' * (passes > 1)}): the "
-                f"update is {expected / found:.3g} times as large as with the mean over the samples."
+                f"{self._optimizer.expected_batch_size} * {passes} accumulated physical batch{'es' * (passes > 1)}): "
+                f"the update is {expected / found:.3g} times as large as with the mean over the samples.",
+                "divisor",
             )
+
+    def _expected_divisor(self) -> float:
+        if self._optimizer.loss_reduction == "sum":
+            return 1.0
+        return float(self._optimizer.expected_batch_size) * max(1, self._step.accumulated)
 
     # --- the update ---
     def _repeat_update(self) -> None:
@@ -254,7 +272,7 @@ class StepCheck:
                     p.grad = None if q.grad is None else q.grad.clone()
             type(original).step(replica)
         except Exception as error:  # optimizers can hold anything
-            self._findings.note(f"The update was not compared: the optimizer cannot be copied ({first_line(error)}).")
+            self._findings.not_checked(f"the update: the optimizer cannot be copied ({first_line(error)}).", "update")
             return
         self._replica = replica
 
@@ -272,7 +290,8 @@ class StepCheck:
             if wrong:
                 self._findings.defect(
                     f"{listed(wrong)} do not have the values that {type(self._optimizer.original_optimizer).__name__} "
-                    "computes from the noised gradients: something else changes them in the step."
+                    "computes from the noised gradients: something else changes them in the step.",
+                    "update",
                 )
         rates = {id(p): float(group.get("lr", 1.0)) for group in live for p in group["params"]}
         still, lacking, idle = [], [], []
@@ -289,17 +308,14 @@ class StepCheck:
                 self._findings.note(f"{name} did not move: the update is smaller than the rounding of {p.dtype}.")
         if lacking:
             self._findings.defect(
-                f"{listed(lacking)} can be trained, and clipping counts {'them' if len(lacking) > 1 else 'it'}, but no "
-                "private optimizer holds "
+                f"{listed(lacking)} can be trained, but the private optimizer does not hold "
                 f"{'them, so that they are' if len(lacking) > 1 else 'it, so that it is'} never updated: make the "
                 "optimizer from the parameters of the model that is trained, after its last layer was replaced."
             )
         if still:
             self._findings.defect(f"{listed(still)} got no gradient, not even noise, and did not move in the step.")
         if idle:
-            self._findings.note(
-                f"The learning rate of {listed(idle)} was 0 in a step, so that its update was not seen."
-            )
+            self._findings.not_checked(f"the update of {listed(idle)}: the learning rate was 0 in a step.", "rate")
 
 
 def relative_errors(found: Gradients, expected: Gradients) -> dict[str, float]:
@@ -340,12 +356,25 @@ def _is_small(rest: torch.Tensor, target: torch.Tensor, tolerance: float) -> boo
     return float(rest.norm()) <= tolerance * float(target.norm())
 
 
-def _weights_sentence(weights: list[float], mode: str) -> str:
-    parts = ", ".join(f"physical batch {i + 1} counts {weight:.2f} times" for i, weight in enumerate(weights))
+def _samples(batch: PhysicalBatch) -> int:
+    try:
+        return size_of(batch.calls[0])
+    except NotCheckedError:
+        return 1  # unknown, but not empty
+
+
+def _weights_sentence(weights: list[float], accumulated: int) -> str:
+    rounded = [round(weight, 2) + 0.0 for weight in weights]  # without -0
+    parts = ", ".join(f"physical batch {i + 1} counts {weight:.2f} times" for i, weight in enumerate(rounded))
     sentence = f"It is a sum in which {parts}, instead of once each."
-    if mode == "ghost" and abs(weights[0]) < 0.01:
-        sentence += (
-            " In this mode, Opacus sets gradients to zero in every backward, which drops the batches before: use "
-            "BatchMemoryManager, or flash_clip, instead of several backward calls for one step."
+    if rounded[0] != 0:
+        return sentence
+    if accumulated > 1:
+        return (
+            f"{sentence} Each backward drops the gradients of the batches before, as ghost clipping does in Opacus: "
+            "use BatchMemoryManager, or flash_clip, instead of several backward calls for one step."
         )
-    return sentence
+    return (
+        f"{sentence} The optimizer loses the batches of skipped steps, as ghost clipping did in Opacus before 1.5.3: "
+        "update Opacus, or use flash_clip."
+    )
