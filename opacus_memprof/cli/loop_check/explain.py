@@ -18,7 +18,8 @@ def explain(error: BaseException, roots: list[PrivateModel]) -> str | None:
         roots: the private models of the script.
 
     Returns:
-        Sentences with names and causes; None if the error is not one of Opacus.
+        Sentences with names and causes; None if the error is not one of Opacus, or if the optimizer's parameters are
+        foreign, which is found before its step.
     """
     message = str(error)
     if "Module parameters are different than optimizer Parameters" in message:
@@ -28,7 +29,7 @@ def explain(error: BaseException, roots: list[PrivateModel]) -> str | None:
     root = roots[-1]
     said = f"Opacus stops with {first_line(error)}."
     if "Per sample gradient not found" in message:
-        return f"{said} {foreign_parameters(_local(error, 'self'), roots) or _WRONG_MODEL}"
+        return None if foreign_parameters(_local(error, "self"), roots) else f"{said} {_WRONG_MODEL}"
     if "Per sample gradient is not initialized" in message:
         return f"{said} {_missing(root, 'grad_sample')}"
     if "_forward_counter" in message:

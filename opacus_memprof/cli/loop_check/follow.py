@@ -237,7 +237,9 @@ class Follower:
         for batch in followed.waiting:
             batch.bound = bound
         followed.clipped += followed.waiting
-        step = LogicalStep(followed.clipped, len(followed.waiting), noise_std(optimizer))
+        of_models = [id(batch.calls[0].root) for batch in followed.waiting]
+        passes = max(map(of_models.count, of_models), default=0)
+        step = LogicalStep(followed.clipped, passes, noise_std(optimizer))
         followed.waiting = []
         followed.step = step  # add_noise, which is called next, stores into it
         is_ready = False

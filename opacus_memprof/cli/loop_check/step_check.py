@@ -135,8 +135,26 @@ class StepCheck:
         wrong = [name for name, error in result.errors.items() if error > result.tolerance]
         if wrong:
             self._findings.defect(self._explain_sum(wrong, totals, hands), "sum")
+        else:
+            self._check_norms(hands[-1])
         self._check_mixing()
         return hands
+
+    def _check_norms(self, last: Batch) -> None:
+        """Compares the norms that the mode found: wrong ones do not show in the sum while nothing is clipped."""
+        norms = getattr(self._root.hooks, "per_sample_gradient_norms", None)
+        if not isinstance(norms, torch.Tensor) or norms.shape != (len(last.norms),) or isinstance(self._given, list):
+            return
+        scale = max(last.norms)
+        error = max(abs(a - b) / max(b, 1e-3 * scale) for a, b in zip(norms.tolist(), last.norms, strict=True))
+        if error > self.result.tolerance:
+            exact = exact_modes(self._step.batches[-1].calls[0], self._root.mode)
+            self._findings.defect(
+                f"grad_sample_mode={self._root.mode!r} finds wrong gradient norms for this model: they are off by up to "
+                f"{error:.1%}, so that samples are clipped to another bound than the one that the noise is for."
+                + (f" Exact for this model and batch: {', '.join(exact)}." if exact else ""),
+                "norms",
+            )
 
     def _explain_sum(self, wrong: list[str], found: Gradients, hands: list[Batch]) -> str:
         """Says how the sum differs, and of which sums it consists if that can be found out."""
@@ -289,8 +307,9 @@ class StepCheck:
             wrong = [name for name, p, q in pairs if not is_close(q.detach(), p.detach())]
             if wrong:
                 self._findings.defect(
-                    f"{listed(wrong)} do not have the values that {type(self._optimizer.original_optimizer).__name__} "
-                    "computes from the noised gradients: something else changes them in the step.",
+                    f"Something else changes {listed(wrong)} in the step of "
+                    f"{type(self._optimizer.original_optimizer).__name__}: the new values are not those that it "
+                    "computes from the noised gradients.",
                     "update",
                 )
         rates = {id(p): float(group.get("lr", 1.0)) for group in live for p in group["params"]}

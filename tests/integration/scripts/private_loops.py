@@ -88,6 +88,37 @@ def poisson(mode: str) -> None:
     train(*private(mode, poisson_sampling=True))
 
 
+def empty(mode: str) -> None:
+    """Logical batches of one sample on average: some are empty."""
+    train(*private(mode, poisson_sampling=True, data_loader=data(1)))
+
+
+def autocast(mode: str) -> None:
+    model, *rest = private(mode)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float()
+
+    train(run, *rest)
+
+
+def gpt2(mode: str) -> None:
+    """Tied embeddings, dropout, and outputs in a class of transformers."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=20, n_positions=8, attn_implementation="eager")
+    tokens = TensorDataset(torch.randint(0, 20, (16, 8)))
+    model, optimizer, criterion, loader = private(
+        mode, GPT2LMHeadModel(config).train(), data_loader=DataLoader(tokens, batch_size=4)
+    )
+    for (ids,) in loader:
+        logits = model(input_ids=ids, use_cache=False).logits
+        criterion(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def accumulation(mode: str) -> None:
     train(*private(mode), every=2)
 
@@ -148,6 +179,12 @@ def ddp(mode: str) -> None:
     train(*private(mode, torch.nn.parallel.DistributedDataParallel(Net())))
 
 
+def replaced_before(mode: str) -> None:
+    model = Net()
+    model.head = nn.Linear(8, 4)
+    train(*private(mode, model))
+
+
 # --- wrong ---
 def own_optimizer(mode: str) -> None:
     """Opacus' issue 389."""
@@ -172,6 +209,19 @@ def other_model(mode: str) -> None:
     PrivacyEngine().make_private(
         module=copy.deepcopy(model), optimizer=optimizer, data_loader=data(), noise_multiplier=1.0, max_grad_norm=1.0
     )
+
+
+def foreign(mode: str) -> None:
+    """The same without make_private, which does not look at the parameters."""
+    model: Any = Net()
+    optimizer = get_optimizer_class("flat", False, mode)(
+        torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=BATCH
+    )
+    model = wrap_model(copy.deepcopy(model), mode)
+    criterion: Any = nn.CrossEntropyLoss()
+    if mode == "ghost":
+        criterion = DPLossFastGradientClipping(model, optimizer, criterion)
+    train(model, optimizer, criterion, data())
 
 
 def replaced_head(mode: str) -> None:
@@ -313,6 +363,17 @@ def permuted(mode: str) -> None:
     train(*private(mode, model))
 
 
+def other_update(mode: str) -> None:
+    """Weight decay of the script's own, inside of the optimizer's step."""
+    made = private(mode)
+
+    def decay(optimizer: Any, args: Any, kwargs: Any) -> None:
+        optimizer.param_groups[0]["params"][0].data.mul_(0.5)
+
+    made[1].original_optimizer.register_step_post_hook(decay)
+    train(*made)
+
+
 # --- ends early ---
 def interrupted(mode: str) -> None:
     train(*private(mode), after=lambda i: os.kill(os.getpid(), signal.SIGINT))
@@ -330,6 +391,40 @@ def no_step(mode: str) -> None:
     for x, y in loader:
         criterion(model(x), y).backward()
         break
+
+
+def one_step(mode: str) -> None:
+    train(*private(mode, data_loader=data(64)))
+
+
+def no_multiplier(mode: str) -> None:
+    train(*private(mode, noise_multiplier=0.0))
+
+
+def late_scheduler(mode: str) -> None:
+    made = private(mode)
+    noise = StepNoise(made[1], step_size=1, gamma=0.5)
+    train(*made)
+    noise.step()
+
+
+def flattened(mode: str) -> None:
+    """An output whose rows are not those of samples."""
+
+    class Flattened(Net):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return super().forward(x, scale).flatten()[2:]
+
+    model, optimizer, _, loader = private(mode, Flattened())
+    train(model, optimizer, lambda out, y: out.mean(), loader)
+
+
+def compiled(mode: str) -> None:
+    train(*private(mode, torch.compile(Net())))
+
+
+def interrupted_accumulation(mode: str) -> None:
+    train(*private(mode), every=2, after=lambda i: os.kill(os.getpid(), signal.SIGINT))
 
 
 def not_private(mode: str) -> None:
