@@ -111,7 +111,7 @@ def test_the_random_numbers_are_left_as_they_were() -> None:
     [
         ((1.0, 1.0), None),
         ((1.0, 0.0), "No noise is added to b"),
-        ((1.2, 1.0), "in a it is 1.2 times that"),
+        ((1.2, 1.0), "in a it is 1.2"),
         ((0.7, 0.7), "in a it is 0.7"),
     ],
 )

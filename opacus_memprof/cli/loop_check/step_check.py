@@ -150,8 +150,8 @@ class StepCheck:
         if error > self.result.tolerance:
             exact = exact_modes(self._step.batches[-1].calls[0], self._root.mode)
             self._findings.defect(
-                f"grad_sample_mode={self._root.mode!r} finds wrong gradient norms for this model: they are off by up to "
-                f"{error:.1%}, so that samples are clipped to another bound than the one that the noise is for."
+                f"grad_sample_mode={self._root.mode!r} finds wrong gradient norms for this model: they are off by up "
+                f"to {error:.1%}, so that samples are clipped to another bound than the one that the noise is for."
                 + (f" Exact for this model and batch: {', '.join(exact)}." if exact else ""),
                 "norms",
             )
