@@ -49,16 +49,16 @@ def doctor(
         list[str] | None, typer.Argument(metavar="ARGS", show_default=False, help="Arguments of the script.")
     ] = None,
     script: Annotated[
-        bool, typer.Option("--script", help="Check how a script clips, instead of this machine; its model and batch.")
+        bool, typer.Option("--script", help="Check the private training of a script instead of this machine.")
     ] = False,
 ) -> None:
     """Say in plain words whether profiling works here, and what to do where it does not.
 
     Exits with 0 where it works, with 1 otherwise.
 
-    With --script SCRIPT.py: runs the script up to the first batch that it trains a private model with, and compares the
-    clipping of its grad_sample_mode with clipping by hand, one sample at a time. Exits with 0 if it is exact, with 3 if
-    it is wrong, with 2 if there is nothing to check.
+    With --script SCRIPT.py: runs the script until its private optimizer has made two steps. Compares clipping, noise
+    and updates with those computed by hand, one sample at a time, and says what was not checked. Exits with 0 if all
+    that was checked is right, with 1 if there is a defect, with 2 if there is nothing to check.
     """
     if script or target is not None:
         _check_script(script, target, arguments or [])
@@ -81,13 +81,13 @@ def doctor(
 
 def _check_script(script: bool, target: str | None, arguments: list[str]) -> None:
     if not script or target is None:
-        raise MemprofError("to check how a script clips: opacus-memprof doctor --script SCRIPT.py [ARGS]")
-    from opacus_memprof.cli.script_check import ScriptCheck, print_verification
+        raise MemprofError("to check a script: opacus-memprof doctor --script SCRIPT.py [ARGS]")
+    from opacus_memprof.cli.script_check import ScriptCheck, print_verdict
 
-    found, exact = ScriptCheck(target, arguments).run()
-    print_verification(found, exact, Console(highlight=False))
-    if not found.exact:
-        raise typer.Exit(3)
+    verdict = ScriptCheck(target, arguments).run()
+    print_verdict(verdict, Console(highlight=False))
+    if verdict.defects:
+        raise typer.Exit(1)
 
 
 def examine() -> list[Check]:

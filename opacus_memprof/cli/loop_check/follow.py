@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follows what a script does with its private models and optimizers, and checks their logical steps."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
+from opacus.optimizers import DPOptimizer
+from opacus.schedulers import _GradClipScheduler, _NoiseScheduler
+from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_flatten, tree_map
+
+from opacus_memprof.cli.loop_check.explain import explain, foreign_parameters
+from opacus_memprof.cli.loop_check.loss_scale import LossScale
+from opacus_memprof.cli.loop_check.records import (
+    Call,
+    Findings,
+    LogicalStep,
+    PhysicalBatch,
+    PrivateModel,
+    RandomState,
+    StepResult,
+    first_line,
+)
+from opacus_memprof.cli.loop_check.step_check import StepCheck, clip_bound, noise_std
+
+STEPS = 2
+_MOST_STEPS = 10  # those whose batch is empty included
+
+
+class CheckEnded(BaseException):
+    """Ends the script after the last step to check. Not an Exception, which scripts catch."""
+
+
+class _Optimizer:
+    """A private optimizer, and the recorded data of its current logical step."""
+
+    def __init__(self, optimizer: DPOptimizer, given: Any) -> None:
+        self.optimizer = optimizer
+        self.given = given
+        self.waiting: list[PhysicalBatch] = []  # backward has run, but not optimizer.step()
+        self.clipped: list[PhysicalBatch] = []  # by skipped steps
+        self.step: LogicalStep | None = None  # prepared, for the original optimizer
+        self.check: StepCheck | None = None
+        self.last_noise = torch.empty(0)
+
+    def parameters(self) -> set[int]:
+        return {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+
+
+class Follower:
+    """Records the private training of this process and checks it.
+
+    Attributes:
+        findings: defects and notes so far.
+        results: the measurements of the checked logical steps.
+        roots: the private models.
+    """
+
+    def __init__(self) -> None:
+        self.findings = Findings()
+        self.results: list[StepResult] = []
+        self.roots: list[PrivateModel] = []
+        self.optimizers: list[_Optimizer] = []
+        self.own_steps = 0
+        self._paused = False
+        self._scale = LossScale()
+        self._pass = 0  # number of backward calls so far
+        self._in_backward = 0
+        self._in_ghost_backward = False
+        self._calls: list[Call] = []  # without a complete backward
+        self._schedulers: dict[int, bool] = {}
+
+    def install(self) -> None:
+        """Puts this object between the script and Opacus. Call it after Opacus was imported."""
+        _around(AbstractGradSampleHooks, "__init__", self._make_hooks)
+        _around(DPOptimizer, "__init__", self._make_optimizer)
+        _around(DPTensorFastGradientClipping, "backward", self._ghost_backward)
+        for scheduler in (_NoiseScheduler, _GradClipScheduler):
+            _around(scheduler, "__init__", self._make_scheduler)
+            _around(scheduler, "step", self._scheduler_step)
+        _around(torch.amp.GradScaler, "scale", self._scale.on_scaler)
+        original = torch.autograd.backward
+        torch.autograd.backward = functools.wraps(original)(functools.partial(self._backward, original))
+        torch.compile = self._no_compile
+        register_optimizer_step_pre_hook(self._before_original)
+        register_optimizer_step_post_hook(self._after_original)
+
+    def finish(self) -> None:
+        """Adds notes about what did not happen."""
+        if any(not stepped for stepped in self._schedulers.values()):
+            self.findings.not_checked("schedulers of noise or clipping that did not act before the last checked step.")
+        if self.results and len(self.results) < STEPS:
+            self.findings.not_checked("a second logical step, which was not reached.")
+        self.findings.not_checked(
+            "losses outside of the model that mix samples (a contrastive loss, a mean over all valid tokens of the "
+            "batch): the gradients at the model's outputs do not show them."
+        )
+
+    def explain(self, error: BaseException) -> bool:
+        """Explains an error of Opacus as a defect. Returns whether it was one."""
+        sentence = explain(error, self.roots)
+        if sentence is not None:
+            self.findings.defect(sentence)
+        return sentence is not None
+
+    # --- models ---
+    def _make_hooks(self, original: Any, hooks: Any, m: nn.Module, /, *args: Any, **kwargs: Any) -> None:
+        if self._paused:
+            original(hooks, m, *args, **kwargs)
+            return
+        root = PrivateModel(hooks, m)
+        original(hooks, m, *args, **kwargs)
+        self.roots.append(root)
+        if not getattr(hooks, "batch_first", True):
+            self.findings.not_checked("the positions of samples: batch_first=False, and dimension 0 is taken for them.")
+        m.register_forward_pre_hook(self._recorder(root), with_kwargs=True, prepend=True)
+
+    def _recorder(self, root: PrivateModel) -> Callable[..., None]:
+        """The hook that records a training call. A closure, so that a copied model has no copy of the follower."""
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            is_training = module.training and torch.is_grad_enabled()
+            if self._paused or self._in_backward or root.recording or not is_training or module is not root.outer:
+                return
+            kind = next(root.model.parameters()).device.type
+            cast, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+            call = Call(
+                root,
+                args=tree_map(_clone, args),
+                kwargs=tree_map(_clone, kwargs),
+                random=RandomState(),
+                buffers={name: x.detach().clone() for name, x in root.model.named_buffers()},
+                training=[each.training for each in root.model.modules()],
+                autocast=lambda: torch.autocast(kind, dtype=dtype, enabled=cast),
+            )
+            root.recording = True
+
+            def after(module: nn.Module, args: Any, output: Any) -> None:
+                handle.remove()
+                root.recording = False
+                if output is not None:
+                    self._watch(call, output)
+
+            # Registered now, so that it comes after the hooks of every mode.
+            handle = module.register_forward_hook(after, always_call=True)
+
+        return before
+
+    def _watch(self, call: Call, output: Any) -> None:
+        for index, leaf in enumerate(tree_flatten(output)[0]):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                call.outputs[index] = leaf.detach().clone()
+                register: Any = leaf.register_hook
+                register(functools.partial(self._on_cotangent, call, index))
+        if call.outputs:
+            self._calls.append(call)
+        else:
+            self.findings.not_checked("a training call of the model that returned no tensors with gradients.")
+
+    def _on_cotangent(self, call: Call, index: int, gradient: torch.Tensor) -> None:
+        # The second backward of ghost clipping runs with the hooks off: its loss is weighted by the clip factors.
+        if self._paused or not getattr(call.root.hooks, "hooks_enabled", True):
+            return
+        call.in_pass = call.in_pass or self._pass
+        gradient = gradient.detach().clone()
+        call.cotangents[index] = call.cotangents[index] + gradient if index in call.cotangents else gradient
+
+    def _backward(self, original: Any, tensors: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if self._paused or self._in_backward:
+            return original(tensors, *args, **kwargs)
+        self._pass += 1
+        factor = self._scale.factor_of(tensors)
+        self._in_backward += 1
+        try:
+            with self._explained():
+                result = original(tensors, *args, **kwargs)
+        finally:
+            self._in_backward -= 1
+        ran = [call for call in self._calls if call.in_pass == self._pass]
+        self._calls = [call for call in self._calls if call.in_pass == 0]
+        for root in self.roots:
+            calls = [call for call in ran if call.root is root]
+            if calls:
+                batch = PhysicalBatch(calls, *factor)
+                for followed in self._optimizers_of(root):
+                    followed.waiting.append(batch)
+        return result
+
+    def _ghost_backward(self, original: Any, loss: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self._in_ghost_backward = True
+        try:
+            with self._explained():
+                return original(loss, *args, **kwargs)
+        finally:
+            self._in_ghost_backward = False
+
+    # --- optimizers ---
+    def _make_optimizer(self, original: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        if self._paused:
+            return
+        given: Any = getattr(optimizer, "max_grad_norms", kwargs.get("max_grad_norm"))
+        rule: Any = getattr(getattr(optimizer, "bookkeeping", None), "rule", None)
+        if getattr(rule, "bounds", None):
+            given = rule.bounds
+        followed = _Optimizer(optimizer, list(given) if isinstance(given, (list, tuple)) else given)
+        self.optimizers.append(followed)
+        for name, method in (
+            ("step", self._step),
+            ("pre_step", self._pre_step),
+            ("add_noise", self._add_noise),
+            ("zero_grad", self._zero_grad),
+        ):
+            setattr(optimizer, name, _bound(optimizer, name, functools.partial(method, followed)))
+
+    def _optimizers_of(self, root: PrivateModel) -> list[_Optimizer]:
+        names = root.names()
+        return [each for each in self.optimizers if names.keys() & each.parameters()]
+
+    def _step(self, followed: _Optimizer, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+        foreign = foreign_parameters(followed.optimizer, self.roots)
+        if foreign is not None:
+            self.findings.defect(foreign)
+        with self._explained():
+            return original(*args, **kwargs)
+
+    def _pre_step(self, followed: _Optimizer, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+        optimizer = followed.optimizer
+        bound = clip_bound(optimizer, followed.given)
+        for batch in followed.waiting:
+            batch.bound = bound
+        followed.clipped += followed.waiting
+        of_models = [id(batch.calls[0].root) for batch in followed.waiting]
+        passes = max(map(of_models.count, of_models), default=0)
+        step = LogicalStep(followed.clipped, passes, noise_std(optimizer))
+        followed.waiting = []
+        followed.step = step  # add_noise, which is called next, stores into it
+        is_ready = False
+        try:
+            is_ready = original(*args, **kwargs)
+        finally:
+            if is_ready:
+                followed.clipped = []
+            else:
+                followed.step = None
+        return is_ready
+
+    def _add_noise(self, followed: _Optimizer, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+        parameters = followed.optimizer.params
+        step = followed.step
+        if step is None:
+            return original(*args, **kwargs)
+        for p in parameters:
+            if getattr(p, "summed_grad", None) is not None:
+                step.summed[id(p)] = p.summed_grad.detach().clone().reshape(p.shape)
+        result = original(*args, **kwargs)
+        divisor = float(args[0] if args else kwargs.get("divisor", 1.0))
+        for p in parameters:
+            if p.grad is not None:
+                step.noised[id(p)] = p.grad.detach() * divisor
+        return result
+
+    def _zero_grad(self, followed: _Optimizer, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not self._in_ghost_backward and not self._paused:
+            dropped = len(followed.waiting)
+            if not followed.optimizer._is_last_step_skipped:
+                dropped, followed.clipped = dropped + len(followed.clipped), []
+            followed.waiting = []
+            if dropped:
+                self.findings.note(
+                    f"zero_grad dropped {dropped} physical batch{'es' * (dropped > 1)} between backward and step.",
+                    "dropped",
+                )
+        return original(*args, **kwargs)
+
+    def _before_original(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._paused:
+            return
+        followed = next((each for each in self.optimizers if each.optimizer.original_optimizer is optimizer), None)
+        if followed is not None and followed.step is not None:
+            root = next((root for root in self.roots if followed in self._optimizers_of(root)), None)
+            if root is not None:
+                followed.check = StepCheck(followed.optimizer, followed.given, root, followed.step, self.findings)
+                with self._pause():
+                    followed.check.before_update()
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        names = [name for root in self.roots for name, p in root.trained().items() if id(p) in held]
+        if names:
+            own = "that the private optimizer was made from" if followed is not None else "of its own"
+            self.findings.defect(
+                f"The script steps an optimizer {own} ({type(optimizer).__name__}), not the private one: {names[0]} "
+                f"and {len(names) - 1} more parameters of the private model are updated from gradients that are "
+                "neither clipped nor noised. Call step() and zero_grad() of the optimizer that make_private returns, "
+                "or of the DPOptimizer.",
+                "own optimizer",
+            )
+            self.own_steps += 1
+
+    def _after_original(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._paused:
+            return
+        followed = next((each for each in self.optimizers if each.optimizer.original_optimizer is optimizer), None)
+        if followed is not None and followed.step is not None:
+            check, followed.step, followed.check = followed.check, None, None
+            if check is not None:
+                with self._pause():
+                    check.after_update()
+                self._compare_noise(followed, check)
+                self.results.append(check.result)
+        followed_steps = [result for result in self.results if result.samples]
+        if len(followed_steps) >= STEPS or len(self.results) >= _MOST_STEPS or self.own_steps >= STEPS:
+            raise CheckEnded
+
+    def _compare_noise(self, followed: _Optimizer, check: StepCheck) -> None:
+        """Finds noise that repeats: a generator that is seeded in each step."""
+        old, new = followed.last_noise, check.noise_sample
+        if len(new) >= 16 and old.shape == new.shape and float((old - new).abs().max()) < 1e-2:
+            self.findings.defect(
+                "The noise of a step is the same as that of the step before: seed the noise generator once, not in "
+                "each step."
+            )
+        followed.last_noise = new
+
+    # --- schedulers, compiled models ---
+    def _make_scheduler(self, original: Any, scheduler: Any, /, *args: Any, **kwargs: Any) -> None:
+        original(scheduler, *args, **kwargs)
+        self._schedulers[id(scheduler)] = False  # constructors may call step()
+
+    def _scheduler_step(self, original: Any, scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self._schedulers[id(scheduler)] = True
+        return original(scheduler, *args, **kwargs)
+
+    def _no_compile(self, model: Any = None, **kwargs: Any) -> Any:
+        self.findings.not_checked("compiled code: torch.compile is off during the check.")
+        return model if model is not None else lambda each: each
+
+    # --- helpers ---
+    @contextlib.contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Runs a check: it is not recorded, and leaves the random number generators as they were."""
+        state, self._paused = RandomState(), True
+        try:
+            yield
+        except Exception as error:  # a defect of the check must not end the script
+            self.findings.not_checked(f"a part of a step, because the check failed ({first_line(error)}).")
+        finally:
+            self._paused = False
+            state.restore()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not self._paused:
+                self.explain(error)
+            raise
+
+
+def _clone(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, torch.Tensor) else x
+
+
+def _around(cls: type, name: str, function: Callable[..., Any]) -> None:
+    """Replaces a method by ``function(original, self, ...)``."""
+    original = vars(cls)[name]
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(original, self, *args, **kwargs)
+
+    setattr(cls, name, method)
+
+
+def _bound(instance: Any, name: str, function: Callable[..., Any]) -> MethodType:
+    """A method of one instance that calls ``function(original, ...)``. Bound, because schedulers of PyTorch need it."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        original = functools.partial(getattr(type(self), name), self)
+        return function(original, *args, **kwargs)
+
+    return MethodType(method, instance)

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded data of a script's training steps, and the findings."""
+
+import copy
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
+from torch import nn
+
+from opacus_memprof.clipping.distributed import inner_model
+
+
+class NotCheckedError(Exception):
+    """A part of the check is impossible. The message is a sentence for the user."""
+
+
+class Findings:
+    """The defects that were found, and the parts that were not checked, in order. Of each kind only the first is kept,
+    so that the steps of a loop do not repeat it.
+
+    Attributes:
+        defects: one or more sentences each.
+        unchecked: one sentence each.
+        notes: what is no defect, but worth knowing; one sentence each.
+    """
+
+    def __init__(self) -> None:
+        self.defects: list[str] = []
+        self.unchecked: list[str] = []
+        self.notes: list[str] = []
+        self._kinds: set[str] = set()
+
+    def defect(self, sentence: str, kind: str = "") -> None:
+        """Adds a defect."""
+        self._add(self.defects, sentence, kind)
+
+    def not_checked(self, sentence: str, kind: str = "") -> None:
+        """Adds something that was not checked."""
+        self._add(self.unchecked, sentence, kind)
+
+    def note(self, sentence: str, kind: str = "") -> None:
+        """Adds something worth knowing."""
+        self._add(self.notes, sentence, kind)
+
+    def _add(self, sentences: list[str], sentence: str, kind: str) -> None:
+        if sentence not in sentences and kind not in self._kinds:
+            sentences.append(sentence)
+            if kind:
+                self._kinds.add(kind)
+
+
+class RandomState:
+    """The states of the global random number generators of torch, Python and NumPy."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy = numpy.random.get_state() if numpy is not None else None
+
+    def restore(self) -> None:
+        """Sets the generators to these states."""
+        torch.set_rng_state(self._torch)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+    def differs(self, other: "RandomState") -> bool:
+        """Whether numbers were drawn between the two states."""
+        mine, theirs = [self._torch, *self._cuda], [other._torch, *other._cuda]
+        if len(mine) != len(theirs) or not all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)):
+            return True
+        if self._python != other._python or (self._numpy is None) != (other._numpy is None):
+            return True
+        return self._numpy is not None and str(self._numpy) != str(other._numpy)
+
+
+class PrivateModel:
+    """A model with Opacus' hooks.
+
+    Args:
+        hooks: the GradSampleModule, or the hooks object.
+        outer: the module that it was made from. The model is inside it if it is DistributedDataParallel.
+
+    Attributes:
+        plain: a copy from before the hooks; None if the model cannot be copied.
+        recording: whether a call is in progress.
+    """
+
+    def __init__(self, hooks: AbstractGradSampleHooks, outer: nn.Module) -> None:
+        self.hooks = hooks
+        self.outer = outer
+        self.model = inner_model(outer)
+        self.recording = False
+        self.plain: nn.Module | None = None
+        self.why_no_copy = ""
+        try:
+            self.plain = copy.deepcopy(self.model)
+        except Exception as error:  # modules can define anything here
+            self.why_no_copy = first_line(error)
+
+    @property
+    def mode(self) -> str:
+        """The grad_sample_mode, or the class if it has no mode."""
+        names = {cls.__name__ for cls in type(self.hooks).__mro__}
+        if "FlashClipHooks" in names:
+            return "flash_clip"
+        if "GradSampleHooksFastGradientClipping" in names:
+            return "ghost"
+        if "GradSampleModuleExpandedWeights" in names:
+            return "ew"
+        if "GradSampleHooks" in names:
+            return "functorch" if getattr(self.hooks, "force_functorch", False) else "hooks"
+        return type(self.hooks).__name__
+
+    def names(self) -> dict[int, str]:
+        """The names of the parameters by id."""
+        return {id(p): name for name, p in self.model.named_parameters()}
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that require grad."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+
+@dataclass
+class Call:
+    """One training call of a private model.
+
+    Attributes:
+        outputs: the tensors among the leaves of the output that require grad, by index of the leaf.
+        cotangents: the gradients that arrived at them in backward.
+        in_pass: the backward call in which the first one arrived.
+    """
+
+    root: PrivateModel
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: RandomState
+    buffers: dict[str, torch.Tensor]
+    training: list[bool]
+    autocast: Callable[[], Any]
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    cotangents: dict[int, torch.Tensor] = field(default_factory=dict)
+    in_pass: int = 0
+
+
+@dataclass
+class PhysicalBatch:
+    """The calls whose outputs one backward call started from.
+
+    Attributes:
+        factor: the constant that the loss was multiplied by directly before backward.
+        scaled: whether a GradScaler scaled the loss.
+        bound: the clipping bound when the optimizer clipped the batch; a list for one bound per parameter.
+    """
+
+    calls: list[Call]
+    factor: float
+    scaled: bool
+    bound: float | list[float] = 0.0
+
+
+@dataclass
+class LogicalStep:
+    """The recorded data of one logical step.
+
+    Attributes:
+        batches: physical batches since the last step.
+        accumulated: physical batches since the last call of `optimizer.step()`, skipped ones included.
+        std: the standard deviation that was asked for.
+        summed: the clipped sums before noise by id of the parameter, as the optimizer had them.
+        noised: the same with noise.
+    """
+
+    batches: list[PhysicalBatch]
+    accumulated: int
+    std: float
+    summed: dict[int, torch.Tensor] = field(default_factory=dict)
+    noised: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class StepResult:
+    """What was measured in one logical step.
+
+    Attributes:
+        batches: number of physical batches.
+        samples: number of samples in them.
+        norms: the samples' gradient norms, computed by hand.
+        clipped: how many samples were clipped.
+        errors: the largest error of each parameter's clipped sum, relative to its largest element.
+        tolerance: the largest error that counts as exact.
+        noise: standard deviation of the noise relative to the requested one; None without noise.
+    """
+
+    batches: int
+    samples: int
+    norms: list[float] = field(default_factory=list)
+    clipped: int = 0
+    errors: dict[str, float] = field(default_factory=dict)
+    tolerance: float = 0.0
+    noise: float | None = None
+
+
+def first_line(error: object) -> str:
+    """The first line of an error, with its type."""
+    message = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def listed(names: list[str], most: int = 4) -> str:
+    """The names in a sentence, shortened."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

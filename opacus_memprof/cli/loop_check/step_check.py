@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks one logical step: clipped sum, noise, divisor, and the update of the parameters."""
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from opacus.optimizers import DPOptimizer
+
+from opacus_memprof.cli.loop_check.advice import exact_modes
+from opacus_memprof.cli.loop_check.by_hand import (
+    Batch,
+    Gradients,
+    clip_by_hand,
+    is_close,
+    mixing_module,
+    size_of,
+)
+from opacus_memprof.cli.loop_check.noise_check import check_noise
+from opacus_memprof.cli.loop_check.records import (
+    Findings,
+    LogicalStep,
+    NotCheckedError,
+    PhysicalBatch,
+    PrivateModel,
+    StepResult,
+    first_line,
+    listed,
+)
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of clipped sums; other dtypes: 5e-2
+_SMALLEST = 1e-3  # an error is never relative to less than this part of the largest element of all parameters
+_MOST_KEPT = 8  # sums of physical batches that are kept to explain a wrong total
+
+
+def clip_bound(optimizer: DPOptimizer, given: Any) -> float | list[float]:
+    """The bound that clipping must have now so that the noise suits it.
+
+    Args:
+        optimizer: the private optimizer.
+        given: the bound that it was made with.
+    """
+    bound = float(optimizer.max_grad_norm)
+    if not isinstance(given, (list, tuple)):
+        return bound
+    scale = bound / math.sqrt(sum(each * each for each in given))  # schedulers change only the bound of all
+    return [each * scale for each in given]
+
+
+def noise_std(optimizer: DPOptimizer) -> float:
+    """The standard deviation of the noise of the clipped sum that the optimizer's settings ask for."""
+    adjusted = getattr(optimizer, "_adjusted_noise_multiplier", None)  # of adaptive clipping in ghost mode
+    multiplier = float(optimizer.noise_multiplier if adjusted is None else adjusted)
+    count_std = getattr(optimizer, "unclipped_num_std", None)
+    if count_std and multiplier and adjusted is None:  # Theorem 1 of Andrew et al. 2021, arXiv 1905.03871
+        multiplier = (multiplier**-2 - (2 * count_std) ** -2) ** -0.5
+    return multiplier * float(optimizer.max_grad_norm)
+
+
+class StepCheck:
+    """Checks a logical step before and after the original optimizer's step.
+
+    Args:
+        optimizer: the private optimizer.
+        given: the clipping bound that it was made with.
+        root: the private model that it trains.
+        step: the recorded data.
+        findings: gets the defects and notes.
+    """
+
+    def __init__(
+        self, optimizer: DPOptimizer, given: Any, root: PrivateModel, step: LogicalStep, findings: Findings
+    ) -> None:
+        self.result = StepResult(len(step.batches), sum(map(_samples, step.batches)))
+        self.noise_sample = torch.empty(0)
+        self._optimizer = optimizer
+        self._given = given
+        self._root = root
+        self._step = step
+        self._findings = findings
+        self._replica: Any = None
+        self._before: dict[str, torch.Tensor] = {}
+        names = root.names()
+        self._trained = {names[id(p)]: p for p in optimizer.params if id(p) in names}  # in the order of the bounds
+        # Ghost clipping finds the norms over all that the model trains.
+        self._clipped = list(root.trained()) if root.mode == "ghost" else list(self._trained)
+
+    def before_update(self) -> None:
+        """Compares sums and noise, and repeats the update on copies."""
+        self._before = {name: p.detach().clone() for name, p in self._root.trained().items()}
+        try:
+            by_hand = self._check_sum()
+        except NotCheckedError as error:
+            self._findings.not_checked(f"the clipped sum: {error}", "sum")
+            by_hand = None
+        self._check_loss_scale(by_hand)
+        for p in self._trained.values():
+            if id(p) not in self._step.noised and p.grad is not None:
+                self._step.noised[id(p)] = p.grad.detach().double() * self._expected_divisor()
+        self.result.noise, self.noise_sample = check_noise(self._step, self._trained, self._findings)
+        self._check_divisor()
+        self._repeat_update()
+
+    # --- the clipped sum ---
+    def _check_sum(self) -> list[Batch]:
+        if any(call.root is not self._root for batch in self._step.batches for call in batch.calls):
+            raise NotCheckedError("the optimizer holds parameters of several private models.")
+        rule = getattr(getattr(self._optimizer, "bookkeeping", None), "rule", None)
+        is_automatic = getattr(rule, "clipping", None) == "automatic"
+        hands = [clip_by_hand(batch, batch.bound, self._clipped, is_automatic) for batch in self._step.batches]
+        expected = _sum([hand.total for hand in hands])
+        result = self.result
+        result.norms = [norm for hand in hands for norm in hand.norms]
+        result.clipped = sum(hand.clipped for hand in hands)
+        if not result.norms:
+            return hands
+        if not all(map(math.isfinite, result.norms)):
+            raise NotCheckedError("a sample's gradient is not finite.")
+        found = {name: self._step.summed.get(id(p)) for name, p in self._trained.items()}
+        if any(each is None for each in found.values()):
+            self._findings.not_checked(
+                "errors of the clipped sum that are smaller than the noise, because the optimizer does not keep the "
+                "sum without noise."
+            )
+            self._step.summed = {id(p): expected[name].flatten() for name, p in self._trained.items()}
+            return hands
+        dtypes = {p.dtype for p in self._trained.values()} | {
+            x.dtype for batch in self._step.batches for call in batch.calls for x in call.outputs.values()
+        }
+        result.tolerance = max(_TOLERANCE.get(dtype, 5e-2) for dtype in dtypes)
+        totals = {name: each.double() for name, each in found.items() if each is not None}
+        result.errors = relative_errors(totals, expected)
+        wrong = [name for name, error in result.errors.items() if error > result.tolerance]
+        if wrong:
+            self._findings.defect(self._explain_sum(wrong, totals, hands), "sum")
+        else:
+            self._check_norms(hands[-1])
+        self._check_mixing()
+        return hands
+
+    def _check_norms(self, last: Batch) -> None:
+        """Compares the norms that the mode found: wrong ones do not show in the sum while nothing is clipped."""
+        norms = getattr(self._root.hooks, "per_sample_gradient_norms", None)
+        if not isinstance(norms, torch.Tensor) or norms.shape != (len(last.norms),) or isinstance(self._given, list):
+            return
+        scale = max(last.norms)
+        error = max(abs(a - b) / max(b, 1e-3 * scale) for a, b in zip(norms.tolist(), last.norms, strict=True))
+        if error > self.result.tolerance:
+            exact = exact_modes(self._step.batches[-1].calls[0], self._root.mode)
+            self._findings.defect(
+                f"grad_sample_mode={self._root.mode!r} finds wrong gradient norms for this model: they are off by up "
+                f"to {error:.1%}, so that samples are clipped to another bound than the one that the noise is for."
+                + (f" Exact for this model and batch: {', '.join(exact)}." if exact else ""),
+                "norms",
+            )
+
+    def _explain_sum(self, wrong: list[str], found: Gradients, hands: list[Batch]) -> str:
+        """Says how the sum differs, and of which sums it consists if that can be found out."""
+        worst = max(wrong, key=lambda name: self.result.errors[name])
+        expected = _sum([hand.total for hand in hands])
+        size, cosine = _compare(found, expected)
+        what = (
+            f"grad_sample_mode={self._root.mode!r} does not clip this loop exactly: the clipped sum of "
+            f"{len(self.result.norms)} samples in {len(hands)} physical batch{'es' * (len(hands) > 1)} is "
+            f"{size:.3g} times as large as the one computed by hand (cosine {cosine:.3f}); {len(wrong)} of "
+            f"{len(self.result.errors)} parameters are off by up to {self.result.errors[worst]:.1%} ({worst})."
+        )
+        names = [name for name in expected if name in found]
+        if 1 < len(hands) <= _MOST_KEPT:
+            parts = torch.stack([_flat(hand.total, names) for hand in hands], 1)
+            target = _flat(found, names).unsqueeze(1)
+            weights = torch.linalg.lstsq(parts, target).solution
+            if _is_small(parts @ weights - target, target, self.result.tolerance):
+                return f"{what} {_weights_sentence(weights.flatten().tolist(), self._step.accumulated)}"
+        for bound, sentence in self._other_bounds():
+            other = _sum([clip_by_hand(batch, bound, self._clipped).total for batch in self._step.batches])
+            if max(relative_errors(found, other).values()) <= self.result.tolerance:
+                return f"{what} {sentence}"
+        if any(
+            cotangent.dim() == 0 for b in self._step.batches for c in b.calls for cotangent in c.cotangents.values()
+        ):
+            return (
+                f"{what} The model computes one loss for the batch: if that is a mean over all valid labels, a "
+                "sample's share depends on the other samples; return a loss that is the mean of the samples' losses."
+            )
+        exact = exact_modes(self._step.batches[0].calls[0], self._root.mode) if len(hands) == 1 else []
+        return f"{what} Exact for this model and batch: {', '.join(exact)}." if exact else what
+
+    def _other_bounds(self) -> list[tuple[float | list[float], str]]:
+        """Other bounds that the optimizer may have clipped to, and what that means."""
+        others: list[tuple[float | list[float], str]] = [(math.inf, "That is the sum without any clipping.")]
+        now = f"{float(self._optimizer.max_grad_norm):.4g}"
+        old = getattr(self._root.hooks, "max_grad_norm", None)
+        if isinstance(old, (int, float)):
+            others.append(
+                (
+                    float(old),
+                    f"The samples are clipped to {old:.4g}, the model's bound, but the noise is that of the bound "
+                    f"{now} of the optimizer: a scheduler that changes optimizer.max_grad_norm does not reach the "
+                    "model in this mode. Set both.",
+                )
+            )
+        if isinstance(self._given, list):
+            others.append(
+                (
+                    [float(each) for each in self._given],
+                    f"The parameters are clipped to the bounds that the optimizer was made with, but the noise is that "
+                    f"of the bound {now}: the scheduler changes optimizer.max_grad_norm, but not the parameters' "
+                    "bounds. Use a scheduler of the noise instead.",
+                )
+            )
+        return others
+
+    def _check_mixing(self) -> None:
+        for batch in self._step.batches[:1]:
+            for call in batch.calls:
+                try:
+                    found = mixing_module(call)
+                except NotCheckedError as error:
+                    self._findings.not_checked(f"whether samples are processed separately: {error}", "mixing")
+                    return
+                if found is not None:
+                    name, size = found
+                    where = f" in {name} ({type(self._root.model.get_submodule(name)).__name__})" if name else ""
+                    self._findings.defect(
+                        f"The samples of a batch are not processed separately: other samples change a sample's "
+                        f"output{where} by {size:.1%}, so that clipping its gradient does not bound its influence. "
+                        "Use layers that compute each sample alone (for BatchNorm, GroupNorm).",
+                        "mixing",
+                    )
+
+    def _check_loss_scale(self, hands: Sequence[Batch] | None) -> None:
+        factors = {batch.factor for batch in self._step.batches}
+        factor = max(factors, key=lambda f: abs(math.log(abs(f) or 1.0)), default=1.0)
+        if factor == 1.0 or factor == 0.0:
+            return
+        scaled = any(batch.scaled for batch in self._step.batches)
+        who = "GradScaler multiplies" if scaled else "The script multiplies"
+        norms = self.result.norms
+        bounds = [batch.bound for batch in self._step.batches if isinstance(batch.bound, float)]
+        if not hands or not norms or not bounds:
+            self._findings.note(f"{who} the loss by {factor:.6g} before backward, and the norms with it.", "scale")
+            return
+        with_scale = sum(norm > bounds[0] for norm in norms) / len(norms)
+        without = sum(norm / abs(factor) > bounds[0] for norm in norms) / len(norms)
+        sentence = (
+            f"{who} the loss by {factor:.6g} before backward, so that the samples' gradient norms are that many times "
+            f"as large: {with_scale:.0%} of the samples are clipped to {bounds[0]:.4g}, and {without:.0%} would be "
+            "without the factor."
+        )
+        if scaled and with_scale != without:
+            self._findings.defect(f"{sentence} Train without GradScaler (bfloat16 needs none).", "scale")
+        else:
+            self._findings.note(sentence, "scale")
+
+    def _check_divisor(self) -> None:
+        """Compares the divisor of the noised sum with the expected number of samples of a logical batch."""
+        ratios = []
+        for p in self._trained.values():
+            noised = self._step.noised.get(id(p))
+            if noised is not None and p.grad is not None and float(p.grad.norm()) > 0:
+                ratios.append((float(noised.double().norm()) / float(p.grad.double().norm()), p.dtype))
+        if not ratios:
+            return
+        passes, expected = max(1, self._step.accumulated), self._expected_divisor()
+        found = sorted(ratio for ratio, _ in ratios)[len(ratios) // 2]
+        if abs(found / expected - 1) > 10 * max(torch.finfo(dtype).eps for _, dtype in ratios) + 1e-4:
+            self._findings.defect(
+                f"The noised sum is divided by {found:.4g}, not by {expected:.4g} (expected_batch_size "
+                f"{self._optimizer.expected_batch_size} * {passes} accumulated physical batch{'es' * (passes > 1)}): "
+                f"the update is {expected / found:.3g} times as large as with the mean over the samples.",
+                "divisor",
+            )
+
+    def _expected_divisor(self) -> float:
+        if self._optimizer.loss_reduction == "sum":
+            return 1.0
+        return float(self._optimizer.expected_batch_size) * max(1, self._step.accumulated)
+
+    # --- the update ---
+    def _repeat_update(self) -> None:
+        """Makes the original optimizer's step on copies of the parameters and of its state."""
+        original = self._optimizer.original_optimizer
+        try:
+            replica = copy.deepcopy(original)
+            for group, live in zip(replica.param_groups, original.param_groups, strict=True):
+                for p, q in zip(group["params"], live["params"], strict=True):
+                    p.grad = None if q.grad is None else q.grad.clone()
+            type(original).step(replica)
+        except Exception as error:  # optimizers can hold anything
+            self._findings.not_checked(f"the update: the optimizer cannot be copied ({first_line(error)}).", "update")
+            return
+        self._replica = replica
+
+    def after_update(self) -> None:
+        """Compares the parameters with the repeated update, and finds those that did not move."""
+        live = self._optimizer.original_optimizer.param_groups
+        names = self._root.names()
+        if self._replica is not None:
+            pairs = [
+                (names.get(id(q), "a parameter"), p, q)
+                for group, other in zip(self._replica.param_groups, live, strict=True)
+                for p, q in zip(group["params"], other["params"], strict=True)
+            ]
+            wrong = [name for name, p, q in pairs if not is_close(q.detach(), p.detach())]
+            if wrong:
+                self._findings.defect(
+                    f"Something else changes {listed(wrong)} in the step of "
+                    f"{type(self._optimizer.original_optimizer).__name__}: the new values are not those that it "
+                    "computes from the noised gradients.",
+                    "update",
+                )
+        rates = {id(p): float(group.get("lr", 1.0)) for group in live for p in group["params"]}
+        still, lacking, idle = [], [], []
+        for name, p in self._root.trained().items():
+            if not torch.equal(p.detach(), self._before[name]):
+                continue
+            if id(p) not in rates:
+                lacking.append(name)
+            elif rates[id(p)] == 0:
+                idle.append(name)
+            elif p.grad is None or not bool(p.grad.any()):
+                still.append(name)
+            else:
+                self._findings.note(f"{name} did not move: the update is smaller than the rounding of {p.dtype}.")
+        if lacking:
+            self._findings.defect(
+                f"{listed(lacking)} can be trained, but the private optimizer does not hold "
+                f"{'them, so that they are' if len(lacking) > 1 else 'it, so that it is'} never updated: make the "
+                "optimizer from the parameters of the model that is trained, after its last layer was replaced."
+            )
+        if still:
+            self._findings.defect(f"{listed(still)} got no gradient, not even noise, and did not move in the step.")
+        if idle:
+            self._findings.not_checked(f"the update of {listed(idle)}: the learning rate was 0 in a step.", "rate")
+
+
+def relative_errors(found: Gradients, expected: Gradients) -> dict[str, float]:
+    """The largest error of each parameter, relative to the largest element of its expected sum."""
+    largest = max((float(each.abs().max()) for each in expected.values() if each.numel()), default=0.0)
+    errors = {}
+    for name, each in expected.items():
+        if name in found and each.numel():
+            scale = max(float(each.abs().max()), _SMALLEST * largest) or 1.0
+            errors[name] = float((found[name].reshape(each.shape) - each).abs().max()) / scale
+    return errors
+
+
+def _sum(totals: list[Gradients]) -> Gradients:
+    result: Gradients = {}
+    for total in totals:
+        for name, each in total.items():
+            result[name] = result[name] + each if name in result else each
+    return result
+
+
+def _flat(gradients: Gradients, names: list[str]) -> torch.Tensor:
+    pieces = [gradients[name].flatten() for name in names if name in gradients]
+    return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.float64)
+
+
+def _compare(found: Gradients, expected: Gradients) -> tuple[float, float]:
+    """The ratio of the norms, and the cosine."""
+    names = [name for name in expected if name in found]
+    a, b = _flat(found, names), _flat(expected, names)
+    norms = float(a.norm()), float(b.norm())
+    if not all(norms):
+        return 0.0, 0.0
+    return norms[0] / norms[1], float(a @ b) / (norms[0] * norms[1])
+
+
+def _is_small(rest: torch.Tensor, target: torch.Tensor, tolerance: float) -> bool:
+    return float(rest.norm()) <= tolerance * float(target.norm())
+
+
+def _samples(batch: PhysicalBatch) -> int:
+    try:
+        return size_of(batch.calls[0])
+    except NotCheckedError:
+        return 1  # unknown, but not empty
+
+
+def _weights_sentence(weights: list[float], accumulated: int) -> str:
+    rounded = [round(weight, 2) + 0.0 for weight in weights]  # without -0
+    parts = ", ".join(f"physical batch {i + 1} counts {weight:.2f} times" for i, weight in enumerate(rounded))
+    sentence = f"It is a sum in which {parts}, instead of once each."
+    if rounded[0] != 0:
+        return sentence
+    if accumulated > 1:
+        return (
+            f"{sentence} Each backward drops the gradients of the batches before, as ghost clipping does in Opacus: "
+            "use BatchMemoryManager, or flash_clip, instead of several backward calls for one step."
+        )
+    return (
+        f"{sentence} The optimizer loses the batches of skipped steps, as ghost clipping did in Opacus before 1.5.3: "
+        "update Opacus, or use flash_clip."
+    )

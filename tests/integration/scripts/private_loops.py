@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private training loops, right and wrong, for `opacus-memprof doctor --script`: private_loops.py CASE [MODE]."""
+
+import os
+import sys
+from typing import Any
+
+import torch
+from opacus.grad_sample.utils import wrap_model
+from opacus.optimizers import get_optimizer_class
+from opacus.schedulers import StepGradClip, StepNoise
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.integration.scripts import private_loops_wrong
+from tests.integration.scripts.private_training import BATCH, Net, data, private, train
+
+
+def plain(mode: str) -> None:
+    train(*private(mode))
+
+
+def keyword(mode: str) -> None:
+    model, *rest = private(mode)
+    train(lambda x: model(x, scale=2.0), *rest)
+
+
+def dropout(mode: str) -> None:
+    train(*private(mode, Net(0.5)))
+
+
+def poisson(mode: str) -> None:
+    train(*private(mode, poisson_sampling=True))
+
+
+def empty(mode: str) -> None:
+    """Logical batches of one sample on average: some are empty."""
+    train(*private(mode, poisson_sampling=True, data_loader=data(1)))
+
+
+def autocast(mode: str) -> None:
+    model, *rest = private(mode)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float()
+
+    train(run, *rest)
+
+
+def gpt2(mode: str) -> None:
+    """Tied embeddings, dropout, and outputs in a class of transformers."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=20, n_positions=8, attn_implementation="eager")
+    tokens = TensorDataset(torch.randint(0, 20, (16, 8)))
+    model, optimizer, criterion, loader = private(
+        mode, GPT2LMHeadModel(config).train(), data_loader=DataLoader(tokens, batch_size=4)
+    )
+    for (ids,) in loader:
+        logits = model(input_ids=ids, use_cache=False).logits
+        criterion(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def accumulation(mode: str) -> None:
+    train(*private(mode), every=2)
+
+
+def schedulers(mode: str) -> None:
+    made = private(mode)
+    noise, clip = (
+        StepNoise(made[1], step_size=1, gamma=0.5),
+        StepGradClip(made[1], step_size=1, gamma=0.5),
+    )
+    train(*made, after=lambda i: (noise.step(), clip.step()))
+
+
+def per_layer(mode: str) -> None:
+    train(*private(mode, clipping="per_layer", max_grad_norm=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]))
+
+
+def per_layer_scheduler(mode: str) -> None:
+    made = private(mode, clipping="per_layer", max_grad_norm=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    clip = StepGradClip(made[1], step_size=1, gamma=0.5)
+    train(*made, after=lambda i: clip.step())
+
+
+def adaptive(mode: str) -> None:
+    options = {"max_clipbound": 10.0, "min_clipbound": 0.01, "clipbound_learning_rate": 0.2}
+    train(
+        *private(mode, clipping="adaptive", target_unclipped_quantile=0.5, unclipped_num_std=1.0, **options),
+    )
+
+
+def learning_rate(mode: str) -> None:
+    made = private(mode)
+    rate = torch.optim.lr_scheduler.StepLR(made[1], 1, 0.5)
+    train(*made, after=lambda i: rate.step())
+
+
+def by_hand(mode: str) -> None:
+    """Without make_private."""
+    model: Any = wrap_model(Net(), mode, **({"max_grad_norm": 1.0} if mode == "ghost" else {}))
+    optimizer = get_optimizer_class("flat", False, mode)(
+        torch.optim.Adam(model.parameters()), noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=BATCH
+    )
+    criterion: Any = nn.CrossEntropyLoss()
+    if mode == "ghost":
+        criterion = DPLossFastGradientClipping(model, optimizer, criterion)
+    train(model, optimizer, criterion, data())
+
+
+def ddp(mode: str) -> None:
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    train(*private(mode, torch.nn.parallel.DistributedDataParallel(Net())))
+
+
+def replaced_before(mode: str) -> None:
+    model = Net()
+    model.head = nn.Linear(8, 4)
+    train(*private(mode, model))
+
+
+FUNCTIONS = {**vars(private_loops_wrong), **globals()}
+FUNCTIONS[sys.argv[1]](sys.argv[2] if len(sys.argv) > 2 else "hooks")

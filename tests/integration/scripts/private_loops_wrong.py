@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private training loops that are wrong or end early, for private_loops.py."""
+
+import copy
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from opacus.grad_sample import GradSampleModule
+from opacus.grad_sample.utils import wrap_model
+from opacus.optimizers import DPOptimizer, get_optimizer_class
+from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
+from opacus.schedulers import StepNoise
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+from torch import nn
+
+from opacus_memprof import PrivacyEngine
+from tests.integration.scripts.private_training import BATCH, Net, data, memory_manager, private, train
+
+
+def own_optimizer(mode: str) -> None:
+    """Opacus' issue 389."""
+    model, private_optimizer, criterion, loader = private(mode)
+    train(model, private_optimizer.original_optimizer, criterion, loader)
+
+
+def new_optimizer(mode: str) -> None:
+    model, _, criterion, loader = private(mode)
+    train(model, torch.optim.Adam(model.parameters()), criterion, loader)
+
+
+def copied(mode: str) -> None:
+    """Opacus' issue 820: the optimizer has the parameters of a model that was copied."""
+    model, optimizer, criterion, loader = private(mode)
+    train(copy.deepcopy(model), optimizer, criterion, loader)
+
+
+def other_model(mode: str) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    PrivacyEngine().make_private(
+        module=copy.deepcopy(model), optimizer=optimizer, data_loader=data(), noise_multiplier=1.0, max_grad_norm=1.0
+    )
+
+
+def foreign(mode: str) -> None:
+    """The same without make_private, which does not look at the parameters."""
+    model: Any = Net()
+    optimizer = get_optimizer_class("flat", False, mode)(
+        torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=BATCH
+    )
+    model = wrap_model(copy.deepcopy(model), mode)
+    criterion: Any = nn.CrossEntropyLoss()
+    if mode == "ghost":
+        criterion = DPLossFastGradientClipping(model, optimizer, criterion)
+    train(model, optimizer, criterion, data())
+
+
+def replaced_head(mode: str) -> None:
+    """The optimizer is as old as the former last layer."""
+    model = Net()
+    optimizer = torch.optim.SGD([*model.conv.parameters(), *model.norm.parameters()], lr=0.1)
+    model.head = nn.Linear(8, 4)
+    private_optimizer = DPOptimizer(optimizer, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=BATCH)
+    train(GradSampleModule(model), private_optimizer, nn.CrossEntropyLoss(), data())
+
+
+def silent_copy(mode: str) -> None:
+    """All per-sample gradients are there, but those of the model that is not used."""
+    old, new = Net(), Net()
+    wrapped, other = GradSampleModule(old), GradSampleModule(new)
+    optimizer = DPOptimizer(
+        torch.optim.SGD([*new.conv.parameters(), *old.norm.parameters(), *old.head.parameters()], lr=0.1),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=BATCH,
+    )
+    for x, y in data():
+        loss: Any = nn.CrossEntropyLoss()
+        other(x).sum().backward()
+        loss(wrapped(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def old_accumulation(mode: str) -> None:
+    """The defect behind Opacus' issue 692, put back: the sum is the gradient's own memory."""
+
+    def accumulate(self: Any) -> None:
+        for p in self.params:
+            if p.summed_grad is not None:
+                p.summed_grad += p.grad
+            else:
+                p.summed_grad = p.grad
+
+    DPOptimizerFastGradientClipping.accumulate = accumulate
+    memory_manager("ghost")
+
+
+def scaled(mode: str) -> None:
+    """Opacus' issue 377: with GradScaler, all samples are clipped."""
+    model, optimizer, criterion, loader = private(mode, max_grad_norm=1000.0)
+    scaler = torch.amp.GradScaler("cpu")
+    for x, y in loader:
+        scaler.scale(criterion(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def divided_loss(mode: str) -> None:
+    model, optimizer, criterion, loader = private(mode)
+    train(model, optimizer, lambda out, y: criterion(out, y) / 2, loader, every=2)
+
+
+def unused(mode: str) -> None:
+    model: Any = Net()
+    model.spare = nn.Linear(3, 3)
+    train(*private(mode, model))
+
+
+def tokens(mode: str) -> None:
+    """A layer gets rows that are no samples."""
+
+    class Tokens(Net):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            rows = self.conv(x).permute(0, 2, 3, 1).reshape(-1, 8)
+            result: torch.Tensor = self.head(rows).view(len(x), -1, 4).mean(1)
+            return result
+
+    model = Tokens()
+    model.norm = nn.Identity()  # type: ignore[assignment]
+    train(*private(mode, model))
+
+
+def poisson_accumulation(mode: str) -> None:
+    train(*private(mode, poisson_sampling=True), every=2)
+
+
+def mixing(mode: str) -> None:
+    class Mixing(Net):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return super().forward(x - x.mean(0), scale)
+
+    train(*private(mode, Mixing()))
+
+
+def no_noise(mode: str) -> None:
+    """Noise that misses a parameter, and is too small in the others."""
+
+    def add_noise(self: Any) -> None:
+        for p in self.params:
+            std = 0.0 if p.shape == (4,) else 0.5 * self.noise_multiplier * self.max_grad_norm
+            p.grad = (p.summed_grad + std * torch.randn_like(p.summed_grad)).view_as(p)
+
+    DPOptimizer.add_noise = add_noise
+    train(*private(mode))
+
+
+def same_noise(mode: str) -> None:
+    model, optimizer, criterion, loader = private(mode, noise_generator=torch.Generator())
+
+    def batches() -> Iterator[Any]:
+        for batch in loader:
+            optimizer.generator.manual_seed(1)
+            yield batch
+
+    train(model, optimizer, criterion, batches())
+
+
+def wrong_divisor(mode: str) -> None:
+    model, optimizer, criterion, loader = private(mode)
+    scale = optimizer.scale_grad
+
+    def scale_grad() -> None:
+        scale()
+        for p in optimizer.params:
+            p.grad *= 3
+
+    optimizer.scale_grad = scale_grad
+    train(model, optimizer, criterion, loader)
+
+
+def permuted(mode: str) -> None:
+    """Opacus' sampler for an unpadded convolution of a permuted view is wrong, in hooks and ghost."""
+
+    class Permuted(Net):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            x = self.first(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+            result: torch.Tensor = self.head(self.conv(x).mean((2, 3)))
+            return result
+
+    model = Permuted()
+    model.first, model.conv, model.norm = nn.LayerNorm(3), nn.Conv2d(3, 8, 2, stride=2), nn.Identity()  # type: ignore
+    train(*private(mode, model))
+
+
+def other_update(mode: str) -> None:
+    """Weight decay of the script's own, inside of the optimizer's step."""
+    made = private(mode)
+
+    def decay(optimizer: Any, args: Any, kwargs: Any) -> None:
+        optimizer.param_groups[0]["params"][0].data.mul_(0.5)
+
+    made[1].original_optimizer.register_step_post_hook(decay)
+    train(*made)
+
+
+# --- ends early ---
+def interrupted(mode: str) -> None:
+    train(*private(mode), after=lambda i: os.kill(os.getpid(), signal.SIGINT))
+
+
+def raises(mode: str) -> None:
+    def after(i: int) -> None:
+        raise ValueError("the data are gone")
+
+    train(*private(mode), after=after)
+
+
+def no_step(mode: str) -> None:
+    model, _, criterion, loader = private(mode)
+    for x, y in loader:
+        criterion(model(x), y).backward()
+        break
+
+
+def one_step(mode: str) -> None:
+    train(*private(mode, data_loader=data(64)))
+
+
+def no_multiplier(mode: str) -> None:
+    train(*private(mode, noise_multiplier=0.0))
+
+
+def late_scheduler(mode: str) -> None:
+    made = private(mode)
+    noise = StepNoise(made[1], step_size=1, gamma=0.5)
+    train(*made)
+    noise.step()
+
+
+def flattened(mode: str) -> None:
+    """An output whose rows are not those of samples."""
+
+    class Flattened(Net):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return super().forward(x, scale).flatten()[2:]
+
+    model, optimizer, _, loader = private(mode, Flattened())
+    train(model, optimizer, lambda out, y: out.mean(), loader)
+
+
+def compiled(mode: str) -> None:
+    train(*private(mode, torch.compile(Net())))
+
+
+def interrupted_accumulation(mode: str) -> None:
+    train(*private(mode), every=2, after=lambda i: os.kill(os.getpid(), signal.SIGINT))
+
+
+def not_private(mode: str) -> None:
+    raise ValueError("the data are gone")
+
+
+def inner_loss(mode: str, dropout: float = 0.0) -> None:
+    """The model computes its loss."""
+
+    class Loss(Net):
+        def forward(self, x: torch.Tensor, y: Any = None) -> torch.Tensor:
+            loss: torch.Tensor = nn.functional.cross_entropy(super().forward(x), y)
+            return loss
+
+    model, optimizer, _, loader = private(mode, Loss(dropout))
+    for x, y in loader:
+        model(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def random_loss(mode: str) -> None:
+    inner_loss(mode, 0.5)
