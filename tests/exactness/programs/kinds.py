@@ -224,6 +224,7 @@ def _calm(steps: Steps) -> Steps:
 
 
 PROGRAMS = [
+    Program("kind_prelu_in_many_models", _between(nn.PReLU, 6, 6), _shape(4, 6), "exact", seeds=range(60)),
     *(Program(f"kind_{name}", build, steps, "exact") for name, (build, steps) in LAYERS.items()),
     *(
         Program(f"kind_{name}_fp32", build, steps, "exact", settings={"dtype": torch.float32})
