@@ -356,28 +356,32 @@ class _Judge:
         if self.settings.clipping == "per_layer":
             bound *= math.sqrt(len(private.sums[-1]))
         worst = 0.0
-        for scales in (None, 1e20, 1e-20):
-            for n in {0, largest}:
-                whole = batch
-                if scales is not None:
-                    if "scale" not in batch:
-                        continue
-                    others = torch.full_like(batch["scale"], scales)
-                    others[n] = 1.0
-                    whole = {**batch, "scale": batch["scale"] * others}
-                rest = select(whole, [i for i in range(size) if i != n])
-                found = [self._run([*self.steps[:-1], self._with_last(each)]) for each in (whole, rest)]
-                for each in found:
-                    if each.stopped is not None and not isinstance(each.stopped, MemprofError):
-                        return Verdict("crash", verdict.error, f"without sample {n}: {each.stopped!r}")
-                if any(each.stopped is not None for each in found):
+        for scales, n in dict.fromkeys([(None, 0), (None, largest), (1e20, largest), (1e-20, 0)]):
+            whole = batch
+            if scales is not None:
+                if "scale" not in batch:
                     continue
-                a, b = (each.sums[-1] for each in found)
-                worst = max(worst, norm_of([a[name] - b[name] for name in a]) / bound)
-        if not worst <= 1 + 1e-3:
+                others = torch.full_like(batch["scale"], scales)
+                others[n] = 1.0
+                whole = {**batch, "scale": batch["scale"] * others}
+            rest = select(whole, [i for i in range(size) if i != n])
+            found = [private] if scales is None else [self._run(self._with_last(whole))]
+            found.append(self._run(self._with_last(rest)))
+            for each in found:
+                if each.stopped is not None and not isinstance(each.stopped, MemprofError):
+                    return Verdict("crash", verdict.error, f"without sample {n}: {each.stopped!r}")
+            if any(each.stopped is not None for each in found):
+                continue
+            a, b = (each.sums[-1] for each in found)
+            worst = max(worst, norm_of([a[name] - b[name] for name in a]) / bound)
+        rounding = (
+            torch.finfo(self.settings.dtype).eps * norm_of(private.sums[-1].values()) / bound
+        )  # of the sum itself
+        if not worst <= 1 + 1e-3 + rounding:
             return Verdict("wrong", worst, f"one sample contributes {worst:.4g} C", len(self.steps) - 1, worst)
         return replace(verdict, contribution=worst)
 
-    def _with_last(self, batch: Batch) -> Step:
+    def _with_last(self, batch: Batch) -> list[Step]:
+        """The steps with another last batch."""
         last = self.steps[-1]
-        return replace(last, batches=[*last.batches[:-1], batch])
+        return [*self.steps[:-1], replace(last, batches=[*last.batches[:-1], batch])]
