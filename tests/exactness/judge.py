@@ -72,6 +72,7 @@ class Settings:
         autocast: dtype of autocast, if any.
         tolerance: relative error of norms and sums; None for that of the dtype.
         removes: whether the contribution of single samples is measured in accepted programs, by removing them.
+        module_options: further arguments of GradSampleModuleFlashClip.
     """
 
     dtype: torch.dtype = torch.float64
@@ -84,6 +85,7 @@ class Settings:
     autocast: torch.dtype | None = None
     tolerance: float | None = None
     removes: bool = False
+    module_options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,7 @@ class _Judge:
             max_grad_norm=bound,
             passes=settings.passes,
             clipping=settings.clipping,
+            **settings.module_options,
         )
         optimizer = DPOptimizerFlashClip(
             torch.optim.SGD(parameters, lr=1e-3 / self.bound),
@@ -374,10 +377,8 @@ class _Judge:
                 continue
             a, b = (each.sums[-1] for each in found)
             worst = max(worst, norm_of([a[name] - b[name] for name in a]) / bound)
-        rounding = (
-            torch.finfo(self.settings.dtype).eps * norm_of(private.sums[-1].values()) / bound
-        )  # of the sum itself
-        if not worst <= 1 + 1e-3 + rounding:
+        rounding_of_sum = torch.finfo(self.settings.dtype).eps * norm_of(private.sums[-1].values()) / bound
+        if not worst <= 1 + 1e-3 + rounding_of_sum:
             return Verdict("wrong", worst, f"one sample contributes {worst:.4g} C", len(self.steps) - 1, worst)
         return replace(verdict, contribution=worst)
 
