@@ -8,30 +8,39 @@ sample from that sample's loss.
 
 import contextlib
 import math
-import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
 from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip
 from opacus_memprof.errors import MemprofError
+from tests.exactness.tensors import (
+    Batch,
+    Sums,
+    cast,
+    cast_model,
+    gradient_of,
+    load_state,
+    norm_of,
+    seed_all,
+    select,
+    size_of,
+    state_of,
+    widened,
+)
 
-Batch = dict[str, torch.Tensor]
 Losses = Callable[[Any, Batch], torch.Tensor]
 """Losses of a model and a batch: [B], or a scalar if the model computes its loss."""
 Change = Callable[[Any, Any], None]
 """Changes the program before a step: called with the model (the wrapper, in the private program) and with the optimizer
 (None for the oracle)."""
 Outcome = Literal["exact", "refused", "wrong", "crash"]
-Sums = dict[str, torch.Tensor]
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 _SEVERITY: list[Outcome] = ["exact", "refused", "crash", "wrong"]
 
 
@@ -56,13 +65,14 @@ class Settings:
         dtype: of parameters and floating-point inputs.
         reduction: of the loss over the batch.
         passes: flash_clip_passes.
-        clipping: "flat" or "per_layer".
+        clipping: "flat", "per_layer" or "automatic".
         bound: the clipping bound; None for the median of the first step's norms.
         is_random: whether the model draws random numbers; see the module's docstring.
         holds_frozen: whether the optimizer holds parameters that do not require grad, too.
         autocast: dtype of autocast, if any.
         tolerance: relative error of norms and sums; None for that of the dtype.
         removes: whether the contribution of single samples is measured in accepted programs, by removing them.
+        module_options: further arguments of GradSampleModuleFlashClip.
     """
 
     dtype: torch.dtype = torch.float64
@@ -75,6 +85,7 @@ class Settings:
     autocast: torch.dtype | None = None
     tolerance: float | None = None
     removes: bool = False
+    module_options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -144,7 +155,7 @@ class _Judge:
     ) -> None:
         self.build, self.losses, self.seed, self.settings = build, losses, seed, settings
         seed_all(seed + 1)
-        self.steps = [replace(each, batches=[_cast(b, settings.dtype) for b in each.batches]) for each in steps()]
+        self.steps = [replace(each, batches=[cast(b, settings.dtype) for b in each.batches]) for each in steps()]
         self.bound = settings.bound or 1.0
 
     def verdict(self) -> Verdict:
@@ -178,7 +189,7 @@ class _Judge:
                     each.change(module, optimizer)
                 before = {name: p.detach().clone() for name, p in model.named_parameters()}
                 trained = {name: p.requires_grad for name, p in model.named_parameters()}
-                result.states.append(_state(model))
+                result.states.append(state_of(model))
                 optimizer.zero_grad()
                 for index, batch in enumerate(each.batches):
                     self._loss(module, batch, number, index).backward()
@@ -186,7 +197,9 @@ class _Judge:
                 result.norms.append(module.per_sample_gradient_norms.double().tolist())
                 mean = self.settings.reduction == "mean"
                 divisor = len(each.batches) if mean else 1
-                result.sums.append({n: _of(p) * divisor for n, p in model.named_parameters() if p.requires_grad})
+                result.sums.append(
+                    {n: gradient_of(p) * divisor for n, p in model.named_parameters() if p.requires_grad}
+                )
         except Exception as error:
             result.stopped = error
             for name, parameter in model.named_parameters():
@@ -208,6 +221,7 @@ class _Judge:
             max_grad_norm=bound,
             passes=settings.passes,
             clipping=settings.clipping,
+            **settings.module_options,
         )
         optimizer = DPOptimizerFlashClip(
             torch.optim.SGD(parameters, lr=1e-3 / self.bound),
@@ -258,7 +272,7 @@ class _Judge:
         for number, each in enumerate(self.steps[: len(private.sums)]):
             if each.change is not None:
                 each.change(model, None)
-            _load(model, private.states[number])
+            load_state(model, private.states[number])
             yield self._step_by_hand(model, each, number)
 
     def _step_by_hand(self, model: nn.Module, each: Step, number: int) -> tuple[list[float], Sums]:
@@ -268,30 +282,38 @@ class _Judge:
         norms: list[float] = []
         for index, batch in enumerate(each.batches):
             norms = []
-            for gradients in self._per_sample(model, _cast(batch, dtype), number, index):
-                norm = _norm(gradients.values())
+            for gradients in self._per_sample(model, cast(batch, dtype), number, index):
+                norm = norm_of(gradients.values())
                 norms.append(norm)
                 for name in names:
                     g = gradients.get(name)
                     if g is None:
                         continue
-                    of_what = _norm([g]) if self.settings.clipping == "per_layer" else norm
-                    clipped = min(1.0, self.bound / (of_what + 1e-6)) * g
+                    of_what = norm_of([g]) if self.settings.clipping == "per_layer" else norm
+                    clipped = self._factor(of_what) * g
                     total[name] = total[name] + clipped if name in total else clipped
         return norms, total
+
+    def _factor(self, norm: float) -> float:
+        """The clip factor, with the stability constants of Opacus and of automatic clipping."""
+        return (
+            self.bound / (norm + 0.01)
+            if self.settings.clipping == "automatic"
+            else min(1.0, self.bound / (norm + 1e-6))
+        )
 
     def _per_sample(self, model: nn.Module, batch: Batch, number: int, index: int) -> Iterator[Sums]:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         buffers = {name: b.clone() for name, b in model.named_buffers()}
-        size = _size(batch)
+        size = size_of(batch)
         losses = self._forward(model, batch, number, index) if self.settings.is_random else None
         for n in range(size):
             for name, b in model.named_buffers():
                 b.data.copy_(buffers[name])
-            loss = self._alone(model, _select(batch, [n]), number, index) if losses is None else losses[n]
+            loss = self._alone(model, select(batch, [n]), number, index) if losses is None else losses[n]
             model.zero_grad()
             loss.backward(retain_graph=losses is not None)  # not autograd.grad, which reentrant checkpoints refuse
-            yield {name: _wide(p.grad) for name, p in parameters.items() if p.grad is not None}
+            yield {name: widened(p.grad) for name, p in parameters.items() if p.grad is not None}
 
     def _alone(self, model: nn.Module, sample: Batch, number: int, index: int) -> torch.Tensor:
         try:
@@ -316,12 +338,12 @@ class _Judge:
         if len(found_norms) != len(norms):
             return math.inf
         errors = [abs(a - b) / max(b, tiny) for a, b in zip(found_norms, norms, strict=True)]
-        size = _norm(sums.values())
+        size = norm_of(sums.values())
         found = {**{name: torch.zeros_like(total) for name, total in sums.items()}, **found}
-        gap = _norm([found[n] - sums[n] if n in sums else found[n] for n in found])
+        gap = norm_of([found[n] - sums[n] if n in sums else found[n] for n in found])
         errors.append(gap / max(size, 1e-3 * self.bound))
         floor = (1e-6 if self.settings.dtype == torch.float64 else 1e-1) * max(size, 1e-3 * self.bound)
-        errors += [_norm([found[n] - s]) / max(_norm([s]), floor) for n, s in sums.items()]
+        errors += [norm_of([found[n] - s]) / max(norm_of([s]), floor) for n, s in sums.items()]
         return max((e if e == e else math.inf) for e in errors)
 
     # --- contributions ---
@@ -329,89 +351,38 @@ class _Judge:
         """Measures how much the last step's sum changes when a sample leaves: the one with the largest norm and the
         first, with the losses as they are, and with the others' 1e20 and 1e-20 times as large."""
         batch = self.steps[-1].batches[-1]
-        size = _size(batch)
+        size = size_of(batch)
         if size < 2:
             return verdict
         largest = max(range(size), key=lambda n: private.norms[-1][n])
+        bound = self.bound
+        if self.settings.clipping == "per_layer":
+            bound *= math.sqrt(len(private.sums[-1]))
         worst = 0.0
-        for scales in (None, 1e20, 1e-20):
-            for n in {0, largest}:
-                whole = batch
-                if scales is not None:
-                    if "scale" not in batch:
-                        continue
-                    others = torch.full_like(batch["scale"], scales)
-                    others[n] = 1.0
-                    whole = {**batch, "scale": batch["scale"] * others}
-                rest = _select(whole, [i for i in range(size) if i != n])
-                found = [self._run([*self.steps[:-1], self._with_last(each)]) for each in (whole, rest)]
-                for each in found:
-                    if each.stopped is not None and not isinstance(each.stopped, MemprofError):
-                        return Verdict("crash", verdict.error, f"without sample {n}: {each.stopped!r}")
-                if any(each.stopped is not None for each in found):
+        for scales, n in dict.fromkeys([(None, 0), (None, largest), (1e20, largest), (1e-20, 0)]):
+            whole = batch
+            if scales is not None:
+                if "scale" not in batch:
                     continue
-                a, b = (each.sums[-1] for each in found)
-                worst = max(worst, _norm([a[name] - b[name] for name in a]) / self.bound)
-        if not worst <= 1 + 1e-3:
+                others = torch.full_like(batch["scale"], scales)
+                others[n] = 1.0
+                whole = {**batch, "scale": batch["scale"] * others}
+            rest = select(whole, [i for i in range(size) if i != n])
+            found = [private] if scales is None else [self._run(self._with_last(whole))]
+            found.append(self._run(self._with_last(rest)))
+            for each in found:
+                if each.stopped is not None and not isinstance(each.stopped, MemprofError):
+                    return Verdict("crash", verdict.error, f"without sample {n}: {each.stopped!r}")
+            if any(each.stopped is not None for each in found):
+                continue
+            a, b = (each.sums[-1] for each in found)
+            worst = max(worst, norm_of([a[name] - b[name] for name in a]) / bound)
+        rounding_of_sum = torch.finfo(self.settings.dtype).eps * norm_of(private.sums[-1].values()) / bound
+        if not worst <= 1 + 1e-3 + rounding_of_sum:
             return Verdict("wrong", worst, f"one sample contributes {worst:.4g} C", len(self.steps) - 1, worst)
         return replace(verdict, contribution=worst)
 
-    def _with_last(self, batch: Batch) -> Step:
+    def _with_last(self, batch: Batch) -> list[Step]:
+        """The steps with another last batch."""
         last = self.steps[-1]
-        return replace(last, batches=[*last.batches[:-1], batch])
-
-
-def seed_all(seed: int) -> None:
-    """Seeds the generators of torch, Python and NumPy."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-
-
-def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Casts floating-point and, unlike ``Module.to``, complex parameters and buffers to the precision of ``dtype``."""
-    return model._apply(lambda x: _cast_tensor(x, dtype))
-
-
-def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    return {key: _cast_tensor(x, dtype) for key, x in batch.items()}
-
-
-def _cast_tensor(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if x.is_complex():
-        return x.to(_COMPLEX[dtype])
-    return x.to(dtype) if x.is_floating_point() else x
-
-
-def _size(batch: Batch) -> int:
-    return len(next(iter(batch.values())))
-
-
-def _select(batch: Batch, samples: list[int]) -> Batch:
-    return {key: x[samples] for key, x in batch.items()}
-
-
-def _wide(g: torch.Tensor) -> torch.Tensor:
-    g = g.detach().to_dense() if g.is_sparse else g.detach()
-    return g.to(torch.complex128) if g.is_complex() else g.double()
-
-
-def _of(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter, dtype=torch.float64) if parameter.grad is None else _wide(parameter.grad)
-
-
-def _norm(tensors: Any) -> float:
-    """The Euclidean norm of some tensors together, without overflow at 1e200."""
-    norms = [float(torch.linalg.vector_norm(t)) for t in tensors]
-    return math.hypot(*norms) if norms else 0.0
-
-
-def _state(model: nn.Module) -> Sums:
-    named: Mapping[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: x.detach().clone() for name, x in named.items()}
-
-
-def _load(model: nn.Module, state: Sums) -> None:
-    with torch.no_grad():
-        for name, x in [*model.named_parameters(), *model.named_buffers()]:
-            x.data.copy_(state[name])
+        return [*self.steps[:-1], replace(last, batches=[*last.batches[:-1], batch])]

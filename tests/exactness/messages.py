@@ -3,7 +3,7 @@
 
 import re
 
-_PLACES = re.compile(r"'[\w.]+'|\(\d[\d, ]*\)|\b\w+\.\w+|\b[Mm]odel|\b[Ll]ayer|\b[Mm]odule|\bbatch|\b[Oo]ptimizer")
+_PLACES = re.compile(r"'[\w.]+'|\(\d[\d, ]*\)|\b\w+\.\w+|\b[Mm]odel\b")
 _ADVICE = re.compile(
     r"\b(use|freeze|call|return|compute|replace|give|pass|set|build|register|write|lower|train|put|move|keep|make|run|"
     r"add|remove|leave|divide|average|sum|look|unfreeze|create|construct|wrap|reduce|split|drop|derive|let|do not)\b",

@@ -40,7 +40,8 @@ class Program:
         name: unique.
         build, steps, losses: see ``judge``.
         allowed: "exact", "refused", or "either".
-        settings: see ``judge.Settings``.
+        settings: see ``judge.Settings``; contributions of single samples are measured unless a program draws random
+            numbers.
         seeds: the worst of these counts.
         run: replaces ``judge`` for loops of their own.
     """
@@ -56,9 +57,11 @@ class Program:
 
     def verdict(self) -> Verdict:
         """Runs the program with each seed."""
+        removes = self.allowed != "refused" and not self.settings.get("is_random")  # draws depend on the batch's size
+        settings = {"removes": removes, **self.settings}
         worst: Verdict | None = None
         for seed in self.seeds:
-            found = self.run(seed) if self.run else judge(self.build, self.steps, self.losses, seed, **self.settings)
+            found = self.run(seed) if self.run else judge(self.build, self.steps, self.losses, seed, **settings)
             worst = found if worst is None else worst.worse(found)
         assert worst is not None
         return worst

@@ -224,6 +224,18 @@ def _calm(steps: Steps) -> Steps:
 
 
 PROGRAMS = [
+    *(
+        # For some seeds all random numbers of a trial are negative: the layer then looks like a scale.
+        Program(
+            f"kind_prelu_of_width_{width}",
+            lambda width=width: nn.Sequential(nn.Linear(6, width), nn.PReLU(), nn.Linear(width, 3)),
+            _shape(4, 6),
+            "exact",
+            settings={"removes": False},
+            seeds=seeds,
+        )
+        for width, seeds in ((1, (38, 42, 85, 110)), (6, (85, 134, 259)))
+    ),
     *(Program(f"kind_{name}", build, steps, "exact") for name, (build, steps) in LAYERS.items()),
     *(
         Program(f"kind_{name}_fp32", build, steps, "exact", settings={"dtype": torch.float32})

@@ -160,6 +160,97 @@ def _measured_noise(model: nn.Module, module: Any, optimizer: Any) -> float:
     return float(found)
 
 
+def _refused_step(clipping: str, refuse: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[int], Verdict]:
+    """A step that is refused in the middle of a training: parameters, optimizer, accountant and generators stay, and
+    training goes on as if it had not been."""
+
+    def run(seed: int) -> Verdict:
+        bound: Any = [2.0] * 4 if clipping == "per_layer" else 5.0
+        results = []
+        for is_disturbed in (False, True):
+            generator = torch.Generator().manual_seed(seed)
+            options = {"noise_multiplier": 1.0, "loss_reduction": "sum", "clipping": clipping, "max_grad_norm": bound}
+            if clipping == "adaptive":
+                options |= _ADAPTIVE
+            model, module, optimizer, _ = _private(seed, noise_generator=generator, **options)
+            for number in range(3):
+                x = torch.full((4, 6), 0.5 + number, dtype=torch.float64)
+                if is_disturbed and number == 1:
+                    found = _refuse(model, module, optimizer, generator, refuse, x)
+                    if found is not None:
+                        return found
+                optimizer.zero_grad()
+                _losses(module, x).sum().backward()
+                optimizer.step()
+            results.append([p.detach().clone() for p in model.parameters()])
+        return _compare(results[1], results[0], 2)
+
+    return run
+
+
+def _refuse(
+    model: nn.Module, module: Any, optimizer: Any, generator: torch.Generator, refuse: Any, x: torch.Tensor
+) -> Verdict | None:
+    """Makes a step that must be refused. Returns a verdict if it was not, or if it changed anything."""
+
+    def states() -> list[Any]:
+        kept = [p.detach().clone() for p in model.parameters()]
+        hooked = [repr(history) for history in _histories(optimizer)]
+        return [*kept, generator.get_state(), repr(optimizer.original_optimizer.state_dict()), *hooked]
+
+    before = states()
+    try:
+        optimizer.zero_grad()
+        refuse(module, x).sum().backward()
+        optimizer.step()
+    except MemprofError as error:
+        same = [
+            torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(before, states(), strict=True)
+        ]
+        what = ["0.weight", "0.bias", "2.weight", "2.bias", "the generator", "the optimizer", "the accountant"]
+        changed = [name for name, is_same in zip(what, same, strict=False) if not is_same]
+        return Verdict("wrong", math.inf, f"{changed} changed before: {error}", 1) if changed else None
+    return Verdict("wrong", math.inf, "a step that must be refused was made", 1)
+
+
+def _histories(optimizer: Any) -> list[Any]:
+    """The accountant's history, which the engine's hook on the optimizer adds to."""
+    accountant = getattr(optimizer.step_hook, "__closure__", None)
+    cells = [cell.cell_contents for cell in accountant or ()]
+    return [cell.history for cell in cells if hasattr(cell, "history")]
+
+
+def _not_a_number(module: Any, x: torch.Tensor) -> torch.Tensor:
+    losses = _losses(module, x)
+    return losses * torch.tensor([1.0, float("nan"), 1.0, 1.0], dtype=losses.dtype)
+
+
+def _infinite(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return _losses(module, x) * 1e300
+
+
+def _other_sizes(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Two forwards of other samples for one backward."""
+    return torch.cat([_losses(module, x), _losses(module, x[:3])])
+
+
+def _infinite_input(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return _losses(module, torch.where(torch.arange(len(x)).unsqueeze(1) == 2, torch.inf, x))
+
+
+_ADAPTIVE = {
+    "target_unclipped_quantile": 0.5,
+    "clipbound_learning_rate": 0.2,
+    "max_clipbound": 1e8,
+    "min_clipbound": 1e-3,
+    "unclipped_num_std": 1.0,
+}
+_REFUSED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "nan": _not_a_number,
+    "overflow": _infinite,
+    "sizes": _other_sizes,
+    "infinite_input": _infinite_input,
+}
 _SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "clip": lambda optimizer: ExponentialGradClip(optimizer, gamma=0.5),
     "clip_steps": lambda optimizer: StepGradClip(optimizer, step_size=1, gamma=3.0),
@@ -184,6 +275,11 @@ PROGRAMS = [
     ),
     _loop("two_passes_in_3", "exact", lambda seed: _train(seed, 3, "mean", flash_clip_passes=2)),
     _loop("few_samples_poisson", "exact", lambda seed: _train(seed, None, "mean", samples=4, poisson_sampling=True)),
+    *(
+        _loop(f"{clipping}_goes_on_after_{name}", "exact", _refused_step(clipping, refuse))
+        for clipping in ("flat", "per_layer", "adaptive", "automatic")
+        for name, refuse in _REFUSED.items()
+    ),
     *(
         _loop(f"{clipping}_{name}_scheduler", allowed, _with_scheduler(schedule, clipping))
         for name, schedule in _SCHEDULERS.items()

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of the model: keywords, nested, shared by all samples, as long as the batch by accident, no tensors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from tests.exactness.judge import Batch
+from tests.exactness.program import Graph, Program, floats, of_shape, per_sample, several
+
+Call = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def _called(call: Call) -> Callable[[Any, Batch], torch.Tensor]:
+    return lambda model, batch: per_sample(call(model, batch["x"]), batch)
+
+
+def _pair(forward: Callable[..., Any], **members: Any) -> Callable[[], nn.Module]:
+    return lambda: Graph(forward, first=nn.Linear(6, 6), last=nn.Linear(6, 3), **{n: m() for n, m in members.items()})
+
+
+def _nested(m: Any, inputs: dict[str, Any]) -> Any:
+    return {"logits": [m.last(torch.tanh(m.first(inputs["x"][0])) * inputs["others"][1])]}
+
+
+def _attended(m: Any, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    h = m.first(x)
+    return m.last(h + functional.scaled_dot_product_attention(h, h, h, attn_mask=mask))
+
+
+def _with_positions(m: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return m.last(torch.tanh(m.first(x) + m.positions(positions)))
+
+
+def _by_task(m: Any, x: torch.Tensor, task: str = "a", factor: float = 1.0) -> torch.Tensor:
+    return m.last(torch.tanh(m.first(x)) * factor) if task == "a" else m.last(m.first(x))
+
+
+def _by_temperature(m: Any, x: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    return m.last((m.first(x) / temperature).softmax(-1))
+
+
+def _packed(m: Any, x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    packed = pack_padded_sequence(m.first(x), lengths, batch_first=True, enforce_sorted=False)
+    return m.last(pad_packed_sequence(m.gru(packed)[0], batch_first=True, total_length=x.shape[1])[0])
+
+
+def _packed_losses(model: Any, batch: Batch) -> torch.Tensor:
+    return per_sample(model(batch["x"], batch["lengths"].tolist()), batch)
+
+
+def _list_of_samples(m: Any, samples: list[torch.Tensor]) -> torch.Tensor:
+    return m.last(torch.stack([torch.tanh(m.first(x)).sum(0) for x in samples]))
+
+
+def _list_losses(model: Any, batch: Batch) -> torch.Tensor:
+    return per_sample(model(list(batch["x"])), batch)
+
+
+def _two_inputs(m: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return m.last(torch.tanh(m.first(a)) * m.second(b))
+
+
+def _pairs(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """[B, 2, ...] taken as 2 B rows, as for images with two views."""
+    h = torch.tanh(m.first(x.flatten(0, 1))).view(*x.shape[:2], -1)
+    return m.last(h[:, 0] * h[:, 1])
+
+
+def _prototypes(m: Any, x: torch.Tensor, examples: torch.Tensor) -> torch.Tensor:
+    """Compares each sample with examples, which all samples share."""
+    return m.last(torch.tanh(m.first(x)) @ m.first(examples).mT @ m.first(examples))
+
+
+_X = (5, 4, 6)
+_STEPS = of_shape(*_X, count=2)
+_SQUARE = of_shape(4, 4, 6, count=2)
+_CAUSAL = torch.ones(4, 4, dtype=torch.bool).tril()
+_LENGTHS = several(
+    *[
+        lambda lengths=lengths: floats(4, 5, 6, lengths=torch.tensor(lengths))
+        for lengths in ((5, 5, 5, 5), (2, 5, 1, 4))
+    ]
+)
+
+
+def _switching(model: Any, batch: Batch) -> torch.Tensor:
+    """Another task for longer sequences."""
+    return per_sample(model(batch["x"], task="a" if batch["x"].shape[1] < 5 else "b"), batch)
+
+
+PROGRAMS = [
+    Program(
+        "arguments_keyword",
+        _pair(lambda m, x=None, other=None: m.last(torch.tanh(m.first(x)))),
+        _STEPS,
+        "exact",
+        _called(lambda model, x: model(x=x, other=None)),
+    ),
+    Program(
+        "arguments_nested",
+        _pair(_nested),
+        _STEPS,
+        "exact",
+        _called(lambda model, x: model({"x": [x], "others": (None, x.sigmoid())})["logits"][0]),
+    ),
+    Program("arguments_no_mask", _pair(_attended), _STEPS, "exact", _called(lambda model, x: model(x, mask=None))),
+    Program("arguments_causal_mask", _pair(_attended), _STEPS, "exact", _called(lambda model, x: model(x, _CAUSAL))),
+    Program(
+        "arguments_causal_mask_of_the_batch_s_size",
+        _pair(_attended),
+        _SQUARE,
+        "either",
+        _called(lambda model, x: model(x, _CAUSAL)),
+    ),
+    *(
+        Program(
+            f"arguments_positions_{name}",
+            _pair(_with_positions, positions=lambda: nn.Embedding(9, 6)),
+            steps,
+            allowed,
+            _called(call),
+        )
+        for name, steps, allowed, call in (
+            ("shared", _STEPS, "exact", lambda model, x: model(x, torch.arange(4))),
+            ("shared_of_one", _STEPS, "exact", lambda model, x: model(x, torch.arange(4).unsqueeze(0))),
+            ("of_the_batch_s_size", _SQUARE, "either", lambda model, x: model(x, torch.arange(4))),
+            ("by_sample", _STEPS, "exact", lambda model, x: model(x, torch.arange(4).expand(len(x), -1))),
+        )
+    ),
+    Program("arguments_text", _pair(_by_task), _STEPS, "exact", _called(lambda model, x: model(x, "b"))),
+    Program("arguments_number", _pair(_by_task), _STEPS, "exact", _called(lambda model, x: model(x, factor=3.0))),
+    Program(
+        "arguments_text_switches",
+        _pair(_by_task),
+        several(lambda: floats(5, 4, 6), lambda: floats(5, 5, 6), lambda: floats(3, 4, 6)),
+        "exact",
+        _switching,
+    ),
+    Program(
+        "arguments_scalar_tensor",
+        _pair(_by_temperature),
+        _STEPS,
+        "exact",
+        _called(lambda model, x: model(x, torch.tensor(0.7, dtype=x.dtype))),
+    ),
+    Program(
+        "arguments_temperature_of_one",
+        _pair(_by_temperature),
+        _STEPS,
+        "exact",
+        _called(lambda model, x: model(x, torch.full((1,), 0.7, dtype=x.dtype))),
+    ),
+    Program(
+        "arguments_lengths_as_list",
+        _pair(_packed, gru=lambda: nn.GRU(6, 6, batch_first=True)),
+        _LENGTHS,
+        "either",
+        _packed_losses,
+    ),
+    Program("arguments_list_of_samples", _pair(_list_of_samples), _STEPS, "either", _list_losses),
+    Program(
+        "arguments_two_inputs",
+        _pair(_two_inputs, second=lambda: nn.Linear(6, 6)),
+        _STEPS,
+        "exact",
+        _called(lambda model, x: model(x, x.flip(-1))),
+    ),
+    Program("arguments_pairs", _pair(_pairs), of_shape(5, 2, 6, count=2), "exact"),
+    Program(
+        "arguments_prototypes",
+        _pair(_prototypes),
+        _STEPS,
+        "either",
+        _called(lambda model, x: model(x, torch.linspace(-1, 1, 18, dtype=x.dtype).view(3, 6))),
+    ),
+    Program(
+        "arguments_prototypes_of_the_batch_s_size",
+        _pair(_prototypes),
+        of_shape(4, 4, 6, count=2),
+        "either",
+        _called(lambda model, x: model(x, torch.linspace(-1, 1, 24, dtype=x.dtype).view(4, 6))),
+    ),
+    Program(
+        "arguments_prototypes_from_the_batch",
+        _pair(_prototypes),
+        of_shape(4, 4, 6, count=2),
+        "refused",
+        _called(lambda model, x: model(x, x[:, 0])),
+    ),
+    Program(
+        "arguments_input_that_needs_grad",
+        _pair(lambda m, x: m.last(torch.tanh(m.first(x)))),
+        _STEPS,
+        "exact",
+        _called(lambda model, x: model(x.clone().requires_grad_())),
+    ),
+]
