@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Error bounds of Gram norms, and the norms that replace those with too few correct digits.
+
+A Gram norm adds up products ``(g_t . g_u)(a_t . a_u)`` of both signs. Rounding errors are relative to the sum of their
+absolute values, so a result that is a small share of that sum has lost its digits: the gradients of the tokens cancel.
+A product may also underflow or overflow although the gradient does neither. Norms of such samples are computed from the
+gradient itself, accumulated in float64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
+
+_ERROR = {torch.float32: 1e-3, torch.float64: 1e-9}
+"""The largest relative error of a squared norm, by dtype of accumulation."""
+
+_TF32_SHARE = 1 / 64
+"""With TF32 the operands are rounded to 11 bits, as in the product that forms the gradient. Squared norms below this
+share of the absolute sum could be off by more than that product is."""
+
+
+def least_share(dtype: torch.dtype, rows: int, columns: int, tf32: bool = False) -> float:
+    """Returns the share of the absolute sum that a Gram norm must reach to be correct to about 5e-4 (float64: 1e-9).
+
+    Args:
+        dtype: of the operands.
+        rows: the length of ``g_t``.
+        columns: the length of ``a_t``.
+        tf32: whether products of float32 are computed in TF32.
+    """
+    if tf32 and dtype == torch.float32:
+        return _TF32_SHARE
+    dtype = accumulation_dtype(dtype)
+    # Rounding errors of a dot product grow as the square root of its length, or faster if they have one sign.
+    return 2 * torch.finfo(dtype).eps * math.sqrt(max(rows, columns, 64)) / _ERROR[dtype]
+
+
+def least_product(dtype: torch.dtype) -> float:
+    """Returns the factor by which a sum of products must exceed its number of terms, so that terms which underflow are
+    negligible."""
+    dtype = accumulation_dtype(dtype)
+    return torch.finfo(dtype).tiny / _ERROR[dtype]
+
+
+def lost_digits(total: torch.Tensor, absolute: torch.Tensor, g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """Returns which Gram norms are not accurate, as booleans [N].
+
+    Args:
+        total: Gram norms, [N].
+        absolute: sums of the absolute values of their terms, [N].
+        g: output gradients, [N, rows, T].
+        a: inputs, [N, T, columns].
+    """
+    (_, rows, tokens), columns = g.shape, a.shape[2]
+    of_g, of_a = (torch.linalg.vector_norm(x, dim=(1, 2), dtype=total.dtype).square_() for x in (g, a))
+    # By Cauchy-Schwarz the entries of a Gram matrix add up to no more than T times its trace.
+    smallest = (of_g * columns + of_a * rows + tokens).mul_(tokens * least_product(g.dtype))
+    least = absolute * least_share(g.dtype, rows, columns) + smallest
+    accurate: torch.Tensor = (total >= least) & (total < math.inf)  # NaN compares false
+    return accurate.logical_not_()
+
+
+def formed_squared_norm(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    """Returns the squared norm of ``g @ a``, a scalar in float64, from blocks accumulated in float64.
+
+    Args:
+        g: output gradients of a sample, [rows, T].
+        a: its inputs, [T, columns].
+        workspace: ceiling on temporaries.
+    """
+    rows, tokens = g.shape
+    side = max(1, math.isqrt(workspace.bytes // 24))  # of three square blocks of float64
+    total = torch.zeros((), dtype=torch.float64, device=g.device)
+    for r in slices(rows, side):
+        for c in slices(a.shape[1], side):
+            block = torch.zeros(r.stop - r.start, c.stop - c.start, dtype=torch.float64, device=g.device)
+            for t in slices(tokens, side):
+                block.addmm_(g[r, t].double(), a[t, c].double())
+            total += torch.linalg.vector_norm(block).square_()
+            del block
+    return total
+
+
+def product_squared_norms(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """Returns the squared norms of ``g[n] @ a[n]`` for a single token, [N]: the product of the norms of both. The
+    squares of either may be out of float32's range, so they are float64."""
+    norms = [torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float64) for x in (g, a)]
+    squares: torch.Tensor = norms[0].mul_(norms[1]).square_()
+    return squares.to(accumulation_dtype(g.dtype))

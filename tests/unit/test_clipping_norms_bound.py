@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms of per-sample gradients whose tokens cancel, or whose factors are out of range. The oracle is the gradient of
+the given numbers, formed in float64 (in Fraction's exact numbers for float64)."""
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import nn
+
+from opacus_memprof.clipping.launches import find_waiting_norms
+from opacus_memprof.clipping.layers.convolution import ConvolutionLayer
+from opacus_memprof.clipping.layers.linear import LinearLayer, TransposedLinearLayer
+from opacus_memprof.clipping.norm_bounds import lost_digits
+from opacus_memprof.clipping.norms import _tiled_sums, gram_squared_norms
+from opacus_memprof.clipping.workspace import Workspace
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+WORKSPACES = [Workspace(1 << 14), Workspace(1 << 28)]
+ACCURACY = 1e-3  # of a squared norm: 5e-4 of the norm
+
+
+def exact_squared_norms(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """[N] in float64, from exact sums: ``g`` [N, rows, T] and ``a`` [N, T, columns]."""
+    if g.dtype != torch.float64:
+        return (g.double() @ a.double()).flatten(1).square().sum(1)
+    norms = []
+    for g_n, a_n in zip(g.tolist(), a.tolist(), strict=True):
+        columns = list(zip(*a_n, strict=True))
+        gradient = [sum(Fraction(x) * Fraction(y) for x, y in zip(r, c, strict=True)) for r in g_n for c in columns]
+        norms.append(float(sum(each * each for each in gradient)))
+    return torch.tensor(norms, dtype=torch.float64)
+
+
+def assert_accurate(norms: torch.Tensor, exact: torch.Tensor) -> None:
+    torch.testing.assert_close(norms.double(), exact, rtol=ACCURACY, atol=0)
+
+
+def opposing(dtype: torch.dtype, size: float, rest: float, tokens: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs of 1/4, and two tokens with output gradients ``size`` and ``rest - size``, between ordinary samples."""
+    torch.manual_seed(0)
+    g, a = torch.randn(3, tokens, 8), torch.randn(3, tokens, 6)
+    g, a = g.double(), a.double()
+    g[1], a[1] = 0, 0.25
+    g[1, 0], g[1, -1] = size, rest - size
+    return g.to(dtype).mT, a.to(dtype)
+
+
+@pytest.mark.parametrize("workspace", WORKSPACES)
+@pytest.mark.parametrize("tokens", [2, 7, 90])
+@pytest.mark.parametrize(
+    ("dtype", "size", "rest"),
+    [
+        (torch.float32, 1e8, 8192.0),
+        (torch.float32, 1e12, 65536.0),
+        (torch.float32, 1.0, 0.125),
+        (torch.float32, 1.0, 2.0**-7),
+        (torch.float64, 1e12, 8192.0),
+        (torch.float64, 1e12, 2.0**-13),
+        (torch.bfloat16, 256.0, 2.0),
+        (torch.bfloat16, 1e20, 1e18),
+        (torch.float16, 1024.0, 1.0),
+    ],
+)
+def test_opposing_tokens(dtype: torch.dtype, size: float, rest: float, tokens: int, workspace: Workspace) -> None:
+    g, a = opposing(dtype, size, rest, tokens)
+    exact = exact_squared_norms(g, a)
+    assert exact[1] > 0
+    assert_accurate(gram_squared_norms(g, a, workspace), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_constant_dimensions(dtype: torch.dtype) -> None:
+    """Every rounding error has the same sign, and the result is just large enough to be taken or just too small."""
+    for width in (64, 768):
+        for value in (0.1, 0.7, 1.7):
+            for rest in (0.02, 0.05, 0.1, 0.2, 0.3):
+                g = torch.full((1, 2, width), value)
+                g[:, 1] *= rest - 1
+                g, a = g.to(dtype).mT, torch.full((1, 2, 4), 0.1).to(dtype)
+                exact = (g.double() @ a.double()).flatten(1).square().sum(1)
+                assert_accurate(gram_squared_norms(g, a, WORKSPACES[1]), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inputs_from_a_layer_norm(dtype: torch.dtype) -> None:
+    """Nearly equal tokens through a LayerNorm, and output gradients that cancel over them."""
+    torch.manual_seed(0)
+    tokens, features = 250, 32
+    common = torch.randn(1, 1, features)
+    a = nn.functional.layer_norm(common + 1e-4 * torch.randn(2, tokens, features), (features,))
+    g = torch.randn(2, tokens, 5) * 100
+    g -= g.mean(1, keepdim=True)
+    g, a = g.to(dtype).mT, a.to(dtype)
+    exact = (g.double() @ a.double()).flatten(1).square().sum(1)
+    assert_accurate(gram_squared_norms(g, a, WORKSPACES[1]), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_cross_entropy_with_opposing_labels(dtype: torch.dtype) -> None:
+    """Two tokens that differ in the last digits only, with labels that are sure to be wrong."""
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 2, bias=False).to(dtype)
+    x = torch.randn(1, 1, 6).expand(3, 40, 6).clone().to(dtype)
+    x += (1e-5 if dtype == torch.float32 else 1e-9) * torch.randn_like(x)
+    output = (0.001 * layer(x)).detach().requires_grad_()
+    labels = torch.arange(40).remainder(2).expand(3, 40).flatten()
+    nn.functional.cross_entropy(output.flatten(0, 1), labels, reduction="sum").backward()
+    assert output.grad is not None
+    g = output.grad - output.grad.mean(1, keepdim=True)
+    exact = exact_squared_norms(g.mT, x)
+    assert_accurate(gram_squared_norms(g.mT, x, WORKSPACES[1]), exact)
+
+
+@pytest.mark.parametrize("workspace", WORKSPACES)
+@pytest.mark.parametrize("tokens", [1, 2, 30])
+@pytest.mark.parametrize("sizes", [(1e-23, 1e19), (1e22, 1e-20), (1e-20, 1e3), (1e-30, 1e25)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_factors_out_of_range(
+    dtype: torch.dtype, sizes: tuple[float, float], tokens: int, workspace: Workspace
+) -> None:
+    """Squares underflow or overflow although the gradient does not; one sample has ordinary numbers as well."""
+    torch.manual_seed(0)
+    g, a = torch.randn(3, tokens, 8) * sizes[0], torch.randn(3, tokens, 6) * sizes[1]
+    g[2, 0], a[2, 0] = 1e-3, 1e-2
+    g, a = g.to(dtype).mT, a.to(dtype)
+    assert_accurate(gram_squared_norms(g, a, workspace), exact_squared_norms(g, a))
+
+
+def test_deferred_norms_of_single_tokens() -> None:
+    torch.manual_seed(0)
+    layers = [LinearLayer(str(i), nn.Linear(7, 5)) for i in range(3)]
+    inputs = [(torch.randn(4, 7) * x, torch.randn(4, 5) * g) for x, g in [(1, 1), (1e19, 1e-23), (1e-23, 1e19)]]
+    kept = {layer: layer.keep(x, g, WORKSPACES[1]) for layer, (x, g) in zip(layers, inputs, strict=True)}
+    find_waiting_norms(kept)
+    for layer, (x, g) in zip(layers, inputs, strict=True):
+        norms = kept[layer].norms[layer.weight()]
+        assert norms is not None
+        gradients = g.unsqueeze(2) * x.unsqueeze(1)
+        exact = gradients.double().flatten(1).square().sum(1)
+        torch.testing.assert_close(norms.double(), exact, rtol=1e-5, atol=0)
+
+
+def test_numbers_that_are_not_finite_stay_so() -> None:
+    g, a = torch.randn(3, 8, 5), torch.randn(3, 5, 6)
+    g[0, 1, 2], a[1, 2, 3] = torch.nan, torch.inf
+    norms = gram_squared_norms(g, a, WORKSPACES[1])
+    assert norms.isfinite().tolist() == [False, False, True]
+
+
+def test_zero_gradients_have_norm_zero() -> None:
+    g, a = torch.zeros(2, 8, 5), torch.randn(2, 5, 6)
+    assert gram_squared_norms(g, a, WORKSPACES[1]).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("tokens", [64, 1024])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_gradients_are_not_formed(dtype: torch.dtype, tokens: int) -> None:
+    torch.manual_seed(0)
+    g, a = torch.randn(2, tokens, 48).to(dtype).mT, torch.randn(2, tokens, 64).to(dtype)
+    total, absolute = _tiled_sums(g, a, WORKSPACES[1])
+    assert not lost_digits(total, absolute, g, a).any()
+
+
+def convolution(channels: int, groups: int) -> ConvolutionLayer:
+    return ConvolutionLayer("", nn.Conv1d(channels, channels, 3, padding=1, groups=groups, bias=False))
+
+
+@pytest.mark.parametrize("workspace", WORKSPACES)
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: LinearLayer("", nn.Linear(64, 64, bias=False)),
+        lambda: TransposedLinearLayer("", nn.Linear(64, 64, bias=False)),
+        lambda: convolution(64, 1),
+        lambda: convolution(64, 2),
+    ],
+)
+def test_layers(build: Callable[[], LinearLayer | ConvolutionLayer], workspace: Workspace) -> None:
+    """With two tokens that cancel but for one part in 10 000."""
+    torch.manual_seed(0)
+    layer = build()
+    is_linear = isinstance(layer, LinearLayer)
+    x, g = torch.full((2, 6, 64), 0.25), torch.zeros(2, 6, 64)
+    g[:, 2], g[:, 3] = 1e8, -1e8 + 8192
+    x[1], g[1] = torch.randn(6, 64), torch.randn(6, 64)
+    if not is_linear:
+        x, g = x.mT.contiguous(), g.mT.contiguous()
+    choice = layer.choose(x, g, keep=False)
+    assert choice.norm == "gram"
+    norms = layer.weight_squared_norms(x, g, choice, workspace)
+    gradients = layer.weight_gradients(x.double(), g.double(), WORKSPACES[1])
+    assert_accurate(norms, gradients.flatten(1).square().sum(1))
