@@ -39,6 +39,16 @@ def add_product(  # type: ignore[no-untyped-def]  # Triton would interpret annot
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def add_picked(block, ids, d, r, c, count, columns, d_token, d_feature):  # type: ignore[no-untyped-def]
+    """Adds what an embedding adds to rows ``r`` and columns ``c`` to ``block``."""
+    for token in range(count):
+        row = tl.load(ids + token)
+        y = tl.load(d + token * d_token + c * d_feature, mask=c < columns, other=0.0).to(tl.float64)
+        block += tl.where(r[:, None] == row, y[None, :], 0.0)
+    return block
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def write_norm(  # type: ignore[no-untyped-def]
     g,
     a,
@@ -54,6 +64,12 @@ def write_norm(  # type: ignore[no-untyped-def]
     a_feature,
     share,
     floor,
+    ids,
+    d,
+    count,
+    d_token,
+    d_feature,
+    HAS_PICKED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -83,6 +99,8 @@ def write_norm(  # type: ignore[no-untyped-def]
             # fmt: off
             block = add_product(block, g, a, r, c, tokens, rows, columns, g_token, g_feature, a_token, a_feature)
             # fmt: on
+            if HAS_PICKED:
+                block = add_picked(block, ids, d, r, c, count, columns, d_token, d_feature)
             sums += tl.sum(block * block, 1)
         tl.store(out, tl.sum(sums).to(number))
 
@@ -105,6 +123,14 @@ def norms_of_layer(  # type: ignore[no-untyped-def]
     a_feature,
     share,
     floor,
+    ids,
+    d,
+    count,
+    ids_sample,
+    d_sample,
+    d_token,
+    d_feature,
+    HAS_PICKED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -113,7 +139,8 @@ def norms_of_layer(  # type: ignore[no-untyped-def]
     out += sample * tl.num_programs(1) + tl.program_id(1)
     # fmt: off
     write_norm(g + sample * g_sample, a + sample * a_sample, parts, out, tiles, tokens, rows, columns, g_token,
-               g_feature, a_token, a_feature, share, floor, ROWS, COLUMNS)
+               g_feature, a_token, a_feature, share, floor, ids + sample * ids_sample,
+               d + sample * d_sample, count, d_token, d_feature, HAS_PICKED, ROWS, COLUMNS)
     # fmt: on
 
 
@@ -148,7 +175,7 @@ def norms_of_layers(  # type: ignore[no-untyped-def]
     a = tl.multiple_of(tl.load(operands + 2 * layer + 1).to(tl.pointer_type(TYPE)), ALIGNMENT)
     # fmt: off
     write_norm(g + sample * g_sample, a + sample * a_sample, parts, out, tiles, tokens, rows, columns, g_token,
-               g_feature, a_token, a_feature, share, floor, ROWS, COLUMNS)
+               g_feature, a_token, a_feature, share, floor, operands, a, 0, 0, 0, False, ROWS, COLUMNS)
     # fmt: on
 
 
@@ -170,7 +197,12 @@ def norms_of_outer_products(table, out, BLOCK: tl.constexpr, SOURCE: tl.constexp
 
 
 def norms_of_layer_cuda(
-    g: torch.Tensor, a: torch.Tensor, parts: torch.Tensor, sizes: tuple[int, ...], bounds: tuple[float, float]
+    g: torch.Tensor,
+    a: torch.Tensor,
+    parts: torch.Tensor,
+    sizes: tuple[int, ...],
+    bounds: tuple[float, float],
+    picked: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Returns the squared norms of ``g[n] @ a[n]``, [N], in the dtype of ``parts``.
 
@@ -181,10 +213,15 @@ def norms_of_layer_cuda(
             matrices' entries, [N, tiles, tiles, 3]. Tiles above the diagonal are not read.
         sizes: T, rows, columns, and the strides of ``g`` and ``a``: sample, token, feature.
         bounds: from ``least_share`` and ``least_product``.
+        picked: indices of rows, [N, S] and contiguous, and what is added to these rows where a gradient is formed,
+            [N, S, columns].
     """
     out = _empty_norms(parts, sizes)
     if out.numel():
-        launch(norms_of_layer, (*out.shape, 1), g, a, parts, out, parts.shape[1], *sizes, *bounds, **_BLOCK)
+        ids, d = (parts, a) if picked is None else picked
+        more = (ids, d, ids.shape[1], ids.stride(0), *d.stride())
+        arguments = (g, a, parts, out, parts.shape[1], *sizes, *bounds, *more)
+        launch(norms_of_layer, (*out.shape, 1), *arguments, HAS_PICKED=picked is not None, **_BLOCK)
     return _total(out)
 
 

@@ -183,18 +183,28 @@ def gram_squared_norms_of_layers(pairs: Sequence[tuple[torch.Tensor, ...]]) -> t
     return norms[0] if len(norms) == 1 else torch.cat(norms)
 
 
-def replace_lost_norms_cuda(norms: torch.Tensor, lost: torch.Tensor, g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+def replace_lost_norms_cuda(
+    norms: torch.Tensor,
+    lost: torch.Tensor,
+    g: torch.Tensor,
+    a: torch.Tensor,
+    picked: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
     """Returns the squared norms, with those that are not accurate from the gradients ``g[n] @ a[n]``.
 
     Args:
         norms: [N].
         lost: which are not accurate, booleans [N].
         g: [N, rows, T], any strides and floating point dtype.
-        a: [N, T, columns], same dtype and device.
+        a: [N, T, columns], same device.
+        picked: indices of rows, [N, S], and what is added to these rows, [N, S, columns]. Negative indices are
+            left out.
     """
     parts = norms.new_zeros(len(norms), 1, 1, 3)
     parts[:, 0, 0, 0] = norms.masked_fill(lost, torch.nan)
-    return norms_of_layer_cuda(g, a, parts, _sizes(g, a), (0.0, 0.0))
+    if picked is not None:
+        picked = (picked[0].contiguous(), picked[1])
+    return norms_of_layer_cuda(g, a, parts, _sizes(g, a), (0.0, 0.0), picked)
 
 
 def _side(tokens: int) -> int:
@@ -218,19 +228,16 @@ def _sizes(g: torch.Tensor, a: torch.Tensor) -> tuple[int, ...]:
 
 
 def _bounds(g: torch.Tensor, a: torch.Tensor) -> tuple[float, float]:
-    return least_share(g.dtype, g.shape[1], a.shape[2], _uses_tf32()), least_product(g.dtype)
-
-
-def _uses_tf32() -> bool:
-    # Reading allow_tf32 or get_float32_matmul_precision raises once the program has set fp32_precision.
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+    return least_share(g, g.shape[1], a.shape[2]), least_product(g.dtype)
 
 
 def _settings(g: torch.Tensor) -> dict[str, Any]:
     side = _side(g.shape[2])
+    # Reading allow_tf32 or get_float32_matmul_precision raises once the program has set fp32_precision.
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
         "SIDE": side,
         "DEPTH": 32 if g.dtype == torch.float32 else 64,
-        "PRECISION": "tf32" if _uses_tf32() else "ieee",
+        "PRECISION": "tf32" if tf32 else "ieee",
         "num_warps": 8 if side == 128 else 4,
     }

@@ -23,18 +23,18 @@ _TF32_SHARE = 1 / 64
 share of the absolute sum could be off by more than that product is."""
 
 
-def least_share(dtype: torch.dtype, rows: int, columns: int, tf32: bool = False) -> float:
+def least_share(g: torch.Tensor, rows: int, columns: int) -> float:
     """Returns the share of the absolute sum that a Gram norm must reach to be correct to about 5e-4 (float64: 1e-9).
 
     Args:
-        dtype: of the operands.
-        rows: the length of ``g_t``.
-        columns: the length of ``a_t``.
-        tf32: whether products of float32 are computed in TF32.
+        g: one of the operands.
+        rows: the length of the dot products of one Gram matrix.
+        columns: that of the other.
     """
-    if tf32 and dtype == torch.float32:
+    # Reading allow_tf32 or get_float32_matmul_precision raises once the program has set fp32_precision.
+    if g.is_cuda and g.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return _TF32_SHARE
-    dtype = accumulation_dtype(dtype)
+    dtype = accumulation_dtype(g.dtype)
     # Rounding errors of a dot product grow as the square root of its length, or faster if they have one sign.
     return 2 * torch.finfo(dtype).eps * math.sqrt(max(rows, columns, 64)) / _ERROR[dtype]
 
@@ -59,18 +59,28 @@ def lost_digits(total: torch.Tensor, absolute: torch.Tensor, g: torch.Tensor, a:
     of_g, of_a = (torch.linalg.vector_norm(x, dim=(1, 2), dtype=total.dtype).square_() for x in (g, a))
     # By Cauchy-Schwarz the entries of a Gram matrix add up to no more than T times its trace.
     smallest = (of_g * columns + of_a * rows + tokens).mul_(tokens * least_product(g.dtype))
-    least = absolute * least_share(g.dtype, rows, columns) + smallest
-    accurate: torch.Tensor = (total >= least) & (total < math.inf)  # NaN compares false
+    return is_below(total, absolute * least_share(g, rows, columns) + smallest)
+
+
+def is_below(norms: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    """Returns which squared norms are less than ``least``, infinite or NaN."""
+    accurate: torch.Tensor = (norms >= least) & (norms < math.inf)  # NaN compares false
     return accurate.logical_not_()
 
 
-def formed_squared_norm(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+def formed_squared_norm(
+    g: torch.Tensor,
+    a: torch.Tensor,
+    workspace: Workspace,
+    picked: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
     """Returns the squared norm of ``g @ a``, a scalar in float64, from blocks accumulated in float64.
 
     Args:
         g: output gradients of a sample, [rows, T].
         a: its inputs, [T, columns].
         workspace: ceiling on temporaries.
+        picked: indices of rows, [S], and what is added to these rows, [S, columns]. Negative indices are left out.
     """
     rows, tokens = g.shape
     side = max(1, math.isqrt(workspace.bytes // 24))  # of three square blocks of float64
@@ -80,6 +90,11 @@ def formed_squared_norm(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) 
             block = torch.zeros(r.stop - r.start, c.stop - c.start, dtype=torch.float64, device=g.device)
             for t in slices(tokens, side):
                 block.addmm_(g[r, t].double(), a[t, c].double())
+            if picked is not None:
+                ids, d = picked
+                at = ((ids >= r.start) & (ids < r.stop)).nonzero().flatten()
+                for s in slices(len(at), side):
+                    block.index_add_(0, ids[at[s]] - r.start, d[at[s], c].double())
             total += torch.linalg.vector_norm(block).square_()
             del block
     return total

@@ -94,14 +94,36 @@ def gram_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -
 
 def _tiled_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -> torch.Tensor:
     total, absolute = _tiled_sums(g, a, workspace)
-    lost = lost_digits(total, absolute, g, a)
-    if lost.is_cuda and has_triton():
+    return replace_lost_norms(total, lost_digits(total, absolute, g, a), g, a, workspace)
+
+
+def replace_lost_norms(
+    norms: torch.Tensor,
+    lost: torch.Tensor,
+    g: torch.Tensor,
+    a: torch.Tensor,
+    workspace: Workspace,
+    picked: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Returns the squared norms, with those that are not accurate from the gradients ``g[n] @ a[n]``.
+
+    Args:
+        norms: [N]. May be changed.
+        lost: which are not accurate, booleans [N].
+        g: output gradients, [N, rows, T].
+        a: inputs, [N, T, columns].
+        workspace: ceiling on temporaries.
+        picked: indices of rows, [N, S], and what is added to these rows, [N, S, columns]. Negative indices are
+            left out.
+    """
+    if lost.is_cuda and has_triton():  # without waiting for the device
         from opacus_memprof.clipping.gram_triton import replace_lost_norms_cuda
 
-        return replace_lost_norms_cuda(total, lost, g, a)
+        return replace_lost_norms_cuda(norms, lost, g, a, picked)
     for n in lost.nonzero().flatten().tolist():
-        total[n] = formed_squared_norm(g[n], a[n], workspace)
-    return total
+        own = None if picked is None else (picked[0][n], picked[1][n])
+        norms[n] = formed_squared_norm(g[n], a[n], workspace, own)
+    return norms
 
 
 def _tiled_sums(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor]:

@@ -178,6 +178,19 @@ def test_norms_are_replaced_in_float64() -> None:
     torch.testing.assert_close(norms[[0, 2]], exact[[0, 2]], rtol=1e-12, atol=0)
 
 
+def test_norms_are_replaced_with_those_of_tied_embeddings() -> None:
+    torch.manual_seed(0)
+    g, a = torch.randn(2, 5, 70).mT, torch.randn(2, 5, 33)
+    ids, d = torch.randint(-1, 70, (2, 9)), torch.randn(2, 33, 9).mT
+    gradients = g.double() @ a.double()
+    for n in range(2):
+        for i, row in zip(ids[n].tolist(), d[n], strict=True):
+            if i >= 0:
+                gradients[n, i] += row
+    norms = replace_lost_norms_cuda(torch.ones(2), torch.tensor([True, True]), g, a, (ids, d))
+    torch.testing.assert_close(norms.double(), gradients.flatten(1).square().sum(1), rtol=1e-5, atol=0)
+
+
 def test_kernel_of_outer_products() -> None:
     torch.manual_seed(0)
     pairs = [

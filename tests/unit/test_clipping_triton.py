@@ -57,7 +57,7 @@ def test_gram_kernels_compile_for_the_h200(name: str, element: str, side: int) -
 
 
 @pytest.mark.parametrize("element", ["fp64", "fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("name", ["norms_of_layer", "norms_of_layers"])
+@pytest.mark.parametrize("name", ["norms_of_layer", "norms_of_layers", "with_embedding"])
 def test_kernels_that_form_gradients_compile_for_the_h200(name: str, element: str) -> None:
     import triton.language as tl
 
@@ -71,8 +71,12 @@ def test_kernels_that_form_gradients_compile_for_the_h200(name: str, element: st
         constants |= {"TYPE": types[element], "ALIGNMENT": 16}
         signature |= {"operands": "*i64"}
     else:
-        signature |= {"g": f"*{element}", "a": f"*{element}"}
-    kernel = _compile(getattr(formed_triton, name), signature, constants, 4)
+        has_picked = name == "with_embedding"
+        signature |= {"g": f"*{element}", "a": f"*{element}", "d": f"*{element}"}
+        signature["ids"] = "*i64" if has_picked else f"*{number}"
+        constants = {"HAS_PICKED": has_picked, **constants}
+    function = formed_triton.norms_of_layers if name == "norms_of_layers" else formed_triton.norms_of_layer
+    kernel = _compile(function, signature, constants, 4)
     assert kernel.asm["cubin"]
     assert "f64" in kernel.asm["ptx"]  # gradients accumulate in float64
 
