@@ -18,6 +18,9 @@ from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sli
 _ERROR = {torch.float32: 1e-3, torch.float64: 1e-9}
 """The largest relative error of a squared norm, by dtype of accumulation."""
 
+_SUM_ERROR = 2.5e-4
+"""The largest relative error of a sample's part in a clipped sum."""
+
 _TF32_SHARE = 1 / 64
 """With TF32 the operands are rounded to 11 bits, as in the product that forms the gradient. Squared norms below this
 share of the absolute sum could be off by more than that product is."""
@@ -106,3 +109,34 @@ def product_squared_norms(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     norms = [torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float64) for x in (g, a)]
     squares: torch.Tensor = norms[0].mul_(norms[1]).square_()
     return squares.to(accumulation_dtype(g.dtype))
+
+
+def pair_for_sums(
+    x: torch.Tensor, g: torch.Tensor, squares: torch.Tensor, terms: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the input and output gradient that clipped sums are formed from: in float64 if the tokens of a sample
+    cancel so much that rounding the scaled numbers to float32 would change its gradient. Not on CUDA, where the host
+    would wait for the device.
+
+    Args:
+        x: the layer's input, with the batch first.
+        g: its output gradient, with the batch first.
+        squares: the squared norms of the weight's gradients, [B].
+        terms: the number of products to which each number of ``x`` contributes for each of its columns; for indices,
+            the number of indices of a sample.
+    """
+    if g.dtype == torch.float64 or not g.is_cpu or g.numel() == 0:
+        return x, g
+    # By Cauchy-Schwarz the norms of the tokens' gradients add up to no more than this.
+    most = _norms(g) * math.sqrt(terms)
+    if x.is_floating_point():
+        most *= _norms(x)
+    rounding = most * (2 * torch.finfo(torch.float32).eps / _SUM_ERROR)
+    if not (rounding > squares.sqrt()).any():
+        return x, g
+    return x.double() if x.is_floating_point() else x, g.double()
+
+
+def _norms(x: torch.Tensor) -> torch.Tensor:
+    norms: torch.Tensor = torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim())), dtype=torch.float32)
+    return norms

@@ -20,6 +20,7 @@ from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda
 from opacus_memprof.clipping.group_norm_triton import group_norm_gradients_cuda
 from opacus_memprof.clipping.launches import find_waiting_norms, pop_small_sums
 from opacus_memprof.clipping.layers import LAYERS
+from opacus_memprof.clipping.norms import gram_squared_norms
 from opacus_memprof.clipping.stacks_triton import weighted_sum_cuda
 from opacus_memprof.clipping.sums import scale_single_samples
 from opacus_memprof.clipping.workspace import Workspace

@@ -2,6 +2,7 @@
 """Norms of per-sample gradients whose tokens cancel, or whose factors are out of range. The oracle is the gradient of
 the given numbers, formed in float64 (in Fraction's exact numbers for float64)."""
 
+import copy
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.launches import find_waiting_norms
+from opacus_memprof.clipping.layers import LAYERS
 from opacus_memprof.clipping.layers.convolution import ConvolutionLayer
 from opacus_memprof.clipping.layers.embedding import EmbeddingLayer
 from opacus_memprof.clipping.layers.linear import LinearLayer, TransposedLinearLayer
@@ -258,3 +260,50 @@ def test_ghost_clipping_with_these_norms(dtype: torch.dtype) -> None:
     g = g.mT.repeat(1, 1, 8)
     norms = FlashNormSampler(WORKSPACES[1])(layer, [a], g)[layer.weight]
     assert_accurate(norms.square(), (g.mT.double() @ a.double()).flatten(1).square().sum(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e8, 1e10])
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Linear(64, 64),
+        nn.Linear(64, 256),
+        nn.Linear(256, 64, bias=False),
+        nn.Conv1d(64, 48, 1, bias=False),  # of which the pair is kept, and the norm found from gradients
+        nn.Conv1d(64, 64, 3, padding=1),
+        nn.Embedding(50, 16),
+    ],
+)
+def test_a_sample_whose_tokens_cancel_contributes_what_it_may(
+    module: nn.Module, size: float, dtype: torch.dtype
+) -> None:
+    """Clip factors apply to numbers that cancel only before they are rounded."""
+    torch.manual_seed(0)
+    module = copy.deepcopy(module).to(dtype)
+    layer = LAYERS[type(module)]("", module)
+    tokens = 40
+    if isinstance(module, nn.Embedding):
+        x = torch.full((1, tokens), 7)
+    elif isinstance(module, nn.Conv1d):
+        x = torch.full((1, 64, tokens), 0.25, dtype=dtype)
+    else:
+        x = torch.full((1, tokens, module.in_features), 0.25, dtype=dtype)
+    x = x.repeat(2, *[1] * (x.dim() - 1))
+    g = torch.zeros_like(module(x))
+    positions = g.mT if isinstance(module, nn.Conv1d) else g
+    factor = 0.5 + torch.rand(positions.shape[-1])
+    positions[0, 2] = size * factor
+    positions[0, 35] = 8192 - size * factor
+    positions[1] = 0
+    for _ in range(2):  # the second time by the layer's shortcut
+        kept = layer.keep(x, g, WORKSPACES[1])
+        find_waiting_norms({layer: kept})
+        norms = torch.stack([squares for squares in kept.norms.values() if squares is not None]).sum(0).sqrt()
+        sums = layer.clipped_sums(kept, (0.3 / norms).clamp(max=1.0), WORKSPACES[1])
+        contribution = torch.stack([total.double().norm() for _, total in sums]).norm()
+        by_hand = copy.deepcopy(module).double()
+        by_hand(x if x.dtype == torch.int64 else x.double())[:1].backward(g[:1].double())
+        norm = torch.stack([p.grad.norm() for p in by_hand.parameters() if p.grad is not None]).norm()
+        torch.testing.assert_close(norms[0].double(), norm, rtol=5e-4, atol=0)
+        assert 0.3 * (1 - 1e-3) <= contribution <= 0.3 * (1 + 1e-3)
