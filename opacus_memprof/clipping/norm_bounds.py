@@ -10,6 +10,7 @@ gradient itself, accumulated in float64.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -49,20 +50,28 @@ def least_product(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).tiny / _ERROR[dtype]
 
 
-def lost_digits(total: torch.Tensor, absolute: torch.Tensor, g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """Returns which Gram norms are not accurate, as booleans [N].
+def lost_digits(
+    total: torch.Tensor, absolute: Callable[[], torch.Tensor], g: torch.Tensor, a: torch.Tensor
+) -> torch.Tensor | None:
+    """Returns which Gram norms are not accurate, as booleans [N]. None if all are accurate and on the CPU.
 
     Args:
         total: Gram norms, [N].
-        absolute: sums of the absolute values of their terms, [N].
+        absolute: returns the sums of the absolute values of their terms, [N].
         g: output gradients, [N, rows, T].
         a: inputs, [N, T, columns].
     """
     (_, rows, tokens), columns = g.shape, a.shape[2]
     of_g, of_a = (torch.linalg.vector_norm(x, dim=(1, 2), dtype=total.dtype).square_() for x in (g, a))
     # By Cauchy-Schwarz the entries of a Gram matrix add up to no more than T times its trace.
-    smallest = (of_g * columns + of_a * rows + tokens).mul_(tokens * least_product(g.dtype))
-    return is_below(total, absolute * least_share(g, rows, columns) + smallest)
+    smallest = (of_g * columns).add_(of_a, alpha=rows).add_(tokens).mul_(tokens * least_product(g.dtype))
+    share = least_share(g, rows, columns)
+    if g.is_cpu:
+        # The product of the traces is at least the absolute sum, and small models have few tokens.
+        few = is_below(total, torch.add(smallest, of_g.mul_(of_a), alpha=share))
+        if not few.any():
+            return None
+    return is_below(total, smallest.add_(absolute(), alpha=share))
 
 
 def is_below(norms: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
@@ -125,13 +134,11 @@ def pair_for_sums(
         terms: the number of products to which each number of ``x`` contributes for each of its columns; for indices,
             the number of indices of a sample.
     """
-    if g.dtype == torch.float64 or not g.is_cpu or g.numel() == 0:
+    if g.dtype == torch.float64 or not g.is_cpu or g.numel() == 0 or g.dim() == 2:
         return x, g
     # By Cauchy-Schwarz the norms of the tokens' gradients add up to no more than this.
-    most = _norms(g) * math.sqrt(terms)
-    if x.is_floating_point():
-        most *= _norms(x)
-    rounding = most * (2 * torch.finfo(torch.float32).eps / _SUM_ERROR)
+    most = _norms(g) * _norms(x) if x.is_floating_point() else _norms(g)
+    rounding = most.mul_(math.sqrt(terms) * 2 * torch.finfo(torch.float32).eps / _SUM_ERROR)
     if not (rounding > squares.sqrt()).any():
         return x, g
     return x.double() if x.is_floating_point() else x, g.double()

@@ -8,6 +8,7 @@ The operands are ``g`` of shape [N, rows, T] and ``a`` of shape [N, T, columns],
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -94,7 +95,8 @@ def gram_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -
 
 def _tiled_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -> torch.Tensor:
     total, absolute = _tiled_sums(g, a, workspace)
-    return replace_lost_norms(total, lost_digits(total, absolute, g, a), g, a, workspace)
+    lost = lost_digits(total, absolute, g, a)
+    return total if lost is None else replace_lost_norms(total, lost, g, a, workspace)
 
 
 def replace_lost_norms(
@@ -126,13 +128,15 @@ def replace_lost_norms(
     return norms
 
 
-def _tiled_sums(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums of the products, and of their absolute values, each [N]."""
+def _tiled_sums(
+    g: torch.Tensor, a: torch.Tensor, workspace: Workspace
+) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    """The sums of the products, and a function that returns those of their absolute values, each [N]."""
     count, rows, tokens = g.shape
     dtype = accumulation_dtype(g.dtype)
     if g.dtype == a.dtype == dtype and 2 * count * tokens * tokens * dtype.itemsize <= workspace.bytes:
         products = torch.bmm(g.mT, g).mul_(torch.bmm(a, a.mT)).flatten(1)
-        return products.sum(1), torch.linalg.vector_norm(products, 1, 1)
+        return products.sum(1), lambda: torch.linalg.vector_norm(products, 1, 1)
     tile, samples = _tile(count, tokens, rows + a.shape[2], g.dtype, workspace)
     total = torch.zeros(count, dtype=dtype, device=g.device)
     absolute = torch.zeros_like(total)
@@ -147,7 +151,7 @@ def _tiled_sums(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -> tuple
                 total[n] += gram.sum((1, 2)).mul_(times)
                 absolute[n] += torch.linalg.vector_norm(gram, 1, (1, 2)).mul_(times)
                 del gram
-    return total, absolute
+    return total, lambda: absolute
 
 
 def _tile(count: int, tokens: int, width: int, dtype: torch.dtype, workspace: Workspace) -> tuple[int, int]:

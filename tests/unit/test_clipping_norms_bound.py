@@ -165,7 +165,8 @@ def test_random_gradients_are_not_formed(dtype: torch.dtype, tokens: int) -> Non
     torch.manual_seed(0)
     g, a = torch.randn(2, tokens, 48).to(dtype).mT, torch.randn(2, tokens, 64).to(dtype)
     total, absolute = _tiled_sums(g, a, WORKSPACES[1])
-    assert not lost_digits(total, absolute, g, a).any()
+    lost = lost_digits(total, absolute, g, a)
+    assert lost is None or not lost.any()
 
 
 def convolution(channels: int, groups: int) -> ConvolutionLayer:
