@@ -22,7 +22,9 @@ import torch.nn as nn
 import torch.nn.functional as F  # noqa: N812  # as everywhere in Opacus
 from opacus.grad_sample import register_norm_sampler
 
-DEFAULT_WORKSPACE_BYTES = 256 << 20
+from .linear_norm_sample import DEFAULT_WORKSPACE_BYTES, replace_lost_norms
+from .linear_norm_sample import accumulation_dtype as _accumulation_dtype
+
 INDEX_BYTES = 64  # of a token of an embedding: sorted indices, their order, slots, and what sorting needs
 NORM_COPIES = 3  # of a normalization layer's input: the normalized one, a cast, and its product with the backprops
 
@@ -227,8 +229,9 @@ def _squared_norms_of_products(g: torch.Tensor, a: torch.Tensor, workspace_bytes
         workspace_bytes: ceiling on the temporaries
     """
     (count, rows, tokens), columns = g.shape, a.shape[2]
-    if tokens == 1:
-        return _squared_norms(g) * _squared_norms(a)
+    if tokens == 1:  # squares of one factor may be out of range although the product is not
+        norms = [torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float64) for x in (g, a)]
+        return (norms[0] * norms[1]).square().to(_accumulation_dtype(g.dtype))
     if (tokens + 1) * (rows + columns) <= 2 * rows * columns:  # half of the Gram product, by symmetry
         return _squared_norms_by_gram_tiles(g, a, workspace_bytes)
     total = torch.zeros(count, dtype=_accumulation_dtype(g.dtype), device=g.device)
@@ -247,16 +250,19 @@ def _squared_norms_by_gram_tiles(g: torch.Tensor, a: torch.Tensor, workspace_byt
     if samples == 0:  # one sample at a time; 2 tile² + strips tile = elements of the workspace
         half = strips / 4
         tile = max(1, int(math.sqrt(half * half + workspace_bytes / (2 * dtype.itemsize)) - half))
-    total = torch.zeros(count, dtype=dtype, device=g.device)
+    total, absolute = torch.zeros(2, count, dtype=dtype, device=g.device).unbind()
     for n in _slices(count, max(1, samples)):
         for i in _slices(tokens, tile):
             g_i, a_i = g[n, :, i].mT.to(dtype), a[n, i].to(dtype)
             for j in _slices(i.stop, tile):
                 gram = torch.bmm(g_i, g[n, :, j].to(dtype))
                 gram.mul_(torch.bmm(a_i, a[n, j].mT.to(dtype)))
-                total[n] += gram.sum((1, 2)).mul_(1 if i == j else 2)
+                times = 1 if i == j else 2
+                total[n] += gram.sum((1, 2)).mul_(times)
+                absolute[n] += torch.linalg.vector_norm(gram, 1, (1, 2)).mul_(times)
                 del gram
-    return total.clamp_(min=0)  # rounding can leave a zero norm slightly negative
+    replace_lost_norms(total, absolute, g, a, workspace_bytes)
+    return total
 
 
 def _squared_norms(stack: torch.Tensor) -> torch.Tensor:
@@ -299,7 +305,3 @@ def _tiles(rows: int, columns: int, unit_bytes: int, workspace_bytes: int) -> It
 def _slices(count: int, size: int) -> Iterator[slice]:
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

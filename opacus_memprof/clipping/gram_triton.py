@@ -2,8 +2,9 @@
 """The tiled Gram product on CUDA, which never writes ggT or aaT to device memory, of one layer or of many alike.
 
 One program per sample and tile pair (i >= j) forms a tile of ggT and the same tile of aaT in registers, multiplies
-them elementwise and writes the sum; tiles off the diagonal count twice. There are no atomics: the sums are added up
-afterwards, so the result is deterministic. Imported only for CUDA tensors (Triton is a dependency of PyTorch's CUDA
+them elementwise and writes the sum, and the sum of absolute values; tiles off the diagonal count twice. There are no
+atomics: a second kernel adds the sums up and replaces norms with too few correct digits (see formed_triton.py), so the
+result is deterministic. Imported only for CUDA tensors (Triton is a dependency of PyTorch's CUDA
 wheels).
 """
 
@@ -16,12 +17,14 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
+from opacus_memprof.clipping.formed_triton import norms_of_layer_cuda, norms_of_layers_cuda
 from opacus_memprof.clipping.launch_triton import launch
 from opacus_memprof.clipping.native import address_table
+from opacus_memprof.clipping.norm_bounds import least_product, least_share
 from opacus_memprof.clipping.stacks_triton import TYPES
 
 _MOST_PROGRAMS = 65535  # in the third dimension of a launch
-_MOST_PARTS = 1 << 22  # sums of tiles that are written by a launch, unless one layer has more: 16 MiB
+_MOST_PARTS = 1 << 22  # sums of tiles that are written by a launch, unless one layer has more: 48 MiB
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -74,7 +77,12 @@ def write_tile(  # type: ignore[no-untyped-def]  # Triton would interpret annota
         right += DEPTH * a_feature
 
     twice = tl.where(i == j, 1.0, 2.0)
-    tl.store(part, tl.sum(gram * other) * twice)
+    if i == j:  # the traces bound all entries
+        diagonal = here[:, None] == there[None, :]
+        tl.store(part + 2, tl.sum(tl.where(diagonal, gram * columns + other * rows, 0.0)))
+    gram *= other
+    tl.store(part, tl.sum(gram) * twice)
+    tl.store(part + 1, tl.sum(tl.abs(gram)) * twice)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -99,7 +107,7 @@ def gram_tile(  # type: ignore[no-untyped-def]
     if j > i:
         return
     tiles = tl.num_programs(0)
-    part = parts + (sample * tiles + i) * tiles + j
+    part = parts + ((sample * tiles + i) * tiles + j) * 3
     # fmt: off
     write_tile(g, a, sample, part, tokens, rows, columns, g_sample, g_token, g_feature, a_sample, a_token, a_feature,
                SIDE, DEPTH, PRECISION)
@@ -130,7 +138,7 @@ def gram_tiles(  # type: ignore[no-untyped-def]
     if j > i:
         return
     tiles = tl.num_programs(0)
-    part = parts + (both * tiles + i) * tiles + j
+    part = parts + ((both * tiles + i) * tiles + j) * 3
     layer, sample = both // count, both % count
     g = tl.multiple_of(tl.load(operands + 2 * layer).to(tl.pointer_type(TYPE)), ALIGNMENT)
     a = tl.multiple_of(tl.load(operands + 2 * layer + 1).to(tl.pointer_type(TYPE)), ALIGNMENT)
@@ -141,7 +149,7 @@ def gram_tiles(  # type: ignore[no-untyped-def]
 
 
 def gram_squared_norms_cuda(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """Squared norms of ``g[n] @ a[n]``.
+    """Squared norms of ``g[n] @ a[n]``. Where the Gram product cancels, the gradient is formed in float64.
 
     Args:
         g: [N, rows, T], any strides; float32, float16 or bfloat16.
@@ -153,7 +161,7 @@ def gram_squared_norms_cuda(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     tiles, parts = _tiles(g), _parts(g, 1)
     if parts.numel():
         launch(gram_tile, (tiles, tiles, len(g)), g, a, parts, *_sizes(g, a), **_settings(g))
-    return parts.sum((1, 2)).clamp_(min=0)
+    return norms_of_layer_cuda(g, a, parts, _sizes(g, a), _bounds(g, a))
 
 
 def gram_squared_norms_of_layers(pairs: Sequence[tuple[torch.Tensor, ...]]) -> torch.Tensor:
@@ -161,20 +169,42 @@ def gram_squared_norms_of_layers(pairs: Sequence[tuple[torch.Tensor, ...]]) -> t
     shapes, strides, dtype and device."""
     g, a = pairs[0]
     is_aligned = all(x.data_ptr() % 16 == 0 for pair in pairs for x in pair)
-    alignment = 16 if is_aligned else g.element_size()
+    kinds = {"TYPE": TYPES[g.dtype], "ALIGNMENT": 16 if is_aligned else g.element_size()}
     operands = address_table(pairs, False)
-    tiles = _tiles(g)
+    tiles, sizes, bounds = _tiles(g), _sizes(g, a), _bounds(g, a)
     layers = max(1, min(_MOST_PROGRAMS, _MOST_PARTS // (tiles * tiles)) // max(1, len(g)))  # in a launch
     norms: list[torch.Tensor] = []
     for start in range(0, len(pairs), layers):
         some = operands[start : start + layers]
         parts = _parts(g, len(some))
         if parts.numel():
-            arguments = (some, parts, len(g), *_sizes(g, a))
-            kinds = {"TYPE": TYPES[g.dtype], "ALIGNMENT": alignment}
-            launch(gram_tiles, (tiles, tiles, len(parts)), *arguments, **_settings(g), **kinds)
-        norms.append(parts.sum((1, 2)).clamp_(min=0).view(len(some), len(g)))
+            launch(gram_tiles, (tiles, tiles, len(parts)), some, parts, len(g), *sizes, **_settings(g), **kinds)
+        norms.append(norms_of_layers_cuda(some, len(g), parts, sizes, bounds, kinds).view(len(some), len(g)))
     return norms[0] if len(norms) == 1 else torch.cat(norms)
+
+
+def replace_lost_norms_cuda(
+    norms: torch.Tensor,
+    lost: torch.Tensor,
+    g: torch.Tensor,
+    a: torch.Tensor,
+    picked: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Returns the squared norms, with those that are not accurate from the gradients ``g[n] @ a[n]``.
+
+    Args:
+        norms: [N].
+        lost: which are not accurate, booleans [N].
+        g: [N, rows, T], any strides and floating point dtype.
+        a: [N, T, columns], same device.
+        picked: indices of rows, [N, S], and what is added to these rows, [N, S, columns]. Negative indices are
+            left out.
+    """
+    parts = norms.new_zeros(len(norms), 1, 1, 3)
+    parts[:, 0, 0, 0] = norms.masked_fill(lost, torch.nan)
+    if picked is not None:
+        picked = (picked[0].contiguous(), picked[1])
+    return norms_of_layer_cuda(g, a, parts, _sizes(g, a), (0.0, 0.0), picked)
 
 
 def _side(tokens: int) -> int:
@@ -187,13 +217,18 @@ def _tiles(g: torch.Tensor) -> int:
 
 
 def _parts(g: torch.Tensor, layers: int) -> torch.Tensor:
-    """What the kernel writes the sums of tiles to, [layers N, tiles, tiles]."""
-    return torch.zeros(layers * len(g), _tiles(g), _tiles(g), dtype=torch.float32, device=g.device)
+    """What the kernel writes the sums of tiles to, [layers N, tiles, tiles, 3]."""
+    tiles = _tiles(g)
+    return torch.empty(layers * len(g), tiles, tiles, 3, dtype=torch.float32, device=g.device)
 
 
 def _sizes(g: torch.Tensor, a: torch.Tensor) -> tuple[int, ...]:
     strides = (g.stride(0), g.stride(2), g.stride(1), a.stride(0), a.stride(1), a.stride(2))
     return (g.shape[2], g.shape[1], a.shape[2], *strides)
+
+
+def _bounds(g: torch.Tensor, a: torch.Tensor) -> tuple[float, float]:
+    return least_share(g, g.shape[1], a.shape[2]), least_product(g.dtype)
 
 
 def _settings(g: torch.Tensor) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import nn
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.matrix import MatrixLayer
 from opacus_memprof.clipping.native import group_alike, squared_norms_cpu, sum_outer_products, weighted_sums_cpu
+from opacus_memprof.clipping.norm_bounds import least_product, product_squared_norms
 from opacus_memprof.clipping.norms import has_kernels, is_small
 from opacus_memprof.clipping.sums import scale_single_samples
 from opacus_memprof.clipping.workspace import KERNEL_DTYPES, Workspace, accumulation_dtype, batches
@@ -36,6 +37,7 @@ def find_waiting_norms(kept: dict[Layer, KeptTensors]) -> None:
     stacks: list[_Waiting] = []
     large: list[_Waiting] = []  # of a single sample
     pairs: list[_Waiting] = []
+    tokens: list[_Waiting] = []  # pairs of a single token
     for layer, each in kept.items():
         for parameter, norms in each.norms.items():
             if norms is not None:
@@ -47,23 +49,24 @@ def find_waiting_norms(kept: dict[Layer, KeptTensors]) -> None:
             assert isinstance(layer, MatrixLayer)
             assert each.pair is not None
             g, a = layer.operands(*each.pair)
-            # The norm of a product of vectors is the product of their norms.
-            (stacks if g.shape[2] == 1 else pairs).append((each.norms, parameter, (g, a)))
+            (tokens if g.shape[2] == 1 else pairs).append((each.norms, parameter, (g, a)))
     for group in _alike(large, whole_shapes=False):
         of_samples: Any = torch._foreach_norm([stack for _, _, (stack,) in group], 2, torch.float32)
         for (place, parameter, _), own in zip(group, torch.stack(of_samples).square_().view(-1, 1), strict=True):
             place[parameter] = own
     for group in _alike(stacks, whole_shapes=False):
-        found = iter(_squared_norms([x for _, _, operands in group for x in operands]).unbind())
-        for place, parameter, operands in group:
-            own = next(found)
-            place[parameter] = own if len(operands) == 1 else own * next(found)
+        _set_norms(group, _squared_norms([stack for _, _, (stack,) in group]))
+    for group in _alike(tokens, whole_shapes=False):
+        _set_norms(group, _norms_of_outer_products([operands for _, _, operands in group]))
     for group in _alike(pairs, whole_shapes=True):
         from opacus_memprof.clipping.gram_triton import gram_squared_norms_of_layers
 
-        of_layers = gram_squared_norms_of_layers([operands for _, _, operands in group])
-        for (place, parameter, _), own in zip(group, of_layers.unbind(), strict=True):
-            place[parameter] = own
+        _set_norms(group, gram_squared_norms_of_layers([operands for _, _, operands in group]))
+
+
+def _set_norms(group: list[_Waiting], norms: torch.Tensor) -> None:
+    for (place, parameter, _), own in zip(group, norms.unbind(), strict=True):
+        place[parameter] = own
 
 
 def _squared_norms(stacks: list[torch.Tensor]) -> torch.Tensor:
@@ -73,6 +76,24 @@ def _squared_norms(stacks: list[torch.Tensor]) -> torch.Tensor:
     from opacus_memprof.clipping.stacks_triton import squared_norms_cuda
 
     return squared_norms_cuda(stacks)
+
+
+def _norms_of_outer_products(pairs: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    """Returns the squared norms of ``g[n] @ a[n]`` for small pairs with a single token, [pairs, N]: the norm of a
+    product of vectors is the product of their norms."""
+    if has_kernels(pairs[0][0]):
+        from opacus_memprof.clipping.formed_triton import norms_of_outer_products_cuda
+
+        return norms_of_outer_products_cuda(pairs)
+    squares = squared_norms_cpu([x for pair in pairs for x in pair])
+    squares = squares.view(len(pairs), 2, -1)
+    norms = squares.prod(1)
+    # One factor may underflow or overflow although the product does neither.
+    least = least_product(squares.dtype) * max(x[0].numel() for pair in pairs for x in pair)
+    in_range = ((squares >= least) & (squares < torch.inf)).all(1).all(1)
+    for i in in_range.logical_not_().nonzero().flatten().tolist():
+        norms[i] = product_squared_norms(*pairs[i])
+    return norms
 
 
 def _alike(waiting: list[_Waiting], whole_shapes: bool) -> Iterator[list[_Waiting]]:

@@ -8,9 +8,11 @@ The operands are ``g`` of shape [N, rows, T] and ``a`` of shape [N, T, columns],
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
+from opacus_memprof.clipping.norm_bounds import formed_squared_norm, lost_digits, product_squared_norms
 from opacus_memprof.clipping.workspace import (
     CPU_DTYPES,
     KERNEL_DTYPES,
@@ -80,10 +82,10 @@ def gram_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -
     """The squared norms, by ``sum_{t,u} (g_t . g_u)(a_t . a_u)``, tile by tile over the lower triangle.
 
     On CUDA a Triton kernel keeps both tiles in registers. Otherwise two tiles that fit into ``workspace`` are formed,
-    multiplied and summed.
+    multiplied and summed. Where the sum cancels, the norm is computed from the gradient instead (see norm_bounds.py).
     """
     if g.shape[2] == 1:
-        return squared_norms(g) * squared_norms(a)
+        return product_squared_norms(g, a)
     if has_kernels(g):
         from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda
 
@@ -92,12 +94,52 @@ def gram_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -
 
 
 def _tiled_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    total, absolute = _tiled_sums(g, a, workspace)
+    lost = lost_digits(total, absolute, g, a)
+    return total if lost is None else replace_lost_norms(total, lost, g, a, workspace)
+
+
+def replace_lost_norms(
+    norms: torch.Tensor,
+    lost: torch.Tensor,
+    g: torch.Tensor,
+    a: torch.Tensor,
+    workspace: Workspace,
+    picked: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Returns the squared norms, with those that are not accurate from the gradients ``g[n] @ a[n]``.
+
+    Args:
+        norms: [N]. May be changed.
+        lost: which are not accurate, booleans [N].
+        g: output gradients, [N, rows, T].
+        a: inputs, [N, T, columns].
+        workspace: ceiling on temporaries.
+        picked: indices of rows, [N, S], and what is added to these rows, [N, S, columns]. Negative indices are
+            left out.
+    """
+    if lost.is_cuda and has_triton():  # without waiting for the device
+        from opacus_memprof.clipping.gram_triton import replace_lost_norms_cuda
+
+        return replace_lost_norms_cuda(norms, lost, g, a, picked)
+    for n in lost.nonzero().flatten().tolist():
+        own = None if picked is None else (picked[0][n], picked[1][n])
+        norms[n] = formed_squared_norm(g[n], a[n], workspace, own)
+    return norms
+
+
+def _tiled_sums(
+    g: torch.Tensor, a: torch.Tensor, workspace: Workspace
+) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    """The sums of the products, and a function that returns those of their absolute values, each [N]."""
     count, rows, tokens = g.shape
     dtype = accumulation_dtype(g.dtype)
     if g.dtype == a.dtype == dtype and 2 * count * tokens * tokens * dtype.itemsize <= workspace.bytes:
-        return torch.bmm(g.mT, g).mul_(torch.bmm(a, a.mT)).sum((1, 2)).clamp_(min=0)
+        products = torch.bmm(g.mT, g).mul_(torch.bmm(a, a.mT)).flatten(1)
+        return products.sum(1), lambda: torch.linalg.vector_norm(products, 1, 1)
     tile, samples = _tile(count, tokens, rows + a.shape[2], g.dtype, workspace)
     total = torch.zeros(count, dtype=dtype, device=g.device)
+    absolute = torch.zeros_like(total)
     for n in slices(count, samples):
         for i in slices(tokens, tile):
             g_i, a_i = g[n, :, i].mT.to(dtype), a[n, i].to(dtype)
@@ -105,9 +147,11 @@ def _tiled_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace)
                 # A low-precision product would round the tiles, so the strips are cast to float32 first.
                 gram = torch.bmm(g_i, g[n, :, j].to(dtype))
                 gram.mul_(torch.bmm(a_i, a[n, j].mT.to(dtype)))
-                total[n] += gram.sum((1, 2)).mul_(1 if i == j else 2)
+                times = 1 if i == j else 2
+                total[n] += gram.sum((1, 2)).mul_(times)
+                absolute[n] += torch.linalg.vector_norm(gram, 1, (1, 2)).mul_(times)
                 del gram
-    return total.clamp_(min=0)  # rounding can leave a zero norm slightly negative
+    return total, lambda: absolute
 
 
 def _tile(count: int, tokens: int, width: int, dtype: torch.dtype, workspace: Workspace) -> tuple[int, int]:

@@ -5,7 +5,8 @@ forwards for one backward.
 The norm of a sum of gradients is not the sum of their norms: ``|G + H|^2 = |G|^2 + 2 <G, H> + |H|^2``. Uses by linear
 layers are one use with the tokens of all, and so are uses by embeddings. The product of an embedding's gradient
 ``sum_t e(i_t) d_t^T`` (indices i, output gradients d) and a linear layer's ``sum_u g_u a_u^T`` is
-``sum_{t,u} g_u[i_t] (d_t . a_u)``: computed in tiles, like the norms.
+``sum_{t,u} g_u[i_t] (d_t . a_u)``: computed in tiles, like the norms. Where the three terms cancel, the norm is
+computed from the gradient instead (see norm_bounds.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.layers.base import KeptTensors
 from opacus_memprof.clipping.layers.embedding import EmbeddingLayer
 from opacus_memprof.clipping.layers.linear import LinearLayer
-from opacus_memprof.clipping.norms import squared_norms
+from opacus_memprof.clipping.norm_bounds import is_below, least_product, least_share
+from opacus_memprof.clipping.norms import replace_lost_norms, squared_norms
 from opacus_memprof.clipping.sums import sum_stack
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 
@@ -106,8 +108,8 @@ class SharedGradient:
                 assert choice is not None
                 total[n] += layer.weight_squared_norms(x, g, choice, share)
             if len(merged) == 2:
-                total[n] += 2 * cross_products(merged[1], merged[0], share)
-        return total.clamp_(min=0)  # rounding can leave a zero norm slightly negative
+                total[n] = squared_norms_of_sum(merged[1], merged[0], total[n], share)
+        return total
 
     def _norms_of_gradients(self, workspace: Workspace) -> torch.Tensor:
         """The squared norms from per-sample gradients, formed for as many samples at a time as fit."""
@@ -155,12 +157,13 @@ def _merge(uses: list[Use]) -> Use:
     return Use(layer, x, torch.cat([tokens(use.g, 1) for use in uses], 1))
 
 
-def cross_products(embedding: Use, linear: Use, workspace: Workspace) -> torch.Tensor:
-    """The products ``<G, H>``, [B], of the weight gradients of an embedding and of a linear layer.
+def squared_norms_of_sum(embedding: Use, linear: Use, own: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    """Returns the squared norms ``|G + H|^2``, [B], of the weight gradients of an embedding and of a linear layer.
 
     Args:
         embedding: x are indices.
         linear: of a layer whose weight is the embedding's table.
+        own: ``|G|^2 + |H|^2``, [B].
         workspace: ceiling on temporaries.
     """
     batch, width = len(embedding.g), embedding.g.shape[-1]
@@ -168,16 +171,54 @@ def cross_products(embedding: Use, linear: Use, workspace: Workspace) -> torch.T
     d = embedding.g.reshape(batch, ids.shape[1], width)
     a = linear.x.reshape(batch, linear.x.shape[1:-1].numel(), width)
     g = linear.g.reshape(batch, a.shape[1], linear.g.shape[-1])
-    dtype = accumulation_dtype(g.dtype)
     padding: Any = embedding.layer.module.padding_idx
-    total = torch.zeros(batch, dtype=dtype, device=g.device)
+    if padding is not None:
+        ids = ids.masked_fill(ids == padding, -1)
+    cross = cross_products(ids, d, g, a, workspace, f"one token of {linear.layer.describe()}")
+    norms = own + 2 * cross.total
+    least = (own + 2 * cross.absolute) * least_share(g, width, width) + cross.picked * (width * least_product(g.dtype))
+    return replace_lost_norms(norms, is_below(norms, least), g.mT, a, workspace, (ids, d))
+
+
+class CrossProducts(NamedTuple):
+    """Sums over the tokens of each sample, [B].
+
+    Attributes:
+        total: the products ``<G, H>``.
+        absolute: the absolute values of their terms.
+        picked: the absolute values of one factor of the terms.
+    """
+
+    total: torch.Tensor
+    absolute: torch.Tensor
+    picked: torch.Tensor
+
+
+def cross_products(
+    ids: torch.Tensor, d: torch.Tensor, g: torch.Tensor, a: torch.Tensor, workspace: Workspace, token: str
+) -> CrossProducts:
+    """Returns the products of the weight gradients of an embedding and of a linear layer.
+
+    Args:
+        ids: indices of the embedding, [B, S]. Negative ones have no gradient.
+        d: its output gradients, [B, S, columns].
+        g: output gradients of the linear layer, [B, T, rows].
+        a: its inputs, [B, T, columns].
+        workspace: ceiling on temporaries.
+        token: the name of a token in errors.
+    """
+    dtype, width = accumulation_dtype(g.dtype), d.shape[2]
+    sums = CrossProducts(*torch.zeros(3, len(ids), dtype=dtype, device=g.device).unbind())
+    has_row = ids >= 0
     cast = 0 if d.dtype == a.dtype == dtype else 2 * width
     unit = ids.shape[1] * (3 * dtype.itemsize + g.element_size()) + cast * dtype.itemsize
-    for n, u in workspace.tiles(batch, a.shape[1], unit, f"one token of {linear.layer.describe()}"):
-        picked = g[n, u].gather(2, ids[n].unsqueeze(1).expand(-1, u.stop - u.start, -1)).to(dtype)
+    for n, u in workspace.tiles(len(ids), a.shape[1], unit, token):
+        rows = ids[n].clamp(min=0).unsqueeze(1).expand(-1, u.stop - u.start, -1)
+        picked = g[n, u].gather(2, rows).to(dtype)
+        picked *= has_row[n].unsqueeze(1)
+        sums.picked[n] += torch.linalg.vector_norm(picked, 1, (1, 2))
         picked *= torch.bmm(a[n, u].to(dtype), d[n].to(dtype).mT)
-        if padding is not None:
-            picked *= ids[n].ne(padding).unsqueeze(1)
-        total[n] += picked.sum((1, 2))
+        sums.total[n] += picked.sum((1, 2))
+        sums.absolute[n] += torch.linalg.vector_norm(picked, 1, (1, 2))
         del picked
-    return total
+    return sums

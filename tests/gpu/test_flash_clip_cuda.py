@@ -20,6 +20,7 @@ from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda
 from opacus_memprof.clipping.group_norm_triton import group_norm_gradients_cuda
 from opacus_memprof.clipping.launches import find_waiting_norms, pop_small_sums
 from opacus_memprof.clipping.layers import LAYERS
+from opacus_memprof.clipping.norms import gram_squared_norms
 from opacus_memprof.clipping.stacks_triton import weighted_sum_cuda
 from opacus_memprof.clipping.sums import scale_single_samples
 from opacus_memprof.clipping.workspace import Workspace
@@ -98,6 +99,45 @@ def test_gram_kernel(shape: tuple[int, int, int, int], dtype: torch.dtype, preci
 
 
 @pytest.mark.true_numbers
+@pytest.mark.parametrize(
+    ("dtype", "size", "rest"),
+    [
+        (torch.float32, 1e8, 8192.0),
+        (torch.float32, 1.0, 2.0**-7),
+        (torch.bfloat16, 256.0, 2.0),
+        (torch.float16, 1024.0, 1.0),
+        (torch.float64, 1e12, 8192.0),
+    ],
+)
+@pytest.mark.parametrize("shape", [(2, 48, 70), (200, 768, 768), (1000, 130, 70)])
+def test_gram_norms_whose_tokens_cancel(
+    shape: tuple[int, int, int], dtype: torch.dtype, size: float, rest: float, precision: str
+) -> None:
+    """Between ordinary samples, without waiting for the device."""
+    tokens, rows, columns = shape
+    torch.manual_seed(0)
+    g, a = torch.randn(3, tokens, rows, device="cuda"), torch.randn(3, tokens, columns, device="cuda")
+    g, a = g.double(), a.double()
+    g[1], a[1] = 0, 0.25
+    g[1, 0], g[1, -1] = size, rest - size
+    g, a = g.to(dtype).mT, a.to(dtype)
+    exact = (g.double() @ a.double()).flatten(1).square().sum(1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        norms = gram_squared_norms(g, a, Workspace(1 << 28))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(norms.double(), exact, rtol=2e-3 if precision != "highest" else 1e-3, atol=0)
+
+
+@pytest.mark.true_numbers
+def test_gram_norms_of_factors_out_of_range() -> None:
+    g, a = torch.randn(3, 64, 48, device="cuda").mT * 1e-23, torch.randn(3, 64, 70, device="cuda") * 1e19
+    exact = (g.double() @ a.double()).flatten(1).square().sum(1)
+    torch.testing.assert_close(gram_squared_norms_cuda(g, a).double(), exact, rtol=1e-3, atol=0)
+
+
+@pytest.mark.true_numbers
 def test_gram_kernel_beyond_two_to_the_31_elements() -> None:
     g = torch.zeros(3, 1024, 1 << 20, device="cuda", dtype=torch.float16).mT
     a = torch.ones(3, 1024, 16, device="cuda", dtype=torch.float16)
@@ -136,8 +176,8 @@ def test_a_launch_passes_what_tritons_own_passes(monkeypatch: pytest.MonkeyPatch
             group_norm_gradients_cuda(x, g, 4, 1e-5)
             gram_squared_norms_cuda(g.flatten(2), x.flatten(2).mT)
             weighted_sum_cuda(x.flatten(1)[:1], torch.rand(1, device="cuda"), torch.float32)
-        assert len(launch_triton._compiled) == 3
-    assert passed[:3] == passed[3:6] == passed[6:9] == passed[9:]
+        assert len(launch_triton._compiled) == 4  # of Gram norms two
+    assert passed[:4] == passed[4:8] == passed[8:12] == passed[12:]
 
 
 @pytest.mark.true_numbers

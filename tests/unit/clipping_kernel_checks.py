@@ -10,7 +10,12 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping import gram_triton, launches, norms, stacks_triton, sums
-from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda, gram_squared_norms_of_layers
+from opacus_memprof.clipping.formed_triton import norms_of_outer_products_cuda
+from opacus_memprof.clipping.gram_triton import (
+    gram_squared_norms_cuda,
+    gram_squared_norms_of_layers,
+    replace_lost_norms_cuda,
+)
 from opacus_memprof.clipping.group_norm_triton import group_norm_gradients_cuda
 from opacus_memprof.clipping.launches import pop_small_sums
 from opacus_memprof.clipping.layers import KeptTensors, matrix, normalization
@@ -123,6 +128,76 @@ def test_gram_kernel_of_several_layers(limit: str | None, offset: int, monkeypat
     norms = gram_squared_norms_of_layers(pairs)
     assert norms.shape == (4, 3)
     for found, (g, a) in zip(norms, pairs, strict=True):
+        exact = (g.double() @ a.double()).flatten(1).square().sum(1)
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+
+
+def cancelling_operands(
+    tokens: int, dtype: torch.dtype, sizes: tuple[float, float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three samples: ordinary ones, and between them one whose tokens' gradients cancel but for 2^-7."""
+    torch.manual_seed(0)
+    g, a = torch.randn(3, tokens, 70), torch.randn(3, tokens, 33)
+    a[1], g[1] = 0.25, 0
+    g[1, 3], g[1, tokens - 2] = 64, -64 + 0.5
+    return (g * sizes[0]).to(dtype).mT, (a * sizes[1]).to(dtype)
+
+
+@pytest.mark.parametrize("sizes", [(1.0, 1.0), (1e-23, 1e19), (1e22, 1e-20)])
+@pytest.mark.parametrize("tokens", [5, 130])
+def test_gram_kernels_form_gradients_that_cancel(tokens: int, sizes: tuple[float, float]) -> None:
+    g, a = cancelling_operands(tokens, torch.float32, sizes)
+    exact = (g.double() @ a.double()).flatten(1).square().sum(1)
+    torch.testing.assert_close(gram_squared_norms_cuda(g, a).double(), exact, rtol=1e-5, atol=0)
+    for found in gram_squared_norms_of_layers([(g, a), (g, a)]):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+
+
+def test_gram_kernels_form_gradients_in_low_precision() -> None:
+    g, a = cancelling_operands(40, torch.float16, (1.0, 1.0))
+    exact = (g.double() @ a.double()).flatten(1).square().sum(1)
+    torch.testing.assert_close(gram_squared_norms_cuda(g, a).double(), exact, rtol=1e-5, atol=0)
+
+
+def test_gram_kernels_form_only_gradients_that_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm that the tiles would get right shows whether it is replaced."""
+    g, a = cancelling_operands(40, torch.float32, (1.0, 1.0))
+    norms = gram_squared_norms_cuda(g, a)
+    monkeypatch.setattr(gram_triton, "least_share", lambda *_: 0.0)
+    monkeypatch.setattr(gram_triton, "least_product", lambda *_: 0.0)
+    unbounded = gram_squared_norms_cuda(g, a)
+    assert torch.equal(norms[[0, 2]], unbounded[[0, 2]])
+    assert norms[1] != unbounded[1]
+
+
+def test_norms_are_replaced_in_float64() -> None:
+    g, a = (x.double() for x in cancelling_operands(40, torch.float32, (1.0, 1.0)))
+    exact = (g @ a).flatten(1).square().sum(1)
+    norms = replace_lost_norms_cuda(torch.full((3,), 7.0).double(), torch.tensor([True, False, True]), g, a)
+    assert norms[1] == 7
+    torch.testing.assert_close(norms[[0, 2]], exact[[0, 2]], rtol=1e-12, atol=0)
+
+
+def test_norms_are_replaced_with_those_of_tied_embeddings() -> None:
+    torch.manual_seed(0)
+    g, a = torch.randn(2, 5, 70).mT, torch.randn(2, 5, 33)
+    ids, d = torch.randint(-1, 70, (2, 9)), torch.randn(2, 33, 9).mT
+    gradients = g.double() @ a.double()
+    for n in range(2):
+        for i, row in zip(ids[n].tolist(), d[n], strict=True):
+            if i >= 0:
+                gradients[n, i] += row
+    norms = replace_lost_norms_cuda(torch.ones(2), torch.tensor([True, True]), g, a, (ids, d))
+    torch.testing.assert_close(norms.double(), gradients.flatten(1).square().sum(1), rtol=1e-5, atol=0)
+
+
+def test_kernel_of_outer_products() -> None:
+    torch.manual_seed(0)
+    pairs = [
+        (torch.randn(3, 700, 1) * 1e-23, torch.randn(3, 1, 33) * 1e19),
+        (torch.randn(3, 7, 1), torch.randn(3, 1, 2)),
+    ]
+    for found, (g, a) in zip(norms_of_outer_products_cuda(pairs), pairs, strict=True):
         exact = (g.double() @ a.double()).flatten(1).square().sum(1)
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
 

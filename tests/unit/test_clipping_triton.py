@@ -56,6 +56,41 @@ def test_gram_kernels_compile_for_the_h200(name: str, element: str, side: int) -
     assert "wgmma" in kernel.asm["ptx"] or "mma" in kernel.asm["ptx"]
 
 
+@pytest.mark.parametrize("element", ["fp64", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", ["norms_of_layer", "norms_of_layers", "with_embedding"])
+def test_kernels_that_form_gradients_compile_for_the_h200(name: str, element: str) -> None:
+    import triton.language as tl
+
+    from opacus_memprof.clipping import formed_triton
+
+    number = "fp64" if element == "fp64" else "fp32"
+    signature = {"parts": f"*{number}", "out": f"*{number}", "share": "fp32", "floor": "fp32"}
+    constants: dict[str, Any] = {"ROWS": 32, "COLUMNS": 64}
+    if name == "norms_of_layers":
+        types = {"fp64": tl.float64, "fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
+        constants |= {"TYPE": types[element], "ALIGNMENT": 16}
+        signature |= {"operands": "*i64"}
+    else:
+        has_picked = name == "with_embedding"
+        signature |= {"g": f"*{element}", "a": f"*{element}", "d": f"*{element}"}
+        signature["ids"] = "*i64" if has_picked else f"*{number}"
+        constants = {"HAS_PICKED": has_picked, **constants}
+    function = formed_triton.norms_of_layers if name == "norms_of_layers" else formed_triton.norms_of_layer
+    kernel = _compile(function, signature, constants, 4)
+    assert kernel.asm["cubin"]
+    assert "f64" in kernel.asm["ptx"]  # gradients accumulate in float64
+
+
+def test_the_kernel_of_outer_products_compiles_for_the_h200() -> None:
+    import triton.language as tl
+
+    from opacus_memprof.clipping import formed_triton
+
+    constants = {"BLOCK": 512, "SOURCE": tl.bfloat16}
+    signature = {"table": "*i64", "out": "*fp32"}
+    assert _compile(formed_triton.norms_of_outer_products, signature, constants, 4).asm["cubin"]
+
+
 def test_stack_kernels_compile_for_the_h200() -> None:
     import triton.language as tl
 

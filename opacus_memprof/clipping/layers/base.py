@@ -12,6 +12,7 @@ from torch import nn
 
 from opacus_memprof.clipping.cost import Choice
 from opacus_memprof.clipping.distributed import computing_device
+from opacus_memprof.clipping.norm_bounds import pair_for_sums
 from opacus_memprof.clipping.norms import squared_norms, squared_norms_unless_waiting
 from opacus_memprof.clipping.sums import scale_single_samples, sum_stack
 from opacus_memprof.clipping.workspace import Workspace
@@ -131,6 +132,11 @@ class Layer:
         """The per-sample gradients of the weight, [B, *weight.shape]."""
         raise NotImplementedError
 
+    def terms(self, x: torch.Tensor) -> int:
+        """The number of products with output gradients of one channel to which a number of the input contributes; for
+        indices, their number in a sample."""
+        return 1
+
     def norms_wait(self, x: torch.Tensor, g: torch.Tensor, choice: Choice) -> bool:
         """Whether the weight's norms, of a pair that is kept, wait for the optimizer's step (see launches.py)."""
         return False
@@ -204,9 +210,21 @@ class Layer:
         else:
             kept.pair = (x, g)
             if norms:
-                waits = self.norms_wait(x, g, choice)
-                kept.norms[weight] = None if waits else self.weight_squared_norms(x, g, choice, workspace)
+                if self.norms_wait(x, g, choice):
+                    kept.norms[weight] = None
+                else:
+                    self._keep_norms(kept, x, g, choice, workspace)
         return kept
+
+    def _keep_norms(
+        self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
+    ) -> None:
+        """Keeps the pair with its norms, both from float64 where float32 would be too coarse."""
+        squares = self.weight_squared_norms(x, g, choice, workspace)
+        pair = pair_for_sums(x, g, squares, self.terms(x))
+        if pair[1] is not g:
+            squares = self.weight_squared_norms(*pair, choice, workspace).to(squares.dtype)
+        kept.pair, kept.norms[self.weight()] = pair, squares
 
     def parameter_squared_norms(
         self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace

@@ -48,6 +48,9 @@ class ConvolutionLayer(MatrixLayer):
             return {}
         return {"bias": g.flatten(2).sum(2, dtype=accumulation_dtype(g.dtype))}
 
+    def terms(self, x: torch.Tensor) -> int:
+        return self.module.weight.shape[2:].numel()  # taps
+
     def sizes(self, x: torch.Tensor, g: torch.Tensor) -> Sizes:
         weight, groups = self.module.weight, self.module.groups
         return Sizes(len(x), groups, g.shape[2:].numel(), weight.shape[0] // groups, weight.shape[1:].numel())

@@ -36,6 +36,9 @@ class EmbeddingLayer(Layer):
         kept = g.numel() * g.element_size() + x.numel() * x.element_size() if keep else 0
         return Choice("gram", "pair", cost, kept)
 
+    def terms(self, x: torch.Tensor) -> int:
+        return x.shape[1:].numel()
+
     def weight_gradients(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         weight = self.weight()
         stack = torch.zeros(len(x) * len(weight), weight.shape[1], dtype=g.dtype, device=g.device)

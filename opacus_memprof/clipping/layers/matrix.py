@@ -90,8 +90,7 @@ class MatrixLayer(Layer):
         """Keeps the pair, and finds the norms that do not wait."""
         kept, choice = self._keep_bias(x, g, workspace), self._choice(x, g, keep=True)
         assert choice is not None
-        kept.pair = (x, g)
-        kept.norms[self.weight()] = self.weight_squared_norms(x, g, choice, workspace)
+        self._keep_norms(kept, x, g, choice, workspace)
         return kept
 
     def _keep_gradients(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
