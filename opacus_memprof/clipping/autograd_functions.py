@@ -112,10 +112,8 @@ class TwoPassBackward(torch.autograd.Function):
 
 
 def run_two_passes(bookkeeping: Bookkeeping, outputs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Runs backward through the model twice: first for the norms, keeping nothing, then for the clipped sums.
-
-    The second pass starts from output gradients that are multiplied by the clip factors. Scaling a sample's output
-    gradient scales all of its gradients, since samples do not mix.
+    """Runs backward through the model twice: first for the norms, keeping nothing, then for the clipped sums, to which
+    the layers apply the clip factors.
 
     Args:
         bookkeeping: of the model.
@@ -130,13 +128,7 @@ def run_two_passes(bookkeeping: Bookkeeping, outputs: list[tuple[torch.Tensor, t
         torch.autograd.backward(tensors, gradients, retain_graph=True)
         while bookkeeping.must_repeat_norms():
             torch.autograd.backward(tensors, gradients, retain_graph=True)
-        factors = bookkeeping.factors_of_last_pass()
-        scaled = [
-            torch.mul(g, factors.to(g.device).view(-1, *[1] * (g.dim() - 1)), out=torch.empty_like(g))
-            for g in gradients
-        ]
-        del gradients, outputs
-        bookkeeping.mode = "sums"
-        torch.autograd.backward(tensors, scaled)
+        bookkeeping.begin_sums()
+        torch.autograd.backward(tensors, gradients)
     finally:
-        bookkeeping.mode = "keep"
+        bookkeeping.end_two_passes()

@@ -8,75 +8,20 @@ layer, so each layer keeps what its clipped sum needs, and the sums are formed a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from opacus_memprof.clipping.launches import find_waiting_norms, pop_small_products, pop_small_sums
+from opacus_memprof.clipping.backward_pass import BackwardPass, Factors
+from opacus_memprof.clipping.launches import pop_small_products, pop_small_sums
 from opacus_memprof.clipping.layers import KeptTensors, Layer
-from opacus_memprof.clipping.norm_check import NormCheck
+from opacus_memprof.clipping.norm_check import Limit, NormCheck, limit_of_batch
 from opacus_memprof.clipping.rules import ClipRule
-from opacus_memprof.clipping.shared import SharedGradient
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
-
-@dataclass
-class BackwardPass:
-    """What the backward of one physical batch has kept.
-
-    Attributes:
-        batch_size: of the physical batch.
-        kept: by layer.
-        shared: what is kept of parameters that are used more than once.
-        sums: clipped sums, by parameter, that a second backward has formed already.
-        clipped: whether ``sums`` is used instead of ``kept``.
-    """
-
-    batch_size: int
-    kept: dict[Layer, KeptTensors] = field(default_factory=dict)
-    shared: dict[nn.Parameter, SharedGradient] = field(default_factory=dict)
-    sums: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
-    clipped: bool = False
-
-    def add_shared(self, layer: Layer, kept: KeptTensors, workspace: Workspace) -> None:
-        """Adds what the backward of one of several uses has kept."""
-        for parameter in layer.trainable():
-            if parameter not in self.shared:
-                self.shared[parameter] = SharedGradient(parameter, layer)
-            self.shared[parameter].add(layer, kept, workspace)
-
-    def release_shared(self) -> None:
-        """Drops what is kept, but for the norms."""
-        for shared in self.shared.values():
-            shared.release()
-
-    def parameter_ids(self) -> set[int]:
-        """The ids of the parameters that gradients have reached: sets of these are faster than sets of tensors."""
-        kept = {id(parameter) for kept in self.kept.values() for parameter in kept.norms}
-        return kept | {*map(id, self.shared)} | {*map(id, self.sums)}
-
-    def squared_norms(
-        self, workspace: Workspace
-    ) -> tuple[list[nn.Parameter], list[torch.Tensor], list[Layer | SharedGradient]]:
-        """The parameters, the squared norms of their gradients, [B], and what they belong to."""
-        find_waiting_norms(self.kept)
-        parameters: list[nn.Parameter] = []
-        norms: list[torch.Tensor] = []
-        owners: list[Layer | SharedGradient] = []
-        for layer, kept in self.kept.items():
-            for parameter, of_parameter in kept.norms.items():
-                assert of_parameter is not None
-                parameters.append(parameter)
-                norms.append(of_parameter)
-                owners.append(layer)
-        for parameter, shared in self.shared.items():
-            parameters.append(parameter)
-            norms.append(shared.squared_norms(workspace))
-            owners.append(shared)
-        return parameters, norms, owners
+Nonfinite = Literal["refuse", "drop"]
 
 
 class Bookkeeping:
@@ -91,10 +36,18 @@ class Bookkeeping:
         passes_in_last_step: number of backward passes that the last ``pop_clipped_sums`` has summed up.
         samples_in_last_step: number of samples in these passes.
         unclipped_in_last_step: number of these whose gradients were not clipped, a scalar. Not private.
+        limit: what the norms of the clipped sums are at most, of all passes since the sums began.
+        nonfinite: what happens to samples whose gradient norm is not finite: "refuse" refuses the step, and "drop" has
+            them add nothing to it.
+        dropped: the indices of the samples that were dropped since the sums began, in all physical batches of a step
+            one after the other. Not private.
+        dropped_in_all: the number of samples that were dropped in all steps. Not private.
         is_captured: whether a CUDA graph of the pass is captured, whose norms are checked when it has been replayed.
     """
 
-    def __init__(self, rule: ClipRule, loss_reduction: str, workspace: Workspace) -> None:
+    def __init__(
+        self, rule: ClipRule, loss_reduction: str, workspace: Workspace, nonfinite: Nonfinite = "refuse"
+    ) -> None:
         self.rule = rule
         self.loss_reduction = loss_reduction
         self.workspace = workspace
@@ -105,12 +58,16 @@ class Bookkeeping:
         self.samples_in_last_step = 0
         self.unclipped_in_last_step: torch.Tensor | int = 0
         self.mode: Literal["keep", "norms", "sums"] = "keep"
+        self.limit = Limit()
+        self.nonfinite = nonfinite
+        self.dropped: list[int] = []
+        self.dropped_in_all = 0
         self.is_captured = False
+        self._factors_of_sums: torch.Tensor | None = None
         self._passes: list[BackwardPass] = []
         self._new_pass = True
         self._norm_checks: list[NormCheck] = []
         self._found_shared = False
-        self._samples = 0
         self._unclipped: torch.Tensor | int = 0
 
     def begin_pass(self) -> None:
@@ -122,7 +79,7 @@ class Bookkeeping:
         self._passes.clear()
         self._norm_checks.clear()
         self._new_pass = True
-        self._samples = self._unclipped = 0
+        self._unclipped = 0
 
     def kept_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """All tensors that are kept: (the profiler's category, name of the layer, tensor)."""
@@ -163,8 +120,9 @@ class Bookkeeping:
                 "of the model before a backward must have the same samples."
             )
         if self.mode == "sums":
-            for parameter, total in layer.sums_of_scaled_gradients(x, g, self.workspace).items():
-                total = total.to(parameter.dtype)
+            assert self._factors_of_sums is not None
+            sums = layer.sums_of_backward(x, g, self._factors_of_sums, current.samples, self.workspace)
+            for parameter, total in sums.items():
                 current.sums[parameter] = current.sums[parameter] + total if parameter in current.sums else total
         elif layer.is_shared:
             current.add_shared(layer, layer.keep(x, g, self.workspace, norms=False), self.workspace)
@@ -216,16 +174,24 @@ class Bookkeeping:
             self._new_pass = True
         return repeats
 
-    def factors_of_last_pass(self) -> torch.Tensor:
-        """The clip factors, [B], of the newest pass, whose sums a second backward is about to form."""
+    def begin_sums(self) -> None:
+        """Finds the clip factors of the newest pass, whose sums a second backward is about to form. The layers apply
+        them to the same gradients whose norms they have found: scaling the outputs' gradients instead would round all
+        gradients anew, and needs outputs whose first dimension is the samples."""
         newest = self._passes[-1]
         newest.clipped = True
         factors = self._factors(newest)
         newest.release_shared()
         assert isinstance(factors, torch.Tensor)
-        return factors
+        self._factors_of_sums = factors
+        self.mode = "sums"
 
-    def _factors(self, each: BackwardPass) -> torch.Tensor | dict[nn.Parameter, torch.Tensor]:
+    def end_two_passes(self) -> None:
+        """Called after the second of two backwards, or a failure."""
+        self._factors_of_sums = None
+        self.mode = "keep"
+
+    def _factors(self, each: BackwardPass) -> Factors:
         """The clip factors of a pass, [B], of all parameters or by parameter: as in Opacus and, for a mean loss, times
         the batch size, since the gradients are those of loss / B."""
         parameters, squares, owners = each.squared_norms(self.workspace)
@@ -234,17 +200,28 @@ class Bookkeeping:
         by_parameter = torch.stack(squares if same else [s.to(device, dtype) for s in squares])
         scale = each.batch_size if self.loss_reduction == "mean" else 1
         self.norms = by_parameter.sum(0).sqrt_().mul_(scale)
-        self._norm_checks.append(NormCheck(self.norms, by_parameter, owners))
-        if not self.is_captured:
-            self._norm_checks[-1].begin()
+        each.limit = limit_of_batch(each.batch_size, self.rule)
+        if self.nonfinite == "drop":
+            self._drop(each, self.norms)
+        else:
+            self._norm_checks.append(NormCheck(self.norms, by_parameter, owners))
+            if not self.is_captured:
+                self._norm_checks[-1].begin()
         if self.rule.by_parameter:
             norms = by_parameter.sqrt().mul_(scale)
             return {p: self.rule.factors_of(self.places[p], norms[i]).mul_(scale) for i, p in enumerate(parameters)}
         factors = self.rule.factors(self.norms)
-        self._samples += each.batch_size
         if self.rule.clipping == "adaptive":
             self._unclipped = self._unclipped + (factors >= 1).sum()
         return factors.mul_(scale)
+
+    def _drop(self, each: BackwardPass, norms: torch.Tensor) -> None:
+        """Drops the samples of a pass whose norms are not finite. A factor of 0 would not do: 0 times infinity is NaN.
+        The host waits for the norms."""
+        finite = norms.isfinite()
+        each.dropped = (~finite).nonzero().flatten().tolist()
+        if each.dropped:
+            each.samples = finite.nonzero().flatten()
 
     def take_norm_check(self) -> NormCheck:
         """Removes the newest check of norms, and returns it."""
@@ -264,9 +241,13 @@ class Bookkeeping:
         self.begin_pass()
         added = self._current_pass(batch_size)
         added.sums, added.clipped = dict(sums), True
+        added.limit = limit_of_batch(batch_size, self.rule)
         self.norms = check.norms
         self._norm_checks.append(check)
-        self._samples += batch_size
+
+    def begin_step(self) -> None:
+        """Called when the sums of the last step are not needed any more: those of the next one begin."""
+        self.limit = Limit()
 
     def copy_sums(self, given: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Puts a copy in the place of each of these clipped sums that a pass since the last step holds."""
@@ -323,16 +304,23 @@ class Bookkeeping:
         """Removes what is kept, and yields each parameter with its clipped sum, once for every pass. Call
         ``check_norms`` before the sums are used."""
         factors = [None if each.clipped else self._factors(each) for each in self._passes]
-        self.samples_in_last_step, self._samples = self._samples, 0
         self.unclipped_in_last_step, self._unclipped = self._unclipped, 0
         passes, self._passes = self._passes, []
         self._new_pass = True
         self.passes_in_last_step = len(passes)
+        self.samples_in_last_step = sum(each.batch_size for each in passes)
+        if not self.limit.samples:
+            self.dropped = []
+        for each in passes:
+            self.dropped += [self.limit.samples + i for i in each.dropped]
+            self.dropped_in_all += len(each.dropped)
+            self.limit.add(each.limit)
         for each, own in zip(passes, factors, strict=True):
             yield from each.sums.items()
             each.sums.clear()
             if own is None:
                 continue
+            own = each.select(own)
             while each.shared:
                 parameter, shared = each.shared.popitem()
                 of_parameter = own[parameter] if isinstance(own, dict) else own

@@ -21,7 +21,7 @@ from opacus_memprof.clipping.autograd_functions import (
     is_compiled_autograd_enabled,
     run_two_passes,
 )
-from opacus_memprof.clipping.bookkeeping import Bookkeeping
+from opacus_memprof.clipping.bookkeeping import Bookkeeping, Nonfinite
 from opacus_memprof.clipping.distributed import inner_model, let_reducer_run
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, first_input, plain_layers
 from opacus_memprof.clipping.layers import GenericLayer, Layer
@@ -54,6 +54,9 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         workspace_mb: ceiling, in MiB, on the temporaries of one layer's norm or clipped sum.
         passes: 1 keeps what the clipped sums need during a single backward; 2 keeps nothing, and runs backward through
             the model twice; "auto" is 1 unless what it keeps would not fit in device memory.
+        nonfinite: what a sample does whose gradient norm is not finite (NaN, infinity, overflow). "refuse": the step
+            raises MemprofError, which depends on the data. "drop": the sample adds nothing to the sum, as if its
+            gradient were zero; see DPOptimizerFlashClip.dropped_samples. On CUDA the host then waits for the norms.
 
     Raises:
         MemprofError: the model or an argument is not supported.
@@ -70,6 +73,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         clipping: Clipping = "flat",
         workspace_mb: float = DEFAULT_WORKSPACE_MB,
         passes: Passes = "auto",
+        nonfinite: Nonfinite = "refuse",
     ) -> None:
         if not batch_first:
             raise MemprofError("flash_clip needs batch_first=True: transpose the inputs so that the batch comes first.")
@@ -77,10 +81,12 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             raise MemprofError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'.")
         if passes not in ("auto", 1, 2):
             raise MemprofError(f"flash_clip_passes is {passes!r}; it must be 'auto', 1 or 2.")
+        if nonfinite not in ("refuse", "drop"):
+            raise MemprofError(f"flash_clip_nonfinite is {nonfinite!r}; it must be 'refuse' or 'drop'.")
         rule = ClipRule(clipping, max_grad_norm)
         if passes == 2 and rule.by_parameter:
             raise MemprofError("flash_clip_passes=2 finds one clip factor for all parameters; use 1 with 'per_layer'.")
-        bookkeeping = Bookkeeping(rule, loss_reduction, Workspace.from_mib(workspace_mb))
+        bookkeeping = Bookkeeping(rule, loss_reduction, Workspace.from_mib(workspace_mb), nonfinite)
         units = Units(inner_model(m))
         if units.is_sharded and passes == 2:
             raise MemprofError("flash_clip_passes=2 runs backward twice, which FSDP2 does not expect; use 1.")

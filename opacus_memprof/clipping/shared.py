@@ -22,7 +22,7 @@ from opacus_memprof.clipping.layers.embedding import EmbeddingLayer
 from opacus_memprof.clipping.layers.linear import LinearLayer
 from opacus_memprof.clipping.norms import squared_norms
 from opacus_memprof.clipping.sums import sum_stack
-from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices, sum_dtype
 
 
 class Use(NamedTuple):
@@ -35,7 +35,7 @@ class Use(NamedTuple):
     def numel(self) -> int:
         return self.x.numel() + self.g.numel()
 
-    def of_samples(self, n: slice) -> Use:
+    def of_samples(self, n: slice | torch.Tensor) -> Use:
         return Use(self.layer, self.x[n], self.g[n])
 
 
@@ -122,21 +122,27 @@ class SharedGradient:
             parts.append(squared_norms(total))
         return torch.cat(parts) if parts else self.uses[0].g.new_zeros(0)
 
+    def select(self, samples: torch.Tensor) -> None:
+        """Drops all samples but those with these indices."""
+        self.uses = [use.of_samples(samples.to(use.g.device)) for use in self.uses]
+        self.stack = None if self.stack is None else self.stack[samples.to(self.stack.device)]
+
     def release(self) -> None:
         """Drops what is kept."""
         self.uses.clear()
         self.stack = None
 
     def clipped_sum(self, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-        """The clipped sum, in the parameter's dtype. Releases what was kept as it is used."""
+        """The clipped sum, in float32 for a parameter of low precision. Releases what was kept as it is used."""
         total: torch.Tensor | None = None
+        dtype = sum_dtype(self.parameter.dtype)
         if self.stack is not None:
-            total = sum_stack(self.stack, factors.to(self.stack.device), self.parameter.dtype, workspace)
+            total = sum_stack(self.stack, factors.to(self.stack.device), dtype, workspace)
             self.stack = None
         while self.uses:
             use = self.uses.pop()
             part = use.layer.weight_sum(use.x, use.g, factors, workspace)
-            total = part.to(self.parameter.dtype) if total is None else total.add_(part)
+            total = part.to(dtype) if total is None else total.add_(part)
         assert total is not None
         return total
 

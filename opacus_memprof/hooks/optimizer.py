@@ -108,6 +108,7 @@ def _observe_add_noise(optimizer: DPOptimizer) -> Observation:
 def _observe_reduce_gradients(optimizer: DPOptimizer) -> Observation:
     observers.on_reduce_gradients(optimizer)
     yield
+    native.retag_gradients(optimizer.param_groups, GRADIENTS)  # flash_clip rounds those of low precision here
 
 
 def _observe_zero_grad(optimizer: Optimizer) -> Observation:
