@@ -300,6 +300,20 @@ class Bookkeeping:
         for each in self._passes:
             each.kept = dict(sorted(each.kept.items(), key=last_first))
 
+    def in_order(
+        self, sums: Iterator[tuple[nn.Parameter, torch.Tensor]]
+    ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yields the sums of each pass in the order of the optimizer's parameters, which does not depend on what a
+        layer has kept. Call ``sort`` before, so that few of them wait for others."""
+        ready: dict[int, torch.Tensor] = {}
+        parameters, place = list(self.places), 0
+        for parameter, total in sums:
+            ready[self.places[parameter]] = total
+            del total
+            while place in ready:
+                yield parameters[place], ready.pop(place)
+                place = (place + 1) % len(parameters)
+
     def pop_clipped_sums(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Removes what is kept, and yields each parameter with its clipped sum, once for every pass. Call
         ``check_norms`` before the sums are used."""
@@ -316,8 +330,8 @@ class Bookkeeping:
             self.dropped_in_all += len(each.dropped)
             self.limit.add(each.limit)
         for each, own in zip(passes, factors, strict=True):
-            yield from each.sums.items()
-            each.sums.clear()
+            while each.sums:
+                yield each.sums.popitem()
             if own is None:
                 continue
             own = each.select(own)

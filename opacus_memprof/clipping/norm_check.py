@@ -105,14 +105,20 @@ def limit_of_batch(samples: int, rule: ClipRule) -> Limit:
 class SumCheck:
     """The net under every step: the norm of the clipped sum is at most the sum of the samples' bounds. It finds large
     errors whatever their cause. Asynchronous, as NormCheck.
-
-    Args:
-        sums: the clipped sums without noise, of some of the parameters in the optimizer's order.
     """
 
-    def __init__(self, sums: Sequence[torch.Tensor]) -> None:
-        device = sums[0].device
-        norms = torch._foreach_norm(list(sums))
+    def __init__(self) -> None:
+        self._of_sums: list[torch.Tensor] = []
+        self._norms: HostCopy | None = None
+
+    def add(self, sums: Sequence[torch.Tensor]) -> None:
+        """Queues the norms of clipped sums without noise, in the order of the optimizer's parameters."""
+        self._of_sums += torch._foreach_norm(list(sums))
+
+    def begin(self) -> None:
+        """Queues their copy to the host."""
+        norms, self._of_sums = self._of_sums, []
+        device = norms[0].device
         self._norms = HostCopy(torch.stack([each if each.device == device else each.to(device) for each in norms]))
 
     def raise_if_beyond(self, limit: Limit, names: Sequence[str]) -> None:
@@ -122,6 +128,7 @@ class SumCheck:
             limit: of these sums, on all ranks that they are from.
             names: the parameters' names.
         """
+        assert self._norms is not None, "begin has not been called"
         norms = [float(norm) for norm in self._norms.get()]
         for norm, name in zip(norms, names, strict=True):
             if not math.isfinite(norm):

@@ -18,7 +18,10 @@ from opacus_memprof.clipping import noise
 from opacus_memprof.clipping.module import FlashClipHooks
 from opacus_memprof.clipping.norm_check import Limit, SumCheck
 from opacus_memprof.clipping.validate import refuse_capture
+from opacus_memprof.clipping.workspace import batches, is_low_precision
 from opacus_memprof.errors import MemprofError
+
+_BYTES_AT_ONCE = 64 << 20  # of sums that are rounded together
 
 
 class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
@@ -48,6 +51,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     """
 
     ranks = 1
+    _is_alone = True  # whether a sum is complete when it is formed
 
     def __init__(
         self, optimizer: Optimizer, *, module: FlashClipHooks, max_grad_norm: float | list[float], **kwargs: Any
@@ -69,6 +73,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
                 "requires_grad_(False), or give them to the optimizer."
             )
         self._names: dict[nn.Parameter, str] = names
+        self._sum_check: SumCheck | None = None
 
     @property
     def max_grad_norm(self) -> float:
@@ -124,6 +129,13 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         for parameter in self.params:
             _check_processed_flag(parameter.summed_grad)
 
+    def begin_sum_check(self) -> None:
+        """Queues the check that the clipped sums are no larger than their samples allow. ``pre_step`` reads it when
+        noise has been queued, too."""
+        self._sum_check = SumCheck()
+        self._sum_check.add([parameter.summed_grad for parameter in self.params])
+        self._sum_check.begin()
+
     def noise_bound(self) -> float:
         """The bound that the noise is in proportion to: the largest that a sample of this step was clipped to, also
         where ``max_grad_norm`` has changed between its physical batches."""
@@ -146,9 +158,30 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         Raises:
             ValueError: ``zero_grad`` was not called since the last step (as Opacus does).
         """
-        params = self.params
         self._check_not_processed()
-        self._sum_check = SumCheck([parameter.summed_grad for parameter in params])
+        self._add_noise_to(self.params, divisor)
+
+    def clip_and_add_noise(self) -> None:
+        """As ``clip_and_accumulate``, ``begin_sum_check`` and ``add_noise``, for some parameters at a time, so that few
+        sums are in float32 at once."""
+        self.bookkeeping.check_complete(self.params, self._names)
+        self.bookkeeping.sort()
+        self._sum_check = SumCheck()
+        sums = self.bookkeeping.in_order(self.bookkeeping.pop_clipped_sums())
+        for some in batches(sums, _BYTES_AT_ONCE, lambda each: each[1].nbytes):
+            params: list[Any] = [parameter for parameter, _ in some]
+            for parameter in params:
+                _, parameter.summed_grad = some.pop(0)
+            self._sum_check.add([parameter.summed_grad for parameter in params])
+            self._add_noise_to(params, self.grad_divisor())
+        self._sum_check.begin()
+
+    def _rounds_at_once(self) -> bool:
+        """Returns whether each sum can be rounded as soon as it is formed: nothing more is added to it."""
+        is_one_pass = self.bookkeeping.passes == 1 and all(p.summed_grad is None for p in self.params)
+        return self._is_alone and is_one_pass and any(is_low_precision(p.dtype) for p in self.params)
+
+    def _add_noise_to(self, params: list[Any], divisor: float) -> None:
         noisy: list[torch.Tensor] = []
         noiseless: list[torch.Tensor] = []
         for parameter in params:
@@ -223,15 +256,25 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     def _prepare_step(self, skips: bool) -> None:
         """What ``pre_step`` does before it counts as a step. ``skips``: whether it does not."""
-        self.clip_and_accumulate()
-        if not skips:
+        if skips:
+            self.clip_and_accumulate()
+        elif self._rounds_at_once():
+            self.clip_and_add_noise()
+        else:
+            self.clip_and_accumulate()
+            self.begin_sum_check()
             self.add_noise(self.grad_divisor())
-        self._check_norms(skips)  # last, so that the device has work while the host waits
-
-    def _check_norms(self, skips: bool) -> None:
-        self.bookkeeping.check_norms()
+        self._check_norms()  # last, so that the device has work while the host waits
         if not skips:
-            self._sum_check.raise_if_beyond(self._limit(), [self._names[parameter] for parameter in self.params])
+            self._check_sums()
+
+    def _check_norms(self) -> None:
+        self.bookkeeping.check_norms()
+
+    def _check_sums(self) -> None:
+        check, self._sum_check = self._sum_check, None
+        assert check is not None
+        check.raise_if_beyond(self._limit(), [self._names[parameter] for parameter in self.params])
 
     def _limit(self) -> Limit:
         """The limit of the sums that this process has before ``reduce_gradients``."""
@@ -266,6 +309,7 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
     """The optimizer of clipping="adaptive" (Andrew et al. 2021, arXiv 1905.03871), with the arguments and the updates
     of the bound of opacus.optimizers.AdaClipDPOptimizer."""
 
+    _is_alone = False  # samples are counted between
     sample_size: int
     unclipped_num: Any
 

@@ -33,6 +33,8 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
         MemprofError: the ranks' models, optimizers or settings differ.
     """
 
+    _is_alone = False  # the ranks' sums are summed up in float32
+
     def __init__(self, optimizer: Optimizer, *, module: FlashClipHooks, **kwargs: Any) -> None:
         super().__init__(optimizer, module=module, **kwargs)
         self.agreement = Agreement(computing_device(self.params[0]))

@@ -5,7 +5,6 @@ rank adds the noise of its own shards."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,25 +49,13 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
         While sums are on their way to the ranks, the next ones are formed.
         """
         self.bookkeeping.sort()
-        for parameter, shard in scatter(self._in_order(self.bookkeeping.pop_clipped_sums())):
+        for parameter, shard in scatter(self.bookkeeping.in_order(self.bookkeeping.pop_clipped_sums())):
             own = shard.to(parameter.device)  # the CPU, under CPUOffloadPolicy
             if parameter.summed_grad is None:
                 parameter.summed_grad = own
             else:
                 parameter.summed_grad += own
             del shard, own
-
-    def _in_order(self, sums: Iterator[tuple[Any, torch.Tensor]]) -> Iterator[tuple[Any, torch.Tensor]]:
-        """The sums of each pass in the order of the optimizer's parameters: ranks reduce them in the same order, also
-        where what a layer has kept depends on the size of the batch."""
-        ready: dict[int, torch.Tensor] = {}
-        parameters, place = self.params, 0
-        for parameter, total in sums:
-            ready[self.bookkeeping.places[parameter]] = total
-            del total
-            while place in ready:
-                yield parameters[place], ready.pop(place)
-                place = (place + 1) % len(parameters)
 
     def _prepare_step(self, skips: bool) -> None:
         for module in self._modules:
@@ -87,21 +74,16 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
             )
         super()._prepare_step(skips)
 
-    def _check_norms(self, skips: bool) -> None:
-        if not skips:
-            self._limit_of_ranks = self._add_limits()  # by all ranks, before one of them raises
+    def _check_norms(self) -> None:
         error: MemprofError | None = None
         try:
-            super()._check_norms(skips)
+            super()._check_norms()
         except MemprofError as raised:
             error = raised
         self.agreement.settle(error)
 
     def _limit(self) -> Limit:
-        """That of all ranks, whose sums a shard is from."""
-        return self._limit_of_ranks
-
-    def _add_limits(self) -> Limit:
+        """That of all ranks, whose sums a shard is from. They all ask for it."""
         own = self.bookkeeping.limit
         samples, total, *by_parameter = self.agreement.add([own.samples, own.total, *own.by_parameter])
         return Limit(int(samples), total, by_parameter, own.bound)

@@ -143,6 +143,36 @@ def test_noise_is_added_before_the_sum_is_rounded(dtype: torch.dtype) -> None:
         optimizer.pre_step()
 
 
+def test_few_sums_are_in_float32_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step that is a single pass: each is rounded before the next is formed, and noise is drawn in the order of
+    the parameters all the same."""
+    from opacus_memprof.clipping import optimizer as flash
+
+    monkeypatch.setattr(flash, "_BYTES_AT_ONCE", 1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(300, 300, bias=False) for _ in range(4)), nn.LayerNorm(300)).to(torch.bfloat16)
+    x = torch.randn(3, 2, 300).to(torch.bfloat16)
+    gradients = []
+    for parts in (1, 2):
+        module, optimizer = private(copy.deepcopy(model), 0.3, noise_multiplier=0.7)
+        in_float32: list[int] = []
+        check = optimizer._add_noise_to
+
+        def count(params: Any, divisor: float, check: Any = check, optimizer: Any = optimizer) -> None:
+            sums = [p.summed_grad for p in optimizer.params if p.summed_grad is not None]
+            in_float32.append(sum(total.dtype == torch.float32 for total in sums))  # noqa: B023
+            check(params, divisor)
+
+        monkeypatch.setattr(optimizer, "_add_noise_to", count)
+        for part in [x] if parts == 1 else [x, x[:0]]:
+            module(part).float().sum().backward()
+        optimizer.pre_step()
+        assert in_float32 == ([1] * 6 if parts == 1 else [6])
+        gradients.append([p.grad for p in optimizer.params])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("ceiling", [1 << 20, 600])

@@ -78,11 +78,14 @@ def refusals(case: str) -> None:
 
     model, optimizer, _ = private(DistributedDataParallel(build("mlp")), "mlp", noise_multiplier=1.0)
     before = [p.clone() for p in model.parameters()]
-    generator = torch.get_rng_state() if device().type == "cpu" else torch.cuda.get_rng_state()
+    state = torch.get_rng_state if device().type == "cpu" else torch.cuda.get_rng_state
+    batch = part("mlp", 0, 0)
+    criterion("mean")(model(batch["x"]), batch["y"]).backward()
+    generator = state()
     with not_clipped(rank == 1):
-        refused("a sample was not clipped" if rank == 1 else "rank 1 could not", lambda: step(model, optimizer))
+        refused("a sample was not clipped" if rank == 1 else "rank 1 could not", optimizer.step)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    assert torch.equal(torch.get_rng_state() if device().type == "cpu" else torch.cuda.get_rng_state(), generator)
+    assert torch.equal(state(), generator)  # rank 0 had drawn noise
     step(model, optimizer)
     report(case, 0.0)
 
