@@ -113,9 +113,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
         Raises:
             MemprofError: a parameter has no gradient.
-            ValueError: ``zero_grad`` was not called since the last step (as Opacus does).
         """
-        self._check_not_processed()
         self.bookkeeping.check_complete(self.params, self._names)
         parameter: Any  # with Opacus' attributes
         for parameter, total in self.bookkeeping.pop_clipped_sums():
