@@ -18,7 +18,7 @@ from opacus_memprof.clipping.launches import pop_small_products, pop_small_sums
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.norm_check import Limit, NormCheck, limit_of_batch
 from opacus_memprof.clipping.rules import ClipRule
-from opacus_memprof.clipping.workspace import Workspace
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
 from opacus_memprof.errors import MemprofError
 
 Nonfinite = Literal["refuse", "drop"]
@@ -119,6 +119,10 @@ class Bookkeeping:
                 f"{layer.describe()} saw a batch of {size}, but other layers saw {current.batch_size}. Every forward "
                 "of the model before a backward must have the same samples."
             )
+        if layer.is_shared and self.mode != "keep" and isinstance(g, torch.Tensor):
+            # The norms are those of a sum of several uses, and the clipped sums are formed of each by itself: they
+            # differ by what is rounded between.
+            g = g.to(accumulation_dtype(g.dtype))
         if self.mode == "sums":
             assert self._factors_of_sums is not None
             sums = layer.sums_of_backward(x, g, self._factors_of_sums, current.samples, self.workspace)

@@ -79,10 +79,10 @@ class SharedGradient:
     def _add_stack(self, stack: torch.Tensor) -> None:
         if self.stack is None:
             self.stack = stack
-        elif self._owns_stack and self.stack.dtype == stack.dtype:
+        elif self._owns_stack:
             self.stack += stack
         else:  # the first one may be a view of a gradient that autograd uses
-            self.stack, self._owns_stack = self.stack + stack, True
+            self.stack, self._owns_stack = self.stack.to(accumulation_dtype(stack.dtype)) + stack, True
 
     def squared_norms(self, workspace: Workspace) -> torch.Tensor:
         """The exact squared norms, [B]."""
@@ -112,11 +112,12 @@ class SharedGradient:
     def _norms_of_gradients(self, workspace: Workspace) -> torch.Tensor:
         """The squared norms from per-sample gradients, formed for as many samples at a time as fit."""
         batch, parts = len(self.uses[0].g), []
-        item = self.uses[0].g.element_size()
+        dtype = accumulation_dtype(self.uses[0].g.dtype)  # of the clipped sum, too
+        item = dtype.itemsize
         for n in slices(batch, max(1, workspace.fit(2 * self.parameter.numel() * item, batch))):
             total = None if self.stack is None else self.stack[n]
             for use in self.uses:
-                part = use.layer.weight_gradients(use.x[n], use.g[n], workspace)
+                part = use.layer.weight_gradients(use.x[n], use.g[n].to(dtype), workspace)
                 total = part if total is None else total + part
             assert total is not None
             parts.append(squared_norms(total))
