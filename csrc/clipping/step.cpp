@@ -39,6 +39,22 @@ std::int64_t bytes_of(const at::Tensor& x) {
   return x.numel() * static_cast<std::int64_t>(x.element_size());
 }
 
+bool is_low_precision(const at::Tensor& x) {
+  return x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
+}
+
+// Whether torch multiplies such matrices into float32, and two of them add up to a scaled one: the
+// exponents of float16 do not reach as far as float32's.
+bool is_split(const at::Tensor& x) { return x.is_cuda() && x.scalar_type() == at::kBFloat16; }
+
+// The bytes of what forming the product copies.
+std::int64_t copied_bytes(const at::Tensor& narrow, const at::Tensor& wide) {
+  const std::int64_t folded = is_by_feature(wide) ? bytes_of(wide) : 0;
+  if (!is_low_precision(narrow)) return bytes_of(narrow) + folded;
+  if (is_split(narrow)) return 4 * bytes_of(narrow) + folded;  // in float32, and its two parts
+  return 2 * (bytes_of(narrow) + bytes_of(wide));              // both in float32
+}
+
 bool is_one_product(const Pair& pair, const Pair& first, std::int64_t most) {
   const auto& [left, right] = pair;
   const bool is_alike = left.scalar_type() == first.first.scalar_type() &&
@@ -46,29 +62,48 @@ bool is_one_product(const Pair& pair, const Pair& first, std::int64_t most) {
                         left.device() == first.first.device() && right.device() == left.device();
   if (!is_alike || left.size(0) < 2 || left.numel() == 0 || right.numel() == 0) return false;
   const auto& [narrow, wide] = left.numel() < right.numel() ? pair : Pair(right, left);
-  return bytes_of(narrow) + (is_by_feature(wide) ? bytes_of(wide) : 0) <= most;
+  return copied_bytes(narrow, wide) <= most;
 }
 
-// x [N, ..., features], each sample times its factor if there are factors, as a matrix [features,
-// all else]. Low precision rounds the product, not the factors.
-at::Tensor folded(const at::Tensor& x, const at::Tensor* factors) {
-  const bool by_feature = is_by_feature(x);
-  at::Tensor as_stored = by_feature ? x.permute({2, 0, 1}) : x;
-  if (factors != nullptr) {
-    std::vector<std::int64_t> shape(static_cast<std::size_t>(x.dim()), 1);
-    shape[by_feature ? 1 : 0] = x.size(0);
-    at::Tensor scaled = at::empty(as_stored.sizes(), x.options());
-    as_stored = at::mul_out(scaled, as_stored, factors->view(shape));
-  }
+at::Tensor as_stored(const at::Tensor& x) { return is_by_feature(x) ? x.permute({2, 0, 1}) : x; }
+
+// x [N, ..., features], stored as `as_stored(x)`, as a matrix [features, all else].
+at::Tensor folded(const at::Tensor& x, const at::Tensor& stored) {
   const std::int64_t features = x.size(-1);
-  return by_feature ? as_stored.reshape({features, -1}) : as_stored.reshape({-1, features}).t();
+  if (is_by_feature(x)) return stored.reshape({features, -1});
+  return stored.reshape({-1, features}).t();
+}
+
+// Each sample of `as_stored(x)` times its factor, in the factors' dtype: float32 for low precision,
+// which would round each number anew.
+at::Tensor scaled(const at::Tensor& x, const at::Tensor& factors) {
+  const at::Tensor stored = as_stored(x);
+  std::vector<std::int64_t> shape(static_cast<std::size_t>(x.dim()), 1);
+  shape[is_by_feature(x) ? 1 : 0] = x.size(0);
+  at::Tensor product = at::empty(stored.sizes(), factors.options());
+  return at::mul_out(product, stored, factors.view(shape));
 }
 
 at::Tensor sum_outer_product(const Pair& pair, const at::Tensor& factors) {
   const auto& [left, right] = pair;
   const bool scales_left = left.size(-1) < right.size(-1);
-  const at::Tensor rows = folded(left, scales_left ? &factors : nullptr);
-  return at::mm(rows, folded(right, scales_left ? nullptr : &factors).t());
+  const at::Tensor& narrow = scales_left ? left : right;
+  const at::Tensor& wide = scales_left ? right : left;
+  at::Tensor own = scaled(narrow, factors);
+  const auto product = [&](const at::Tensor& stored, const at::Tensor& other,
+                           const std::optional<at::ScalarType>& dtype) {
+    const at::Tensor one = folded(narrow, stored);
+    const at::Tensor& rows = scales_left ? one : other;
+    const at::Tensor columns = (scales_left ? other : one).t();
+    return dtype ? at::mm(rows, columns, *dtype) : at::mm(rows, columns);
+  };
+  const at::Tensor other = folded(wide, as_stored(wide));
+  if (!is_low_precision(narrow)) return product(own, other, std::nullopt);
+  if (!is_split(narrow)) return product(own, other.to(at::kFloat), std::nullopt);
+  const at::Tensor high = own.to(at::kBFloat16);
+  const at::Tensor low = own.sub_(high).to(at::kBFloat16);
+  own.reset();
+  return product(high, other, at::kFloat).add_(product(low, other, at::kFloat));
 }
 
 std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }

@@ -37,11 +37,13 @@ std::vector<at::Tensor> empty_sums(const std::vector<at::Tensor>& stacks, at::Sc
 
 // The sum over samples n and all other dimensions but the last of factors[n] times the outer
 // product of the first and the second tensor of each pair, [features of the first, features of the
-// second]: one product over all of them, for which the tensor with fewer features is scaled. Ends
-// before the first pair of which this cannot be done: of fewer than two samples, of no numbers, of
-// two dtypes, of another dtype or device than the first pair's, or of which the copies take more
-// than `most` bytes: the scaled tensor and, of tensors [N, T, features] whose tokens lie beside one
-// another (of convolutions), the other.
+// second]: one product over all of them, for which the tensor with fewer features is scaled. Sums
+// of low precision are float32. Ends before the first pair of which this cannot be done: of fewer
+// than two samples, of no numbers, of two dtypes, of another dtype or device than the first pair's,
+// or of which the copies take more than `most` bytes: the scaled tensor and, of tensors [N, T,
+// features] whose tokens lie beside one another (of convolutions), the other. In low precision the
+// scaled tensor is float32; bfloat16 on CUDA splits it into two of bfloat16, and others are
+// multiplied in float32.
 std::vector<at::Tensor> sum_outer_products(
     const std::vector<std::pair<at::Tensor, at::Tensor>>& pairs, const at::Tensor& factors,
     std::int64_t most);

@@ -112,49 +112,28 @@ class TwoPassBackward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
         outputs, ctx.outputs = ctx.outputs, []
-        pairs = enumerate(zip(outputs, gradients, strict=True))
-        ctx.run([(i, output, g) for i, (output, g) in pairs if g is not None])
+        ctx.run([(output, g) for output, g in zip(outputs, gradients, strict=True) if g is not None])
         return None, None, None
 
 
-def run_two_passes(
-    bookkeeping: Bookkeeping,
-    wheres: list[Arrangement],
-    batch: int,
-    outputs: list[tuple[int, torch.Tensor, torch.Tensor]],
-) -> None:
-    """Runs backward through the model twice: first for the norms, keeping nothing, then for the clipped sums.
-
-    The second pass starts from output gradients that are multiplied by the clip factors. Scaling a sample's output
-    gradient scales all of its gradients, since samples do not mix.
+def run_two_passes(bookkeeping: Bookkeeping, outputs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Runs backward through the model twice: first for the norms, keeping nothing, then for the clipped sums, to which
+    the layers apply the clip factors.
 
     Args:
         bookkeeping: of the model.
-        wheres: where the model's outputs have the samples.
-        batch: the number of samples.
-        outputs: the places of outputs among these, the outputs, and their gradients.
+        outputs: the model's outputs with their gradients.
     """
     if not outputs:
         return
     bookkeeping.begin_two_passes()
-    places, tensors, gradients = map(list, zip(*outputs, strict=True))
+    tensors, gradients = [o for o, _ in outputs], [g for _, g in outputs]
     try:
         bookkeeping.mode = "norms"
         torch.autograd.backward(tensors, gradients, retain_graph=True)
         while bookkeeping.must_repeat_norms():
             torch.autograd.backward(tensors, gradients, retain_graph=True)
-        factors = bookkeeping.factors_of_last_pass()
-        scaled = [_scaled(g, wheres[i], batch, factors) for i, g in zip(places, gradients, strict=True)]
-        del gradients, outputs
-        bookkeeping.mode = "sums"
-        torch.autograd.backward(tensors, scaled)
+        bookkeeping.begin_sums()
+        torch.autograd.backward(tensors, gradients)
     finally:
-        bookkeeping.mode = "keep"
-
-
-def _scaled(g: torch.Tensor, where: Arrangement, batch: int, factors: torch.Tensor) -> torch.Tensor:
-    """An output's gradient with each sample multiplied by its factor."""
-    scaled = torch.empty_like(g, memory_format=torch.contiguous_format)
-    rows = where.by_sample(scaled, batch)  # a view
-    torch.mul(where.by_sample(g, batch), factors.to(g.device).view(-1, *[1] * (rows.dim() - 1)), out=rows)
-    return scaled
+        bookkeeping.end_two_passes()

@@ -8,80 +8,20 @@ layer, so each layer keeps what its clipped sum needs, and the sums are formed a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from opacus_memprof.clipping.launches import find_waiting_norms, pop_small_products, pop_small_sums
+from opacus_memprof.clipping.backward_pass import BackwardPass, Factors
+from opacus_memprof.clipping.launches import pop_small_products, pop_small_sums
 from opacus_memprof.clipping.layers import KeptTensors, Layer
-from opacus_memprof.clipping.norm_check import NormCheck
+from opacus_memprof.clipping.norm_check import Limit, NormCheck, limit_of_batch
 from opacus_memprof.clipping.rules import ClipRule
-from opacus_memprof.clipping.shared import SharedGradient
-from opacus_memprof.clipping.workspace import Workspace
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
 from opacus_memprof.errors import MemprofError
 
-
-@dataclass
-class BackwardPass:
-    """What the backward of one physical batch has kept.
-
-    Attributes:
-        batch_size: of the physical batch.
-        kept: by layer.
-        shared: what is kept of parameters that are used more than once.
-        sums: clipped sums, by parameter, that a second backward has formed already.
-        clipped: whether ``sums`` is used instead of ``kept``.
-        forwards: numbers of the forwards whose backward this is: several if one call of ``backward`` goes through them,
-            whose samples are then the same.
-        tasks: autograd's numbers of these calls.
-    """
-
-    batch_size: int
-    kept: dict[Layer, KeptTensors] = field(default_factory=dict)
-    shared: dict[nn.Parameter, SharedGradient] = field(default_factory=dict)
-    sums: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
-    clipped: bool = False
-    forwards: set[int] = field(default_factory=set)
-    tasks: set[int] = field(default_factory=set)
-
-    def add_shared(self, layer: Layer, kept: KeptTensors, workspace: Workspace) -> None:
-        """Adds what the backward of one of several uses has kept."""
-        for parameter in layer.trainable():
-            if parameter not in self.shared:
-                self.shared[parameter] = SharedGradient(parameter, layer)
-            self.shared[parameter].add(layer, kept, workspace)
-
-    def release_shared(self) -> None:
-        """Drops what is kept, but for the norms."""
-        for shared in self.shared.values():
-            shared.release()
-
-    def parameter_ids(self) -> set[int]:
-        """The ids of the parameters that gradients have reached: sets of these are faster than sets of tensors."""
-        kept = {id(parameter) for kept in self.kept.values() for parameter in kept.norms}
-        return kept | {*map(id, self.shared)} | {*map(id, self.sums)}
-
-    def squared_norms(
-        self, workspace: Workspace
-    ) -> tuple[list[nn.Parameter], list[torch.Tensor], list[Layer | SharedGradient]]:
-        """The parameters, the squared norms of their gradients, [B], and what they belong to."""
-        find_waiting_norms(self.kept)
-        parameters: list[nn.Parameter] = []
-        norms: list[torch.Tensor] = []
-        owners: list[Layer | SharedGradient] = []
-        for layer, kept in self.kept.items():
-            for parameter, of_parameter in kept.norms.items():
-                assert of_parameter is not None
-                parameters.append(parameter)
-                norms.append(of_parameter)
-                owners.append(layer)
-        for parameter, shared in self.shared.items():
-            parameters.append(parameter)
-            norms.append(shared.squared_norms(workspace))
-            owners.append(shared)
-        return parameters, norms, owners
+Nonfinite = Literal["refuse", "drop"]
 
 
 class Bookkeeping:
@@ -97,10 +37,18 @@ class Bookkeeping:
         samples_in_last_step: number of samples in these passes.
         unclipped_in_last_step: number of these whose gradients were not clipped, a scalar. Not private.
         beside_layers: names of trained parameters that autograd has given a gradient, beside the layers.
+        limit: what the norms of the clipped sums are at most, of all passes since the sums began.
+        nonfinite: what happens to samples whose gradient norm is not finite: "refuse" refuses the step, and "drop" has
+            them add nothing to it.
+        dropped: the indices of the samples that were dropped since the sums began, in all physical batches of a step
+            one after the other. Not private.
+        dropped_in_all: the number of samples that were dropped in all steps. Not private.
         is_captured: whether a CUDA graph of the pass is captured, whose norms are checked when it has been replayed.
     """
 
-    def __init__(self, rule: ClipRule, loss_reduction: str, workspace: Workspace) -> None:
+    def __init__(
+        self, rule: ClipRule, loss_reduction: str, workspace: Workspace, nonfinite: Nonfinite = "refuse"
+    ) -> None:
         self.rule = rule
         self.loss_reduction = loss_reduction
         self.workspace = workspace
@@ -112,12 +60,16 @@ class Bookkeeping:
         self.unclipped_in_last_step: torch.Tensor | int = 0
         self.mode: Literal["keep", "norms", "sums"] = "keep"
         self.beside_layers: list[str] = []
+        self.limit = Limit()
+        self.nonfinite = nonfinite
+        self.dropped: list[int] = []
+        self.dropped_in_all = 0
         self.is_captured = False
+        self._factors_of_sums: torch.Tensor | None = None
         self._passes: list[BackwardPass] = []
         self._tasks: dict[int, set[int]] = {}  # autograd's numbers of the backwards of each forward
         self._norm_checks: list[NormCheck] = []
         self._found_shared = False
-        self._samples = 0
         self._unclipped: torch.Tensor | int = 0
 
     def clear(self) -> None:
@@ -126,7 +78,7 @@ class Bookkeeping:
         self._tasks.clear()
         self.beside_layers.clear()
         self._norm_checks.clear()
-        self._samples = self._unclipped = 0
+        self._unclipped = 0
 
     def kept_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """All tensors that are kept: (the profiler's category, name of the layer, tensor)."""
@@ -167,9 +119,14 @@ class Bookkeeping:
                 f"{layer.describe()} saw a batch of {size}, but other layers saw {current.batch_size}. Every forward "
                 "of the model before a backward must have the same samples."
             )
+        if layer.is_shared and self.mode != "keep" and isinstance(g, torch.Tensor):
+            # The norms are those of a sum of several uses, and the clipped sums are formed of each by itself: they
+            # differ by what is rounded between.
+            g = g.to(accumulation_dtype(g.dtype))
         if self.mode == "sums":
-            for parameter, total in layer.sums_of_scaled_gradients(x, g, self.workspace).items():
-                total = total.to(parameter.dtype)
+            assert self._factors_of_sums is not None
+            sums = layer.sums_of_backward(x, g, self._factors_of_sums, current.samples, self.workspace)
+            for parameter, total in sums.items():
                 current.sums[parameter] = current.sums[parameter] + total if parameter in current.sums else total
         elif layer.is_shared:
             current.add_shared(layer, layer.keep(x, g, self.workspace, norms=False), self.workspace)
@@ -241,16 +198,24 @@ class Bookkeeping:
             self._passes.pop()
         return repeats
 
-    def factors_of_last_pass(self) -> torch.Tensor:
-        """The clip factors, [B], of the newest pass, whose sums a second backward is about to form."""
+    def begin_sums(self) -> None:
+        """Finds the clip factors of the newest pass, whose sums a second backward is about to form. The layers apply
+        them to the same gradients whose norms they have found: scaling the outputs' gradients instead would round all
+        gradients anew, and needs outputs whose first dimension is the samples."""
         newest = self._passes[-1]
         newest.clipped = True
         factors = self._factors(newest)
         newest.release_shared()
         assert isinstance(factors, torch.Tensor)
-        return factors
+        self._factors_of_sums = newest.factors = factors
+        self.mode = "sums"
 
-    def _factors(self, each: BackwardPass) -> torch.Tensor | dict[nn.Parameter, torch.Tensor]:
+    def end_two_passes(self) -> None:
+        """Called after the second of two backwards, or a failure."""
+        self._factors_of_sums = None
+        self.mode = "keep"
+
+    def _factors(self, each: BackwardPass) -> Factors:
         """The clip factors of a pass, [B], of all parameters or by parameter: as in Opacus and, for a mean loss, times
         the batch size, since the gradients are those of loss / B."""
         parameters, squares, owners = each.squared_norms(self.workspace)
@@ -259,17 +224,28 @@ class Bookkeeping:
         by_parameter = torch.stack(squares if same else [s.to(device, dtype) for s in squares])
         scale = each.batch_size if self.loss_reduction == "mean" else 1
         self.norms = by_parameter.sum(0).sqrt_().mul_(scale)
-        self._norm_checks.append(NormCheck(self.norms, by_parameter, owners))
-        if not self.is_captured:
-            self._norm_checks[-1].begin()
+        each.limit = limit_of_batch(each.batch_size, self.rule)
+        if self.nonfinite == "drop":
+            self._drop(each, self.norms)
+        else:
+            self._norm_checks.append(NormCheck(self.norms, by_parameter, owners))
+            if not self.is_captured:
+                self._norm_checks[-1].begin()
         if self.rule.by_parameter:
             norms = by_parameter.sqrt().mul_(scale)
             return {p: self.rule.factors_of(self.places[p], norms[i]).mul_(scale) for i, p in enumerate(parameters)}
         factors = self.rule.factors(self.norms)
-        self._samples += each.batch_size
         if self.rule.clipping == "adaptive":
             self._unclipped = self._unclipped + (factors >= 1).sum()
         return factors.mul_(scale)
+
+    def _drop(self, each: BackwardPass, norms: torch.Tensor) -> None:
+        """Drops the samples of a pass whose norms are not finite. A factor of 0 would not do: 0 times infinity is NaN.
+        The host waits for the norms."""
+        finite = norms.isfinite()
+        each.dropped = (~finite).nonzero().flatten().tolist()
+        if each.dropped:
+            each.samples = finite.nonzero().flatten()
 
     def take_norm_check(self) -> NormCheck:
         """Removes the newest check of norms, and returns it."""
@@ -286,10 +262,14 @@ class Bookkeeping:
         Raises:
             ValueError: as ``add``.
         """
-        self._begin_pass(BackwardPass(batch_size, sums=dict(sums), clipped=True))
+        limit = limit_of_batch(batch_size, self.rule)
+        self._begin_pass(BackwardPass(batch_size, sums=dict(sums), clipped=True, limit=limit))
         self.norms = check.norms
         self._norm_checks.append(check)
-        self._samples += batch_size
+
+    def begin_step(self) -> None:
+        """Called when the sums of the last step are not needed any more: those of the next one begin."""
+        self.limit = Limit()
 
     def copy_sums(self, given: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Puts a copy in the place of each of these clipped sums that a pass since the last step holds."""
@@ -333,6 +313,10 @@ class Bookkeeping:
                     "is not trained with requires_grad_(False)."
                 )
 
+    def backward_passes(self) -> Iterator[BackwardPass]:
+        """The backward passes since the last step."""
+        yield from self._passes
+
     @property
     def passes(self) -> int:
         """The number of backward passes since the last step."""
@@ -348,20 +332,41 @@ class Bookkeeping:
         for each in self._passes:
             each.kept = dict(sorted(each.kept.items(), key=last_first))
 
+    def in_order(
+        self, sums: Iterator[tuple[nn.Parameter, torch.Tensor]]
+    ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yields the sums of each pass in the order of the optimizer's parameters, which does not depend on what a
+        layer has kept. Call ``sort`` before, so that few of them wait for others."""
+        ready: dict[int, torch.Tensor] = {}
+        parameters, place = list(self.places), 0
+        for parameter, total in sums:
+            ready[self.places[parameter]] = total
+            del total
+            while place in ready:
+                yield parameters[place], ready.pop(place)
+                place = (place + 1) % len(parameters)
+
     def pop_clipped_sums(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Removes what is kept, and yields each parameter with its clipped sum, once for every pass. Call
         ``check_norms`` before the sums are used."""
         factors = [None if each.clipped else self._factors(each) for each in self._passes]
-        self.samples_in_last_step, self._samples = self._samples, 0
         self.unclipped_in_last_step, self._unclipped = self._unclipped, 0
         passes, self._passes = self._passes, []
         self._tasks.clear()
         self.passes_in_last_step = len(passes)
+        self.samples_in_last_step = sum(each.batch_size for each in passes)
+        if not self.limit.samples:
+            self.dropped = []
+        for each in passes:
+            self.dropped += [self.limit.samples + i for i in each.dropped]
+            self.dropped_in_all += len(each.dropped)
+            self.limit.add(each.limit)
         for each, own in zip(passes, factors, strict=True):
-            yield from each.sums.items()
-            each.sums.clear()
+            while each.sums:
+                yield each.sums.popitem()
             if own is None:
                 continue
+            own = each.select(own)
             while each.shared:
                 parameter, shared = each.shared.popitem()
                 of_parameter = own[parameter] if isinstance(own, dict) else own

@@ -110,6 +110,14 @@ class Agreement:
                         f"{other.get(key, 'missing')} on rank {rank}."
                     )
 
+    def add(self, numbers: Sequence[float]) -> list[float]:
+        """Returns the sum of each number over all ranks."""
+        with self._on_own_stream:
+            total = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+            dist.all_reduce(total)
+            added: list[float] = total.tolist()
+        return added
+
     def settle(self, error: MemprofError | None, numbers: Sequence[int] = ()) -> list[tuple[int, int]]:
         """Ends what the ranks did each by itself: if it failed on one of them, it fails on all, and none waits for
         others in vain.

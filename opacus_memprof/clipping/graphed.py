@@ -55,6 +55,11 @@ class GraphedBackward:
                 'a graphed backward needs grad_sample_mode="flash_clip" on one GPU, with clipping "flat", "per_layer" '
                 f'or "automatic"; this optimizer is a {type(optimizer).__name__}.'
             )
+        if optimizer.bookkeeping.nonfinite == "drop":
+            raise MemprofError(
+                "a graphed backward cannot drop samples whose norm is not finite, which the host would have to know; "
+                "use flash_clip_nonfinite='refuse', or run backward without the graph."
+            )
         self._compute_loss, self._optimizer, self._model = compute_loss, optimizer, module.units.model
         self._bookkeeping = optimizer.bookkeeping
         leaves, self._structure = tree_flatten(example)
@@ -167,6 +172,7 @@ class GraphedBackward:
     def _drop(self) -> None:
         """Drops what a run that failed has left for a step."""
         self._bookkeeping.clear()
+        self._bookkeeping.begin_step()
         parameter: Any  # with Opacus' attributes
         for parameter in self._optimizer.params:
             parameter.summed_grad = None

@@ -20,7 +20,7 @@ from opacus_memprof.clipping.native import group_alike, squared_norms_cpu, sum_o
 from opacus_memprof.clipping.norm_bounds import least_product, product_squared_norms
 from opacus_memprof.clipping.norms import has_kernels, is_small
 from opacus_memprof.clipping.sums import scale_single_samples
-from opacus_memprof.clipping.workspace import KERNEL_DTYPES, Workspace, accumulation_dtype, batches
+from opacus_memprof.clipping.workspace import KERNEL_DTYPES, Workspace, batches, sum_dtype
 
 # Of sums that are formed at once, while what they are formed from is still there. Also of one gradient of a single
 # sample, which is scaled together with others: larger ones are scaled in turn while sums are sent to other ranks.
@@ -119,15 +119,19 @@ def pop_small_sums(
                 if stack.nbytes <= _MOST_BYTES:
                     scaled.setdefault((stack.device, stack.dtype), []).append((each, parameter))
             elif is_small(stack) and (parameter.dtype in KERNEL_DTYPES or not has_kernels(stack)):
-                alike.setdefault((stack.device, stack.dtype, parameter.dtype), []).append((each, parameter))
+                alike.setdefault((stack.device, stack.dtype, sum_dtype(parameter.dtype)), []).append((each, parameter))
     for (device, _), members in scaled.items():
         stacks = [each.stacks.pop(p) for each, p in members]
         totals = scale_single_samples(stacks, factors.to(device))
         yield from zip([p for _, p in members], totals, strict=True)
     for (_, _, dtype), members in alike.items():
-        for batch in batches(members, _MOST_BYTES, lambda member: member[1].numel() * member[1].element_size()):
+        for batch in batches(members, _MOST_BYTES, lambda member: _sum_bytes(member[1])):
             totals = _weighted_sums([each.stacks.pop(p) for each, p in batch], factors, dtype)
             yield from zip([p for _, p in batch], totals, strict=True)
+
+
+def _sum_bytes(parameter: nn.Parameter) -> int:
+    return parameter.numel() * sum_dtype(parameter.dtype).itemsize
 
 
 def _weighted_sums(stacks: list[torch.Tensor], factors: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -160,7 +164,7 @@ def pop_small_products(
         if each.stacks or each.pair is None or not isinstance(layer, MatrixLayer):
             break
         pair, weight = layer.outer(*each.pair), layer.weight()
-        size += weight.nbytes
+        size += _sum_bytes(weight)
         if pair is None or (pairs and size > _MOST_BYTES):
             break
         layers.append(layer)
@@ -169,13 +173,13 @@ def pop_small_products(
     if not pairs:
         return []
     first = pairs[0][0]
-    totals = sum_outer_products(pairs, factors.to(first.device, accumulation_dtype(first.dtype)), workspace.bytes)
+    totals = sum_outer_products(pairs, factors.to(first.device, sum_dtype(first.dtype)), workspace.bytes)
     for layer, _ in zip(layers, totals, strict=False):
         del kept[layer]
     return [(w, _as_weight(t, w)) for w, t in zip(weights, totals, strict=False)]
 
 
 def _as_weight(total: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
-    """A matrix in the dtype and shape of a weight."""
-    total = total if total.dtype == weight.dtype else total.to(weight.dtype)
+    """A matrix in the shape of a weight, and in the dtype of its sum."""
+    total = total.to(sum_dtype(weight.dtype))
     return total if weight.dim() == 2 else total.view(weight.shape)

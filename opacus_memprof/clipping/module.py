@@ -23,7 +23,7 @@ from opacus_memprof.clipping.autograd_functions import (
     is_compiled_autograd_enabled,
     run_two_passes,
 )
-from opacus_memprof.clipping.bookkeeping import Bookkeeping
+from opacus_memprof.clipping.bookkeeping import Bookkeeping, Nonfinite
 from opacus_memprof.clipping.distributed import inner_model, let_reducer_run
 from opacus_memprof.clipping.layer_hooks import LayerHooks, first_input
 from opacus_memprof.clipping.layers import GenericLayer
@@ -91,6 +91,9 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             the model twice; "auto" is 1 unless what it keeps would not fit in device memory.
         check: when it is proved that clipping is exact: "first" in each situation, "sometimes" again (2nd, 4th, 8th, …
             forward), "always" or "off".
+        nonfinite: what a sample does whose gradient norm is not finite (NaN, infinity, overflow). "refuse": the step
+            raises MemprofError, which depends on the data. "drop": the sample adds nothing to the sum, as if its
+            gradient were zero; see DPOptimizerFlashClip.dropped_samples. On CUDA the host then waits for the norms.
 
     Raises:
         MemprofError: the model or an argument is not supported.
@@ -108,6 +111,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         workspace_mb: float = DEFAULT_WORKSPACE_MB,
         passes: Passes = "auto",
         check: Check = "sometimes",
+        nonfinite: Nonfinite = "refuse",
     ) -> None:
         if not batch_first:
             raise MemprofError("flash_clip needs batch_first=True: transpose the inputs so that the batch comes first.")
@@ -117,10 +121,12 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             raise MemprofError(f"flash_clip_passes is {passes!r}; it must be 'auto', 1 or 2.")
         if check not in CHECKS:
             raise MemprofError(f"check is {check!r}; it must be one of {', '.join(map(repr, CHECKS))}.")
+        if nonfinite not in ("refuse", "drop"):
+            raise MemprofError(f"flash_clip_nonfinite is {nonfinite!r}; it must be 'refuse' or 'drop'.")
         rule = ClipRule(clipping, max_grad_norm)
         if passes == 2 and rule.by_parameter:
             raise MemprofError("flash_clip_passes=2 finds one clip factor for all parameters; use 1 with 'per_layer'.")
-        bookkeeping = Bookkeeping(rule, loss_reduction, Workspace.from_mib(workspace_mb))
+        bookkeeping = Bookkeeping(rule, loss_reduction, Workspace.from_mib(workspace_mb), nonfinite)
         units = Units(inner_model(m))
         if units.is_sharded and passes == 2:
             raise MemprofError("flash_clip_passes=2 runs backward twice, which FSDP2 does not expect; use 1.")
@@ -465,20 +471,20 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return output, outputs
         leaves, structure = tree_flatten(output)
         places = [next((i for i, leaf in enumerate(leaves) if leaf is x), None) for x, _ in outputs]
-        shared = any(where is None for _, where in outputs) or None in places
-        if self.passes == "auto" and (shared or self._one_pass_fits()):
+        if self.passes == "auto" and (None in places or self._one_pass_fits()):
             return output, outputs
-        if shared:
+        if None in places:
             raise MemprofError(
-                "flash_clip_passes=2 needs outputs that have the samples, but the model returned a scalar or another tensor "
-                "that all samples share: compute the loss outside the model, or use flash_clip_passes=1."
+                f"flash_clip_passes=2 needs tensors, or tuples, lists or dictionaries of them, as outputs, but the model "
+                f"returned a {type(output).__name__}: return these, or use flash_clip_passes=1."
             )
-        inner, wheres = [x for x, _ in outputs], [where for _, where in outputs]
-        run = functools.partial(run_two_passes, self.bookkeeping, wheres, self.layer_hooks.batch)
-        outer = TwoPassBackward.apply(self.layer_hooks.anchor(inner[0].device), inner, run)
+        inner = [x for x, _ in outputs]
+        outer = TwoPassBackward.apply(
+            self.layer_hooks.anchor(inner[0].device), inner, functools.partial(run_two_passes, self.bookkeeping)
+        )
         for i, leaf in zip(places, outer, strict=True):
-            leaves[i] = leaf
-        return tree_unflatten(leaves, structure), list(zip(outer, wheres, strict=True))
+            leaves[i] = leaf  # type: ignore[index]
+        return tree_unflatten(leaves, structure), [(x, where) for x, (_, where) in zip(outer, outputs, strict=True)]
 
     def _one_pass_fits(self) -> bool:
         """Whether what one pass keeps fits into device memory. Backward releases what forward has allocated, so only

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from opacus.optimizers import optimizer as opacus_optimizer
@@ -55,6 +55,26 @@ def draw_and_add(
         torch._foreach_add_(batch, drawn)
         del drawn  # before the next is drawn
         divide(batch, divisor)
+
+
+class GeneratorStates:
+    """The states of random generators, to go back to when a step is refused after noise was drawn."""
+
+    def __init__(self, generators: Iterable[torch.Generator]) -> None:
+        self._states = [(generator, generator.get_state()) for generator in generators]
+
+    def restore(self) -> None:
+        """Puts the generators back into these states."""
+        for generator, state in self._states:
+            generator.set_state(state)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator from which torch draws on a device unless it is given another one."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
 
 
 def divide(sums: Sequence[torch.Tensor], divisor: float) -> None:

@@ -19,6 +19,7 @@ from opacus_memprof.clipping.workspace import (
     Workspace,
     accumulation_dtype,
     has_triton,
+    is_low_precision,
     slices,
 )
 
@@ -71,11 +72,18 @@ def squared_norms_unless_waiting(stack: torch.Tensor) -> torch.Tensor | None:
 def gradient_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -> torch.Tensor:
     """The squared norms, by forming the gradients ``g[n] @ a[n]``, some rows of some samples at a time."""
     count, rows, _ = g.shape
-    row_bytes = a.shape[2] * a.element_size()
+    row_bytes = a.shape[2] * accumulation_dtype(a.dtype).itemsize
     total = torch.zeros(count, dtype=accumulation_dtype(g.dtype), device=g.device)
     for n, r in workspace.tiles(count, rows, row_bytes, "one row of a weight gradient"):
-        total[n] += squared_norms(torch.bmm(g[n, r], a[n]))
+        total[n] += squared_norms(_accumulated_product(g[n, r], a[n]))
     return total
+
+
+def _accumulated_product(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """``g @ a`` in float32 for low precision, as clipped sums are formed: rounding it could make a norm smaller."""
+    if not is_low_precision(g.dtype):
+        return torch.bmm(g, a)
+    return torch.bmm(g, a, out_dtype=torch.float32) if g.is_cuda else torch.bmm(g.float(), a.float())
 
 
 def gram_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -> torch.Tensor:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +16,23 @@ from torch.optim import Optimizer
 
 from opacus_memprof.clipping import noise
 from opacus_memprof.clipping.module import FlashClipHooks
+from opacus_memprof.clipping.norm_check import Limit, SumCheck
 from opacus_memprof.clipping.validate import refuse_capture
+from opacus_memprof.clipping.workspace import batches, is_low_precision
 from opacus_memprof.errors import MemprofError
+
+_BYTES_AT_ONCE = 64 << 20  # of sums that are rounded together
 
 
 class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     """A DPOptimizer with the same clip factors, the same noise from the same generator, and the same skipped steps as
     opacus.optimizers.DPOptimizer.
+
+    The sums of bfloat16 and float16 parameters are formed in float32, and so is their noise. They are rounded once,
+    when they become ``p.grad``.
+
+    A step that raises MemprofError drops the gradients, and leaves parameters, the optimizer's state, the accountant
+    and the generators as they were before. (secure_mode draws from a generator that has no state to go back to.)
 
     Args:
         optimizer: the wrapped optimizer; it must have every trainable parameter of the module.
@@ -31,12 +42,16 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     Attributes:
         ranks: the number of ranks whose batches one step is from; ``expected_batch_size`` is that of each.
+        max_grad_norm: clipping bound. For clipping="per_layer" the root of the sum of the squared bounds: a new value
+            changes all of them by the same ratio.
+        noise_multiplier: the standard deviation of the noise, in units of ``max_grad_norm``.
 
     Raises:
-        MemprofError: the optimizer lacks a trainable parameter.
+        MemprofError: the optimizer lacks a trainable parameter; the noise multiplier is negative or not finite.
     """
 
     ranks = 1
+    _is_alone = True  # whether a sum is complete when it is formed
 
     def __init__(
         self, optimizer: Optimizer, *, module: FlashClipHooks, max_grad_norm: float | list[float], **kwargs: Any
@@ -58,6 +73,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
                 "requires_grad_(False), or give them to the optimizer."
             )
         self._names: dict[nn.Parameter, str] = names
+        self._sum_check: SumCheck | None = None
 
     @property
     def max_grad_norm(self) -> float:
@@ -65,7 +81,28 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
-        self.bookkeeping.rule.bound = value
+        self.bookkeeping.rule.set_bound(value)
+
+    @property
+    def noise_multiplier(self) -> float:
+        return self._noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        if not (value >= 0 and math.isfinite(value)):
+            raise MemprofError(f"noise_multiplier would become {value!r}; give a finite number that is not negative.")
+        self._noise_multiplier = value
+
+    @property
+    def dropped_samples(self) -> list[int]:
+        """The samples of the last step, or of the one that is not complete, that flash_clip_nonfinite="drop" has
+        dropped: indices in its batch, counted through its physical batches. Not private."""
+        return self.bookkeeping.dropped
+
+    @property
+    def dropped_samples_in_all_steps(self) -> int:
+        """The number of samples that were dropped since the optimizer was made. Not private."""
+        return self.bookkeeping.dropped_in_all
 
     @property
     def accumulated_iterations(self) -> int:
@@ -86,12 +123,29 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
                 parameter.summed_grad += total
             del total
 
+    def _check_not_processed(self) -> None:
+        for parameter in self.params:
+            _check_processed_flag(parameter.summed_grad)
+
+    def begin_sum_check(self) -> None:
+        """Queues the check that the clipped sums are no larger than their samples allow. ``pre_step`` reads it when
+        noise has been queued, too."""
+        self._sum_check = SumCheck()
+        self._sum_check.add([parameter.summed_grad for parameter in self.params])
+        self._sum_check.begin()
+
+    def noise_bound(self) -> float:
+        """The bound that the noise is in proportion to: the largest that a sample of this step was clipped to, also
+        where ``max_grad_norm`` has changed between its physical batches."""
+        return self.bookkeeping.limit.bound or self.max_grad_norm
+
     def noise_std(self) -> float:
         """The standard deviation of the noise."""
-        return float(self.noise_multiplier * self.max_grad_norm)
+        return float(self.noise_multiplier * self.noise_bound())
 
     def add_noise(self, divisor: float = 1) -> None:
-        """Adds Opacus' noise to ``p.summed_grad`` in place, divides it, and assigns it to ``p.grad``.
+        """Adds Opacus' noise to ``p.summed_grad`` in place, divides it, and assigns it to ``p.grad`` in the parameter's
+        dtype.
 
         It is in place because the sum without noise is not needed any more, and is as large as the model.
 
@@ -102,11 +156,33 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         Raises:
             ValueError: ``zero_grad`` was not called since the last step (as Opacus does).
         """
-        params = self.params
+        self._check_not_processed()
+        self._add_noise_to(self.params, divisor)
+
+    def clip_and_add_noise(self) -> None:
+        """As ``clip_and_accumulate``, ``begin_sum_check`` and ``add_noise``, for some parameters at a time, so that few
+        sums are in float32 at once."""
+        self.bookkeeping.check_complete(self.params, self._names)
+        self.bookkeeping.sort()
+        self._sum_check = SumCheck()
+        sums = self.bookkeeping.in_order(self.bookkeeping.pop_clipped_sums())
+        for some in batches(sums, _BYTES_AT_ONCE, lambda each: each[1].nbytes):
+            params: list[Any] = [parameter for parameter, _ in some]
+            for parameter in params:
+                _, parameter.summed_grad = some.pop(0)
+            self._sum_check.add([parameter.summed_grad for parameter in params])
+            self._add_noise_to(params, self.grad_divisor())
+        self._sum_check.begin()
+
+    def _rounds_at_once(self) -> bool:
+        """Returns whether each sum can be rounded as soon as it is formed: nothing more is added to it."""
+        is_one_pass = self.bookkeeping.passes == 1 and all(p.summed_grad is None for p in self.params)
+        return self._is_alone and is_one_pass and any(is_low_precision(p.dtype) for p in self.params)
+
+    def _add_noise_to(self, params: list[Any], divisor: float) -> None:
         noisy: list[torch.Tensor] = []
         noiseless: list[torch.Tensor] = []
         for parameter in params:
-            _check_processed_flag(parameter.summed_grad)
             (noisy if self._gets_noise(parameter) else noiseless).append(parameter.summed_grad)
         noise.add_noise(
             noisy,
@@ -117,8 +193,21 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         )
         noise.divide(noiseless, divisor)
         for parameter in params:
-            parameter.grad = self._as_gradient(parameter, parameter.summed_grad)
-            _mark_as_processed(parameter.summed_grad)
+            if self._is_final(parameter):
+                self._assign_gradient(parameter)
+            else:
+                _mark_as_processed(parameter.summed_grad)
+
+    def _is_final(self, parameter: nn.Parameter) -> bool:
+        """Whether ``p.summed_grad`` with its noise can be rounded: nothing more is added to it."""
+        return True
+
+    def _assign_gradient(self, parameter: Any) -> None:
+        total = parameter.summed_grad
+        if total.dtype != parameter.dtype:
+            total = parameter.summed_grad = total.to(parameter.dtype)  # releases the sum in float32
+        parameter.grad = self._as_gradient(parameter, total)
+        _mark_as_processed(total)
 
     def _as_gradient(self, parameter: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
         return total if total.shape == parameter.shape else total.view_as(parameter)
@@ -131,11 +220,23 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         """Clips and, unless the step is skipped (BatchMemoryManager), adds noise and averages.
 
         Raises:
-            MemprofError: a norm is not finite. All gradients are dropped then, and no parameter is changed. Or a CUDA
-                graph is being captured.
+            MemprofError: a norm is not finite, or the clipped sum is larger than its samples allow. All gradients are
+                dropped then, and no parameter is changed. Or a CUDA graph is being captured.
+            ValueError: ``zero_grad`` was not called since the last step (as Opacus does).
         """
         refuse_capture()
-        if not self._prepare_step():
+        skips = self._check_skip_next_step()
+        self._check_not_processed()
+        generators = self._generator_states()
+        try:
+            self._prepare_step(skips)
+        except BaseException as error:
+            generators.restore()
+            if isinstance(error, MemprofError):
+                self._is_last_step_skipped = False
+                self.zero_grad()
+            raise
+        if skips:
             self._is_last_step_skipped = True
             return False
         if self.step_hook:
@@ -143,23 +244,39 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         self._is_last_step_skipped = False
         return True
 
-    def _prepare_step(self) -> bool:
-        """What ``pre_step`` does before it counts as a step. Returns whether it does."""
-        self.clip_and_accumulate()
-        if self._check_skip_next_step():
-            self._check_norms()
-            return False
-        self.add_noise(self.grad_divisor())
+    def _generator_states(self) -> noise.GeneratorStates:
+        if self.secure_mode:
+            return noise.GeneratorStates([])
+        if self.generator is not None:
+            return noise.GeneratorStates([self.generator])
+        devices = {parameter.device for parameter in self.params}
+        return noise.GeneratorStates([noise.default_generator(device) for device in devices])
+
+    def _prepare_step(self, skips: bool) -> None:
+        """What ``pre_step`` does before it counts as a step. ``skips``: whether it does not."""
+        if skips:
+            self.clip_and_accumulate()
+        elif self._rounds_at_once():
+            self.clip_and_add_noise()
+        else:
+            self.clip_and_accumulate()
+            self.begin_sum_check()
+            self.add_noise(self.grad_divisor())
         self._check_norms()  # last, so that the device has work while the host waits
-        return True
+        if not skips:
+            self._check_sums()
 
     def _check_norms(self) -> None:
-        try:
-            self.bookkeeping.check_norms()
-        except MemprofError:
-            self._is_last_step_skipped = False
-            self.zero_grad()
-            raise
+        self.bookkeeping.check_norms()
+
+    def _check_sums(self) -> None:
+        check, self._sum_check = self._sum_check, None
+        assert check is not None
+        check.raise_if_beyond(self._limit(), [self._names[parameter] for parameter in self.params])
+
+    def _limit(self) -> Limit:
+        """The limit of the sums that this process has before ``reduce_gradients``."""
+        return self.bookkeeping.limit
 
     def grad_divisor(self) -> float:
         """What the gradients are divided by: the expected batch size if the loss is a mean."""
@@ -181,6 +298,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             parameter.grad_sample = None
             if not self._is_last_step_skipped:
                 parameter.summed_grad = None
+        if not self._is_last_step_skipped:
+            self.bookkeeping.begin_step()
         self.original_optimizer.zero_grad(set_to_none)
 
 
@@ -188,6 +307,7 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
     """The optimizer of clipping="adaptive" (Andrew et al. 2021, arXiv 1905.03871), with the arguments and the updates
     of the bound of opacus.optimizers.AdaClipDPOptimizer."""
 
+    _is_alone = False  # samples are counted between
     sample_size: int
     unclipped_num: Any
 
@@ -202,7 +322,7 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
         if self.noise_multiplier == 0:
             return 0.0
         rest = self.noise_multiplier ** (-2) - (2 * self.unclipped_num_std) ** (-2)
-        return float(rest ** (-1 / 2) * self.max_grad_norm)
+        return float(rest ** (-1 / 2) * self.noise_bound())
 
     def add_noise(self, divisor: float = 1) -> None:
         """Adds noise to the sums and to the count, and divides the sums."""
@@ -217,10 +337,20 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
         if not super().pre_step():
             return False
         self.update_max_grad_norm()
-        self.max_grad_norm = float(self.max_grad_norm)
         return True
 
+    def update_max_grad_norm(self) -> None:
+        """Updates the bound from the noisy fraction of samples that are not clipped, as
+        AdaClipDPOptimizer.update_max_grad_norm. A step without samples leaves it."""
+        if not self.sample_size:
+            return
+        fraction = float(self.unclipped_num) / self.sample_size
+        change = -self.clipbound_learning_rate * (fraction - self.target_unclipped_quantile)
+        bound = self.max_grad_norm * math.exp(min(change, 700.0))  # more would overflow
+        self.max_grad_norm = min(max(bound, self.min_clipbound), self.max_clipbound)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As DPOptimizerFlashClip.zero_grad; also begins to count again."""
+        """As DPOptimizerFlashClip.zero_grad; also begins to count again, unless sums of skipped steps wait."""
         super().zero_grad(set_to_none)
-        self.sample_size = self.unclipped_num = 0
+        if not self._is_last_step_skipped:
+            self.sample_size = self.unclipped_num = 0

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from opacus_memprof.clipping.distributed import Agreement, computing_device
 from opacus_memprof.clipping.module import FlashClipHooks
 from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
+from opacus_memprof.clipping.workspace import sum_dtype
 from opacus_memprof.errors import MemprofError
 
 
@@ -31,6 +32,8 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
     Raises:
         MemprofError: the ranks' models, optimizers or settings differ.
     """
+
+    _is_alone = False  # the ranks' sums are summed up in float32
 
     def __init__(self, optimizer: Optimizer, *, module: FlashClipHooks, **kwargs: Any) -> None:
         super().__init__(optimizer, module=module, **kwargs)
@@ -61,38 +64,44 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
     def _gets_noise(self, parameter: nn.Parameter) -> bool:
         return self.rank == 0
 
-    def _prepare_step(self) -> bool:
+    def _is_final(self, parameter: nn.Parameter) -> bool:
+        return parameter.dtype == sum_dtype(parameter.dtype)
+
+    def _prepare_step(self, skips: bool) -> None:
         # Ranks may split batches into different numbers of parts (BatchMemoryManager): these are added up locally.
-        if self._check_skip_next_step(pop_next=False):
-            return super()._prepare_step()
+        if skips:
+            super()._prepare_step(skips)
+            return
         error: MemprofError | None = None
         try:
-            super()._prepare_step()
+            super()._prepare_step(skips)
         except MemprofError as raised:
             error = raised
-        try:
-            ((fewest, most),) = self.agreement.settle(error, [0 if error else self.accumulated_iterations])
-            if self.loss_reduction == "mean" and fewest < most:
-                raise MemprofError(
-                    f"a rank has run {fewest} backward passes for this step, and another one {most}: with a mean loss "
-                    "these must be as many on every rank."
-                )
-        except MemprofError:
-            self._is_last_step_skipped = False
-            self.zero_grad()
-            raise
-        return True
+        ((fewest, most),) = self.agreement.settle(error, [0 if error else self.accumulated_iterations])
+        if self.loss_reduction == "mean" and fewest < most:
+            raise MemprofError(
+                f"a rank has run {fewest} backward passes for this step, and another one {most}: with a mean loss "
+                "these must be as many on every rank."
+            )
 
     def reduce_gradients(self) -> None:
-        """Sums up the gradients of all ranks, and copies rank 0's buffers, as DDP does before each forward."""
+        """Sums up the gradients of all ranks, in float32 where parameters are of low precision, and copies rank 0's
+        buffers, as DDP does before each forward."""
         waiting: list[dist.Work | None] = []
         for parameter in self.params:
-            waiting.append(dist.all_reduce(parameter.grad, async_op=True))
+            waiting.append(dist.all_reduce(parameter.summed_grad, async_op=True))
         for buffer in self._buffers:
             waiting.append(dist.broadcast(buffer, 0, async_op=True))
         for work in waiting:
             if work is not None:
                 work.wait()
+        self._assign_rounded()
+
+    def _assign_rounded(self) -> None:
+        """Assigns the gradients that could not be rounded before they were summed up."""
+        for parameter in self.params:
+            if not self._is_final(parameter):
+                self._assign_gradient(parameter)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """As DPOptimizer.step; the ranks' gradients are summed up before the update."""

@@ -5,7 +5,6 @@ rank adds the noise of its own shards."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from opacus_memprof.clipping.module import FlashClipHooks
+from opacus_memprof.clipping.norm_check import Limit
 from opacus_memprof.clipping.optimizer_ddp import DPOptimizerFlashClipDDP
 from opacus_memprof.clipping.scatter import scatter
 from opacus_memprof.errors import MemprofError
@@ -49,7 +49,7 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
         While sums are on their way to the ranks, the next ones are formed.
         """
         self.bookkeeping.sort()
-        for parameter, shard in scatter(self._in_order(self.bookkeeping.pop_clipped_sums())):
+        for parameter, shard in scatter(self.bookkeeping.in_order(self.bookkeeping.pop_clipped_sums())):
             own = shard.to(parameter.device)  # the CPU, under CPUOffloadPolicy
             if parameter.summed_grad is None:
                 parameter.summed_grad = own
@@ -57,51 +57,42 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
                 parameter.summed_grad += own
             del shard, own
 
-    def _in_order(self, sums: Iterator[tuple[Any, torch.Tensor]]) -> Iterator[tuple[Any, torch.Tensor]]:
-        """The sums of each pass in the order of the optimizer's parameters: ranks reduce them in the same order, also
-        where what a layer has kept depends on the size of the batch."""
-        ready: dict[int, torch.Tensor] = {}
-        parameters, place = self.params, 0
-        for parameter, total in sums:
-            ready[self.bookkeeping.places[parameter]] = total
-            del total
-            while place in ready:
-                yield parameters[place], ready.pop(place)
-                place = (place + 1) % len(parameters)
-
-    def _prepare_step(self) -> bool:
+    def _prepare_step(self, skips: bool) -> None:
         for module in self._modules:
             module.reshard()  # what no backward has gone through is whole since its forward, and would miss the update
         error: MemprofError | None = None
-        skips = self._check_skip_next_step(pop_next=False)
         try:
             self.bookkeeping.check_complete(self.params, self._names)
         except MemprofError as raised:
             error = raised
-        try:
-            passes, skipping = self.agreement.settle(error, [self.bookkeeping.passes, int(skips)])
-            if passes[0] < passes[1] or skipping[0] < skipping[1]:
-                raise MemprofError(
-                    "the ranks have split their batches into different numbers of parts (BatchMemoryManager), or run "
-                    "different numbers of backward passes: under FSDP2 all ranks take part in each forward. Split "
-                    "batches into as many parts on every rank, or use DDP."
-                )
-            return super()._prepare_step()
-        except MemprofError:
-            self._is_last_step_skipped = False
-            self.zero_grad()
-            raise
+        passes, skipping = self.agreement.settle(error, [self.bookkeeping.passes, int(skips)])
+        if passes[0] < passes[1] or skipping[0] < skipping[1]:
+            raise MemprofError(
+                "the ranks have split their batches into different numbers of parts (BatchMemoryManager), or run "
+                "different numbers of backward passes: under FSDP2 all ranks take part in each forward. Split batches "
+                "into as many parts on every rank, or use DDP."
+            )
+        super()._prepare_step(skips)
 
     def _check_norms(self) -> None:
         error: MemprofError | None = None
         try:
-            self.bookkeeping.check_norms()
+            super()._check_norms()
         except MemprofError as raised:
             error = raised
         self.agreement.settle(error)
 
+    def _limit(self) -> Limit:
+        """That of all ranks, whose sums a shard is from. They all ask for it."""
+        own = self.bookkeeping.limit
+        samples, total, *by_parameter = self.agreement.add([own.samples, own.total, *own.by_parameter])
+        return Limit(int(samples), total, by_parameter, own.bound)
+
     def _gets_noise(self, parameter: Any) -> bool:
         return all(parameter.device_mesh.get_local_rank(i) == 0 for i in self._replicated.get(parameter, ()))
+
+    def _is_final(self, parameter: Any) -> bool:
+        return parameter not in self._replicated or super()._is_final(parameter)
 
     def _as_gradient(self, parameter: Any, total: torch.Tensor) -> torch.Tensor:
         return DTensor(total, parameter._spec, requires_grad=False)  # from_local would move it to the mesh's device
@@ -110,11 +101,12 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
         """Sums up the gradients of shards that are replicated."""
         for parameter, dimensions in self._replicated.items():
             for i in dimensions:
-                shard = parameter.grad.to_local()
+                shard = parameter.summed_grad
                 total = shard.to(self.agreement.device)
                 dist.all_reduce(total, group=parameter.device_mesh.get_group(i))
                 if total is not shard:
                     shard.copy_(total)
+        self._assign_rounded()
 
 
 def _replicated_dimensions(parameter: Any) -> list[int]:

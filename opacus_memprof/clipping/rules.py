@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -26,8 +26,12 @@ class ClipRule:
             2206.07136).
         bound: the bound C; for "per_layer" one for each trainable parameter, in the optimizer's order.
 
+    Attributes:
+        bound: the bound of a sample's gradient; for "per_layer" the root of the sum of the squared bounds.
+        bounds: for "per_layer" those of the parameters; otherwise empty.
+
     Raises:
-        MemprofError: the bound is not positive, or not of the right kind.
+        MemprofError: the bound is not positive and finite, or not of the right kind.
     """
 
     def __init__(self, clipping: Clipping, bound: float | Sequence[float]) -> None:
@@ -36,22 +40,38 @@ class ClipRule:
         self.clipping = clipping
         self.bounds: list[float] = []
         if clipping == "per_layer":
-            if not isinstance(bound, (list, tuple)) or not bound or not all(each > 0 for each in bound):
+            if not isinstance(bound, (list, tuple)) or not bound or not all(map(_is_bound, bound)):
                 raise MemprofError(
                     f"max_grad_norm is {bound!r}; clipping='per_layer' needs a list with one positive number for each "
-                    "trainable parameter."
+                    "trainable parameter, which is finite."
                 )
-            self.bounds = list(bound)
-            self.bound = math.sqrt(sum(each * each for each in bound))
-        elif isinstance(bound, (list, tuple)) or not bound > 0:  # type: ignore[operator]
-            raise MemprofError(f"max_grad_norm is {bound!r}; clipping={clipping!r} needs one positive number.")
+            self.bounds = [float(each) for each in bound]
+            self.bound = math.hypot(*self.bounds)
+        elif not _is_bound(bound):
+            raise MemprofError(
+                f"max_grad_norm is {bound!r}; clipping={clipping!r} needs one positive number, which is finite."
+            )
         else:
-            self.bound = bound  # type: ignore[assignment]
+            self.bound = float(bound)  # type: ignore[arg-type]
+        self._given = self.bounds, self.bound
 
     @property
     def by_parameter(self) -> bool:
         """Whether parameters have factors of their own."""
         return self.clipping == "per_layer"
+
+    def set_bound(self, bound: float) -> None:
+        """Changes the bound of a sample's gradient. Bounds of parameters keep their ratios: noise is in proportion to
+        ``bound``, and would be too small if they stayed where ``bound`` falls.
+
+        Raises:
+            MemprofError: the bound is not positive and finite.
+        """
+        if not _is_bound(bound):
+            raise MemprofError(f"max_grad_norm would become {bound!r}; give a positive number, which is finite.")
+        bounds, given = self._given  # not the last ones, whose rounding would add up
+        self.bound = float(bound)
+        self.bounds = bounds.copy() if self.bound == given else [each * (self.bound / given) for each in bounds]
 
     def factors(self, norms: torch.Tensor) -> torch.Tensor:
         """The factors of gradients whose norms are ``norms``, [B]."""
@@ -62,3 +82,11 @@ class ClipRule:
     def factors_of(self, index: int, norms: torch.Tensor) -> torch.Tensor:
         """The factors of a parameter's gradients. ``index`` is its place in the optimizer."""
         return (self.bounds[index] / (norms + _STABILITY)).clamp(max=1.0)
+
+
+def _is_bound(value: Any) -> bool:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return False
+    return not isinstance(value, (str, bool)) and number > 0 and math.isfinite(number)

@@ -24,7 +24,7 @@ from opacus_memprof.clipping.layers.linear import LinearLayer
 from opacus_memprof.clipping.norm_bounds import is_below, least_product, least_share
 from opacus_memprof.clipping.norms import replace_lost_norms, squared_norms
 from opacus_memprof.clipping.sums import sum_stack
-from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices, sum_dtype
 
 
 class Use(NamedTuple):
@@ -37,7 +37,7 @@ class Use(NamedTuple):
     def numel(self) -> int:
         return self.x.numel() + self.g.numel()
 
-    def of_samples(self, n: slice) -> Use:
+    def of_samples(self, n: slice | torch.Tensor) -> Use:
         return Use(self.layer, self.x[n], self.g[n])
 
 
@@ -81,10 +81,10 @@ class SharedGradient:
     def _add_stack(self, stack: torch.Tensor) -> None:
         if self.stack is None:
             self.stack = stack
-        elif self._owns_stack and self.stack.dtype == stack.dtype:
+        elif self._owns_stack:
             self.stack += stack
         else:  # the first one may be a view of a gradient that autograd uses
-            self.stack, self._owns_stack = self.stack + stack, True
+            self.stack, self._owns_stack = self.stack.to(accumulation_dtype(stack.dtype)) + stack, True
 
     def squared_norms(self, workspace: Workspace) -> torch.Tensor:
         """The exact squared norms, [B]."""
@@ -114,15 +114,21 @@ class SharedGradient:
     def _norms_of_gradients(self, workspace: Workspace) -> torch.Tensor:
         """The squared norms from per-sample gradients, formed for as many samples at a time as fit."""
         batch, parts = len(self.uses[0].g), []
-        item = self.uses[0].g.element_size()
+        dtype = accumulation_dtype(self.uses[0].g.dtype)  # of the clipped sum, too
+        item = dtype.itemsize
         for n in slices(batch, max(1, workspace.fit(2 * self.parameter.numel() * item, batch))):
             total = None if self.stack is None else self.stack[n]
             for use in self.uses:
-                part = use.layer.weight_gradients(use.x[n], use.g[n], workspace)
+                part = use.layer.weight_gradients(use.x[n], use.g[n].to(dtype), workspace)
                 total = part if total is None else total + part
             assert total is not None
             parts.append(squared_norms(total))
         return torch.cat(parts) if parts else self.uses[0].g.new_zeros(0)
+
+    def select(self, samples: torch.Tensor) -> None:
+        """Drops all samples but those with these indices."""
+        self.uses = [use.of_samples(samples.to(use.g.device)) for use in self.uses]
+        self.stack = None if self.stack is None else self.stack[samples.to(self.stack.device)]
 
     def release(self) -> None:
         """Drops what is kept."""
@@ -130,15 +136,16 @@ class SharedGradient:
         self.stack = None
 
     def clipped_sum(self, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-        """The clipped sum, in the parameter's dtype. Releases what was kept as it is used."""
+        """The clipped sum, in float32 for a parameter of low precision. Releases what was kept as it is used."""
         total: torch.Tensor | None = None
+        dtype = sum_dtype(self.parameter.dtype)
         if self.stack is not None:
-            total = sum_stack(self.stack, factors.to(self.stack.device), self.parameter.dtype, workspace)
+            total = sum_stack(self.stack, factors.to(self.stack.device), dtype, workspace)
             self.stack = None
         while self.uses:
             use = self.uses.pop()
             part = use.layer.weight_sum(use.x, use.g, factors, workspace)
-            total = part.to(self.parameter.dtype) if total is None else total.add_(part)
+            total = part.to(dtype) if total is None else total.add_(part)
         assert total is not None
         return total
 

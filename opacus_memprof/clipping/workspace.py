@@ -86,6 +86,16 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def is_low_precision(dtype: torch.dtype) -> bool:
+    """Returns whether a product of such tensors would round what a clipped sum needs."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the clipped sum of a parameter of ``dtype``: rounded only after noise is added."""
+    return torch.float32 if is_low_precision(dtype) else dtype
+
+
 @functools.cache
 def has_triton() -> bool:
     """Whether Triton is installed: PyTorch's CUDA wheels for Linux depend on it, others do not."""

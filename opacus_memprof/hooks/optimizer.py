@@ -93,6 +93,15 @@ def _observe_accumulate(optimizer: DPOptimizer) -> Observation:
     _tag_summed_gradients(optimizer)
 
 
+def _observe_nothing(optimizer: DPOptimizer) -> Observation:
+    yield
+
+
+def _observe_clip_and_add_noise(optimizer: DPOptimizer) -> Observation:
+    yield
+    native.retag_gradients(optimizer.param_groups, GRADIENTS)
+
+
 def _observe_add_noise(optimizer: DPOptimizer) -> Observation:
     observers.on_add_noise(optimizer)
     previous_phase = native.set_phase(ADD_NOISE)
@@ -108,6 +117,7 @@ def _observe_add_noise(optimizer: DPOptimizer) -> Observation:
 def _observe_reduce_gradients(optimizer: DPOptimizer) -> Observation:
     observers.on_reduce_gradients(optimizer)
     yield
+    native.retag_gradients(optimizer.param_groups, GRADIENTS)  # flash_clip rounds those of low precision here
 
 
 def _observe_zero_grad(optimizer: Optimizer) -> Observation:
@@ -130,6 +140,8 @@ _METHODS: dict[str, tuple[native.Tag | None, Callable[[Any], Observation]]] = {
     "pre_step": (None, _observe_pre_step),
     "clip_and_accumulate": (_tag(CLIPPING_TEMPORARIES, "clip_and_accumulate"), _observe_accumulate),
     "accumulate": (_tag(SUMMED_GRADIENTS, "accumulate"), _observe_accumulate),
+    "begin_sum_check": (_tag(CLIPPING_TEMPORARIES, "begin_sum_check"), _observe_nothing),  # of flash_clip
+    "clip_and_add_noise": (_tag(CLIPPING_TEMPORARIES, "clip_and_add_noise"), _observe_clip_and_add_noise),
     "add_noise": (_tag(GRADIENTS, "add_noise"), _observe_add_noise),  # the noise itself is tagged in _generate_noise
     "reduce_gradients": (_tag(COMMUNICATION, "reduce_gradients"), _observe_reduce_gradients),
     "zero_grad": (None, _observe_zero_grad),

@@ -64,11 +64,13 @@ class Backward:
             expected = self.gradients[name].flatten(1).square().sum(1)
             assert relative_error(norms[parameter], expected) < TOLERANCE
 
-    def check_sums_of_scaled(self, workspace: Workspace) -> None:
-        scaled = self.g * self.factors.view(-1, *[1] * (self.g.dim() - 1))
-        sums = self.layer.sums_of_scaled_gradients(self.x, scaled, workspace)
-        for name, parameter in self.module.named_parameters():
-            assert relative_error(sums[parameter], self.expected_sum(name, self.factors)) < TOLERANCE
+    def check_sums(self, workspace: Workspace) -> None:
+        some = torch.arange(1, len(self.factors))
+        of_some = self.factors.clone().index_fill_(0, torch.tensor([0]), 0)
+        for samples, factors in ((None, self.factors), (some, of_some)):
+            sums = self.layer.sums_of_backward(self.x, self.g, self.factors, samples, workspace)
+            for name, parameter in self.module.named_parameters():
+                assert relative_error(sums[parameter], self.expected_sum(name, factors)) < TOLERANCE
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
@@ -78,7 +80,7 @@ def test_layer_equals_plain_autograd(case: Case, batch: int) -> None:
     x, g = run.x.clone(), run.g.clone()
     run.check_kept(HUGE)
     run.check_norms(HUGE)
-    run.check_sums_of_scaled(HUGE)
+    run.check_sums(HUGE)
     assert torch.equal(run.x, x)  # others hold these tensors too
     assert torch.equal(run.g, g)
 
@@ -92,7 +94,7 @@ def test_any_ceiling_gives_the_same_result(case: Case, size: int) -> None:
     run = Backward(case, 5)
     run.check_kept(Workspace(size))
     run.check_norms(Workspace(size))
-    run.check_sums_of_scaled(Workspace(size))
+    run.check_sums(Workspace(size))
 
 
 @pytest.mark.parametrize(

@@ -91,18 +91,26 @@ class FlashClip:
             return min(layer.scale(forward.output_bytes, n), WORKSPACE_BYTES // 2)
         rows, columns = module.rows // module.groups, module.columns
         token = forward.element_bytes * module.groups * forward.tokens  # bytes of one row or column of a sample
-        scaled = token * min(rows, columns)
+        narrow, wide = sorted((token * rows, token * columns))
+        # Low precision is scaled in float32: on a GPU that takes two products, and elsewhere both operands are cast.
+        is_low = forward.element_bytes < _SUM_BYTES
+        if is_low and not self.in_registers:
+            scaled, folded_wide = 2 * (narrow + wide), 0
+        else:
+            scaled, folded_wide = 4 * narrow if is_low else narrow, wide
         if not layer.is_convolution:
             return min(n * scaled, WORKSPACE_BYTES)
         # Samples and tokens are folded into one dimension, which copies g and the unfolded input.
         samples, unfolded, input_copies = self._unfold(n, WORKSPACE_BYTES // 2)
-        copied = token * (rows + columns) if forward.tokens > 1 else scaled
+        copied = scaled + folded_wide if forward.tokens > 1 else scaled
         most = WORKSPACE_BYTES // 2 if unfolded else WORKSPACE_BYTES
         if module.groups == 1 and samples == n > 1 and n * copied <= most:  # one of them is scaled, too
             return unfolded + max(input_copies, n * copied)
-        folded = max(min(samples, WORKSPACE_BYTES // 2 // (2 * token * (rows + columns))), 1)
-        copies = token * (rows + columns) if folded > 1 else 0
-        part = forward.element_bytes * module.weight if folded < n else 0  # the sum over some samples
+        unit = scaled + folded_wide if is_low else 2 * (narrow + wide)
+        folded = max(min(samples, WORKSPACE_BYTES // 2 // unit), 1)
+        copies = (folded_wide if is_low else narrow + wide) if folded > 1 else 0
+        # The sum over some samples.
+        part = max(forward.element_bytes, _SUM_BYTES) * module.weight if folded < n else 0
         return unfolded + max(input_copies, folded * (scaled + copies) + part)
 
     def _keeps_pair(self, n: int) -> bool:

@@ -15,7 +15,7 @@ from opacus_memprof.clipping.distributed import computing_device
 from opacus_memprof.clipping.norm_bounds import pair_for_sums
 from opacus_memprof.clipping.norms import squared_norms, squared_norms_unless_waiting
 from opacus_memprof.clipping.sums import scale_single_samples, sum_stack
-from opacus_memprof.clipping.workspace import Workspace
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
 from opacus_memprof.errors import MemprofError
 
 
@@ -39,6 +39,13 @@ class KeptTensors:
         found = [norms for norms in self.norms.values() if norms is not None]
         assert len(found) == len(self.norms), "find_waiting_norms has not been called"
         return torch.stack(found).sum(0)
+
+    def select(self, samples: torch.Tensor) -> None:
+        """Drops all samples but those with these indices. The norms stay."""
+        self.stacks = {parameter: stack[samples.to(stack.device)] for parameter, stack in self.stacks.items()}
+        if self.pair is not None:
+            rows = samples.to(self.pair[1].device)
+            self.pair = self.pair[0][rows], self.pair[1][rows]
 
     def split(self) -> Iterator[tuple[nn.Parameter, KeptTensors]]:
         """What is kept of each parameter by itself."""
@@ -147,10 +154,8 @@ class Layer:
         """The squared norms of the weight's per-sample gradients, [B], without keeping the gradients."""
         raise NotImplementedError
 
-    def weight_sum(
-        self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor | None, workspace: Workspace
-    ) -> torch.Tensor:
-        """The clipped sum, of the weight's shape. ``factors`` is None if ``g`` has been scaled already."""
+    def weight_sum(self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+        """The clipped sum, of the weight's shape; float32 if ``g`` is of low precision."""
         raise NotImplementedError
 
     # --- what is the same for all ---
@@ -236,30 +241,47 @@ class Layer:
             norms[self.weight()] = self.weight_squared_norms(x, g, choice, workspace)
         return norms
 
-    def sums_of_scaled_gradients(
-        self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace
+    def sums_of_backward(
+        self,
+        x: torch.Tensor | None,
+        g: torch.Tensor,
+        factors: torch.Tensor,
+        samples: torch.Tensor | None,
+        workspace: Workspace,
     ) -> dict[nn.Parameter, torch.Tensor]:
-        """The clipped sums by parameter, in the second of two passes: ``g`` has been scaled by the clip factors."""
-        sums = {parameter: stack.sum(0) for parameter, stack in self._small(x, g, workspace)}
+        """The clipped sums by parameter, in the second of two passes, without keeping anything.
+
+        Args:
+            x, g: see Layer.
+            factors: clip factors, [B].
+            samples: the indices of the samples that count; None for all.
+            workspace: ceiling on temporaries.
+        """
+        own = factors.to(g.device, accumulation_dtype(g.dtype))
+        if samples is not None:
+            rows = samples.to(g.device)
+            x, g, own = None if x is None else x[rows], g[rows], own[rows]
+        sums = {p: sum_stack(stack, own, sum_dtype(p.dtype), workspace) for p, stack in self._small(x, g, workspace)}
         if self._choice(x, g, keep=False) is not None and x is not None:
-            sums[self.weight()] = self.weight_sum(x, g, None, workspace)
+            weight = self.weight()
+            sums[weight] = self.weight_sum(x, g, own, workspace).to(sum_dtype(weight.dtype))
         return sums
 
     def clipped_sums(
         self, kept: KeptTensors, factors: torch.Tensor, workspace: Workspace
     ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yields the clipped sums, in the parameters' dtypes. Releases what was kept as it is used."""
+        """Yields the clipped sums, in float32 for parameters of low precision. Releases what was kept as it is used."""
         while kept.stacks:
             parameter, stack = kept.stacks.popitem()
             if self.is_scaled_in_place(parameter, stack):
                 (total,) = scale_single_samples([stack], factors)
             else:
-                total = sum_stack(stack, factors, parameter.dtype, workspace)
+                total = sum_stack(stack, factors, sum_dtype(parameter.dtype), workspace)
             del stack
             yield parameter, total
         if kept.pair is not None:
             (x, g), kept.pair = kept.pair, None
-            total = self.weight_sum(x, g, factors, workspace).to(self.weight().dtype)
+            total = self.weight_sum(x, g, factors, workspace).to(sum_dtype(self.weight().dtype))
             del x, g
             yield self.weight(), total
 
@@ -270,7 +292,7 @@ class Layer:
         be overwritten: others may be views of gradients that autograd uses."""
         is_owned = self.owns_weight_gradients and parameter is self.module._parameters.get("weight")
         is_single = stack.shape[0] == 1 and stack.numel() > 0 and stack.is_contiguous()
-        return is_owned and is_single and stack.dtype == parameter.dtype
+        return is_owned and is_single and stack.dtype == sum_dtype(parameter.dtype)
 
     def weight(self) -> nn.Parameter:
         weight = self.module._parameters["weight"]

@@ -21,7 +21,7 @@ from opacus_memprof.clipping.layers.matrix import MatrixLayer, Sizes
 from opacus_memprof.clipping.native import unfold
 from opacus_memprof.clipping.norms import gradient_squared_norms, gram_squared_norms
 from opacus_memprof.clipping.sums import products, sum_outer_products, sum_products
-from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices, sum_dtype
 
 
 class Block(NamedTuple):
@@ -117,28 +117,25 @@ class ConvolutionLayer(MatrixLayer):
             del block
         return total
 
-    def weight_sum(
-        self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor | None, workspace: Workspace
-    ) -> torch.Tensor:
+    def weight_sum(self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         size, share = self.sizes(x, g), workspace.half()  # of it are the unfolded blocks
         if self.fits(x, g, share):
             return self._sum_of(*self.operands(x, g), factors, size.groups, share).view(self.weight().shape)
         shape = (size.groups, size.rows, size.columns)
         total: torch.Tensor | None = None
         for block in self.blocks(x, g, share):
-            own = None if factors is None else factors[block.samples]
-            part = self._sum_of(block.g, block.a, own, block.groups.stop - block.groups.start, share)
+            part = self._sum_of(block.g, block.a, factors[block.samples], block.groups.stop - block.groups.start, share)
             if total is None:
-                total = torch.zeros(shape, dtype=accumulation_dtype(part.dtype), device=part.device)
+                total = torch.zeros(shape, dtype=part.dtype, device=part.device)
             total[block.groups, :, block.columns] += part
             del part, block
-        return (g.new_zeros(shape) if total is None else total).view(self.weight().shape)
+        return (g.new_zeros(shape, dtype=sum_dtype(g.dtype)) if total is None else total).view(self.weight().shape)
 
     def _sum_of(
-        self, g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor | None, groups: int, workspace: Workspace
+        self, g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, groups: int, workspace: Workspace
     ) -> torch.Tensor:
         """The clipped sum of the products ``g @ a``, [groups, rows, columns]."""
-        if factors is not None and groups == 1:
+        if groups == 1:
             total = sum_outer_products(g.mT, a, factors, workspace)
             if total is not None:
                 return total.unsqueeze(0)

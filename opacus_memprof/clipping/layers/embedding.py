@@ -93,9 +93,7 @@ class EmbeddingLayer(Layer):
             padding = ids == self.module.padding_idx
         return slot.flatten(), padding.flatten()
 
-    def weight_sum(
-        self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor | None, workspace: Workspace
-    ) -> torch.Tensor:
+    def weight_sum(self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         dtype = accumulation_dtype(g.dtype)
         total = torch.zeros(self.weight().shape, dtype=dtype, device=g.device)
         ids = x.reshape(len(x), -1) if len(x) else x
@@ -105,9 +103,7 @@ class EmbeddingLayer(Layer):
         g = g.reshape(len(x), tokens, width)
         token_bytes = 2 * width * dtype.itemsize
         for n, t in workspace.tiles(len(x), tokens, token_bytes, f"one token of {self.describe()}"):
-            source = g[n, t].to(dtype)
-            if factors is not None:
-                source = source * factors[n].view(-1, 1, 1)
+            source = g[n, t].to(dtype) * factors[n].view(-1, 1, 1)
             total.index_add_(0, ids[n, t].flatten(), source.flatten(0, 1))
             del source
         if self.module.padding_idx is not None:
@@ -130,7 +126,12 @@ class ScaledEmbeddingLayer(EmbeddingLayer):
     ) -> dict[nn.Parameter, torch.Tensor]:
         return super().parameter_squared_norms(x, g * self.scale, workspace)
 
-    def sums_of_scaled_gradients(
-        self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace
+    def sums_of_backward(
+        self,
+        x: torch.Tensor | None,
+        g: torch.Tensor,
+        factors: torch.Tensor,
+        samples: torch.Tensor | None,
+        workspace: Workspace,
     ) -> dict[nn.Parameter, torch.Tensor]:
-        return super().sums_of_scaled_gradients(x, g * self.scale, workspace)
+        return super().sums_of_backward(x, g * self.scale, factors, samples, workspace)

@@ -12,7 +12,8 @@ from torch import nn
 from opacus_memprof.clipping.layers.base import KeptTensors, Layer
 from opacus_memprof.clipping.norms import squared_norms, squared_norms_unless_waiting
 from opacus_memprof.clipping.repetition import Call, Gradients, Repetition, Way
-from opacus_memprof.clipping.workspace import Workspace
+from opacus_memprof.clipping.sums import sum_stack
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
 
 
 class GenericLayer(Layer):
@@ -75,13 +76,22 @@ class GenericLayer(Layer):
                 found.setdefault(parameters[name], []).append(squared_norms(part))
         return {parameter: torch.cat(parts) for parameter, parts in found.items()}
 
-    def sums_of_scaled_gradients(self, x: Any, g: Any, workspace: Workspace) -> dict[nn.Parameter, torch.Tensor]:
+    def sums_of_backward(
+        self, x: Any, g: Any, factors: torch.Tensor, samples: torch.Tensor | None, workspace: Workspace
+    ) -> dict[nn.Parameter, torch.Tensor]:
         found: dict[nn.Parameter, torch.Tensor] = {}
         parameters = self._parameters()
-        for _, gradients in self.per_sample_gradients(x, g, workspace):
+        counts = torch.ones(len(factors), dtype=torch.bool, device=factors.device)
+        if samples is not None:
+            counts = torch.zeros_like(counts).index_fill_(0, samples, True)
+        for n, gradients in self.per_sample_gradients(x, g, workspace):
             for name, part in gradients.items():
-                total = found.get(parameters[name])
-                found[parameters[name]] = part.sum(0) if total is None else total.add_(part.sum(0))
+                parameter, own = parameters[name], factors[n].to(part.device, accumulation_dtype(part.dtype))
+                if samples is not None:
+                    rows = counts[n].to(part.device)
+                    part, own = part[rows], own[rows]
+                total = sum_stack(part, own, sum_dtype(parameter.dtype), workspace)
+                found[parameter] = found[parameter].add_(total) if parameter in found else total
         return found
 
 

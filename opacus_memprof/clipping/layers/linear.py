@@ -9,7 +9,7 @@ from opacus_memprof.clipping.cost import Choice
 from opacus_memprof.clipping.layers.matrix import MatrixLayer, Sizes
 from opacus_memprof.clipping.norms import gradient_squared_norms, gram_squared_norms
 from opacus_memprof.clipping.sums import products, sum_outer_products, sum_products
-from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
 
 
 def autocast_input(x: torch.Tensor) -> torch.Tensor:
@@ -68,11 +68,9 @@ class LinearLayer(MatrixLayer):
     def outer(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return g, x
 
-    def weight_sum(
-        self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor | None, workspace: Workspace
-    ) -> torch.Tensor:
+    def weight_sum(self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         if g.numel() == 0:
-            return g.new_zeros(self.weight().shape)
+            return g.new_zeros(self.weight().shape, dtype=sum_dtype(g.dtype))
         left, right = self.operands(x, g)
         total = sum_outer_products(left.mT, right, factors, workspace)
         return sum_products(left, right, factors, 1, workspace)[0] if total is None else total

@@ -2,7 +2,9 @@
 """What flash_clip refuses on several ranks, on all of them and in a sentence: cases of clip_ranks.py."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from opacus_memprof.clipping.rules import ClipRule
 from opacus_memprof.errors import MemprofError
 from tests.integration.flash_clip_models import criterion
 from tests.integration.scripts.rank_training import (
@@ -72,7 +75,28 @@ def refusals(case: str) -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     step(model, optimizer)  # and goes on
     assert not torch.equal(next(model.parameters()), before[0])
+
+    model, optimizer, _ = private(DistributedDataParallel(build("mlp")), "mlp", noise_multiplier=1.0)
+    before = [p.clone() for p in model.parameters()]
+    state = torch.get_rng_state if device().type == "cpu" else torch.cuda.get_rng_state
+    batch = part("mlp", 0, 0)
+    criterion("mean")(model(batch["x"]), batch["y"]).backward()
+    generator = state()
+    with not_clipped(rank == 1):
+        refused("a sample was not clipped" if rank == 1 else "rank 1 could not", optimizer.step)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert torch.equal(state(), generator)  # rank 0 had drawn noise
+    step(model, optimizer)
     report(case, 0.0)
+
+
+def not_clipped(fails: bool) -> AbstractContextManager[Any]:
+    """Plants an error in the clip factors."""
+
+    def factors(rule: ClipRule, norms: torch.Tensor) -> torch.Tensor:
+        return 1e3 * rule.bound / norms
+
+    return mock.patch.object(ClipRule, "factors", factors) if fails else nullcontext()
 
 
 class Mixed(nn.Module):
@@ -131,6 +155,10 @@ def refusals_fsdp2(case: str) -> None:
     backward(model)
     optimizer.signal_skip_step(rank == 0)
     refused("different numbers of parts", optimizer.step)
+    with not_clipped(rank == 1):
+        backward(model)
+        # The sum of a shard is of all ranks' samples.
+        refused("a sample was not clipped|rank . could not", optimizer.step)
     assert all(torch.equal(full(p), q) for p, q in zip(model.parameters(), before, strict=True))
 
     model, optimizer, _ = private(by_block(Mixed().to(device(), torch.float64)), "mlp")

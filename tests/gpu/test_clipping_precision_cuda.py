@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On CUDA clipped sums of low precision are formed in float32: products of bfloat16 are split into two."""
+
+import pytest
+import torch
+from torch import nn
+
+from opacus_memprof.clipping import native
+from opacus_memprof.clipping.sums import sum_products
+from opacus_memprof.clipping.workspace import Workspace
+from opacus_memprof.errors import MemprofError
+from tests.integration.flash_clip_models import make_private, vector_data
+
+pytestmark = pytest.mark.cuda
+LOW = [torch.bfloat16, torch.float16]
+
+
+def operands(dtype: torch.dtype, groups: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """g [N groups, rows, T], a [N groups, T, columns], factors [N], and their sum in float64 by hand. Constant numbers,
+    whose products with a factor would all be rounded alike."""
+    g = torch.full((4 * groups, 24, 64), 1.4, device="cuda").to(dtype)
+    a = torch.full((4 * groups, 64, 40), 1.1, device="cuda").to(dtype)
+    factors = torch.tensor([1 / 3, 0.1, 0.7, 0.01], device="cuda")
+    parts = torch.bmm(g.double(), a.double()).view(4, groups, 24, 40)
+    return g, a, factors, torch.einsum("n,ngij->gij", factors.double(), parts)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(
+    "is_true", [False, pytest.param(True, marks=pytest.mark.true_numbers)], ids=["dtype", "numbers"]
+)
+def test_sums_of_products(dtype: torch.dtype, is_true: bool) -> None:
+    for groups in (1, 2):
+        for ceiling in (1 << 24, 1 << 14):
+            g, a, factors, exact = operands(dtype, groups)
+            total = sum_products(g, a, factors, groups, Workspace(ceiling))
+            assert total.dtype == torch.float32
+            if is_true:
+                torch.testing.assert_close(total.double(), exact, rtol=1e-4, atol=0)
+    g, a, factors, exact = operands(dtype)
+    for left, right, expected in ((g.mT.contiguous(), a, exact[0]), (a, g.mT, exact[0].T), (g.mT, a, exact[0])):
+        (total,) = native.sum_outer_products([(left, right)], factors, 1 << 24)
+        assert total.dtype == torch.float32
+        if is_true:
+            torch.testing.assert_close(total.double(), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.true_numbers
+@pytest.mark.parametrize("dtype", LOW)
+def test_one_sample_of_a_thousand_changes_the_sum_by_its_bound(dtype: torch.dtype) -> None:
+    totals = []
+    for samples in (1027, 1028):
+        module, optimizer, _ = make_private(
+            nn.Linear(1, 1, bias=False).to("cuda", dtype),
+            vector_data(8),
+            "flash_clip",
+            noise_multiplier=0.0,
+            noise_generator=None,
+            max_grad_norm=1.0,
+            loss_reduction="sum",
+        )
+        module(torch.ones(samples, 1, device="cuda", dtype=dtype)).float().sum().backward()
+        optimizer.clip_and_accumulate()
+        totals.append(float(optimizer.params[0].summed_grad))
+    assert totals[1] - totals[0] == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.true_numbers
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_refused_step_leaves_the_generator(dtype: torch.dtype) -> None:
+    model = nn.Linear(9, 4).to("cuda", dtype)
+    module, optimizer, _ = make_private(model, vector_data(8), "flash_clip", noise_generator=None)
+    x = torch.randn(4, 9, device="cuda", dtype=dtype)
+    x[1] = float("nan")
+    module(x).float().sum().backward()
+    before = torch.cuda.get_rng_state()
+    with pytest.raises(MemprofError, match=r"samples \[1\]"):
+        optimizer.step()
+    assert torch.equal(torch.cuda.get_rng_state(), before)
