@@ -30,6 +30,7 @@ from opacus_memprof.clipping.layers import GenericLayer
 from opacus_memprof.clipping.module_state import restoring_state
 from opacus_memprof.clipping.owners import remember_owner
 from opacus_memprof.clipping.probe import CannotRunError
+from opacus_memprof.clipping.proof.explanation import RecordedForward, check_explained
 from opacus_memprof.clipping.proof.hooks_of_users import run_hooks, run_pre_hooks
 from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key
 from opacus_memprof.clipping.proof.outputs import tensors_in
@@ -60,6 +61,7 @@ class _Call:
         key: of the situation.
         situation: the situation.
         cannot_run: why the module cannot run on other samples.
+        record: what is needed to repeat the forward, if its step is going to be explained.
     """
 
     entry: nn.Module
@@ -71,6 +73,7 @@ class _Call:
     key: Any = None
     situation: Situation | None = None
     cannot_run: BaseException | None = None
+    record: RecordedForward | None = None
 
 
 class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
@@ -141,6 +144,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self._taps: dict[nn.Module, int] = {}
         self._watched: set[nn.Parameter] = set()
         self._call: _Call | None = None
+        self._records: dict[int, RecordedForward] = {}
         self._allocated_before = 0
         self._state = ModelState(self.units.model)
         self._structure, self._modes = self._state.structure(), self._state.modes()
@@ -161,6 +165,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         return Situations(
             self.units, self.layer_hooks, workspace, check, self._run, self._attach, self.parameter_names()
         )
+
+    @property
+    def trained(self) -> dict[nn.Parameter, str]:
+        """The names of the parameters that were trained in the last forward."""
+        return self.situations.trained
 
     def parameter_names(self) -> dict[nn.Parameter, str]:
         return {p: name for name, p in self.units.model.named_parameters() if p.requires_grad}
@@ -185,6 +194,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self._entries.clear()
         self._taps.clear()
         self._watched.clear()
+        self._records.clear()
         self.bookkeeping.clear()
         let_reducer_run(self._module, True)
 
@@ -361,10 +371,20 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if known is None:
             return
         known.forwards += bool(batch)
+        if batch and random is not None and self._is_explained(known.forwards):
+            call.record = RecordedForward.begin(call.entry, call.args, call.kwargs, batch, random)
         if known.forwards > 1 and batch and random is not None and is_checked(self.situations.check, known.forwards):
             self.situations.recheck(known, call.entry, args, kwargs, random)
         call.situation = known
         hooks.layouts, hooks.plain = known.layouts, known.plain
+
+    def _is_explained(self, forward: int) -> bool:
+        """Whether a step is compared with what its outputs explain: when a situation is checked, but for "sometimes" more
+        seldom (the 1st, 8th, 64th, 512th, 1000th, 2000th, … forward), since it takes as long as a step."""
+        check = self.situations.check
+        if self.units.is_sharded or not is_checked(check, forward):
+            return False
+        return check != "sometimes" or forward % 1000 == 0 or (forward.bit_length() - 1) % 3 == 0
 
     def _check_inputs(self, call: _Call) -> None:
         for layer in self.units.at.get(call.entry, ()):
@@ -415,10 +435,15 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 "or tuples, lists, dictionaries or data classes of them, that are not detached."
             )
         output, outputs = self._two_passes(output, outputs)
-        if not hooks.for_compiled_autograd:
-            begin = functools.partial(self._begin_backward, hooks.forward)
-            for x, _ in outputs:
-                x.register_hook(begin)
+        if hooks.for_compiled_autograd:
+            return output
+        record = call.record
+        if record is not None and call.random is not None:
+            record.wheres = [where for _, where in outputs]
+            record.draws = call.random.has_moved()
+            self._records[hooks.forward] = record
+        for place, (x, _) in enumerate(outputs):
+            x.register_hook(functools.partial(self._begin_backward, hooks.forward, record, place))
         return output
 
     def _wheres_by_shape(self, tensors: list[torch.Tensor]) -> list[Arrangement | None]:
@@ -426,8 +451,24 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         batch = self.layer_hooks.batch
         return [PLAIN if x.dim() and len(x) == batch else None for x in tensors]
 
-    def _begin_backward(self, forward: int, gradient: torch.Tensor) -> None:
+    def _begin_backward(
+        self, forward: int, record: RecordedForward | None, place: int, gradient: torch.Tensor
+    ) -> None:
         self.bookkeeping.begin_backward(forward)
+        if record is not None:
+            record.add(place, gradient)
+
+    def check_explained(self) -> None:
+        """Compares what recorded steps have kept with what their outputs explain. Called before sums are formed.
+
+        Raises:
+            MemprofError: a gradient has come beside the outputs.
+        """
+        records, self._records = self._records, {}
+        for each in self.bookkeeping.backward_passes():
+            own = [records[forward] for forward in each.forwards if forward in records]
+            if own and len(own) == len(each.forwards):
+                check_explained(each, own, self.situations.trained, self.bookkeeping.workspace)
 
     def _prove_trace(self, call: _Call, situation: Situation, random: RandomState, output: Any) -> Any:
         """Proves a forward that has called the layers in a new order. Returns its output: that of another forward, with

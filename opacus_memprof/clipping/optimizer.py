@@ -59,20 +59,9 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         self.bookkeeping = module.bookkeeping
         rule = module.bookkeeping.rule
         super().__init__(optimizer, max_grad_norm=rule.bound if rule.by_parameter else max_grad_norm, **kwargs)
-        if rule.by_parameter and len(rule.bounds) != len(self.params):
-            raise MemprofError(
-                f"max_grad_norm has {len(rule.bounds)} bounds, but the optimizer has {len(self.params)} parameters "
-                "that are trained; clipping='per_layer' needs one for each."
-            )
-        self.bookkeeping.places = {parameter: i for i, parameter in enumerate(self.params)}
-        names = module.parameter_names()
-        missing = [name for parameter, name in names.items() if not any(parameter is p for p in self.params)]
-        if missing:
-            raise MemprofError(
-                f"{', '.join(missing)} can be trained but the optimizer does not hold them; freeze them with "
-                "requires_grad_(False), or give them to the optimizer."
-            )
-        self._names: dict[nn.Parameter, str] = names
+        self._module = module
+        self._names: dict[nn.Parameter, str] = {}
+        self._follow_model()
         self._sum_check: SumCheck | None = None
 
     @property
@@ -108,13 +97,54 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     def accumulated_iterations(self) -> int:
         return self.bookkeeping.passes_in_last_step
 
+    def _follow_model(self) -> None:
+        """Follows which parameters the model trains.
+
+        Raises:
+            MemprofError: the optimizer and the model train different ones.
+        """
+        names, params = self._module.trained, self.params
+        if names is self._names and len(params) == len(names):
+            return
+        held = set(params)
+        missing = [name for parameter, name in names.items() if parameter not in held]
+        if missing:
+            raise MemprofError(
+                f"{', '.join(missing)} can be trained but the optimizer does not hold them; freeze them with "
+                "requires_grad_(False), or give them to the optimizer."
+            )
+        if len(params) > len(names):
+            raise MemprofError(
+                f"the optimizer holds {len(params) - len(names)} trained parameters that were not trained in the last "
+                "forward of the model, or are not the model's: change what is trained before a forward, and give the "
+                "optimizer parameters of this model alone."
+            )
+        rule = self.bookkeeping.rule
+        if rule.by_parameter and len(rule.bounds) != len(params):
+            raise MemprofError(
+                f"max_grad_norm has {len(rule.bounds)} bounds, but the optimizer has {len(params)} parameters "
+                "that are trained; clipping='per_layer' needs one for each."
+            )
+        self._names = names
+        self.bookkeeping.places = {parameter: i for i, parameter in enumerate(params)}
+        parameter: Any  # with Opacus' attributes
+        for parameter in params:
+            parameter.summed_grad = getattr(parameter, "summed_grad", None)
+
+    def _check_backward(self) -> None:
+        """Checks that backward has brought all gradients, and, where that is recorded, no others than the outputs
+        explain."""
+        self._follow_model()
+        self.bookkeeping.check_complete(self.params, self._names)
+        self._module.check_explained()
+
     def clip_and_accumulate(self) -> None:
         """Adds the clipped sums of every backward since the last step to ``p.summed_grad``.
 
         Raises:
             MemprofError: a parameter has no gradient.
         """
-        self.bookkeeping.check_complete(self.params, self._names)
+        self._check_backward()
         parameter: Any  # with Opacus' attributes
         for parameter, total in self.bookkeeping.pop_clipped_sums():
             if parameter.summed_grad is None:
@@ -162,7 +192,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     def clip_and_add_noise(self) -> None:
         """As ``clip_and_accumulate``, ``begin_sum_check`` and ``add_noise``, for some parameters at a time, so that few
         sums are in float32 at once."""
-        self.bookkeeping.check_complete(self.params, self._names)
+        self._check_backward()
         self.bookkeeping.sort()
         self._sum_check = SumCheck()
         sums = self.bookkeeping.in_order(self.bookkeeping.pop_clipped_sums())
@@ -310,6 +340,47 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
     _is_alone = False  # samples are counted between
     sample_size: int
     unclipped_num: Any
+
+    def _follow_model(self) -> None:
+        """Follows which parameters the model trains.
+
+        Raises:
+            MemprofError: the optimizer and the model train different ones.
+        """
+        names, params = self._module.trained, self.params
+        if names is self._names and len(params) == len(names):
+            return
+        held = set(params)
+        missing = [name for parameter, name in names.items() if parameter not in held]
+        if missing:
+            raise MemprofError(
+                f"{', '.join(missing)} can be trained but the optimizer does not hold them; freeze them with "
+                "requires_grad_(False), or give them to the optimizer."
+            )
+        if len(params) > len(names):
+            raise MemprofError(
+                f"the optimizer holds {len(params) - len(names)} trained parameters that were not trained in the last "
+                "forward of the model, or are not the model's: change what is trained before a forward, and give the "
+                "optimizer parameters of this model alone."
+            )
+        rule = self.bookkeeping.rule
+        if rule.by_parameter and len(rule.bounds) != len(params):
+            raise MemprofError(
+                f"max_grad_norm has {len(rule.bounds)} bounds, but the optimizer has {len(params)} parameters "
+                "that are trained; clipping='per_layer' needs one for each."
+            )
+        self._names = names
+        self.bookkeeping.places = {parameter: i for i, parameter in enumerate(params)}
+        parameter: Any  # with Opacus' attributes
+        for parameter in params:
+            parameter.summed_grad = getattr(parameter, "summed_grad", None)
+
+    def _check_backward(self) -> None:
+        """Checks that backward has brought all gradients, and, where that is recorded, no others than the outputs
+        explain."""
+        self._follow_model()
+        self.bookkeeping.check_complete(self.params, self._names)
+        self._module.check_explained()
 
     def clip_and_accumulate(self) -> None:
         """As DPOptimizerFlashClip.clip_and_accumulate; also counts the samples that are not clipped."""

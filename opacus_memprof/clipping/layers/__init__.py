@@ -35,6 +35,8 @@ def layer_for(name: str, module: nn.Module, trainable: Sequence[str]) -> Layer:
         module: the module.
         trainable: names of its own parameters that are trained.
     """
+    if any(module._parameters[n].is_complex() for n in trainable):  # type: ignore[union-attr]
+        return GenericLayer(name, module, trainable)
     if type(module) in LAYERS and set(trainable) <= {"weight", "bias"}:
         return LAYERS[type(module)](name, module)
     return recognize(name, module) or GenericLayer(name, module, trainable)

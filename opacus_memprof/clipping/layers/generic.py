@@ -46,7 +46,9 @@ class GenericLayer(Layer):
         """Yields per-sample gradients, [n, *shape] by name, of as many samples at a time as fit into the workspace."""
         parameters = self._parameters()
         size = workspace.fit(sample_bytes(call, g, parameters.values()), call.batch)
-        yield from Repetition(self.module, parameters, self.way).chunks(call, g, max(1, size))
+        for n, found in Repetition(self.module, parameters, self.way).chunks(call, g, max(1, size)):
+            # A complex number is two real ones, to clipping and to noise.
+            yield n, {name: torch.view_as_real(part) if part.is_complex() else part for name, part in found.items()}
 
     def batch_size(self, x: Any, g: Any) -> int:
         batch: int = int(x.batch)
@@ -62,7 +64,7 @@ class GenericLayer(Layer):
                     kept.stacks[parameter] = part
                     continue
                 if parameter not in kept.stacks:
-                    kept.stacks[parameter] = part.new_empty(call.batch, *parameter.shape)
+                    kept.stacks[parameter] = part.new_empty(call.batch, *part.shape[1:])
                 kept.stacks[parameter][n] = part
         if norms:
             kept.norms = {parameter: squared_norms_unless_waiting(stack) for parameter, stack in kept.stacks.items()}

@@ -66,12 +66,12 @@ def cotangents(
             rows = where.by_sample(g, batch)
             scale = weights.to(g.device).view(-1, *[1] * (rows.dim() - 1))
             # By torch.where, so that the rows of samples with weight 1 keep their bits, and others are exactly 0.
-            g = _as_output(torch.where(scale == 0, torch.zeros_like(rows), rows * scale.to(rows.dtype)), where, output)
+            g = as_output(torch.where(scale == 0, torch.zeros_like(rows), rows * scale.to(rows.dtype)), where, output)
         found.append(g)
     return found
 
 
-def _as_output(rows: torch.Tensor, where: Arrangement, output: torch.Tensor) -> torch.Tensor:
+def as_output(rows: torch.Tensor, where: Arrangement, output: torch.Tensor) -> torch.Tensor:
     """The inverse of ``Arrangement.by_sample``."""
     if where.dim == 1:
         return rows.squeeze(2).movedim(0, 1).reshape(output.shape)

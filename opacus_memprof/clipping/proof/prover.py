@@ -10,7 +10,8 @@ finds for the weighted outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -100,7 +101,8 @@ class Prover:
 
     def __init__(self, program: Program, workspace: Workspace) -> None:
         self.program, self.workspace = program, workspace
-        self.trace: list[Layer] = []
+        self.trace: list[Layer | None] = []
+        self.is_finite = True
 
     # --- mixing ---
     def mixing(self, rounds: int | None = None) -> list[Doubt]:
@@ -174,7 +176,7 @@ class Prover:
         return [o for o, _ in pairs], [w for _, w in pairs]
 
     @contextmanager
-    def _running(self, bookkeeping: Any) -> Iterator[list[Layer]]:
+    def _running(self, bookkeeping: Any) -> Iterator[list[Layer | None]]:
         hooks, program = self.program.hooks, self.program
         before = hooks.bookkeeping, hooks.batch, hooks.trace
         hooks.bookkeeping, hooks.batch, hooks.trace = bookkeeping, program.batch, []
@@ -207,7 +209,7 @@ class Prover:
         ]
         return doubts
 
-    def run_for_trace(self) -> list[Layer]:
+    def run_for_trace(self) -> list[Layer | None]:
         """The order in which a forward calls the layers."""
         leaves, structure = self.program.leaves()
         with self._running(RowRecorder()) as trace:
@@ -220,15 +222,21 @@ class Prover:
         program = self.program
         generator = torch.Generator().manual_seed(7)
         weights = torch.rand(program.batch, generator=generator, dtype=torch.float64) + 0.5
-        has_shared = any(where is None for where in program.wheres)
-        weights = torch.ones_like(weights) if has_shared else weights
+        whole = torch.ones_like(weights)
+        if any(where is None for where in program.wheres):  # what all samples share has no weights
+            weights = whole
         leaves, structure = program.leaves()
-        recorder = SumRecorder(self.workspace)
+        recorder = SumRecorder(self.workspace, weights)
         with self._running(recorder):
             outputs, wheres = self._outputs(leaves, structure)
-            torch.autograd.backward(outputs, cotangents(outputs, wheres, program.batch, weights, True))
-        expected = self._autograd(leaves, structure, weights)
-        return wrong_sums(recorder.sums, expected, program.trained)
+            torch.autograd.backward(outputs, cotangents(outputs, wheres, program.batch, whole, True))
+        wrong, self.is_finite = wrong_sums(recorder.sums, self._autograd(leaves, structure, weights))
+        doubts: dict[Layer, Doubt] = {}
+        for parameter, error in wrong.items():
+            for layer in recorder.sums[parameter].layers:
+                reason = f"gives {program.trained.get(parameter, 'a parameter')} a gradient that is {error:.1%} off"
+                doubts.setdefault(layer, Doubt(layer, reason, moves=False))
+        return list(doubts.values())
 
     def _autograd(
         self, leaves: list[Any], structure: Any, weights: torch.Tensor
@@ -248,7 +256,7 @@ class _Run:
     outputs: list[Rows]
     has_shared: bool
     recorder: RowRecorder
-    trace: list[Layer]
+    trace: list[Layer | None]
 
 
 def autograd_gradients(
@@ -270,30 +278,32 @@ def autograd_gradients(
 
 
 def wrong_sums(
-    found: dict[nn.Parameter, Sum], expected: dict[nn.Parameter, torch.Tensor | None], names: dict[nn.Parameter, str]
-) -> list[Doubt]:
-    """The layers whose sums are not autograd's, beyond rounding.
+    found: Mapping[nn.Parameter, Sum], expected: Mapping[nn.Parameter, torch.Tensor | None]
+) -> tuple[dict[nn.Parameter, float], bool]:
+    """The parameters whose sums are not autograd's, beyond rounding.
 
     Args:
         found: what the layers have found.
         expected: what autograd has.
-        names: of the parameters.
+
+    Returns:
+        The errors by parameter, relative to the gradient's norm, and whether all numbers are finite: others prove nothing.
     """
-    norms = {p: 0.0 if g is None else _norm(g) for p, g in expected.items()}
+    norms = {p: 0.0 if g is None else vector_norm(g) for p, g in expected.items()}
     of_all = sum(norm * norm for norm in norms.values()) ** 0.5
-    doubts: dict[Layer, Doubt] = {}
+    wrong: dict[nn.Parameter, float] = {}
+    is_finite = math.isfinite(of_all)
     for parameter, own in found.items():
-        gradient = expected.get(parameter)
+        gradient, norm = expected.get(parameter), norms.get(parameter, 0.0)
         total = own.total.to(torch.complex128 if own.total.is_complex() else torch.float64)
-        error = _norm(total if gradient is None else total - gradient.view_as(total))
-        norm = norms.get(parameter, 0.0)
+        error = vector_norm(total if gradient is None else total - gradient.view_as(total))
         eps = torch.finfo(own.dtype).eps
-        allowed = precision(own.dtype, parameter) * norm + 64 * eps * own.size + 64 * eps * of_all * 0.1
-        if not error <= allowed and norm == norm and error == error:
-            reason = f"gives {names.get(parameter, 'a parameter')} a gradient that is {error / max(norm, 1e-30):.1%} off"
-            for layer in own.layers:
-                doubts.setdefault(layer, Doubt(layer, reason, moves=False))
-    return list(doubts.values())
+        allowed = precision(own.dtype, parameter) * norm + 64 * eps * own.size + 6.4 * eps * of_all
+        if not math.isfinite(error) or not math.isfinite(allowed):
+            is_finite = False
+        elif error > allowed:
+            wrong[parameter] = error / max(norm, 1e-30)
+    return wrong, is_finite
 
 
 def precision(dtype: torch.dtype, parameter: torch.Tensor) -> float:
@@ -304,7 +314,8 @@ def precision(dtype: torch.dtype, parameter: torch.Tensor) -> float:
     return {torch.float64: 1e-7, torch.complex128: 1e-7, torch.bfloat16: 2e-2, torch.float16: 5e-3}.get(dtype, 1e-3)
 
 
-def _norm(x: torch.Tensor) -> float:
+def vector_norm(x: torch.Tensor) -> float:
+    """The norm, in double precision."""
     return float(torch.linalg.vector_norm(x.detach(), dtype=torch.complex128 if x.is_complex() else torch.float64))
 
 

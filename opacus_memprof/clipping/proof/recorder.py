@@ -81,10 +81,12 @@ class SumRecorder:
 
     Attributes:
         workspace: ceiling on temporaries.
+        weights: what the samples' gradients are multiplied by, [B].
         sums: by parameter.
     """
 
     workspace: Workspace
+    weights: torch.Tensor
     sums: dict[nn.Parameter, Sum] = field(default_factory=dict)
     is_captured = False
 
@@ -92,7 +94,7 @@ class SumRecorder:
         """As ``Bookkeeping.add``."""
         size_of = _size_of_generic if isinstance(layer, GenericLayer) else _size_of
         dtype = g[0].dtype if isinstance(layer, GenericLayer) else g.dtype
-        for parameter, total in layer.sums_of_scaled_gradients(x, g, self.workspace).items():
+        for parameter, total in layer.sums_of_backward(x, g, self.weights, None, self.workspace).items():
             size = size_of(layer, parameter, x, g, total)
             known = self.sums.get(parameter)
             if known is None:

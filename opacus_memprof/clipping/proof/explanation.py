@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the outputs explain a step: the gradients that backward has brought to the layers must be those that autograd
+finds from the model's outputs alone.
+
+A term of the loss that reaches the model beside its outputs (through an attribute, a list, a hook) is not among these, and
+neither is what a layer got from other random numbers than those of the forward.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from opacus_memprof.clipping.arrangement import Arrangement
+from opacus_memprof.clipping.bookkeeping import BackwardPass
+from opacus_memprof.clipping.layers import KeptTensors
+from opacus_memprof.clipping.module_state import ModuleState
+from opacus_memprof.clipping.proof.outputs import as_output, tensors_in
+from opacus_memprof.clipping.proof.perturbation import has_samples
+from opacus_memprof.clipping.proof.prover import autograd_gradients, vector_norm, wrong_sums
+from opacus_memprof.clipping.proof.recorder import Sum
+from opacus_memprof.clipping.repetition import RandomState, repeating
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
+from opacus_memprof.errors import MemprofError
+
+_PARTS = 8
+"""A batch is gone through again in so many parts, where that is possible: little beside what backward has kept."""
+
+
+@dataclass
+class RecordedForward:
+    """A forward whose step is going to be explained.
+
+    Attributes:
+        module: the module that was called.
+        args, kwargs: copies of what it was called with.
+        batch: the number of samples.
+        random: what the random number generators began with.
+        state: the state that the module began with.
+        autocast: device type, dtype and whether autocast was enabled.
+        wheres: where the output's tensors have the samples; None for what all samples share.
+        gradients: of the output's tensors, by their places.
+        draws: whether the forward has drawn random numbers.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch: int
+    random: RandomState
+    state: ModuleState
+    autocast: tuple[str, torch.dtype, bool]
+    wheres: list[Arrangement | None] = field(default_factory=list)
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    draws: bool = False
+
+    @classmethod
+    def begin(
+        cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, random: RandomState
+    ) -> RecordedForward:
+        """Records what a forward begins with."""
+        args, kwargs = tree_map(_copied, (args, kwargs))
+        device = next((x.device.type for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)), "cpu")
+        autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        return cls(module, args, kwargs, batch, random, ModuleState(module), autocast)
+
+    def add(self, place: int, gradient: torch.Tensor) -> None:
+        """Adds the gradient of one of the output's tensors."""
+        gradient = gradient.detach()
+        self.gradients[place] = self.gradients[place] + gradient if place in self.gradients else gradient.clone()
+
+    def autograd(self, parameters: list[nn.Parameter], weights: torch.Tensor) -> dict[nn.Parameter, torch.Tensor | None]:
+        """The gradients of the parameters from the outputs alone, by plain autograd.
+
+        Args:
+            parameters: the parameters.
+            weights: what each sample's gradient is multiplied by, [B].
+        """
+        # Samples do not mix, so that parts of the batch do, unless they would draw other random numbers.
+        is_one = self.draws or any(self.wheres[i] is None for i in self.gradients)
+        size = self.batch if is_one else -(-self.batch // _PARTS)
+        total: dict[nn.Parameter, torch.Tensor | None] = dict.fromkeys(parameters)
+        for n in slices(self.batch, max(1, size)):
+            for parameter, gradient in self._of_part(n, parameters, weights).items():
+                known = total[parameter]
+                total[parameter] = gradient if known is None or gradient is None else known + gradient
+                if gradient is None:
+                    total[parameter] = known
+        return total
+
+    def _of_part(
+        self, n: slice, parameters: list[nn.Parameter], weights: torch.Tensor
+    ) -> dict[nn.Parameter, torch.Tensor | None]:
+        leaves, structure = tree_flatten((self.args, self.kwargs))
+        is_whole = (n.start, n.stop) == (0, self.batch)
+        args, kwargs = tree_unflatten(
+            [leaf if is_whole or not has_samples(leaf, self.batch) else leaf[n] for leaf in leaves], structure
+        )
+        device, dtype, enabled = self.autocast
+        now = ModuleState(self.module)
+        self.state.restore()
+        try:
+            with (
+                self.random.restored(),
+                repeating(),
+                torch.enable_grad(),
+                torch.autocast(device, dtype, enabled, cache_enabled=False),
+            ):
+                tensors = tensors_in(self.module(*args, **kwargs))
+        finally:
+            now.restore()
+        outputs, given = [], []
+        for place, gradient in self.gradients.items():
+            if not tensors[place].requires_grad:
+                continue
+            outputs.append(tensors[place])
+            given.append(self._gradient(gradient, self.wheres[place], n, tensors[place], weights))
+        return autograd_gradients(outputs, given, parameters)
+
+    def _gradient(
+        self, gradient: torch.Tensor, where: Arrangement | None, n: slice, output: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        if where is None:
+            return gradient
+        rows = where.by_sample(gradient, self.batch)[n]
+        scale = weights[n].to(rows.device).view(-1, *[1] * (rows.dim() - 1))
+        return as_output((rows * scale).to(rows.dtype), where, output)
+
+
+def _copied(x: Any) -> Any:
+    return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+
+
+def check_explained(
+    each: BackwardPass,
+    recorded: list[RecordedForward],
+    names: Mapping[nn.Parameter, str],
+    workspace: Workspace,
+) -> None:
+    """Compares what a backward pass has kept with what the outputs of its forwards explain.
+
+    Args:
+        each: the pass.
+        recorded: its forwards.
+        names: of the trained parameters.
+        workspace: ceiling on temporaries.
+
+    Raises:
+        MemprofError: they differ.
+    """
+    parameters = list(names)
+    weights = torch.ones(each.batch_size) if each.factors is None else each.factors.detach()
+    expected: dict[nn.Parameter, torch.Tensor | None] = dict.fromkeys(parameters)
+    for forward in recorded:
+        for parameter, gradient in forward.autograd(parameters, weights).items():
+            known = expected[parameter]
+            expected[parameter] = known if gradient is None else gradient if known is None else known + gradient
+    of_all = math.hypot(*(vector_norm(g) for g in expected.values() if g is not None))
+    dtypes = [g.dtype for forward in recorded for g in forward.gradients.values()]
+    dtypes += [forward.autocast[1] for forward in recorded if forward.autocast[2]]
+    low = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+    found: dict[nn.Parameter, Sum] = {}
+    for parameter, total in _sums(each, workspace):
+        total = total if parameter not in found else found[parameter].total + total
+        found[parameter] = Sum(total, of_all, [], low)
+    wrong, _ = wrong_sums(found, expected)
+    if wrong:
+        parameter, error = max(wrong.items(), key=lambda item: item[1])
+        raise MemprofError(
+            f"the gradient of {names[parameter]} is {error:.1%} off the one that the outputs of the model explain: a term of "
+            "the loss reaches the model beside its outputs (through an attribute, a list or a hook), or its forward cannot be "
+            "repeated. Return what the loss is computed from as outputs of the model; no parameter was changed."
+        )
+
+
+def _sums(each: BackwardPass, workspace: Workspace) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """The sums of what a pass has kept, with all factors 1; or those that it has clipped already. Nothing is released."""
+    yield from each.sums.items()
+    if each.clipped:
+        return
+    for layer, kept in each.kept.items():
+        tensors = [*kept.stacks.values(), *(kept.pair or ())[1:]]
+        one = torch.ones(each.batch_size, device=tensors[0].device, dtype=accumulation_dtype(tensors[0].dtype))
+        stacks = {p: stack.clone() if len(stack) == 1 else stack for p, stack in kept.stacks.items()}
+        yield from layer.clipped_sums(KeptTensors(dict(kept.norms), stacks, kept.pair), one, workspace)
+    for parameter, shared in each.shared.items():
+        own = copy.copy(shared)
+        own.uses = list(shared.uses)
+        tensor = shared.stack if shared.stack is not None else shared.uses[0].g
+        one = torch.ones(each.batch_size, device=tensor.device, dtype=accumulation_dtype(tensor.dtype))
+        yield parameter, own.clipped_sum(one, workspace)
