@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums and norms in low precision: many equal samples, many physical batches, values that under- or overflow."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from tests.exactness.judge import Step
+from tests.exactness.program import Program
+
+
+def _linear() -> nn.Module:
+    return nn.Linear(8, 4, bias=False)
+
+
+def _equal(batches: int, size: int, scale: float = 1.0) -> Callable[[], list[Step]]:
+    """Samples with the same gradient, up to the squares in the loss."""
+
+    def steps() -> list[Step]:
+        x = torch.ones(size, 8, dtype=torch.float64)
+        return [Step([{"x": x, "scale": torch.full((size,), scale, dtype=torch.float64)}] * batches)]
+
+    return steps
+
+
+_BF16, _FP16 = {"dtype": torch.bfloat16}, {"dtype": torch.float16}
+PROGRAMS = [
+    # Added up in bf16, a sum of ones stays at 256.
+    *(
+        Program(f"precision_{name}", _linear, steps, "exact", settings={**settings, "removes": False})
+        for name, steps, settings in (
+            ("bf16_accumulated", _equal(300, 2), _BF16),
+            ("bf16_accumulated_ones", _equal(400, 1), _BF16),
+            ("bf16_large_batch", _equal(1, 600), _BF16),
+            ("bf16_large_batch_two_passes", _equal(1, 600), {**_BF16, "passes": 2}),
+            ("bf16_per_layer", _equal(200, 3), {**_BF16, "clipping": "per_layer"}),
+            ("fp16_large_batch", _equal(1, 600), _FP16),
+        )
+    ),
+    *(
+        Program(f"precision_{name}", _linear, _equal(2, 4, scale), allowed, settings=settings)
+        for name, scale, allowed, settings in (
+            ("fp16_small", 2e-4, "exact", _FP16),
+            ("fp16_large", 500.0, "exact", _FP16),
+            ("bf16_small", 1e-25, "exact", _BF16),
+            ("bf16_large", 1e25, "either", _BF16),
+            ("fp32_small", 1e-25, "exact", {"dtype": torch.float32}),
+            ("fp32_large", 1e25, "either", {"dtype": torch.float32}),
+        )
+    ),
+]
