@@ -309,4 +309,4 @@ def autocast_state(device: torch.device) -> tuple[str, torch.dtype, bool]:
 
 
 def _is_float(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_floating_point()
+    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())

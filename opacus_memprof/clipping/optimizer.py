@@ -234,12 +234,14 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     def _assign_gradient(self, parameter: Any) -> None:
         total = parameter.summed_grad
-        if total.dtype != parameter.dtype:
+        if total.dtype != parameter.dtype and not parameter.is_complex():
             total = parameter.summed_grad = total.to(parameter.dtype)  # releases the sum in float32
         parameter.grad = self._as_gradient(parameter, total)
         _mark_as_processed(total)
 
     def _as_gradient(self, parameter: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
+        if parameter.is_complex():
+            return torch.view_as_complex(total)
         return total if total.shape == parameter.shape else total.view_as(parameter)
 
     def _gets_noise(self, parameter: nn.Parameter) -> bool:

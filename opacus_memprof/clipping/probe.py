@@ -239,7 +239,7 @@ class Probe:
         outputs = {
             i: self._where(leaves)
             for i, leaves in enumerate(zip(*(each.outputs for each in calls), strict=True))
-            if isinstance(leaves[0], TensorSummary) and leaves[0].meta.is_floating_point()
+            if isinstance(leaves[0], TensorSummary) and not _is_integral(leaves[0].meta)
         }
         if not isinstance(layer, GenericLayer) and inputs[0] != outputs[0]:
             raise _UnsuitableError
@@ -410,6 +410,10 @@ def _fits(where: Arrangement, x: TensorSummary, y: TensorSummary, others: list[T
             return False
     a, b = where.by_sample(x.sums, _SIZE), where.by_sample(y.sums, _SIZE)
     return all(close(b[n], a[n]) for n in range(_SIZE) if n != _CHANGED)
+
+
+def _is_integral(x: torch.Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex())
 
 
 def _is_shared(layer: Layer, layout: Layout) -> bool:

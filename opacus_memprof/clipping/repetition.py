@@ -81,6 +81,10 @@ class RandomState:
         numpy = sys.modules.get("numpy.random")
         return cls(torch.get_rng_state(), cuda, random.getstate(), None if numpy is None else numpy.get_state())
 
+    def device_type(self) -> str:
+        """The type of the device whose generator counts, beside the CPU's."""
+        return "cpu" if self.cuda is None else "cuda"
+
     def has_moved(self) -> bool:
         """Whether a random number has been drawn since."""
         now = RandomState.now(torch.device("cpu"))
@@ -343,6 +347,8 @@ def _gradients(
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether two tensors agree to the square root of their precision, infinities and NaN included."""
+    if actual.is_complex() and expected.is_complex():
+        actual, expected = torch.view_as_real(actual.resolve_conj()), torch.view_as_real(expected.resolve_conj())
     if actual.shape != expected.shape or not actual.is_floating_point():
         return actual.shape == expected.shape and bool((actual == expected).all())
     if actual.numel() == 0:

@@ -230,6 +230,10 @@ class Prover:
         with self._running(recorder):
             outputs, wheres = self._outputs(leaves, structure)
             torch.autograd.backward(outputs, cotangents(outputs, wheres, program.batch, whole, True))
+        device = program.random.device_type()
+        if torch.is_autocast_enabled(device):
+            for own in recorder.sums.values():
+                own.dtype = max(own.dtype, torch.get_autocast_dtype(device), key=lambda dtype: torch.finfo(dtype).eps)
         wrong, self.is_finite = wrong_sums(recorder.sums, self._autograd(leaves, structure, weights))
         doubts: dict[Layer, Doubt] = {}
         for parameter, error in wrong.items():
@@ -271,10 +275,15 @@ def autograd_gradients(
         for p in parameters:
             p.grad = None
         torch.autograd.backward(outputs, given)
-        return {p: p.grad for p in parameters}
+        return {p: None if p.grad is None else _real(p.grad) for p in parameters}
     finally:
         for p, grad in zip(parameters, before, strict=True):
             p.grad = grad
+
+
+def _real(x: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as two real ones, as the layers have them."""
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
 def wrong_sums(
@@ -295,7 +304,7 @@ def wrong_sums(
     is_finite = math.isfinite(of_all)
     for parameter, own in found.items():
         gradient, norm = expected.get(parameter), norms.get(parameter, 0.0)
-        total = own.total.to(torch.complex128 if own.total.is_complex() else torch.float64)
+        total = own.total.to(torch.float64)
         error = vector_norm(total if gradient is None else total - gradient.view_as(total))
         eps = torch.finfo(own.dtype).eps
         allowed = precision(own.dtype, parameter) * norm + 64 * eps * own.size + 6.4 * eps * of_all
