@@ -129,14 +129,16 @@ class SumCheck:
             names: the parameters' names.
         """
         assert self._norms is not None, "begin has not been called"
-        norms = [float(norm) for norm in self._norms.get()]
+        norms: list[float] = self._norms.get().tolist()
+        total = math.hypot(*norms)
+        if not limit.by_parameter and total <= limit.total * (1 + _TOLERANCE):
+            return
         for norm, name in zip(norms, names, strict=True):
             if not math.isfinite(norm):
                 raise MemprofError(
                     f"the sum of the clipped gradients of {name!r} is not finite, although all norms are; no parameter "
                     "was changed. Lower the loss scale or the learning rate, or train in float32."
                 )
-        total = math.hypot(*norms)
         if limit.by_parameter:
             most = limit.by_parameter
             worst = max(range(len(norms)), key=lambda i: norms[i] / most[i] if most[i] else norms[i])
