@@ -73,7 +73,6 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
                 "requires_grad_(False), or give them to the optimizer."
             )
         self._names: dict[nn.Parameter, str] = names
-        self._names_in_order = [names.get(parameter, "a parameter of no module") for parameter in self.params]
         self._sum_check: SumCheck | None = None
 
     @property
@@ -270,7 +269,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     def _check_sums(self) -> None:
         check, self._sum_check = self._sum_check, None
         assert check is not None
-        check.raise_if_beyond(self._limit(), self._names_in_order)
+        check.raise_if_beyond(self._limit(), lambda: [self._names[parameter] for parameter in self.params])
 
     def _limit(self) -> Limit:
         """The limit of the sums that this process has before ``reduce_gradients``."""
