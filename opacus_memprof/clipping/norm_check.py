@@ -132,11 +132,8 @@ class SumCheck:
         norms: list[float] = self._norms.get().tolist()
         total = math.hypot(*norms)
         most = limit.by_parameter
-        excess = (
-            [found - allowed * (1 + _TOLERANCE) for found, allowed in zip(norms, most, strict=True)] if most else []
-        )
-        # NaN is not below anything.
-        if all(each <= 0 for each in excess) if most else total <= limit.total * (1 + _TOLERANCE):
+        pairs = zip(norms, most, strict=True) if most else [(total, limit.total)]
+        if all(found <= allowed * (1 + _TOLERANCE) for found, allowed in pairs):  # NaN is not
             return
         named = names()
         for norm, name in zip(norms, named, strict=True):
@@ -146,7 +143,7 @@ class SumCheck:
                     "was changed. Lower the loss scale or the learning rate, or train in float32."
                 )
         if most:
-            worst = max(range(len(norms)), key=excess.__getitem__)
+            worst = max(range(len(norms)), key=lambda i: norms[i] / most[i] if most[i] else norms[i])
             found, allowed, whose = norms[worst], most[worst], f"of {named[worst]!r}"
         else:
             worst = max(range(len(norms)), key=norms.__getitem__)
