@@ -31,6 +31,11 @@ class Record:
     gradients: list[Rows]
     own: list[Rows] = field(default_factory=list)
 
+    def first(self, count: int, with_gradients: bool) -> Record:
+        """Of the first samples alone, with or without the gradients."""
+        inputs, gradients, own = ([rows.first(count) for rows in each] for each in (self.inputs, self.gradients, self.own))
+        return Record(self.layer, inputs, gradients if with_gradients else [], own if with_gradients else [])
+
 
 class RowRecorder:
     """Records, by sample, what each layer's backward gets.

@@ -18,6 +18,7 @@ from opacus_memprof.clipping.arguments import Check
 from opacus_memprof.clipping.arrangement import Arrangement
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, plain_layers
 from opacus_memprof.clipping.layers import Layer
+from opacus_memprof.clipping.module_state import restoring_state
 from opacus_memprof.clipping.probe import CannotRunError, Probe
 from opacus_memprof.clipping.proof.contexts import without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.prover import Doubt, Program, Prover
@@ -113,7 +114,7 @@ class Situations:
         hooks.plain = {}
         probe = Probe(entry, self.units, hooks, args, kwargs, run, self._units_changed)
         try:
-            with eager(), without_saved_tensors_hooks(), torch.enable_grad():
+            with eager(), without_saved_tensors_hooks(), restoring_state(entry), torch.enable_grad():
                 situation = self._situation(probe)
                 if self.check == "off":
                     return situation
@@ -177,7 +178,7 @@ class Situations:
     ) -> Prover:
         args, kwargs = tree_unflatten(leaves, probe.structure)
         program = Program(
-            probe.model, probe.run_model, self.hooks, args, kwargs, batch, random, situation.wheres, self.trained
+            probe.model, probe.run_model, self.hooks, args, kwargs, batch, batch, random, situation.wheres, self.trained
         )
         return Prover(program, self.workspace)
 
