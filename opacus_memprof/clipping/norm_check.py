@@ -121,12 +121,15 @@ class SumCheck:
         device = norms[0].device
         self._norms = HostCopy(torch.stack([each if each.device == device else each.to(device) for each in norms]))
 
-    def raise_if_beyond(self, limit: Limit, names: Sequence[str]) -> None:
+    def raise_if_beyond(self, limit: Limit, names: Sequence[str]) -> float | None:
         """Raises MemprofError, with a parameter's name, if the sums have a larger norm than the limit.
 
         Args:
             limit: of these sums, on all ranks that they are from.
             names: the parameters' names.
+
+        Returns:
+            The norm relative to the limit; None without samples.
         """
         assert self._norms is not None, "begin has not been called"
         norms = [float(norm) for norm in self._norms.get()]
@@ -150,3 +153,4 @@ class SumCheck:
                 f"clipped to max_grad_norm have at most {allowed:.6g}: a sample was not clipped, and no parameter was "
                 "changed. Look for hooks and custom layers around that parameter, or freeze it."
             )
+        return found / allowed if allowed else None

@@ -19,6 +19,7 @@ from opacus_memprof.clipping.arrangement import Arrangement
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, plain_layers
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.probe import CannotRunError, Probe
+from opacus_memprof.clipping.proof.certificate import SituationRecord
 from opacus_memprof.clipping.proof.prover import Doubt, Program, Prover
 from opacus_memprof.clipping.proof.row_moves import modules_that_move_rows
 from opacus_memprof.clipping.proof.model_state import Arguments
@@ -54,6 +55,7 @@ class Situation:
         traces: the orders of layer calls that are proved; see ``order_of``.
         forwards: the number of forwards so far.
         checks: the numbers of the forwards that were checked.
+        record: of this situation in the certificate; None until its proof has ended.
     """
 
     layouts: dict[Layer, Layout]
@@ -62,6 +64,7 @@ class Situation:
     traces: list[Order] = field(default_factory=list)
     forwards: int = 0
     checks: list[int] = field(default_factory=list)
+    record: SituationRecord | None = None
 
 
 class Situations:
