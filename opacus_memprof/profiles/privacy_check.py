@@ -131,17 +131,18 @@ class ModelCheck(JsonObject):
 
 
 class PrivacyCheck(JsonObject, kw_only=True):
-    """The content of privacy_check.json. Of several ranks, the first one writes it.
+    """The content of privacy_check.json.
 
     Attributes:
         versions: by package; null where there is none.
-        world_size: the number of ranks.
+        rank, world_size: of the process that wrote it: the first of all ranks.
         models: those that one engine has made private, or that were trained while a profile was recorded.
         earlier: of a training that was continued from a checkpoint, the content of this file before.
     """
 
     format: Literal[1] = FORMAT
     versions: dict[str, str | None]
+    rank: int
     world_size: int
     models: list[ModelCheck]
     earlier: list["PrivacyCheck"] = []

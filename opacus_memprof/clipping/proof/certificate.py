@@ -203,6 +203,8 @@ class Certificate:
         self.mode, self.check, self.nonfinite, self.counts_steps = mode, check, nonfinite, counts_steps
         self.model = type(model).__name__
         self.device = _device_name(model)
+        is_rank = dist.is_available() and dist.is_initialized()  # it may have left its group when the file is written
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if is_rank else (0, 1)
         self.situations: list[SituationRecord] = []
         self.checks = Checks()
         self.steps = self.refused = self.dropped = 0
@@ -298,7 +300,7 @@ def certificate_of(models: Sequence[Certificate], earlier: Sequence[dict[str, An
     """Returns the content of privacy_check.json.
 
     Args:
-        models: the records of the models of an engine.
+        models: the records of the models of an engine, at least one.
         earlier: the contents of this file that earlier processes of the same training have written.
     """
     return {
@@ -310,15 +312,11 @@ def certificate_of(models: Sequence[Certificate], earlier: Sequence[dict[str, An
             "opacus": opacus.__version__,
             "python": platform.python_version(),
         },
-        "world_size": dist.get_world_size() if is_initialized() else 1,
+        "rank": models[0].rank,
+        "world_size": models[0].world_size,
         "models": [each.to_data() for each in models],
         "earlier": list(earlier),
     }
-
-
-def is_initialized() -> bool:
-    """Returns whether this process is one of several ranks."""
-    return dist.is_available() and dist.is_initialized()
 
 
 def describe_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> str:
