@@ -86,12 +86,14 @@ class NotPrivate(JsonObject):
         largest_sum: the largest norm of a clipped sum, relative to the sum of its samples' bounds: at most 1 but for
             rounding. null if it was not measured.
         dropped_samples: the number of samples that flash_clip_nonfinite="drop" has dropped.
-        refusals: at most 100 different ones.
+        refused: the number of forwards and steps that were refused.
+        refusals: for which reasons; at most 100 different ones.
     """
 
     note: str
     largest_sum: float | None
     dropped_samples: int
+    refused: int
     refusals: list[Refusal]
 
 
@@ -109,7 +111,6 @@ class ModelCheck(JsonObject):
         situations: of flash_clip.
         checked_steps: of other modes: by what was checked ("mixing", "clipped_sum"), the steps.
         steps: those that were taken; null if they were not counted.
-        refused: the number of forwards and steps that were refused.
     """
 
     model: str
@@ -126,7 +127,6 @@ class ModelCheck(JsonObject):
     situations: list[ProvedSituation]
     checked_steps: dict[str, list[CheckedSpan]]
     steps: int | None
-    refused: int
     not_private: NotPrivate
 
 

@@ -45,10 +45,10 @@ def describe_model(model: ModelCheck) -> str:
     if model.steps is not None:
         parts.append(format_count(model.steps, "step"))
     parts.append(_describe_proofs(model))
-    if model.refused:
-        refused = f"{format_count(model.refused, 'refusal')}"
-        reasons = model.not_private.refusals
-        parts.append(f"{refused}, first: {reasons[0].reason.rstrip('.')}" if reasons else refused)
+    private = model.not_private
+    if private.refused:
+        first = private.refusals[0].reason.rstrip(".")
+        parts.append(f"{format_count(private.refused, 'refusal')}, first: {first}")
     elif model.steps is not None:
         parts.append("nothing refused")
     return "; ".join(parts) + "."

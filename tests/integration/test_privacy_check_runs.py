@@ -108,7 +108,12 @@ def test_a_training_with_flash_clip() -> None:
     assert (found["model"], found["device"], found["mode"]) == ("Scaled", "cpu", "flash_clip")
     assert (found["clipping"], found["loss_reduction"], found["bounds"]) == ("flat", "mean", [])
     assert (found["max_grad_norm"], found["noise_multiplier"]) == ([BOUND, BOUND], [0.0, 0.0])
-    assert (found["check"], found["nonfinite"], found["steps"], found["refused"]) == ("sometimes", "refuse", 9, 0)
+    assert (found["check"], found["nonfinite"], found["steps"], found["not_private"]["refused"]) == (
+        "sometimes",
+        "refuse",
+        9,
+        0,
+    )
     assert found["in_every_step"] == ["finite_norms", "norm_of_clipped_sum", "situation"]
     (situation,) = found["situations"]
     checks = situation.pop("checks")
@@ -168,7 +173,7 @@ def test_a_training_that_was_refused() -> None:
     with pytest.raises(MemprofError) as refusal:
         training.step()
     found = training.check()
-    assert (found["steps"], found["refused"], found["situations"]) == (0, 1, [])
+    assert (found["steps"], found["not_private"]["refused"], found["situations"]) == (0, 1, [])
     assert found["not_private"]["refusals"] == [{"step": 1, "reason": str(refusal.value), "times": 1}]
 
 
@@ -181,7 +186,7 @@ def test_a_step_that_was_refused() -> None:
     training.data[0][2] = 1.0
     training.step()
     found = training.check()
-    assert (found["steps"], found["refused"]) == (2, 1)
+    assert (found["steps"], found["not_private"]["refused"]) == (2, 1)
     assert found["not_private"]["refusals"] == [{"step": 2, "reason": str(refusal.value), "times": 1}]
 
 
@@ -238,7 +243,7 @@ def test_a_training_in_a_mode_of_opacus(mode: str) -> None:
     for _ in range(6):
         training.step()
     found = training.check()
-    assert (found["mode"], found["steps"], found["refused"], found["situations"]) == (mode, 6, 0, [])
+    assert (found["mode"], found["steps"], found["not_private"]["refused"], found["situations"]) == (mode, 6, 0, [])
     assert {what: numbers(spans) for what, spans in found["checked_steps"].items()} == {
         "mixing": [1, 2, 4],
         "clipped_sum": [1, 2, 4],
@@ -250,7 +255,7 @@ def test_a_mode_of_opacus_that_was_refused() -> None:
     with pytest.raises(MemprofError, match="influence one another") as refusal:
         training.step()
     found = training.check()
-    assert (found["steps"], found["refused"], found["checked_steps"]) == (0, 1, {})
+    assert (found["steps"], found["not_private"]["refused"], found["checked_steps"]) == (0, 1, {})
     assert found["not_private"]["refusals"][0]["reason"] == str(refusal.value)
 
 
@@ -337,7 +342,7 @@ def test_a_session_that_ends_with_a_refusal_writes_it(tmp_path: Path) -> None:
     with pytest.raises(MemprofError, match="samples"), directory_of_session(tmp_path / "profile") as directory:
         Training(Mixing()).step()
     (model,) = json.loads((directory / PRIVACY_CHECK).read_text())["models"]
-    assert (model["steps"], model["refused"]) == (0, 1)
+    assert (model["steps"], model["not_private"]["refused"]) == (0, 1)
 
 
 def test_the_first_of_several_ranks_writes_it(tmp_path: Path) -> None:
@@ -353,7 +358,7 @@ def test_the_first_of_several_ranks_writes_it(tmp_path: Path) -> None:
         validate(content)
         assert (content["rank"], content["world_size"]) == (0, 2)
         (model,) = content["models"]
-        assert (model["steps"], model["refused"]) == (2, 1)
+        assert (model["steps"], model["not_private"]["refused"]) == (2, 1)
         assert ("sums" in model["situations"][0]["checks"]) == sums
         (refusal,) = model["not_private"]["refusals"]
         assert refusal["reason"].startswith("rank 1 could not take this step")

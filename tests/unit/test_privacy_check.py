@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """privacy_check.json: its records, its schema and the sentences of reports."""
 
+import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,8 @@ from opacus_memprof.reports.privacy_check import describe_model, privacy_sentenc
 from opacus_memprof.session.privacy_checks import write_privacy_checks
 from tests.unit.event_files import EventFile
 
-SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "privacy_check.schema.json"
+ROOT = Path(__file__).parents[2]
+SCHEMA = ROOT / "docs" / "schemas" / "privacy_check.schema.json"
 
 
 def description(**changed: Any) -> Description:
@@ -170,12 +173,13 @@ def test_bounds_and_refusals_are_kept() -> None:
         made.refuse(MemprofError("mixes."))
     found = content(made)["models"][0]
     assert (found["max_grad_norm"], found["noise_multiplier"]) == ([0.5, 1.0], [0.5, 0.75])
-    assert (found["steps"], found["refused"]) == (3, 2)
+    assert found["steps"] == 3
     private = found["not_private"]
     assert private.pop("note").startswith("These values depend on the data and are not differentially private")
     assert private == {
         "largest_sum": 0.7,
         "dropped_samples": 2,
+        "refused": 2,
         "refusals": [{"step": 4, "reason": "mixes.", "times": 2}],
     }
 
@@ -185,7 +189,7 @@ def test_not_more_than_a_hundred_reasons_are_kept() -> None:
     for i in range(150):
         made.refuse(MemprofError(f"sample {i}"))
     found = content(made)["models"][0]
-    assert found["refused"] == 150
+    assert found["not_private"]["refused"] == 150
     assert [each["reason"] for each in found["not_private"]["refusals"]] == [f"sample {i}" for i in range(100)]
 
 
@@ -282,3 +286,24 @@ def test_the_page_has_the_sentences(tmp_path: Path) -> None:
     write_privacy_checks([content(certificate())], tmp_path / PRIVACY_CHECK)
     page = build_html(load_profile(directory), directory)
     assert '"privacy_check":["flash_clip on Linear; 0 steps; 0 situations proved; nothing refused."]' in page
+
+
+def texts_of_code() -> str:
+    """All texts in the code of clipping; what is put into them is three dots."""
+    found = []
+    for file in (ROOT / "opacus_memprof" / "clipping").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [part.value if isinstance(part, ast.Constant) else "..." for part in parts]
+            found.append("".join(text for text in texts if isinstance(text, str)))
+    return "\n".join(found)
+
+
+def test_the_refusals_in_the_documentation_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "flash_clip.md").read_text()
+    table = page[page.index("| the sentence says |") : page.index("Three deliberate differences")]
+    sentences = [text for row in table.splitlines()[2:] for text in re.findall("`([^`]+)`", row.split(" | ")[0])]
+    assert len(sentences) > 20
+    code = texts_of_code()
+    for each in sentences:
+        assert re.search(".*".join(map(re.escape, each.split("..."))), code), each

@@ -281,11 +281,11 @@ class Certificate:
             "situations": [each.to_data() for each in self.situations],
             "checked_steps": self.checks.to_data(),
             "steps": self.steps if self.counts_steps else None,
-            "refused": self.refused,
             "not_private": {
                 "note": NOTE,
                 "largest_sum": self._largest_sum,
                 "dropped_samples": self.dropped,
+                "refused": self.refused,
                 "refusals": [dict(each) for each in self._refusals.values()],
             },
         }
