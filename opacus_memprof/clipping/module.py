@@ -35,7 +35,7 @@ from opacus_memprof.clipping.proof.explanation import RecordedForward, check_exp
 from opacus_memprof.clipping.proof.hooks_of_users import run_hooks, run_pre_hooks
 from opacus_memprof.clipping.proof.contexts import without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key
-from opacus_memprof.clipping.proof.outputs import tensors_in
+from opacus_memprof.clipping.proof.outputs import alias_leaves, tensors_in
 from opacus_memprof.clipping.proof.schedule import is_checked
 from opacus_memprof.clipping.proof.situations import Situation, Situations, order_of
 from opacus_memprof.clipping.repetition import RandomState, is_repeating
@@ -471,7 +471,10 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if hooks.for_compiled_autograd:
             return output
         record = call.record
-        if record is not None and call.random is not None:
+        # Of an output from which others are computed, only what the program does with it counts.
+        aliases = None if record is None else alias_leaves(output, [x for x, _ in outputs])
+        if record is not None and aliases is not None and call.random is not None:
+            output, outputs = aliases[0], list(zip(aliases[1], [where for _, where in outputs], strict=True))
             record.wheres = [where for _, where in outputs]
             record.draws = call.random.has_moved()
             proof = None if call.situation is None else call.situation.record

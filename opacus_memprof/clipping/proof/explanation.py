@@ -112,13 +112,11 @@ class RecordedForward:
                 torch.enable_grad(),
                 torch.autocast(device, dtype, enabled, cache_enabled=False),
             ):
-                tensors = tensors_in(self.module(*args, **kwargs))
+                tensors = [x for x in tensors_in(self.module(*args, **kwargs)) if x.requires_grad]
         finally:
             now.restore()
         outputs, given = [], []
         for place, gradient in self.gradients.items():
-            if not tensors[place].requires_grad:
-                continue
             outputs.append(tensors[place])
             given.append(self._gradient(gradient, self.wheres[place], n, tensors[place], weights))
         return autograd_gradients(outputs, given, parameters)

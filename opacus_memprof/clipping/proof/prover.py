@@ -150,7 +150,7 @@ class Prover:
         raise AssertionError
 
     def _backward(self, leaves: list[Any], structure: Any, kept: torch.Tensor, shared: bool) -> _Run:
-        recorder = RowRecorder()
+        recorder = RowRecorder(self.workspace)
         with self._running(recorder) as trace:
             outputs, wheres = self._outputs(leaves, structure)
             trace = list(trace)  # backward adds what checkpoints run again
@@ -212,7 +212,7 @@ class Prover:
     def run_for_trace(self) -> list[Layer | None]:
         """The order in which a forward calls the layers."""
         leaves, structure = self.program.leaves()
-        with self._running(RowRecorder()) as trace:
+        with self._running(RowRecorder(self.workspace)) as trace:
             self._outputs(leaves, structure)
             return list(trace)
 
@@ -248,7 +248,7 @@ class Prover:
         self, leaves: list[Any], structure: Any, weights: torch.Tensor
     ) -> dict[nn.Parameter, torch.Tensor | None]:
         program = self.program
-        with self._running(RowRecorder()), program.hooks.off():
+        with self._running(RowRecorder(self.workspace)), program.hooks.off():
             outputs, wheres = self._outputs(leaves, structure)
             given = cotangents(outputs, wheres, program.batch, weights, True)
             return autograd_gradients(outputs, given, list(program.trained))
@@ -368,6 +368,8 @@ def _difference(base: list[Record], other: list[Record], kept: torch.Tensor, no_
             return "gets another input for a sample when other samples of the batch change"
         if any(_far(x, y, kept) for x, y in zip(a.gradients, b.gradients, strict=False)):
             return "gets another output gradient for a sample when other samples of the batch change"
+        if any(_far(x, y, kept) for x, y in zip(a.own, b.own, strict=False)):
+            return "gives a sample another gradient when other samples of the batch change"
         if no_leak and any(bool((g.largest[~kept.to(g.largest.device)] > 0).any()) for g in b.gradients):
             return "gets an output gradient for a sample from the outputs of other samples"
     return None

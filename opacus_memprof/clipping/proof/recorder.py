@@ -23,15 +23,20 @@ class Record:
         layer: the layer.
         inputs: of its inputs, those that have samples.
         gradients: of the gradients of its outputs.
+        own: of the per-sample gradients of its parameters, if these are found with all samples there.
     """
 
     layer: Layer
     inputs: list[Rows]
     gradients: list[Rows]
+    own: list[Rows] = field(default_factory=list)
 
 
 class RowRecorder:
     """Records, by sample, what each layer's backward gets.
+
+    Args:
+        workspace: ceiling on temporaries.
 
     Attributes:
         records: in the order of backward.
@@ -39,7 +44,8 @@ class RowRecorder:
 
     is_captured = False
 
-    def __init__(self) -> None:
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
         self.records: list[Record] = []
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
@@ -51,7 +57,11 @@ class RowRecorder:
         call: Call = x
         pairs = zip(call.leaves, call.arrangements, strict=True)
         inputs = [Rows.of(where.by_sample(leaf, call.batch)) for leaf, where in pairs if where is not None]
-        self.records.append(Record(layer, inputs, [Rows.of(each) for each in call.sample_gradients(g)]))
+        own = []
+        if layer.way == "whole":
+            kept = layer.keep(call, g, self.workspace, norms=False)
+            own = [Rows.of(stack) for stack in kept.stacks.values()]
+        self.records.append(Record(layer, inputs, [Rows.of(each) for each in call.sample_gradients(g)], own))
 
     def of_layer(self, layer: Layer) -> list[Record]:
         """The records of a layer."""
