@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB, FlashClipHooks,
 from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip, DPOptimizerFlashClipAdaptive
 from opacus_memprof.clipping.optimizer_ddp import DPOptimizerFlashClipDDP
 from opacus_memprof.clipping.optimizer_fsdp import DPOptimizerFlashClipFSDP
-from opacus_memprof.clipping.proof.certificate import Certificate, certificate_of
+from opacus_memprof.clipping.proof.certificate import Certificate, EngineRecord
 from opacus_memprof.clipping.proof.opacus_modes import check_steps, refuse_check
 from opacus_memprof.clipping.sampler import sample_every_step
 from opacus_memprof.errors import MemprofError
@@ -52,8 +52,10 @@ class FlashClipEngineMixin:
     _own_options: dict[str, Any] | None = None  # of make_private_with_epsilon, while it calls make_private
     _flash_clip_options: dict[str, Any] | None = None
     _flash_clip_module: FlashClipHooks | None = None
-    _certificates: tuple[Certificate, ...] = ()
-    _earlier_checks: tuple[dict[str, Any], ...] = ()
+
+    @cached_property
+    def _record(self) -> EngineRecord:
+        return EngineRecord()
 
     @by_name
     def make_private(
@@ -231,9 +233,9 @@ class FlashClipEngineMixin:
         Raises:
             MemprofError: nothing has been made private.
         """
-        if not self._certificates:
+        if not self._record.models:
             raise MemprofError("there is nothing to report: call make_private before privacy_check.")
-        return certificate_of(self._certificates, self._earlier_checks)
+        return self._record.to_data()
 
     def _extra_arguments(self, name: str, given: Mapping[str, Any]) -> set[str]:
         """Returns the names that ``make_private`` or ``make_private_with_epsilon`` takes among its ``kwargs``."""
@@ -265,13 +267,13 @@ class FlashClipEngineMixin:
             certificate = _certificate_of_mode(mode, prepared, given, own["check"])
             if own["check"] != "off":
                 check_steps(prepared, given, own["check"], certificate)
-            self._certificates += (certificate,)
+            self._record.models.append(certificate)
             return prepared
         self._flash_clip_options = {**own, "clipping": given["clipping"]}
         try:
             prepared = super().make_private(**given)  # type: ignore[misc]
             assert self._flash_clip_module is not None
-            self._certificates += (self._flash_clip_module.certificate,)
+            self._record.models.append(self._flash_clip_module.certificate)
             return prepared
         except BaseException:
             if self._flash_clip_module is not None:

@@ -28,7 +28,7 @@ class PrivacyEngine(FlashClipEngineMixin, opacus.PrivacyEngine):  # type: ignore
         prepared = observe(super()._make_private, _observe_make_private)(given, own)
         session = current()
         if session is not None:
-            session.follow_privacy_check(self.privacy_check)
+            session.follow_privacy_check(self._record.to_data)
         return prepared
 
     def save_privacy_check(self, path: str | os.PathLike[str]) -> None:
@@ -54,7 +54,7 @@ class PrivacyEngine(FlashClipEngineMixin, opacus.PrivacyEngine):  # type: ignore
             MemprofError: privacy_check.json cannot be written. The checkpoint is written then.
         """
         super().save_checkpoint(path=path, **kwargs)
-        if self._certificates and isinstance(path, (str, os.PathLike)):
+        if self._record.models and isinstance(path, (str, os.PathLike)):
             self.save_privacy_check(_beside(path))
 
     def load_checkpoint(self, *, path: Any, **kwargs: Any) -> Any:
@@ -68,12 +68,12 @@ class PrivacyEngine(FlashClipEngineMixin, opacus.PrivacyEngine):  # type: ignore
         Raises:
             MemprofError: privacy_check.json cannot be read. Nothing is loaded then.
         """
-        continues = isinstance(path, (str, os.PathLike)) and not any(each.steps for each in self._certificates)
+        continues = isinstance(path, (str, os.PathLike)) and not any(each.steps for each in self._record.models)
         before = read_privacy_check(_beside(path)) if continues else None
         checkpoint = super().load_checkpoint(path=path, **kwargs)
         if before is not None:
             content = to_builtins(before)
-            self._earlier_checks = (*content.pop("earlier"), {**content, "earlier": []})
+            self._record.earlier = [*content.pop("earlier"), {**content, "earlier": []}]
         return checkpoint
 
 

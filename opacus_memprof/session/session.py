@@ -252,7 +252,7 @@ class Session:
             self._changes.apply(name, change)
 
     def follow_privacy_check(self, check: Callable[[], dict[str, Any]]) -> None:
-        """Writes what ``check`` returns, a PrivacyEngine's privacy_check, into the profile's directory at the end."""
+        """Writes what `check` returns, the content of privacy_check.json, into the directory at the end."""
         if check not in self._privacy_checks:
             self._privacy_checks.append(check)
 

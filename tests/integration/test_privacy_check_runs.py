@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """privacy_check.json of trainings: what it says is what happened, and its schema allows it."""
 
+import gc
 import io
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -336,6 +338,18 @@ def test_a_session_writes_it_at_its_end(tmp_path: Path) -> None:
     with directory_of_session(directory):  # a profile without a private model replaces it
         pass
     assert not (directory / PRIVACY_CHECK).exists()
+
+
+def test_a_session_keeps_no_engine_alive(tmp_path: Path) -> None:
+    """Its data set may be in the device's memory."""
+    with directory_of_session(tmp_path / "profile") as directory:
+        training = Training(nn.Linear(5, 3))
+        training.step()
+        engine, data = weakref.ref(training.engine), weakref.ref(training.loader.dataset)
+        del training
+        gc.collect()
+        assert (engine(), data()) == (None, None)
+    assert json.loads((directory / PRIVACY_CHECK).read_text())["models"][0]["steps"] == 1
 
 
 def test_a_session_that_ends_with_a_refusal_writes_it(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from opacus_memprof.clipping.proof.certificate import (
     Certificate,
     Checks,
     Description,
+    EngineRecord,
     SituationRecord,
-    certificate_of,
     describe_arguments,
 )
 from opacus_memprof.errors import MemprofError
@@ -60,7 +60,9 @@ def certificate() -> Certificate:
 
 def content(*models: Certificate) -> dict[str, Any]:
     """The file's content, which the schema allows."""
-    found: dict[str, Any] = json.loads(json.dumps(certificate_of(models)))
+    record = EngineRecord()
+    record.models += models
+    found: dict[str, Any] = json.loads(json.dumps(record.to_data()))
     jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text())).validate(found)
     return found
 

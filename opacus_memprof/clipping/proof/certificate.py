@@ -296,27 +296,34 @@ class Certificate:
         return ["finite_norms", "norm_of_clipped_sum", *(["situation"] if self.check != "off" else [])]
 
 
-def certificate_of(models: Sequence[Certificate], earlier: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Returns the content of privacy_check.json.
+class EngineRecord:
+    """Records what was proved of the models that one engine has made private. It holds neither them nor their data.
 
-    Args:
-        models: the records of the models of an engine, at least one.
-        earlier: the contents of this file that earlier processes of the same training have written.
+    Attributes:
+        models: in the order of make_private.
+        earlier: the contents of privacy_check.json that earlier processes of the same training have written.
     """
-    return {
-        "format": FORMAT,
-        "versions": {
-            "opacus_memprof": opacus_memprof.__version__,
-            "torch": str(torch.__version__),
-            "cuda": torch.version.cuda,
-            "opacus": opacus.__version__,
-            "python": platform.python_version(),
-        },
-        "rank": models[0].rank,
-        "world_size": models[0].world_size,
-        "models": [each.to_data() for each in models],
-        "earlier": list(earlier),
-    }
+
+    def __init__(self) -> None:
+        self.models: list[Certificate] = []
+        self.earlier: list[dict[str, Any]] = []
+
+    def to_data(self) -> dict[str, Any]:
+        """Returns the content of privacy_check.json. There must be a model."""
+        return {
+            "format": FORMAT,
+            "versions": {
+                "opacus_memprof": opacus_memprof.__version__,
+                "torch": str(torch.__version__),
+                "cuda": torch.version.cuda,
+                "opacus": opacus.__version__,
+                "python": platform.python_version(),
+            },
+            "rank": self.models[0].rank,
+            "world_size": self.models[0].world_size,
+            "models": [each.to_data() for each in self.models],
+            "earlier": self.earlier,
+        }
 
 
 def describe_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> str:
