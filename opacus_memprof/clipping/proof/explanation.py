@@ -21,6 +21,7 @@ from opacus_memprof.clipping.arrangement import Arrangement
 from opacus_memprof.clipping.bookkeeping import BackwardPass
 from opacus_memprof.clipping.layers import KeptTensors
 from opacus_memprof.clipping.module_state import ModuleState
+from opacus_memprof.clipping.proof.certificate import SituationRecord
 from opacus_memprof.clipping.proof.outputs import as_output, tensors_in
 from opacus_memprof.clipping.proof.perturbation import has_samples
 from opacus_memprof.clipping.proof.prover import autograd_gradients, wrong_sums
@@ -47,6 +48,7 @@ class RecordedForward:
         wheres: where the output's tensors have the samples; None for what all samples share.
         gradients: of the output's tensors, by their places.
         draws: whether the forward has drawn random numbers.
+        proof: the record of its situation, and the number of the forward in it.
     """
 
     module: nn.Module
@@ -59,6 +61,7 @@ class RecordedForward:
     wheres: list[Arrangement | None] = field(default_factory=list)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     draws: bool = False
+    proof: tuple[SituationRecord, int] | None = None
 
     @classmethod
     def begin(

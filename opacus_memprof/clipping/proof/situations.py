@@ -20,6 +20,7 @@ from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, 
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.module_state import restoring_state
 from opacus_memprof.clipping.probe import CannotRunError, Probe
+from opacus_memprof.clipping.proof.certificate import SituationRecord
 from opacus_memprof.clipping.proof.contexts import without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.prover import Doubt, Program, Prover
 from opacus_memprof.clipping.proof.row_moves import modules_that_move_rows
@@ -56,6 +57,7 @@ class Situation:
         traces: the orders of layer calls that are proved; see ``order_of``.
         forwards: the number of forwards so far.
         checks: the numbers of the forwards that were checked.
+        record: of this situation in the certificate; None until its proof has ended.
     """
 
     layouts: dict[Layer, Layout]
@@ -64,6 +66,7 @@ class Situation:
     traces: list[Order] = field(default_factory=list)
     forwards: int = 0
     checks: list[int] = field(default_factory=list)
+    record: SituationRecord | None = None
 
 
 class Situations:
