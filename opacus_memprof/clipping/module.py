@@ -218,15 +218,12 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
     def _attach_layer(self, module: nn.Module) -> None:
         """A layer's output is tapped before any other hook, of users or of the profiler, can change it."""
-        # Under FSDP before its hook, too: in backward it then gathers the parameters before the tap keeps anything, and its
-        # buffer has gone by then. An embedding needs no parameters there.
-        is_fsdp, is_model = isinstance(module, FSDPModule), module is self.units.model
-        first = not is_fsdp or (not is_model and not isinstance(module, nn.Embedding))
         before = module.register_forward_pre_hook(_untraced(self._before_module), with_kwargs=True)
         tap = module.register_forward_hook(
-            _untraced(self._after_module), with_kwargs=True, always_call=True, prepend=first
+            _untraced(self._after_module), with_kwargs=True, always_call=True, prepend=_is_tapped_first(module)
         )
         self._taps[module] = tap.id
+        module._forward_hooks.move_to_end(self._entries[module][1])  # behind a tap that is not the first
         self.autograd_grad_sample_hooks += [before, tap]
 
     def _refuse_gradients_beside_layers(self) -> None:
@@ -265,20 +262,34 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return None
         changed = None
         for layer in self.units.at.get(module, ()):
-            changed = self.layer_hooks.before(layer, args, kwargs) or changed
+            try:
+                changed = self.layer_hooks.before(layer, args, kwargs) or changed
+            except MemprofError as error:
+                self._refuse(error)
         return changed
 
     def _after_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         # Also called if forward raises (then output is None), so that parameters always become trainable again.
         plain = self.layer_hooks.plain.get(module)
-        if plain is not None and plain.is_running:
-            return plain.after(args, kwargs, output)
         result = None
-        for layer in self.units.at.get(module, ()):
-            changed = self.layer_hooks.after(layer, args, kwargs, output)
-            if changed is not None:
-                result = output = changed
+        try:
+            if plain is not None and plain.is_running:
+                return plain.after(args, kwargs, output)
+            for layer in self.units.at.get(module, ()):
+                changed = self.layer_hooks.after(layer, args, kwargs, output)
+                if changed is not None:
+                    result = output = changed
+        except MemprofError as error:
+            self._refuse(error)
         return result
+
+    def _refuse(self, error: MemprofError) -> None:
+        """Raises an error of the program's forward or, where several ranks train the model, keeps it for the step. In a
+        proof, which tries what may fail, it is raised."""
+        hooks = self.layer_hooks
+        if hooks.is_probing or hooks.bookkeeping is not self.bookkeeping:
+            raise error
+        self.bookkeeping.refusal.add(error)
 
     # --- what the program calls: the model, or a part of it by itself ---
     def _before_entry(
@@ -296,7 +307,14 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if is_off:
             return None
         was_layer = module in self._taps
-        self._begin(self._call)
+        try:
+            self._begin(self._call)
+        except MemprofError as error:
+            if self._shared_samples is not None:  # all ranks have raised one
+                raise
+            self.bookkeeping.refusal.add(error)
+            self._call.is_off = True
+            return None
         # A hook that a call's hooks add to the module does not run in that call.
         is_new = module in self._taps and not was_layer
         return self._before_module(module, args, kwargs) if is_new else None
@@ -305,11 +323,19 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         hooks = self.layer_hooks
         if not self.bookkeeping.is_captured:
             refuse_capture()
-        self._follow_changes()
-        hooks.batch = _batch_size(call.args, call.kwargs)
         if not self.bookkeeping.is_captured:
             call.random = RandomState.now(_device_of(call.args, call.kwargs))
-        self._prepare(call)
+        error: MemprofError | None = None
+        try:
+            if self._shared_samples is not None:
+                self._shared_samples.reshard()
+            self._follow_changes()
+            hooks.batch = _batch_size(call.args, call.kwargs)
+        except MemprofError as raised:
+            if self._shared_samples is None:
+                raise
+            error = raised
+        self._prepare(call, error)
         hooks.for_compiled_autograd = is_compiled_autograd_enabled()
         hooks.forward += 1
         hooks.trace = []
@@ -346,37 +372,64 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
     def _keep_taps_first(self) -> None:
         """Hooks that the program has put before those of layers come behind them again."""
         for module, tap in self._taps.items():
-            module._forward_hooks.move_to_end(tap, last=False)
+            if _is_tapped_first(module):
+                module._forward_hooks.move_to_end(tap, last=False)
 
-    def _prepare(self, call: _Call) -> None:
-        """Finds the situation of a call, and proves it if it is new or due."""
+    def _prepare(self, call: _Call, error: MemprofError | None) -> None:
+        """Finds the situation of a call, and proves it if it is new or due. ``error`` is what was raised before, under
+        FSDP2, where all ranks hear of it."""
         hooks, batch, random = self.layer_hooks, self.layer_hooks.batch, call.random
         signature = self.situations.arguments.signature(call.args, call.kwargs, batch)
         call.key = call.entry, self._modes, signature, batch.bit_length(), autocast_key(("cpu", "cuda"))
-        known = self.situations.known.get(call.key)
-        args, kwargs = call.args, call.kwargs
-        if self._shared_samples is not None:
-            shared = self._shared_samples.take(args, kwargs, batch, signature[0], known is not None)
-            if shared is not None:
-                args, kwargs, hooks.batch = shared
         try:
-            if known is None and hooks.batch and random is not None:
-                refuse_context_parallel()
-                self._check_inputs(call)
-                known = self.situations.known[call.key] = self.situations.prove(call.entry, args, kwargs, random)
-        except CannotRunError as error:  # raised after the forward, which may fail for the same reason
-            call.cannot_run = error.__cause__ or error
+            if self._shared_samples is not None:
+                self._prove_on_all_ranks(call, self._shared_samples, (signature, batch.bit_length()), error)
+            elif call.key not in self.situations.known and batch and random is not None:
+                self.situations.known[call.key] = self._prove(call.entry, call.args, call.kwargs, random)
+        except CannotRunError as cause:  # raised after the forward, which may fail for the same reason
+            call.cannot_run = cause.__cause__ or cause
         finally:
             hooks.batch = batch
+        known = self.situations.known.get(call.key)
         if known is None:
             return
         known.forwards += bool(batch)
         if batch and random is not None and self._is_explained(known.forwards):
             call.record = RecordedForward.begin(call.entry, call.args, call.kwargs, batch, random)
-        if known.forwards > 1 and batch and random is not None and is_checked(self.situations.check, known.forwards):
-            self.situations.recheck(known, call.entry, args, kwargs, random)
+        is_due = known.forwards > 1 and batch and is_checked(self.situations.check, known.forwards)
+        if is_due and random is not None and self._shared_samples is None:
+            self.situations.recheck(known, call.entry, call.args, call.kwargs, random)
         call.situation = known
         hooks.layouts, hooks.plain = known.layouts, known.plain
+
+    def _prove(
+        self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], random: RandomState
+    ) -> Situation:
+        refuse_context_parallel()
+        for layer in self.units.at.get(entry, ()):
+            if not isinstance(layer, GenericLayer):
+                layer.check_input(first_input(layer, args, kwargs)[1])
+        return self.situations.prove(entry, args, kwargs, random)
+
+    def _prove_on_all_ranks(
+        self, call: _Call, shared: SharedSamples, description: object, error: MemprofError | None
+    ) -> None:
+        """Proves, on all ranks and for the same samples, what any of them has not proved yet or has to check again."""
+        hooks, batch, is_checked_again = self.layer_hooks, self.layer_hooks.batch, False
+        while True:
+            known = self.situations.known.get(call.key)
+            need = 2 * bool(batch) if known is None else 0
+            if known is not None and batch and not is_checked_again:
+                need = int(is_checked(self.situations.check, known.forwards + 1) and known.forwards > 0)
+            next_proof = shared.next(call.args, call.kwargs, batch, description, need, call.random, error)
+            if next_proof is None:
+                return
+            hooks.batch = next_proof.batch
+            new = self._prove(call.entry, next_proof.args, next_proof.kwargs, next_proof.random)
+            hooks.batch = batch
+            is_checked_again |= not next_proof.is_new
+            if next_proof.is_new and next_proof.is_own:
+                self.situations.known[call.key] = new
 
     def _is_explained(self, forward: int) -> bool:
         """Whether a step is compared with what its outputs explain: when a situation is checked, but for "sometimes" more
@@ -385,11 +438,6 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if self.units.is_sharded or not is_checked(check, forward):
             return False
         return check != "sometimes" or forward % 1000 == 0 or (forward.bit_length() - 1) % 3 == 0
-
-    def _check_inputs(self, call: _Call) -> None:
-        for layer in self.units.at.get(call.entry, ()):
-            if not isinstance(layer, GenericLayer):
-                layer.check_input(first_input(layer, call.args, call.kwargs)[1])
 
     def _run(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a module as the program does: between the hooks of layers, and with the hooks of users."""
@@ -413,16 +461,20 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self._call = None
         if output is None or call.is_off or not self.hooks_enabled:
             return None
+        try:
+            return self._finish(call, output)
+        except MemprofError as error:
+            self.bookkeeping.refusal.add(error)
+            return None
+
+    def _finish(self, call: _Call, output: Any) -> Any:
+        hooks = self.layer_hooks
         if call.cannot_run is not None:
             raise MemprofError(
                 "flash_clip needs inputs whose first dimension is the batch, of the same length in all of them: this "
                 "model ran on its whole input, but not on some samples of it "
                 f"({type(call.cannot_run).__name__}: {call.cannot_run})."
             ) from call.cannot_run
-        return self._finish(call, output)
-
-    def _finish(self, call: _Call, output: Any) -> Any:
-        hooks = self.layer_hooks
         if call.situation is not None and self.situations.check != "off" and call.random is not None:
             if hooks.batch and order_of(hooks.trace) not in call.situation.traces:
                 output = self._prove_trace(call, call.situation, call.random, output)
@@ -508,7 +560,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self, output: Any, outputs: list[tuple[torch.Tensor, Arrangement | None]]
     ) -> tuple[Any, list[tuple[torch.Tensor, Arrangement | None]]]:
         """Runs backward twice from these outputs, if it is to."""
-        if self.passes == 1 or not outputs:
+        if self.passes == 1 or not outputs or self.bookkeeping.refusal.error is not None:
             return output, outputs
         leaves, structure = tree_flatten(output)
         places = [next((i for i, leaf in enumerate(leaves) if leaf is x), None) for x, _ in outputs]
@@ -545,6 +597,15 @@ def _allocated_bytes() -> int:
     """As torch.cuda.memory_allocated, in a fifth of the time: that sorts all statistics."""
     statistics = torch.cuda.memory_stats_as_nested_dict()
     return int(statistics["allocated_bytes"]["all"]["current"]) if statistics else 0
+
+
+def _is_tapped_first(module: nn.Module) -> bool:
+    """Returns whether a module's tap comes before its other hooks.
+
+    Also before FSDP's: in backward it then gathers the parameters before the tap keeps anything, and its buffer has gone
+    by then. An embedding needs no parameters there.
+    """
+    return not (isinstance(module, FSDPModule) and isinstance(module, nn.Embedding))
 
 
 def _untraced(hook: Any) -> Any:

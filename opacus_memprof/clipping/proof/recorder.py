@@ -11,6 +11,7 @@ from torch import nn
 
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.proof.summary import Rows
+from opacus_memprof.clipping.refusals import KeptRefusal
 from opacus_memprof.clipping.repetition import Call
 from opacus_memprof.clipping.workspace import Workspace
 
@@ -38,6 +39,7 @@ class RowRecorder:
     """
 
     is_captured = False
+    refusal = KeptRefusal()
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -89,6 +91,7 @@ class SumRecorder:
     weights: torch.Tensor
     sums: dict[nn.Parameter, Sum] = field(default_factory=dict)
     is_captured = False
+    refusal = KeptRefusal()
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
         """As ``Bookkeeping.add``."""
