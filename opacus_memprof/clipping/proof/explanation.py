@@ -65,7 +65,7 @@ class RecordedForward:
         cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, random: RandomState
     ) -> RecordedForward:
         """Records what a forward begins with."""
-        args, kwargs = tree_map(_copied, (args, kwargs))
+        args, kwargs = copied((args, kwargs))
         device = next((x.device.type for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)), "cpu")
         autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         return cls(module, args, kwargs, batch, random, ModuleState(module), autocast)
@@ -128,6 +128,11 @@ class RecordedForward:
         rows = where.by_sample(gradient, self.batch)[n]
         scale = weights[n].to(rows.device).view(-1, *[1] * (rows.dim() - 1))
         return as_output((rows * scale).to(rows.dtype), where, output)
+
+
+def copied(arguments: Any) -> Any:
+    """The arguments of a forward, with copies of their tensors."""
+    return tree_map(_copied, arguments)
 
 
 def _copied(x: Any) -> Any:

@@ -23,6 +23,7 @@ from opacus_memprof.clipping.proof.contexts import without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.prover import Doubt, Program, Prover
 from opacus_memprof.clipping.proof.row_moves import modules_that_move_rows
 from opacus_memprof.clipping.proof.model_state import Arguments
+from opacus_memprof.clipping.proof.summary import release
 from opacus_memprof.clipping.repetition import RandomState
 from opacus_memprof.clipping.units import Units
 from opacus_memprof.clipping.workspace import Workspace
@@ -130,6 +131,7 @@ class Situations:
                     situation = self._situation(probe)
         finally:
             hooks.batch = batch
+            release()
         raise MemprofError("flash_clip found no way to clip this model exactly; use grad_sample_mode='hooks'.")
 
     def recheck(

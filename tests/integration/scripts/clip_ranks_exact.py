@@ -160,7 +160,7 @@ def lockstep(case: str, wrap: str) -> None:
             model(part("transformer", 0, 0)["x"])  # a forward of all ranks without a backward
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, proved)
-    assert len(proved) > 6 and all(each == proved for each in everyones), everyones
+    assert len(proved) >= 6 and all(each == proved for each in everyones), everyones
     optimizer.zero_grad()
     for module in optimizer._modules:
         module.reshard()
