@@ -15,6 +15,7 @@ from opacus_memprof.recording.faults import Observation
 
 _OP = native.op_id("flash_clip")
 _TAG = native.Tag(category=TEMP_MATRICES, op=_OP)
+_PROOF = native.Tag(phase=FORWARD, op=_OP)
 _COPIES = native.Tag(category=native.category_id("inputs"), op=_OP)
 # A layer's input that forward has made: autograd releases it right after backward, so flash_clip alone holds it then.
 _CATEGORIES = {
@@ -53,11 +54,8 @@ def _observe_trial(*_: Any) -> Observation:
 def _observe_proof(_: Any, *arguments: Any) -> Observation:
     """A proof runs forwards and backwards before the forward that it is for, and keeps nothing."""
     native.tag_inputs((arguments, {}))
-    previous = native.set_phase(FORWARD)
-    try:
+    with _PROOF:
         yield
-    finally:
-        native.set_phase(previous)
 
 
 def _observe_copies(*_: Any) -> Observation:
