@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
@@ -234,14 +235,9 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         for parameter, name in self.parameter_names().items():
             if parameter not in self._watched:
                 self._watched.add(parameter)
-                note = functools.partial(self._note_gradient, name)
+                # Python's garbage collector does not find a cycle through a parameter's hook.
+                note = functools.partial(_note_gradient, weakref.ref(self), name)
                 self.autograd_grad_sample_hooks.append(parameter.register_post_accumulate_grad_hook(note))
-
-    def _note_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        # In a proof, which runs in a call, autograd's gradients are what the layers' are compared with.
-        hooks_off = self.layer_hooks.is_off or not self.hooks_enabled
-        if self.units.model.training and self._call is None and not hooks_off:
-            self.bookkeeping.beside_layers.append(name)
 
     def _active(self) -> bool:
         hooks, call = self.layer_hooks, self._call
@@ -600,6 +596,16 @@ def _allocated_bytes() -> int:
     """As torch.cuda.memory_allocated, in a fifth of the time: that sorts all statistics."""
     statistics = torch.cuda.memory_stats_as_nested_dict()
     return int(statistics["allocated_bytes"]["all"]["current"]) if statistics else 0
+
+
+def _note_gradient(owner: weakref.ref[FlashClipHooks], name: str, parameter: torch.Tensor) -> None:
+    """Notes that autograd has given a parameter a gradient. In a proof, which runs in a call, autograd's gradients are
+    what the layers' are compared with."""
+    hooks = owner()
+    if hooks is None or not hooks.hooks_enabled or hooks.layer_hooks.is_off or hooks._call is not None:
+        return
+    if hooks.units.model.training:
+        hooks.bookkeeping.beside_layers.append(name)
 
 
 def _is_tapped_first(module: nn.Module) -> bool:
