@@ -146,6 +146,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self._taps: dict[nn.Module, int] = {}
         self._watched: set[nn.Parameter] = set()
         self._call: _Call | None = None
+        self.last_situation: Situation | None = None
         self._records: dict[int, RecordedForward] = {}
         self._allocated_before = 0
         self._state = ModelState(self.units.model)
@@ -167,6 +168,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         return Situations(
             self.units, self.layer_hooks, workspace, check, self._run, self._attach, self.parameter_names()
         )
+
+    def modes(self) -> tuple[Any, ...]:
+        """What a program may change in the model between two forwards, and what a proof depends on: modes, hooks,
+        replaced forwards and attributes."""
+        return self._state.structure(), self._state.modes()
 
     @property
     def trained(self) -> dict[nn.Parameter, str]:
@@ -390,6 +396,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             hooks.batch = batch
         known = self.situations.known.get(call.key)
         if known is None:
+            if self.bookkeeping.is_captured and batch:
+                raise MemprofError(
+                    "compute_loss runs the model in another way than before its capture in a CUDA graph, and nothing can "
+                    "be proved while it is captured: run the model in the same way each time."
+                )
             return
         known.forwards += bool(batch)
         if batch and random is not None and self._is_explained(known.forwards):
@@ -397,7 +408,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         is_due = known.forwards > 1 and batch and is_checked(self.situations.check, known.forwards)
         if is_due and random is not None and self._shared_samples is None:
             self.situations.recheck(known, call.entry, call.args, call.kwargs, random)
-        call.situation = known
+        call.situation = self.last_situation = known
         hooks.layouts, hooks.plain = known.layouts, known.plain
 
     def _prove(
