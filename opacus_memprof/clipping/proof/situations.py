@@ -56,6 +56,7 @@ class Situation:
         traces: the orders of layer calls that are proved; see ``order_of``.
         forwards: the number of forwards so far.
         checks: the numbers of the forwards that were checked.
+        samples: how many samples were proved, where a proof with the whole batch did not fit in memory.
     """
 
     layouts: dict[Layer, Layout]
@@ -64,6 +65,7 @@ class Situation:
     traces: list[Order] = field(default_factory=list)
     forwards: int = 0
     checks: list[int] = field(default_factory=list)
+    samples: int | None = None
 
 
 class Situations:
@@ -156,14 +158,24 @@ class Situations:
         return Situation(layouts, plain, probe.wheres)
 
     def _doubts(self, probe: Probe, situation: Situation, random: RandomState) -> list[Doubt]:
+        count = max(self.hooks.batch, _LEAST)
+        while True:
+            try:
+                return self._doubts_of(probe, situation, random, count)
+            except torch.OutOfMemoryError:
+                # Under FSDP2 all ranks run the same forwards, and the others have memory left.
+                if count <= _LEAST or self.units.is_sharded:
+                    raise
+                count = situation.samples = max(_LEAST, count // 2)
+
+    def _doubts_of(self, probe: Probe, situation: Situation, random: RandomState, count: int) -> list[Doubt]:
         batch = self.hooks.batch
-        count = max(batch, _LEAST)
         leaves = probe.leaves if count == batch else probe.leaves_of(range(count))
         try:
             prover = self._prover(probe, situation, random, leaves, count)
             doubts = prover.mixing()
             if not doubts:
-                real = prover if count == batch else self._prover(probe, situation, random, probe.leaves, batch)
+                real = prover if count <= batch else self._prover(probe, situation, random, probe.leaves, batch)
                 doubts = [] if self.units.is_sharded else real.sums()
                 if real is not prover:
                     real.trace = real.run_for_trace()
