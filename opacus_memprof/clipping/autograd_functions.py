@@ -20,9 +20,7 @@ from opacus_memprof.errors import MemprofError
 TappedCall = tuple[Layer, Bookkeeping, "Arrangement | None", int, int]
 
 
-def receive_gradient(
-    call: TappedCall, x: torch.Tensor | None, g: torch.Tensor
-) -> None:
+def receive_gradient(call: TappedCall, x: torch.Tensor | None, g: torch.Tensor) -> None:
     """Passes a layer's input and the gradient of its output to ``bookkeeping.add``.
 
     Args:

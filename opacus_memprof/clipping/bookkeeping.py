@@ -158,7 +158,8 @@ class Bookkeeping:
                 each.tasks.add(task)
 
     def _pass_of(self, forward: int, batch_size: int) -> BackwardPass:
-        """The pass of a forward. Forwards that one call of ``backward`` goes through belong to one pass: they have the same
+        """The pass of a forward. Forwards that one call of ``backward`` goes through belong to one pass: they have the
+        same
         samples. Those of different calls have different samples."""
         for each in reversed(self._passes):
             if forward in each.forwards:
@@ -303,8 +304,10 @@ class Bookkeeping:
             )
         if self.beside_layers:
             raise MemprofError(
-                f"the gradient of {self.beside_layers[0]} comes from outside of the layers that use it, so that it cannot be "
-                "clipped: from a term of the loss that depends on the parameter itself, or from a part of the model that was "
+                f"the gradient of {self.beside_layers[0]} comes from outside of the layers that use it, so that it "
+                "cannot be "
+                "clipped: from a term of the loss that depends on the parameter itself, or from a part of the model "
+                "that was "
                 "not followed. Use weight_decay of the optimizer for a penalty, and call the model itself."
             )
         for each in self._passes:

@@ -31,11 +31,12 @@ from opacus_memprof.clipping.layers import GenericLayer
 from opacus_memprof.clipping.module_state import restoring_state
 from opacus_memprof.clipping.owners import remember_owner
 from opacus_memprof.clipping.probe import CannotRunError
+from opacus_memprof.clipping.proof.certificate import Certificate, Description
+from opacus_memprof.clipping.proof.contexts import without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.explanation import RecordedForward, check_explained
 from opacus_memprof.clipping.proof.hooks_of_users import run_hooks, run_pre_hooks
-from opacus_memprof.clipping.proof.contexts import without_saved_tensors_hooks
-from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key
-from opacus_memprof.clipping.proof.outputs import tensors_in
+from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key, size_class
+from opacus_memprof.clipping.proof.outputs import alias_leaves, tensors_in
 from opacus_memprof.clipping.proof.schedule import is_checked
 from opacus_memprof.clipping.proof.situations import Situation, Situations, order_of
 from opacus_memprof.clipping.repetition import RandomState, is_repeating
@@ -140,6 +141,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self.passes: Passes = 1 if rule.by_parameter or units.is_sharded else passes
         self._shared_samples = SharedSamples(units.model) if units.is_sharded else None
         self.units = units
+        self.certificate = Certificate("flash_clip", units.model, check, nonfinite)
         self.layer_hooks = LayerHooks(bookkeeping)
         self.hooks_enabled = True
         self._entries: dict[nn.Module, tuple[int, int]] = {}  # the hooks of what the program may call, by their ids
@@ -207,7 +209,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         let_reducer_run(self._module, True)
 
     def _attach(self) -> None:
-        """Puts hooks on what has none yet: on all modules with trained parameters, to see which of them the program calls,
+        """Puts hooks on what has none yet: on all modules with trained parameters, to see which of them the program
+        calls,
         and on those of layers."""
         for module in self.units.model.modules():
             if module not in self._entries and any(each in self.units.at for each in module.modules()):
@@ -231,7 +234,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             _untraced(self._after_module), with_kwargs=True, always_call=True, prepend=_is_tapped_first(module)
         )
         self._taps[module] = tap.id
-        module._forward_hooks.move_to_end(self._entries[module][1])  # behind a tap that is not the first
+        _hooks_of(module).move_to_end(self._entries[module][1])  # behind a tap that is not the first
         self.autograd_grad_sample_hooks += [before, tap]
 
     def _refuse_gradients_beside_layers(self) -> None:
@@ -243,7 +246,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 self._watched.add(parameter)
                 # Python's garbage collector does not find a cycle through a parameter's hook.
                 note = functools.partial(_note_gradient, weakref.ref(self), name)
-                self.autograd_grad_sample_hooks.append(parameter.register_post_accumulate_grad_hook(note))
+                handle = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+                self.autograd_grad_sample_hooks.append(handle)
 
     def _active(self) -> bool:
         hooks, call = self.layer_hooks, self._call
@@ -314,6 +318,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         try:
             self._begin(self._call)
         except MemprofError as error:
+            self.certificate.refuse(error)
             if self._shared_samples is not None:  # all ranks have raised one
                 raise
             self.bookkeeping.refusal.add(error)
@@ -377,17 +382,18 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         """Hooks that the program has put before those of layers come behind them again."""
         for module, tap in self._taps.items():
             if _is_tapped_first(module):
-                module._forward_hooks.move_to_end(tap, last=False)
+                _hooks_of(module).move_to_end(tap, last=False)
 
     def _prepare(self, call: _Call, error: MemprofError | None) -> None:
         """Finds the situation of a call, and proves it if it is new or due. ``error`` is what was raised before, under
         FSDP2, where all ranks hear of it."""
         hooks, batch, random = self.layer_hooks, self.layer_hooks.batch, call.random
         signature = self.situations.arguments.signature(call.args, call.kwargs, batch)
-        call.key = call.entry, self._modes, signature, batch.bit_length(), autocast_key(("cpu", "cuda"))
+        call.key = call.entry, self._modes, signature, size_class(batch), autocast_key(("cpu", "cuda"))
+        is_new = call.key not in self.situations.known
         try:
             if self._shared_samples is not None:
-                self._prove_on_all_ranks(call, self._shared_samples, (signature, batch.bit_length()), error)
+                self._prove_on_all_ranks(call, self._shared_samples, (signature, size_class(batch)), error)
             elif call.key not in self.situations.known and batch and random is not None:
                 self.situations.known[call.key] = self._prove(call.entry, call.args, call.kwargs, random)
         except CannotRunError as cause:  # raised after the forward, which may fail for the same reason
@@ -398,22 +404,43 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if known is None:
             if self.bookkeeping.is_captured and batch:
                 raise MemprofError(
-                    "compute_loss runs the model in another way than before its capture in a CUDA graph, and nothing can "
-                    "be proved while it is captured: run the model in the same way each time."
+                    "compute_loss runs the model in another way than before its capture in a CUDA graph, and nothing "
+                    "can be proved while it is captured: run the model in the same way each time."
                 )
             return
         known.forwards += bool(batch)
+        if known.record is None:
+            self._certify(call, known)
+        if known.record is not None and batch:
+            known.record.begin_forward(batch)
+            if is_new:
+                self._note_proof(known)
         if batch and random is not None and self._is_explained(known.forwards):
             call.record = RecordedForward.begin(call.entry, call.args, call.kwargs, batch, random)
         is_due = known.forwards > 1 and batch and is_checked(self.situations.check, known.forwards)
         if is_due and random is not None and self._shared_samples is None:
-            self.situations.recheck(known, call.entry, call.args, call.kwargs, random)
+            known = self.situations.recheck(call.key, call.entry, call.args, call.kwargs, random)
+        if not known.is_finite:
+            self.situations.known.pop(call.key, None)
         call.situation = self.last_situation = known
         hooks.layouts, hooks.plain = known.layouts, known.plain
 
-    def _prove(
-        self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], random: RandomState
-    ) -> Situation:
+    def _certify(self, call: _Call, situation: Situation) -> None:
+        """Has a situation that was proved recorded."""
+        units, batch = self.units, _batch_size(call.args, call.kwargs)
+        description = Description.of(
+            units.model, call.entry, call.args, call.kwargs, batch, units.layers(), self.situations.trained
+        )
+        situation.record = self.certificate.situation(description)
+
+    def _note_proof(self, situation: Situation) -> None:
+        """Records that a situation was proved, on all samples of the current forward."""
+        if situation.record is not None and self.situations.check != "off":
+            situation.record.note("mixing", situation.share)
+            if not self.units.is_sharded:
+                situation.record.note("sums", situation.share)
+
+    def _prove(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], random: RandomState) -> Situation:
         refuse_context_parallel()
         for layer in self.units.at.get(entry, ()):
             if not isinstance(layer, GenericLayer):
@@ -441,7 +468,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 self.situations.known[call.key] = new
 
     def _is_explained(self, forward: int) -> bool:
-        """Whether a step is compared with what its outputs explain: when a situation is checked, but for "sometimes" more
+        """Whether a step is compared with what its outputs explain: when a situation is checked, but for "sometimes"
+        more
         seldom (the 1st, 8th, 64th, 512th, 1000th, 2000th, … forward), since it takes as long as a step."""
         check = self.situations.check
         if self.units.is_sharded or not is_checked(check, forward):
@@ -473,6 +501,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         try:
             return self._finish(call, output)
         except MemprofError as error:
+            self.certificate.refuse(error)
             self.bookkeeping.refusal.add(error)
             return None
 
@@ -484,27 +513,35 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 "model ran on its whole input, but not on some samples of it "
                 f"({type(call.cannot_run).__name__}: {call.cannot_run})."
             ) from call.cannot_run
-        if call.situation is not None and self.situations.check != "off" and call.random is not None:
-            if hooks.batch and order_of(hooks.trace) not in call.situation.traces:
-                output = self._prove_trace(call, call.situation, call.random, output)
+        situation, is_checked = call.situation, self.situations.check != "off" and bool(hooks.batch)
+        if situation is not None and is_checked and call.random is not None:
+            if order_of(hooks.trace) not in situation.traces:
+                output = self._prove_trace(call, situation, call.random, output)
         tensors = tensors_in(output)
         wheres = call.situation.wheres if call.situation is not None else self._wheres_by_shape(tensors)
         outputs = [(x, where) for x, where in zip(tensors, wheres, strict=False) if x.requires_grad]
         if not outputs and hooks.trace:
             raise MemprofError(
-                f"no gradient leads from the output of the model (a {type(output).__name__}) to its layers: return tensors, "
+                f"no gradient leads from the output of the model (a {type(output).__name__}) to its layers: return "
+                "tensors, "
                 "or tuples, lists, dictionaries or data classes of them, that are not detached."
             )
         output, outputs = self._two_passes(output, outputs)
         if hooks.for_compiled_autograd:
             return output
         record = call.record
-        if record is not None and call.random is not None:
+        # Of an output from which others are computed, only what the program does with it counts.
+        aliases = None if record is None else alias_leaves(output, [x for x, _ in outputs])
+        if record is not None and aliases is not None and call.random is not None:
+            output, outputs = aliases[0], list(zip(aliases[1], [where for _, where in outputs], strict=True))
             record.wheres = [where for _, where in outputs]
             record.draws = call.random.has_moved()
+            proof = None if call.situation is None else call.situation.record
+            record.proof = None if proof is None else (proof, proof.forwards)
             self._records[hooks.forward] = record
         for place, (x, _) in enumerate(outputs):
-            x.register_hook(functools.partial(self._begin_backward, hooks.forward, record, place))
+            begin = functools.partial(self._begin_backward, hooks.forward, record, place)
+            x.register_hook(begin)  # type: ignore[no-untyped-call]
         return output
 
     def _wheres_by_shape(self, tensors: list[torch.Tensor]) -> list[Arrangement | None]:
@@ -512,9 +549,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         batch = self.layer_hooks.batch
         return [PLAIN if x.dim() and len(x) == batch else None for x in tensors]
 
-    def _begin_backward(
-        self, forward: int, record: RecordedForward | None, place: int, gradient: torch.Tensor
-    ) -> None:
+    def _begin_backward(self, forward: int, record: RecordedForward | None, place: int, gradient: torch.Tensor) -> None:
         self.bookkeeping.begin_backward(forward)
         if record is not None:
             record.add(place, gradient)
@@ -531,6 +566,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             if own and len(own) == len(each.forwards) and each.samples is None:
                 with self.layer_hooks.off(), without_saved_tensors_hooks():
                     check_explained(each, own, self.trained, self.bookkeeping.workspace)
+                for proof, forward in (record.proof for record in own if record.proof is not None):
+                    proof.note("explained", forward=forward)
 
     def _prove_trace(self, call: _Call, situation: Situation, random: RandomState, output: Any) -> Any:
         """Proves a forward that has called the layers in a new order. Returns its output: that of another forward, with
@@ -561,9 +598,16 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             )
         if is_same:
             situation.traces.append(order)
+            if situation.record is not None:
+                situation.record.orders += 1
+                self._note_proof(situation)
             hooks.layouts, hooks.plain = situation.layouts, situation.plain
         else:
             situations.known[call.key] = call.situation = new
+            self._certify(call, new)
+            if new.record is not None:
+                new.record.begin_forward(hooks.batch)
+                self._note_proof(new)
         return output
 
     def _two_passes(
@@ -578,7 +622,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return output, outputs
         if None in places:
             raise MemprofError(
-                f"flash_clip_passes=2 needs tensors, or tuples, lists or dictionaries of them, as outputs, but the model "
+                "flash_clip_passes=2 needs tensors, or tuples, lists or dictionaries of them, as outputs, but the "
+                "model "
                 f"returned a {type(output).__name__}: return these, or use flash_clip_passes=1."
             )
         inner = [x for x, _ in outputs]
@@ -603,6 +648,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         return growth <= free + torch.cuda.memory_reserved() - allocated
 
 
+def _hooks_of(module: nn.Module) -> Any:
+    """The forward hooks of a module, by id, in the order in which they are called."""
+    return module._forward_hooks
+
+
 def _allocated_bytes() -> int:
     """As torch.cuda.memory_allocated, in a fifth of the time: that sorts all statistics."""
     statistics = torch.cuda.memory_stats_as_nested_dict()
@@ -622,8 +672,8 @@ def _note_gradient(owner: weakref.ref[FlashClipHooks], name: str, parameter: tor
 def _is_tapped_first(module: nn.Module) -> bool:
     """Returns whether a module's tap comes before its other hooks.
 
-    Also before FSDP's: in backward it then gathers the parameters before the tap keeps anything, and its buffer has gone
-    by then. An embedding needs no parameters there.
+    Also before FSDP's: in backward it then gathers the parameters before the tap keeps anything, and its buffer has
+    gone by then. An embedding needs no parameters there.
     """
     return not (isinstance(module, FSDPModule) and isinstance(module, nn.Embedding))
 

@@ -97,11 +97,12 @@ def sharded_layer(name: str, module: nn.Module, trainable: Sequence[str]) -> Lay
     return layer
 
 
-def refuse_repetition(layer: Layer) -> None:
-    """Raises MemprofError: the layer's parameters are not there when its forward would be repeated."""
+def refuse_repetition(layer: Layer, reason: str = "") -> None:
+    """Raises MemprofError: the layer's parameters are not there when its forward would be repeated. ``reason`` is a
+    sentence that says why it would be."""
     raise MemprofError(
         f"the gradients of {layer.describe()} need its forward repeated, or that of a module around it, in backward, "
-        "when FSDP2 has freed parameters: freeze it, or use DDP."
+        f"when FSDP2 has freed parameters: freeze it, or use DDP. {reason}".rstrip()
     )
 
 
@@ -156,7 +157,7 @@ class SharedSamples:
     def reshard(self) -> None:
         """Has every module show its shards: those that a forward without a backward has left whole show others."""
         for module in self._modules:
-            if any(not isinstance(p, DTensor) for p in module.parameters()):  # type: ignore[attr-defined]
+            if any(not isinstance(p, DTensor) for p in module.parameters()):
                 module.reshard()
 
     def next(
@@ -200,7 +201,10 @@ class SharedSamples:
         dist.broadcast_object_list(sent, source)
         if sent[0] is None:  # ranks that are simulated, one without the others
             return None
-        moved = [new.to(own.device) if isinstance(new, torch.Tensor) else new for new, own in zip(sent[0], leaves, strict=True)]
+        moved = [
+            new.to(own.device) if isinstance(new, torch.Tensor) else new
+            for new, own in zip(sent[0], leaves, strict=True)
+        ]
         args, kwargs = tree_unflatten(moved, structure)
         is_new = first >> 48 == 2
         return SharedProof(is_new, sent[3] == repr(situation), args, kwargs, sent[1], self._on_own_device(sent[2]))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for the bookkeeping while a proof runs backward: records what reaches each layer, and keeps nothing else."""
+"""Stands in for the bookkeeping while a proof runs backward: records what reaches each layer, and keeps nothing
+else."""
 
 from __future__ import annotations
 
@@ -24,15 +25,27 @@ class Record:
         layer: the layer.
         inputs: of its inputs, those that have samples.
         gradients: of the gradients of its outputs.
+        own: of the per-sample gradients of its parameters, if these are found with all samples there.
     """
 
     layer: Layer
     inputs: list[Rows]
     gradients: list[Rows]
+    own: list[Rows] = field(default_factory=list)
+
+    def first(self, count: int, with_gradients: bool) -> Record:
+        """Of the first samples alone, with or without the gradients."""
+        inputs, gradients, own = (
+            [rows.first(count) for rows in each] for each in (self.inputs, self.gradients, self.own)
+        )
+        return Record(self.layer, inputs, gradients if with_gradients else [], own if with_gradients else [])
 
 
 class RowRecorder:
     """Records, by sample, what each layer's backward gets.
+
+    Args:
+        workspace: ceiling on temporaries.
 
     Attributes:
         records: in the order of backward.
@@ -41,7 +54,8 @@ class RowRecorder:
     is_captured = False
     refusal = KeptRefusal()
 
-    def __init__(self) -> None:
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
         self.records: list[Record] = []
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
@@ -53,7 +67,11 @@ class RowRecorder:
         call: Call = x
         pairs = zip(call.leaves, call.arrangements, strict=True)
         inputs = [Rows.of(where.by_sample(leaf, call.batch)) for leaf, where in pairs if where is not None]
-        self.records.append(Record(layer, inputs, [Rows.of(each) for each in call.sample_gradients(g)]))
+        own = []
+        if layer.way == "whole":
+            kept = layer.keep(call, g, self.workspace, norms=False)
+            own = [Rows.of(stack) for stack in kept.stacks.values()]
+        self.records.append(Record(layer, inputs, [Rows.of(each) for each in call.sample_gradients(g)], own))
 
     def of_layer(self, layer: Layer) -> list[Record]:
         """The records of a layer."""
