@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
@@ -147,6 +148,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self._taps: dict[nn.Module, int] = {}
         self._watched: set[nn.Parameter] = set()
         self._call: _Call | None = None
+        self.last_situation: Situation | None = None
         self._records: dict[int, RecordedForward] = {}
         self._allocated_before = 0
         self._state = ModelState(self.units.model)
@@ -168,6 +170,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         return Situations(
             self.units, self.layer_hooks, workspace, check, self._run, self._attach, self.parameter_names()
         )
+
+    def modes(self) -> tuple[Any, ...]:
+        """What a program may change in the model between two forwards, and what a proof depends on: modes, hooks,
+        replaced forwards and attributes."""
+        return self._state.structure(), self._state.modes()
 
     @property
     def trained(self) -> dict[nn.Parameter, str]:
@@ -237,15 +244,10 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         for parameter, name in self.parameter_names().items():
             if parameter not in self._watched:
                 self._watched.add(parameter)
-                note = functools.partial(self._note_gradient, name)
+                # Python's garbage collector does not find a cycle through a parameter's hook.
+                note = functools.partial(_note_gradient, weakref.ref(self), name)
                 handle = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
                 self.autograd_grad_sample_hooks.append(handle)
-
-    def _note_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        # In a proof, which runs in a call, autograd's gradients are what the layers' are compared with.
-        hooks_off = self.layer_hooks.is_off or not self.hooks_enabled
-        if self.units.model.training and self._call is None and not hooks_off:
-            self.bookkeeping.beside_layers.append(name)
 
     def _active(self) -> bool:
         hooks, call = self.layer_hooks, self._call
@@ -400,6 +402,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             hooks.batch = batch
         known = self.situations.known.get(call.key)
         if known is None:
+            if self.bookkeeping.is_captured and batch:
+                raise MemprofError(
+                    "compute_loss runs the model in another way than before its capture in a CUDA graph, and nothing "
+                    "can be proved while it is captured: run the model in the same way each time."
+                )
             return
         known.forwards += bool(batch)
         if known.record is None:
@@ -415,7 +422,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             known = self.situations.recheck(call.key, call.entry, call.args, call.kwargs, random)
         if not known.is_finite:
             self.situations.known.pop(call.key, None)
-        call.situation = known
+        call.situation = self.last_situation = known
         hooks.layouts, hooks.plain = known.layouts, known.plain
 
     def _certify(self, call: _Call, situation: Situation) -> None:
@@ -650,6 +657,16 @@ def _allocated_bytes() -> int:
     """As torch.cuda.memory_allocated, in a fifth of the time: that sorts all statistics."""
     statistics = torch.cuda.memory_stats_as_nested_dict()
     return int(statistics["allocated_bytes"]["all"]["current"]) if statistics else 0
+
+
+def _note_gradient(owner: weakref.ref[FlashClipHooks], name: str, parameter: torch.Tensor) -> None:
+    """Notes that autograd has given a parameter a gradient. In a proof, which runs in a call, autograd's gradients are
+    what the layers' are compared with."""
+    hooks = owner()
+    if hooks is None or not hooks.hooks_enabled or hooks.layer_hooks.is_off or hooks._call is not None:
+        return
+    if hooks.units.model.training:
+        hooks.bookkeeping.beside_layers.append(name)
 
 
 def _is_tapped_first(module: nn.Module) -> bool:

@@ -31,6 +31,7 @@ from opacus_memprof.clipping.observation import (
 )
 from opacus_memprof.clipping.proof.outputs import tensors_in
 from opacus_memprof.clipping.repetition import WAYS, Call, RandomState, Repetition, close
+from opacus_memprof.clipping.sharded import refuse_repetition
 from opacus_memprof.clipping.units import Units
 from opacus_memprof.errors import MemprofError
 
@@ -153,6 +154,8 @@ class Probe:
         return bool(found)
 
     def _repeat_more(self, layer: Layer, reason: str = "") -> None:
+        if self.units.is_sharded:
+            refuse_repetition(layer, reason or "Its samples influence one another, or are not in one dimension.")
         if layer.module not in self._inside:
             raise MemprofError(
                 f"parameters of {layer.describe()} are used where a part of the model was called by itself; call the "

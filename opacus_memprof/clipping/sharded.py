@@ -97,11 +97,12 @@ def sharded_layer(name: str, module: nn.Module, trainable: Sequence[str]) -> Lay
     return layer
 
 
-def refuse_repetition(layer: Layer) -> None:
-    """Raises MemprofError: the layer's parameters are not there when its forward would be repeated."""
+def refuse_repetition(layer: Layer, reason: str = "") -> None:
+    """Raises MemprofError: the layer's parameters are not there when its forward would be repeated. ``reason`` is a
+    sentence that says why it would be."""
     raise MemprofError(
         f"the gradients of {layer.describe()} need its forward repeated, or that of a module around it, in backward, "
-        "when FSDP2 has freed parameters: freeze it, or use DDP."
+        f"when FSDP2 has freed parameters: freeze it, or use DDP. {reason}".rstrip()
     )
 
 

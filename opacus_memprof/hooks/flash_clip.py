@@ -22,6 +22,7 @@ _CATEGORIES = {
     name: native.category_id("activation_hooks_opacus_only" if name == "activation_hooks" else name)
     for name in ("activation_hooks", "backprop_copies", "norm_samples", "per_sample_gradients", "summed_gradients")
 }
+_GRADIENTS = native.Tag(category=_CATEGORIES["backprop_copies"], op=_OP)
 _RETAGGED_FROM = tuple(
     native.category_id(name) for name in ("forward_undecided", "backward_temporaries", "temp_matrices")
 )
@@ -35,6 +36,7 @@ def observe_bookkeeping(attachment: Attachment) -> None:
     for name in ("prove", "recheck"):
         attachment.observe(f"opacus_memprof.clipping.proof.situations:Situations.{name}", _observe_proof)
     attachment.observe("opacus_memprof.clipping.proof.explanation:copied", _observe_copies)
+    attachment.observe("opacus_memprof.clipping.proof.explanation:RecordedForward.add", _observe_gradients)
 
 
 def _observe_add(bookkeeping: Bookkeeping, layer: Any, *args: Any) -> Observation:
@@ -61,6 +63,12 @@ def _observe_proof(_: Any, *arguments: Any) -> Observation:
 def _observe_copies(*_: Any) -> Observation:
     """What a step is compared with later: the batch again."""
     with _COPIES:
+        yield
+
+
+def _observe_gradients(*_: Any) -> Observation:
+    """The gradients of the outputs, of a step that is compared with them later."""
+    with _GRADIENTS:
         yield
 
 
