@@ -7,6 +7,7 @@ eight bits changes a constant vector by up to 0.2 %, and gradients that cancel b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,12 +47,23 @@ def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, wo
 
 
 def sum_outer_products(
-    g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, workspace: Workspace
+    g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, workspace: Workspace, lost: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     """As ``sum_products``, of operands [N, T, rows] and [N, T, columns], as [rows, columns]. None if one product is not
     enough: its copies do not fit into the workspace, or there is one sample, whose gradient is scaled instead."""
     sums = native.sum_outer_products([(g, a)], factors.to(sum_dtype(g.dtype)), workspace.bytes)
+    if sums and lost is not None:
+        add_lost([(g, a)], sums, lost)
     return sums[0] if sums else None
+
+
+def add_lost(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], totals: Sequence[torch.Tensor], factors: torch.Tensor
+) -> None:
+    """Adds the clipped gradients of samples whose tokens cancel, on CUDA. See ``lost_triton.add_products_cuda``."""
+    from opacus_memprof.clipping.lost_triton import add_products_cuda
+
+    add_products_cuda(pairs, totals, factors)
 
 
 def scale_single_samples(stacks: list[torch.Tensor], factors: torch.Tensor) -> list[torch.Tensor]:
@@ -79,7 +91,12 @@ def products(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 
 
 def sum_products(
-    g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, groups: int, workspace: Workspace
+    g: torch.Tensor,
+    a: torch.Tensor,
+    factors: torch.Tensor,
+    groups: int,
+    workspace: Workspace,
+    lost: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weighted sum of weight gradients ``g[n] @ a[n]``: one matrix product over samples and tokens together, as in
     training without privacy.
@@ -90,10 +107,21 @@ def sum_products(
         factors: clip factors, [N], float32 (float64).
         groups: of a grouped convolution; otherwise 1.
         workspace: ceiling on temporaries.
+        lost: on CUDA, the clip factors, [N] float32, of samples whose tokens cancel, which have 0 in ``factors``.
 
     Returns:
         [groups, rows, columns], float32 for operands of low precision, otherwise in the operands' dtype.
     """
+    total = _sum_products(g, a, factors, groups, workspace)
+    if lost is not None and g.numel():
+        pairs = [(g[k::groups].mT, a[k::groups]) for k in range(groups)]
+        add_lost(pairs, list(total), lost)
+    return total
+
+
+def _sum_products(
+    g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, groups: int, workspace: Workspace
+) -> torch.Tensor:
     count, rows, tokens = g.shape
     columns, samples = a.shape[2], count // groups
     g = g.view(samples, groups, rows, tokens)
