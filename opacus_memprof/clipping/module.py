@@ -30,10 +30,12 @@ from opacus_memprof.clipping.layers import GenericLayer
 from opacus_memprof.clipping.module_state import restoring_state
 from opacus_memprof.clipping.owners import remember_owner
 from opacus_memprof.clipping.probe import CannotRunError
+from opacus_memprof.clipping.proof.certificate import Certificate, Description
 from opacus_memprof.clipping.proof.explanation import RecordedForward, check_explained
 from opacus_memprof.clipping.proof.hooks_of_users import run_hooks, run_pre_hooks
+from opacus_memprof.clipping.proof.contexts import without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key
-from opacus_memprof.clipping.proof.outputs import tensors_in
+from opacus_memprof.clipping.proof.outputs import alias_leaves, tensors_in
 from opacus_memprof.clipping.proof.schedule import is_checked
 from opacus_memprof.clipping.proof.situations import Situation, Situations, order_of
 from opacus_memprof.clipping.repetition import RandomState, is_repeating
@@ -138,6 +140,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self.passes: Passes = 1 if rule.by_parameter or units.is_sharded else passes
         self._shared_samples = SharedSamples(units.model) if units.is_sharded else None
         self.units = units
+        self.certificate = Certificate("flash_clip", units.model, check, nonfinite)
         self.layer_hooks = LayerHooks(bookkeeping)
         self.hooks_enabled = True
         self._entries: dict[nn.Module, tuple[int, int]] = {}  # the hooks of what the program may call, by their ids
@@ -241,12 +244,13 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
     def _note_gradient(self, name: str, parameter: torch.Tensor) -> None:
         # In a proof, which runs in a call, autograd's gradients are what the layers' are compared with.
-        if self.hooks_enabled and self.units.model.training and self._call is None:
+        hooks_off = self.layer_hooks.is_off or not self.hooks_enabled
+        if self.units.model.training and self._call is None and not hooks_off:
             self.bookkeeping.beside_layers.append(name)
 
     def _active(self) -> bool:
         hooks, call = self.layer_hooks, self._call
-        if not self.hooks_enabled or is_repeating():
+        if not self.hooks_enabled or hooks.is_off or is_repeating():
             return False
         if call is None:  # a checkpoint runs a layer again, in backward
             return self.units.model.training
@@ -287,7 +291,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if self._call is not None:
             self._call.depth += module is self._call.entry
             return None
-        if not self.hooks_enabled or is_repeating():
+        if not self.hooks_enabled or self.layer_hooks.is_off or is_repeating():
             return None
         if torch._C._current_graph_task_id() != -1 and module is not self.units.model:
             return None  # a checkpoint runs a part of the model again, in backward
@@ -296,7 +300,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if is_off:
             return None
         was_layer = module in self._taps
-        self._begin(self._call)
+        try:
+            self._begin(self._call)
+        except MemprofError as error:
+            self.certificate.refuse(error)
+            raise
         # A hook that a call's hooks add to the module does not run in that call.
         is_new = module in self._taps and not was_layer
         return self._before_module(module, args, kwargs) if is_new else None
@@ -354,6 +362,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         signature = self.situations.arguments.signature(call.args, call.kwargs, batch)
         call.key = call.entry, self._modes, signature, batch.bit_length(), autocast_key(("cpu", "cuda"))
         known = self.situations.known.get(call.key)
+        is_new = known is None
         args, kwargs = call.args, call.kwargs
         if self._shared_samples is not None:
             shared = self._shared_samples.take(args, kwargs, batch, signature[0], known is not None)
@@ -364,6 +373,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 refuse_context_parallel()
                 self._check_inputs(call)
                 known = self.situations.known[call.key] = self.situations.prove(call.entry, args, kwargs, random)
+                self._certify(call, known)
         except CannotRunError as error:  # raised after the forward, which may fail for the same reason
             call.cannot_run = error.__cause__ or error
         finally:
@@ -371,12 +381,31 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if known is None:
             return
         known.forwards += bool(batch)
+        if known.record is not None and batch:
+            known.record.begin_forward(batch)
+            if is_new:
+                self._note_proof(known)
         if batch and random is not None and self._is_explained(known.forwards):
             call.record = RecordedForward.begin(call.entry, call.args, call.kwargs, batch, random)
         if known.forwards > 1 and batch and random is not None and is_checked(self.situations.check, known.forwards):
             self.situations.recheck(known, call.entry, args, kwargs, random)
         call.situation = known
         hooks.layouts, hooks.plain = known.layouts, known.plain
+
+    def _certify(self, call: _Call, situation: Situation) -> None:
+        """Has a situation that was proved recorded."""
+        units, batch = self.units, _batch_size(call.args, call.kwargs)
+        description = Description.of(
+            units.model, call.entry, call.args, call.kwargs, batch, units.layers(), self.situations.trained
+        )
+        situation.record = self.certificate.situation(description)
+
+    def _note_proof(self, situation: Situation) -> None:
+        """Records that a situation was proved, on all samples of the current forward."""
+        if situation.record is not None and self.situations.check != "off":
+            situation.record.note("mixing")
+            if not self.units.is_sharded:
+                situation.record.note("sums")
 
     def _is_explained(self, forward: int) -> bool:
         """Whether a step is compared with what its outputs explain: when a situation is checked, but for "sometimes" more
@@ -413,15 +442,19 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self._call = None
         if output is None or call.is_off or not self.hooks_enabled:
             return None
+        try:
+            return self._finish(call, output)
+        except MemprofError as error:
+            self.certificate.refuse(error)
+            raise
+
+    def _finish(self, call: _Call, output: Any) -> Any:
         if call.cannot_run is not None:
             raise MemprofError(
                 "flash_clip needs inputs whose first dimension is the batch, of the same length in all of them: this "
                 "model ran on its whole input, but not on some samples of it "
                 f"({type(call.cannot_run).__name__}: {call.cannot_run})."
             ) from call.cannot_run
-        return self._finish(call, output)
-
-    def _finish(self, call: _Call, output: Any) -> Any:
         hooks = self.layer_hooks
         if call.situation is not None and self.situations.check != "off" and call.random is not None:
             if hooks.batch and order_of(hooks.trace) not in call.situation.traces:
@@ -438,9 +471,14 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if hooks.for_compiled_autograd:
             return output
         record = call.record
-        if record is not None and call.random is not None:
+        # Of an output from which others are computed, only what the program does with it counts.
+        aliases = None if record is None else alias_leaves(output, [x for x, _ in outputs])
+        if record is not None and aliases is not None and call.random is not None:
+            output, outputs = aliases[0], list(zip(aliases[1], [where for _, where in outputs], strict=True))
             record.wheres = [where for _, where in outputs]
             record.draws = call.random.has_moved()
+            proof = None if call.situation is None else call.situation.record
+            record.proof = None if proof is None else (proof, proof.forwards)
             self._records[hooks.forward] = record
         for place, (x, _) in enumerate(outputs):
             x.register_hook(functools.partial(self._begin_backward, hooks.forward, record, place))
@@ -467,8 +505,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         records, self._records = self._records, {}
         for each in self.bookkeeping.backward_passes():
             own = [records[forward] for forward in each.forwards if forward in records]
-            if own and len(own) == len(each.forwards):
-                check_explained(each, own, self.situations.trained, self.bookkeeping.workspace)
+            if own and len(own) == len(each.forwards) and each.samples is None:
+                with self.layer_hooks.off(), without_saved_tensors_hooks():
+                    check_explained(each, own, self.trained, self.bookkeeping.workspace)
+                for proof, forward in (record.proof for record in own if record.proof is not None):
+                    proof.note("explained", forward=forward)
 
     def _prove_trace(self, call: _Call, situation: Situation, random: RandomState, output: Any) -> Any:
         """Proves a forward that has called the layers in a new order. Returns its output: that of another forward, with
@@ -499,9 +540,16 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             )
         if is_same:
             situation.traces.append(order)
+            if situation.record is not None:
+                situation.record.orders += 1
+                self._note_proof(situation)
             hooks.layouts, hooks.plain = situation.layouts, situation.plain
         else:
             situations.known[call.key] = call.situation = new
+            self._certify(call, new)
+            if new.record is not None:
+                new.record.begin_forward(hooks.batch)
+                self._note_proof(new)
         return output
 
     def _two_passes(

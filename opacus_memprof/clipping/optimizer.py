@@ -63,6 +63,10 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         self._names: dict[nn.Parameter, str] = {}
         self._follow_model()
         self._sum_check: SumCheck | None = None
+        self._largest_sum: float | None = None
+        module.certificate.describe_clipping(
+            rule.clipping, rule.bounds, self.max_grad_norm, self.noise_multiplier, self.loss_reduction
+        )
 
     @property
     def max_grad_norm(self) -> float:
@@ -153,10 +157,6 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
                 parameter.summed_grad += total
             del total
 
-    def _check_not_processed(self) -> None:
-        for parameter in self.params:
-            _check_processed_flag(parameter.summed_grad)
-
     def begin_sum_check(self) -> None:
         """Queues the check that the clipped sums are no larger than their samples allow. ``pre_step`` reads it when
         noise has been queued, too."""
@@ -186,7 +186,6 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         Raises:
             ValueError: ``zero_grad`` was not called since the last step (as Opacus does).
         """
-        self._check_not_processed()
         self._add_noise_to(self.params, divisor)
 
     def clip_and_add_noise(self) -> None:
@@ -206,13 +205,15 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     def _rounds_at_once(self) -> bool:
         """Returns whether each sum can be rounded as soon as it is formed: nothing more is added to it."""
-        is_one_pass = self.bookkeeping.passes == 1 and all(p.summed_grad is None for p in self.params)
-        return self._is_alone and is_one_pass and any(is_low_precision(p.dtype) for p in self.params)
+        if not self._is_alone or self.bookkeeping.passes != 1 or self.bookkeeping.limit.samples:
+            return False
+        return any(is_low_precision(parameter.dtype) for parameter in self.params)
 
     def _add_noise_to(self, params: list[Any], divisor: float) -> None:
         noisy: list[torch.Tensor] = []
         noiseless: list[torch.Tensor] = []
         for parameter in params:
+            _check_processed_flag(parameter.summed_grad)
             (noisy if self._gets_noise(parameter) else noiseless).append(parameter.summed_grad)
         noise.add_noise(
             noisy,
@@ -258,19 +259,23 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         """
         refuse_capture()
         skips = self._check_skip_next_step()
-        self._check_not_processed()
+        _check_processed_flag(self.params[0].summed_grad)  # before anything is added to it; add_noise checks all
         generators = self._generator_states()
         try:
             self._prepare_step(skips)
         except BaseException as error:
             generators.restore()
             if isinstance(error, MemprofError):
+                self._module.certificate.refuse(error)
                 self._is_last_step_skipped = False
                 self.zero_grad()
             raise
         if skips:
             self._is_last_step_skipped = True
             return False
+        self._module.certificate.count_step(
+            self.noise_bound(), self.noise_multiplier, self._largest_sum, self.dropped_samples_in_all_steps
+        )
         if self.step_hook:
             self.step_hook(self)
         self._is_last_step_skipped = False
@@ -304,7 +309,9 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     def _check_sums(self) -> None:
         check, self._sum_check = self._sum_check, None
         assert check is not None
-        check.raise_if_beyond(self._limit(), [self._names[parameter] for parameter in self.params])
+        self._largest_sum = check.raise_if_beyond(
+            self._limit(), lambda: [self._names[parameter] for parameter in self.params]
+        )
 
     def _limit(self) -> Limit:
         """The limit of the sums that this process has before ``reduce_gradients``."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.arrangement import Arrangement
 
@@ -34,15 +34,23 @@ def _tensors(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
                 yield from _tensors(item, depth - 1, seen)
 
 
-def differentiable(output: Any) -> list[torch.Tensor]:
-    """The tensors of an output that have a gradient."""
-    return [x for x in tensors_in(output) if x.requires_grad and (x.is_floating_point() or x.is_complex())]
+def alias_leaves(output: Any, tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]] | None:
+    """The output with a view in the place of each of these tensors, and the views; None if some are not in a tuple, list,
+    dictionary or the like."""
+    leaves, structure = tree_flatten(output)
+    places = [next((i for i, leaf in enumerate(leaves) if leaf is x), None) for x in tensors]
+    views = [x.view_as(x) for x in tensors]
+    for place, view in zip(places, views, strict=True):
+        if place is None:
+            return None
+        leaves[place] = view
+    return tree_unflatten(leaves, structure), views
 
 
 def cotangents(
     outputs: list[torch.Tensor],
     wheres: list[Arrangement | None],
-    batch: int,
+    drawn: int,
     weights: torch.Tensor,
     with_shared: bool,
 ) -> list[torch.Tensor]:
@@ -51,7 +59,7 @@ def cotangents(
     Args:
         outputs: differentiable outputs.
         wheres: where these have the samples; None for what all samples share, such as a loss.
-        batch: the number of samples.
+        drawn: the number of samples for which numbers are drawn: the first of them get the same in a smaller batch.
         weights: what the gradients of the samples are multiplied by, [B].
         with_shared: whether outputs that all samples share have a gradient other than zero.
     """
@@ -61,10 +69,13 @@ def cotangents(
         if where is None and not with_shared:
             found.append(torch.zeros_like(output))
             continue
-        g = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
-        if where is not None:
-            rows = where.by_sample(g, batch)
-            scale = weights.to(g.device).view(-1, *[1] * (rows.dim() - 1))
+        if where is None:
+            g = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
+        else:
+            batch = len(weights)
+            shape = drawn, *where.by_sample(output.detach(), batch).shape[1:]
+            rows = torch.randn(shape, generator=generator, dtype=output.dtype, device=output.device)[:batch]
+            scale = weights.to(rows.device).view(-1, *[1] * (rows.dim() - 1))
             # By torch.where, so that the rows of samples with weight 1 keep their bits, and others are exactly 0.
             g = as_output(torch.where(scale == 0, torch.zeros_like(rows), rows * scale.to(rows.dtype)), where, output)
         found.append(g)

@@ -18,7 +18,10 @@ from opacus_memprof.clipping.arguments import Check
 from opacus_memprof.clipping.arrangement import Arrangement
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, plain_layers
 from opacus_memprof.clipping.layers import Layer
+from opacus_memprof.clipping.module_state import restoring_state
 from opacus_memprof.clipping.probe import CannotRunError, Probe
+from opacus_memprof.clipping.proof.certificate import SituationRecord
+from opacus_memprof.clipping.proof.contexts import without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.prover import Doubt, Program, Prover
 from opacus_memprof.clipping.proof.row_moves import modules_that_move_rows
 from opacus_memprof.clipping.proof.model_state import Arguments
@@ -54,6 +57,7 @@ class Situation:
         traces: the orders of layer calls that are proved; see ``order_of``.
         forwards: the number of forwards so far.
         checks: the numbers of the forwards that were checked.
+        record: of this situation in the certificate; None until its proof has ended.
     """
 
     layouts: dict[Layer, Layout]
@@ -62,6 +66,7 @@ class Situation:
     traces: list[Order] = field(default_factory=list)
     forwards: int = 0
     checks: list[int] = field(default_factory=list)
+    record: SituationRecord | None = None
 
 
 class Situations:
@@ -112,7 +117,7 @@ class Situations:
         hooks.plain = {}
         probe = Probe(entry, self.units, hooks, args, kwargs, run, self._units_changed)
         try:
-            with eager(), torch.enable_grad():
+            with eager(), without_saved_tensors_hooks(), restoring_state(entry), torch.enable_grad():
                 situation = self._situation(probe)
                 if self.check == "off":
                     return situation
@@ -176,7 +181,7 @@ class Situations:
     ) -> Prover:
         args, kwargs = tree_unflatten(leaves, probe.structure)
         program = Program(
-            probe.model, probe.run_model, self.hooks, args, kwargs, batch, random, situation.wheres, self.trained
+            probe.model, probe.run_model, self.hooks, args, kwargs, batch, batch, random, situation.wheres, self.trained
         )
         return Prover(program, self.workspace)
 

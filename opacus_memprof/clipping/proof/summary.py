@@ -51,6 +51,11 @@ class Rows:
         bits, projections, norms, largest = (torch.cat(each) for each in zip(*parts, strict=True))
         return cls(shape, dtype, bits, projections, norms, largest)
 
+    def first(self, count: int) -> Rows:
+        """The summary of the first samples, which keeps the shape of all."""
+        parts = (self.bits, self.projections, self.norms, self.largest)
+        return Rows(self.shape, self.dtype, *(part[:count] for part in parts))
+
     def differences(self, other: Rows) -> torch.Tensor:
         """The distances of the samples from those of ``other``, relative to their norms, [B]: 0 for the same bits."""
         distances = (self.projections - other.projections).abs().amax(1) / self.norms.clamp(min=1e-30)
