@@ -144,8 +144,8 @@ def norms_of_layer(  # type: ignore[no-untyped-def]
     parts += sample * tiles * tiles * 3
     out += sample * tl.num_programs(1) + tl.program_id(1)
     # fmt: off
-    write_norm(g + sample * g_sample, a + sample * a_sample, parts, out, lost + sample, tiles, tokens, rows, columns, g_token,
-               g_feature, a_token, a_feature, share, floor, ids + sample * ids_sample,
+    write_norm(g + sample * g_sample, a + sample * a_sample, parts, out, lost + sample, tiles, tokens, rows, columns,
+               g_token, g_feature, a_token, a_feature, share, floor, ids + sample * ids_sample,
                d + sample * d_sample, count, d_token, d_feature, HAS_PICKED, ROWS, COLUMNS)
     # fmt: on
 
@@ -181,8 +181,8 @@ def norms_of_layers(  # type: ignore[no-untyped-def]
     g = tl.multiple_of(tl.load(operands + 2 * layer).to(tl.pointer_type(TYPE)), ALIGNMENT)
     a = tl.multiple_of(tl.load(operands + 2 * layer + 1).to(tl.pointer_type(TYPE)), ALIGNMENT)
     # fmt: off
-    write_norm(g + sample * g_sample, a + sample * a_sample, parts, out, lost + both, tiles, tokens, rows, columns, g_token,
-               g_feature, a_token, a_feature, share, floor, operands, a, 0, 0, 0, False, ROWS, COLUMNS)
+    write_norm(g + sample * g_sample, a + sample * a_sample, parts, out, lost + both, tiles, tokens, rows, columns,
+               g_token, g_feature, a_token, a_feature, share, floor, operands, a, 0, 0, 0, False, ROWS, COLUMNS)
     # fmt: on
 
 

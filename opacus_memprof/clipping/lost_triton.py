@@ -3,9 +3,9 @@
 
 The product that forms a clipped sum rounds ``factor * g`` to float32, and to TF32 or two numbers of bfloat16. Where the
 tokens of a sample cancel, that changes its gradient. Such samples have factor 0 in that product, and here their
-gradients are formed in float64 and added, sample by sample in the same order every time. The device knows which samples
-these are (see norm_bounds.py), so the host does not wait; if there are none, the programs end at once. Imported only for
-CUDA tensors.
+gradients are formed in float64 and added, sample by sample in the same order every time. The device knows which
+samples these are (see norm_bounds.py), so the host does not wait; if there are none, the programs end at once. Imported
+only for CUDA tensors.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def add_products_cuda(
     """Adds ``sum_n factors[n] g[n].T @ a[n]`` to each total, with one launch.
 
     Args:
-        pairs: operands, [N, ..., rows] and [N, ..., columns], with the dimensions of the tokens contiguous unless there is
-            one; all of one dtype and device, not empty.
+        pairs: operands, [N, ..., rows] and [N, ..., columns], contiguous unless they have three dimensions; all of one
+            dtype and device, not empty.
         totals: of each pair [rows, columns], contiguous, of one dtype.
         factors: float32; of each pair, [pairs, N], or of all, [N]. Samples with factor 0 take no time.
     """

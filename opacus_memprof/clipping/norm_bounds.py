@@ -30,6 +30,12 @@ _TF32_SHARE = 1 / 64
 share of the absolute sum could be off by more than that product is."""
 
 
+def uses_tf32(x: torch.Tensor) -> bool:
+    """Returns whether products of such matrices round their operands to TF32."""
+    # Reading allow_tf32 or get_float32_matmul_precision raises once the program has set fp32_precision.
+    return x.is_cuda and x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def least_share(g: torch.Tensor, rows: int, columns: int) -> float:
     """Returns the share of the absolute sum that a Gram norm must reach to be correct to about 5e-4 (float64: 1e-9).
 
@@ -38,8 +44,7 @@ def least_share(g: torch.Tensor, rows: int, columns: int) -> float:
         rows: the length of the dot products of one Gram matrix.
         columns: that of the other.
     """
-    # Reading allow_tf32 or get_float32_matmul_precision raises once the program has set fp32_precision.
-    if g.is_cuda and g.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+    if uses_tf32(g):
         return _TF32_SHARE
     dtype = accumulation_dtype(g.dtype)
     # Rounding errors of a dot product grow as the square root of its length, or faster if they have one sign.

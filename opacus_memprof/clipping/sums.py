@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from opacus_memprof.clipping import native
+from opacus_memprof.clipping.cost import choose
+from opacus_memprof.clipping.norm_bounds import uses_tf32
 from opacus_memprof.clipping.norms import has_kernels, matrix
 from opacus_memprof.clipping.workspace import Workspace, is_low_precision, slices, sum_dtype
 
@@ -51,6 +53,8 @@ def sum_outer_products(
 ) -> torch.Tensor | None:
     """As ``sum_products``, of operands [N, T, rows] and [N, T, columns], as [rows, columns]. None if one product is not
     enough: its copies do not fit into the workspace, or there is one sample, whose gradient is scaled instead."""
+    if _is_by_sample(g.mT, a):
+        return None
     sums = native.sum_outer_products([(g, a)], factors.to(sum_dtype(g.dtype)), workspace.bytes)
     if sums and lost is not None:
         add_lost([(g, a)], sums, lost)
@@ -132,6 +136,8 @@ def _sum_products(
     if samples == 1 and (g.is_cuda or not is_low):
         single = torch.bmm(g[0], a[0], out_dtype=torch.float32) if is_low else torch.bmm(g[0], a[0])
         return single.mul_(factors.to(single.dtype))
+    if _is_by_sample(g[:, 0], a[:, 0]):
+        return _sum_by_sample(g, a, factors, workspace)
     folds = groups == 1 and a.stride(3) == 1
     width = groups * _copied_numbers(g, rows, columns, folds) * g.element_size()
     total: torch.Tensor | None = None
@@ -143,6 +149,28 @@ def _sum_products(
         total = part if total is None else total.add_(part)
         del left, right, part
     assert total is not None  # there was at least one piece
+    return total
+
+
+def _is_by_sample(g: torch.Tensor, a: torch.Tensor) -> bool:
+    """Returns whether norms are those of gradients that a product with TF32 has formed. It rounds scaled operands
+    in another way, so a sample whose tokens cancel could add more than its bound."""
+    if not uses_tf32(g):
+        return False
+    count, rows, tokens = g.shape
+    return choose(count, tokens, rows, a.shape[2], g.element_size(), keep=False).norm == "gradient"
+
+
+def _sum_by_sample(g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    """As ``sum_products``, of operands [N, groups, rows, T] and [N, groups, T, columns], from the gradients of some
+    samples at a time."""
+    samples, groups, rows, _ = g.shape
+    columns = a.shape[3]
+    total = torch.zeros(groups, rows, columns, dtype=g.dtype, device=g.device)
+    for n, r in workspace.tiles(samples, rows, groups * columns * g.element_size(), "one row of a weight gradient"):
+        stack = torch.bmm(g[n, :, r].flatten(0, 1), a[n].flatten(0, 1))
+        total[:, r] += sum_stack(stack.view(-1, groups, *stack.shape[1:]), factors[n], g.dtype, workspace)
+        del stack
     return total
 
 

@@ -15,7 +15,6 @@ from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.layers import LAYERS, Layer, base, matrix
 from opacus_memprof.clipping.layers.linear import LinearLayer
 from opacus_memprof.clipping.lost_triton import add_products_cuda, add_rows_cuda
-from opacus_memprof.clipping.native import sum_outer_products
 from opacus_memprof.clipping.rules import ClipRule
 from opacus_memprof.clipping.workspace import Workspace
 
@@ -139,6 +138,24 @@ def test_a_weight_that_is_used_twice(passes: int) -> None:
     (total,) = clip(uses, passes).values()
     exact = sum(f * gradient for f, gradient in zip(factors, own, strict=True))
     assert float((total.double() - exact).norm()) < 2e-3 * BOUND
+
+
+@pytest.mark.parametrize("ceiling", [1 << 24, 1 << 14])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_sums_with_tf32_of_norms_from_gradients(groups: int, ceiling: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gradient is formed as it was for its norm, from operands that are not scaled."""
+    torch.manual_seed(0)
+    g, a, factors = torch.randn(4 * groups, 12, 200), torch.randn(4 * groups, 200, 40), torch.rand(4)
+    parts = (g.double() @ a.double()).view(4, groups, 12, 40)
+    exact = torch.einsum("n,ngij->gij", factors.double(), parts)
+    monkeypatch.setattr(sums, "uses_tf32", lambda _: True)
+    assert sums.sum_outer_products(g.mT, a, factors, Workspace(ceiling)) is None
+    formed: list[torch.Tensor] = []
+    product = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *args: formed.append(product(*args)) or formed[-1])  # type: ignore[func-returns-value]
+    total = sums.sum_products(g, a, factors, groups, Workspace(ceiling))
+    torch.testing.assert_close(total.double(), exact, rtol=1e-4, atol=1e-4)
+    assert sum(each.numel() for each in formed) == parts.numel()  # one of each sample and group
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
