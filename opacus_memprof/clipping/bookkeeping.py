@@ -17,6 +17,7 @@ from opacus_memprof.clipping.backward_pass import BackwardPass, Factors
 from opacus_memprof.clipping.launches import Splits, pop_small_products, pop_small_sums
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.norm_check import Limit, NormCheck, limit_of_batch
+from opacus_memprof.clipping.refusals import KeptRefusal
 from opacus_memprof.clipping.rules import ClipRule
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
 from opacus_memprof.errors import MemprofError
@@ -43,6 +44,7 @@ class Bookkeeping:
         dropped: the indices of the samples that were dropped since the sums began, in all physical batches of a step
             one after the other. Not private.
         dropped_in_all: the number of samples that were dropped in all steps. Not private.
+        refusal: the error that waits for a step, where several ranks train the model.
         is_captured: whether a CUDA graph of the pass is captured, whose norms are checked when it has been replayed.
     """
 
@@ -65,6 +67,7 @@ class Bookkeeping:
         self.dropped: list[int] = []
         self.dropped_in_all = 0
         self.is_captured = False
+        self.refusal = KeptRefusal()
         self._factors_of_sums: torch.Tensor | None = None
         self._passes: list[BackwardPass] = []
         self._tasks: dict[int, set[int]] = {}  # autograd's numbers of the backwards of each forward
@@ -156,7 +159,8 @@ class Bookkeeping:
                 each.tasks.add(task)
 
     def _pass_of(self, forward: int, batch_size: int) -> BackwardPass:
-        """The pass of a forward. Forwards that one call of ``backward`` goes through belong to one pass: they have the same
+        """The pass of a forward. Forwards that one call of ``backward`` goes through belong to one pass: they have the
+        same
         samples. Those of different calls have different samples."""
         for each in reversed(self._passes):
             if forward in each.forwards:
@@ -301,8 +305,10 @@ class Bookkeeping:
             )
         if self.beside_layers:
             raise MemprofError(
-                f"the gradient of {self.beside_layers[0]} comes from outside of the layers that use it, so that it cannot be "
-                "clipped: from a term of the loss that depends on the parameter itself, or from a part of the model that was "
+                f"the gradient of {self.beside_layers[0]} comes from outside of the layers that use it, so that it "
+                "cannot be "
+                "clipped: from a term of the loss that depends on the parameter itself, or from a part of the model "
+                "that was "
                 "not followed. Use weight_decay of the optimizer for a penalty, and call the model itself."
             )
         for each in self._passes:

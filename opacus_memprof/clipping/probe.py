@@ -119,7 +119,7 @@ class Probe:
         in_order = ((0, 1, 2), (0, self.batch + 1, 2), (0, 1, 2, 3), (0, 1))
         for self.samples in (_SAMPLES, in_order):
             try:
-                return [self._forward(samples) for samples in self.samples][0].outputs
+                return [self._forward(samples).outputs for samples in self.samples].pop(0)
             except Exception as error:
                 if self.samples is in_order:
                     raise CannotRunError from error
@@ -380,9 +380,7 @@ class Probe:
         observations: list[Observation] = []
         shapes_only = len(samples) != _SIZE
 
-        def add(
-            layer: Layer, inputs: list[Any], structure: Any, outputs: list[Any], began: Running
-        ) -> None:
+        def add(layer: Layer, inputs: list[Any], structure: Any, outputs: list[Any], began: Running) -> None:
             draws = began.random is not None and began.random.has_moved()
             state = began.state if began.state is not None and began.state.has_changed() else None
             is_repeated = isinstance(layer, GenericLayer) and tuple(samples) == self.samples[0]

@@ -35,7 +35,8 @@ def _tensors(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def alias_leaves(output: Any, tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]] | None:
-    """The output with a view in the place of each of these tensors, and the views; None if some are not in a tuple, list,
+    """The output with a view in the place of each of these tensors, and the views; None if some are not in a tuple,
+    list,
     dictionary or the like."""
     leaves, structure = tree_flatten(output)
     places = [next((i for i, leaf in enumerate(leaves) if leaf is x), None) for x in tensors]

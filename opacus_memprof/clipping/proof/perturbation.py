@@ -28,9 +28,7 @@ def perturbed(leaves: Sequence[Any], batch: int, kept: torch.Tensor, variant: in
     """
     generator = torch.Generator().manual_seed(seed)
     shift = 1 + seed % max(1, batch - 1)
-    return [
-        _other(leaf, kept, variant, shift, generator) if has_samples(leaf, batch) else leaf for leaf in leaves
-    ]
+    return [_other(leaf, kept, variant, shift, generator) if has_samples(leaf, batch) else leaf for leaf in leaves]
 
 
 def has_samples(leaf: Any, batch: int) -> bool:

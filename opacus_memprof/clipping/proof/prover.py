@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Proves, for one batch, that samples do not mix and that the layers' gradients are autograd's.
 
-Mixing: for each binary digit of the samples' indices, and for 0 and 1, a forward and a backward in which the samples with
-that digit keep their values while all others get other ones. The kept samples must get the same outputs, and every layer
-the same inputs and output gradients for them; and from output gradients of kept samples alone, no other sample may get
-any. Sums: with a random weight for each sample, the weighted sums of the layers' gradients must be those that autograd
-finds for the weighted outputs.
+Mixing: for each binary digit of the samples' indices, and for 0 and 1, a forward and a backward in which the samples
+with that digit keep their values while all others get other ones. The kept samples must get the same outputs, and every
+layer the same inputs and output gradients for them; and from output gradients of kept samples alone, no other sample
+may get any. Sums: with a random weight for each sample, the weighted sums of the layers' gradients must be those that
+autograd finds for the weighted outputs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Doubt:
     Attributes:
         layer: the layer.
         reason: what was seen, as the end of a sentence.
-        moves: whether its rows do not belong to the samples that they are counted to, so that repeating its module alone
+        moves: whether its rows do not belong to the samples that they are counted to, so that repeating its module
+        alone
             would not help.
     """
 
@@ -156,14 +157,14 @@ class Prover:
         self, leaves: list[Any], structure: Any, kept: torch.Tensor, variant: int, i: int, shared: bool
     ) -> _Run:
         """A run in which the samples that are not kept are others."""
-        for variant in (variant, *GENTLE):
-            new = perturbed(leaves, self.program.batch, kept, variant, i)
+        for kind in (variant, *GENTLE):
+            new = perturbed(leaves, self.program.batch, kept, kind, i)
             try:
                 return self._backward(new, structure, kept, shared)
             except MemprofError:
                 raise
             except Exception:
-                if variant == GENTLE[-1]:
+                if kind == GENTLE[-1]:
                     raise
         raise AssertionError
 
@@ -208,7 +209,8 @@ class Prover:
         for a, b in zip(base.outputs, other.outputs, strict=True):
             if a.shape[1:] != b.shape[1:] or _far(a, b, kept):
                 raise MixingError(
-                    f"an output of the model, of shape {tuple(a.shape)}, changes for a sample when other samples of the "
+                    f"an output of the model, of shape {tuple(a.shape)}, changes for a sample when other samples of "
+                    "the "
                     "batch change, so that per-sample gradients do not exist. Use layers that treat samples separately "
                     "(GroupNorm or LayerNorm instead of statistics over the batch), and return outputs whose first "
                     "dimension is the batch."
@@ -305,7 +307,8 @@ def autograd_gradients(
 ) -> dict[nn.Parameter, torch.Tensor | None]:
     """The gradients of parameters, by plain autograd; None for those that the outputs do not depend on.
 
-    ``backward`` rather than ``grad``: reentrant checkpoints know no other. The parameters' own gradients stay as they were.
+    ``backward`` rather than ``grad``: reentrant checkpoints know no other. The parameters' own gradients stay as they
+    were.
     """
     before = [p.grad for p in parameters]
     try:
@@ -337,7 +340,8 @@ def wrong_sums(
         autograd: what autograd finds for outputs' gradients that are multiplied by a number.
 
     Returns:
-        The errors by parameter, relative to the gradient's norm, and whether all numbers are finite: others prove nothing.
+        The errors by parameter, relative to the gradient's norm, and whether all numbers are finite: others prove
+        nothing.
     """
     expected = autograd(1.0)
     norms = {p: 0.0 if g is None else vector_norm(g) for p, g in expected.items()}
