@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.backward_pass import BackwardPass, Factors
-from opacus_memprof.clipping.launches import pop_small_products, pop_small_sums
+from opacus_memprof.clipping.launches import Splits, pop_small_products, pop_small_sums
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.norm_check import Limit, NormCheck, limit_of_batch
 from opacus_memprof.clipping.refusals import KeptRefusal
 from opacus_memprof.clipping.rules import ClipRule
-from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
 from opacus_memprof.errors import MemprofError
 
 Nonfinite = Literal["refuse", "drop"]
@@ -128,7 +128,8 @@ class Bookkeeping:
             g = g.to(accumulation_dtype(g.dtype))
         if self.mode == "sums":
             assert self._factors_of_sums is not None
-            sums = layer.sums_of_backward(x, g, self._factors_of_sums, current.samples, self.workspace)
+            first = current.first_of(layer)
+            sums = layer.sums_of_backward(x, g, self._factors_of_sums, current.samples, self.workspace, first)
             for parameter, total in sums.items():
                 current.sums[parameter] = current.sums[parameter] + total if parameter in current.sums else total
         elif layer.is_shared:
@@ -136,7 +137,7 @@ class Bookkeeping:
         elif layer in current.kept:
             self._share(current, layer, x, g)
         elif self.mode == "norms":
-            current.kept[layer] = KeptTensors(dict(layer.parameter_squared_norms(x, g, self.workspace)))
+            current.kept[layer] = layer.keep_norms(x, g, self.workspace)
         else:
             current.kept[layer] = layer.keep(x, g, self.workspace)
 
@@ -369,7 +370,8 @@ class Bookkeeping:
             self.limit.add(each.limit)
         for each, own in zip(passes, factors, strict=True):
             while each.sums:
-                yield each.sums.popitem()
+                parameter, total = each.sums.popitem()
+                yield parameter, total.to(sum_dtype(parameter.dtype))
             if own is None:
                 continue
             own = each.select(own)
@@ -381,8 +383,9 @@ class Bookkeeping:
                 yield from pop_small_sums(each.kept, own)
                 # A model may have hundreds of small layers, of which nothing is left now.
                 each.kept = {layer: kept for layer, kept in each.kept.items() if kept.stacks or kept.pair is not None}
+            splits = None if isinstance(own, dict) else Splits(each.kept, own)
             while each.kept:
-                if not isinstance(own, dict) and (sums := pop_small_products(each.kept, own, self.workspace)):
+                if splits is not None and (sums := pop_small_products(each.kept, splits, self.workspace)):
                     yield from sums
                     continue
                 layer, kept = each.kept.popitem()
@@ -392,4 +395,5 @@ class Bookkeeping:
                 else:
                     norms = next(iter(kept.norms.values()))
                     assert norms is not None
-                    yield from layer.clipped_sums(kept, own.to(norms), self.workspace)
+                    split = None if splits is None or kept.lost is None else splits.of(layer)
+                    yield from layer.clipped_sums(kept, own.to(norms), self.workspace, split)

@@ -129,7 +129,7 @@ def test_recognized_layers_equal_plain_autograd(
     gradients = per_sample_gradients(module, x, lambda i: g[i : i + 1])
     factors = torch.rand(4, dtype=torch.float64)
     kept = keep_with_norms(layer, x, g, workspace)
-    norms = layer.parameter_squared_norms(x, g, workspace)
+    norms = layer.keep_norms(x, g, workspace).norms
     scaled = layer.sums_of_scaled_gradients(x, g * factors.view(-1, *[1] * (g.dim() - 1)), workspace)
     sums = dict(layer.clipped_sums(kept, factors, workspace))
     for name, parameter in module.named_parameters():
