@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What flash_clip's guarantee costs: the net under every step, the proof at the first step, and its checks later.
 
-``python benchmarks/proof_cost.py [--width 1024 --layers 24 --tokens 256 --batch 64 --rounds 10]`` trains a transformer with
+``python benchmarks/proof_cost.py [--width 1024 --layers 24 --tokens 256 --batch 64]`` trains a transformer with
 random tokens on the GPU (or a small one on the CPU) and prints JSON: ratios are paired, step by step in one process.
 """
 
@@ -118,7 +118,8 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"} | vars(arguments)
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"} |
+    vars(arguments)
 
     step = trainer(arguments, "off", device)
     found["first step, off, s"] = seconds(step, device)

@@ -513,10 +513,9 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 "model ran on its whole input, but not on some samples of it "
                 f"({type(call.cannot_run).__name__}: {call.cannot_run})."
             ) from call.cannot_run
-        situation, is_checked = call.situation, self.situations.check != "off" and bool(hooks.batch)
-        if situation is not None and is_checked and call.random is not None:
-            if order_of(hooks.trace) not in situation.traces:
-                output = self._prove_trace(call, situation, call.random, output)
+        situation = call.situation
+        if situation is not None and call.random is not None and self._is_unproved(situation):
+            output = self._prove_trace(call, situation, call.random, output)
         tensors = tensors_in(output)
         wheres = call.situation.wheres if call.situation is not None else self._wheres_by_shape(tensors)
         outputs = [(x, where) for x, where in zip(tensors, wheres, strict=False) if x.requires_grad]
@@ -544,6 +543,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             x.register_hook(begin)  # type: ignore[no-untyped-call]
         return output
 
+    def _is_unproved(self, situation: Situation) -> bool:
+        """Whether the forward has called its layers in an order that no proof has seen."""
+        hooks = self.layer_hooks
+        return bool(hooks.batch) and self.situations.check != "off" and order_of(hooks.trace) not in situation.traces
+
     def _wheres_by_shape(self, tensors: list[torch.Tensor]) -> list[Arrangement | None]:
         """Where the outputs of an empty batch have the samples, before any other batch."""
         batch = self.layer_hooks.batch
@@ -564,8 +568,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         for each in self.bookkeeping.backward_passes():
             own = [records[forward] for forward in each.forwards if forward in records]
             if own and len(own) == len(each.forwards) and each.samples is None:
-                with self.layer_hooks.off(), without_saved_tensors_hooks():
-                    check_explained(each, own, self.trained, self.bookkeeping.workspace)
+                try:
+                    with self.layer_hooks.off(), without_saved_tensors_hooks():
+                        check_explained(each, own, self.trained, self.bookkeeping.workspace)
+                except torch.OutOfMemoryError:  # beside what the step needs; a later forward is explained instead
+                    continue
                 for proof, forward in (record.proof for record in own if record.proof is not None):
                     proof.note("explained", forward=forward)
 

@@ -120,7 +120,8 @@ class Probe:
         in_order = ((0, 1, 2), (0, self.batch + 1, 2), (0, 1, 2, 3), (0, 1))
         for self.samples in (_SAMPLES, in_order):
             try:
-                return [self._forward(samples).outputs for samples in self.samples].pop(0)
+                outputs = [self._forward(samples).outputs for samples in self.samples]
+                return outputs[0]
             except Exception as error:
                 if self.samples is in_order:
                     raise CannotRunError from error

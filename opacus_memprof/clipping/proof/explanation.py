@@ -173,19 +173,14 @@ def check_explained(
     dtypes = [g.dtype for forward in recorded for g in forward.gradients.values()]
     dtypes += [forward.autocast[1] for forward in recorded if forward.autocast[2]]
     low = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
-    found: dict[nn.Parameter, Sum] = {}
-    for parameter, total in _sums(each, workspace):
-        total = total if parameter not in found else found[parameter].total + total
-        found[parameter] = Sum(total, [], low)
-    wrong, _ = wrong_sums(found, autograd)
+    wrong, _ = wrong_sums(((p, Sum(total, [], low)) for p, total in _sums(each, workspace)), autograd)
     if wrong:
         parameter, error = max(wrong.items(), key=lambda item: item[1])
         raise MemprofError(
             f"the gradient of {names[parameter]} is {error:.1%} off the one that the outputs of the model explain: a "
-            "term of "
-            "the loss reaches the model beside its outputs (through an attribute, a list or a hook), or its forward "
-            "cannot be "
-            "repeated. Return what the loss is computed from as outputs of the model; no parameter was changed."
+            "term of the loss reaches the model beside its outputs (through an attribute, a list or a hook), or its "
+            "forward cannot be repeated. Return what the loss is computed from as outputs of the model; no parameter "
+            "was changed."
         )
 
 

@@ -11,7 +11,7 @@ autograd finds for the weighted outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -255,7 +255,7 @@ class Prover:
             for own in recorder.sums.values():
                 own.dtype = max(own.dtype, torch.get_autocast_dtype(device), key=lambda dtype: torch.finfo(dtype).eps)
         wrong, self.is_finite = wrong_sums(
-            recorder.sums, lambda scale: self._autograd(leaves, structure, weights * scale)
+            recorder.sums.items(), lambda scale: self._autograd(leaves, structure, weights * scale)
         )
         doubts: dict[Layer, Doubt] = {}
         for parameter, error in wrong.items():
@@ -331,12 +331,12 @@ _OTHER_SCALE = 1.1
 
 
 def wrong_sums(
-    found: Mapping[nn.Parameter, Sum], autograd: Callable[[float], Gradients]
+    found: Iterable[tuple[nn.Parameter, Sum]], autograd: Callable[[float], Gradients]
 ) -> tuple[dict[nn.Parameter, float], bool]:
     """The parameters whose sums are not autograd's, beyond rounding.
 
     Args:
-        found: what the layers have found.
+        found: what the layers have found, once for each parameter. It is gone through after ``autograd``.
         autograd: what autograd finds for outputs' gradients that are multiplied by a number.
 
     Returns:
@@ -348,7 +348,7 @@ def wrong_sums(
     of_all = math.hypot(*norms.values())
     wrong: dict[nn.Parameter, float] = {}
     is_finite = math.isfinite(of_all)
-    for parameter, own in found.items():
+    for parameter, own in found:
         error, norm = _distance(own.total, expected.get(parameter)), norms.get(parameter, 0.0)
         if not math.isfinite(error) or not math.isfinite(norm):
             is_finite = False
@@ -359,15 +359,14 @@ def wrong_sums(
         again = autograd(_OTHER_SCALE)
         for parameter, error in list(wrong.items()):
             gradient, first = again.get(parameter), expected.get(parameter)
-            rounding = 0.0 if gradient is None else _distance(gradient.double() / _OTHER_SCALE, first)
+            rounding = 0.0 if gradient is None else _distance(gradient / _OTHER_SCALE, first)
             if error <= 8 * rounding:
                 del wrong[parameter]
     return {p: error / max(norms.get(p, 0.0), 1e-30) for p, error in wrong.items()}, is_finite
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor | None) -> float:
-    a = a.to(torch.float64)
-    return vector_norm(a if b is None else a - b.view_as(a))
+    return vector_norm(a if b is None else a - b.view_as(a).to(a.dtype))
 
 
 def precision(dtype: torch.dtype, parameter: torch.Tensor) -> float:

@@ -46,7 +46,9 @@ class Rows:
         x = x.detach()
         if x.is_complex():
             x = torch.view_as_real(x.resolve_conj())
-        size = max(1, _CHUNK_BYTES // max(1, x[:1].numel() * x.element_size()))
+        # Temporaries are small beside a large tensor, and beside what a small model needs.
+        at_once = min(_CHUNK_BYTES, max(x.numel() * x.element_size() // 8, 1 << 20))
+        size = max(1, at_once // max(1, x[:1].numel() * x.element_size()))
         with torch.autocast(x.device.type, enabled=False):
             parts = [_summarize(x[n].reshape(n.stop - n.start, x[:1].numel())) for n in slices(len(x), size)]
         bits, projections, norms, largest = (torch.cat(each) for each in zip(*parts, strict=True))
