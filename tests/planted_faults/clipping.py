@@ -61,7 +61,7 @@ FAULTS = [
         "return self.bound / (norms + _AUTOMATIC_STABILITY)",
         "return (self.bound / (norms + _AUTOMATIC_STABILITY)).clamp(max=1.0)",
         "Automatic clipping does not enlarge small gradients.",
-        integration("flash_clip_rules::automatic_clipping_normalizes"),
+        programs("batches_automatic"),
     ),
     Fault(
         "bounds_of_parameters_stay",
@@ -69,7 +69,7 @@ FAULTS = [
         "bounds.copy() if self.bound == given else [each * (self.bound / given) for each in bounds]",
         "bounds.copy()",
         "A scheduler lowers the noise while parameters stay clipped to the old bounds.",
-        integration(f"{_NET}::noise_and_bound_follow_schedulers"),
+        integration(f"{_NET}::bounds_of_parameters_keep_their_ratios"),
     ),
     Fault(
         "bounds_of_parameters_move_twice",

@@ -10,7 +10,7 @@ FAULTS = [
         "if a.shape != b.shape or _far(a, b, kept):",
         "if a.shape != b.shape:",
         "An output that depends on other samples is accepted.",
-        programs("mix_centered", "mix_detached_statistics", "mix_weakly_1e-6", "outputs_second_mixes_unused"),
+        programs("single_output_of_later"),
     ),
     Fault(
         "inputs_are_not_compared",
@@ -18,7 +18,7 @@ FAULTS = [
         "if any(_far(x, y, kept) for x, y in zip(a.inputs, b.inputs, strict=False)):",
         "if any(_far(x, y, kept) for x, y in ()):",
         "A layer whose input depends on other samples is accepted.",
-        programs("outputs_mean_of_mixed", "outputs_aux_mixes", "mix_detached_statistics", "rows_sorted_by_value"),
+        programs("single_input_of_later"),
     ),
     Fault(
         "gradients_are_not_compared",
@@ -26,7 +26,7 @@ FAULTS = [
         "if any(_far(x, y, kept) for x, y in zip(a.gradients, b.gradients, strict=False)):",
         "if any(_far(x, y, kept) for x, y in ()):",
         "A layer whose output gradient depends on other samples is accepted.",
-        programs("mix_in_backward", "mix_scale_in_backward", "outputs_contrastive", "hook_backward_mixes"),
+        programs("single_gradient"),
     ),
     Fault(
         "leaks_are_not_compared",
@@ -34,15 +34,7 @@ FAULTS = [
         "if no_leak and any(",
         "if False and any(",
         "A layer that gets gradients of a sample from the outputs of others is accepted.",
-        programs("mix_in_backward", "mix_scale_in_backward", "hook_backward_mixes", "mix_centered"),
-    ),
-    Fault(
-        "numbers_of_calls_are_not_compared",
-        "proof/prover.py",
-        "    if len(base) != len(other):",
-        "    if len(base) < 0:",
-        "A layer that is called as often as other samples say is accepted.",
-        programs("mix_if_any", "mix_number_of_samples", "mix_capacity", "rows_loop"),
+        programs("hook_backward_mixes"),
     ),
     Fault(
         "mixing_tolerance",
@@ -50,7 +42,7 @@ FAULTS = [
         "tolerance = _TOLERANCES.get(a.dtype, 2e-5)",
         "tolerance = 1e6 * _TOLERANCES.get(a.dtype, 2e-5)",
         "Weak mixing hides below the tolerance.",
-        programs("mix_weakly_1e-6"),
+        programs("single_output_of_later_weakly"),
     ),
     Fault(
         "kept_samples_change",
@@ -66,7 +58,7 @@ FAULTS = [
         "return torch.where(keep, x.detach(), other)",
         "return torch.where(keep, x.detach(), x.detach())",
         "The other samples keep their values, too.",
-        programs("mix_neighbour_4"),
+        programs("single_output_of_later"),
     ),
     Fault(
         "one_half_changes",
@@ -74,7 +66,7 @@ FAULTS = [
         "for v in (0, 1)]",
         "for v in (0,)]",
         "Samples are exchanged for others in one direction alone.",
-        programs("mix_neighbour_1", "mix_neighbour_4", "mix_first_and_last", "mix_last_two", "mix_from_size_9"),
+        programs("single_output_of_later", "single_output_of_earlier"),
     ),
     Fault(
         "last_digit_is_left_out",
@@ -82,7 +74,7 @@ FAULTS = [
         "(batch - 1).bit_length()",
         "(batch - 1).bit_length() - 1",
         "Samples whose indices differ in the highest digit alone are not told apart.",
-        programs("mix_neighbour_4", "mix_first_and_last", "mix_last_two", "mix_from_size_9"),
+        programs("single_output_of_8"),
     ),
     Fault(
         "hashes_are_not_compared",
@@ -90,7 +82,7 @@ FAULTS = [
         "return distances.masked_fill(self.bits == other.bits, 0)",
         "return distances.masked_fill(self.bits != other.bits, 0)",
         "What differs counts as equal.",
-        programs("mix_neighbour_4"),
+        programs("single_output_of_later"),
     ),
     Fault(
         "one_projection",
@@ -98,7 +90,7 @@ FAULTS = [
         "return hashes, values @ vectors,",
         "return hashes, 0 * (values @ vectors),",
         "Distances of samples are zero.",
-        programs("mix_neighbour_4"),
+        programs("single_output_of_later"),
     ),
     Fault(
         "proof_moves_random_numbers",
@@ -170,7 +162,7 @@ FAULTS = [
         "            doubts = prover.mixing()",
         "            doubts = prover.mixing(0)",
         "No samples are exchanged.",
-        programs("mix_neighbour_4"),
+        programs("single_output_of_later"),
     ),
     Fault(
         "sums_tolerance",

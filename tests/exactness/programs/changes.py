@@ -230,6 +230,7 @@ PROGRAMS = [
         "batches_empty", _chain(), several(lambda: floats(4, 6), lambda: floats(0, 6), lambda: floats(3, 6)), "exact"
     ),
     Program("batches_per_layer", _chain(), _THREE, "exact", settings={"clipping": "per_layer"}),
+    Program("batches_automatic", _chain(), _THREE, "exact", settings={"clipping": "automatic"}),
     Program("batches_per_layer_of_sizes", _chain(), _accumulated(4, 2, 7), "exact", settings={"clipping": "per_layer"}),
     Program(
         "batches_of_equal_samples",
