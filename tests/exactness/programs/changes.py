@@ -164,6 +164,10 @@ def _replace_by_mixing(model: Any, optimizer: Any) -> None:
     inner(model)[1] = _Mixing()
 
 
+def _become_mixing(model: Any, optimizer: Any) -> None:
+    inner(model)[1].__class__ = _Mixing
+
+
 def _tie(model: Any, optimizer: Any) -> None:
     inner(model)[2].weight = inner(model)[0].weight
 
@@ -210,6 +214,7 @@ PROGRAMS = [
             ("weights_scaled", False, _scale_weights, "exact", {}),
             ("activation_replaced", False, _replace_activation, "exact", {}),
             ("mixing_put_in", False, _replace_by_mixing, "refused", {}),
+            ("class_mixes", False, _become_mixing, "refused", {}),
             ("tied", False, _tie, "either", {}),
         )
     ),
