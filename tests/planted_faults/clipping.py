@@ -133,7 +133,7 @@ FAULTS = [
         "        elif layer in current.kept:\n            self._share(current, layer, x, g)\n",
         "",
         "Of a layer that turns out to run twice only the last run counts.",
-        programs("kind_twice", "changes_tied", "parts_root_twice"),
+        programs("modes_repeats_later_unchecked_1"),
     ),
     Fault(
         "norms_pass_is_not_repeated",
@@ -141,7 +141,7 @@ FAULTS = [
         "self._found_shared = True",
         "self._found_shared = False",
         "In two passes the norm of the first use of a layer that turns out to run twice is lost.",
-        programs("parts_root_twice", "kind_twice_two_passes", "changes_tied"),
+        programs("modes_repeats_later_unchecked_2"),
     ),
     Fault(
         "dropped_samples_stay",
@@ -181,7 +181,7 @@ FAULTS = [
         "self.limit.samples + i for i in each.dropped",
         "i for i in each.dropped",
         "Indices of dropped samples are counted from the beginning of each physical batch.",
-        integration(f"{_STATE}::dropped_samples_add_nothing"),
+        integration(f"{_STATE}::inputs_that_are_not_finite_are_dropped"),
     ),
     Fault(
         "dropped_are_never_forgotten",
@@ -189,7 +189,7 @@ FAULTS = [
         "            self.dropped = []",
         "            pass",
         "The samples dropped in earlier steps are listed as those of this one.",
-        integration(f"{_STATE}::dropped_samples_add_nothing"),
+        integration(f"{_STATE}::inputs_that_are_not_finite_are_dropped"),
     ),
     Fault(
         "norms_are_not_checked",

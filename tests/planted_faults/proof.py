@@ -122,7 +122,7 @@ FAULTS = [
         "                d.update(saved)",
         "                pass",
         "The forwards of a proof change attributes.",
-        programs("outputs_aux_mixes", "outputs_aux_sums"),
+        programs("modes_own_count_of_calls"),
     ),
     Fault(
         "lists_are_not_restored",
@@ -130,7 +130,7 @@ FAULTS = [
         "                value.extend(copy) if isinstance(value, (list, deque)) else value.update(copy)",
         "                pass",
         "The forwards of a proof change lists.",
-        programs("outputs_aux_in_list"),
+        programs("modes_own_list_of_calls"),
     ),
     Fault(
         "numpy_is_not_restored",
@@ -138,7 +138,7 @@ FAULTS = [
         "            numpy.set_state(of_numpy)",
         "            pass",
         "The forwards of a proof draw NumPy's random numbers.",
-        programs("chance_numpy_mask", "chance_numpy_skips_0.05"),
+        programs("chance_numpy_scales_output"),
     ),
     Fault(
         "python_is_not_restored",
@@ -146,7 +146,7 @@ FAULTS = [
         "        random.setstate(python)",
         "        pass",
         "The forwards of a proof draw Python's random numbers.",
-        programs("chance_python_scales", "chance_python_skips_0.5"),
+        programs("chance_python_scales_output"),
     ),
     Fault(
         "sums_are_not_compared",
@@ -154,7 +154,7 @@ FAULTS = [
         "doubts = [] if self.units.is_sharded else real.sums()",
         "doubts = []",
         "A layer whose gradient is not autograd's is accepted.",
-        programs("subclass_clamps_output", "subclass_detached_norm", "hook_forward_replaced_clamps"),
+        programs("hook_forward_replaced_slightly"),
     ),
     Fault(
         "mixing_is_not_proved",
@@ -170,15 +170,15 @@ FAULTS = [
         "elif error > allowed:",
         "elif error > 1e6 * allowed:",
         "Gradients that are off by less than themselves are accepted.",
-        programs("subclass_clamps_output", "subclass_quantized", "hook_forward_replaced_clamps"),
+        programs("hook_forward_replaced_slightly"),
     ),
     Fault(
-        "doubts_of_fixed_layers_are_forgotten",
+        "doubts_are_forgotten",
         "proof/situations.py",
         "                    if not doubts:",
         "                    if True:",
         "Layers that are in doubt are accepted.",
-        programs("subclass_clamps_output"),
+        programs("hook_forward_replaced_clamps"),
     ),
     Fault(
         "row_moves_are_not_seen",
@@ -186,7 +186,7 @@ FAULTS = [
         "for module, inside in modules_that_move_rows(probe):",
         "for module, inside in ():",
         "Rows that data moves are counted to the samples that had them in the first batch.",
-        programs("rows_mask", "rows_sorted_by_length", "rows_packed_lstm"),
+        programs("rows_sorted_by_sentinel"),
     ),
     Fault(
         "packed_rows_are_not_seen",
@@ -194,7 +194,7 @@ FAULTS = [
         "if packet in (_aten._pack_padded_sequence, _aten._pad_packed_sequence):",
         "if packet in ():",
         "Packed sequences are not noticed.",
-        programs("rows_packed_lstm", "rows_packed_gru", "rows_packed_dp_lstm", "rows_packed_lstm_sorted"),
+        programs("rows_packed_by_sentinel"),
     ),
     Fault(
         "indexed_rows_are_not_seen",
@@ -202,7 +202,7 @@ FAULTS = [
         "if packet in (_aten.index, _aten.index_put,",
         "if packet in (_aten.index_put,",
         "Rows that are picked with an index are not noticed.",
-        programs("rows_mask", "rows_nonzero", "rows_sorted_by_length", "rows_mask_ragged_first", "rows_mask_norm"),
+        programs("rows_sorted_by_sentinel"),
     ),
     Fault(
         "selected_rows_are_not_seen",
@@ -210,7 +210,7 @@ FAULTS = [
         "if packet in (_aten.index_select, _aten.gather, _aten.index_add,",
         "if packet in (_aten.index_add,",
         "Rows that are picked by index_select or gather are not noticed.",
-        programs("rows_gather", "rows_packed_lstm_sorted", "rows_sorted_by_length", "rows_index_add"),
+        programs("rows_selected_by_sentinel"),
     ),
     Fault(
         "explanation_is_left_out",
