@@ -61,7 +61,7 @@ FAULTS = [
         "torch._foreach_add_(batch, drawn)",
         "torch._foreach_add_(batch, drawn, alpha=2)",
         "The same noise is added twice.",
-        unit("clipping_noise::the_numbers_are_those_of_opacus"),
+        unit("clipping_noise::sums_with_noise_are_divided"),
     ),
     Fault(
         "noise_is_drawn_once_for_equal_shapes",
@@ -70,7 +70,7 @@ FAULTS = [
         "        drawn = draw_noise(batch, std, generator, secure_mode)\n"
         "        drawn = [next(d for d in drawn if d.shape == each.shape) for each in drawn]\n",
         "Parameters of the same shape get the same noise.",
-        unit("clipping_noise::the_numbers_are_those_of_opacus"),
+        unit("clipping_noise::sums_with_noise_are_divided"),
     ),
     Fault(
         "noise_is_not_secure",
@@ -129,7 +129,7 @@ FAULTS = [
         "min(max(bound, self.min_clipbound), self.max_clipbound)",
         "bound",
         "The adaptive bound leaves the range that was asked for.",
-        integration("flash_clip_rules", f"{_NET}"),
+        integration("flash_clip_rules::adaptive_clipping_equals_hooks"),
     ),
     Fault(
         "adaptive_bound_moves_the_other_way",

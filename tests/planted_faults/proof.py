@@ -258,7 +258,7 @@ FAULTS = [
         "if any(len(each.inputs) > 1 for of_forward in calls for each in of_forward):",
         "if any(len(each.inputs) > 9 for of_forward in calls for each in of_forward):",
         "The second argument of a layer is ignored.",
-        programs("gate_rms_norm", "gate_linear_keyword", "gate_later", "gate_rms_norm_two_passes"),
+        programs("gate_rms_norm_unchecked", "gate_linear_keyword_unchecked"),
     ),
     Fault(
         "probe_does_not_see_used_parameters",
@@ -275,7 +275,15 @@ FAULTS = [
         "        output = output if changed is None else changed",
         "        output = output",
         "What a hook on the model makes of its output is not proved.",
-        programs("hook_mixes", "hook_mixes_later", "hook_scales_output", "outputs_aux_by_hook"),
+        programs("single_hook"),
+    ),
+    Fault(
+        "pre_hooks_of_users_are_left_out",
+        "proof/hooks_of_users.py",
+        "                args = changed if isinstance(changed, tuple) else (changed,)",
+        "                args = args",
+        "What a hook on the model makes of its input is not proved.",
+        programs("single_pre_hook"),
     ),
     Fault(
         "layers_are_tapped_behind_hooks",

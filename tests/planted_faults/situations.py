@@ -18,7 +18,7 @@ FAULTS = [
         "call.key = call.entry, self._modes, signature,",
         "call.key = call.entry, self._modes, None,",
         "Arguments of another kind are not proved.",
-        programs("arguments_text_switches", "arguments_no_mask", "arguments_number", "batches_of_other_shapes"),
+        programs("arguments_dtype_mixes"),
     ),
     Fault(
         "key_without_batch_size",
@@ -127,7 +127,7 @@ FAULTS = [
         "tuple(map(id, parameters)), tuple(",
         "(), tuple(",
         "A parameter that is replaced has no layer.",
-        programs("changes_parameter_replaced", "changes_tied"),
+        programs("changes_parameter_replaced_in_both"),
     ),
     Fault(
         "structure_without_children",

@@ -16,8 +16,8 @@ from opacus_memprof.clipping.layers.convolution import ConvolutionLayer
 from opacus_memprof.clipping.layers.embedding import EmbeddingLayer
 from opacus_memprof.clipping.layers.linear import LinearLayer, TransposedLinearLayer
 from opacus_memprof.clipping.norm_bounds import lost_digits
+from opacus_memprof.clipping.norm_samplers import FlashNormSampler
 from opacus_memprof.clipping.norms import _tiled_sums, gram_squared_norms
-from opacus_memprof.clipping.register import FlashNormSampler
 from opacus_memprof.clipping.shared import SharedGradient, Use
 from opacus_memprof.clipping.workspace import Workspace
 

@@ -60,7 +60,29 @@ def _in_outputs(mix: Mix) -> Callable[[], nn.Module]:
     return _pair(lambda m, x: mix(m.last(torch.tanh(m.first(x)))))
 
 
+def _by_hook(mix: Mix) -> Callable[[], nn.Module]:
+    """The hook is one of the model itself."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+        model.register_forward_hook(lambda module, args, output: mix(output))
+        return model
+
+    return build
+
+
+def _by_pre_hook(mix: Mix) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+        model.register_forward_pre_hook(lambda module, args: (mix(args[0]),))
+        return model
+
+    return build
+
+
 PROGRAMS = [
+    Program("single_hook", _by_hook(_with_later_samples), of_shape(9, 6), "refused"),
+    Program("single_pre_hook", _by_pre_hook(_with_later_samples), of_shape(9, 6), "refused"),
     Program("single_output_of_later", _in_outputs(_with_later_samples), of_shape(9, 6), "refused"),
     Program("single_output_of_earlier", _in_outputs(_with_earlier_samples), of_shape(9, 6), "refused"),
     Program("single_output_of_8", _in_outputs(_with_sample_8), of_shape(9, 6), "refused"),

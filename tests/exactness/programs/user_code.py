@@ -327,6 +327,16 @@ PROGRAMS = [
         Program(f"gate_{name}_two_passes", _around(*_GATES[name]), of_shape(5, 4, 6), "exact", settings={"passes": 2})
         for name in ("rms_norm", "linear_keyword")
     ),
+    *(
+        Program(
+            f"gate_{name}_unchecked",
+            _around(*_GATES[name]),
+            of_shape(5, 4, 6, count=2),
+            "exact",
+            settings={"module_options": {"check": "off"}},
+        )
+        for name in ("rms_norm", "linear_keyword")
+    ),
     Program(
         "gate_later",
         lambda: Graph(
