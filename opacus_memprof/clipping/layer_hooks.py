@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,7 @@ class LayerHooks:
         observe: called with each call of a layer while a probe observes: the layer, the leaves of its arguments, their
             structure, the leaves of its output and what it began with. None if no probe observes.
         is_probing: whether a probe runs.
+        is_off: whether layers are not followed, in any thread: backward may run in another one.
         forward: the number of the forward that runs, or ran last; its backward passes it on.
         trace: the layers in the order in which that forward has called them; None for what no proof has seen.
         kept_bytes: of CUDA's memory that backward will keep for the deferred weights of the layers that have run since
@@ -76,11 +78,21 @@ class LayerHooks:
     plain: dict[nn.Module, PlainLayer] = field(default_factory=dict)
     observe: Callable[[Layer, list[Any], Any, list[Any], Running], None] | None = None
     is_probing: bool = False
+    is_off: bool = False
     forward: int = 0
     trace: list[Layer | None] = field(default_factory=list)
     kept_bytes: int = 0
     _running: dict[Layer, Running] = field(default_factory=dict)
     _anchors: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, layers are not followed."""
+        before, self.is_off = self.is_off, True
+        try:
+            yield
+        finally:
+            self.is_off = before
 
     def before(
         self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -32,8 +32,9 @@ from opacus_memprof.clipping.owners import remember_owner
 from opacus_memprof.clipping.probe import CannotRunError
 from opacus_memprof.clipping.proof.explanation import RecordedForward, check_explained
 from opacus_memprof.clipping.proof.hooks_of_users import run_hooks, run_pre_hooks
+from opacus_memprof.clipping.proof.contexts import without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key
-from opacus_memprof.clipping.proof.outputs import tensors_in
+from opacus_memprof.clipping.proof.outputs import alias_leaves, tensors_in
 from opacus_memprof.clipping.proof.schedule import is_checked
 from opacus_memprof.clipping.proof.situations import Situation, Situations, order_of
 from opacus_memprof.clipping.repetition import RandomState, is_repeating
@@ -241,12 +242,13 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
     def _note_gradient(self, name: str, parameter: torch.Tensor) -> None:
         # In a proof, which runs in a call, autograd's gradients are what the layers' are compared with.
-        if self.hooks_enabled and self.units.model.training and self._call is None:
+        hooks_off = self.layer_hooks.is_off or not self.hooks_enabled
+        if self.units.model.training and self._call is None and not hooks_off:
             self.bookkeeping.beside_layers.append(name)
 
     def _active(self) -> bool:
         hooks, call = self.layer_hooks, self._call
-        if not self.hooks_enabled or is_repeating():
+        if not self.hooks_enabled or hooks.is_off or is_repeating():
             return False
         if call is None:  # a checkpoint runs a layer again, in backward
             return self.units.model.training
@@ -287,7 +289,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if self._call is not None:
             self._call.depth += module is self._call.entry
             return None
-        if not self.hooks_enabled or is_repeating():
+        if not self.hooks_enabled or self.layer_hooks.is_off or is_repeating():
             return None
         if torch._C._current_graph_task_id() != -1 and module is not self.units.model:
             return None  # a checkpoint runs a part of the model again, in backward
@@ -438,7 +440,10 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if hooks.for_compiled_autograd:
             return output
         record = call.record
-        if record is not None and call.random is not None:
+        # Of an output from which others are computed, only what the program does with it counts.
+        aliases = None if record is None else alias_leaves(output, [x for x, _ in outputs])
+        if record is not None and aliases is not None and call.random is not None:
+            output, outputs = aliases[0], list(zip(aliases[1], [where for _, where in outputs], strict=True))
             record.wheres = [where for _, where in outputs]
             record.draws = call.random.has_moved()
             self._records[hooks.forward] = record
@@ -467,8 +472,9 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         records, self._records = self._records, {}
         for each in self.bookkeeping.backward_passes():
             own = [records[forward] for forward in each.forwards if forward in records]
-            if own and len(own) == len(each.forwards):
-                check_explained(each, own, self.situations.trained, self.bookkeeping.workspace)
+            if own and len(own) == len(each.forwards) and each.samples is None:
+                with self.layer_hooks.off(), without_saved_tensors_hooks():
+                    check_explained(each, own, self.trained, self.bookkeeping.workspace)
 
     def _prove_trace(self, call: _Call, situation: Situation, random: RandomState, output: Any) -> Any:
         """Proves a forward that has called the layers in a new order. Returns its output: that of another forward, with

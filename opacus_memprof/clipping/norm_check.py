@@ -5,7 +5,7 @@ sums are no larger than their samples may add up to."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -121,32 +121,35 @@ class SumCheck:
         device = norms[0].device
         self._norms = HostCopy(torch.stack([each if each.device == device else each.to(device) for each in norms]))
 
-    def raise_if_beyond(self, limit: Limit, names: Sequence[str]) -> None:
+    def raise_if_beyond(self, limit: Limit, names: Callable[[], Sequence[str]]) -> None:
         """Raises MemprofError, with a parameter's name, if the sums have a larger norm than the limit.
 
         Args:
             limit: of these sums, on all ranks that they are from.
-            names: the parameters' names.
+            names: returns the parameters' names.
         """
         assert self._norms is not None, "begin has not been called"
-        norms = [float(norm) for norm in self._norms.get()]
-        for norm, name in zip(norms, names, strict=True):
+        norms: list[float] = self._norms.get().tolist()
+        total = math.hypot(*norms)
+        most = limit.by_parameter
+        pairs = zip(norms, most, strict=True) if most else [(total, limit.total)]
+        if all(found <= allowed * (1 + _TOLERANCE) for found, allowed in pairs):  # NaN is not
+            return
+        named = names()
+        for norm, name in zip(norms, named, strict=True):
             if not math.isfinite(norm):
                 raise MemprofError(
                     f"the sum of the clipped gradients of {name!r} is not finite, although all norms are; no parameter "
                     "was changed. Lower the loss scale or the learning rate, or train in float32."
                 )
-        total = math.hypot(*norms)
-        if limit.by_parameter:
-            most = limit.by_parameter
+        if most:
             worst = max(range(len(norms)), key=lambda i: norms[i] / most[i] if most[i] else norms[i])
-            found, allowed, whose = norms[worst], most[worst], f"of {names[worst]!r}"
+            found, allowed, whose = norms[worst], most[worst], f"of {named[worst]!r}"
         else:
             worst = max(range(len(norms)), key=norms.__getitem__)
-            found, allowed, whose = total, limit.total, f"of all parameters (most of it of {names[worst]!r})"
-        if found > allowed * (1 + _TOLERANCE):
-            raise MemprofError(
-                f"the sum of the clipped gradients {whose} has norm {found:.6g}, but {limit.samples} samples that are "
-                f"clipped to max_grad_norm have at most {allowed:.6g}: a sample was not clipped, and no parameter was "
-                "changed. Look for hooks and custom layers around that parameter, or freeze it."
-            )
+            found, allowed, whose = total, limit.total, f"of all parameters (most of it of {named[worst]!r})"
+        raise MemprofError(
+            f"the sum of the clipped gradients {whose} has norm {found:.6g}, but {limit.samples} samples that are "
+            f"clipped to max_grad_norm have at most {allowed:.6g}: a sample was not clipped, and no parameter was "
+            "changed. Look for hooks and custom layers around that parameter, or freeze it."
+        )

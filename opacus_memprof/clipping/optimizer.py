@@ -153,10 +153,6 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
                 parameter.summed_grad += total
             del total
 
-    def _check_not_processed(self) -> None:
-        for parameter in self.params:
-            _check_processed_flag(parameter.summed_grad)
-
     def begin_sum_check(self) -> None:
         """Queues the check that the clipped sums are no larger than their samples allow. ``pre_step`` reads it when
         noise has been queued, too."""
@@ -186,7 +182,6 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         Raises:
             ValueError: ``zero_grad`` was not called since the last step (as Opacus does).
         """
-        self._check_not_processed()
         self._add_noise_to(self.params, divisor)
 
     def clip_and_add_noise(self) -> None:
@@ -206,13 +201,15 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     def _rounds_at_once(self) -> bool:
         """Returns whether each sum can be rounded as soon as it is formed: nothing more is added to it."""
-        is_one_pass = self.bookkeeping.passes == 1 and all(p.summed_grad is None for p in self.params)
-        return self._is_alone and is_one_pass and any(is_low_precision(p.dtype) for p in self.params)
+        if not self._is_alone or self.bookkeeping.passes != 1 or self.bookkeeping.limit.samples:
+            return False
+        return any(is_low_precision(parameter.dtype) for parameter in self.params)
 
     def _add_noise_to(self, params: list[Any], divisor: float) -> None:
         noisy: list[torch.Tensor] = []
         noiseless: list[torch.Tensor] = []
         for parameter in params:
+            _check_processed_flag(parameter.summed_grad)
             (noisy if self._gets_noise(parameter) else noiseless).append(parameter.summed_grad)
         noise.add_noise(
             noisy,
@@ -258,7 +255,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         """
         refuse_capture()
         skips = self._check_skip_next_step()
-        self._check_not_processed()
+        _check_processed_flag(self.params[0].summed_grad)  # before anything is added to it; add_noise checks all
         generators = self._generator_states()
         try:
             self._prepare_step(skips)
@@ -304,7 +301,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     def _check_sums(self) -> None:
         check, self._sum_check = self._sum_check, None
         assert check is not None
-        check.raise_if_beyond(self._limit(), [self._names[parameter] for parameter in self.params])
+        check.raise_if_beyond(self._limit(), lambda: [self._names[parameter] for parameter in self.params])
 
     def _limit(self) -> Limit:
         """The limit of the sums that this process has before ``reduce_gradients``."""

@@ -176,8 +176,7 @@ class Probe:
         expanded over the batch already."""
         self.hooks.layouts = dict(shared)
         try:
-            forwards = [self._forward_with_graph(self.samples[0])]
-            forwards += [self._forward(samples, observe=True) for samples in self.samples[1:]]
+            forwards = [self._forward(samples, observe=True) for samples in self.samples]
         except Exception:
             if not shared:
                 raise
@@ -335,33 +334,33 @@ class Probe:
 
     # --- forwards of a few samples ---
     def run_samples(self, samples: Sequence[int], begin: Callable[[list[Any]], None]) -> None:
-        """Runs the model on some samples, without gradients. ``begin`` is called with the leaves of the arguments."""
+        """Runs the model on some samples. ``begin`` is called with the leaves of the arguments."""
         leaves = self.leaves_of(samples)
         args, kwargs = tree_unflatten(leaves, self.structure)
-        with self._observing(samples, False), self.random.restored(), restoring_state(self.model), torch.no_grad():
+        with self._observing(samples, False), self.random.restored(), restoring_state(self.model), torch.enable_grad():
             begin(leaves)
             self.run_model(args, kwargs)
 
-    def _forward_with_graph(self, samples: Sequence[int]) -> _Forward:
-        """As ``_forward``, with the parameters that the outputs' graph leads to."""
+    def _forward(self, samples: Sequence[int], observe: bool = False) -> _Forward:
+        """A forward with a graph, for a model may return other outputs without gradients, but without its tensors."""
         try:
             with torch.autograd.graph.saved_tensors_hooks(_drop, _refuse):
-                return self._forward(samples, observe=True, with_graph=True)
+                return self._run_forward(samples, observe)
         except Exception:  # the model takes gradients in its forward, and needs the tensors that were dropped
-            return self._forward(samples, observe=True, with_graph=True)
+            return self._run_forward(samples, observe)
 
-    def _forward(self, samples: Sequence[int], observe: bool = False, with_graph: bool = False) -> _Forward:
+    def _run_forward(self, samples: Sequence[int], observe: bool) -> _Forward:
         args, kwargs = tree_unflatten([self.select(leaf, samples) for leaf in self.leaves], self.structure)
         observing = self._observing(samples, observe)
         with (
             observing as observed,
             self.random.restored(),
             restoring_state(self.model),
-            torch.set_grad_enabled(with_graph),
+            torch.enable_grad(),
         ):
             output = self.run_model(args, kwargs)
         leaves = tensors_in(output)
-        used = used_parameters(leaves) if with_graph else set()
+        used = used_parameters(leaves)
         return _Forward(summaries(leaves, len(samples) != _SIZE), observed, used)
 
     def leaves_of(self, samples: Sequence[int]) -> list[Any]:

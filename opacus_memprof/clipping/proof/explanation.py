@@ -9,7 +9,6 @@ neither is what a layer got from other random numbers than those of the forward.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +23,9 @@ from opacus_memprof.clipping.layers import KeptTensors
 from opacus_memprof.clipping.module_state import ModuleState
 from opacus_memprof.clipping.proof.outputs import as_output, tensors_in
 from opacus_memprof.clipping.proof.perturbation import has_samples
-from opacus_memprof.clipping.proof.prover import autograd_gradients, vector_norm, wrong_sums
+from opacus_memprof.clipping.proof.prover import autograd_gradients, wrong_sums
 from opacus_memprof.clipping.proof.recorder import Sum
-from opacus_memprof.clipping.repetition import RandomState, repeating
+from opacus_memprof.clipping.repetition import RandomState
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 from opacus_memprof.errors import MemprofError
 
@@ -90,9 +89,7 @@ class RecordedForward:
         for n in slices(self.batch, max(1, size)):
             for parameter, gradient in self._of_part(n, parameters, weights).items():
                 known = total[parameter]
-                total[parameter] = gradient if known is None or gradient is None else known + gradient
-                if gradient is None:
-                    total[parameter] = known
+                total[parameter] = known if gradient is None else gradient if known is None else known + gradient
         return total
 
     def _of_part(
@@ -109,17 +106,14 @@ class RecordedForward:
         try:
             with (
                 self.random.restored(),
-                repeating(),
                 torch.enable_grad(),
                 torch.autocast(device, dtype, enabled, cache_enabled=False),
             ):
-                tensors = tensors_in(self.module(*args, **kwargs))
+                tensors = [x for x in tensors_in(self.module(*args, **kwargs)) if x.requires_grad]
         finally:
             now.restore()
         outputs, given = [], []
         for place, gradient in self.gradients.items():
-            if not tensors[place].requires_grad:
-                continue
             outputs.append(tensors[place])
             given.append(self._gradient(gradient, self.wheres[place], n, tensors[place], weights))
         return autograd_gradients(outputs, given, parameters)
@@ -128,7 +122,7 @@ class RecordedForward:
         self, gradient: torch.Tensor, where: Arrangement | None, n: slice, output: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         if where is None:
-            return gradient
+            return gradient * weights[0].to(gradient)
         rows = where.by_sample(gradient, self.batch)[n]
         scale = weights[n].to(rows.device).view(-1, *[1] * (rows.dim() - 1))
         return as_output((rows * scale).to(rows.dtype), where, output)
@@ -157,20 +151,23 @@ def check_explained(
     """
     parameters = list(names)
     weights = torch.ones(each.batch_size) if each.factors is None else each.factors.detach()
-    expected: dict[nn.Parameter, torch.Tensor | None] = dict.fromkeys(parameters)
-    for forward in recorded:
-        for parameter, gradient in forward.autograd(parameters, weights).items():
-            known = expected[parameter]
-            expected[parameter] = known if gradient is None else gradient if known is None else known + gradient
-    of_all = math.hypot(*(vector_norm(g) for g in expected.values() if g is not None))
+
+    def autograd(scale: float) -> dict[nn.Parameter, torch.Tensor | None]:
+        total: dict[nn.Parameter, torch.Tensor | None] = dict.fromkeys(parameters)
+        for forward in recorded:
+            for parameter, gradient in forward.autograd(parameters, weights * scale).items():
+                known = total[parameter]
+                total[parameter] = known if gradient is None else gradient if known is None else known + gradient
+        return total
+
     dtypes = [g.dtype for forward in recorded for g in forward.gradients.values()]
     dtypes += [forward.autocast[1] for forward in recorded if forward.autocast[2]]
     low = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
     found: dict[nn.Parameter, Sum] = {}
     for parameter, total in _sums(each, workspace):
         total = total if parameter not in found else found[parameter].total + total
-        found[parameter] = Sum(total, of_all, [], low)
-    wrong, _ = wrong_sums(found, expected)
+        found[parameter] = Sum(total, [], low)
+    wrong, _ = wrong_sums(found, autograd)
     if wrong:
         parameter, error = max(wrong.items(), key=lambda item: item[1])
         raise MemprofError(

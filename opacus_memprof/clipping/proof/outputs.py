@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.arrangement import Arrangement
 
@@ -34,9 +34,17 @@ def _tensors(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
                 yield from _tensors(item, depth - 1, seen)
 
 
-def differentiable(output: Any) -> list[torch.Tensor]:
-    """The tensors of an output that have a gradient."""
-    return [x for x in tensors_in(output) if x.requires_grad and (x.is_floating_point() or x.is_complex())]
+def alias_leaves(output: Any, tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]] | None:
+    """The output with a view in the place of each of these tensors, and the views; None if some are not in a tuple, list,
+    dictionary or the like."""
+    leaves, structure = tree_flatten(output)
+    places = [next((i for i, leaf in enumerate(leaves) if leaf is x), None) for x in tensors]
+    views = [x.view_as(x) for x in tensors]
+    for place, view in zip(places, views, strict=True):
+        if place is None:
+            return None
+        leaves[place] = view
+    return tree_unflatten(leaves, structure), views
 
 
 def cotangents(

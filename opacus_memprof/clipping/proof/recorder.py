@@ -23,15 +23,20 @@ class Record:
         layer: the layer.
         inputs: of its inputs, those that have samples.
         gradients: of the gradients of its outputs.
+        own: of the per-sample gradients of its parameters, if these are found with all samples there.
     """
 
     layer: Layer
     inputs: list[Rows]
     gradients: list[Rows]
+    own: list[Rows] = field(default_factory=list)
 
 
 class RowRecorder:
     """Records, by sample, what each layer's backward gets.
+
+    Args:
+        workspace: ceiling on temporaries.
 
     Attributes:
         records: in the order of backward.
@@ -39,7 +44,8 @@ class RowRecorder:
 
     is_captured = False
 
-    def __init__(self) -> None:
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
         self.records: list[Record] = []
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
@@ -51,7 +57,11 @@ class RowRecorder:
         call: Call = x
         pairs = zip(call.leaves, call.arrangements, strict=True)
         inputs = [Rows.of(where.by_sample(leaf, call.batch)) for leaf, where in pairs if where is not None]
-        self.records.append(Record(layer, inputs, [Rows.of(each) for each in call.sample_gradients(g)]))
+        own = []
+        if layer.way == "whole":
+            kept = layer.keep(call, g, self.workspace, norms=False)
+            own = [Rows.of(stack) for stack in kept.stacks.values()]
+        self.records.append(Record(layer, inputs, [Rows.of(each) for each in call.sample_gradients(g)], own))
 
     def of_layer(self, layer: Layer) -> list[Record]:
         """The records of a layer."""
@@ -64,13 +74,11 @@ class Sum:
 
     Attributes:
         total: float32 (float64).
-        size: a bound on what was added up, with cancellation left out: the error of ``total`` is a few roundings of it.
         layers: those that contributed.
         dtype: of the output gradients.
     """
 
     total: torch.Tensor
-    size: float
     layers: list[Layer]
     dtype: torch.dtype
 
@@ -92,31 +100,11 @@ class SumRecorder:
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
         """As ``Bookkeeping.add``."""
-        size_of = _size_of_generic if isinstance(layer, GenericLayer) else _size_of
         dtype = g[0].dtype if isinstance(layer, GenericLayer) else g.dtype
         for parameter, total in layer.sums_of_backward(x, g, self.weights, None, self.workspace).items():
-            size = size_of(layer, parameter, x, g, total)
             known = self.sums.get(parameter)
             if known is None:
-                self.sums[parameter] = Sum(total.detach().clone(), size, [layer], dtype)
+                self.sums[parameter] = Sum(total.detach().clone(), [layer], dtype)
                 continue
             known.total = known.total + total
-            known.size += size
             known.layers.append(layer)
-
-
-def _norm(x: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(x.detach(), dtype=torch.complex128 if x.is_complex() else torch.float64))
-
-
-def _size_of(layer: Layer, parameter: nn.Parameter, x: Any, g: torch.Tensor, total: torch.Tensor) -> float:
-    rows = max(1, g.numel() // max(1, g.shape[-1]))
-    if x is None or not x.is_floating_point() or parameter.dim() < 2:
-        return _norm(g) * rows**0.5
-    return _norm(g) * max(_norm(x), 1.0)
-
-
-def _size_of_generic(layer: Layer, parameter: nn.Parameter, x: Any, g: Any, total: torch.Tensor) -> float:
-    return 0.0
-
-

@@ -19,6 +19,7 @@ from opacus_memprof.clipping.arrangement import Arrangement
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, plain_layers
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.probe import CannotRunError, Probe
+from opacus_memprof.clipping.proof.contexts import without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.prover import Doubt, Program, Prover
 from opacus_memprof.clipping.proof.row_moves import modules_that_move_rows
 from opacus_memprof.clipping.proof.model_state import Arguments
@@ -112,7 +113,7 @@ class Situations:
         hooks.plain = {}
         probe = Probe(entry, self.units, hooks, args, kwargs, run, self._units_changed)
         try:
-            with eager(), torch.enable_grad():
+            with eager(), without_saved_tensors_hooks(), torch.enable_grad():
                 situation = self._situation(probe)
                 if self.check == "off":
                     return situation
