@@ -80,6 +80,14 @@ def test_the_optimizer_must_hold_all_trainable_parameters() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_the_optimizer_must_hold_no_other_parameters() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(2))], lr=0.1)
+    with pytest.raises(MemprofError, match="the optimizer holds 1 trained parameters that"):
+        make_private(model, vector_data(8), "flash_clip", optimizer=optimizer)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
 def test_models_that_are_private_already() -> None:
     module, _, _ = make_private(mlp(), vector_data(8), "flash_clip")
     with pytest.raises(MemprofError, match="made private already"):

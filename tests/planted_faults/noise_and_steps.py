@@ -91,8 +91,8 @@ FAULTS = [
     Fault(
         "noise_after_rounding",
         "optimizer.py",
-        "return self._is_alone and is_one_pass and any(is_low_precision(p.dtype) for p in self.params)",
-        "return any(is_low_precision(p.dtype) for p in self.params)",
+        "if not self._is_alone or self.bookkeeping.passes != 1 or self.bookkeeping.limit.samples:",
+        "if not self._is_alone:",
         "Sums of skipped steps are lost where a low-precision sum is rounded at once.",
         integration("clipping_precision::sums_of_skipped_steps_stay_in_float32"),
     ),
@@ -154,7 +154,7 @@ FAULTS = [
         "        is_step = super().pre_step()\n        self.update_max_grad_norm()\n"
         "        if not is_step:\n            return False",
         "The bound moves in the midst of a batch that comes in parts.",
-        integration(f"{_NET}::the_sizes_of_adaptive_clipping_count_all_parts"),
+        integration(f"{_NET}::the_adaptive_bound_moves_once_for_all_parts"),
     ),
     Fault(
         "refusal_leaves_generators_moved",
@@ -210,7 +210,7 @@ FAULTS = [
         "            self._sum_check.add([parameter.summed_grad for parameter in params])",
         "            self._sum_check.add([parameter.summed_grad * 0 for parameter in params])",
         "The net does not see sums of low precision.",
-        integration(f"{_NET}::factors_that_are_too_large", f"{_NET}::a_sum_that_is_larger_by_two_per_thousand"),
+        integration(f"{_NET}::factors_that_are_too_large_for_sums_that_are_rounded"),
     ),
     Fault(
         "accumulated_batches_are_not_averaged",
@@ -258,7 +258,7 @@ FAULTS = [
         "            self._is_last_step_skipped = True\n            return False",
         "            self._is_last_step_skipped = True\n            return True",
         "The first parts of a batch update the model without noise.",
-        integration("flash_clip::batch_memory_manager"),
+        integration(f"{_STATE}::parts_of_a_batch_are_one_step"),
     ),
     Fault(
         "skipped_steps_are_accounted",
@@ -268,7 +268,7 @@ FAULTS = [
         "        if self.step_hook:\n            self.step_hook(self)\n"
         "        if skips:\n            self._is_last_step_skipped = True\n            return False\n",
         "The accountant hears of each part of a batch.",
-        integration("flash_clip::batch_memory_manager"),
+        integration(f"{_STATE}::parts_of_a_batch_are_one_step"),
     ),
     Fault(
         "steps_are_not_accounted",
@@ -300,8 +300,7 @@ FAULTS = [
         "        if len(params) > len(names):\n",
         "        if False:\n",
         "The optimizer updates parameters that are not clipped.",
-        programs("changes_unfrozen_not_held", "changes_frozen")
-        + integration("flash_clip_refusals::the_optimizer_must_hold_all_trainable_parameters"),
+        integration("flash_clip_refusals::the_optimizer_must_hold_no_other_parameters"),
     ),
     Fault(
         "negative_noise_later",

@@ -167,8 +167,8 @@ FAULTS = [
     Fault(
         "sums_tolerance",
         "proof/prover.py",
-        "elif error > allowed:",
-        "elif error > 1e6 * allowed:",
+        "elif error > precision(own.dtype, parameter) * norm",
+        "elif error > 1e6 * precision(own.dtype, parameter) * norm",
         "Gradients that are off by less than themselves are accepted.",
         programs("hook_forward_replaced_slightly"),
     ),

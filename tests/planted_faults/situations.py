@@ -58,12 +58,7 @@ FAULTS = [
         "described.append((sizes, leaf.dtype, leaf.requires_grad))",
         "described.append((leaf.dtype, leaf.requires_grad))",
         "Arguments of other shapes are not proved.",
-        programs(
-            "batches_of_other_shapes",
-            "arguments_prototypes_of_the_batch_s_size",
-            "arguments_positions_of_the_batch_s_size",
-            "arguments_dimensions_mix",
-        ),
+        programs("arguments_dimensions_mix"),
     ),
     Fault(
         "signature_without_plain_values",
@@ -71,7 +66,7 @@ FAULTS = [
         "            return leaf\n        if not isinstance(leaf, (int, float)):",
         "            return None\n        if not isinstance(leaf, (int, float)):",
         "A flag or a word among the arguments is not proved when it changes.",
-        programs("arguments_text_switches"),
+        programs("arguments_flag_mixes"),
     ),
     Fault(
         "modes_without_training",
@@ -143,7 +138,7 @@ FAULTS = [
         "order_of(hooks.trace) not in call.situation.traces:",
         "not call.situation.traces:",
         "A forward that calls its layers in another order is not proved.",
-        programs("gate_later", "rows_routed", "chance_python_skips_0.5", "mix_if_any", "mix_largest_wins"),
+        programs("modes_own_list_mixes"),
     ),
     Fault(
         "empty_batches_are_proofs",

@@ -96,6 +96,13 @@ def _repeated(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.last(h)
 
 
+def _mixed_if_repeated(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    for _ in range(m.times[0]):
+        h = m.first(h - h.mean(0))
+    return m.last(h)
+
+
 def _repeat(model: Any, optimizer: Any) -> None:
     inner(model).times[0] = 2
 
@@ -197,6 +204,12 @@ PROGRAMS = [
             settings={"passes": passes, "module_options": {"check": "off"}},
         )
         for passes in (1, 2)
+    ),
+    Program(
+        "modes_own_list_mixes",
+        lambda: Graph(_mixed_if_repeated, **_pair(), times=[0]),
+        of_shape(5, 6, count=3, change=_repeat),
+        "refused",
     ),
     Program(
         "modes_autocast_mixes",
