@@ -14,7 +14,7 @@ FAULTS = [
         "norms = own + 2 * cross.total",
         "norms = own + cross.total",
         "The product of an embedding's and a head's gradient counts once instead of twice.",
-        programs("kind_tied"),
+        programs("kind_tied_large"),
     ),
     Fault(
         "tied_without_cross_term",
@@ -22,7 +22,7 @@ FAULTS = [
         "            if len(merged) == 2:",
         "            if False:",
         "The squared norms of tied layers are added up as if their gradients were orthogonal.",
-        programs("kind_tied"),
+        programs("kind_tied_large"),
     ),
     Fault(
         "tied_padding_has_a_gradient",
@@ -30,7 +30,7 @@ FAULTS = [
         "ids = ids.masked_fill(ids == padding, -1)",
         "ids = ids.clone()",
         "The cross term of tied layers counts the padding's row.",
-        integration(_MODULES + "[tied_padding-1]"),
+        programs("kind_tied_large_padding"),
     ),
     Fault(
         "tied_padding_is_the_first_row",
@@ -38,7 +38,7 @@ FAULTS = [
         "        picked *= has_row[n].unsqueeze(1)\n",
         "",
         "The cross term of tied layers takes padding for the first row.",
-        integration(_MODULES + "[tied_padding-1]"),
+        programs("kind_tied_large_padding"),
     ),
     Fault(
         "shared_first_use_is_dropped",
@@ -54,7 +54,7 @@ FAULTS = [
         "total = part if total is None else total + part",
         "total = part",
         "The norm of a parameter that layers of different kinds use is that of one use.",
-        programs("kind_tied_transposed"),
+        programs("kind_tied_transposed") + unit("clipping_norms_bound"),
     ),
     Fault(
         "shared_sum_of_the_last_use",
@@ -62,7 +62,7 @@ FAULTS = [
         "total = part.to(dtype) if total is None else total.add_(part)",
         "total = part.to(dtype)",
         "The clipped sum of a parameter that is used several times is that of one use.",
-        programs("kind_tied"),
+        programs("kind_tied_large"),
     ),
     Fault(
         "shared_stack_in_low_precision",
@@ -86,7 +86,7 @@ FAULTS = [
         "        return g, x\n",
         "        return x, g\n",
         "The gradient of a square weight is transposed.",
-        programs("kind_linear_3d", "kind_twice"),
+        unit(_LAYER),
     ),
     Fault(
         "recognized_linear_is_transposed",
@@ -142,7 +142,7 @@ FAULTS = [
         "            total[self.module.padding_idx] = 0",
         "            total[self.module.padding_idx] *= 1",
         "The row of padding gets a gradient.",
-        programs("kind_embedding_padding"),
+        unit(_LAYER),
     ),
     Fault(
         "embedding_padding_in_norms",
@@ -150,7 +150,7 @@ FAULTS = [
         "squares[slots] *= ~padding",
         "squares[slots] *= 1",
         "The norm counts the row of padding.",
-        programs("kind_embedding_padding"),
+        unit(_LAYER),
     ),
     Fault(
         "embedding_padding_in_stacks",
@@ -182,7 +182,7 @@ FAULTS = [
         'if module.padding_mode != "zeros" and any(pads):',
         "if False:",
         "Circular padding is taken for zeros.",
-        programs("kind_conv1d_circular"),
+        unit(_LAYER),
     ),
     Fault(
         "convolution_stride_is_dilation",
@@ -326,7 +326,7 @@ FAULTS = [
         "return x.movedim(1, 0).unsqueeze(2)",
         "return x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).unsqueeze(2)",
         "Tokens are counted to other samples where the tokens come first.",
-        integration(_MODULES + "[tokens_first-1]"),
+        programs("kind_tokens_first_unchecked"),
     ),
     Fault(
         "folded_rows_of_other_samples",
@@ -334,7 +334,7 @@ FAULTS = [
         "return x.reshape(rows, batch, *x.shape[1:]).transpose(0, 1)",
         "return x.reshape(batch, rows, *x.shape[1:])",
         "Rows that are folded into the batch with the tokens first are counted to other samples.",
-        integration(_MODULES + "[folded_tokens_first-1]"),
+        programs("kind_folded_unchecked"),
     ),
     Fault(
         "repeated_under_no_autocast",
@@ -358,7 +358,7 @@ FAULTS = [
         "        now = ModuleState(module)\n        self.state.restore()\n",
         "        now = ModuleState(module)\n",
         "A module that counts its calls is repeated as if it were called once more.",
-        programs("modes_own_flag_deepens", "gate_later"),
+        programs("modes_own_count_of_calls_repeated"),
     ),
     Fault(
         "any_way_repeats",

@@ -14,7 +14,7 @@ FAULTS = [
         "((torch.float64, 1e-8), (torch.float32, 1e-4))",
         "((torch.float64, 1e-2), (torch.float32, 1e2))",
         "verify calls a mode exact that is a hundredth off.",
-        integration(_VERIFY),
+        integration(f"{_VERIFY}::small_errors_of_norms_and_of_sums"),
     ),
     Fault(
         "verify_without_sums",
@@ -22,7 +22,7 @@ FAULTS = [
         "max([self.norm_error, *self.errors.values()]) <= self.tolerance",
         "self.norm_error <= self.tolerance",
         "verify compares norms alone.",
-        integration(_VERIFY),
+        integration(f"{_VERIFY}::small_errors_of_norms_and_of_sums"),
     ),
     Fault(
         "verify_without_norms",
@@ -30,7 +30,7 @@ FAULTS = [
         "max([self.norm_error, *self.errors.values()]) <= self.tolerance",
         "max(self.errors.values()) <= self.tolerance",
         "verify compares sums alone.",
-        integration(_VERIFY),
+        integration(f"{_VERIFY}::small_errors_of_norms_and_of_sums"),
     ),
     Fault(
         "verify_without_mixing",
@@ -87,14 +87,6 @@ FAULTS = [
         "if relative < 0:",
         "check= of Opacus' modes accepts any sum.",
         integration(f"{_CHECK}::a_wrong_sum_is_refused_at_checked_steps_only"),
-    ),
-    Fault(
-        "check_passes_nan",
-        "proof/opacus_modes.py",
-        "if not relative <= error:",
-        "if relative > error:",
-        "check= of Opacus' modes accepts a sum that is NaN.",
-        integration(_CHECK),
     ),
     Fault(
         "check_tolerance",

@@ -162,7 +162,7 @@ FAULTS = [
         "            check_model(self.units.model)\n",
         "",
         "A frozen BatchNorm that train() switches on is refused without its name.",
-        programs("modes_batch_norm_train_again", "modes_batch_norm_validated"),
+        integration("flash_clip_refusals::a_batch_norm_that_is_switched_on_again"),
     ),
     Fault(
         "embeddings_with_options_are_accepted",

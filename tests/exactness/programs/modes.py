@@ -84,6 +84,11 @@ def _counted(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.last(torch.tanh(m.first(x))) * m.calls
 
 
+def _counted_block(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.calls += 1
+    return x * m.scale * m.calls
+
+
 def _listed(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.calls.append(len(x))
     return m.last(torch.tanh(m.first(x))) * len(m.calls)
@@ -194,6 +199,15 @@ PROGRAMS = [
             settings={"is_random": True},
         )
         for name, forward, calls in (("count_of_calls", _counted, int), ("list_of_calls", _listed, list))
+    ),
+    Program(
+        "modes_own_count_of_calls_repeated",
+        lambda: nn.Sequential(
+            nn.Linear(6, 6), Graph(_counted_block, scale=nn.Parameter(torch.ones(6)), calls=0), nn.Linear(6, 3)
+        ),
+        of_shape(5, 6, count=3),
+        "exact",
+        settings={"is_random": True},
     ),
     *(
         Program(
