@@ -183,7 +183,8 @@ def test_a_forgotten_zero_grad_draws_no_noise() -> None:
 def test_parts_of_a_batch_are_one_step() -> None:
     """The first parts move nothing, not even by Adam's momentum, and the accountant hears of the last one."""
     training = Training()
-    training.step(1)
+    training.backward(1)
+    training.optimizer.step()
     for part in range(3):
         before = [p.detach().clone() for p in training.module.parameters()]
         training.optimizer.signal_skip_step(part < 2)

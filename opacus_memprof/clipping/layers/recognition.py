@@ -130,7 +130,7 @@ def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 _SMOOTH = frozenset(
     "view _unsafe_view reshape t transpose permute unsqueeze squeeze expand clone detach alias slice select split chunk "
     "addmm mm bmm baddbmm matmul linear add add_ sub sub_ rsub mul mul_ div div_ neg pow pow_ square mean sum var var_mean "
-    "std rsqrt rsqrt_ sqrt sqrt_ reciprocal _to_copy native_layer_norm native_group_norm rms_norm _fused_rms_norm "
+    "std rsqrt rsqrt_ sqrt sqrt_ reciprocal _to_copy native_layer_norm native_group_norm native_batch_norm rms_norm _fused_rms_norm "
     "embedding ones ones_like zeros zeros_like empty empty_like full lift_fresh copy_ norm linalg_vector_norm".split()
 )
 
