@@ -54,7 +54,7 @@ FAULTS = [
         "total = part if total is None else total + part",
         "total = part",
         "The norm of a parameter that layers of different kinds use is that of one use.",
-        programs("kind_tied_transposed") + unit("clipping_norms_bound"),
+        programs("kind_tied_transposed_large"),
     ),
     Fault(
         "shared_sum_of_the_last_use",

@@ -115,6 +115,21 @@ def _tied_transposed() -> nn.Module:
     return Graph(lambda m, x: torch.tanh(m.first(x)) @ m.first.weight, first=nn.Linear(6, 4))
 
 
+class _Transposed(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def _tied_transposed_large() -> nn.Module:
+    """As ``_tied_transposed``, with gradients that are larger than what they are formed from."""
+    first = nn.Linear(6, 61, bias=False)
+    return nn.Sequential(first, nn.Tanh(), _Transposed(first.weight))
+
+
 def _positions(m: Any, ids: torch.Tensor) -> torch.Tensor:
     return m.last(m.tokens(ids) + m.positions(torch.arange(ids.shape[1])))
 
@@ -209,6 +224,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Steps]] = {
     "folded": (lambda: Graph(_folded, a=nn.Linear(6, 6), b=nn.Linear(6, 3)), _shape(5, 4, 6)),
     "tokens_first": (lambda: Graph(_tokens_first, a=nn.Linear(6, 6), b=nn.Linear(6, 3)), _shape(5, 4, 6)),
     "tied_linears": (_tied_linears, _shape(5, 4, 6)),
+    "tied_transposed_large": (_tied_transposed_large, _shape(5, 6)),
     "tied_transposed": (_tied_transposed, _shape(5, 4, 6)),
     "lora": (lambda: nn.Sequential(_Lora(), nn.GELU(), _Lora()), _shape(5, 4, 6)),
     "lora_raw": (lambda: nn.Sequential(_RawLora(), nn.GELU(), _RawLora()), _shape(5, 4, 6)),
