@@ -198,7 +198,7 @@ FAULTS = [
         "(*module.kernel_size, *module.stride, module.groups)",
         "(*module.kernel_size, module.groups)",
         "A pointwise convolution with a stride is taken for a linear layer of all positions.",
-        unit(_LAYER),
+        programs("kind_conv2d_pointwise_strided_unchecked"),
     ),
     Fault(
         "layer_norm_eps",
@@ -214,7 +214,7 @@ FAULTS = [
         "layer_norm_gradients_cpu(x, g, self.module.eps)",
         "layer_norm_gradients_cpu(x, g, 1e-5)",
         "The gradients of small LayerNorms are found with the default eps.",
-        unit("clipping_shortcuts"),
+        programs("kind_layer_norm_eps_unchecked"),
     ),
     Fault(
         "rms_norm_eps",

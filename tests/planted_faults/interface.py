@@ -110,8 +110,7 @@ FAULTS = [
         "        for side in (0, 1):",
         "        for side in (0,):",
         "check= of Opacus' modes exchanges samples in one direction alone.",
-        integration(f"{_CHECK}::mixing_is_refused_and_nothing_changes")
-        + unit("loop_check::mixing_is_found_whichever_sample_it_comes_from"),
+        integration(f"{_CHECK}::every_ordered_pair_of_samples_is_told_apart"),
     ),
     Fault(
         "check_without_bounds",

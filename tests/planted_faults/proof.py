@@ -66,7 +66,7 @@ FAULTS = [
         "for v in (0, 1)]",
         "for v in (0,)]",
         "Samples are exchanged for others in one direction alone.",
-        programs("single_output_of_later", "single_output_of_earlier"),
+        programs("single_output_of_0"),
     ),
     Fault(
         "last_digit_is_left_out",

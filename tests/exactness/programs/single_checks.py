@@ -28,9 +28,9 @@ def _with_later_samples(h: torch.Tensor, size: float = 1.0) -> torch.Tensor:
     return torch.cat([h[: len(later)] + size * later, h[len(later) :]])
 
 
-def _with_earlier_samples(h: torch.Tensor) -> torch.Tensor:
-    """Adds earlier samples to later ones, without their gradients."""
-    return torch.cat([h[:_DISTANCE], h[_DISTANCE:] + h.detach()[: len(h) - _DISTANCE].sum(0)])
+def _with_sample_0(h: torch.Tensor) -> torch.Tensor:
+    """Adds sample 0 to sample 7, whose index has every binary digit 1 where that of 0 has 0."""
+    return torch.cat([h[:7], h[7:8] + h.detach()[: len(h[7:8])], h[8:]])
 
 
 def _with_sample_8(h: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ PROGRAMS = [
     Program("single_hook", _by_hook(_with_later_samples), of_shape(9, 6), "refused"),
     Program("single_pre_hook", _by_pre_hook(_with_later_samples), of_shape(9, 6), "refused"),
     Program("single_output_of_later", _in_outputs(_with_later_samples), of_shape(9, 6), "refused"),
-    Program("single_output_of_earlier", _in_outputs(_with_earlier_samples), of_shape(9, 6), "refused"),
+    Program("single_output_of_0", _in_outputs(_with_sample_0), of_shape(9, 6), "refused"),
     Program("single_output_of_8", _in_outputs(_with_sample_8), of_shape(9, 6), "refused"),
     Program(
         "single_output_of_later_weakly",
@@ -101,7 +101,7 @@ PROGRAMS = [
             "refused",
             _loss_of_the_model,
         )
-        for name, mix in (("later", _with_later_samples), ("earlier", _with_earlier_samples))
+        for name, mix in (("later", _with_later_samples), ("0", _with_sample_0))
     ),
     Program(
         "single_gradient", _pair(lambda m, x: m.last(_ScalesInBackward.apply(m.first(x)))), of_shape(9, 6), "refused"
