@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from tests.exactness.programs import PROGRAMS
 from tests.planted_faults import FAULTS
 from tests.planted_faults.fault import ROOT, Fault
 
@@ -24,6 +25,8 @@ def test_its_tests_exist(fault: Fault) -> None:
         file, _, name = test.partition("::")
         source = (ROOT / file).read_text()
         assert not name or f"def {name.partition('[')[0]}(" in source, test
+        if file == "tests/exactness/test_programs.py":
+            assert name.partition("[")[2].rstrip("]") in PROGRAMS, test
 
 
 def test_names_are_unique_and_enough() -> None:
