@@ -278,7 +278,7 @@ FAULTS = [
         "times = 1 if i == j else 2",
         "times = 1",
         "Products of tokens in different tiles count once instead of twice.",
-        unit(_CEILING),
+        unit("clipping_norms_bound::opposing_tokens", "clipping_norms_bound::layers"),
     ),
     Fault(
         "gram_cancellation_is_not_seen",
@@ -286,7 +286,7 @@ FAULTS = [
         "(norms >= least) & (norms < math.inf)",
         "(norms >= 0) & (norms < math.inf)",
         "A norm whose terms cancel is taken as it is.",
-        programs("cancel_linear_fp32"),
+        unit("clipping_norms_bound::opposing_tokens"),
     ),
     Fault(
         "gram_underflow_is_not_seen",
@@ -326,7 +326,7 @@ FAULTS = [
         "return x.movedim(1, 0).unsqueeze(2)",
         "return x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).unsqueeze(2)",
         "Tokens are counted to other samples where the tokens come first.",
-        programs("kind_tokens_first_unchecked"),
+        unit("clipping_arrangement::rows_belong_to_their_samples"),
     ),
     Fault(
         "folded_rows_of_other_samples",
@@ -334,7 +334,7 @@ FAULTS = [
         "return x.reshape(rows, batch, *x.shape[1:]).transpose(0, 1)",
         "return x.reshape(batch, rows, *x.shape[1:])",
         "Rows that are folded into the batch with the tokens first are counted to other samples.",
-        programs("kind_folded_unchecked"),
+        unit("clipping_arrangement::rows_belong_to_their_samples"),
     ),
     Fault(
         "repeated_under_no_autocast",

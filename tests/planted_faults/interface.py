@@ -142,7 +142,7 @@ FAULTS = [
         'return "sometimes" if mode in OWN_MODES else "off"',
         'return "off"',
         "flash_clip proves nothing unless it is asked to.",
-        unit("engine_arguments"),
+        unit("engine_arguments::flash_clip_is_checked_unless_it_is_off"),
     ),
     Fault(
         "check_does_not_reach_flash_clip",
@@ -150,7 +150,7 @@ FAULTS = [
         "for name, value in (self._flash_clip_options or {}).items() if name in known}",
         'for name, value in (self._flash_clip_options or {}).items() if name in known - {"check"}}',
         "check= of make_private does not reach flash_clip.",
-        unit("engine_arguments::options_reach_flash_clip_also_with_a_budget"),
+        unit("engine_arguments::flash_clip_is_checked_unless_it_is_off"),
     ),
     Fault(
         "generator_does_not_reach_flash_clip",
@@ -166,7 +166,7 @@ FAULTS = [
         "            secure_mode=secure,",
         "            secure_mode=False,",
         "secure_mode draws one number instead of the sum of several.",
-        unit("engine_arguments") + integration("flash_clip::noise_is_opacus_noise"),
+        unit("engine_arguments::secure_mode_reaches_the_optimizer"),
     ),
     Fault(
         "failed_make_private_leaves_hooks",

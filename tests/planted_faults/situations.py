@@ -117,14 +117,6 @@ FAULTS = [
         programs("changes_unfrozen", "changes_frozen"),
     ),
     Fault(
-        "structure_without_parameters",
-        "proof/model_state.py",
-        "tuple(map(id, parameters)), tuple(",
-        "(), tuple(",
-        "A parameter that is replaced has no layer.",
-        programs("changes_parameter_replaced_in_both"),
-    ),
-    Fault(
         "structure_without_children",
         "proof/model_state.py",
         "return tuple(children), tuple(map(id, parameters))",
