@@ -65,14 +65,6 @@ FAULTS = [
         programs("kind_tied_large"),
     ),
     Fault(
-        "shared_stack_in_low_precision",
-        "shared.py",
-        "part = use.layer.weight_gradients(use.x[n], use.g[n].to(dtype), workspace)",
-        "part = use.layer.weight_gradients(use.x[n], use.g[n], workspace)",
-        "The norms of shared parameters of low precision are rounded before they are found.",
-        integration("clipping_precision::no_sample_adds_more_than_its_bound"),
-    ),
-    Fault(
         "tied_layers_are_not_known",
         "units.py",
         "layer.is_shared |= len(layers) > 1",
@@ -191,14 +183,6 @@ FAULTS = [
         "module.dilation, module.stride)",
         "Stride and dilation are exchanged.",
         unit(_LAYER),
-    ),
-    Fault(
-        "convolution_pointwise_ignores_stride",
-        "layers/convolution.py",
-        "(*module.kernel_size, *module.stride, module.groups)",
-        "(*module.kernel_size, module.groups)",
-        "A pointwise convolution with a stride is taken for a linear layer of all positions.",
-        programs("kind_conv2d_pointwise_strided_unchecked"),
     ),
     Fault(
         "layer_norm_eps",
@@ -359,14 +343,6 @@ FAULTS = [
         "        now = ModuleState(module)\n",
         "A module that counts its calls is repeated as if it were called once more.",
         programs("modes_own_count_of_calls_repeated"),
-    ),
-    Fault(
-        "any_way_repeats",
-        "repetition.py",
-        "return self._gives_outputs(call, outputs) and self._gives_gradients(call, outputs)",
-        "return self._gives_gradients(call, outputs)",
-        "A module is repeated in a way that gives other outputs.",
-        integration(_MODULES) + programs("hook_own_parametrization", "rows_mask"),
     ),
     Fault(
         "checkpoint_has_trained_parameters",

@@ -214,7 +214,7 @@ FAULTS = [
         "        hooks.bookkeeping.rule = rule\n",
         "",
         "A registered module clips to a bound of 1, whatever its optimizer has.",
-        integration(f"{_REGISTER}::a_trainer_clips_to_the_bound_of_its_optimizer"),
+        integration(f"{_REGISTER}::the_engine_of_opacus", f"{_REGISTER}::without_a_wrapper_and_per_layer"),
     ),
     Fault(
         "registered_reduction",

@@ -278,14 +278,6 @@ FAULTS = [
         programs("single_hook"),
     ),
     Fault(
-        "pre_hooks_of_users_are_left_out",
-        "proof/hooks_of_users.py",
-        "                args = changed if isinstance(changed, tuple) else (changed,)",
-        "                args = args",
-        "What a hook on the model makes of its input is not proved.",
-        programs("single_pre_hook"),
-    ),
-    Fault(
         "layers_are_tapped_behind_hooks",
         "module.py",
         "always_call=True, prepend=first",
