@@ -3,8 +3,9 @@
 
 from tests.planted_faults.fault import Fault, integration
 
-_TWO = integration("flash_clip_ranks::ranks_train_as_one_process[2]")
-_FOUR = integration("flash_clip_ranks::ranks_train_as_one_process[4]")
+_DDP = integration("flash_clip_ranks::ranks_train_as_one_process[ddp dpddp-2]")
+_SHARDED = integration("flash_clip_ranks::ranks_train_as_one_process[fsdp2-2]")
+_REPLICATED = integration("flash_clip_ranks::ranks_train_as_one_process[fsdp2-4]")
 
 FAULTS = [
     Fault(
@@ -13,7 +14,7 @@ FAULTS = [
         "return self.rank == 0",
         "return True",
         "The noise of a DDP step is that of all ranks together.",
-        _TWO,
+        _DDP,
     ),
     Fault(
         "noise_on_no_rank",
@@ -21,7 +22,7 @@ FAULTS = [
         "return self.rank == 0",
         "return self.rank == self.ranks",
         "A DDP step has no noise.",
-        _TWO,
+        _DDP,
     ),
     Fault(
         "mean_over_one_rank",
@@ -29,7 +30,7 @@ FAULTS = [
         "self.accumulated_iterations * self.ranks) if",
         "self.accumulated_iterations) if",
         "The mean over the samples of all ranks is divided by the batch size of one.",
-        _TWO,
+        _DDP,
     ),
     Fault(
         "ranks_refuse_by_themselves",
@@ -37,7 +38,7 @@ FAULTS = [
         "((fewest, most),) = self.agreement.settle(error, [",
         "if error is not None:\n            raise error\n        ((fewest, most),) = self.agreement.settle(None, [",
         "A rank that refuses a step leaves the others waiting, or stepping.",
-        _TWO,
+        _DDP,
     ),
     Fault(
         "ranks_differ",
@@ -45,7 +46,7 @@ FAULTS = [
         "        self.agreement.check_same(self.description())\n",
         "",
         "Ranks whose settings differ train together.",
-        _TWO,
+        _DDP,
     ),
     Fault(
         "shards_have_the_same_noise",
@@ -53,7 +54,7 @@ FAULTS = [
         "{number} {rank}",
         "{number}",
         "The shards of all ranks have the same noise, and their differences none.",
-        _TWO,
+        _SHARDED,
     ),
     Fault(
         "replicas_have_noise_each",
@@ -61,7 +62,7 @@ FAULTS = [
         "return all(parameter.device_mesh.get_local_rank(i) == 0 for i in self._replicated.get(parameter, ()))",
         "return True",
         "Each replica of a shard adds noise.",
-        _FOUR,
+        _REPLICATED,
     ),
     Fault(
         "net_of_a_shard",
@@ -69,15 +70,15 @@ FAULTS = [
         "return Limit(int(samples), total, by_parameter, own.bound)",
         "return own",
         "The net compares a shard of all ranks' sum with the samples of one rank.",
-        _TWO,
+        _SHARDED,
     ),
     Fault(
-        "noise_of_a_rank_s_bound",
+        "refusals_are_not_heard",
         "distributed.py",
         "dist.all_reduce(reduced, dist.ReduceOp.MAX)",
         "dist.all_reduce(reduced, dist.ReduceOp.MIN)",
         "A rank does not hear that another one has refused.",
-        _TWO,
+        _DDP,
     ),
     Fault(
         "poisson_leaves_out_empty_batches",
@@ -85,6 +86,6 @@ FAULTS = [
         "        sampler.__class__ = EveryStepSampler",
         "        pass",
         "A rank without samples leaves out a step that the others take.",
-        _TWO,
+        _DDP,
     ),
 ]
