@@ -16,6 +16,7 @@ PYBIND11_MODULE(_clipping, module) {
   module.def("unfold", &clipping::unfold);
   module.def("group_alike", &clipping::group_alike);
   module.def("address_table", &clipping::address_table);
+  module.def("product_table", &clipping::product_table);
   module.def("begin_tables_of_graph", &clipping::begin_tables_of_graph);
   module.def("end_tables_of_graph", &clipping::end_tables_of_graph);
   module.def("empty_sums", &clipping::empty_sums);

@@ -174,6 +174,21 @@ at::Tensor address_table(const std::vector<std::vector<at::Tensor>>& lists, bool
   return table_on(lists[0].at(0).device(), numbers, static_cast<std::int64_t>(columns));
 }
 
+at::Tensor product_table(const std::vector<Pair>& pairs, const std::vector<at::Tensor>& sums) {
+  constexpr std::int64_t columns = 12;
+  std::vector<std::int64_t> numbers;
+  numbers.reserve(pairs.size() * columns);
+  for (std::size_t i = 0; i < pairs.size(); ++i) {
+    const auto& [left, right] = pairs[i];
+    const std::int64_t tokens = left.numel() / (left.size(0) * left.size(-1));
+    numbers.insert(numbers.end(), {address_of(left), address_of(right), address_of(sums.at(i)),
+                                   tokens, left.size(-1), right.size(-1)});
+    for (const at::Tensor& each : {left, right})
+      numbers.insert(numbers.end(), {each.stride(0), each.stride(-2), each.stride(-1)});
+  }
+  return table_on(sums.at(0).device(), numbers, columns);
+}
+
 void begin_tables_of_graph(const at::Tensor& memory) {
   const std::lock_guard<std::mutex> lock(tables_of_graph().mutex);
   tables_of_graph().memory = memory;
@@ -193,7 +208,8 @@ std::vector<at::Tensor> sum_outer_products(const std::vector<Pair>& pairs,
   std::vector<at::Tensor> sums;
   for (const Pair& pair : pairs) {
     if (!is_one_product(pair, pairs[0], most)) break;
-    sums.push_back(sum_outer_product(pair, factors));
+    const auto index = static_cast<std::int64_t>(sums.size());
+    sums.push_back(sum_outer_product(pair, factors.dim() == 2 ? factors[index] : factors));
   }
   return sums;
 }

@@ -23,6 +23,13 @@ std::vector<std::vector<std::int64_t>> group_alike(
 // wait.
 at::Tensor address_table(const std::vector<std::vector<at::Tensor>>& lists, bool with_sizes);
 
+// A table with a row for each pair [N, ..., rows], [N, ..., columns] and the sum [rows, columns] of
+// its samples' products: the addresses of the three, the tokens of a sample, rows, columns, and the
+// strides of a sample, a token and a feature of both. A tensor is contiguous unless it has three
+// dimensions. int64, as of `address_table`.
+at::Tensor product_table(const std::vector<std::pair<at::Tensor, at::Tensor>>& pairs,
+                         const std::vector<at::Tensor>& sums);
+
 // From now on, while a CUDA graph is captured, `address_table` takes its tables from `memory`
 // (int64, one dimension, allocated before), and leaves them to be filled: a copy in the graph would
 // read the host's memory anew in every replay, and other memory of the graph is written to by all
@@ -35,15 +42,15 @@ std::vector<std::pair<at::Tensor, at::Tensor>> end_tables_of_graph();
 // A tensor for the sum over the samples of each stack [N, ...], not filled.
 std::vector<at::Tensor> empty_sums(const std::vector<at::Tensor>& stacks, at::ScalarType dtype);
 
-// The sum over samples n and all other dimensions but the last of factors[n] times the outer
-// product of the first and the second tensor of each pair, [features of the first, features of the
-// second]: one product over all of them, for which the tensor with fewer features is scaled. Sums
-// of low precision are float32. Ends before the first pair of which this cannot be done: of fewer
-// than two samples, of no numbers, of two dtypes, of another dtype or device than the first pair's,
-// or of which the copies take more than `most` bytes: the scaled tensor and, of tensors [N, T,
-// features] whose tokens lie beside one another (of convolutions), the other. In low precision the
-// scaled tensor is float32; bfloat16 on CUDA splits it into two of bfloat16, and others are
-// multiplied in float32.
+// The sum over samples n and all other dimensions but the last of factors[n] (factors[i][n] for the
+// i-th pair, if there are two dimensions) times the outer product of the first and the second
+// tensor of each pair, [features of the first, features of the second]: one product over all of
+// them, for which the tensor with fewer features is scaled. Sums of low precision are float32. Ends
+// before the first pair of which this cannot be done: of fewer than two samples, of no numbers, of
+// two dtypes, of another dtype or device than the first pair's, or of which the copies take more
+// than `most` bytes: the scaled tensor and, of tensors [N, T, features] whose tokens lie beside one
+// another (of convolutions), the other. In low precision the scaled tensor is float32; bfloat16 on
+// CUDA splits it into two of bfloat16, and others are multiplied in float32.
 std::vector<at::Tensor> sum_outer_products(
     const std::vector<std::pair<at::Tensor, at::Tensor>>& pairs, const at::Tensor& factors,
     std::int64_t most);

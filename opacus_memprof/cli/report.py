@@ -65,6 +65,7 @@ def report(
     from opacus_memprof.analysis.profile import load_profile
     from opacus_memprof.profiles.directory import rank_directories
     from opacus_memprof.reports.job_text import print_job
+    from opacus_memprof.reports.privacy_check import print_privacy_check
     from opacus_memprof.reports.text import print_summary
 
     given = {"html": html, "png": png, "csv": csv, "json": json, "latex": latex, "perfetto": perfetto}
@@ -81,6 +82,7 @@ def report(
             )
         summary = load_ranks(directory)
         print_job(summary, console)
+        print_privacy_check(ranks[min(ranks)], console)  # the first rank writes it
         if wanted:
             from opacus_memprof.reports.export import output_path
             from opacus_memprof.reports.html.job_page import write_job_html
@@ -91,6 +93,7 @@ def report(
         return
     profile = load_profile(directory)
     print_summary(profile, console)
+    print_privacy_check(directory, console)
     if wanted:
         from opacus_memprof.reports.export import Source, export
 

@@ -15,14 +15,12 @@ from opacus_memprof.clipping.arrangement import Arrangement
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.repetition import Call
-
+from opacus_memprof.errors import MemprofError
 
 TappedCall = tuple[Layer, Bookkeeping, "Arrangement | None", int, int]
 
 
-def receive_gradient(
-    call: TappedCall, x: torch.Tensor | None, g: torch.Tensor
-) -> None:
+def receive_gradient(call: TappedCall, x: torch.Tensor | None, g: torch.Tensor) -> None:
     """Passes a layer's input and the gradient of its output to ``bookkeeping.add``.
 
     Args:
@@ -35,7 +33,16 @@ def receive_gradient(
     if where is not None:
         g = where.by_sample(g, batch)
         x = None if x is None else where.by_sample(x, batch)
-    bookkeeping.add(layer, x, g, forward)
+    _add(bookkeeping, layer, x, g, forward)
+
+
+def _add(bookkeeping: Bookkeeping, layer: Layer, x: Any, g: Any, forward: int) -> None:
+    if bookkeeping.refusal.error is not None:
+        return
+    try:
+        bookkeeping.add(layer, x, g, forward)
+    except MemprofError as error:
+        bookkeeping.refusal.add(error)
 
 
 class GradientTap(torch.autograd.Function):
@@ -92,7 +99,8 @@ class CallTap(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with torch.autocast(gradients[0].device.type, enabled=False):
-            ctx.bookkeeping.add(ctx.layer, ctx.call.with_tensors(ctx.saved_tensors), list(gradients), ctx.forward_number)
+            call = ctx.call.with_tensors(ctx.saved_tensors)
+            _add(ctx.bookkeeping, ctx.layer, call, list(gradients), ctx.forward_number)
         return (None, None, None, None, None, None, *gradients, *[None] * ctx.inputs)
 
 
@@ -124,15 +132,22 @@ def run_two_passes(bookkeeping: Bookkeeping, outputs: list[tuple[torch.Tensor, t
         bookkeeping: of the model.
         outputs: the model's outputs with their gradients.
     """
-    if not outputs:
+    refusal = bookkeeping.refusal
+    if not outputs or refusal.error is not None:
         return
-    bookkeeping.begin_two_passes()
+    try:
+        bookkeeping.begin_two_passes()
+    except MemprofError as error:
+        refusal.add(error)
+        return
     tensors, gradients = [o for o, _ in outputs], [g for _, g in outputs]
     try:
         bookkeeping.mode = "norms"
         torch.autograd.backward(tensors, gradients, retain_graph=True)
         while bookkeeping.must_repeat_norms():
             torch.autograd.backward(tensors, gradients, retain_graph=True)
+        if refusal.error is not None:
+            return
         bookkeeping.begin_sums()
         torch.autograd.backward(tensors, gradients)
     finally:

@@ -57,6 +57,13 @@ class BackwardPass:
                 self.shared[parameter] = SharedGradient(parameter, layer)
             self.shared[parameter].add(layer, kept, workspace)
 
+    def first_of(self, layer: Layer) -> KeptTensors | None:
+        """Returns what the first of two passes has kept for the weight of a layer."""
+        for parameter in layer.trainable():
+            if parameter in self.shared:
+                return self.shared[parameter].kept_norms
+        return self.kept.get(layer)
+
     def select(self, factors: Factors) -> Factors:
         """Drops the samples that do not count from what is kept, one layer after the other. Returns the clip factors of
         the others."""

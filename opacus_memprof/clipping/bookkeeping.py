@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.backward_pass import BackwardPass, Factors
-from opacus_memprof.clipping.launches import pop_small_products, pop_small_sums
+from opacus_memprof.clipping.launches import Splits, pop_small_products, pop_small_sums
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.norm_check import Limit, NormCheck, limit_of_batch
+from opacus_memprof.clipping.refusals import KeptRefusal
 from opacus_memprof.clipping.rules import ClipRule
-from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
 from opacus_memprof.errors import MemprofError
 
 Nonfinite = Literal["refuse", "drop"]
@@ -43,6 +44,7 @@ class Bookkeeping:
         dropped: the indices of the samples that were dropped since the sums began, in all physical batches of a step
             one after the other. Not private.
         dropped_in_all: the number of samples that were dropped in all steps. Not private.
+        refusal: the error that waits for a step, where several ranks train the model.
         is_captured: whether a CUDA graph of the pass is captured, whose norms are checked when it has been replayed.
     """
 
@@ -65,6 +67,7 @@ class Bookkeeping:
         self.dropped: list[int] = []
         self.dropped_in_all = 0
         self.is_captured = False
+        self.refusal = KeptRefusal()
         self._factors_of_sums: torch.Tensor | None = None
         self._passes: list[BackwardPass] = []
         self._tasks: dict[int, set[int]] = {}  # autograd's numbers of the backwards of each forward
@@ -125,7 +128,8 @@ class Bookkeeping:
             g = g.to(accumulation_dtype(g.dtype))
         if self.mode == "sums":
             assert self._factors_of_sums is not None
-            sums = layer.sums_of_backward(x, g, self._factors_of_sums, current.samples, self.workspace)
+            first = current.first_of(layer)
+            sums = layer.sums_of_backward(x, g, self._factors_of_sums, current.samples, self.workspace, first)
             for parameter, total in sums.items():
                 current.sums[parameter] = current.sums[parameter] + total if parameter in current.sums else total
         elif layer.is_shared:
@@ -133,7 +137,7 @@ class Bookkeeping:
         elif layer in current.kept:
             self._share(current, layer, x, g)
         elif self.mode == "norms":
-            current.kept[layer] = KeptTensors(dict(layer.parameter_squared_norms(x, g, self.workspace)))
+            current.kept[layer] = layer.keep_norms(x, g, self.workspace)
         else:
             current.kept[layer] = layer.keep(x, g, self.workspace)
 
@@ -155,7 +159,8 @@ class Bookkeeping:
                 each.tasks.add(task)
 
     def _pass_of(self, forward: int, batch_size: int) -> BackwardPass:
-        """The pass of a forward. Forwards that one call of ``backward`` goes through belong to one pass: they have the same
+        """The pass of a forward. Forwards that one call of ``backward`` goes through belong to one pass: they have the
+        same
         samples. Those of different calls have different samples."""
         for each in reversed(self._passes):
             if forward in each.forwards:
@@ -300,8 +305,10 @@ class Bookkeeping:
             )
         if self.beside_layers:
             raise MemprofError(
-                f"the gradient of {self.beside_layers[0]} comes from outside of the layers that use it, so that it cannot be "
-                "clipped: from a term of the loss that depends on the parameter itself, or from a part of the model that was "
+                f"the gradient of {self.beside_layers[0]} comes from outside of the layers that use it, so that it "
+                "cannot be "
+                "clipped: from a term of the loss that depends on the parameter itself, or from a part of the model "
+                "that was "
                 "not followed. Use weight_decay of the optimizer for a penalty, and call the model itself."
             )
         for each in self._passes:
@@ -363,7 +370,8 @@ class Bookkeeping:
             self.limit.add(each.limit)
         for each, own in zip(passes, factors, strict=True):
             while each.sums:
-                yield each.sums.popitem()
+                parameter, total = each.sums.popitem()
+                yield parameter, total.to(sum_dtype(parameter.dtype))
             if own is None:
                 continue
             own = each.select(own)
@@ -375,8 +383,9 @@ class Bookkeeping:
                 yield from pop_small_sums(each.kept, own)
                 # A model may have hundreds of small layers, of which nothing is left now.
                 each.kept = {layer: kept for layer, kept in each.kept.items() if kept.stacks or kept.pair is not None}
+            splits = None if isinstance(own, dict) else Splits(each.kept, own)
             while each.kept:
-                if not isinstance(own, dict) and (sums := pop_small_products(each.kept, own, self.workspace)):
+                if splits is not None and (sums := pop_small_products(each.kept, splits, self.workspace)):
                     yield from sums
                     continue
                 layer, kept = each.kept.popitem()
@@ -386,4 +395,5 @@ class Bookkeeping:
                 else:
                     norms = next(iter(kept.norms.values()))
                     assert norms is not None
-                    yield from layer.clipped_sums(kept, own.to(norms), self.workspace)
+                    split = None if splits is None or kept.lost is None else splits.of(layer)
+                    yield from layer.clipped_sums(kept, own.to(norms), self.workspace, split)

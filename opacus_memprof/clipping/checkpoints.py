@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation checkpoints inside of a module whose forward is repeated for the gradients of its parameters.
 
-While it runs, the parameters do not require grad, and a checkpoint has to run its function in the same way again. When the
-forward is repeated, checkpoints call their function directly: a reentrant one gives parameters that its function reaches by
-itself no gradient, and others cannot run under ``torch.func``.
+While it runs, the parameters do not require grad, and a checkpoint has to run its function in the same way again. When
+the forward is repeated, checkpoints call their function directly: a reentrant one gives parameters that its function
+reaches by itself no gradient, and others cannot run under ``torch.func``.
 """
 
 from __future__ import annotations

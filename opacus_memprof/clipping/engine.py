@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -28,11 +28,12 @@ from opacus_memprof.clipping.arguments import (
     named_parameters,
 )
 from opacus_memprof.clipping.automatic import AUTO, make_private_automatically
-from opacus_memprof.clipping.distributed import is_replicated, prepare_replicated
+from opacus_memprof.clipping.distributed import inner_model, is_replicated, prepare_replicated
 from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB, FlashClipHooks, GradSampleModuleFlashClip, Passes
 from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip, DPOptimizerFlashClipAdaptive
 from opacus_memprof.clipping.optimizer_ddp import DPOptimizerFlashClipDDP
 from opacus_memprof.clipping.optimizer_fsdp import DPOptimizerFlashClipFSDP
+from opacus_memprof.clipping.proof.certificate import Certificate, EngineRecord
 from opacus_memprof.clipping.proof.opacus_modes import check_steps, refuse_check
 from opacus_memprof.clipping.sampler import sample_every_step
 from opacus_memprof.errors import MemprofError
@@ -51,6 +52,10 @@ class FlashClipEngineMixin:
     _own_options: dict[str, Any] | None = None  # of make_private_with_epsilon, while it calls make_private
     _flash_clip_options: dict[str, Any] | None = None
     _flash_clip_module: FlashClipHooks | None = None
+
+    @cached_property
+    def _record(self) -> EngineRecord:
+        return EngineRecord()
 
     @by_name
     def make_private(
@@ -221,6 +226,17 @@ class FlashClipEngineMixin:
         finally:
             self._own_options = None
 
+    def privacy_check(self) -> dict[str, Any]:
+        """Returns what has been proved of the models that this engine has made private: the content of
+        privacy_check.json (docs/flash_clip.md).
+
+        Raises:
+            MemprofError: nothing has been made private.
+        """
+        if not self._record.models:
+            raise MemprofError("there is nothing to report: call make_private before privacy_check.")
+        return self._record.to_data()
+
     def _extra_arguments(self, name: str, given: Mapping[str, Any]) -> set[str]:
         """Returns the names that ``make_private`` or ``make_private_with_epsilon`` takes among its ``kwargs``."""
         names = named_parameters(getattr(super(), name))
@@ -248,12 +264,17 @@ class FlashClipEngineMixin:
             if own["check"] != "off":
                 refuse_check(given, own["check"])
             prepared = super().make_private(**given)  # type: ignore[misc]
+            certificate = _certificate_of_mode(mode, prepared, given, own["check"])
             if own["check"] != "off":
-                check_steps(prepared, given, own["check"])
+                check_steps(prepared, given, own["check"], certificate)
+            self._record.models.append(certificate)
             return prepared
         self._flash_clip_options = {**own, "clipping": given["clipping"]}
         try:
-            return super().make_private(**given)  # type: ignore[misc]
+            prepared = super().make_private(**given)  # type: ignore[misc]
+            assert self._flash_clip_module is not None
+            self._record.models.append(self._flash_clip_module.certificate)
+            return prepared
         except BaseException:
             if self._flash_clip_module is not None:
                 self._flash_clip_module.cleanup()
@@ -324,6 +345,18 @@ def _optimizer_class(clipping: str, distributed: bool, is_sharded: bool) -> type
     if is_sharded:
         return DPOptimizerFlashClipFSDP
     return DPOptimizerFlashClipDDP if distributed else DPOptimizerFlashClip
+
+
+def _certificate_of_mode(mode: str, prepared: Any, given: Mapping[str, Any], check: Check) -> Certificate:
+    """Returns the record of a model that Opacus has made private in one of its own modes."""
+    module, optimizer = given["module"], prepared[1]
+    model = module._module if isinstance(module, AbstractGradSampleModule) else module
+    certificate = Certificate(mode, inner_model(model), check, counts_steps=check != "off")
+    bounds = given["max_grad_norm"] if given["clipping"] == "per_layer" else []
+    certificate.describe_clipping(
+        given["clipping"], bounds, optimizer.max_grad_norm, optimizer.noise_multiplier, given["loss_reduction"]
+    )
+    return certificate
 
 
 def _own_options(

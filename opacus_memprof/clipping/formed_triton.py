@@ -54,6 +54,7 @@ def write_norm(  # type: ignore[no-untyped-def]
     a,
     parts,
     out,
+    lost,
     tiles,
     tokens,
     rows,
@@ -73,7 +74,8 @@ def write_norm(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Writes this program's part of a sample's squared norm. ``parts`` are the sample's tiles."""
+    """Writes this program's part of a sample's squared norm and, to ``lost``, whether the tiles' sum is not accurate.
+    ``parts`` are the sample's tiles."""
     program = tl.program_id(1)
     number = parts.dtype.element_ty
     total = tl.zeros((128,), dtype=number)
@@ -87,7 +89,10 @@ def write_norm(  # type: ignore[no-untyped-def]
         squares += tl.load(parts + 3 * at + 2, mask=is_written & (at % tiles == at // tiles), other=0.0)
     norm = tl.sum(total)
     least = tl.sum(absolute) * share + (tl.sum(squares) + tokens) * (tokens * floor)
-    if (norm >= least) & (norm < float("inf")):  # NaN compares false
+    is_accurate = (norm >= least) & (norm < float("inf"))  # NaN compares false
+    if program == 0:
+        tl.store(lost, tl.where(is_accurate, 0, 1).to(tl.uint8))
+    if is_accurate:
         tl.store(out, tl.where(program == 0, norm, 0.0))
     else:
         across = tl.cdiv(columns, COLUMNS)
@@ -111,6 +116,7 @@ def norms_of_layer(  # type: ignore[no-untyped-def]
     a,
     parts,
     out,
+    lost,
     tiles,
     tokens,
     rows,
@@ -138,8 +144,8 @@ def norms_of_layer(  # type: ignore[no-untyped-def]
     parts += sample * tiles * tiles * 3
     out += sample * tl.num_programs(1) + tl.program_id(1)
     # fmt: off
-    write_norm(g + sample * g_sample, a + sample * a_sample, parts, out, tiles, tokens, rows, columns, g_token,
-               g_feature, a_token, a_feature, share, floor, ids + sample * ids_sample,
+    write_norm(g + sample * g_sample, a + sample * a_sample, parts, out, lost + sample, tiles, tokens, rows, columns,
+               g_token, g_feature, a_token, a_feature, share, floor, ids + sample * ids_sample,
                d + sample * d_sample, count, d_token, d_feature, HAS_PICKED, ROWS, COLUMNS)
     # fmt: on
 
@@ -149,6 +155,7 @@ def norms_of_layers(  # type: ignore[no-untyped-def]
     operands,
     parts,
     out,
+    lost,
     count,
     tiles,
     tokens,
@@ -174,8 +181,8 @@ def norms_of_layers(  # type: ignore[no-untyped-def]
     g = tl.multiple_of(tl.load(operands + 2 * layer).to(tl.pointer_type(TYPE)), ALIGNMENT)
     a = tl.multiple_of(tl.load(operands + 2 * layer + 1).to(tl.pointer_type(TYPE)), ALIGNMENT)
     # fmt: off
-    write_norm(g + sample * g_sample, a + sample * a_sample, parts, out, tiles, tokens, rows, columns, g_token,
-               g_feature, a_token, a_feature, share, floor, operands, a, 0, 0, 0, False, ROWS, COLUMNS)
+    write_norm(g + sample * g_sample, a + sample * a_sample, parts, out, lost + both, tiles, tokens, rows, columns,
+               g_token, g_feature, a_token, a_feature, share, floor, operands, a, 0, 0, 0, False, ROWS, COLUMNS)
     # fmt: on
 
 
@@ -200,6 +207,7 @@ def norms_of_layer_cuda(
     g: torch.Tensor,
     a: torch.Tensor,
     parts: torch.Tensor,
+    lost: torch.Tensor,
     sizes: tuple[int, ...],
     bounds: tuple[float, float],
     picked: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -211,6 +219,7 @@ def norms_of_layer_cuda(
         a: inputs, [N, T, columns].
         parts: for each tile of a sample its sum, the sum of absolute values and, on the diagonal, a bound on the Gram
             matrices' entries, [N, tiles, tiles, 3]. Tiles above the diagonal are not read.
+        lost: where it is written for which samples the gradient is formed, booleans [N].
         sizes: T, rows, columns, and the strides of ``g`` and ``a``: sample, token, feature.
         bounds: from ``least_share`` and ``least_product``.
         picked: indices of rows, [N, S] and contiguous, and what is added to these rows where a gradient is formed,
@@ -220,7 +229,7 @@ def norms_of_layer_cuda(
     if out.numel():
         ids, d = (parts, a) if picked is None else picked
         more = (ids, d, ids.shape[1], ids.stride(0), *d.stride())
-        arguments = (g, a, parts, out, parts.shape[1], *sizes, *bounds, *more)
+        arguments = (g, a, parts, out, lost.view(torch.uint8), parts.shape[1], *sizes, *bounds, *more)
         launch(norms_of_layer, (*out.shape, 1), *arguments, HAS_PICKED=picked is not None, **_BLOCK)
     return _total(out)
 
@@ -229,6 +238,7 @@ def norms_of_layers_cuda(
     operands: torch.Tensor,
     count: int,
     parts: torch.Tensor,
+    lost: torch.Tensor,
     sizes: tuple[int, ...],
     bounds: tuple[float, float],
     kinds: dict[str, Any],
@@ -239,12 +249,13 @@ def norms_of_layers_cuda(
         operands: a table of addresses of each layer's ``g`` and ``a``.
         count: N.
         parts: of all layers, [layers N, tiles, tiles, 3].
+        lost: as of one layer, [layers N].
         sizes, bounds: the same for all layers.
         kinds: the operands' type and alignment.
     """
     out = _empty_norms(parts, sizes)
     if out.numel():
-        arguments = (operands, parts, out, count, parts.shape[1], *sizes, *bounds)
+        arguments = (operands, parts, out, lost.view(torch.uint8), count, parts.shape[1], *sizes, *bounds)
         launch(norms_of_layers, (*out.shape, 1), *arguments, **_BLOCK, **kinds)
     return _total(out)
 

@@ -148,12 +148,13 @@ def gram_tiles(  # type: ignore[no-untyped-def]
     # fmt: on
 
 
-def gram_squared_norms_cuda(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+def gram_squared_norms_cuda(g: torch.Tensor, a: torch.Tensor, lost: torch.Tensor | None = None) -> torch.Tensor:
     """Squared norms of ``g[n] @ a[n]``. Where the Gram product cancels, the gradient is formed in float64.
 
     Args:
         g: [N, rows, T], any strides; float32, float16 or bfloat16.
         a: [N, T, columns], same dtype and device.
+        lost: where it is written for which samples the gradient is formed, booleans [N].
 
     Returns:
         [N] float32, accumulated in float32. float32 operands use TF32 exactly where ``torch.matmul`` would.
@@ -161,12 +162,12 @@ def gram_squared_norms_cuda(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     tiles, parts = _tiles(g), _parts(g, 1)
     if parts.numel():
         launch(gram_tile, (tiles, tiles, len(g)), g, a, parts, *_sizes(g, a), **_settings(g))
-    return norms_of_layer_cuda(g, a, parts, _sizes(g, a), _bounds(g, a))
+    return norms_of_layer_cuda(g, a, parts, _lost(g) if lost is None else lost, _sizes(g, a), _bounds(g, a))
 
 
-def gram_squared_norms_of_layers(pairs: Sequence[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-    """``gram_squared_norms_cuda`` of each pair (g, a), [pairs, N] float32, with few launches. All pairs have the same
-    shapes, strides, dtype and device."""
+def gram_squared_norms_of_layers(pairs: Sequence[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """``gram_squared_norms_cuda`` of each pair (g, a), [pairs, N] float32, with few launches, and for which of them the
+    gradient was formed, booleans [pairs, N]. All pairs have the same shapes, strides, dtype and device."""
     g, a = pairs[0]
     is_aligned = all(x.data_ptr() % 16 == 0 for pair in pairs for x in pair)
     kinds = {"TYPE": TYPES[g.dtype], "ALIGNMENT": 16 if is_aligned else g.element_size()}
@@ -174,13 +175,15 @@ def gram_squared_norms_of_layers(pairs: Sequence[tuple[torch.Tensor, ...]]) -> t
     tiles, sizes, bounds = _tiles(g), _sizes(g, a), _bounds(g, a)
     layers = max(1, min(_MOST_PROGRAMS, _MOST_PARTS // (tiles * tiles)) // max(1, len(g)))  # in a launch
     norms: list[torch.Tensor] = []
+    lost = _lost(g, len(pairs))
     for start in range(0, len(pairs), layers):
         some = operands[start : start + layers]
         parts = _parts(g, len(some))
         if parts.numel():
             launch(gram_tiles, (tiles, tiles, len(parts)), some, parts, len(g), *sizes, **_settings(g), **kinds)
-        norms.append(norms_of_layers_cuda(some, len(g), parts, sizes, bounds, kinds).view(len(some), len(g)))
-    return norms[0] if len(norms) == 1 else torch.cat(norms)
+        own = lost[start * len(g) : (start + layers) * len(g)]
+        norms.append(norms_of_layers_cuda(some, len(g), parts, own, sizes, bounds, kinds).view(len(some), len(g)))
+    return norms[0] if len(norms) == 1 else torch.cat(norms), lost.view(len(pairs), len(g))
 
 
 def replace_lost_norms_cuda(
@@ -204,7 +207,7 @@ def replace_lost_norms_cuda(
     parts[:, 0, 0, 0] = norms.masked_fill(lost, torch.nan)
     if picked is not None:
         picked = (picked[0].contiguous(), picked[1])
-    return norms_of_layer_cuda(g, a, parts, _sizes(g, a), (0.0, 0.0), picked)
+    return norms_of_layer_cuda(g, a, parts, _lost(g), _sizes(g, a), (0.0, 0.0), picked)
 
 
 def _side(tokens: int) -> int:
@@ -220,6 +223,11 @@ def _parts(g: torch.Tensor, layers: int) -> torch.Tensor:
     """What the kernel writes the sums of tiles to, [layers N, tiles, tiles, 3]."""
     tiles = _tiles(g)
     return torch.empty(layers * len(g), tiles, tiles, 3, dtype=torch.float32, device=g.device)
+
+
+def _lost(g: torch.Tensor, layers: int = 1) -> torch.Tensor:
+    """Where the kernels write which norms the tiles do not give, booleans [layers N]."""
+    return torch.empty(layers * len(g), dtype=torch.bool, device=g.device)
 
 
 def _sizes(g: torch.Tensor, a: torch.Tensor) -> tuple[int, ...]:

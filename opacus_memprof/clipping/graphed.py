@@ -16,6 +16,7 @@ from opacus_memprof.clipping.module import FlashClipHooks
 from opacus_memprof.clipping.native import begin_tables_of_graph, end_tables_of_graph
 from opacus_memprof.clipping.norm_check import NormCheck
 from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
+from opacus_memprof.clipping.proof.schedule import is_checked
 from opacus_memprof.clipping.validate import refuse_capture
 from opacus_memprof.errors import MemprofError
 
@@ -28,7 +29,7 @@ class GraphedBackward:
     Noise, the accountant and the update stay in ``optimizer.step()``, which is called as always, and so does the check
     that gradient norms are finite. A batch that differs from the example in more than its numbers, as the last one of
     a Poisson batch does, and all batches while the model or the clipping differ from what was captured, run without the
-    graph.
+    graph. So do the steps in which what was proved is checked again.
 
     The graph has memory of its own, as much as a step needs beside the model, for as long as this object lives.
 
@@ -60,7 +61,8 @@ class GraphedBackward:
                 "a graphed backward cannot drop samples whose norm is not finite, which the host would have to know; "
                 "use flash_clip_nonfinite='refuse', or run backward without the graph."
             )
-        self._compute_loss, self._optimizer, self._model = compute_loss, optimizer, module.units.model
+        self._compute_loss, self._optimizer, self._module = compute_loss, optimizer, module
+        self._model = module.units.model
         self._bookkeeping = optimizer.bookkeeping
         leaves, self._structure = tree_flatten(example)
         device = optimizer.params[0].device
@@ -73,21 +75,24 @@ class GraphedBackward:
         if self._bookkeeping.passes or any(parameter.summed_grad is not None for parameter in optimizer.params):
             raise MemprofError("gradients wait for a step: call optimizer.zero_grad() before a backward is graphed.")
         self._inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._state = self._captured_state()
         self._last_sums: dict[nn.Parameter, torch.Tensor] = {}
         with torch.cuda.device(device):
             self._warm_up()
+            self._situation = module.last_situation
             self._capture()
+        self._state = self._captured_state()
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """As ``compute_loss(*batch)`` and its backward. Returns the loss, detached."""
         leaves, structure = tree_flatten(batch)
         is_alike = structure == self._structure and all(map(_is_alike, leaves, self._inputs))
-        if not is_alike or self._captured_state() != self._state:
+        if not is_alike or self._captured_state() != self._state or self._is_check_due():
             loss = self._compute_loss(*batch)
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
         refuse_capture()
+        if self._situation is not None:
+            self._situation.forwards += 1
         self._keep_sums()
         for own, leaf in zip(self._inputs, leaves, strict=True):
             if isinstance(own, torch.Tensor):
@@ -100,12 +105,17 @@ class GraphedBackward:
         self._bookkeeping.add_clipped(len(check.norms), self._last_sums, check)
         return self._loss.clone()
 
+    def _is_check_due(self) -> bool:
+        """Returns whether the next forward is checked again, which a replay cannot be."""
+        situation = self._situation
+        return situation is not None and is_checked(self._module.situations.check, situation.forwards + 1)
+
     def _captured_state(self) -> tuple[Any, ...]:
-        """What a replay repeats as it was at the capture: the clipping rule, the modes of the modules, and which
-        parameters are trained, at which addresses."""
+        """What a replay repeats as it was at the capture: the clipping rule, the modes, hooks and attributes of the
+        modules, and which parameters are trained, at which addresses."""
         rule = self._bookkeeping.rule
         parameters = [(p.requires_grad, p.data_ptr()) for p in self._model.parameters()]
-        return rule.bound, rule.bounds.copy(), [m.training for m in self._model.modules()], parameters
+        return rule.bound, rule.bounds.copy(), self._module.modes(), parameters
 
     def _keep_sums(self) -> None:
         """Copies the sums of the last replay that a step still needs (of physical batches, which add up): the next

@@ -8,18 +8,19 @@ follow one another are left to C++.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from opacus_memprof.clipping.layers import KeptTensors, Layer
+from opacus_memprof.clipping.layers.base import SplitFactors, split_factors
 from opacus_memprof.clipping.layers.matrix import MatrixLayer
 from opacus_memprof.clipping.native import group_alike, squared_norms_cpu, sum_outer_products, weighted_sums_cpu
 from opacus_memprof.clipping.norm_bounds import least_product, product_squared_norms
 from opacus_memprof.clipping.norms import has_kernels, is_small
-from opacus_memprof.clipping.sums import scale_single_samples
+from opacus_memprof.clipping.sums import add_lost, scale_single_samples
 from opacus_memprof.clipping.workspace import KERNEL_DTYPES, Workspace, batches, sum_dtype
 
 # Of sums that are formed at once, while what they are formed from is still there. Also of one gradient of a single
@@ -38,6 +39,7 @@ def find_waiting_norms(kept: dict[Layer, KeptTensors]) -> None:
     large: list[_Waiting] = []  # of a single sample
     pairs: list[_Waiting] = []
     tokens: list[_Waiting] = []  # pairs of a single token
+    owners: dict[int, KeptTensors] = {}  # by the id of their norms
     for layer, each in kept.items():
         for parameter, norms in each.norms.items():
             if norms is not None:
@@ -48,6 +50,7 @@ def find_waiting_norms(kept: dict[Layer, KeptTensors]) -> None:
                 continue
             assert isinstance(layer, MatrixLayer)
             assert each.pair is not None
+            owners[id(each.norms)] = each
             g, a = layer.operands(*each.pair)
             (tokens if g.shape[2] == 1 else pairs).append((each.norms, parameter, (g, a)))
     for group in _alike(large, whole_shapes=False):
@@ -61,7 +64,10 @@ def find_waiting_norms(kept: dict[Layer, KeptTensors]) -> None:
     for group in _alike(pairs, whole_shapes=True):
         from opacus_memprof.clipping.gram_triton import gram_squared_norms_of_layers
 
-        _set_norms(group, gram_squared_norms_of_layers([operands for _, _, operands in group]))
+        norms, lost = gram_squared_norms_of_layers([operands for _, _, operands in group])
+        _set_norms(group, norms)
+        for (place, _, _), own in zip(group, lost.unbind(), strict=True):
+            owners[id(place)].lost = own
 
 
 def _set_norms(group: list[_Waiting], norms: torch.Tensor) -> None:
@@ -143,18 +149,59 @@ def _weighted_sums(stacks: list[torch.Tensor], factors: torch.Tensor, dtype: tor
     return weighted_sums_cuda(stacks, factors.to(stacks[0].device, torch.float32), dtype)
 
 
+class Splits:
+    """The clip factors of each layer's pair, split by ``KeptTensors.lost``, with two launches for all of them.
+
+    Args:
+        kept: by layer.
+        factors: clip factors, [B], of all parameters.
+    """
+
+    def __init__(self, kept: dict[Layer, KeptTensors], factors: torch.Tensor) -> None:
+        self.factors = factors
+        self._places: dict[Layer, tuple[torch.device, int]] = {}
+        self._splits: dict[torch.device, SplitFactors] = {}
+        flags: dict[torch.device, list[torch.Tensor]] = {}
+        for layer, each in reversed(kept.items()):  # as these are removed
+            if each.lost is not None and each.pair is not None:
+                rows = flags.setdefault(each.lost.device, [])
+                self._places[layer] = each.lost.device, len(rows)
+                rows.append(each.lost)
+        for device, rows in flags.items():
+            self._splits[device] = split_factors(factors.to(device, torch.float32), torch.stack(rows))
+
+    def of(self, layer: Layer) -> SplitFactors:
+        """Returns those of a layer, [B]."""
+        rounded, lost = self.of_layers([layer])
+        return SplitFactors(rounded if lost is None else rounded[0], None if lost is None else lost[0])
+
+    def of_layers(self, layers: Sequence[Layer]) -> SplitFactors:
+        """Returns those of neighbours that all have such samples, [layers, B], or all have none, [B]."""
+        if layers[0] not in self._places:
+            return SplitFactors(self.factors, None)
+        device, first = self._places[layers[0]]
+        rounded, lost = self._splits[device]
+        assert lost is not None
+        own = slice(first, first + len(layers))
+        return SplitFactors(rounded[own], lost[own])
+
+    def are_alike(self, one: Layer, other: Layer) -> bool:
+        """Returns whether ``of_layers`` takes both together."""
+        return self._places.get(one, (None,))[0] == self._places.get(other, (None,))[0]
+
+
 def pop_small_products(
-    kept: dict[Layer, KeptTensors], factors: torch.Tensor, workspace: Workspace
+    kept: dict[Layer, KeptTensors], splits: Splits, workspace: Workspace
 ) -> list[tuple[nn.Parameter, torch.Tensor]]:
     """Removes the last layer and, as long as all their clipped sums are small, those before it, if each sum is one
     product of what is kept as it is, and returns their weights with these sums; empty if the last layer is another one.
 
     Args:
         kept: by layer.
-        factors: clip factors, [B], of all parameters.
+        splits: clip factors, of all parameters.
         workspace: ceiling on temporaries.
     """
-    if len(factors) < 2:  # a single sample's gradient is scaled instead
+    if len(splits.factors) < 2:  # a single sample's gradient is scaled instead
         return []
     layers: list[Layer] = []
     weights: list[nn.Parameter] = []
@@ -165,7 +212,7 @@ def pop_small_products(
             break
         pair, weight = layer.outer(*each.pair), layer.weight()
         size += _sum_bytes(weight)
-        if pair is None or (pairs and size > _MOST_BYTES):
+        if pair is None or (pairs and (size > _MOST_BYTES or not splits.are_alike(layers[0], layer))):
             break
         layers.append(layer)
         weights.append(weight)
@@ -173,7 +220,10 @@ def pop_small_products(
     if not pairs:
         return []
     first = pairs[0][0]
+    factors, lost = splits.of_layers(layers)
     totals = sum_outer_products(pairs, factors.to(first.device, sum_dtype(first.dtype)), workspace.bytes)
+    if totals and lost is not None:
+        add_lost(pairs[: len(totals)], totals, lost)
     for layer, _ in zip(layers, totals, strict=False):
         del kept[layer]
     return [(w, _as_weight(t, w)) for w, t in zip(weights, totals, strict=False)]

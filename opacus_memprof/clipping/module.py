@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
@@ -30,10 +31,11 @@ from opacus_memprof.clipping.layers import GenericLayer
 from opacus_memprof.clipping.module_state import restoring_state
 from opacus_memprof.clipping.owners import remember_owner
 from opacus_memprof.clipping.probe import CannotRunError
+from opacus_memprof.clipping.proof.certificate import Certificate, Description
+from opacus_memprof.clipping.proof.contexts import without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.explanation import RecordedForward, check_explained
 from opacus_memprof.clipping.proof.hooks_of_users import run_hooks, run_pre_hooks
-from opacus_memprof.clipping.proof.contexts import without_saved_tensors_hooks
-from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key
+from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key, size_class
 from opacus_memprof.clipping.proof.outputs import alias_leaves, tensors_in
 from opacus_memprof.clipping.proof.schedule import is_checked
 from opacus_memprof.clipping.proof.situations import Situation, Situations, order_of
@@ -139,12 +141,14 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self.passes: Passes = 1 if rule.by_parameter or units.is_sharded else passes
         self._shared_samples = SharedSamples(units.model) if units.is_sharded else None
         self.units = units
+        self.certificate = Certificate("flash_clip", units.model, check, nonfinite)
         self.layer_hooks = LayerHooks(bookkeeping)
         self.hooks_enabled = True
         self._entries: dict[nn.Module, tuple[int, int]] = {}  # the hooks of what the program may call, by their ids
         self._taps: dict[nn.Module, int] = {}
         self._watched: set[nn.Parameter] = set()
         self._call: _Call | None = None
+        self.last_situation: Situation | None = None
         self._records: dict[int, RecordedForward] = {}
         self._allocated_before = 0
         self._state = ModelState(self.units.model)
@@ -166,6 +170,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         return Situations(
             self.units, self.layer_hooks, workspace, check, self._run, self._attach, self.parameter_names()
         )
+
+    def modes(self) -> tuple[Any, ...]:
+        """What a program may change in the model between two forwards, and what a proof depends on: modes, hooks,
+        replaced forwards and attributes."""
+        return self._state.structure(), self._state.modes()
 
     @property
     def trained(self) -> dict[nn.Parameter, str]:
@@ -200,7 +209,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         let_reducer_run(self._module, True)
 
     def _attach(self) -> None:
-        """Puts hooks on what has none yet: on all modules with trained parameters, to see which of them the program calls,
+        """Puts hooks on what has none yet: on all modules with trained parameters, to see which of them the program
+        calls,
         and on those of layers."""
         for module in self.units.model.modules():
             if module not in self._entries and any(each in self.units.at for each in module.modules()):
@@ -219,15 +229,12 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
     def _attach_layer(self, module: nn.Module) -> None:
         """A layer's output is tapped before any other hook, of users or of the profiler, can change it."""
-        # Under FSDP before its hook, too: in backward it then gathers the parameters before the tap keeps anything, and its
-        # buffer has gone by then. An embedding needs no parameters there.
-        is_fsdp, is_model = isinstance(module, FSDPModule), module is self.units.model
-        first = not is_fsdp or (not is_model and not isinstance(module, nn.Embedding))
         before = module.register_forward_pre_hook(_untraced(self._before_module), with_kwargs=True)
         tap = module.register_forward_hook(
-            _untraced(self._after_module), with_kwargs=True, always_call=True, prepend=first
+            _untraced(self._after_module), with_kwargs=True, always_call=True, prepend=_is_tapped_first(module)
         )
         self._taps[module] = tap.id
+        _hooks_of(module).move_to_end(self._entries[module][1])  # behind a tap that is not the first
         self.autograd_grad_sample_hooks += [before, tap]
 
     def _refuse_gradients_beside_layers(self) -> None:
@@ -237,14 +244,10 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         for parameter, name in self.parameter_names().items():
             if parameter not in self._watched:
                 self._watched.add(parameter)
-                note = functools.partial(self._note_gradient, name)
-                self.autograd_grad_sample_hooks.append(parameter.register_post_accumulate_grad_hook(note))
-
-    def _note_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        # In a proof, which runs in a call, autograd's gradients are what the layers' are compared with.
-        hooks_off = self.layer_hooks.is_off or not self.hooks_enabled
-        if self.units.model.training and self._call is None and not hooks_off:
-            self.bookkeeping.beside_layers.append(name)
+                # Python's garbage collector does not find a cycle through a parameter's hook.
+                note = functools.partial(_note_gradient, weakref.ref(self), name)
+                handle = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+                self.autograd_grad_sample_hooks.append(handle)
 
     def _active(self) -> bool:
         hooks, call = self.layer_hooks, self._call
@@ -267,20 +270,34 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return None
         changed = None
         for layer in self.units.at.get(module, ()):
-            changed = self.layer_hooks.before(layer, args, kwargs) or changed
+            try:
+                changed = self.layer_hooks.before(layer, args, kwargs) or changed
+            except MemprofError as error:
+                self._refuse(error)
         return changed
 
     def _after_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         # Also called if forward raises (then output is None), so that parameters always become trainable again.
         plain = self.layer_hooks.plain.get(module)
-        if plain is not None and plain.is_running:
-            return plain.after(args, kwargs, output)
         result = None
-        for layer in self.units.at.get(module, ()):
-            changed = self.layer_hooks.after(layer, args, kwargs, output)
-            if changed is not None:
-                result = output = changed
+        try:
+            if plain is not None and plain.is_running:
+                return plain.after(args, kwargs, output)
+            for layer in self.units.at.get(module, ()):
+                changed = self.layer_hooks.after(layer, args, kwargs, output)
+                if changed is not None:
+                    result = output = changed
+        except MemprofError as error:
+            self._refuse(error)
         return result
+
+    def _refuse(self, error: MemprofError) -> None:
+        """Raises an error of the program's forward or, where several ranks train the model, keeps it for the step. In a
+        proof, which tries what may fail, it is raised."""
+        hooks = self.layer_hooks
+        if hooks.is_probing or hooks.bookkeeping is not self.bookkeeping:
+            raise error
+        self.bookkeeping.refusal.add(error)
 
     # --- what the program calls: the model, or a part of it by itself ---
     def _before_entry(
@@ -298,7 +315,15 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if is_off:
             return None
         was_layer = module in self._taps
-        self._begin(self._call)
+        try:
+            self._begin(self._call)
+        except MemprofError as error:
+            self.certificate.refuse(error)
+            if self._shared_samples is not None:  # all ranks have raised one
+                raise
+            self.bookkeeping.refusal.add(error)
+            self._call.is_off = True
+            return None
         # A hook that a call's hooks add to the module does not run in that call.
         is_new = module in self._taps and not was_layer
         return self._before_module(module, args, kwargs) if is_new else None
@@ -307,11 +332,19 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         hooks = self.layer_hooks
         if not self.bookkeeping.is_captured:
             refuse_capture()
-        self._follow_changes()
-        hooks.batch = _batch_size(call.args, call.kwargs)
         if not self.bookkeeping.is_captured:
             call.random = RandomState.now(_device_of(call.args, call.kwargs))
-        self._prepare(call)
+        error: MemprofError | None = None
+        try:
+            if self._shared_samples is not None:
+                self._shared_samples.reshard()
+            self._follow_changes()
+            hooks.batch = _batch_size(call.args, call.kwargs)
+        except MemprofError as raised:
+            if self._shared_samples is None:
+                raise
+            error = raised
+        self._prepare(call, error)
         hooks.for_compiled_autograd = is_compiled_autograd_enabled()
         hooks.forward += 1
         hooks.trace = []
@@ -348,50 +381,100 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
     def _keep_taps_first(self) -> None:
         """Hooks that the program has put before those of layers come behind them again."""
         for module, tap in self._taps.items():
-            module._forward_hooks.move_to_end(tap, last=False)
+            if _is_tapped_first(module):
+                _hooks_of(module).move_to_end(tap, last=False)
 
-    def _prepare(self, call: _Call) -> None:
-        """Finds the situation of a call, and proves it if it is new or due."""
+    def _prepare(self, call: _Call, error: MemprofError | None) -> None:
+        """Finds the situation of a call, and proves it if it is new or due. ``error`` is what was raised before, under
+        FSDP2, where all ranks hear of it."""
         hooks, batch, random = self.layer_hooks, self.layer_hooks.batch, call.random
         signature = self.situations.arguments.signature(call.args, call.kwargs, batch)
-        call.key = call.entry, self._modes, signature, batch.bit_length(), autocast_key(("cpu", "cuda"))
-        known = self.situations.known.get(call.key)
-        args, kwargs = call.args, call.kwargs
-        if self._shared_samples is not None:
-            shared = self._shared_samples.take(args, kwargs, batch, signature[0], known is not None)
-            if shared is not None:
-                args, kwargs, hooks.batch = shared
+        call.key = call.entry, self._modes, signature, size_class(batch), autocast_key(("cpu", "cuda"))
+        is_new = call.key not in self.situations.known
         try:
-            if known is None and hooks.batch and random is not None:
-                refuse_context_parallel()
-                self._check_inputs(call)
-                known = self.situations.known[call.key] = self.situations.prove(call.entry, args, kwargs, random)
-        except CannotRunError as error:  # raised after the forward, which may fail for the same reason
-            call.cannot_run = error.__cause__ or error
+            if self._shared_samples is not None:
+                self._prove_on_all_ranks(call, self._shared_samples, (signature, size_class(batch)), error)
+            elif call.key not in self.situations.known and batch and random is not None:
+                self.situations.known[call.key] = self._prove(call.entry, call.args, call.kwargs, random)
+        except CannotRunError as cause:  # raised after the forward, which may fail for the same reason
+            call.cannot_run = cause.__cause__ or cause
         finally:
             hooks.batch = batch
+        known = self.situations.known.get(call.key)
         if known is None:
+            if self.bookkeeping.is_captured and batch:
+                raise MemprofError(
+                    "compute_loss runs the model in another way than before its capture in a CUDA graph, and nothing "
+                    "can be proved while it is captured: run the model in the same way each time."
+                )
             return
         known.forwards += bool(batch)
+        if known.record is None:
+            self._certify(call, known)
+        if known.record is not None and batch:
+            known.record.begin_forward(batch)
+            if is_new:
+                self._note_proof(known)
         if batch and random is not None and self._is_explained(known.forwards):
             call.record = RecordedForward.begin(call.entry, call.args, call.kwargs, batch, random)
-        if known.forwards > 1 and batch and random is not None and is_checked(self.situations.check, known.forwards):
-            self.situations.recheck(known, call.entry, args, kwargs, random)
-        call.situation = known
+        is_due = known.forwards > 1 and batch and is_checked(self.situations.check, known.forwards)
+        if is_due and random is not None and self._shared_samples is None:
+            known = self.situations.recheck(call.key, call.entry, call.args, call.kwargs, random)
+        if not known.is_finite:
+            self.situations.known.pop(call.key, None)
+        call.situation = self.last_situation = known
         hooks.layouts, hooks.plain = known.layouts, known.plain
 
+    def _certify(self, call: _Call, situation: Situation) -> None:
+        """Has a situation that was proved recorded."""
+        units, batch = self.units, _batch_size(call.args, call.kwargs)
+        description = Description.of(
+            units.model, call.entry, call.args, call.kwargs, batch, units.layers(), self.situations.trained
+        )
+        situation.record = self.certificate.situation(description)
+
+    def _note_proof(self, situation: Situation) -> None:
+        """Records that a situation was proved, on all samples of the current forward."""
+        if situation.record is not None and self.situations.check != "off":
+            situation.record.note("mixing", situation.share)
+            if not self.units.is_sharded:
+                situation.record.note("sums", situation.share)
+
+    def _prove(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], random: RandomState) -> Situation:
+        refuse_context_parallel()
+        for layer in self.units.at.get(entry, ()):
+            if not isinstance(layer, GenericLayer):
+                layer.check_input(first_input(layer, args, kwargs)[1])
+        return self.situations.prove(entry, args, kwargs, random)
+
+    def _prove_on_all_ranks(
+        self, call: _Call, shared: SharedSamples, description: object, error: MemprofError | None
+    ) -> None:
+        """Proves, on all ranks and for the same samples, what any of them has not proved yet or has to check again."""
+        hooks, batch, is_checked_again = self.layer_hooks, self.layer_hooks.batch, False
+        while True:
+            known = self.situations.known.get(call.key)
+            need = 2 * bool(batch) if known is None else 0
+            if known is not None and batch and not is_checked_again:
+                need = int(is_checked(self.situations.check, known.forwards + 1) and known.forwards > 0)
+            next_proof = shared.next(call.args, call.kwargs, batch, description, need, call.random, error)
+            if next_proof is None:
+                return
+            hooks.batch = next_proof.batch
+            new = self._prove(call.entry, next_proof.args, next_proof.kwargs, next_proof.random)
+            hooks.batch = batch
+            is_checked_again |= not next_proof.is_new
+            if next_proof.is_new and next_proof.is_own:
+                self.situations.known[call.key] = new
+
     def _is_explained(self, forward: int) -> bool:
-        """Whether a step is compared with what its outputs explain: when a situation is checked, but for "sometimes" more
+        """Whether a step is compared with what its outputs explain: when a situation is checked, but for "sometimes"
+        more
         seldom (the 1st, 8th, 64th, 512th, 1000th, 2000th, … forward), since it takes as long as a step."""
         check = self.situations.check
         if self.units.is_sharded or not is_checked(check, forward):
             return False
         return check != "sometimes" or forward % 1000 == 0 or (forward.bit_length() - 1) % 3 == 0
-
-    def _check_inputs(self, call: _Call) -> None:
-        for layer in self.units.at.get(call.entry, ()):
-            if not isinstance(layer, GenericLayer):
-                layer.check_input(first_input(layer, call.args, call.kwargs)[1])
 
     def _run(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a module as the program does: between the hooks of layers, and with the hooks of users."""
@@ -415,25 +498,32 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self._call = None
         if output is None or call.is_off or not self.hooks_enabled:
             return None
+        try:
+            return self._finish(call, output)
+        except MemprofError as error:
+            self.certificate.refuse(error)
+            self.bookkeeping.refusal.add(error)
+            return None
+
+    def _finish(self, call: _Call, output: Any) -> Any:
+        hooks = self.layer_hooks
         if call.cannot_run is not None:
             raise MemprofError(
                 "flash_clip needs inputs whose first dimension is the batch, of the same length in all of them: this "
                 "model ran on its whole input, but not on some samples of it "
                 f"({type(call.cannot_run).__name__}: {call.cannot_run})."
             ) from call.cannot_run
-        return self._finish(call, output)
-
-    def _finish(self, call: _Call, output: Any) -> Any:
-        hooks = self.layer_hooks
-        if call.situation is not None and self.situations.check != "off" and call.random is not None:
-            if hooks.batch and order_of(hooks.trace) not in call.situation.traces:
-                output = self._prove_trace(call, call.situation, call.random, output)
+        situation, is_checked = call.situation, self.situations.check != "off" and bool(hooks.batch)
+        if situation is not None and is_checked and call.random is not None:
+            if order_of(hooks.trace) not in situation.traces:
+                output = self._prove_trace(call, situation, call.random, output)
         tensors = tensors_in(output)
         wheres = call.situation.wheres if call.situation is not None else self._wheres_by_shape(tensors)
         outputs = [(x, where) for x, where in zip(tensors, wheres, strict=False) if x.requires_grad]
         if not outputs and hooks.trace:
             raise MemprofError(
-                f"no gradient leads from the output of the model (a {type(output).__name__}) to its layers: return tensors, "
+                f"no gradient leads from the output of the model (a {type(output).__name__}) to its layers: return "
+                "tensors, "
                 "or tuples, lists, dictionaries or data classes of them, that are not detached."
             )
         output, outputs = self._two_passes(output, outputs)
@@ -446,9 +536,12 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             output, outputs = aliases[0], list(zip(aliases[1], [where for _, where in outputs], strict=True))
             record.wheres = [where for _, where in outputs]
             record.draws = call.random.has_moved()
+            proof = None if call.situation is None else call.situation.record
+            record.proof = None if proof is None else (proof, proof.forwards)
             self._records[hooks.forward] = record
         for place, (x, _) in enumerate(outputs):
-            x.register_hook(functools.partial(self._begin_backward, hooks.forward, record, place))
+            begin = functools.partial(self._begin_backward, hooks.forward, record, place)
+            x.register_hook(begin)  # type: ignore[no-untyped-call]
         return output
 
     def _wheres_by_shape(self, tensors: list[torch.Tensor]) -> list[Arrangement | None]:
@@ -456,9 +549,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         batch = self.layer_hooks.batch
         return [PLAIN if x.dim() and len(x) == batch else None for x in tensors]
 
-    def _begin_backward(
-        self, forward: int, record: RecordedForward | None, place: int, gradient: torch.Tensor
-    ) -> None:
+    def _begin_backward(self, forward: int, record: RecordedForward | None, place: int, gradient: torch.Tensor) -> None:
         self.bookkeeping.begin_backward(forward)
         if record is not None:
             record.add(place, gradient)
@@ -475,6 +566,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             if own and len(own) == len(each.forwards) and each.samples is None:
                 with self.layer_hooks.off(), without_saved_tensors_hooks():
                     check_explained(each, own, self.trained, self.bookkeeping.workspace)
+                for proof, forward in (record.proof for record in own if record.proof is not None):
+                    proof.note("explained", forward=forward)
 
     def _prove_trace(self, call: _Call, situation: Situation, random: RandomState, output: Any) -> Any:
         """Proves a forward that has called the layers in a new order. Returns its output: that of another forward, with
@@ -505,16 +598,23 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             )
         if is_same:
             situation.traces.append(order)
+            if situation.record is not None:
+                situation.record.orders += 1
+                self._note_proof(situation)
             hooks.layouts, hooks.plain = situation.layouts, situation.plain
         else:
             situations.known[call.key] = call.situation = new
+            self._certify(call, new)
+            if new.record is not None:
+                new.record.begin_forward(hooks.batch)
+                self._note_proof(new)
         return output
 
     def _two_passes(
         self, output: Any, outputs: list[tuple[torch.Tensor, Arrangement | None]]
     ) -> tuple[Any, list[tuple[torch.Tensor, Arrangement | None]]]:
         """Runs backward twice from these outputs, if it is to."""
-        if self.passes == 1 or not outputs:
+        if self.passes == 1 or not outputs or self.bookkeeping.refusal.error is not None:
             return output, outputs
         leaves, structure = tree_flatten(output)
         places = [next((i for i, leaf in enumerate(leaves) if leaf is x), None) for x, _ in outputs]
@@ -522,7 +622,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return output, outputs
         if None in places:
             raise MemprofError(
-                f"flash_clip_passes=2 needs tensors, or tuples, lists or dictionaries of them, as outputs, but the model "
+                "flash_clip_passes=2 needs tensors, or tuples, lists or dictionaries of them, as outputs, but the "
+                "model "
                 f"returned a {type(output).__name__}: return these, or use flash_clip_passes=1."
             )
         inner = [x for x, _ in outputs]
@@ -547,10 +648,34 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         return growth <= free + torch.cuda.memory_reserved() - allocated
 
 
+def _hooks_of(module: nn.Module) -> Any:
+    """The forward hooks of a module, by id, in the order in which they are called."""
+    return module._forward_hooks
+
+
 def _allocated_bytes() -> int:
     """As torch.cuda.memory_allocated, in a fifth of the time: that sorts all statistics."""
     statistics = torch.cuda.memory_stats_as_nested_dict()
     return int(statistics["allocated_bytes"]["all"]["current"]) if statistics else 0
+
+
+def _note_gradient(owner: weakref.ref[FlashClipHooks], name: str, parameter: torch.Tensor) -> None:
+    """Notes that autograd has given a parameter a gradient. In a proof, which runs in a call, autograd's gradients are
+    what the layers' are compared with."""
+    hooks = owner()
+    if hooks is None or not hooks.hooks_enabled or hooks.layer_hooks.is_off or hooks._call is not None:
+        return
+    if hooks.units.model.training:
+        hooks.bookkeeping.beside_layers.append(name)
+
+
+def _is_tapped_first(module: nn.Module) -> bool:
+    """Returns whether a module's tap comes before its other hooks.
+
+    Also before FSDP's: in backward it then gathers the parameters before the tap keeps anything, and its buffer has
+    gone by then. An embedding needs no parameters there.
+    """
+    return not (isinstance(module, FSDPModule) and isinstance(module, nn.Embedding))
 
 
 def _untraced(hook: Any) -> Any:

@@ -22,9 +22,18 @@ _ERROR = {torch.float32: 1e-3, torch.float64: 1e-9}
 _SUM_ERROR = 2.5e-4
 """The largest relative error of a sample's part in a clipped sum."""
 
+_FORMED_ERROR = 5e-4
+"""As ``_SUM_ERROR``, where the samples beyond it are added one by one on CUDA."""
+
 _TF32_SHARE = 1 / 64
 """With TF32 the operands are rounded to 11 bits, as in the product that forms the gradient. Squared norms below this
 share of the absolute sum could be off by more than that product is."""
+
+
+def uses_tf32(x: torch.Tensor) -> bool:
+    """Returns whether products of such matrices round their operands to TF32."""
+    # Reading allow_tf32 or get_float32_matmul_precision raises once the program has set fp32_precision.
+    return x.is_cuda and x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def least_share(g: torch.Tensor, rows: int, columns: int) -> float:
@@ -35,8 +44,7 @@ def least_share(g: torch.Tensor, rows: int, columns: int) -> float:
         rows: the length of the dot products of one Gram matrix.
         columns: that of the other.
     """
-    # Reading allow_tf32 or get_float32_matmul_precision raises once the program has set fp32_precision.
-    if g.is_cuda and g.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+    if uses_tf32(g):
         return _TF32_SHARE
     dtype = accumulation_dtype(g.dtype)
     # Rounding errors of a dot product grow as the square root of its length, or faster if they have one sign.
@@ -78,6 +86,22 @@ def is_below(norms: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
     """Returns which squared norms are less than ``least``, infinite or NaN."""
     accurate: torch.Tensor = (norms >= least) & (norms < math.inf)  # NaN compares false
     return accurate.logical_not_()
+
+
+def has_digits(squares: torch.Tensor, g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """Returns for which samples a clipped sum may round the operands of the gradient, as booleans [N].
+
+    Args:
+        squares: the squared norms of ``g[n] @ a[n]``, [N].
+        g: output gradients, with the samples first.
+        a: inputs, with the samples first; if these are indices, ones.
+    """
+    # By Cauchy-Schwarz the norms of the tokens' gradients add up to no more than the product of these.
+    most = _norms(g).mul_(_norms(a)) if a.is_floating_point() else _norms(g).mul_(math.sqrt(a[0].numel()))
+    # Two numbers of bfloat16 have 16 bits.
+    rounding = 2.0**-17 if g.dtype == torch.bfloat16 and a.is_floating_point() else 2 * torch.finfo(torch.float32).eps
+    accurate: torch.Tensor = squares.sqrt() >= most.mul_(rounding / _FORMED_ERROR)
+    return accurate  # NaN compares false
 
 
 def formed_squared_norm(

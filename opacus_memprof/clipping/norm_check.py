@@ -121,20 +121,23 @@ class SumCheck:
         device = norms[0].device
         self._norms = HostCopy(torch.stack([each if each.device == device else each.to(device) for each in norms]))
 
-    def raise_if_beyond(self, limit: Limit, names: Callable[[], Sequence[str]]) -> None:
+    def raise_if_beyond(self, limit: Limit, names: Callable[[], Sequence[str]]) -> float | None:
         """Raises MemprofError, with a parameter's name, if the sums have a larger norm than the limit.
 
         Args:
             limit: of these sums, on all ranks that they are from.
             names: returns the parameters' names.
+
+        Returns:
+            The norm relative to the limit; None without samples.
         """
         assert self._norms is not None, "begin has not been called"
         norms: list[float] = self._norms.get().tolist()
         total = math.hypot(*norms)
         most = limit.by_parameter
-        pairs = zip(norms, most, strict=True) if most else [(total, limit.total)]
+        pairs = list(zip(norms, most, strict=True)) if most else [(total, limit.total)]
         if all(found <= allowed * (1 + _TOLERANCE) for found, allowed in pairs):  # NaN is not
-            return
+            return max((found / allowed for found, allowed in pairs if allowed), default=None)
         named = names()
         for norm, name in zip(norms, named, strict=True):
             if not math.isfinite(norm):

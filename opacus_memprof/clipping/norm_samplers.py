@@ -29,8 +29,8 @@ class FlashNormSampler:
         kind = type(layer)
         made = LAYERS[kind]("", layer) if kind in LAYERS else recognize("", layer)
         assert made is not None  # only layers of recognized types have this sampler
-        norms = made.parameter_squared_norms(activations[0], backprops, self.workspace)
-        return {parameter: squares.sqrt_() for parameter, squares in norms.items()}
+        norms = made.keep_norms(activations[0], backprops, self.workspace).norms
+        return {parameter: squares.sqrt_() for parameter, squares in norms.items() if squares is not None}
 
 
 def register_norm_samplers(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from opacus_memprof.clipping.norm_bounds import formed_squared_norm, lost_digits, product_squared_norms
+from opacus_memprof.clipping.norm_bounds import formed_squared_norm, has_digits, lost_digits, product_squared_norms
 from opacus_memprof.clipping.workspace import (
     CPU_DTYPES,
     KERNEL_DTYPES,
@@ -69,14 +69,25 @@ def squared_norms_unless_waiting(stack: torch.Tensor) -> torch.Tensor | None:
     return None if norms_wait(stack) else squared_norms(stack)
 
 
-def gradient_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-    """The squared norms, by forming the gradients ``g[n] @ a[n]``, some rows of some samples at a time."""
+def gradient_squared_norms(
+    g: torch.Tensor, a: torch.Tensor, workspace: Workspace, lost: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The squared norms, by forming the gradients ``g[n] @ a[n]``, some rows of some samples at a time.
+
+    Args:
+        g: output gradients, [N, rows, T].
+        a: inputs, [N, T, columns].
+        workspace: ceiling on temporaries.
+        lost: on CUDA, where it is written which samples' tokens cancel too much, booleans [N].
+    """
     count, rows, _ = g.shape
     row_bytes = a.shape[2] * accumulation_dtype(a.dtype).itemsize
     total = torch.zeros(count, dtype=accumulation_dtype(g.dtype), device=g.device)
     for n, r in workspace.tiles(count, rows, row_bytes, "one row of a weight gradient"):
         total[n] += squared_norms(_accumulated_product(g[n, r], a[n]))
-    return total
+    if lost is None:
+        return total
+    return replace_lost_norms(total, torch.logical_not(has_digits(total, g, a), out=lost), g, a, workspace)
 
 
 def _accumulated_product(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -86,18 +97,24 @@ def _accumulated_product(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     return torch.bmm(g, a, out_dtype=torch.float32) if g.is_cuda else torch.bmm(g.float(), a.float())
 
 
-def gram_squared_norms(g: torch.Tensor, a: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+def gram_squared_norms(
+    g: torch.Tensor, a: torch.Tensor, workspace: Workspace, lost: torch.Tensor | None = None
+) -> torch.Tensor:
     """The squared norms, by ``sum_{t,u} (g_t . g_u)(a_t . a_u)``, tile by tile over the lower triangle.
 
     On CUDA a Triton kernel keeps both tiles in registers. Otherwise two tiles that fit into ``workspace`` are formed,
     multiplied and summed. Where the sum cancels, the norm is computed from the gradient instead (see norm_bounds.py).
+
+    Args: see ``gradient_squared_norms``.
     """
     if g.shape[2] == 1:
+        if lost is not None:
+            lost.zero_()
         return product_squared_norms(g, a)
     if has_kernels(g):
         from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda
 
-        return gram_squared_norms_cuda(g, a)
+        return gram_squared_norms_cuda(g, a, lost)
     return _tiled_squared_norms(g, a, workspace)
 
 

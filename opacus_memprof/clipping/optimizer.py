@@ -63,6 +63,10 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         self._names: dict[nn.Parameter, str] = {}
         self._follow_model()
         self._sum_check: SumCheck | None = None
+        self._largest_sum: float | None = None
+        module.certificate.describe_clipping(
+            rule.clipping, rule.bounds, self.max_grad_norm, self.noise_multiplier, self.loss_reduction
+        )
 
     @property
     def max_grad_norm(self) -> float:
@@ -262,12 +266,16 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         except BaseException as error:
             generators.restore()
             if isinstance(error, MemprofError):
+                self._module.certificate.refuse(error)
                 self._is_last_step_skipped = False
                 self.zero_grad()
             raise
         if skips:
             self._is_last_step_skipped = True
             return False
+        self._module.certificate.count_step(
+            self.noise_bound(), self.noise_multiplier, self._largest_sum, self.dropped_samples_in_all_steps
+        )
         if self.step_hook:
             self.step_hook(self)
         self._is_last_step_skipped = False
@@ -301,7 +309,9 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     def _check_sums(self) -> None:
         check, self._sum_check = self._sum_check, None
         assert check is not None
-        check.raise_if_beyond(self._limit(), lambda: [self._names[parameter] for parameter in self.params])
+        self._largest_sum = check.raise_if_beyond(
+            self._limit(), lambda: [self._names[parameter] for parameter in self.params]
+        )
 
     def _limit(self) -> Limit:
         """The limit of the sums that this process has before ``reduce_gradients``."""

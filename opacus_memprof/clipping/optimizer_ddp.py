@@ -40,6 +40,7 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
         self.agreement = Agreement(computing_device(self.params[0]))
         self.agreement.check_same(self.description())
         self.ranks = self.agreement.world_size
+        self.bookkeeping.refusal.waits = True
         self.rank = self.agreement.rank
         wrapper = module._module
         copies_buffers = isinstance(wrapper, DistributedDataParallel) and wrapper.broadcast_buffers
@@ -69,11 +70,17 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
 
     def _prepare_step(self, skips: bool) -> None:
         # Ranks may split batches into different numbers of parts (BatchMemoryManager): these are added up locally.
+        refusal = self.bookkeeping.refusal
         if skips:
-            super()._prepare_step(skips)
+            try:
+                if refusal.error is None:
+                    super()._prepare_step(skips)
+            except MemprofError as raised:
+                refusal.add(raised)  # the other ranks hear of it in the step that counts
             return
         error: MemprofError | None = None
         try:
+            refusal.pop()
             super()._prepare_step(skips)
         except MemprofError as raised:
             error = raised

@@ -62,6 +62,7 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
             module.reshard()  # what no backward has gone through is whole since its forward, and would miss the update
         error: MemprofError | None = None
         try:
+            self.bookkeeping.refusal.pop()
             self.bookkeeping.check_complete(self.params, self._names)
         except MemprofError as raised:
             error = raised

@@ -31,6 +31,7 @@ from opacus_memprof.clipping.observation import (
 )
 from opacus_memprof.clipping.proof.outputs import tensors_in
 from opacus_memprof.clipping.repetition import WAYS, Call, RandomState, Repetition, close
+from opacus_memprof.clipping.sharded import refuse_repetition
 from opacus_memprof.clipping.units import Units
 from opacus_memprof.errors import MemprofError
 
@@ -119,7 +120,7 @@ class Probe:
         in_order = ((0, 1, 2), (0, self.batch + 1, 2), (0, 1, 2, 3), (0, 1))
         for self.samples in (_SAMPLES, in_order):
             try:
-                return [self._forward(samples) for samples in self.samples][0].outputs
+                return [self._forward(samples).outputs for samples in self.samples].pop(0)
             except Exception as error:
                 if self.samples is in_order:
                     raise CannotRunError from error
@@ -153,6 +154,8 @@ class Probe:
         return bool(found)
 
     def _repeat_more(self, layer: Layer, reason: str = "") -> None:
+        if self.units.is_sharded:
+            refuse_repetition(layer, reason or "Its samples influence one another, or are not in one dimension.")
         if layer.module not in self._inside:
             raise MemprofError(
                 f"parameters of {layer.describe()} are used where a part of the model was called by itself; call the "
@@ -380,9 +383,7 @@ class Probe:
         observations: list[Observation] = []
         shapes_only = len(samples) != _SIZE
 
-        def add(
-            layer: Layer, inputs: list[Any], structure: Any, outputs: list[Any], began: Running
-        ) -> None:
+        def add(layer: Layer, inputs: list[Any], structure: Any, outputs: list[Any], began: Running) -> None:
             draws = began.random is not None and began.random.has_moved()
             state = began.state if began.state is not None and began.state.has_changed() else None
             is_repeated = isinstance(layer, GenericLayer) and tuple(samples) == self.samples[0]

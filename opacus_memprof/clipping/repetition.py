@@ -165,7 +165,12 @@ class Call:
         """The output's leaves that are listed in ``outputs``."""
         args, kwargs = tree_unflatten(list(leaves), self.structure)
         device, dtype, enabled = self.autocast
-        with self._in_its_state(module), repeating(), without_checkpoints(), torch.autocast(device, dtype, enabled, cache_enabled=False):
+        with (
+            self._in_its_state(module),
+            repeating(),
+            without_checkpoints(),
+            torch.autocast(device, dtype, enabled, cache_enabled=False),
+        ):
             values = {f"module.{name}": value for name, value in parameters.items()}
             output = functional_call(_WithoutHooks(module), values, args, kwargs)
         found = tree_flatten(output)[0]

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.layers import Layer
-from opacus_memprof.clipping.layers.base import KeptTensors
+from opacus_memprof.clipping.layers.base import KeptTensors, split_factors
 from opacus_memprof.clipping.layers.embedding import EmbeddingLayer
 from opacus_memprof.clipping.layers.linear import LinearLayer
-from opacus_memprof.clipping.norm_bounds import is_below, least_product, least_share
-from opacus_memprof.clipping.norms import replace_lost_norms, squared_norms
+from opacus_memprof.clipping.norm_bounds import is_below, least_product, least_share, pair_for_sums
+from opacus_memprof.clipping.norms import has_kernels, replace_lost_norms, squared_norms
 from opacus_memprof.clipping.sums import sum_stack
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices, sum_dtype
 
@@ -37,19 +37,24 @@ class Use(NamedTuple):
     def numel(self) -> int:
         return self.x.numel() + self.g.numel()
 
+    def in_float64(self) -> Use:
+        return Use(self.layer, self.x.double() if self.x.is_floating_point() else self.x, self.g.double())
+
     def of_samples(self, n: slice | torch.Tensor) -> Use:
         return Use(self.layer, self.x[n], self.g[n])
 
 
 class SharedGradient:
     """What is kept of a parameter that is used more than once: pairs (x, g) while they are smaller than per-sample
-    gradients, then the sum of these.
+    gradients, then the sum of these. On the CPU pairs become float64 if uses cancel so much that rounding what is added
+    up to float32 would change a sample's gradient.
 
     Attributes:
         parameter: the parameter.
         name: of the layer that used it first in backward.
         uses: the pairs.
         stack: the sum of per-sample gradients that are not among the pairs, [B, *shape].
+        kept_norms: the squared norms, once they are known, and on CUDA the samples whose tokens cancel.
     """
 
     def __init__(self, parameter: nn.Parameter, layer: Layer) -> None:
@@ -57,6 +62,7 @@ class SharedGradient:
         self.name, self.describe = layer.name, layer.describe
         self.uses: list[Use] = []
         self.stack: torch.Tensor | None = None
+        self.kept_norms = KeptTensors()
         self._owns_stack = False
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -88,6 +94,14 @@ class SharedGradient:
 
     def squared_norms(self, workspace: Workspace) -> torch.Tensor:
         """The exact squared norms, [B]."""
+        norms = self._squared_norms(workspace)
+        if any(pair_for_sums(use.x, use.g, norms, use.layer.terms(use.x))[1] is not use.g for use in self.uses):
+            self.uses = [use.in_float64() for use in self.uses]
+            norms = self._squared_norms(workspace).to(norms.dtype)
+        self.kept_norms.norms[self.parameter] = norms
+        return norms
+
+    def _squared_norms(self, workspace: Workspace) -> torch.Tensor:
         if not self.uses:
             assert self.stack is not None
             return squared_norms(self.stack)
@@ -100,15 +114,22 @@ class SharedGradient:
         total = torch.zeros(
             len(self.uses[0].g), dtype=accumulation_dtype(self.uses[0].g.dtype), device=self.uses[0].g.device
         )
+        lost: torch.Tensor | None = None
+        if has_kernels(self.uses[0].g):
+            lost = self.kept_norms.lost = torch.zeros(len(total), dtype=torch.bool, device=total.device)
         sample = sum(use.numel() * use.g.element_size() for use in self.uses) // max(1, len(total))
         for n in slices(len(total), max(1, share.fit(sample, len(total)))):
             merged = [_merge([use.of_samples(n) for use in uses]) for uses in (linear, embeddings) if uses]
             for layer, x, g in merged:
                 choice = layer.choose(x, g, keep=False)
                 assert choice is not None
-                total[n] += layer.weight_squared_norms(x, g, choice, share)
+                own = None if lost is None else torch.empty_like(lost[n])
+                total[n] += layer.weight_squared_norms(x, g, choice, share, own)
+                if lost is not None and own is not None:
+                    lost[n] |= own
             if len(merged) == 2:
-                total[n] = squared_norms_of_sum(merged[1], merged[0], total[n], share)
+                own = None if lost is None else lost[n]
+                total[n] = squared_norms_of_sum(merged[1], merged[0], total[n], share, own)
         return total
 
     def _norms_of_gradients(self, workspace: Workspace) -> torch.Tensor:
@@ -129,6 +150,7 @@ class SharedGradient:
         """Drops all samples but those with these indices."""
         self.uses = [use.of_samples(samples.to(use.g.device)) for use in self.uses]
         self.stack = None if self.stack is None else self.stack[samples.to(self.stack.device)]
+        self.kept_norms.select(samples)
 
     def release(self) -> None:
         """Drops what is kept."""
@@ -144,10 +166,11 @@ class SharedGradient:
             self.stack = None
         while self.uses:
             use = self.uses.pop()
-            part = use.layer.weight_sum(use.x, use.g, factors, workspace)
-            total = part.to(dtype) if total is None else total.add_(part)
+            split = split_factors(factors, self.kept_norms.lost)
+            part = use.layer.weight_sum(use.x, use.g, split.rounded, workspace, split.lost)
+            total = part if total is None else total + part
         assert total is not None
-        return total
+        return total.to(dtype)
 
 
 def _merge(uses: list[Use]) -> Use:
@@ -164,7 +187,9 @@ def _merge(uses: list[Use]) -> Use:
     return Use(layer, x, torch.cat([tokens(use.g, 1) for use in uses], 1))
 
 
-def squared_norms_of_sum(embedding: Use, linear: Use, own: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+def squared_norms_of_sum(
+    embedding: Use, linear: Use, own: torch.Tensor, workspace: Workspace, lost: torch.Tensor | None = None
+) -> torch.Tensor:
     """Returns the squared norms ``|G + H|^2``, [B], of the weight gradients of an embedding and of a linear layer.
 
     Args:
@@ -172,6 +197,7 @@ def squared_norms_of_sum(embedding: Use, linear: Use, own: torch.Tensor, workspa
         linear: of a layer whose weight is the embedding's table.
         own: ``|G|^2 + |H|^2``, [B].
         workspace: ceiling on temporaries.
+        lost: on CUDA, where it is added for which samples the gradient is formed, booleans [B].
     """
     batch, width = len(embedding.g), embedding.g.shape[-1]
     ids = embedding.x.reshape(batch, embedding.x.shape[1:].numel())
@@ -184,7 +210,10 @@ def squared_norms_of_sum(embedding: Use, linear: Use, own: torch.Tensor, workspa
     cross = cross_products(ids, d, g, a, workspace, f"one token of {linear.layer.describe()}")
     norms = own + 2 * cross.total
     least = (own + 2 * cross.absolute) * least_share(g, width, width) + cross.picked * (width * least_product(g.dtype))
-    return replace_lost_norms(norms, is_below(norms, least), g.mT, a, workspace, (ids, d))
+    below = is_below(norms, least)
+    if lost is not None:
+        lost |= below
+    return replace_lost_norms(norms, below, g.mT, a, workspace, (ids, d))
 
 
 class CrossProducts(NamedTuple):

@@ -7,11 +7,14 @@ eight bits changes a constant vector by up to 0.2 %, and gradients that cancel b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from opacus_memprof.clipping import native
+from opacus_memprof.clipping.cost import choose
+from opacus_memprof.clipping.norm_bounds import uses_tf32
 from opacus_memprof.clipping.norms import has_kernels, matrix
 from opacus_memprof.clipping.workspace import Workspace, is_low_precision, slices, sum_dtype
 
@@ -46,12 +49,25 @@ def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, wo
 
 
 def sum_outer_products(
-    g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, workspace: Workspace
+    g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, workspace: Workspace, lost: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     """As ``sum_products``, of operands [N, T, rows] and [N, T, columns], as [rows, columns]. None if one product is not
     enough: its copies do not fit into the workspace, or there is one sample, whose gradient is scaled instead."""
+    if _is_by_sample(g.mT, a):
+        return None
     sums = native.sum_outer_products([(g, a)], factors.to(sum_dtype(g.dtype)), workspace.bytes)
+    if sums and lost is not None:
+        add_lost([(g, a)], sums, lost)
     return sums[0] if sums else None
+
+
+def add_lost(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], totals: Sequence[torch.Tensor], factors: torch.Tensor
+) -> None:
+    """Adds the clipped gradients of samples whose tokens cancel, on CUDA. See ``lost_triton.add_products_cuda``."""
+    from opacus_memprof.clipping.lost_triton import add_products_cuda
+
+    add_products_cuda(pairs, totals, factors)
 
 
 def scale_single_samples(stacks: list[torch.Tensor], factors: torch.Tensor) -> list[torch.Tensor]:
@@ -79,7 +95,12 @@ def products(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 
 
 def sum_products(
-    g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, groups: int, workspace: Workspace
+    g: torch.Tensor,
+    a: torch.Tensor,
+    factors: torch.Tensor,
+    groups: int,
+    workspace: Workspace,
+    lost: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weighted sum of weight gradients ``g[n] @ a[n]``: one matrix product over samples and tokens together, as in
     training without privacy.
@@ -90,10 +111,21 @@ def sum_products(
         factors: clip factors, [N], float32 (float64).
         groups: of a grouped convolution; otherwise 1.
         workspace: ceiling on temporaries.
+        lost: on CUDA, the clip factors, [N] float32, of samples whose tokens cancel, which have 0 in ``factors``.
 
     Returns:
         [groups, rows, columns], float32 for operands of low precision, otherwise in the operands' dtype.
     """
+    total = _sum_products(g, a, factors, groups, workspace)
+    if lost is not None and g.numel():
+        pairs = [(g[k::groups].mT, a[k::groups]) for k in range(groups)]
+        add_lost(pairs, list(total), lost)
+    return total
+
+
+def _sum_products(
+    g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, groups: int, workspace: Workspace
+) -> torch.Tensor:
     count, rows, tokens = g.shape
     columns, samples = a.shape[2], count // groups
     g = g.view(samples, groups, rows, tokens)
@@ -104,6 +136,8 @@ def sum_products(
     if samples == 1 and (g.is_cuda or not is_low):
         single = torch.bmm(g[0], a[0], out_dtype=torch.float32) if is_low else torch.bmm(g[0], a[0])
         return single.mul_(factors.to(single.dtype))
+    if _is_by_sample(g[:, 0], a[:, 0]):
+        return _sum_by_sample(g, a, factors, workspace)
     folds = groups == 1 and a.stride(3) == 1
     width = groups * _copied_numbers(g, rows, columns, folds) * g.element_size()
     total: torch.Tensor | None = None
@@ -115,6 +149,28 @@ def sum_products(
         total = part if total is None else total.add_(part)
         del left, right, part
     assert total is not None  # there was at least one piece
+    return total
+
+
+def _is_by_sample(g: torch.Tensor, a: torch.Tensor) -> bool:
+    """Returns whether norms are those of gradients that a product with TF32 has formed. It rounds scaled operands
+    in another way, so a sample whose tokens cancel could add more than its bound."""
+    if not uses_tf32(g):
+        return False
+    count, rows, tokens = g.shape
+    return choose(count, tokens, rows, a.shape[2], g.element_size(), keep=False).norm == "gradient"
+
+
+def _sum_by_sample(g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    """As ``sum_products``, of operands [N, groups, rows, T] and [N, groups, T, columns], from the gradients of some
+    samples at a time."""
+    samples, groups, rows, _ = g.shape
+    columns = a.shape[3]
+    total = torch.zeros(groups, rows, columns, dtype=g.dtype, device=g.device)
+    for n, r in workspace.tiles(samples, rows, groups * columns * g.element_size(), "one row of a weight gradient"):
+        stack = torch.bmm(g[n, :, r].flatten(0, 1), a[n].flatten(0, 1))
+        total[:, r] += sum_stack(stack.view(-1, groups, *stack.shape[1:]), factors[n], g.dtype, workspace)
+        del stack
     return total
 
 

@@ -81,7 +81,8 @@ class Units:
         while len(parents) > 1:  # a module with several names: what contains all of these
             longest = max(parents, key=lambda name: name.count(".") + bool(name))
             parents = (parents - {longest}) | {longest.rpartition(".")[0]}
-        return self._modules[parents.pop()]
+        parent: nn.Module = self._modules[parents.pop()]
+        return parent
 
     def _move(self, layer: Layer, target: nn.Module) -> None:
         """Makes the layer's parameters those of a GenericLayer of ``target``, and nobody else's within it."""

@@ -8,18 +8,21 @@ import functools
 from typing import Any
 
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
-from opacus_memprof.hooks.vocabulary import TEMP_MATRICES
+from opacus_memprof.hooks.vocabulary import FORWARD, TEMP_MATRICES
 from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import Observation
 
 _OP = native.op_id("flash_clip")
 _TAG = native.Tag(category=TEMP_MATRICES, op=_OP)
+_PROOF = native.Tag(phase=FORWARD, op=_OP)
+_COPIES = native.Tag(category=native.category_id("inputs"), op=_OP)
 # A layer's input that forward has made: autograd releases it right after backward, so flash_clip alone holds it then.
 _CATEGORIES = {
     name: native.category_id("activation_hooks_opacus_only" if name == "activation_hooks" else name)
     for name in ("activation_hooks", "backprop_copies", "norm_samples", "per_sample_gradients", "summed_gradients")
 }
+_GRADIENTS = native.Tag(category=_CATEGORIES["backprop_copies"], op=_OP)
 _RETAGGED_FROM = tuple(
     native.category_id(name) for name in ("forward_undecided", "backward_temporaries", "temp_matrices")
 )
@@ -30,6 +33,10 @@ def observe_bookkeeping(attachment: Attachment) -> None:
     attachment.observe("opacus_memprof.clipping.bookkeeping:Bookkeeping.add", _observe_add)
     attachment.observe("opacus_memprof.clipping.bookkeeping:BackwardPass.squared_norms", _observe_norms)
     attachment.observe("opacus_memprof.clipping.probe:Probe._choose_ways", _observe_trial)
+    for name in ("prove", "recheck"):
+        attachment.observe(f"opacus_memprof.clipping.proof.situations:Situations.{name}", _observe_proof)
+    attachment.observe("opacus_memprof.clipping.proof.explanation:copied", _observe_copies)
+    attachment.observe("opacus_memprof.clipping.proof.explanation:RecordedForward.add", _observe_gradients)
 
 
 def _observe_add(bookkeeping: Bookkeeping, layer: Any, *args: Any) -> Observation:
@@ -43,6 +50,25 @@ def _observe_add(bookkeeping: Bookkeeping, layer: Any, *args: Any) -> Observatio
 def _observe_trial(*_: Any) -> Observation:
     """The first step tries how a module can be repeated."""
     with _TAG:
+        yield
+
+
+def _observe_proof(_: Any, *arguments: Any) -> Observation:
+    """A proof runs forwards and backwards before the forward that it is for, and keeps nothing."""
+    native.tag_inputs((arguments, {}))
+    with _PROOF:
+        yield
+
+
+def _observe_copies(*_: Any) -> Observation:
+    """What a step is compared with later: the batch again."""
+    with _COPIES:
+        yield
+
+
+def _observe_gradients(*_: Any) -> Observation:
+    """The gradients of the outputs, of a step that is compared with them later."""
+    with _GRADIENTS:
         yield
 
 

@@ -26,6 +26,7 @@ META = "meta.json"
 SNAPSHOTS = "snapshots.jsonl"
 PROFILE = "profile.json"
 OOM_REPORTS = ("oom_report.txt", "oom_report.json", "oom_report.html")
+PRIVACY_CHECK = "privacy_check.json"  # beside a checkpoint, too
 LOCK = ".lock"
 RANKS = "ranks.json"  # the summary of a job's ranks, above their directories
 RANK_DIRECTORY = re.compile(r"rank_(\d+)")
@@ -36,7 +37,7 @@ REPORT = "memprof"  # what `opacus-memprof report` calls its files
 
 _UNFINISHED = f"{META}.tmp"
 # In the order in which they are removed: until the last has gone, one is left that tells that this was a profile.
-_FILES = (SNAPSHOTS, *OOM_REPORTS, PROFILE, EVENTS, _UNFINISHED, META)
+_FILES = (SNAPSHOTS, *OOM_REPORTS, PRIVACY_CHECK, PROFILE, EVENTS, _UNFINISHED, META)
 
 # Some network and cluster file systems have no locks: there, nobody stops two profilers of one directory.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}

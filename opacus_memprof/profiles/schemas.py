@@ -18,6 +18,7 @@ from opacus_memprof.profiles.live_memory import Snapshot
 from opacus_memprof.profiles.meta import Meta
 from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.profiles.plan import Plan
+from opacus_memprof.profiles.privacy_check import PrivacyCheck
 from opacus_memprof.profiles.profile import Profile
 
 STRUCTURES: dict[str, type[JsonObject]] = {
@@ -27,6 +28,7 @@ STRUCTURES: dict[str, type[JsonObject]] = {
     "ranks": JobSummary,
     "oom_report": OomReport,
     "plan": Plan,
+    "privacy_check": PrivacyCheck,
     "experiment_result": ExperimentResult,
     "baseline": BaselineFile,
 }

@@ -17,6 +17,7 @@ from opacus_memprof.profiles.directory import (
     DEFAULT_DIRECTORY,
     DEFAULT_MAX_EVENTS,
     MOST_EVENTS,
+    PRIVACY_CHECK,
     SNAPSHOTS,
     ProfileDirectory,
     claim,
@@ -31,6 +32,7 @@ from opacus_memprof.recording.faults import contain
 from opacus_memprof.recording.stream import Stream, Target, make_sinks
 from opacus_memprof.session.out_of_memory import Forensics
 from opacus_memprof.session.outcome import one_line, outcome
+from opacus_memprof.session.privacy_checks import write_privacy_checks
 from opacus_memprof.session.result import Result
 
 _current: "Session | None" = None
@@ -104,6 +106,7 @@ class Session:
         self._changes = Attachment("what the session has changed")  # of the process, and of what is attached
         self._claim = Attachment("the claim of the profile's directory")
         self._follows_engines = False
+        self._privacy_checks: list[Callable[[], dict[str, Any]]] = []
         self._forensics: Forensics | None = None
         self._result: Result | None = None  # once started
 
@@ -168,6 +171,8 @@ class Session:
                 self._keep_figures()
         finally:
             self._changes.detach()
+        with contain("writing what was proved of private models"):
+            write_privacy_checks([check() for check in self._privacy_checks], self.directory / PRIVACY_CHECK)
         try:
             assert self._result is not None  # of a session that was started
             with contain("building the profile"):
@@ -245,6 +250,11 @@ class Session:
             faults.record_fault("choosing the hooks for what is attached", error)
         for name, change in changes:
             self._changes.apply(name, change)
+
+    def follow_privacy_check(self, check: Callable[[], dict[str, Any]]) -> None:
+        """Writes what `check` returns, the content of privacy_check.json, into the directory at the end."""
+        if check not in self._privacy_checks:
+            self._privacy_checks.append(check)
 
     def snapshot(self, name: str) -> Snapshot:
         """Counts every live byte by category now, reconciles the sum with what the allocator counts, and appends

@@ -6,21 +6,39 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof.clipping import gram_triton, group_norm_triton, stacks_triton
+from opacus_memprof.clipping import gram_triton, group_norm_triton, lost_triton, stacks_triton
 from tests.integration.clipping_by_hand import Batch, difference
 from tests.integration.flash_clip_models import MODELS, criterion
 
 LAUNCHES = {
-    # Gram products: queries, keys and values; outputs and the two others of 12 columns; up; down; head.
-    "transformer": {"gram_squared_norms_of_layers": 5, "squared_norms_cuda": 1, "weighted_sums_cuda": 1},
-    "transformer_rms_norm": {"gram_squared_norms_of_layers": 5, "squared_norms_cuda": 1, "weighted_sums_cuda": 1},
-    "convnet": {"group_norm_gradients_cuda": 2, "squared_norms_cuda": 1, "weighted_sums_cuda": 1},
+    # Gram products: queries, keys and values; outputs and the two others of 12 columns; up; down; head. Gradients of
+    # samples whose tokens cancel are added to all sums that are formed together.
+    "transformer": {
+        "gram_squared_norms_of_layers": 5,
+        "squared_norms_cuda": 1,
+        "weighted_sums_cuda": 1,
+        "add_products_cuda": 1,
+    },
+    "transformer_rms_norm": {
+        "gram_squared_norms_of_layers": 5,
+        "squared_norms_cuda": 1,
+        "weighted_sums_cuda": 1,
+        "add_products_cuda": 1,
+    },
+    # Such gradients are added to the sum of each convolution that is unfolded.
+    "convnet": {
+        "group_norm_gradients_cuda": 2,
+        "squared_norms_cuda": 1,
+        "weighted_sums_cuda": 1,
+        "add_products_cuda": 2,
+    },
     # Gram products: 16 to 32 channels twice; 32 to 16. The others have strides, groups, or more taps.
     "bottlenecks": {
         "gram_squared_norms_of_layers": 2,
         "group_norm_gradients_cuda": 1,
         "squared_norms_cuda": 1,
         "weighted_sums_cuda": 1,
+        "add_products_cuda": 4,
     },
     "mlp": {"squared_norms_cuda": 1, "weighted_sums_cuda": 1},
 }
@@ -45,6 +63,7 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     for module, name in (
         (gram_triton, "gram_squared_norms_of_layers"),
         (group_norm_triton, "group_norm_gradients_cuda"),
+        (lost_triton, "add_products_cuda"),
         (stacks_triton, "squared_norms_cuda"),
         (stacks_triton, "weighted_sums_cuda"),
     ):

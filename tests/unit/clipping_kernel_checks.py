@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof.clipping import gram_triton, launches, norms, stacks_triton, sums
+from opacus_memprof.clipping import gram_triton, launches, norms, shared, stacks_triton, sums
 from opacus_memprof.clipping.formed_triton import norms_of_outer_products_cuda
 from opacus_memprof.clipping.gram_triton import (
     gram_squared_norms_cuda,
@@ -18,7 +18,7 @@ from opacus_memprof.clipping.gram_triton import (
 )
 from opacus_memprof.clipping.group_norm_triton import group_norm_gradients_cuda
 from opacus_memprof.clipping.launches import pop_small_sums
-from opacus_memprof.clipping.layers import KeptTensors, matrix, normalization
+from opacus_memprof.clipping.layers import KeptTensors, base, matrix, normalization
 from opacus_memprof.clipping.layers.linear import LinearLayer
 from opacus_memprof.clipping.noise_triton import add_normals
 from opacus_memprof.clipping.stacks_triton import (
@@ -61,7 +61,7 @@ def test_gram_kernel_on_slices_and_empty_batches() -> None:
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_step_with_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step whose norms and sums are found by the kernels clips as by hand."""
-    for module in (norms, sums, matrix, normalization, launches):
+    for module in (norms, sums, base, matrix, normalization, launches, shared):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
     launched = count_launches(monkeypatch)
     assert float32_difference(name, "cpu") < 1e-4
@@ -70,7 +70,7 @@ def test_a_step_with_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("name", ["bottlenecks", "convnet"])  # of which a pair is not smaller than the gradient
 def test_a_step_of_a_single_sample(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (norms, sums, matrix, normalization, launches):
+    for module in (norms, sums, base, matrix, normalization, launches, shared):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
     scaled: list[int] = []
     scale = stacks_triton.scale_cuda
@@ -125,7 +125,8 @@ def test_gram_kernel_of_several_layers(limit: str | None, offset: int, monkeypat
     for _ in range(4):
         g = torch.randn(3 * 40 * 12 + offset)[offset:].view(3, 40, 12).mT
         pairs.append((g, torch.randn(3, 40, 7)))
-    norms = gram_squared_norms_of_layers(pairs)
+    norms, lost = gram_squared_norms_of_layers(pairs)
+    assert not lost.any()
     assert norms.shape == (4, 3)
     for found, (g, a) in zip(norms, pairs, strict=True):
         exact = (g.double() @ a.double()).flatten(1).square().sum(1)
@@ -148,9 +149,13 @@ def cancelling_operands(
 def test_gram_kernels_form_gradients_that_cancel(tokens: int, sizes: tuple[float, float]) -> None:
     g, a = cancelling_operands(tokens, torch.float32, sizes)
     exact = (g.double() @ a.double()).flatten(1).square().sum(1)
-    torch.testing.assert_close(gram_squared_norms_cuda(g, a).double(), exact, rtol=1e-5, atol=0)
-    for found in gram_squared_norms_of_layers([(g, a), (g, a)]):
+    lost = torch.empty(3, dtype=torch.bool)
+    torch.testing.assert_close(gram_squared_norms_cuda(g, a, lost).double(), exact, rtol=1e-5, atol=0)
+    assert lost[1] or tokens == 5  # where both tokens are one
+    norms, lost_of_layers = gram_squared_norms_of_layers([(g, a), (g, a)])
+    for found, own in zip(norms, lost_of_layers, strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+        assert torch.equal(own, lost)
 
 
 def test_gram_kernels_form_gradients_in_low_precision() -> None:

@@ -59,7 +59,7 @@ class Backward:
         assert kept.pair is None
 
     def check_norms(self, workspace: Workspace) -> None:
-        norms = self.layer.parameter_squared_norms(self.x, self.g, workspace)
+        norms = self.layer.keep_norms(self.x, self.g, workspace).norms
         for name, parameter in self.module.named_parameters():
             expected = self.gradients[name].flatten(1).square().sum(1)
             assert relative_error(norms[parameter], expected) < TOLERANCE
@@ -103,7 +103,7 @@ def test_any_ceiling_gives_the_same_result(case: Case, size: int) -> None:
 def test_a_ceiling_below_one_unit_of_work_is_refused(name: str) -> None:
     run = Backward(next(c for c in CASES if c.name == name), 5)
     with pytest.raises(MemprofError, match=r"needs .* MiB; raise flash_clip_workspace_mb"):
-        run.layer.parameter_squared_norms(run.x, run.g, Workspace(8))
+        run.layer.keep_norms(run.x, run.g, Workspace(8))
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
@@ -119,7 +119,7 @@ def test_an_empty_batch_has_zero_sums(case: Case) -> None:
     sums = dict(layer.clipped_sums(kept, torch.zeros(0, dtype=torch.float64), HUGE))
     assert set(sums) == set(module.parameters())
     assert all(torch.equal(total, torch.zeros_like(parameter)) for parameter, total in sums.items())
-    assert all(n.shape == (0,) for n in layer.parameter_squared_norms(x, g, HUGE).values())
+    assert all(n.shape == (0,) for n in layer.keep_norms(x, g, HUGE).norms.values())
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
@@ -202,7 +202,7 @@ def test_temporaries_stay_under_the_ceiling(case: Case, size: int) -> None:
     run.check_kept(ceiling)
     run.check_norms(ceiling)
 
-    peak, _ = peak_bytes(lambda: run.layer.parameter_squared_norms(run.x, run.g, ceiling))
+    peak, _ = peak_bytes(lambda: run.layer.keep_norms(run.x, run.g, ceiling).norms)
     small = nbytes(s for s in run.layer.small_gradients(run.x, run.g, ceiling).values())
     assert peak <= size + small + slack
 

@@ -12,8 +12,9 @@ import pytest
 triton = pytest.importorskip("triton")
 
 
-def test_kernels_under_the_interpreter() -> None:
-    checks = Path(__file__).with_name("clipping_kernel_checks.py")
+@pytest.mark.parametrize("name", ["clipping_kernel_checks.py", "clipping_lost_checks.py"])
+def test_kernels_under_the_interpreter(name: str) -> None:
+    checks = Path(__file__).with_name(name)
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(checks)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -64,7 +65,7 @@ def test_kernels_that_form_gradients_compile_for_the_h200(name: str, element: st
     from opacus_memprof.clipping import formed_triton
 
     number = "fp64" if element == "fp64" else "fp32"
-    signature = {"parts": f"*{number}", "out": f"*{number}", "share": "fp32", "floor": "fp32"}
+    signature = {"parts": f"*{number}", "out": f"*{number}", "lost": "*u8", "share": "fp32", "floor": "fp32"}
     constants: dict[str, Any] = {"ROWS": 32, "COLUMNS": 64}
     if name == "norms_of_layers":
         types = {"fp64": tl.float64, "fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
@@ -89,6 +90,20 @@ def test_the_kernel_of_outer_products_compiles_for_the_h200() -> None:
     constants = {"BLOCK": 512, "SOURCE": tl.bfloat16}
     signature = {"table": "*i64", "out": "*fp32"}
     assert _compile(formed_triton.norms_of_outer_products, signature, constants, 4).asm["cubin"]
+
+
+@pytest.mark.parametrize("element", ["fp32", "bf16", "fp16"])
+def test_kernels_that_add_lost_gradients_compile_for_the_h200(element: str) -> None:
+    import triton.language as tl
+
+    from opacus_memprof.clipping import lost_triton
+
+    types = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
+    constants = {"ROWS": 32, "COLUMNS": 64, "TYPE": types[element], "TARGET": tl.float32}
+    kernel = _compile(lost_triton.add_products, {"table": "*i64", "factors": "*fp32"}, constants, 4)
+    assert "f64" in kernel.asm["ptx"]  # gradients accumulate in float64
+    signature = {"ids": "*i64", "g": f"*{element}", "factors": "*fp32", "out": "*fp32"}
+    assert "f64" in _compile(lost_triton.add_rows, signature, {"BLOCK": 128}, 4).asm["ptx"]
 
 
 def test_stack_kernels_compile_for_the_h200() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from opacus_memprof.clipping.cost import Choice
 from opacus_memprof.clipping.distributed import computing_device
 from opacus_memprof.clipping.norm_bounds import pair_for_sums
-from opacus_memprof.clipping.norms import squared_norms, squared_norms_unless_waiting
+from opacus_memprof.clipping.norms import has_kernels, squared_norms, squared_norms_unless_waiting
 from opacus_memprof.clipping.sums import scale_single_samples, sum_stack
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
 from opacus_memprof.errors import MemprofError
@@ -27,11 +27,14 @@ class KeptTensors:
         norms: squared norms, [B], float32 (float64), by parameter; None until ``find_waiting_norms`` finds them.
         stacks: per-sample gradients, [B, *parameter.shape], by parameter.
         pair: input and output gradient, if these are smaller than the weight's per-sample gradients.
+        lost: on CUDA, for which samples the product that forms the clipped sum of ``pair`` would lose digits, because
+            their tokens cancel; booleans [B]. None if there are no such samples.
     """
 
     norms: dict[nn.Parameter, torch.Tensor | None] = field(default_factory=dict)
     stacks: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     pair: tuple[torch.Tensor, torch.Tensor] | None = None
+    lost: torch.Tensor | None = None
 
     @property
     def squared_norms(self) -> torch.Tensor:
@@ -46,12 +49,16 @@ class KeptTensors:
         if self.pair is not None:
             rows = samples.to(self.pair[1].device)
             self.pair = self.pair[0][rows], self.pair[1][rows]
+        self.lost = None if self.lost is None else self.lost[samples.to(self.lost.device)]
 
     def split(self) -> Iterator[tuple[nn.Parameter, KeptTensors]]:
         """What is kept of each parameter by itself."""
         for parameter, norms in self.norms.items():
             stacks = {parameter: self.stacks[parameter]} if parameter in self.stacks else {}
-            yield parameter, KeptTensors({parameter: norms}, stacks, None if stacks else self.pair)
+            if stacks:
+                yield parameter, KeptTensors({parameter: norms}, stacks)
+            else:
+                yield parameter, KeptTensors({parameter: norms}, pair=self.pair, lost=self.lost)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors: (the profiler's category, tensor)."""
@@ -60,6 +67,26 @@ class KeptTensors:
         if self.pair is not None:
             yield "activation_hooks", self.pair[0]
             yield "backprop_copies", self.pair[1]
+
+
+class SplitFactors(NamedTuple):
+    """Clip factors of the samples of a pair.
+
+    Attributes:
+        rounded: with 0 for samples whose tokens cancel.
+        lost: with 0 for the others; None if there are none.
+    """
+
+    rounded: torch.Tensor
+    lost: torch.Tensor | None
+
+
+def split_factors(factors: torch.Tensor, lost: torch.Tensor | None) -> SplitFactors:
+    """Splits clip factors by ``KeptTensors.lost``, without waiting for the device."""
+    if lost is None:
+        return SplitFactors(factors, None)
+    own = factors * lost
+    return SplitFactors(factors - own, own)
 
 
 def keep_stacks(stacks: dict[nn.Parameter, torch.Tensor]) -> KeptTensors:
@@ -149,13 +176,27 @@ class Layer:
         return False
 
     def weight_squared_norms(
-        self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
+        self,
+        x: torch.Tensor,
+        g: torch.Tensor,
+        choice: Choice,
+        workspace: Workspace,
+        lost: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The squared norms of the weight's per-sample gradients, [B], without keeping the gradients."""
+        """The squared norms of the weight's per-sample gradients, [B], without keeping the gradients. To ``lost``, on
+        CUDA, it is written of which samples a clipped sum would lose digits (see KeptTensors)."""
         raise NotImplementedError
 
-    def weight_sum(self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-        """The clipped sum, of the weight's shape; float32 if ``g`` is of low precision."""
+    def weight_sum(
+        self,
+        x: torch.Tensor,
+        g: torch.Tensor,
+        factors: torch.Tensor,
+        workspace: Workspace,
+        lost: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The clipped sum, of the weight's shape; float32 if ``g`` is of low precision. ``lost`` are the clip factors,
+        [B] float32 on CUDA, of samples whose gradients are formed in float64; they have 0 in ``factors``."""
         raise NotImplementedError
 
     # --- what is the same for all ---
@@ -225,21 +266,22 @@ class Layer:
         self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
     ) -> None:
         """Keeps the pair with its norms, both from float64 where float32 would be too coarse."""
-        squares = self.weight_squared_norms(x, g, choice, workspace)
+        if has_kernels(g) and g.dim() > 2:
+            kept.lost = torch.empty(len(g), dtype=torch.bool, device=g.device)
+        squares = self.weight_squared_norms(x, g, choice, workspace, kept.lost)
         pair = pair_for_sums(x, g, squares, self.terms(x))
         if pair[1] is not g:
             squares = self.weight_squared_norms(*pair, choice, workspace).to(squares.dtype)
         kept.pair, kept.norms[self.weight()] = pair, squares
 
-    def parameter_squared_norms(
-        self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace
-    ) -> dict[nn.Parameter, torch.Tensor]:
-        """The exact squared norms by parameter, [B], without keeping anything."""
-        norms = {parameter: squared_norms(stack) for parameter, stack in self._small(x, g, workspace)}
+    def keep_norms(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
+        """Keeps the exact squared norms, [B], alone."""
+        kept = KeptTensors({parameter: squared_norms(stack) for parameter, stack in self._small(x, g, workspace)})
         choice = self._choice(x, g, keep=False)
         if choice is not None and x is not None:
-            norms[self.weight()] = self.weight_squared_norms(x, g, choice, workspace)
-        return norms
+            self._keep_norms(kept, x, g, choice, workspace)
+            kept.pair = None
+        return kept
 
     def sums_of_backward(
         self,
@@ -248,29 +290,47 @@ class Layer:
         factors: torch.Tensor,
         samples: torch.Tensor | None,
         workspace: Workspace,
+        first: KeptTensors | None = None,
     ) -> dict[nn.Parameter, torch.Tensor]:
-        """The clipped sums by parameter, in the second of two passes, without keeping anything.
+        """The clipped sums by parameter, in the second of two passes, without keeping anything. Those of weights that
+        are used several times may be float64, since the sums of these uses may cancel.
 
         Args:
             x, g: see Layer.
             factors: clip factors, [B].
             samples: the indices of the samples that count; None for all.
             workspace: ceiling on temporaries.
+            first: what the first pass has kept.
         """
         own = factors.to(g.device, accumulation_dtype(g.dtype))
+        lost = None if first is None else first.lost
         if samples is not None:
             rows = samples.to(g.device)
             x, g, own = None if x is None else x[rows], g[rows], own[rows]
+            lost = None if lost is None else lost[rows]
         sums = {p: sum_stack(stack, own, sum_dtype(p.dtype), workspace) for p, stack in self._small(x, g, workspace)}
         if self._choice(x, g, keep=False) is not None and x is not None:
             weight = self.weight()
-            sums[weight] = self.weight_sum(x, g, own, workspace).to(sum_dtype(weight.dtype))
+            squares = None if first is None else first.norms.get(weight)
+            if squares is not None:
+                x, g = pair_for_sums(x, g, squares if samples is None else squares[rows], self.terms(x))
+            split = split_factors(own, lost)
+            total = self.weight_sum(x, g, split.rounded, workspace, split.lost)
+            is_wide = self.is_shared and total.dtype == torch.float64
+            sums[weight] = total if is_wide else total.to(sum_dtype(weight.dtype))
         return sums
 
     def clipped_sums(
-        self, kept: KeptTensors, factors: torch.Tensor, workspace: Workspace
+        self, kept: KeptTensors, factors: torch.Tensor, workspace: Workspace, split: SplitFactors | None = None
     ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yields the clipped sums, in float32 for parameters of low precision. Releases what was kept as it is used."""
+        """Yields the clipped sums, in float32 for parameters of low precision. Releases what was kept as it is used.
+
+        Args:
+            kept: what is kept.
+            factors: clip factors, [B].
+            workspace: ceiling on temporaries.
+            split: the same for the pair; default: split here.
+        """
         while kept.stacks:
             parameter, stack = kept.stacks.popitem()
             if self.is_scaled_in_place(parameter, stack):
@@ -281,7 +341,8 @@ class Layer:
             yield parameter, total
         if kept.pair is not None:
             (x, g), kept.pair = kept.pair, None
-            total = self.weight_sum(x, g, factors, workspace).to(sum_dtype(self.weight().dtype))
+            own = split_factors(factors, kept.lost) if split is None else split
+            total = self.weight_sum(x, g, own.rounded, workspace, own.lost).to(sum_dtype(self.weight().dtype))
             del x, g
             yield self.weight(), total
 

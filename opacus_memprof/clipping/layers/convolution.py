@@ -101,30 +101,55 @@ class ConvolutionLayer(MatrixLayer):
         return (g.new_zeros(shape) if stack is None else stack).view(size.samples, *self.weight().shape)
 
     def weight_squared_norms(
-        self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
+        self,
+        x: torch.Tensor,
+        g: torch.Tensor,
+        choice: Choice,
+        workspace: Workspace,
+        lost: torch.Tensor | None = None,
     ) -> torch.Tensor:
         size, share = self.sizes(x, g), workspace.half()  # of it are the unfolded blocks
         compute = gram_squared_norms if choice.norm == "gram" else gradient_squared_norms
         if self.fits(x, g, share):
-            norms = compute(*self.operands(x, g), share)
-            return norms if size.groups == 1 else norms.view(-1, size.groups).sum(1)
+            own = lost if lost is None or size.groups == 1 else lost.new_empty(len(g) * size.groups)
+            norms = compute(*self.operands(x, g), share, own)
+            if size.groups == 1:
+                return norms
+            if lost is not None and own is not None:
+                torch.any(own.view(-1, size.groups), 1, out=lost)
+            return norms.view(-1, size.groups).sum(1)
+        if lost is not None:
+            lost.zero_()
         total = torch.zeros(len(g), dtype=accumulation_dtype(g.dtype), device=g.device)
         for block in self.blocks(x, g, share):
             # The Gram product needs all columns at once; squared norms of gradients add up over columns.
             all_columns = block.a.shape[2] == size.columns
-            norms = (compute if all_columns else gradient_squared_norms)(block.g, block.a, share)
-            total[block.samples] += norms.view(-1, block.groups.stop - block.groups.start).sum(1)
+            own = None if lost is None else lost.new_empty(len(block.g))
+            norms = (compute if all_columns else gradient_squared_norms)(block.g, block.a, share, own)
+            groups = block.groups.stop - block.groups.start
+            total[block.samples] += norms.view(-1, groups).sum(1)
+            if lost is not None and own is not None:
+                lost[block.samples] |= own.view(-1, groups).any(1)
             del block
         return total
 
-    def weight_sum(self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    def weight_sum(
+        self,
+        x: torch.Tensor,
+        g: torch.Tensor,
+        factors: torch.Tensor,
+        workspace: Workspace,
+        lost: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         size, share = self.sizes(x, g), workspace.half()  # of it are the unfolded blocks
         if self.fits(x, g, share):
-            return self._sum_of(*self.operands(x, g), factors, size.groups, share).view(self.weight().shape)
+            return self._sum_of(*self.operands(x, g), factors, size.groups, share, lost).view(self.weight().shape)
         shape = (size.groups, size.rows, size.columns)
         total: torch.Tensor | None = None
         for block in self.blocks(x, g, share):
-            part = self._sum_of(block.g, block.a, factors[block.samples], block.groups.stop - block.groups.start, share)
+            groups, n = block.groups.stop - block.groups.start, block.samples
+            own = None if lost is None else lost[n]
+            part = self._sum_of(block.g, block.a, factors[n], groups, share, own)
             if total is None:
                 total = torch.zeros(shape, dtype=part.dtype, device=part.device)
             total[block.groups, :, block.columns] += part
@@ -132,14 +157,20 @@ class ConvolutionLayer(MatrixLayer):
         return (g.new_zeros(shape, dtype=sum_dtype(g.dtype)) if total is None else total).view(self.weight().shape)
 
     def _sum_of(
-        self, g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, groups: int, workspace: Workspace
+        self,
+        g: torch.Tensor,
+        a: torch.Tensor,
+        factors: torch.Tensor,
+        groups: int,
+        workspace: Workspace,
+        lost: torch.Tensor | None,
     ) -> torch.Tensor:
         """The clipped sum of the products ``g @ a``, [groups, rows, columns]."""
         if groups == 1:
-            total = sum_outer_products(g.mT, a, factors, workspace)
+            total = sum_outer_products(g.mT, a, factors, workspace, lost)
             if total is not None:
                 return total.unsqueeze(0)
-        return sum_products(g, a, factors, groups, workspace)
+        return sum_products(g, a, factors, groups, workspace, lost)
 
     def blocks(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Iterator[Block]:
         """Splits the products into blocks whose operands fit into the workspace."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from opacus_memprof.clipping.cost import Choice, Cost
 from opacus_memprof.clipping.layers.base import KeptTensors, Layer
+from opacus_memprof.clipping.norm_bounds import has_digits
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 
 _INDEX_BYTES = 64  # per token: sorted indices, order, slots and the temporaries of sorting, all int64
@@ -51,13 +52,21 @@ class EmbeddingLayer(Layer):
         return stack
 
     def weight_squared_norms(
-        self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
+        self,
+        x: torch.Tensor,
+        g: torch.Tensor,
+        choice: Choice,
+        workspace: Workspace,
+        lost: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        dtype = accumulation_dtype(g.dtype)
-        total = torch.zeros(len(x), dtype=dtype, device=g.device)
+        # Sums may cancel. Only on the CPU does the host know, and have float64 numbers for them.
+        dtype = torch.float64 if lost is not None else accumulation_dtype(g.dtype)
+        total = torch.zeros(len(x), dtype=accumulation_dtype(g.dtype), device=g.device)
         ids = x.reshape(len(x), -1) if len(x) else x
         tokens, width = ids.shape[1:].numel(), g.shape[-1]
         if total.numel() == 0 or tokens == 0:
+            if lost is not None:
+                lost.zero_()
             return total
         copied = 0 if g.is_contiguous() else width * g.element_size()
         cast = 0 if g.dtype == dtype else dtype.itemsize
@@ -76,6 +85,8 @@ class EmbeddingLayer(Layer):
                 del sums
                 squares[slots] *= ~padding
                 total[n] += squares.view(-1, tokens).sum(1)
+        if lost is not None:
+            torch.logical_not(has_digits(total, g, ids), out=lost)
         return total
 
     def _slots(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,7 +104,14 @@ class EmbeddingLayer(Layer):
             padding = ids == self.module.padding_idx
         return slot.flatten(), padding.flatten()
 
-    def weight_sum(self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    def weight_sum(
+        self,
+        x: torch.Tensor,
+        g: torch.Tensor,
+        factors: torch.Tensor,
+        workspace: Workspace,
+        lost: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         dtype = accumulation_dtype(g.dtype)
         total = torch.zeros(self.weight().shape, dtype=dtype, device=g.device)
         ids = x.reshape(len(x), -1) if len(x) else x
@@ -106,6 +124,10 @@ class EmbeddingLayer(Layer):
             source = g[n, t].to(dtype) * factors[n].view(-1, 1, 1)
             total.index_add_(0, ids[n, t].flatten(), source.flatten(0, 1))
             del source
+        if lost is not None:
+            from opacus_memprof.clipping.lost_triton import add_rows_cuda
+
+            add_rows_cuda(ids, g, lost, total, self.module.padding_idx)
         if self.module.padding_idx is not None:
             total[self.module.padding_idx] = 0
         return total
@@ -121,10 +143,8 @@ class ScaledEmbeddingLayer(EmbeddingLayer):
     def keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace, norms: bool = True) -> KeptTensors:
         return super().keep(x, g * self.scale, workspace, norms)
 
-    def parameter_squared_norms(
-        self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace
-    ) -> dict[nn.Parameter, torch.Tensor]:
-        return super().parameter_squared_norms(x, g * self.scale, workspace)
+    def keep_norms(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
+        return super().keep_norms(x, g * self.scale, workspace)
 
     def sums_of_backward(
         self,
@@ -133,5 +153,6 @@ class ScaledEmbeddingLayer(EmbeddingLayer):
         factors: torch.Tensor,
         samples: torch.Tensor | None,
         workspace: Workspace,
+        first: KeptTensors | None = None,
     ) -> dict[nn.Parameter, torch.Tensor]:
-        return super().sums_of_backward(x, g * self.scale, factors, samples, workspace)
+        return super().sums_of_backward(x, g * self.scale, factors, samples, workspace, first)

@@ -70,16 +70,22 @@ class GenericLayer(Layer):
             kept.norms = {parameter: squared_norms_unless_waiting(stack) for parameter, stack in kept.stacks.items()}
         return kept
 
-    def parameter_squared_norms(self, x: Any, g: Any, workspace: Workspace) -> dict[nn.Parameter, torch.Tensor]:
+    def keep_norms(self, x: Any, g: Any, workspace: Workspace) -> KeptTensors:
         found: dict[nn.Parameter, list[torch.Tensor]] = {}
         parameters = self._parameters()
         for _, gradients in self.per_sample_gradients(x, g, workspace):
             for name, part in gradients.items():
                 found.setdefault(parameters[name], []).append(squared_norms(part))
-        return {parameter: torch.cat(parts) for parameter, parts in found.items()}
+        return KeptTensors({parameter: torch.cat(parts) for parameter, parts in found.items()})
 
     def sums_of_backward(
-        self, x: Any, g: Any, factors: torch.Tensor, samples: torch.Tensor | None, workspace: Workspace
+        self,
+        x: Any,
+        g: Any,
+        factors: torch.Tensor,
+        samples: torch.Tensor | None,
+        workspace: Workspace,
+        first: KeptTensors | None = None,
     ) -> dict[nn.Parameter, torch.Tensor]:
         found: dict[nn.Parameter, torch.Tensor] = {}
         parameters = self._parameters()

@@ -58,22 +58,36 @@ class LinearLayer(MatrixLayer):
         return x.dim() == g.dim() == 3 or (x.is_contiguous() and g.is_contiguous())
 
     def weight_squared_norms(
-        self, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
+        self,
+        x: torch.Tensor,
+        g: torch.Tensor,
+        choice: Choice,
+        workspace: Workspace,
+        lost: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if g.numel() == 0:
+            if lost is not None:
+                lost.zero_()
             return g.new_zeros(x.shape[0], dtype=accumulation_dtype(g.dtype))
         compute = gram_squared_norms if choice.norm == "gram" else gradient_squared_norms
-        return compute(*self.operands(x, g), workspace)
+        return compute(*self.operands(x, g), workspace, lost)
 
     def outer(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return g, x
 
-    def weight_sum(self, x: torch.Tensor, g: torch.Tensor, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    def weight_sum(
+        self,
+        x: torch.Tensor,
+        g: torch.Tensor,
+        factors: torch.Tensor,
+        workspace: Workspace,
+        lost: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         if g.numel() == 0:
             return g.new_zeros(self.weight().shape, dtype=sum_dtype(g.dtype))
         left, right = self.operands(x, g)
-        total = sum_outer_products(left.mT, right, factors, workspace)
-        return sum_products(left, right, factors, 1, workspace)[0] if total is None else total
+        total = sum_outer_products(left.mT, right, factors, workspace, lost)
+        return sum_products(left, right, factors, 1, workspace, lost)[0] if total is None else total
 
 
 class TransposedLinearLayer(LinearLayer):

@@ -128,15 +128,76 @@ def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 _SMOOTH = frozenset(
-    "view _unsafe_view reshape t transpose permute unsqueeze squeeze expand clone detach alias slice select split chunk "
-    "addmm mm bmm baddbmm matmul linear add add_ sub sub_ rsub mul mul_ div div_ neg pow pow_ square mean sum var var_mean "
-    "std rsqrt rsqrt_ sqrt sqrt_ reciprocal _to_copy native_layer_norm native_group_norm native_batch_norm rms_norm _fused_rms_norm "
-    "embedding ones ones_like zeros zeros_like empty empty_like full lift_fresh copy_ norm linalg_vector_norm".split()
+    [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "t",
+        "transpose",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "clone",
+        "detach",
+        "alias",
+        "slice",
+        "select",
+        "split",
+        "chunk",
+        "addmm",
+        "mm",
+        "bmm",
+        "baddbmm",
+        "matmul",
+        "linear",
+        "add",
+        "add_",
+        "sub",
+        "sub_",
+        "rsub",
+        "mul",
+        "mul_",
+        "div",
+        "div_",
+        "neg",
+        "pow",
+        "pow_",
+        "square",
+        "mean",
+        "sum",
+        "var",
+        "var_mean",
+        "std",
+        "rsqrt",
+        "rsqrt_",
+        "sqrt",
+        "sqrt_",
+        "reciprocal",
+        "_to_copy",
+        "native_layer_norm",
+        "native_group_norm",
+        "rms_norm",
+        "_fused_rms_norm",
+        "embedding",
+        "ones",
+        "ones_like",
+        "zeros",
+        "zeros_like",
+        "empty",
+        "empty_like",
+        "full",
+        "lift_fresh",
+        "copy_",
+        "norm",
+        "linalg_vector_norm",
+    ]
 )
 
 
-class _OnlySmooth(TorchDispatchMode):
-    """Raises TypeError for operations other than products, sums, powers and means. What a module computes with these on a
+class _OnlySmooth(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises TypeError for operations other than products, sums, powers and means. What a module computes with these
+    on a
     few random numbers it computes on all: it has no clamp, comparison or condition that only other numbers reach."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -146,7 +207,7 @@ class _OnlySmooth(TorchDispatchMode):
 
 
 def _call(module: nn.Module, x: torch.Tensor, **values: torch.Tensor) -> torch.Tensor:
-    with _OnlySmooth():
+    with _OnlySmooth():  # type: ignore[no-untyped-call]
         output: Any = functional_call(module, values, (x,))
     if not isinstance(output, torch.Tensor):
         raise TypeError

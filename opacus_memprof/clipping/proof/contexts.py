@@ -12,7 +12,8 @@ import torch
 
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
-    """Inside, autograd saves tensors as they are: a checkpoint around the model would take those of a proof for its own."""
+    """Inside, autograd saves tensors as they are: a checkpoint around the model would take those of a proof for its
+    own."""
     autograd: Any = torch._C._autograd
     hooks = []
     while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:

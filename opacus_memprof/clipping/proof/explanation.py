@@ -2,8 +2,8 @@
 """Whether the outputs explain a step: the gradients that backward has brought to the layers must be those that autograd
 finds from the model's outputs alone.
 
-A term of the loss that reaches the model beside its outputs (through an attribute, a list, a hook) is not among these, and
-neither is what a layer got from other random numbers than those of the forward.
+A term of the loss that reaches the model beside its outputs (through an attribute, a list, a hook) is not among these,
+and neither is what a layer got from other random numbers than those of the forward.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from opacus_memprof.clipping.arrangement import Arrangement
-from opacus_memprof.clipping.bookkeeping import BackwardPass
+from opacus_memprof.clipping.backward_pass import BackwardPass
 from opacus_memprof.clipping.layers import KeptTensors
 from opacus_memprof.clipping.module_state import ModuleState
+from opacus_memprof.clipping.proof.certificate import SituationRecord
 from opacus_memprof.clipping.proof.outputs import as_output, tensors_in
 from opacus_memprof.clipping.proof.perturbation import has_samples
 from opacus_memprof.clipping.proof.prover import autograd_gradients, wrong_sums
@@ -47,6 +48,7 @@ class RecordedForward:
         wheres: where the output's tensors have the samples; None for what all samples share.
         gradients: of the output's tensors, by their places.
         draws: whether the forward has drawn random numbers.
+        proof: the record of its situation, and the number of the forward in it.
     """
 
     module: nn.Module
@@ -59,13 +61,14 @@ class RecordedForward:
     wheres: list[Arrangement | None] = field(default_factory=list)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     draws: bool = False
+    proof: tuple[SituationRecord, int] | None = None
 
     @classmethod
     def begin(
         cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, random: RandomState
     ) -> RecordedForward:
         """Records what a forward begins with."""
-        args, kwargs = tree_map(_copied, (args, kwargs))
+        args, kwargs = copied((args, kwargs))
         device = next((x.device.type for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)), "cpu")
         autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         return cls(module, args, kwargs, batch, random, ModuleState(module), autocast)
@@ -75,7 +78,9 @@ class RecordedForward:
         gradient = gradient.detach()
         self.gradients[place] = self.gradients[place] + gradient if place in self.gradients else gradient.clone()
 
-    def autograd(self, parameters: list[nn.Parameter], weights: torch.Tensor) -> dict[nn.Parameter, torch.Tensor | None]:
+    def autograd(
+        self, parameters: list[nn.Parameter], weights: torch.Tensor
+    ) -> dict[nn.Parameter, torch.Tensor | None]:
         """The gradients of the parameters from the outputs alone, by plain autograd.
 
         Args:
@@ -128,6 +133,11 @@ class RecordedForward:
         return as_output((rows * scale).to(rows.dtype), where, output)
 
 
+def copied(arguments: Any) -> Any:
+    """The arguments of a forward, with copies of their tensors."""
+    return tree_map(_copied, arguments)
+
+
 def _copied(x: Any) -> Any:
     return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
 
@@ -171,14 +181,17 @@ def check_explained(
     if wrong:
         parameter, error = max(wrong.items(), key=lambda item: item[1])
         raise MemprofError(
-            f"the gradient of {names[parameter]} is {error:.1%} off the one that the outputs of the model explain: a term of "
-            "the loss reaches the model beside its outputs (through an attribute, a list or a hook), or its forward cannot be "
+            f"the gradient of {names[parameter]} is {error:.1%} off the one that the outputs of the model explain: a "
+            "term of "
+            "the loss reaches the model beside its outputs (through an attribute, a list or a hook), or its forward "
+            "cannot be "
             "repeated. Return what the loss is computed from as outputs of the model; no parameter was changed."
         )
 
 
 def _sums(each: BackwardPass, workspace: Workspace) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """The sums of what a pass has kept, with all factors 1; or those that it has clipped already. Nothing is released."""
+    """The sums of what a pass has kept, with all factors 1; or those that it has clipped already. Nothing is
+    released."""
     yield from each.sums.items()
     if each.clipped:
         return

@@ -17,8 +17,10 @@ from opacus_memprof.clipping.module_state import INTERNAL
 _is_trained = attrgetter("requires_grad")
 _is_training = attrgetter("training")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_SMALL_BATCH = 16
 _MOST_VALUES = 8
-"""A plain number among the arguments that has had more values than this, such as a step's, is no part of a situation."""
+"""A plain number among the arguments that has had more values than this, such as a step's, is no part of a
+situation."""
 
 
 class ModelState:
@@ -49,7 +51,13 @@ class ModelState:
         attributes that are plain values."""
         replaced = tuple(id(d["forward"]) for d in self._dicts if "forward" in d)
         classes = tuple(map(type, self._modules))
-        return tuple(map(_is_training, self._modules)), classes, self._hooks_of_users(), replaced, self._attributes.now()
+        return (
+            tuple(map(_is_training, self._modules)),
+            classes,
+            self._hooks_of_users(),
+            replaced,
+            self._attributes.now(),
+        )
 
     def _hooks_of_users(self) -> tuple[int, ...]:
         seen = list(map(id, chain.from_iterable(map(dict.values, self._hooks))))
@@ -138,6 +146,11 @@ class Arguments:
         known = self._values.setdefault(place, set())
         known.add(leaf)
         return type(leaf) if len(known) > _MOST_VALUES else leaf
+
+
+def size_class(batch: int) -> int:
+    """A number that batches of nearly the same size share: small ones have one each, others one for each power of 2."""
+    return batch if batch <= _SMALL_BATCH else _SMALL_BATCH + batch.bit_length()
 
 
 def autocast_key(devices: Iterable[str]) -> tuple[Any, ...]:

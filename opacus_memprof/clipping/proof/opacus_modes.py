@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from opacus_memprof.clipping.arguments import Check
 from opacus_memprof.clipping.distributed import Agreement, computing_device, inner_model, spans_ranks
 from opacus_memprof.clipping.proof.by_hand import Gradients, RecordedForward, norm
+from opacus_memprof.clipping.proof.certificate import Certificate
 from opacus_memprof.clipping.proof.schedule import is_checked
 from opacus_memprof.errors import MemprofError
 
@@ -38,19 +39,28 @@ def refuse_check(given: Mapping[str, Any], check: Check) -> None:
         )
 
 
-def check_steps(prepared: tuple[Any, ...], given: Mapping[str, Any], check: Check) -> StepCheck:
+def check_steps(
+    prepared: tuple[Any, ...], given: Mapping[str, Any], check: Check, certificate: Certificate
+) -> StepCheck:
     """Has the steps of what make_private returned checked.
 
     Args:
         prepared: what Opacus' make_private returned.
         given: its arguments.
         check: which steps.
+        certificate: records what is checked.
     """
     module = given["module"]
     if isinstance(module, AbstractGradSampleModule):
         module = module._module
     return StepCheck(
-        given["grad_sample_mode"], inner_model(module), prepared[0], prepared[1], check, spans_ranks(module)
+        given["grad_sample_mode"],
+        inner_model(module),
+        prepared[0],
+        prepared[1],
+        check,
+        certificate,
+        spans_ranks(module),
     )
 
 
@@ -63,14 +73,22 @@ class StepCheck:
         private: the GradSampleModule, or the hooks.
         optimizer: the DPOptimizer.
         check: which steps.
+        certificate: records what is checked.
         spans_ranks: whether ranks take steps together. What one of them finds is then raised on all, in the last part
             of a step: ranks may split their batches into different numbers of parts before.
     """
 
     def __init__(
-        self, mode: str, model: nn.Module, private: Any, optimizer: Any, check: Check, spans_ranks: bool = False
+        self,
+        mode: str,
+        model: nn.Module,
+        private: Any,
+        optimizer: Any,
+        check: Check,
+        certificate: Certificate,
+        spans_ranks: bool = False,
     ) -> None:
-        self.mode, self.check = mode, check
+        self.mode, self.check, self.certificate = mode, check, certificate
         self.steps_checked = 0
         self._model, self._private, self._optimizer = model, private, optimizer
         self._names = {p: name for name, p in model.named_parameters()}
@@ -129,13 +147,18 @@ class StepCheck:
                     self._agreement.settle(error)
                 elif error is not None:
                     raise error
-            except MemprofError:
+            except MemprofError as refusal:
+                self.certificate.refuse(refusal)
                 self._drop_step()
                 raise
             self.steps_checked += is_last
+            if is_last:
+                self.certificate.checks.add("mixing", self._step)
+                self.certificate.checks.add("clipped_sum", self._step)
         if is_last:
             self._expected = None
             self._step += 1
+            self.certificate.count_step(self._optimizer.max_grad_norm, self._optimizer.noise_multiplier)
 
     def _drop_step(self) -> None:
         """Drops the gradients of a refused step. Parameters, accountant and generators are as before it."""

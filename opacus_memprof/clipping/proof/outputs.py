@@ -35,7 +35,8 @@ def _tensors(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def alias_leaves(output: Any, tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]] | None:
-    """The output with a view in the place of each of these tensors, and the views; None if some are not in a tuple, list,
+    """The output with a view in the place of each of these tensors, and the views; None if some are not in a tuple,
+    list,
     dictionary or the like."""
     leaves, structure = tree_flatten(output)
     places = [next((i for i, leaf in enumerate(leaves) if leaf is x), None) for x in tensors]
@@ -50,7 +51,7 @@ def alias_leaves(output: Any, tensors: list[torch.Tensor]) -> tuple[Any, list[to
 def cotangents(
     outputs: list[torch.Tensor],
     wheres: list[Arrangement | None],
-    batch: int,
+    drawn: int,
     weights: torch.Tensor,
     with_shared: bool,
 ) -> list[torch.Tensor]:
@@ -59,7 +60,7 @@ def cotangents(
     Args:
         outputs: differentiable outputs.
         wheres: where these have the samples; None for what all samples share, such as a loss.
-        batch: the number of samples.
+        drawn: the number of samples for which numbers are drawn: the first of them get the same in a smaller batch.
         weights: what the gradients of the samples are multiplied by, [B].
         with_shared: whether outputs that all samples share have a gradient other than zero.
     """
@@ -69,10 +70,13 @@ def cotangents(
         if where is None and not with_shared:
             found.append(torch.zeros_like(output))
             continue
-        g = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
-        if where is not None:
-            rows = where.by_sample(g, batch)
-            scale = weights.to(g.device).view(-1, *[1] * (rows.dim() - 1))
+        if where is None:
+            g = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
+        else:
+            batch = len(weights)
+            shape = drawn, *where.by_sample(output.detach(), batch).shape[1:]
+            rows = torch.randn(shape, generator=generator, dtype=output.dtype, device=output.device)[:batch]
+            scale = weights.to(rows.device).view(-1, *[1] * (rows.dim() - 1))
             # By torch.where, so that the rows of samples with weight 1 keep their bits, and others are exactly 0.
             g = as_output(torch.where(scale == 0, torch.zeros_like(rows), rows * scale.to(rows.dtype)), where, output)
         found.append(g)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 VARIANTS = 4
+LARGE, SMALL = 3, 4
+"""The variants with large and with small numbers."""
 GENTLE = (-1, -2)
 """The variants in which samples only take the values of others: of any, and of neighbours, which leaves what is sorted
 sorted."""
@@ -21,14 +23,12 @@ def perturbed(leaves: Sequence[Any], batch: int, kept: torch.Tensor, variant: in
         leaves: of the arguments; tensors whose first dimension is ``batch`` have samples.
         batch: the number of samples.
         kept: which samples keep their values, [B], bool, on the CPU.
-        variant: from 0 to ``VARIANTS - 1``, or one of ``GENTLE``.
+        variant: from 0 to ``VARIANTS - 1``, ``SMALL``, or one of ``GENTLE``.
         seed: of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     shift = 1 + seed % max(1, batch - 1)
-    return [
-        _other(leaf, kept, variant, shift, generator) if has_samples(leaf, batch) else leaf for leaf in leaves
-    ]
+    return [_other(leaf, kept, variant, shift, generator) if has_samples(leaf, batch) else leaf for leaf in leaves]
 
 
 def has_samples(leaf: Any, batch: int) -> bool:
@@ -75,6 +75,8 @@ def _other_numbers(x: torch.Tensor, rolled: torch.Tensor, variant: int, generato
     if variant == 2:
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x.device, x.dtype)
         return noise * (8 * x.float().std().nan_to_num(1.0).clamp(min=1e-3)).to(x.dtype) if x.numel() > 1 else -x
+    if variant == SMALL:
+        return rolled / 1024
     return rolled * (16 if x.dtype == torch.float16 else 1024)
 
 
@@ -86,13 +88,13 @@ def _other_integers(x: torch.Tensor, rolled: torch.Tensor, variant: int, generat
         return values * _prefixes(x, generator)
     if low == high == 0 or (x.dim() == 1 and low == high == 1):
         return rolled
-    if low < 0 and variant == 3:  # labels that are ignored
+    if low < 0 and variant == LARGE:  # labels that are ignored
         return torch.full_like(x, low)
     if low < 0 or variant == 0:
         flat = x.flatten()
         return flat[torch.randint(len(flat), (len(flat),), generator=generator).to(x.device)].view(x.shape)
-    if variant == 3 and x.dim() > 1:
-        return torch.full_like(x, high)
+    if variant in (LARGE, SMALL) and x.dim() > 1:
+        return torch.full_like(x, high if variant == LARGE else low)
     least = min(low, 1) if x.dim() == 1 else low  # a length is at least 1
     drawn = torch.randint(least, high + 1, x.shape, generator=generator)
     return drawn.to(x.device, x.dtype)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Proves, for one batch, that samples do not mix and that the layers' gradients are autograd's.
 
-Mixing: for each binary digit of the samples' indices, and for 0 and 1, a forward and a backward in which the samples with
-that digit keep their values while all others get other ones. The kept samples must get the same outputs, and every layer
-the same inputs and output gradients for them; and from output gradients of kept samples alone, no other sample may get
-any. Sums: with a random weight for each sample, the weighted sums of the layers' gradients must be those that autograd
-finds for the weighted outputs.
+Mixing: for each binary digit of the samples' indices, and for 0 and 1, a forward and a backward in which the samples
+with that digit keep their values while all others get other ones. The kept samples must get the same outputs, and every
+layer the same inputs and output gradients for them; and from output gradients of kept samples alone, no other sample
+may get any. Sums: with a random weight for each sample, the weighted sums of the layers' gradients must be those that
+autograd finds for the weighted outputs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.module_state import restoring_state
 from opacus_memprof.clipping.proof.outputs import cotangents, tensors_in
-from opacus_memprof.clipping.proof.perturbation import GENTLE, VARIANTS, perturbed
+from opacus_memprof.clipping.proof.perturbation import GENTLE, LARGE, SMALL, VARIANTS, has_samples, perturbed
 from opacus_memprof.clipping.proof.recorder import Record, RowRecorder, Sum, SumRecorder
 from opacus_memprof.clipping.proof.summary import Rows, halves
 from opacus_memprof.clipping.repetition import RandomState
@@ -47,7 +47,8 @@ class Doubt:
     Attributes:
         layer: the layer.
         reason: what was seen, as the end of a sentence.
-        moves: whether its rows do not belong to the samples that they are counted to, so that repeating its module alone
+        moves: whether its rows do not belong to the samples that they are counted to, so that repeating its module
+        alone
             would not help.
     """
 
@@ -66,6 +67,7 @@ class Program:
         hooks: of the layers.
         args, kwargs: what it is called with.
         batch: the number of samples.
+        drawn: the number of samples for which gradients of outputs are drawn: more, in a part of a batch.
         random: what the random number generators begin with.
         wheres: where the tensors of its output have the samples.
         trained: names of the trained parameters.
@@ -77,6 +79,7 @@ class Program:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     batch: int
+    drawn: int
     random: RandomState
     wheres: list[Arrangement | None]
     trained: dict[nn.Parameter, str]
@@ -105,11 +108,8 @@ class Prover:
         self.is_finite = True
 
     # --- mixing ---
-    def mixing(self, rounds: int | None = None) -> list[Doubt]:
-        """The layers that get something else for a sample when other samples change.
-
-        Args:
-            rounds: the number of halves of the batch that are tried; all by default.
+    def mixing(self) -> list[Doubt]:
+        """The layers that get something else for a sample when other samples change, or are not there.
 
         Raises:
             MixingError: an output depends on other samples.
@@ -122,30 +122,49 @@ class Prover:
         # From outputs that have the samples alone, half of the time, no sample may get a gradient of another one's.
         if bases[True].outputs and bases[True].has_shared:
             bases[False] = self._backward(leaves, structure, whole, False)
-        plans = halves(batch) * (2 if batch <= _FEW else 1)
-        if rounds is not None:
-            plans = plans[:rounds]
-        for i, plan in enumerate(plans):
+        plans = [(plan, (i + i // 4) % VARIANTS) for i, plan in enumerate(halves(batch) * (2 if batch <= _FEW else 1))]
+        for n in {0, batch - 1}:
+            plans += [([i == n for i in range(batch)], SMALL), ([i != n for i in range(batch)], LARGE)]
+        for i, (plan, variant) in enumerate(plans):
             kept = torch.tensor(plan)
             if batch > 1 and bool(kept.all()):
                 continue
             shared = len(bases) == 1 or (i // 2) % 2 == 0
-            other = self._changed(leaves, structure, kept, i, shared)
+            other = self._changed(leaves, structure, kept, variant, i, shared)
             doubts = self._compare(bases[shared], other, kept, no_leak=not (shared and other.has_shared))
             if doubts:
                 return doubts
-        return []
+        return [] if bases[True].draws else self._smaller(leaves, structure, bases[len(bases) == 1])
 
-    def _changed(self, leaves: list[Any], structure: Any, kept: torch.Tensor, i: int, shared: bool) -> _Run:
+    def _smaller(self, leaves: list[Any], structure: Any, base: _Run) -> list[Doubt]:
+        """As ``mixing``, of the first samples without the others: what a sample gets may depend on their number, too.
+        Random numbers would be others in a smaller batch."""
+        count = self.program.batch // 2
+        if count < 1:
+            return []
+        some = [leaf[:count] if has_samples(leaf, self.program.batch) else leaf for leaf in leaves]
+        program = replace(self.program, batch=count, drawn=self.program.drawn)
+        alone = Prover(program, self.workspace)
+        try:
+            other = alone._backward(some, structure, torch.ones(count, dtype=torch.bool), base.with_shared)
+        except MemprofError:
+            raise
+        except Exception:  # the model does not run on as few
+            return []
+        return self._compare(base.first(count), other, torch.ones(count, dtype=torch.bool), no_leak=False)
+
+    def _changed(
+        self, leaves: list[Any], structure: Any, kept: torch.Tensor, variant: int, i: int, shared: bool
+    ) -> _Run:
         """A run in which the samples that are not kept are others."""
-        for variant in ((i + i // 4) % VARIANTS, *GENTLE):
-            new = perturbed(leaves, self.program.batch, kept, variant, i)
+        for kind in (variant, *GENTLE):
+            new = perturbed(leaves, self.program.batch, kept, kind, i)
             try:
                 return self._backward(new, structure, kept, shared)
             except MemprofError:
                 raise
             except Exception:
-                if variant == GENTLE[-1]:
+                if kind == GENTLE[-1]:
                     raise
         raise AssertionError
 
@@ -154,11 +173,11 @@ class Prover:
         with self._running(recorder) as trace:
             outputs, wheres = self._outputs(leaves, structure)
             trace = list(trace)  # backward adds what checkpoints run again
-            batch = self.program.batch
+            batch, draws = self.program.batch, self.program.random.has_moved()
             rows = [Rows.of(w.by_sample(o, batch)) for o, w in zip(outputs, wheres, strict=True) if w is not None]
-            given = cotangents(outputs, wheres, batch, kept.to(torch.float64), shared)
+            given = cotangents(outputs, wheres, self.program.drawn, kept.to(torch.float64), shared)
             torch.autograd.backward(outputs, given)
-        return _Run(rows, None in wheres, recorder, trace)
+        return _Run(rows, None in wheres, shared, draws, recorder, trace)
 
     def _outputs(self, leaves: list[Any], structure: Any) -> tuple[list[torch.Tensor], list[Arrangement | None]]:
         args, kwargs = tree_unflatten(leaves, structure)
@@ -188,9 +207,10 @@ class Prover:
 
     def _compare(self, base: _Run, other: _Run, kept: torch.Tensor, no_leak: bool) -> list[Doubt]:
         for a, b in zip(base.outputs, other.outputs, strict=True):
-            if a.shape != b.shape or _far(a, b, kept):
+            if a.shape[1:] != b.shape[1:] or _far(a, b, kept):
                 raise MixingError(
-                    f"an output of the model, of shape {tuple(a.shape)}, changes for a sample when other samples of the "
+                    f"an output of the model, of shape {tuple(a.shape)}, changes for a sample when other samples of "
+                    "the "
                     "batch change, so that per-sample gradients do not exist. Use layers that treat samples separately "
                     "(GroupNorm or LayerNorm instead of statistics over the batch), and return outputs whose first "
                     "dimension is the batch."
@@ -229,7 +249,7 @@ class Prover:
         recorder = SumRecorder(self.workspace, weights)
         with self._running(recorder):
             outputs, wheres = self._outputs(leaves, structure)
-            torch.autograd.backward(outputs, cotangents(outputs, wheres, program.batch, whole, True))
+            torch.autograd.backward(outputs, cotangents(outputs, wheres, program.drawn, whole, True))
         device = program.random.device_type()
         if torch.is_autocast_enabled(device):
             for own in recorder.sums.values():
@@ -250,19 +270,36 @@ class Prover:
         program = self.program
         with self._running(RowRecorder(self.workspace)), program.hooks.off():
             outputs, wheres = self._outputs(leaves, structure)
-            given = cotangents(outputs, wheres, program.batch, weights, True)
+            given = cotangents(outputs, wheres, program.drawn, weights, True)
             return autograd_gradients(outputs, given, list(program.trained))
 
 
 @dataclass
 class _Run:
-    """What a run gave: the outputs that have the samples, whether there are others, what reached the layers, and the order
-    in which they were called."""
+    """What a run gave.
+
+    Attributes:
+        outputs: those that have the samples.
+        has_shared: whether there are others.
+        with_shared: whether these had gradients.
+        draws: whether random numbers were drawn.
+        recorder: what reached the layers.
+        trace: the order in which they were called.
+    """
 
     outputs: list[Rows]
     has_shared: bool
+    with_shared: bool
+    draws: bool
     recorder: RowRecorder
     trace: list[Layer | None]
+
+    def first(self, count: int) -> _Run:
+        """Of the first samples alone. What a loss that all samples share gives them depends on their number."""
+        recorder = RowRecorder(self.recorder.workspace)
+        is_kept = not (self.has_shared and self.with_shared)
+        recorder.records = [each.first(count, is_kept) for each in self.recorder.records]
+        return replace(self, outputs=[rows.first(count) for rows in self.outputs], recorder=recorder)
 
 
 def autograd_gradients(
@@ -270,7 +307,8 @@ def autograd_gradients(
 ) -> dict[nn.Parameter, torch.Tensor | None]:
     """The gradients of parameters, by plain autograd; None for those that the outputs do not depend on.
 
-    ``backward`` rather than ``grad``: reentrant checkpoints know no other. The parameters' own gradients stay as they were.
+    ``backward`` rather than ``grad``: reentrant checkpoints know no other. The parameters' own gradients stay as they
+    were.
     """
     before = [p.grad for p in parameters]
     try:
@@ -302,7 +340,8 @@ def wrong_sums(
         autograd: what autograd finds for outputs' gradients that are multiplied by a number.
 
     Returns:
-        The errors by parameter, relative to the gradient's norm, and whether all numbers are finite: others prove nothing.
+        The errors by parameter, relative to the gradient's norm, and whether all numbers are finite: others prove
+        nothing.
     """
     expected = autograd(1.0)
     norms = {p: 0.0 if g is None else vector_norm(g) for p, g in expected.items()}
@@ -349,7 +388,7 @@ _TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.bfloat16: 2e-2
 
 def _far(a: Rows, b: Rows, kept: torch.Tensor) -> bool:
     """Whether kept samples differ by more than rounding."""
-    tolerance = _TOLERANCES.get(a.dtype, 2e-5)
+    tolerance = _TOLERANCES.get(a.dtype, 2e-5) * (1 if a.shape == b.shape else 8)
     if a.norms.is_cuda and a.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         tolerance = 2e-3
     differences = a.differences(b)
@@ -362,7 +401,7 @@ def _difference(base: list[Record], other: list[Record], kept: torch.Tensor, no_
         return "is called another number of times when other samples change"
     for a, b in zip(base, other, strict=True):
         pairs = [*zip(a.inputs, b.inputs, strict=False), *zip(a.gradients, b.gradients, strict=False)]
-        if any(x.shape != y.shape for x, y in pairs):
+        if any(x.shape[1:] != y.shape[1:] for x, y in pairs):
             return "gets other shapes when other samples change"
         if any(_far(x, y, kept) for x, y in zip(a.inputs, b.inputs, strict=False)):
             return "gets another input for a sample when other samples of the batch change"

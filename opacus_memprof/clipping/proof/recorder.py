@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for the bookkeeping while a proof runs backward: records what reaches each layer, and keeps nothing else."""
+"""Stands in for the bookkeeping while a proof runs backward: records what reaches each layer, and keeps nothing
+else."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.proof.summary import Rows
+from opacus_memprof.clipping.refusals import KeptRefusal
 from opacus_memprof.clipping.repetition import Call
 from opacus_memprof.clipping.workspace import Workspace
 
@@ -31,6 +33,13 @@ class Record:
     gradients: list[Rows]
     own: list[Rows] = field(default_factory=list)
 
+    def first(self, count: int, with_gradients: bool) -> Record:
+        """Of the first samples alone, with or without the gradients."""
+        inputs, gradients, own = (
+            [rows.first(count) for rows in each] for each in (self.inputs, self.gradients, self.own)
+        )
+        return Record(self.layer, inputs, gradients if with_gradients else [], own if with_gradients else [])
+
 
 class RowRecorder:
     """Records, by sample, what each layer's backward gets.
@@ -43,6 +52,7 @@ class RowRecorder:
     """
 
     is_captured = False
+    refusal = KeptRefusal()
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
@@ -97,6 +107,7 @@ class SumRecorder:
     weights: torch.Tensor
     sums: dict[nn.Parameter, Sum] = field(default_factory=dict)
     is_captured = False
+    refusal = KeptRefusal()
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
         """As ``Bookkeeping.add``."""

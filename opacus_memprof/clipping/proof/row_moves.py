@@ -2,8 +2,8 @@
 """Finds the modules that pick, move or drop rows of the batch depending on data: masks, sorting by length, packed
 sequences, routing to experts.
 
-In such a module a row may belong to another sample than its place says, in a later batch if not in this one. So the module is
-repeated as a whole, one sample at a time where nothing else works.
+In such a module a row may belong to another sample than its place says, in a later batch if not in this one. So the
+module is repeated as a whole, one sample at a time where nothing else works.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _CONSTANTS = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like",
 
 
 def modules_that_move_rows(probe: Probe) -> list[tuple[nn.Module, set[nn.Module]]]:
-    """The smallest modules that move rows and bring them back, innermost first, each with the modules in it that may get
+    """The smallest modules that move rows and bring them back, innermost first, each with the modules in it that may
+    get
     rows that were moved.
 
     Args:
@@ -110,11 +111,12 @@ class _Modules:
         return depth
 
 
-class _Watch(TorchDispatchMode):
-    """Follows which tensors depend on the inputs, and counts operations that move their rows by an index that does, too."""
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows which tensors depend on the inputs, and counts operations that move their rows by an index that does,
+    too."""
 
     def __init__(self, modules: _Modules) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.modules = modules
         self._data: dict[int, StorageWeakRef] = {}
 
@@ -162,7 +164,7 @@ class _Watch(TorchDispatchMode):
         if packet in (_aten.scatter, _aten.scatter_, _aten.scatter_add, _aten.scatter_add_, _aten.scatter_reduce):
             return self._has_rows(x, args[1]) and self._is_data(args[2])
         if packet is _aten.repeat_interleave:
-            return self._is_data(x) and x.dim() > 0
+            return isinstance(x, torch.Tensor) and self._is_data(x) and x.dim() > 0
         return False
 
     def _has_rows(self, x: Any, dim: int = 0) -> bool:
@@ -174,6 +176,6 @@ class _Watch(TorchDispatchMode):
 
 def _storage(x: torch.Tensor) -> StorageWeakRef | None:
     try:
-        return StorageWeakRef(x.untyped_storage())
+        return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
     except (NotImplementedError, RuntimeError):  # a tensor without a storage
         return None

@@ -5,24 +5,29 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.arguments import Check
 from opacus_memprof.clipping.arrangement import Arrangement
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, plain_layers
 from opacus_memprof.clipping.layers import Layer
+from opacus_memprof.clipping.module_state import restoring_state
 from opacus_memprof.clipping.probe import CannotRunError, Probe
+from opacus_memprof.clipping.proof.certificate import SituationRecord
 from opacus_memprof.clipping.proof.contexts import without_saved_tensors_hooks
+from opacus_memprof.clipping.proof.model_state import Arguments
+from opacus_memprof.clipping.proof.perturbation import has_samples
 from opacus_memprof.clipping.proof.prover import Doubt, Program, Prover
 from opacus_memprof.clipping.proof.row_moves import modules_that_move_rows
-from opacus_memprof.clipping.proof.model_state import Arguments
+from opacus_memprof.clipping.proof.summary import release
 from opacus_memprof.clipping.repetition import RandomState
 from opacus_memprof.clipping.units import Units
 from opacus_memprof.clipping.workspace import Workspace
@@ -54,7 +59,9 @@ class Situation:
         wheres: where the output's tensors have the samples; None for what all samples share.
         traces: the orders of layer calls that are proved; see ``order_of``.
         forwards: the number of forwards so far.
-        checks: the numbers of the forwards that were checked.
+        share: the part of the batch that the proof went through: less than 1 where memory did not allow all.
+        is_finite: whether all numbers in the proof were finite: otherwise the next forward proves it again.
+        record: of this situation in the certificate; None until its proof has ended.
     """
 
     layouts: dict[Layer, Layout]
@@ -62,7 +69,9 @@ class Situation:
     wheres: list[Arrangement | None]
     traces: list[Order] = field(default_factory=list)
     forwards: int = 0
-    checks: list[int] = field(default_factory=list)
+    share: float = 1.0
+    is_finite: bool = True
+    record: SituationRecord | None = None
 
 
 class Situations:
@@ -105,46 +114,85 @@ class Situations:
             MemprofError: it is not, or it cannot be proved.
             CannotRunError: the module cannot run on other samples.
         """
-        hooks, batch = self.hooks, self.hooks.batch
+        hooks = self.hooks
 
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return self.run(entry, args, kwargs)
 
         hooks.plain = {}
         probe = Probe(entry, self.units, hooks, args, kwargs, run, self._units_changed)
-        try:
-            with eager(), without_saved_tensors_hooks(), torch.enable_grad():
-                situation = self._situation(probe)
-                if self.check == "off":
-                    return situation
-                for module, inside in modules_that_move_rows(probe):
-                    if probe.repeat_at(module, inside):
-                        situation = self._situation(probe)
-                for _ in range(4 * len(self.units.layers()) + 16):
-                    doubts = self._doubts(probe, situation, random)
-                    if not doubts:
-                        return situation
-                    for doubt in doubts:
-                        if doubt.layer.trainable():
-                            probe.repeat_more(doubt.layer, doubt.moves, f"{doubt.layer.describe()} {doubt.reason}.")
+        with self._proving(entry):
+            situation = self._situation(probe)
+            if self.check == "off":
+                return situation
+            for module, inside in modules_that_move_rows(probe):
+                if probe.repeat_at(module, inside):
                     situation = self._situation(probe)
-        finally:
-            hooks.batch = batch
+            for _ in range(4 * len(self.units.layers()) + 16):
+                doubts = self._doubts(probe, situation, random)
+                if not doubts:
+                    return situation
+                for doubt in doubts:
+                    if doubt.layer.trainable():
+                        probe.repeat_more(doubt.layer, doubt.moves, f"{doubt.layer.describe()} {doubt.reason}.")
+                situation = self._situation(probe)
         raise MemprofError("flash_clip found no way to clip this model exactly; use grad_sample_mode='hooks'.")
 
     def recheck(
-        self,
-        situation: Situation,
-        entry: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        random: RandomState,
-    ) -> None:
-        """Proves a situation again, unless ``check`` is "always" on a part of the batch.
+        self, key: Any, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], random: RandomState
+    ) -> Situation:
+        """Proves a situation again: as a whole if ``check`` is "always", and else on a part of the batch, which takes
+        less
+        than a step. What has changed is proved anew.
+
+        Args:
+            key: of the situation.
+            entry, args, kwargs, random: see ``prove``.
 
         Raises:
-            MemprofError: what was proved holds no longer.
+            MemprofError, CannotRunError: see ``prove``.
         """
+        situation, batch = self.known[key], self.hooks.batch
+        count = batch if self.check == "always" else min(batch, max(2, batch // _SHARE))
+        drawn = Random(situation.forwards).sample(range(batch), count)
+        leaves, structure = tree_flatten((args, kwargs))
+        some = [leaf[sorted(drawn)] if has_samples(leaf, batch) else leaf for leaf in leaves]
+        part: Any = tree_unflatten(some, structure)
+
+        def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self.run(entry, args, kwargs)
+
+        self.hooks.layouts, self.hooks.plain = situation.layouts, situation.plain
+        args, kwargs = part
+        program = Program(entry, run, self.hooks, args, kwargs, count, count, random, situation.wheres, self.trained)
+        prover = Prover(program, self.workspace)
+        try:
+            with self._proving(entry):
+                is_same = not prover.mixing() and not prover.sums()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # what has changed is said by the proof
+            is_same = False
+        if is_same:
+            for what in ("mixing", "sums"):
+                if situation.record is not None:
+                    situation.record.note(what, count / batch)
+            return situation
+        del self.known[key]
+        new = self.known[key] = self.prove(entry, args, kwargs, random)
+        new.forwards, new.record = situation.forwards, situation.record
+        return new
+
+    @contextmanager
+    def _proving(self, entry: nn.Module) -> Iterator[None]:
+        """What runs inside is no part of the training, and leaves the module as it was."""
+        batch = self.hooks.batch
+        try:
+            with eager(), without_saved_tensors_hooks(), restoring_state(entry), torch.enable_grad():
+                yield
+        finally:
+            self.hooks.batch = batch
+            release()
 
     def _situation(self, probe: Probe) -> Situation:
         self.hooks.plain = {}
@@ -154,30 +202,44 @@ class Situations:
         return Situation(layouts, plain, probe.wheres)
 
     def _doubts(self, probe: Probe, situation: Situation, random: RandomState) -> list[Doubt]:
-        batch = self.hooks.batch
-        count = max(batch, _LEAST)
-        leaves = probe.leaves if count == batch else probe.leaves_of(range(count))
-        try:
-            prover = self._prover(probe, situation, random, leaves, count)
-            doubts = prover.mixing()
-            if not doubts:
-                real = prover if count == batch else self._prover(probe, situation, random, probe.leaves, batch)
-                doubts = [] if self.units.is_sharded else real.sums()
-                if real is not prover:
-                    real.trace = real.run_for_trace()
-                situation.traces = [order_of(real.trace)]
-        except (MemprofError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise CannotRunError from error
+        count = max(self.hooks.batch, _LEAST)
+        while True:
+            try:
+                return self._doubts_of(probe, situation, random, count)
+            except torch.OutOfMemoryError:
+                # Under FSDP2 all ranks run the same forwards, and the others may have memory left.
+                if count <= _LEAST or self.units.is_sharded:
+                    raise
+                count = max(_LEAST, count // 2)
+            except MemprofError:
+                raise
+            except Exception as error:
+                raise CannotRunError from error
+
+    def _doubts_of(self, probe: Probe, situation: Situation, random: RandomState, count: int) -> list[Doubt]:
+        """What is not proved, on so many samples: all, more in a small batch, or fewer where memory does not allow
+        all."""
+        batch, leaves = self.hooks.batch, probe.leaves
+        if count > batch:
+            leaves = probe.leaves_of(range(count))
+        elif count < batch:
+            leaves = [leaf[:count] if has_samples(leaf, batch) else leaf for leaf in leaves]
+        prover = self._prover(probe, situation, random, leaves, count)
+        doubts = prover.mixing()
+        if doubts:
+            return doubts
+        real = self._prover(probe, situation, random, probe.leaves, batch) if count > batch else prover
+        doubts = [] if self.units.is_sharded else real.sums()
+        trace = prover.trace if real is prover else real.run_for_trace()
+        situation.traces = [order_of(trace)]
+        situation.share = min(1.0, count / batch)
+        situation.is_finite = real.is_finite
         return doubts
 
-    def _prover(
-        self, probe: Probe, situation: Situation, random: RandomState, leaves: list[Any], batch: int
-    ) -> Prover:
+    def _prover(self, probe: Probe, situation: Situation, random: RandomState, leaves: list[Any], batch: int) -> Prover:
         args, kwargs = tree_unflatten(leaves, probe.structure)
         program = Program(
-            probe.model, probe.run_model, self.hooks, args, kwargs, batch, random, situation.wheres, self.trained
+            probe.model, probe.run_model, self.hooks, args, kwargs, batch, batch, random, situation.wheres, self.trained
         )
         return Prover(program, self.workspace)
 

@@ -11,6 +11,7 @@ import torch
 
 from opacus_memprof.clipping.workspace import slices
 
+_COLUMNS = 1 << 17  # that have random numbers of their own
 _CHUNK_BYTES = 1 << 25
 _PROJECTIONS = 4
 _SEED = 0x5EED
@@ -51,6 +52,11 @@ class Rows:
         bits, projections, norms, largest = (torch.cat(each) for each in zip(*parts, strict=True))
         return cls(shape, dtype, bits, projections, norms, largest)
 
+    def first(self, count: int) -> Rows:
+        """The summary of the first samples, which keeps the shape of all."""
+        parts = (self.bits, self.projections, self.norms, self.largest)
+        return Rows(self.shape, self.dtype, *(part[:count] for part in parts))
+
     def differences(self, other: Rows) -> torch.Tensor:
         """The distances of the samples from those of ``other``, relative to their norms, [B]: 0 for the same bits."""
         distances = (self.projections - other.projections).abs().amax(1) / self.norms.clamp(min=1e-30)
@@ -60,29 +66,47 @@ class Rows:
 
 
 def _summarize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    device, width = x.device, x.shape[1]
-    if not x.is_floating_point():
-        x = x.to(torch.int64)
-        bits, values = x, x.to(torch.float64)
-    else:
-        x = x + torch.zeros((), dtype=x.dtype, device=device)  # -0.0 becomes 0.0
-        bits = x.view(_INTEGERS[x.dtype.itemsize])
-        values = x if x.dtype == torch.float64 else x.float()
-    odd, vectors = _random(width, bits.dtype, values.dtype, device)
-    largest = values.abs().amax(1) if width else values.new_zeros(len(x))
-    hashes = (bits * odd).sum(1, dtype=torch.int64)
-    return hashes, values @ vectors, torch.linalg.vector_norm(values, dim=1), largest
+    n, width = x.shape
+    dtype = torch.float64 if x.dtype == torch.float64 or not x.is_floating_point() else torch.float32
+    hashes = torch.zeros(n, dtype=torch.int64, device=x.device)
+    projections = torch.zeros(n, _PROJECTIONS, dtype=dtype, device=x.device)
+    largest = torch.zeros(n, dtype=dtype, device=x.device)
+    for block, columns in enumerate(slices(width, _COLUMNS)):
+        part = x[:, columns]
+        part = part + torch.zeros((), dtype=x.dtype, device=x.device) if x.is_floating_point() else part.to(torch.int64)
+        bits = part.view(_INTEGERS[x.dtype.itemsize]) if x.is_floating_point() else part  # above -0.0 became 0.0
+        values = part.to(dtype)
+        odd, vectors = _random(min(_COLUMNS, 1 << width.bit_length()), bits.dtype, dtype, x.device)
+        of_block, scales = _of_block(block)
+        hashes += (bits * odd[: part.shape[1]]).sum(1, dtype=torch.int64) * of_block
+        projections += (values @ vectors[: part.shape[1]]) * torch.tensor(scales, dtype=dtype, device=x.device)
+        largest = torch.maximum(largest, values.abs().amax(1))
+    norms = torch.linalg.vector_norm(x, dim=1, dtype=dtype) if x.is_floating_point() else x.double().norm(dim=1)
+    return hashes, projections, norms, largest
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)
 def _random(
-    width: int, integer: torch.dtype, real: torch.dtype, device: torch.device
+    columns: int, integer: torch.dtype, real: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Odd integers, [width], and random vectors, [width, 4]."""
+    """Odd integers, [columns], and random vectors, [columns, 4]."""
     generator = torch.Generator().manual_seed(_SEED)
-    odd = torch.randint(0, torch.iinfo(integer).max // 2, (width,), generator=generator, dtype=integer) * 2 + 1
-    vectors = torch.randn(width, _PROJECTIONS, generator=generator, dtype=real)
+    odd = torch.randint(0, torch.iinfo(integer).max // 2, (columns,), generator=generator, dtype=integer) * 2 + 1
+    vectors = torch.randn(columns, _PROJECTIONS, generator=generator, dtype=real)
     return odd.to(device), vectors.to(device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_block(block: int) -> tuple[int, list[float]]:
+    """What tells a block of columns from others: an odd integer, and a factor for each projection."""
+    generator = torch.Generator().manual_seed(_SEED + 1 + block)
+    odd = int(torch.randint(0, 2**61, (), generator=generator)) * 2 + 1
+    return odd, torch.randn(_PROJECTIONS, generator=generator).tolist()
+
+
+def release() -> None:
+    """Releases the random numbers, which would take device memory between proofs."""
+    _random.cache_clear()
 
 
 def halves(batch: int) -> list[list[bool]]:

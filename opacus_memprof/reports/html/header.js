@@ -16,6 +16,7 @@ function header({ profile, run, deviceName }, choices) {
     element("div", { class: "title" }, title, chip, runChoice(run, choices), deviceChoice(run, deviceName, choices)),
     virtualMark(profile.virtual_mark),
     profile.error ? element("p", { class: "error" }, profile.error) : null,
+    ...run.privacy_check.map((sentence) => element("p", {}, `Privacy check: ${sentence}`)),
     facts(profile),
   );
 }

@@ -21,6 +21,7 @@ from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.profiles.profile import Device, DeviceSnapshot, FailedAllocation, Groups, Profile, Timeline
 from opacus_memprof.reports.moments import steps_note
 from opacus_memprof.reports.palette import CATEGORY_COLORS
+from opacus_memprof.reports.privacy_check import privacy_sentences
 
 # Of the page's 5 MB; the rest is for everything else, and the scripts.
 _TIMELINE_BYTES = 2_000_000
@@ -83,6 +84,7 @@ def _run(run: PageRun, share: float) -> dict[str, Any]:
             },
         },
         "advice": _advice(run),
+        "privacy_check": privacy_sentences(run.directory),
         "tax": None if run.without_dp is None else dp_tax(profile, run.without_dp),
     }
 

@@ -26,12 +26,18 @@ def _weighted(model: Any, batch: Batch) -> torch.Tensor:
     return (output * batch["g"].to(output.dtype)).flatten(1).sum(1)
 
 
-def _opposing(shape: tuple[int, ...], outputs: tuple[int, ...], dtype: torch.dtype, position_dim: int) -> Any:
+def _opposing(
+    shape: tuple[int, ...],
+    outputs: tuple[int, ...],
+    dtype: torch.dtype,
+    position_dim: int,
+    sizes: tuple[float, float] | None = None,
+) -> Any:
     """Inputs of 1/4 everywhere (or the same id), and output gradients that cancel: +K and -K + s at the first two
     positions, or +K, -K and s at the first three, where -K + s would be rounded."""
 
     def steps() -> list[Step]:
-        large, rest = _SIZES[dtype]
+        large, rest = sizes or _SIZES[dtype]
         x = torch.full(shape, 0.25, dtype=torch.float64) if len(shape) > 2 else torch.full(shape, 3)
         g = torch.zeros(outputs, dtype=torch.float64)
         g.select(position_dim, 0).fill_(large)
@@ -60,6 +66,46 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]
         (4, 2, 64),
         (4, 2, 16),
         1,
+    ),
+}
+
+
+def _weighted_uses(model: Any, batch: Batch) -> torch.Tensor:
+    """The gradients of two outputs, each of one use of the same parameter, are the batch's."""
+    outputs = model(batch["x"], batch["y"])
+    own = zip(outputs, (batch["g"], batch["h"]), strict=True)
+    return sum((o * g.to(o.dtype)).flatten(1).sum(1) for o, g in own)  # type: ignore[return-value]
+
+
+def _opposing_uses(inputs: Callable[[], tuple[torch.Tensor, torch.Tensor]], large: float, rest: float) -> Any:
+    """Two uses of a parameter with output gradients of +K and -K + s."""
+
+    def steps() -> list[Step]:
+        x, y = inputs()
+        g, h = torch.full((4, 3, 16), large).double(), torch.full((4, 3, 16), large).double()
+        h = rest - h
+        g[1], h[1] = torch.randn(2, 3, 16, dtype=torch.float64).round(decimals=1)
+        return [step({"x": x, "y": y, "g": g, "h": h})]
+
+    return steps
+
+
+def _quarters(*shape: int) -> torch.Tensor:
+    return torch.full(shape, 0.25, dtype=torch.float64)
+
+
+USES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor, torch.Tensor]]]] = {
+    "two_calls": (
+        lambda: Graph(lambda m, x, y: (m.a(x), m.a(y)), a=nn.Linear(64, 16, bias=False)),
+        lambda: (_quarters(4, 3, 64), _quarters(4, 3, 64)),
+    ),
+    "two_embeddings": (
+        lambda: Graph(lambda m, x, y: (m.a(x), m.a(y)), a=nn.Embedding(40, 16)),
+        lambda: (torch.full((4, 3), 3), torch.full((4, 3), 3)),
+    ),
+    "two_convolutions": (
+        lambda: Graph(lambda m, x, y: (m.a(x).mT, m.a(y).mT), a=nn.Conv1d(64, 16, 2, bias=False)),
+        lambda: (_quarters(4, 64, 4), _quarters(4, 64, 4)),
     ),
 }
 
@@ -141,6 +187,55 @@ PROGRAMS = [
             {"dtype": dtype, "passes": 2, "tolerance": 1e-3},
         )
         for dtype in (torch.float32, torch.float64)
+    ),
+    *(
+        Program(
+            f"cancel_{kind}_fp32_two_passes",
+            build,
+            _opposing(shape, outputs, torch.float32, dim),
+            "exact",
+            _weighted,
+            {"dtype": torch.float32, "passes": 2},
+        )
+        for kind, (build, shape, outputs, dim) in KINDS.items()
+        if kind != "linear"
+    ),
+    *(
+        Program(
+            f"cancel_{kind}_{_NAMES[dtype]}_two_passes",
+            KINDS[kind][0],
+            _opposing(*KINDS[kind][1:3], dtype, KINDS[kind][3]),
+            "exact",
+            _weighted,
+            {"dtype": dtype, "passes": 2, "tolerance": 5e-2},
+        )
+        for kind in ("linear_without_bias", "embedding", "conv1d")
+        for dtype in (torch.bfloat16, torch.float16)
+    ),
+    *(
+        Program(
+            f"cancel_{name}_{large:g}_passes_{passes}",
+            build,
+            _opposing_uses(inputs, large, rest),
+            "exact",
+            _weighted_uses,
+            {"dtype": torch.float32, "passes": passes},
+        )
+        for name, (build, inputs) in USES.items()
+        for large, rest in ((1e8, 8192.0), (1e12, 65536.0))
+        for passes in (1, 2)
+    ),
+    *(
+        Program(
+            f"cancel_{kind}_1e12_passes_{passes}",
+            KINDS[kind][0],
+            _opposing(*KINDS[kind][1:3], torch.float32, KINDS[kind][3], (1e12, 65536.0)),
+            "exact",
+            _weighted,
+            {"dtype": torch.float32, "passes": passes},
+        )
+        for kind in ("linear_without_bias", "embedding", "conv1d", "conv2d")
+        for passes in (1, 2)
     ),
     *(
         Program(

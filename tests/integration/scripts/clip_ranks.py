@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from opacus_memprof.experiments.process_group import leave_group
 from tests.integration.clipping_by_hand import Batch
 from tests.integration.flash_clip_models import Engine, criterion
+from tests.integration.scripts.clip_ranks_exact import CASES as EXACT
 from tests.integration.scripts.clip_ranks_fsdp2 import checkpoint, llama, shard_noise
 from tests.integration.scripts.clip_ranks_refusals import refusals, refusals_fsdp2
 from tests.integration.scripts.rank_training import (
@@ -284,6 +285,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "fsdp2 refusals": refusals_fsdp2,
     "fsdp2_hybrid noise": lambda case: shard_noise(case, "fsdp2_hybrid"),
     "fsdp2_hybrid transformer": lambda case: poisson(case, "fsdp2_hybrid", "transformer"),
+    **EXACT,
 }  # fmt: skip
 
 

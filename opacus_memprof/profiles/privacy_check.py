@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The structure of privacy_check.json: what was proved of private models while they were trained. docs/flash_clip.md
+explains it."""
+
+from pathlib import Path
+from typing import Literal
+
+from opacus_memprof.profiles.json_object import FORMAT, JsonObject, read_json_object
+
+
+class CheckedSpan(JsonObject):
+    """Consecutive forwards, or steps, that were checked.
+
+    Attributes:
+        first, last: their numbers. The first forward of a situation is 1, and so is the first step.
+        share: the part of the batch that was gone through: 1 for the whole batch.
+    """
+
+    first: int
+    last: int
+    share: float
+
+
+class RepeatedModule(JsonObject):
+    """A module whose forward is repeated for the per-sample gradients of some parameters in it.
+
+    Attributes:
+        way: by torch.func.vmap, in a loop over samples, or the whole batch with a backward for each sample.
+        parameters: their names in the module.
+    """
+
+    module: str
+    way: Literal["vmap", "loop", "whole"]
+    parameters: list[str]
+
+
+class ProvedSituation(JsonObject):
+    """A situation that was proved: forwards of one kind.
+
+    Attributes:
+        module: the name of the module that was called; "" for the model.
+        arguments: the kinds of its arguments; B is the number of samples, n any other size.
+        autocast: the dtype of autocast; null without it.
+        evaluating: names of the modules that were in evaluation mode.
+        trained_parameters, trained_elements: the number of trained tensors, and of their elements.
+        tapped_layers: the number of layers whose inputs and output gradients are used.
+        batch_sizes: the smallest and the largest; above 16 rounded down and up between powers of two.
+        orders: the number of orders of layer calls that were proved.
+        forwards: the number of forwards, without those of empty batches.
+        checks: by what was checked ("mixing", "sums", "explained"), the forwards.
+    """
+
+    module: str
+    arguments: str
+    autocast: str | None
+    evaluating: list[str]
+    trained_parameters: int
+    trained_elements: int
+    tapped_layers: int
+    repeated: list[RepeatedModule]
+    batch_sizes: list[int]
+    orders: int
+    forwards: int
+    checks: dict[str, list[CheckedSpan]]
+
+
+class Refusal(JsonObject):
+    """A reason for which forwards or steps were refused.
+
+    Attributes:
+        step: the number of the step that was refused first; the first step is 1.
+        reason: the sentence of the error.
+        times: how often.
+    """
+
+    step: int
+    reason: str
+    times: int
+
+
+class NotPrivate(JsonObject):
+    """Values that depend on the data and are not differentially private.
+
+    Attributes:
+        note: says so.
+        largest_sum: the largest norm of a clipped sum, relative to the sum of its samples' bounds: at most 1 but for
+            rounding. null if it was not measured.
+        dropped_samples: the number of samples that flash_clip_nonfinite="drop" has dropped.
+        refused: the number of forwards and steps that were refused.
+        refusals: for which reasons; at most 100 different ones.
+    """
+
+    note: str
+    largest_sum: float | None
+    dropped_samples: int
+    refused: int
+    refusals: list[Refusal]
+
+
+class ModelCheck(JsonObject):
+    """What was proved of one model.
+
+    Attributes:
+        model: the name of its class.
+        device: the GPU's name, or "cpu".
+        max_grad_norm, noise_multiplier: the smallest and the largest of the run.
+        bounds: those of the parameters, at first, with clipping="per_layer".
+        check: which forwards, or steps, are checked.
+        nonfinite: flash_clip_nonfinite; null for other modes.
+        in_every_step: what was checked in every step beside.
+        situations: of flash_clip.
+        checked_steps: of other modes: by what was checked ("mixing", "clipped_sum"), the steps.
+        steps: those that were taken; null if they were not counted.
+    """
+
+    model: str
+    device: str
+    mode: str
+    clipping: str
+    max_grad_norm: list[float]
+    bounds: list[float]
+    noise_multiplier: list[float]
+    loss_reduction: str
+    check: Literal["first", "sometimes", "always", "off"]
+    nonfinite: Literal["refuse", "drop"] | None
+    in_every_step: list[str]
+    situations: list[ProvedSituation]
+    checked_steps: dict[str, list[CheckedSpan]]
+    steps: int | None
+    not_private: NotPrivate
+
+
+class PrivacyCheck(JsonObject, kw_only=True):
+    """The content of privacy_check.json.
+
+    Attributes:
+        versions: by package; null where there is none.
+        rank, world_size: of the process that wrote it: the first of all ranks.
+        models: those that one engine has made private, or that were trained while a profile was recorded.
+        earlier: of a training that was continued from a checkpoint, the content of this file before.
+    """
+
+    format: Literal[1] = FORMAT
+    versions: dict[str, str | None]
+    rank: int
+    world_size: int
+    models: list[ModelCheck]
+    earlier: list["PrivacyCheck"] = []
+
+
+def read_privacy_check(path: Path) -> PrivacyCheck | None:
+    """Reads privacy_check.json; None without the file. Raises MemprofError as read_json_object does."""
+    return read_json_object(path, PrivacyCheck, "remove it") if path.is_file() else None
