@@ -75,7 +75,7 @@ FAULTS = [
     Fault(
         "check_is_not_attached",
         "engine.py",
-        '                check_steps(prepared, given, own["check"])',
+        '                check_steps(prepared, given, own["check"], certificate)',
         "                pass",
         "check= of Opacus' modes checks nothing.",
         integration(f"{_CHECK}::a_wrong_sum_is_refused_at_checked_steps_only"),

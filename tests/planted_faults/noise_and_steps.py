@@ -263,10 +263,9 @@ FAULTS = [
     Fault(
         "skipped_steps_are_accounted",
         "optimizer.py",
-        "        if skips:\n            self._is_last_step_skipped = True\n            return False\n"
-        "        if self.step_hook:\n            self.step_hook(self)\n",
-        "        if self.step_hook:\n            self.step_hook(self)\n"
-        "        if skips:\n            self._is_last_step_skipped = True\n            return False\n",
+        "        if skips:\n            self._is_last_step_skipped = True\n",
+        "        if skips:\n            self._is_last_step_skipped = True\n"
+        "            self.step_hook and self.step_hook(self)\n",
         "The accountant hears of each part of a batch.",
         integration(f"{_STATE}::parts_of_a_batch_are_one_step"),
     ),
@@ -331,8 +330,8 @@ FAULTS = [
     Fault(
         "graphed_rule_is_stale",
         "graphed.py",
-        "if not is_alike or self._captured_state() != self._state:",
-        "if not is_alike:",
+        "if not is_alike or self._captured_state() != self._state or",
+        "if not is_alike or",
         "A replay clips to the bound of the capture.",
         ("tests/gpu/test_graphed_backward_cuda.py",),
         needs_cuda=True,

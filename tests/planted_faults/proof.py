@@ -7,8 +7,8 @@ FAULTS = [
     Fault(
         "outputs_are_not_compared",
         "proof/prover.py",
-        "if a.shape != b.shape or _far(a, b, kept):",
-        "if a.shape != b.shape:",
+        "if a.shape[1:] != b.shape[1:] or _far(a, b, kept):",
+        "if a.shape[1:] != b.shape[1:]:",
         "An output that depends on other samples is accepted.",
         programs("single_output_of_later"),
     ),
@@ -47,8 +47,8 @@ FAULTS = [
     Fault(
         "kept_samples_change",
         "proof/prover.py",
-        "new = perturbed(leaves, self.program.batch, kept, variant, i)",
-        "new = perturbed(leaves, self.program.batch, ~kept, variant, i)",
+        "new = perturbed(leaves, self.program.batch, kept, kind, i)",
+        "new = perturbed(leaves, self.program.batch, ~kept, kind, i)",
         "The samples that are compared are those that change.",
         programs("kind_linear"),
     ),
@@ -87,8 +87,8 @@ FAULTS = [
     Fault(
         "one_projection",
         "proof/summary.py",
-        "return hashes, values @ vectors,",
-        "return hashes, 0 * (values @ vectors),",
+        "projections += (values @ vectors",
+        "projections += 0 * (values @ vectors",
         "Distances of samples are zero.",
         programs("single_output_of_later"),
     ),
@@ -159,10 +159,10 @@ FAULTS = [
     Fault(
         "mixing_is_not_proved",
         "proof/situations.py",
-        "            doubts = prover.mixing()",
-        "            doubts = prover.mixing(0)",
-        "No samples are exchanged.",
-        programs("single_output_of_later"),
+        "        doubts = prover.mixing()",
+        "        doubts = prover.mixing()[:0]",
+        "Layers that get something else when other samples change are accepted.",
+        programs("single_input_of_later"),
     ),
     Fault(
         "sums_tolerance",
@@ -175,8 +175,8 @@ FAULTS = [
     Fault(
         "doubts_are_forgotten",
         "proof/situations.py",
-        "                    if not doubts:",
-        "                    if True:",
+        "                if not doubts:",
+        "                if True:",
         "Layers that are in doubt are accepted.",
         programs("hook_forward_replaced_clamps"),
     ),
@@ -280,7 +280,7 @@ FAULTS = [
     Fault(
         "layers_are_tapped_behind_hooks",
         "module.py",
-        "always_call=True, prepend=first",
+        "always_call=True, prepend=_is_tapped_first(module)",
         "always_call=True, prepend=False",
         "The gradient of what a hook makes of a layer's output is taken for the layer's.",
         programs("hook_scales_output", "hook_gates_output"),
