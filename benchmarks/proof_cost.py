@@ -118,8 +118,8 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"} |
-    vars(arguments)
+    found: dict[str, Any] = vars(arguments)
+    found["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
 
     step = trainer(arguments, "off", device)
     found["first step, off, s"] = seconds(step, device)

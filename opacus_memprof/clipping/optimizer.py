@@ -350,47 +350,6 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
     sample_size: int
     unclipped_num: Any
 
-    def _follow_model(self) -> None:
-        """Follows which parameters the model trains.
-
-        Raises:
-            MemprofError: the optimizer and the model train different ones.
-        """
-        names, params = self._module.trained, self.params
-        if names is self._names and len(params) == len(names):
-            return
-        held = set(params)
-        missing = [name for parameter, name in names.items() if parameter not in held]
-        if missing:
-            raise MemprofError(
-                f"{', '.join(missing)} can be trained but the optimizer does not hold them; freeze them with "
-                "requires_grad_(False), or give them to the optimizer."
-            )
-        if len(params) > len(names):
-            raise MemprofError(
-                f"the optimizer holds {len(params) - len(names)} trained parameters that were not trained in the last "
-                "forward of the model, or are not the model's: change what is trained before a forward, and give the "
-                "optimizer parameters of this model alone."
-            )
-        rule = self.bookkeeping.rule
-        if rule.by_parameter and len(rule.bounds) != len(params):
-            raise MemprofError(
-                f"max_grad_norm has {len(rule.bounds)} bounds, but the optimizer has {len(params)} parameters "
-                "that are trained; clipping='per_layer' needs one for each."
-            )
-        self._names = names
-        self.bookkeeping.places = {parameter: i for i, parameter in enumerate(params)}
-        parameter: Any  # with Opacus' attributes
-        for parameter in params:
-            parameter.summed_grad = getattr(parameter, "summed_grad", None)
-
-    def _check_backward(self) -> None:
-        """Checks that backward has brought all gradients, and, where that is recorded, no others than the outputs
-        explain."""
-        self._follow_model()
-        self.bookkeeping.check_complete(self.params, self._names)
-        self._module.check_explained()
-
     def clip_and_accumulate(self) -> None:
         """As DPOptimizerFlashClip.clip_and_accumulate; also counts the samples that are not clipped."""
         super().clip_and_accumulate()

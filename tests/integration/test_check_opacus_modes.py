@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_memprof
+from opacus_memprof.clipping.proof.by_hand import exchanges
 from opacus_memprof.clipping.proof.schedule import is_checked
 from opacus_memprof.errors import MemprofError
 
@@ -195,6 +196,12 @@ def test_a_wrong_sum_is_refused_at_checked_steps_only(mode: str) -> None:
         with pytest.raises(MemprofError, match=f"{mode!r} does not clip .* in step {fails_at} the clipped gradient of"):
             optimizer.step()
         assert history is None or list(optimizer.step_hook.__self__.history) == history
+
+
+def test_every_ordered_pair_of_samples_is_told_apart() -> None:
+    for size in range(2, 18):
+        told = {(i, j) for kept, rows in exchanges(size) for i in kept for j in range(size) if rows[j] != j}
+        assert told == {(i, j) for i in range(size) for j in range(size) if i != j}
 
 
 def test_ghost_with_accumulation_is_refused() -> None:

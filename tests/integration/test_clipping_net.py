@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The net under every step: the clipped sum is no larger than its samples may add up to, whatever has gone wrong."""
 
+import math
 from typing import Any
 
 import pytest
@@ -88,6 +89,17 @@ def test_factors_that_are_too_large(clipping: str, passes: int, monkeypatch: pyt
     assert not torch.equal(next(module.parameters()), before[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_factors_that_are_too_large_for_sums_that_are_rounded(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, optimizer = private(dtype=dtype)
+    double_factors(monkeypatch)
+    backward(module, 5)
+    with pytest.raises(MemprofError, match="a sample was not clipped"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_a_sum_that_is_larger_by_two_per_thousand(clipping: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for excess, is_refused in ((1.0005, False), (1.002, True)):
@@ -161,6 +173,19 @@ def test_the_sizes_of_adaptive_clipping_count_all_parts() -> None:
     assert optimizer.sample_size == 5
     optimizer.zero_grad()
     assert optimizer.sample_size == 0
+
+
+def test_the_adaptive_bound_moves_once_for_all_parts() -> None:
+    """No sample of five is unclipped, whose gradients are alike and larger than the bound."""
+    module, optimizer = private("adaptive", unclipped_num_std=1e-9)
+    for samples, skips in ((3, True), (2, False)):
+        assert optimizer.max_grad_norm == BOUND
+        optimizer.signal_skip_step(skips)
+        backward(module, samples)
+        optimizer.step()
+        if skips:
+            optimizer.zero_grad()
+    assert optimizer.max_grad_norm == pytest.approx(BOUND * math.exp(0.2 * 0.5), rel=1e-6)
 
 
 def test_a_batch_without_samples_leaves_the_adaptive_bound() -> None:

@@ -42,6 +42,21 @@ class Tied(nn.Module):
         return logits.transpose(1, 2)
 
 
+class Transposed(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def autoencoder() -> nn.Module:
+    """The decoder has the encoder's weight."""
+    encoder = nn.Linear(9, 40, bias=False)
+    return nn.Sequential(encoder, nn.Tanh(), Transposed(encoder.weight))
+
+
 class Own(nn.Module):
     """A parameter that no layer has."""
 
@@ -55,6 +70,7 @@ class Own(nn.Module):
 
 
 ALL: dict[str, Any] = {**MODELS, "tied": (Tied, lambda n: token_data(n, 40)), "own": (Own, vector_data)}
+ALL["autoencoder"] = autoencoder, vector_data
 
 
 def private(model: nn.Module, bound: float, **options: Any) -> tuple[Any, Any]:

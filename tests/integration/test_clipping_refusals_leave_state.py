@@ -180,6 +180,22 @@ def test_a_forgotten_zero_grad_draws_no_noise() -> None:
     training.step(2)
 
 
+def test_parts_of_a_batch_are_one_step() -> None:
+    """The first parts move nothing, not even by Adam's momentum, and the accountant hears of the last one."""
+    training = Training()
+    training.backward(1)
+    training.optimizer.step()
+    for part in range(3):
+        before = [p.detach().clone() for p in training.module.parameters()]
+        training.optimizer.signal_skip_step(part < 2)
+        training.optimizer.zero_grad(set_to_none=False)
+        training.backward(part)
+        training.optimizer.step()
+        changed = [not torch.equal(p, q) for p, q in zip(training.module.parameters(), before, strict=True)]
+        assert changed == [part == 2] * 3
+    assert [steps for _, _, steps in training.engine.accountant.history] == [2]
+
+
 # --- "drop" ---
 def losses(model: nn.Module, batch: Batch) -> torch.Tensor:
     each = functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none").unsqueeze(-1).flatten(1).mean(1)

@@ -14,7 +14,8 @@ import torch
 from opacus.grad_sample import GradSampleModule
 from torch import nn
 
-from opacus_memprof.clipping import DPOptimizerFlashClip, verify
+from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip, verify
+from opacus_memprof.clipping.rules import ClipRule
 from opacus_memprof.errors import MemprofError
 from tests.integration.flash_clip_models import Transformer, convnet, image_data, mlp, token_data, vector_data
 
@@ -50,6 +51,26 @@ def test_modes_that_are_exact(mode: str) -> None:
         found = verify(model, batch, mode)
         assert found.exact, found
         assert f"{mode!r} clips this model exactly: 6 samples" in str(found)
+
+
+def test_small_errors_of_norms_and_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, batch = mlp(), vector_data(6).tensors[0]
+    factors = ClipRule.factors
+    for error in (1e-6, 1e-3):
+        with monkeypatch.context() as planted:
+            planted.setattr(ClipRule, "factors", lambda self, norms, error=error: factors(self, norms) * (1 - error))
+            found = verify(model, batch)
+        assert not found.exact
+        assert max(found.errors.values()) == pytest.approx(error, rel=1e-3)
+        assert found.norm_error < 1e-12
+        with monkeypatch.context() as planted:
+            norms = property(lambda self, error=error: self.bookkeeping.norms * (1 + error))
+            planted.setattr(GradSampleModuleFlashClip, "per_sample_gradient_norms", norms)
+            found = verify(model, batch)
+        assert not found.exact
+        assert found.norm_error == pytest.approx(error, rel=1e-3)
+        assert max(found.errors.values()) < 1e-12
 
 
 @pytest.mark.parametrize(

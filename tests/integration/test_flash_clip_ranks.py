@@ -23,8 +23,10 @@ SCRIPT = Path(__file__).parent / "scripts" / "clip_ranks.py"
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_train_as_one_process(world: int) -> None:
-    check_cases("gloo", world, ["ddp", "dpddp", "fsdp2", *(["fsdp2_hybrid"] if world == 4 else [])], ENVIRONMENT)
+@pytest.mark.parametrize("groups", ["ddp dpddp", "fsdp2"])
+def test_ranks_train_as_one_process(groups: str, world: int) -> None:
+    hybrid = ["fsdp2_hybrid"] if world == 4 and groups == "fsdp2" else []
+    check_cases("gloo", world, [*groups.split(), *hybrid], ENVIRONMENT)
 
 
 def check_cases(backend: str, world: int, groups: list[str], environment: dict[str, str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip
 from opacus_memprof.errors import MemprofError
 from tests.integration.flash_clip_models import (
     assert_same,
@@ -78,6 +79,29 @@ def test_the_optimizer_must_hold_all_trainable_parameters() -> None:
     with pytest.raises(MemprofError, match=r"2\.weight can be trained but the optimizer does not hold"):
         make_private(model, vector_data(8), "flash_clip", optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_the_optimizer_must_hold_no_other_parameters() -> None:
+    module = GradSampleModuleFlashClip(mlp())
+    parameters = [*module.parameters(), nn.Parameter(torch.zeros(2))]
+    with pytest.raises(MemprofError, match="the optimizer holds 1 trained parameters that"):
+        DPOptimizerFlashClip(
+            torch.optim.SGD(parameters, lr=0.1),
+            module=module,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            expected_batch_size=4,
+        )
+
+
+def test_a_batch_norm_that_is_switched_on_again() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model[1].requires_grad_(False).eval()
+    module = GradSampleModuleFlashClip(model)
+    module(torch.randn(5, 3)).sum().backward()
+    module.train()
+    with pytest.raises(MemprofError, match=r"layer '1' \(BatchNorm1d\) computes statistics of the whole batch"):
+        module(torch.randn(5, 3))
 
 
 def test_models_that_are_private_already() -> None:
@@ -252,6 +276,11 @@ def test_changed_inputs_are_noticed() -> None:
 def test_parameters_stay_trainable_when_a_forward_fails() -> None:
     module, _ = private(mlp(), 1)
     with pytest.raises(RuntimeError):
+        module(torch.randn(4, 8, dtype=torch.float64))
+    assert all(p.requires_grad for p in module.parameters())
+    for _ in range(2):
+        module(torch.randn(4, 9, dtype=torch.float64)).sum().backward()
+    with pytest.raises(RuntimeError):  # in a third forward, which no proof precedes
         module(torch.randn(4, 8, dtype=torch.float64))
     assert all(p.requires_grad for p in module.parameters())
 

@@ -41,6 +41,7 @@ CASES = [
     Case("layer_norm", lambda: nn.LayerNorm(8), (5, 8)),
     Case("layer_norm_2d", lambda: nn.LayerNorm(8), (8,)),
     Case("layer_norm_two_dims", lambda: nn.LayerNorm((4, 6)), (3, 4, 6)),
+    Case("layer_norm_eps", lambda: nn.LayerNorm(8, eps=0.1), (5, 8)),
     Case("layer_norm_no_bias", lambda: nn.LayerNorm(8, bias=False), (5, 8)),
     Case("rms_norm", lambda: nn.RMSNorm(8), (5, 8)),
     Case("rms_norm_eps", lambda: nn.RMSNorm(8, eps=1e-3), (2, 3, 8)),

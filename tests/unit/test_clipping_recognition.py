@@ -130,14 +130,14 @@ def test_recognized_layers_equal_plain_autograd(
     factors = torch.rand(4, dtype=torch.float64)
     kept = keep_with_norms(layer, x, g, workspace)
     norms = layer.keep_norms(x, g, workspace).norms
-    scaled = layer.sums_of_scaled_gradients(x, g * factors.view(-1, *[1] * (g.dim() - 1)), workspace)
+    formed = layer.sums_of_backward(x, g, factors, None, workspace)
     sums = dict(layer.clipped_sums(kept, factors, workspace))
     for name, parameter in module.named_parameters():
         expected = torch.einsum("n,n...->...", factors, gradients[name])
         assert relative_error(norms[parameter], gradients[name].flatten(1).square().sum(1)) < 1e-10
         assert relative_error(kept.norms[parameter], norms[parameter]) < 1e-10
         assert relative_error(sums[parameter].view_as(parameter), expected) < 1e-10
-        assert relative_error(scaled[parameter].view_as(parameter), expected) < 1e-10
+        assert relative_error(formed[parameter].view_as(parameter), expected) < 1e-10
 
 
 @pytest.mark.parametrize(("build", "kind"), [(build, kind) for build, _, kind in RECOGNIZED])

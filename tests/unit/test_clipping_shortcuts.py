@@ -48,10 +48,13 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return
     for module in (norms, matrix, normalization):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
-    monkeypatch.setattr(convolution, "gram_squared_norms", lambda g, a, workspace, lost=None:
-    norms._tiled_squared_norms(g, a, workspace)) kernel =
-    SimpleNamespace(group_norm_gradients_cuda=group_norm_gradients) monkeypatch.setitem(sys.modules,
-    "opacus_memprof.clipping.group_norm_triton", kernel)
+    monkeypatch.setattr(
+        convolution,
+        "gram_squared_norms",
+        lambda g, a, workspace, lost=None: norms._tiled_squared_norms(g, a, workspace),
+    )
+    kernel = SimpleNamespace(group_norm_gradients_cuda=group_norm_gradients)
+    monkeypatch.setitem(sys.modules, "opacus_memprof.clipping.group_norm_triton", kernel)
 
 
 def group_norm_gradients(

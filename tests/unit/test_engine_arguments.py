@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """make_private and make_private_with_epsilon: the names that they take, and what they refuse before any change."""
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -162,6 +163,34 @@ def test_options_reach_flash_clip_also_with_a_budget() -> None:
     # They do not outlive the call.
     module, _, _ = engine.make_private(**arguments(grad_sample_mode="flash_clip"))
     assert module.passes == "auto"
+
+
+class Mixing(nn.Linear):
+    """Adds a sample to another one, which only a proof with so many samples sees."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return torch.cat([y[:4] + y.detach()[4:8].sum(0), y[4:]])
+
+
+@pytest.mark.parametrize("make", [arguments, with_budget])
+def test_flash_clip_is_checked_unless_it_is_off(make: Any) -> None:
+    for check, is_refused in ((None, True), ("first", True), ("off", False)):
+        model = Mixing(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        given = make(grad_sample_mode="flash_clip", module=model, optimizer=optimizer, check=check)
+        engine = Engine(accountant="rdp")
+        module, *_ = engine.make_private(**given) if make is arguments else engine.make_private_with_epsilon(**given)
+        with pytest.raises(MemprofError, match="changes for a sample") if is_refused else contextlib.nullcontext():
+            module(torch.randn(8, 3))
+
+
+def test_secure_mode_reaches_the_optimizer() -> None:
+    engine = Engine(accountant="rdp")
+    engine.secure_mode, engine.secure_rng = True, torch.Generator()  # torchcsprng is not needed here
+    _, optimizer, _ = engine.make_private(**arguments(grad_sample_mode="flash_clip"))
+    assert optimizer.secure_mode
+    assert optimizer.generator is engine.secure_rng
 
 
 def test_ghost_has_the_default_criterion_of_opacus() -> None:

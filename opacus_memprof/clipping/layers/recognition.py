@@ -177,6 +177,7 @@ _SMOOTH = frozenset(
         "_to_copy",
         "native_layer_norm",
         "native_group_norm",
+        "native_batch_norm",
         "rms_norm",
         "_fused_rms_norm",
         "embedding",

@@ -44,6 +44,21 @@ def _by_temperature(m: Any, x: torch.Tensor, temperature: torch.Tensor) -> torch
     return m.last((m.first(x) / temperature).softmax(-1))
 
 
+def _mixes_booleans(m: Any, x: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    return m.last(h - h.mean(0) if flags.dtype == torch.bool else h)
+
+
+def _mixes_columns(m: Any, x: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    return m.last(h - h.mean(0) if flags.dim() == 2 else h)
+
+
+def _mixes_if(m: Any, x: torch.Tensor, centers: bool) -> torch.Tensor:
+    h = m.first(x)
+    return m.last(h - h.mean(0) if centers else h)
+
+
 def _packed(m: Any, x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     packed = pack_padded_sequence(m.first(x), lengths, batch_first=True, enforce_sorted=False)
     return m.last(pad_packed_sequence(m.gru(packed)[0], batch_first=True, total_length=x.shape[1])[0])
@@ -161,6 +176,25 @@ PROGRAMS = [
         _LENGTHS,
         "either",
         _packed_losses,
+    ),
+    *(
+        Program(
+            f"arguments_{name}",
+            _pair(forward),
+            several(*[lambda f=f: floats(5, 6, flags=f) for f in (torch.ones(5, dtype=torch.int64), second)]),
+            "refused",
+        )
+        for name, forward, second in (
+            ("dtype_mixes", _mixes_booleans, torch.ones(5, dtype=torch.bool)),
+            ("dimensions_mix", _mixes_columns, torch.ones(5, 2, dtype=torch.int64)),
+        )
+    ),
+    Program(
+        "arguments_flag_mixes",
+        _pair(_mixes_if),
+        several(lambda: floats(6, 4, 6), lambda: floats(6, 5, 6)),
+        "refused",
+        _called(lambda model, x: model(x, x.shape[1] == 5)),
     ),
     Program("arguments_list_of_samples", _pair(_list_of_samples), _STEPS, "either", _list_losses),
     Program(

@@ -167,6 +167,20 @@ PROGRAMS = [
         for name, (build, allowed) in _DRAWS.items()
     ),
     Program("chance_shuffled_samples", _blocks(_shuffled), _STEPS, "refused", settings=_RANDOM),
+    *(
+        Program(
+            f"chance_{name}_scales_output",
+            lambda draw=draw: Graph(
+                lambda m, x: m.last(torch.tanh(m.first(x))) * draw(0.5, 2.0),
+                first=nn.Linear(6, 6),
+                last=nn.Linear(6, 3),
+            ),
+            of_shape(5, 6, count=3),
+            "exact",
+            settings=_RANDOM,
+        )
+        for name, draw in (("python", random.uniform), ("numpy", np.random.uniform))
+    ),
     Program("chance_plain_dropout", _plain_dropout, _STEPS, "exact", settings=_RANDOM),
     Program("chance_plain_dropout_two_passes", _plain_dropout, _STEPS, "exact", settings={**_RANDOM, "passes": 2}),
     Program(

@@ -141,6 +141,13 @@ def _replace_parameter(model: Any, optimizer: Any) -> None:
     layer.weight = nn.Parameter(layer.weight.detach().clone())
 
 
+def _replace_parameter_in_both(model: Any, optimizer: Any) -> None:
+    layer = inner(model)[2]
+    old, layer.weight = layer.weight, nn.Parameter(layer.weight.detach().clone())
+    for group in optimizer.param_groups if optimizer is not None else ():
+        group["params"] = [layer.weight if parameter is old else parameter for parameter in group["params"]]
+
+
 def _add_frozen_layer(model: Any, optimizer: Any) -> None:
     torch.manual_seed(5)
     inner(model).append(nn.Linear(3, 3, dtype=next(model.parameters()).dtype).requires_grad_(False))
@@ -162,6 +169,10 @@ class _Mixing(nn.Module):
 
 def _replace_by_mixing(model: Any, optimizer: Any) -> None:
     inner(model)[1] = _Mixing()
+
+
+def _become_mixing(model: Any, optimizer: Any) -> None:
+    inner(model)[1].__class__ = _Mixing
 
 
 def _tie(model: Any, optimizer: Any) -> None:
@@ -207,9 +218,11 @@ PROGRAMS = [
             ("added_frozen", False, _add_frozen_layer, "exact", {}),
             ("replaced", False, _replace_layer, "refused", {}),
             ("parameter_replaced", False, _replace_parameter, "refused", {}),
+            ("parameter_replaced_in_both", False, _replace_parameter_in_both, "exact", {}),
             ("weights_scaled", False, _scale_weights, "exact", {}),
             ("activation_replaced", False, _replace_activation, "exact", {}),
             ("mixing_put_in", False, _replace_by_mixing, "refused", {}),
+            ("class_mixes", False, _become_mixing, "refused", {}),
             ("tied", False, _tie, "either", {}),
         )
     ),
@@ -230,6 +243,7 @@ PROGRAMS = [
         "batches_empty", _chain(), several(lambda: floats(4, 6), lambda: floats(0, 6), lambda: floats(3, 6)), "exact"
     ),
     Program("batches_per_layer", _chain(), _THREE, "exact", settings={"clipping": "per_layer"}),
+    Program("batches_automatic", _chain(), _THREE, "exact", settings={"clipping": "automatic"}),
     Program("batches_per_layer_of_sizes", _chain(), _accumulated(4, 2, 7), "exact", settings={"clipping": "per_layer"}),
     Program(
         "batches_of_equal_samples",

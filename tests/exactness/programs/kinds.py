@@ -82,6 +82,28 @@ def _tied() -> nn.Module:
     return model
 
 
+def _tied_large(padding: int | None) -> Callable[[], nn.Module]:
+    """So many rows that per-sample gradients are larger than what they are formed from."""
+
+    def build() -> nn.Module:
+        embedding = nn.Embedding(61, 6, padding_idx=padding)
+        head = nn.Linear(6, 61, bias=False)
+        head.weight = embedding.weight
+        return nn.Sequential(embedding, nn.Linear(6, 6), nn.Tanh(), head)
+
+    return build
+
+
+def _folded(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Tokens first, in one dimension with the samples."""
+    flat = m.b(torch.tanh(m.a(x.transpose(0, 1).flatten(0, 1))))
+    return flat.view(x.shape[1], len(x), -1).transpose(0, 1)
+
+
+def _tokens_first(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.b(torch.tanh(m.a(x.transpose(0, 1)))).transpose(0, 1)
+
+
 def _tied_linears() -> nn.Module:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
     model[2].weight = model[0].weight
@@ -91,6 +113,21 @@ def _tied_linears() -> nn.Module:
 def _tied_transposed() -> nn.Module:
     """An autoencoder whose decoder uses the encoder's weight."""
     return Graph(lambda m, x: torch.tanh(m.first(x)) @ m.first.weight, first=nn.Linear(6, 4))
+
+
+class _Transposed(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def _tied_transposed_large() -> nn.Module:
+    """As ``_tied_transposed``, with gradients that are larger than what they are formed from."""
+    first = nn.Linear(6, 61, bias=False)
+    return nn.Sequential(first, nn.Tanh(), _Transposed(first.weight))
 
 
 def _positions(m: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -182,7 +219,17 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Steps]] = {
         _ids(4, 4),
     ),
     "tied": (_tied, _ids()),
+    "tied_large": (_tied_large(None), _ids()),
+    "tied_large_padding": (_tied_large(3), _ids()),
+    "folded": (lambda: Graph(_folded, a=nn.Linear(6, 6), b=nn.Linear(6, 3)), _shape(5, 4, 6)),
+    "tokens_first": (lambda: Graph(_tokens_first, a=nn.Linear(6, 6), b=nn.Linear(6, 3)), _shape(5, 4, 6)),
     "tied_linears": (_tied_linears, _shape(5, 4, 6)),
+    "layer_norm_eps": (
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6, eps=0.1), nn.Linear(6, 3)),
+        _shape(5, 4, 6),
+    ),
+    "conv2d_pointwise_strided": (lambda: nn.Conv2d(4, 3, 1, stride=2), _shape(5, 4, 5, 5)),
+    "tied_transposed_large": (_tied_transposed_large, _shape(5, 6)),
     "tied_transposed": (_tied_transposed, _shape(5, 4, 6)),
     "lora": (lambda: nn.Sequential(_Lora(), nn.GELU(), _Lora()), _shape(5, 4, 6)),
     "lora_raw": (lambda: nn.Sequential(_RawLora(), nn.GELU(), _RawLora()), _shape(5, 4, 6)),
@@ -200,6 +247,21 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Steps]] = {
 
 _AUTOCAST = ("linear_3d", "conv2d", "embedding", "layer_norm", "attention", "raw_matrix", "tied", "gru")
 _BFLOAT = ("linear_3d", "conv1d", "embedding", "layer_norm", "rms_norm", "tied")
+_UNCHECKED = (
+    "linear_3d",
+    "linear_4d",
+    "conv1d_circular",
+    "conv1d_grouped",
+    "embedding_padding",
+    "conv2d_pointwise_strided",
+    "layer_norm",
+    "layer_norm_eps",
+    "tied",
+    "tied_linears",
+    "twice",
+    "folded",
+    "tokens_first",
+)
 _REMOVED = (
     "linear",
     "linear_3d",
@@ -264,6 +326,11 @@ PROGRAMS = [
             f"kind_{name}_bf16", LAYERS[name][0], _calm(LAYERS[name][1]), "exact", settings={"dtype": torch.bfloat16}
         )
         for name in _BFLOAT
+    ),
+    *(
+        # What a layer does by itself: the proof would replace rules that are wrong by repeating the layer.
+        Program(f"kind_{name}_unchecked", *LAYERS[name], "exact", settings={"module_options": {"check": "off"}})
+        for name in _UNCHECKED
     ),
     *(Program(f"kind_{name}_removed", *LAYERS[name], "exact", settings={"removes": True}) for name in _REMOVED),
 ]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.exactness.judge import Step, step
-from tests.exactness.program import Graph, Program, floats, inner, of_shape
+from tests.exactness.judge import Batch, Step, step
+from tests.exactness.program import Graph, Program, floats, inner, losses_of_outputs, of_shape, several
 
 
 def _with_norm(norm: Callable[[], nn.Module], is_frozen: bool = True) -> Callable[[], nn.Module]:
@@ -79,6 +79,49 @@ def _deepen(model: Any, optimizer: Any) -> None:
     inner(model).is_deep = True
 
 
+def _counted(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.calls += 1
+    return m.last(torch.tanh(m.first(x))) * m.calls
+
+
+def _counted_block(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.calls += 1
+    return x * m.scale * m.calls
+
+
+def _listed(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.calls.append(len(x))
+    return m.last(torch.tanh(m.first(x))) * len(m.calls)
+
+
+def _repeated(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    for _ in range(m.times[0]):
+        h = m.first(h)
+    return m.last(h)
+
+
+def _mixed_if_repeated(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    for _ in range(m.times[0]):
+        h = m.first(h - h.mean(0))
+    return m.last(h)
+
+
+def _repeat(model: Any, optimizer: Any) -> None:
+    inner(model).times[0] = 2
+
+
+def _under_autocast(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    return m.last(h - h.mean(0) if torch.is_autocast_enabled("cpu") else h)
+
+
+def _autocast_of_5_tokens(model: Any, batch: Batch) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=batch["x"].shape[1] == 5):
+        return losses_of_outputs(model, batch)
+
+
 def _pair() -> dict[str, nn.Module]:
     return {"first": nn.Linear(6, 6), "last": nn.Linear(6, 3)}
 
@@ -146,6 +189,49 @@ PROGRAMS = [
         lambda: Graph(_double, **_pair(), is_deep=False),
         of_shape(5, 6, count=3, change=_deepen),
         "exact",
+    ),
+    *(
+        Program(
+            f"modes_own_{name}",
+            lambda forward=forward, calls=calls: Graph(forward, **_pair(), calls=calls()),
+            of_shape(5, 6, count=3),
+            "exact",
+            settings={"is_random": True},
+        )
+        for name, forward, calls in (("count_of_calls", _counted, int), ("list_of_calls", _listed, list))
+    ),
+    Program(
+        "modes_own_count_of_calls_repeated",
+        lambda: nn.Sequential(
+            nn.Linear(6, 6), Graph(_counted_block, scale=nn.Parameter(torch.ones(6)), calls=0), nn.Linear(6, 3)
+        ),
+        of_shape(5, 6, count=3),
+        "exact",
+        settings={"is_random": True},
+    ),
+    *(
+        Program(
+            f"modes_repeats_later_unchecked_{passes}",
+            lambda: Graph(_repeated, **_pair(), times=[0]),
+            of_shape(5, 6, count=3, change=_repeat),
+            "exact",
+            settings={"passes": passes, "module_options": {"check": "off"}},
+        )
+        for passes in (1, 2)
+    ),
+    Program(
+        "modes_own_list_mixes",
+        lambda: Graph(_mixed_if_repeated, **_pair(), times=[0]),
+        of_shape(5, 6, count=3, change=_repeat),
+        "refused",
+    ),
+    Program(
+        "modes_autocast_mixes",
+        lambda: Graph(_under_autocast, **_pair()),
+        several(lambda: floats(6, 4, 6), lambda: floats(6, 5, 6)),
+        "refused",
+        _autocast_of_5_tokens,
+        {"dtype": torch.float32},
     ),
     Program(
         "modes_dropout_switched_off",

@@ -111,6 +111,28 @@ def _by_list(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return torch.tensor(sorted(range(len(x)), key=lambda n: -int(lengths[n])))
 
 
+def _by_sentinel(x: torch.Tensor) -> torch.Tensor:
+    return (x[:, 0, 0] == 0).long().argsort(stable=True)
+
+
+def _selected_by_sentinel(m: Any, x: torch.Tensor) -> torch.Tensor:
+    order = _by_sentinel(x)
+    return m.head(m.lin(m.embed(x).index_select(0, order)).index_select(0, order.argsort()))
+
+
+def _packed_by_sentinel(m: Any, x: torch.Tensor) -> torch.Tensor:
+    lengths = (x[..., 0] != 0).sum(1)
+    packed = pack_padded_sequence(m.embed(x), lengths, batch_first=True, enforce_sorted=False)
+    return m.head(pad_packed_sequence(m.cell(packed)[0], batch_first=True, total_length=x.shape[1])[0])
+
+
+def _with_sentinels() -> Batch:
+    """Values that neither the first batch nor other values for its samples have."""
+    batch = floats(4, 5, 6)
+    batch["x"][0, 0, 0] = batch["x"][2, 0, 0] = 0
+    return batch
+
+
 def _sorted_ids(m: Any, ids: torch.Tensor) -> torch.Tensor:
     order = (ids != 0).sum(1).argsort(descending=True, stable=True)
     return m.head(m.lin(m.embed(ids)[order])[order.argsort()])
@@ -206,6 +228,17 @@ PROGRAMS = [
         _graph(_sorted_by(lambda x: x.square().sum((1, 2)).argsort()), "embed", "lin", "head"),
         several(*[lambda: _values(_EQUAL)] * 3),
         "exact",
+    ),
+    *(
+        Program(name, build, several(lambda: floats(4, 5, 6), _with_sentinels), "exact")
+        for name, build in (
+            ("rows_sorted_by_sentinel", _graph(_sorted_by(_by_sentinel), "embed", "lin", "head")),
+            ("rows_selected_by_sentinel", _graph(_selected_by_sentinel, "embed", "lin", "head")),
+            (
+                "rows_packed_by_sentinel",
+                lambda: Graph(_packed_by_sentinel, **_layers_of("embed", "head"), cell=_CELLS["dp_gru"]()),
+            ),
+        )
     ),
     Program("rows_sorted_by_padding", lambda: Graph(_sorted_ids, **_embedding_layers("lin", "head")), _IDS, "exact"),
     Program("rows_ids_masked", lambda: Graph(_ids_without_padding, **_embedding_layers("lin", "head")), _IDS, "exact"),

@@ -140,6 +140,11 @@ def _replace_forward(layer: Any) -> None:
     layer.forward = lambda x: original(x) * 2 + x
 
 
+def _replace_slightly(layer: Any) -> None:
+    original = layer.forward
+    layer.forward = lambda x: original(x) * 1.001
+
+
 def _replace_by_method(layer: Any) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, self.weight * 2, self.bias) if self.bias is not None else x @ self.weight
@@ -253,6 +258,7 @@ _HOOKS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "scales_input": (_scale_input, "exact"),
     "mixes": (_mix_output, "refused"),
     "forward_replaced": (_replace_forward, "exact"),
+    "forward_replaced_slightly": (_replace_slightly, "exact"),
     "forward_replaced_by_method": (_replace_by_method, "exact"),
     "forward_replaced_clamps": (_replace_input, "exact"),
     "backward": (_backward_hook, "either"),
@@ -319,6 +325,16 @@ PROGRAMS = [
     *(Program(f"gate_{name}", _around(*parts), of_shape(5, 4, 6, count=2), "exact") for name, parts in _GATES.items()),
     *(
         Program(f"gate_{name}_two_passes", _around(*_GATES[name]), of_shape(5, 4, 6), "exact", settings={"passes": 2})
+        for name in ("rms_norm", "linear_keyword")
+    ),
+    *(
+        Program(
+            f"gate_{name}_unchecked",
+            _around(*_GATES[name]),
+            of_shape(5, 4, 6, count=2),
+            "exact",
+            settings={"module_options": {"check": "off"}},
+        )
         for name in ("rms_norm", "linear_keyword")
     ),
     Program(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact on all ranks, or refused on all of them: programs that become wrong on one rank alone, cases of clip_ranks.py."""
+"""Exact on all ranks, or refused on all: programs that become wrong on one rank alone, cases of clip_ranks.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,6 @@ from opacus_memprof.clipping.proof.situations import Situations
 from opacus_memprof.errors import MemprofError
 from tests.integration.flash_clip_models import criterion
 from tests.integration.scripts.rank_training import (
-    BOUND,
     EXPECTED,
     WRAPPERS,
     ByHand,
@@ -80,7 +79,8 @@ def one_rank_finds(case: str, wrap: str) -> None:
         assert torch.equal(optimizer.generator.get_state(), generator)
         assert all(torch.equal(value, state[key]) for key, value in inner.state_dict().items()), fault
         assert all(map(torch.equal, momenta, [s["momentum_buffer"] for s in optimizer.state.values()])), fault
-        assert optimizer.bookkeeping.refusal.error is None and optimizer.bookkeeping.passes == 0
+        assert optimizer.bookkeeping.refusal.error is None
+        assert optimizer.bookkeeping.passes == 0
         before = inner.head.weight.clone()
         _step(model, optimizer, inner, 0)
         assert not torch.equal(inner.head.weight, before), fault
@@ -118,16 +118,15 @@ def in_a_part(case: str) -> None:
     data = DataLoader(TensorDataset(torch.randn(8 + 4 * rank, 9, dtype=torch.float64)), batch_size=8 + 4 * rank)
     before = [p.clone() for p in inner.parameters()]
     seen = 0
-    with BatchMemoryManager(data_loader=data, max_physical_batch_size=4, optimizer=optimizer) as loader:
-        with pytest.raises(
-            MemprofError, match="influence one another|changes for a sample" if rank else "rank 1 could"
-        ):
-            for (x,) in loader:
-                inner.fault = "mixes" if rank == 1 and seen == 0 else "none"
-                model(x.to(device())).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                seen += 1
+    words = "influence one another|changes for a sample" if rank else "rank 1 could"
+    manager = BatchMemoryManager(data_loader=data, max_physical_batch_size=4, optimizer=optimizer)
+    with manager as loader, pytest.raises(MemprofError, match=words):  # noqa: PT012
+        for (x,) in loader:
+            inner.fault = "mixes" if rank == 1 and seen == 0 else "none"
+            model(x.to(device())).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += 1
     assert seen == 1 + rank  # the last part is refused
     assert _unchanged(inner, before)
     optimizer._step_skip_queue.clear()

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults that the tests of flash_clip must catch: ``python -m tests.planted_faults`` plants one after the other.
+
+Each is a small change that a reviewer could miss. Most make clipping wrong; others switch off a check of it.
+"""
+
+from tests.planted_faults import clipping, gradients, interface, noise_and_steps, proof, ranks, situations
+from tests.planted_faults.fault import Fault
+
+FAULTS: list[Fault] = [
+    *clipping.FAULTS,
+    *gradients.FAULTS,
+    *noise_and_steps.FAULTS,
+    *ranks.FAULTS,
+    *proof.FAULTS,
+    *situations.FAULTS,
+    *interface.FAULTS,
+]

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plants faults and runs the tests that must catch them: ``python -m tests.planted_faults [words of names]``.
+
+Works on a copy of the package and its tests. Prints a line for each fault, and fails unless all are caught.
+"""
+
+import argparse
+import importlib
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import hypothesis  # noqa: F401  # as the next ones, so that forks have it
+import opacus.optimizers  # noqa: F401
+import pytest
+import torch.distributed.fsdp
+import torch.distributed.tensor
+import torch.func
+
+from tests.planted_faults import FAULTS
+from tests.planted_faults.fault import PACKAGE, ROOT, Fault
+
+_LONGEST = 600  # seconds
+
+
+def main() -> int:
+    """Plants the chosen faults. Returns 0 if all of them are caught."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*", help="plant faults whose name or file contains any of these")
+    parser.add_argument("--cuda", action="store_true", help="also plant faults whose tests need a GPU")
+    parser.add_argument("--skip-unchanged", action="store_true", help="do not run the tests without a fault first")
+    arguments = parser.parse_args()
+    chosen = [fault for fault in FAULTS if _is_chosen(fault, arguments.words, arguments.cuda)]
+    torch.set_num_threads(1)  # a fork has no threads of its parent
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        copy_sources(tree)
+        if not arguments.skip_unchanged:
+            tests = dict.fromkeys(test for fault in chosen for test in fault.tests)
+            done = run_tests(tree, tests)
+            if done.status:
+                print(f"tests fail without a fault:\n{done.printed[-4000:]}")
+                return 1
+        counts: Counter[str] = Counter()
+        for fault in chosen:
+            start = time.perf_counter()
+            outcome, detail = plant(tree, fault)
+            counts[outcome] += 1
+            print(f"{outcome:8} {fault.name:44} {time.perf_counter() - start:5.1f} s  {detail}", flush=True)
+    print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
+    return int(counts["caught"] < len(chosen))
+
+
+def _is_chosen(fault: Fault, words: list[str], cuda: bool) -> bool:
+    if fault.needs_cuda and not cuda:
+        return False
+    return not words or any(word in f"{fault.name} {fault.file}" for word in words)
+
+
+def copy_sources(tree: Path) -> None:
+    """Copies the package, with links to its extensions, and its tests."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    for name in ("opacus_memprof", "tests"):
+        shutil.copytree(ROOT / name, tree / name, ignore=ignored)
+    for extension in (ROOT / "opacus_memprof").rglob("*.so"):
+        (tree / extension.relative_to(ROOT)).symlink_to(extension)
+    shutil.copy(ROOT / "pyproject.toml", tree)
+
+
+def plant(tree: Path, fault: Fault) -> tuple[str, str]:
+    """Plants a fault and runs its tests.
+
+    Args:
+        tree: where the copy is.
+        fault: the fault.
+
+    Returns:
+        "caught", "survived" or "broken", and the first test that failed. A fault is broken if tests cannot be run.
+    """
+    file = tree / PACKAGE / fault.file
+    original = file.read_text()
+    try:
+        _write(file, fault.planted())
+        done = run_tests(tree, fault.tests)
+    finally:
+        _write(file, original)
+    outcome = {0: "survived", 1: "caught"}.get(done.status, "broken")
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.printed, re.MULTILINE)
+    if outcome == "broken":
+        return outcome, done.printed[-400:]
+    return outcome, failed[1].rpartition("::")[2] if failed else fault.why
+
+
+def _write(file: Path, text: str) -> None:
+    """Writes a source file, and removes what Python has compiled of it: both may be of the same second and size."""
+    file.write_text(text)
+    for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
+        compiled.unlink()
+
+
+@dataclass(frozen=True)
+class Result:
+    """How tests ended: pytest's exit status, or -1 if they took too long; and what it printed."""
+
+    status: int
+    printed: str
+
+
+def run_tests(tree: Path, tests: Iterable[str]) -> Result:
+    """Runs tests in a copy, until one fails: in a fork of this process, which has imported what they need."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = os.fork()
+        if process == 0:
+            status = 3  # pytest's, of an internal error
+            try:
+                status = _run_here(tree, list(tests), output.fileno())
+            finally:
+                os._exit(status)
+        status = _wait(process)
+        output.seek(0)
+        return Result(status, output.read())
+
+
+def _run_here(tree: Path, tests: list[str], output: int) -> int:
+    os.setpgrp()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = str(tree)
+    sys.path[:] = [str(tree), *(each for each in sys.path if each not in ("", str(ROOT)))]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+    status = int(pytest.main(["-x", "-q", "--tb=short", "-p", "no:cacheprovider", *tests]))
+    package = importlib.import_module("opacus_memprof")
+    assert Path(package.__file__ or "").is_relative_to(tree), package.__file__
+    sys.stdout.flush()
+    return status
+
+
+def _wait(process: int) -> int:
+    """Waits for a process and returns its exit status; ends it, with what it has started, if it takes too long."""
+    end = time.monotonic() + _LONGEST
+    while time.monotonic() < end:
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.killpg(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    return -1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
