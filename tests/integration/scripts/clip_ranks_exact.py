@@ -161,7 +161,8 @@ def lockstep(case: str, wrap: str) -> None:
             model(part("transformer", 0, 0)["x"])  # a forward of all ranks without a backward
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, proved)
-    assert len(proved) >= 6 and all(each == proved for each in everyones), everyones
+    assert len(proved) >= 6, proved
+    assert all(each == proved for each in everyones), everyones
     optimizer.zero_grad()
     for module in optimizer._modules:
         module.reshard()
@@ -181,7 +182,7 @@ def mixing(case: str, wrap: str) -> None:
         batch = part("mlp", 1, rank)  # empty on rank 0
         if fault == "mixes":
             with pytest.raises(
-                MemprofError, match="influence one another|for a sample when other samples of the batch|could not"
+                MemprofError, match=r"influence one another|for a sample when other samples of the batch|could not"
             ):
                 model(batch["x"])
             assert _unchanged(model, before)
