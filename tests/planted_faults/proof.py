@@ -283,6 +283,6 @@ FAULTS = [
         "always_call=True, prepend=_is_tapped_first(module)",
         "always_call=True, prepend=False",
         "The gradient of what a hook makes of a layer's output is taken for the layer's.",
-        programs("hook_scales_output", "hook_gates_output"),
+        programs("hook_scales_output_unchecked"),
     ),
 ]
