@@ -29,14 +29,6 @@ FAULTS = [
         programs("single_gradient"),
     ),
     Fault(
-        "leaks_are_not_compared",
-        "proof/prover.py",
-        "if no_leak and any(",
-        "if False and any(",
-        "A layer that gets gradients of a sample from the outputs of others is accepted.",
-        programs("hook_backward_mixes"),
-    ),
-    Fault(
         "mixing_tolerance",
         "proof/prover.py",
         "tolerance = _TOLERANCES.get(a.dtype, 2e-5)",

@@ -37,14 +37,6 @@ FAULTS = [
         programs("modes_autocast_mixes_checked_once"),
     ),
     Fault(
-        "key_without_entry",
-        "module.py",
-        "call.key = call.entry, self._modes,",
-        "call.key = self._modes,",
-        "A part of the model that is called by itself is not proved.",
-        programs("parts_of_a_subset", "parts_only", "parts_root_and_part"),
-    ),
-    Fault(
         "signature_without_dtypes",
         "proof/model_state.py",
         "described.append((sizes, leaf.dtype, leaf.requires_grad))",
