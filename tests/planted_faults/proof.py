@@ -29,14 +29,6 @@ FAULTS = [
         programs("single_gradient"),
     ),
     Fault(
-        "leaks_are_not_compared",
-        "proof/prover.py",
-        "if no_leak and any(",
-        "if False and any(",
-        "A layer that gets gradients of a sample from the outputs of others is accepted.",
-        programs("hook_backward_mixes"),
-    ),
-    Fault(
         "mixing_tolerance",
         "proof/prover.py",
         "tolerance = _TOLERANCES.get(a.dtype, 2e-5)",
@@ -283,6 +275,6 @@ FAULTS = [
         "always_call=True, prepend=_is_tapped_first(module)",
         "always_call=True, prepend=False",
         "The gradient of what a hook makes of a layer's output is taken for the layer's.",
-        programs("hook_scales_output", "hook_gates_output"),
+        programs("hook_scales_output_unchecked"),
     ),
 ]

@@ -10,7 +10,7 @@ FAULTS = [
         "call.key = call.entry, self._modes, signature,",
         "call.key = call.entry, (), signature,",
         "A model that mixes in another mode is not proved again.",
-        programs("modes_own_flag_mixes", "hook_mixes_later", "hook_replaced_later", "mix_after_step_3"),
+        programs("modes_own_flag_mixes_checked_once"),
     ),
     Fault(
         "key_without_arguments",
@@ -18,7 +18,7 @@ FAULTS = [
         "call.key = call.entry, self._modes, signature,",
         "call.key = call.entry, self._modes, None,",
         "Arguments of another kind are not proved.",
-        programs("arguments_dtype_mixes"),
+        programs("arguments_dtype_mixes_checked_once"),
     ),
     Fault(
         "key_without_batch_size",
@@ -34,15 +34,7 @@ FAULTS = [
         'size_class(batch), autocast_key(("cpu", "cuda"))',
         "size_class(batch), ()",
         "A step under autocast is not proved after one without.",
-        programs("modes_autocast_mixes"),
-    ),
-    Fault(
-        "key_without_entry",
-        "module.py",
-        "call.key = call.entry, self._modes,",
-        "call.key = self._modes,",
-        "A part of the model that is called by itself is not proved.",
-        programs("parts_of_a_subset", "parts_only", "parts_root_and_part"),
+        programs("modes_autocast_mixes_checked_once"),
     ),
     Fault(
         "signature_without_dtypes",
@@ -50,7 +42,7 @@ FAULTS = [
         "described.append((sizes, leaf.dtype, leaf.requires_grad))",
         "described.append((sizes, leaf.requires_grad))",
         "Arguments of another dtype are not proved.",
-        programs("arguments_dtype_mixes"),
+        programs("arguments_dtype_mixes_checked_once"),
     ),
     Fault(
         "signature_without_shapes",
@@ -58,7 +50,7 @@ FAULTS = [
         "described.append((sizes, leaf.dtype, leaf.requires_grad))",
         "described.append((leaf.dtype, leaf.requires_grad))",
         "Arguments of other shapes are not proved.",
-        programs("arguments_dimensions_mix"),
+        programs("arguments_dimensions_mix_checked_once"),
     ),
     Fault(
         "signature_without_plain_values",
@@ -66,7 +58,7 @@ FAULTS = [
         "            return leaf\n        if not isinstance(leaf, (int, float)):",
         "            return None\n        if not isinstance(leaf, (int, float)):",
         "A flag or a word among the arguments is not proved when it changes.",
-        programs("arguments_flag_mixes"),
+        programs("arguments_flag_mixes_checked_once"),
     ),
     Fault(
         "modes_without_training",
@@ -74,7 +66,7 @@ FAULTS = [
         "            tuple(map(_is_training, self._modules)),\n",
         "            (),\n",
         "A model is not proved again after train() or eval() of a part.",
-        programs("modes_batch_norm_validated", "modes_batch_norm_train_again", "modes_batch_norm_trained_then_train"),
+        programs("modes_part_trains_and_mixes_checked_once"),
     ),
     Fault(
         "modes_without_hooks",
@@ -82,7 +74,7 @@ FAULTS = [
         "            self._hooks_of_users(),\n",
         "            (),\n",
         "A hook that the program adds later is not proved.",
-        programs("hook_mixes_later", "hook_later"),
+        programs("hook_mixes_later_checked_once"),
     ),
     Fault(
         "modes_without_replaced_forwards",
@@ -90,7 +82,7 @@ FAULTS = [
         "            replaced,\n",
         "            (),\n",
         "A forward that is replaced later is not proved.",
-        programs("hook_replaced_later"),
+        programs("hook_replaced_later_checked_once"),
     ),
     Fault(
         "modes_without_classes",
@@ -98,7 +90,7 @@ FAULTS = [
         "classes = tuple(map(type, self._modules))",
         "classes = ()",
         "A module that becomes one of another class is not proved.",
-        programs("changes_class_mixes"),
+        programs("changes_class_mixes_checked_once"),
     ),
     Fault(
         "modes_without_attributes",
@@ -106,7 +98,7 @@ FAULTS = [
         "            self._attributes.now(),\n",
         "            (),\n",
         "A flag of the model's own is not proved when it changes.",
-        programs("modes_own_flag_mixes"),
+        programs("modes_own_flag_mixes_checked_once"),
     ),
     Fault(
         "structure_without_trained",
@@ -122,7 +114,7 @@ FAULTS = [
         "return tuple(children), tuple(map(id, parameters))",
         "return (), tuple(map(id, parameters))",
         "A module that is put in later is not followed.",
-        programs("changes_added", "changes_added_frozen", "changes_mixing_put_in", "changes_activation_replaced"),
+        programs("changes_mixing_put_in_checked_once"),
     ),
     Fault(
         "order_of_layers_is_not_compared",
@@ -130,7 +122,7 @@ FAULTS = [
         "if order_of(hooks.trace) not in situation.traces:",
         "if not situation.traces:",
         "A forward that calls its layers in another order is not proved.",
-        programs("modes_own_list_mixes"),
+        programs("modes_own_list_mixes_checked_once"),
     ),
     Fault(
         "empty_batches_are_proofs",

@@ -66,6 +66,15 @@ def _own_mode(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.last(h - h.mean(0) if m.centers else h)
 
 
+def _mixes_in_training(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.part(m.first(x))
+    return m.last(h - h.mean(0) if m.part.training else h)
+
+
+def _train_part(model: Any, optimizer: Any) -> None:
+    inner(model).part.train()
+
+
 def _center(model: Any, optimizer: Any) -> None:
     inner(model).centers = True
 
@@ -218,6 +227,12 @@ PROGRAMS = [
             settings={"passes": passes, "module_options": {"check": "off"}},
         )
         for passes in (1, 2)
+    ),
+    Program(
+        "modes_part_trains_and_mixes",
+        lambda: Graph(_mixes_in_training, **_pair(), part=nn.Identity().eval()),
+        of_shape(5, 6, count=3, change=_train_part),
+        "refused",
     ),
     Program(
         "modes_own_list_mixes",

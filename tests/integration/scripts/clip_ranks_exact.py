@@ -67,7 +67,7 @@ def one_rank_finds(case: str, wrap: str) -> None:
         "detaches": "no gradient (leads|reached)",
         "beside": "reaches the model beside its outputs",
         "batch norm": "statistics of the whole batch",
-        "samples": "must have the same samples",
+        "samples": "before a backward the same samples",
     }
     _step(model, optimizer, inner, 0)
     for fault, words_of_fault in words.items():
