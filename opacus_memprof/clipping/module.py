@@ -419,7 +419,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             call.record = RecordedForward.begin(call.entry, call.args, call.kwargs, batch, random)
         is_due = known.forwards > 1 and batch and is_checked(self.situations.check, known.forwards)
         if is_due and random is not None and self._shared_samples is None:
-            known = self.situations.recheck(call.key, call.entry, call.args, call.kwargs, random)
+            try:
+                known = self.situations.recheck(call.key, call.entry, call.args, call.kwargs, random)
+            except CannotRunError as cause:
+                call.cannot_run = cause.__cause__ or cause
+                return
         if not known.is_finite:
             self.situations.known.pop(call.key, None)
         call.situation = self.last_situation = known
@@ -511,7 +515,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             raise MemprofError(
                 "flash_clip needs inputs whose first dimension is the batch, of the same length in all of them: this "
                 "model ran on its whole input, but not on some samples of it "
-                f"({type(call.cannot_run).__name__}: {call.cannot_run})."
+                f"({type(call.cannot_run).__name__}: {call.cannot_run}). Pass the batch first in every tensor that has "
+                "it."
             ) from call.cannot_run
         situation = call.situation
         if situation is not None and call.random is not None and self._is_unproved(situation):
@@ -525,14 +530,17 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 "tensors, "
                 "or tuples, lists, dictionaries or data classes of them, that are not detached."
             )
-        output, outputs = self._two_passes(output, outputs)
+        # Tensors in other objects, such as a cache of keys and values, are not what a loss is computed from.
+        leaves = {id(leaf) for leaf in tree_flatten(output)[0]}
+        others = [(x, where) for x, where in outputs if id(x) not in leaves]
+        output, outputs = self._two_passes(output, [(x, where) for x, where in outputs if id(x) in leaves])
         if hooks.for_compiled_autograd:
             return output
-        record = call.record
-        # Of an output from which others are computed, only what the program does with it counts.
-        aliases = None if record is None else alias_leaves(output, [x for x, _ in outputs])
-        if record is not None and aliases is not None and call.random is not None:
-            output, outputs = aliases[0], list(zip(aliases[1], [where for _, where in outputs], strict=True))
+        record = call.record if outputs else None
+        if record is not None and call.random is not None:
+            # Of an output from which others are computed, only what the program does with it counts.
+            output, aliases = alias_leaves(output, [x for x, _ in outputs])
+            outputs = list(zip(aliases, [where for _, where in outputs], strict=True))
             record.wheres = [where for _, where in outputs]
             record.draws = call.random.has_moved()
             proof = None if call.situation is None else call.situation.record
@@ -541,6 +549,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         for place, (x, _) in enumerate(outputs):
             begin = functools.partial(self._begin_backward, hooks.forward, record, place)
             x.register_hook(begin)  # type: ignore[no-untyped-call]
+        for x, _ in others:
+            x.register_hook(functools.partial(self._begin_backward, hooks.forward, None, 0))  # type: ignore[no-untyped-call]
         return output
 
     def _is_unproved(self, situation: Situation) -> bool:
@@ -621,24 +631,25 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self, output: Any, outputs: list[tuple[torch.Tensor, Arrangement | None]]
     ) -> tuple[Any, list[tuple[torch.Tensor, Arrangement | None]]]:
         """Runs backward twice from these outputs, if it is to."""
-        if self.passes == 1 or not outputs or self.bookkeeping.refusal.error is not None:
+        if self.passes == 1 or self.bookkeeping.refusal.error is not None:
             return output, outputs
-        leaves, structure = tree_flatten(output)
-        places = [next((i for i, leaf in enumerate(leaves) if leaf is x), None) for x, _ in outputs]
-        if self.passes == "auto" and (None in places or self._one_pass_fits()):
+        if self.passes == "auto" and (not outputs or self._one_pass_fits()):
             return output, outputs
-        if None in places:
+        if not outputs and self.layer_hooks.trace:
             raise MemprofError(
                 "flash_clip_passes=2 needs tensors, or tuples, lists or dictionaries of them, as outputs, but the "
-                "model "
-                f"returned a {type(output).__name__}: return these, or use flash_clip_passes=1."
+                f"model returned a {type(output).__name__}: return these, or use flash_clip_passes=1."
             )
+        if not outputs:
+            return output, outputs
+        leaves, structure = tree_flatten(output)
+        places = [next(i for i, leaf in enumerate(leaves) if leaf is x) for x, _ in outputs]
         inner = [x for x, _ in outputs]
         outer = TwoPassBackward.apply(
             self.layer_hooks.anchor(inner[0].device), inner, functools.partial(run_two_passes, self.bookkeeping)
         )
         for i, leaf in zip(places, outer, strict=True):
-            leaves[i] = leaf  # type: ignore[index]
+            leaves[i] = leaf
         return tree_unflatten(leaves, structure), [(x, where) for x, (_, where) in zip(outer, outputs, strict=True)]
 
     def _one_pass_fits(self) -> bool:

@@ -22,7 +22,7 @@ from opacus_memprof.clipping.backward_pass import BackwardPass
 from opacus_memprof.clipping.layers import KeptTensors
 from opacus_memprof.clipping.module_state import ModuleState
 from opacus_memprof.clipping.proof.certificate import SituationRecord
-from opacus_memprof.clipping.proof.outputs import as_output, tensors_in
+from opacus_memprof.clipping.proof.outputs import as_output
 from opacus_memprof.clipping.proof.perturbation import has_samples
 from opacus_memprof.clipping.proof.prover import autograd_gradients, wrong_sums
 from opacus_memprof.clipping.proof.recorder import Sum
@@ -114,7 +114,8 @@ class RecordedForward:
                 torch.enable_grad(),
                 torch.autocast(device, dtype, enabled, cache_enabled=False),
             ):
-                tensors = [x for x in tensors_in(self.module(*args, **kwargs)) if x.requires_grad]
+                leaves = tree_flatten(self.module(*args, **kwargs))[0]
+                tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
         finally:
             now.restore()
         outputs, given = [], []
@@ -159,6 +160,8 @@ def check_explained(
     Raises:
         MemprofError: they differ.
     """
+    if each.factors is not None and any(f.wheres[place] is None for f in recorded for place in f.gradients):
+        return  # sums that are clipped already, of a loss that all samples share, whose samples cannot be told apart
     parameters = list(names)
     weights = torch.ones(each.batch_size) if each.factors is None else each.factors.detach()
 

@@ -34,17 +34,12 @@ def _tensors(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
                 yield from _tensors(item, depth - 1, seen)
 
 
-def alias_leaves(output: Any, tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]] | None:
-    """The output with a view in the place of each of these tensors, and the views; None if some are not in a tuple,
-    list,
-    dictionary or the like."""
+def alias_leaves(output: Any, tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+    """The output with a view in the place of each of these tensors, which are among its leaves, and the views."""
     leaves, structure = tree_flatten(output)
-    places = [next((i for i, leaf in enumerate(leaves) if leaf is x), None) for x in tensors]
     views = [x.view_as(x) for x in tensors]
-    for place, view in zip(places, views, strict=True):
-        if place is None:
-            return None
-        leaves[place] = view
+    for x, view in zip(tensors, views, strict=True):
+        leaves[next(i for i, leaf in enumerate(leaves) if leaf is x)] = view
     return tree_unflatten(leaves, structure), views
 
 
