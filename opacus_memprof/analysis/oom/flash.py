@@ -98,8 +98,9 @@ class FlashClip:
             scaled, folded_wide = 2 * (narrow + wide), 0
         else:
             scaled, folded_wide = 4 * narrow if is_low else narrow, wide
+        second = _SUM_BYTES * module.weight if is_low and self.in_registers else 0  # of the two products
         if not layer.is_convolution:
-            return min(n * scaled, WORKSPACE_BYTES)
+            return min(n * scaled, WORKSPACE_BYTES) + second
         # Samples and tokens are folded into one dimension, which copies g and the unfolded input.
         samples, unfolded, input_copies = self._unfold(n, WORKSPACE_BYTES // 2)
         copied = scaled + folded_wide if forward.tokens > 1 else scaled

@@ -70,6 +70,10 @@ class EmbeddingLayer(Layer):
             return total
         copied = 0 if g.is_contiguous() else width * g.element_size()
         cast = 0 if g.dtype == dtype else dtype.itemsize
+        if lost is not None:  # float64 takes no more memory than float32 would for all samples
+            sample_bytes = tokens * (_INDEX_BYTES + copied + width * (dtype.itemsize + cast))
+            at_least = max(sample_bytes, g.nbytes + x.numel() * _INDEX_BYTES)
+            workspace = Workspace(min(workspace.bytes, at_least))
         # Processes some samples at a time, and of these some columns.
         samples = max(1, workspace.fit(tokens * (_INDEX_BYTES + copied + width * (dtype.itemsize + cast)), len(x)))
         remaining = Workspace(workspace.bytes - samples * tokens * (_INDEX_BYTES + copied))
