@@ -119,8 +119,8 @@ class Bookkeeping:
         current = self._pass_of(forward, size)
         if size != current.batch_size:
             raise MemprofError(
-                f"{layer.describe()} saw a batch of {size}, but other layers saw {current.batch_size}. Give every "
-                "forward of the model before a backward the same samples."
+                f"{layer.describe()} saw a batch of {size}, but other layers saw {current.batch_size}. Give "
+                "every forward of the model before a backward the same samples."
             )
         if layer.is_shared and self.mode != "keep" and isinstance(g, torch.Tensor):
             # The norms are those of a sum of several uses, and the clipped sums are formed of each by itself: they

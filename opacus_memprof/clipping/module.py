@@ -32,7 +32,7 @@ from opacus_memprof.clipping.module_state import restoring_state
 from opacus_memprof.clipping.owners import remember_owner
 from opacus_memprof.clipping.probe import CannotRunError
 from opacus_memprof.clipping.proof.certificate import Certificate, Description
-from opacus_memprof.clipping.proof.contexts import without_saved_tensors_hooks
+from opacus_memprof.clipping.proof.contexts import without_compiled_autograd, without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.explanation import RecordedForward, check_explained
 from opacus_memprof.clipping.proof.hooks_of_users import run_hooks, run_pre_hooks
 from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key, size_class
@@ -565,7 +565,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
     def _begin_backward(self, forward: int, record: RecordedForward | None, place: int, gradient: torch.Tensor) -> None:
         self.bookkeeping.begin_backward(forward)
-        if record is not None:
+        if record is not None and forward in self._records:
             record.add(place, gradient)
 
     def check_explained(self) -> None:
@@ -579,12 +579,14 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             own = [records[forward] for forward in each.forwards if forward in records]
             if own and len(own) == len(each.forwards) and each.samples is None:
                 try:
-                    with self.layer_hooks.off(), without_saved_tensors_hooks():
+                    with self.layer_hooks.off(), without_compiled_autograd(), without_saved_tensors_hooks():
                         check_explained(each, own, self.trained, self.bookkeeping.workspace)
                 except torch.OutOfMemoryError:  # beside what the step needs; a later forward is explained instead
                     continue
                 for proof, forward in (record.proof for record in own if record.proof is not None):
                     proof.note("explained", forward=forward)
+        for record in records.values():
+            record.release()
 
     def _prove_trace(self, call: _Call, situation: Situation, random: RandomState, output: Any) -> Any:
         """Proves a forward that has called the layers in a new order. Returns its output: that of another forward, with

@@ -54,7 +54,7 @@ def float32_difference(name: str, device: str, samples: int = 4) -> float:
     def losses(model: nn.Module, batch: Batch) -> torch.Tensor:
         return criterion("sum")(model(batch["x"]), batch["y"])
 
-    return difference(build().to(device), batch, losses)
+    return difference(build().to(device), batch, losses, check="off")  # a proof launches kernels, too
 
 
 def count_launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:

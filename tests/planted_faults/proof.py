@@ -31,7 +31,7 @@ FAULTS = [
     Fault(
         "mixing_tolerance",
         "proof/prover.py",
-        "tolerance = _TOLERANCES.get(a.dtype, 2e-5)",
+        "tolerance = max(_TOLERANCES.get(dtype, 2e-5) for dtype in dtypes)",
         "tolerance = 1e6 * _TOLERANCES.get(a.dtype, 2e-5)",
         "Weak mixing hides below the tolerance.",
         programs("single_output_of_later_weakly"),

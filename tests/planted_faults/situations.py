@@ -119,8 +119,8 @@ FAULTS = [
     Fault(
         "order_of_layers_is_not_compared",
         "module.py",
-        "if order_of(hooks.trace) not in situation.traces:",
-        "if not situation.traces:",
+        "order_of(hooks.trace) not in situation.traces",
+        "not situation.traces",
         "A forward that calls its layers in another order is not proved.",
         programs("modes_own_list_mixes_checked_once"),
     ),

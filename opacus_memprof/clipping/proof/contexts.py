@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+
+def without_compiled_autograd() -> AbstractContextManager[Any]:
+    """Inside, backward is not compiled: what a proof follows cannot be."""
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return nullcontext() if compiled is None else compiled._disable()
 
 
 @contextmanager

@@ -73,6 +73,10 @@ class RecordedForward:
         autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         return cls(module, args, kwargs, batch, random, ModuleState(module), autocast)
 
+    def release(self) -> None:
+        """Drops everything: hooks of outputs that the program keeps still have this object."""
+        self.__dict__.clear()
+
     def add(self, place: int, gradient: torch.Tensor) -> None:
         """Adds the gradient of one of the output's tensors."""
         gradient = gradient.detach()

@@ -387,7 +387,9 @@ _TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.bfloat16: 2e-2
 
 def _far(a: Rows, b: Rows, kept: torch.Tensor) -> bool:
     """Whether kept samples differ by more than rounding."""
-    tolerance = _TOLERANCES.get(a.dtype, 2e-5) * (1 if a.shape == b.shape else 8)
+    device = a.norms.device.type
+    dtypes = [a.dtype, *([torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else [])]
+    tolerance = max(_TOLERANCES.get(dtype, 2e-5) for dtype in dtypes) * (1 if a.shape == b.shape else 8)
     if a.norms.is_cuda and a.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         tolerance = 2e-3
     differences = a.differences(b)

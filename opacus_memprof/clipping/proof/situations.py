@@ -22,7 +22,7 @@ from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.module_state import restoring_state
 from opacus_memprof.clipping.probe import CannotRunError, Probe
 from opacus_memprof.clipping.proof.certificate import SituationRecord
-from opacus_memprof.clipping.proof.contexts import without_saved_tensors_hooks
+from opacus_memprof.clipping.proof.contexts import without_compiled_autograd, without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.model_state import Arguments
 from opacus_memprof.clipping.proof.perturbation import has_samples
 from opacus_memprof.clipping.proof.prover import Doubt, Program, Prover
@@ -191,7 +191,13 @@ class Situations:
         """What runs inside is no part of the training, and leaves the module as it was."""
         batch = self.hooks.batch
         try:
-            with eager(), without_saved_tensors_hooks(), restoring_state(entry), torch.enable_grad():
+            with (
+                eager(),
+                without_compiled_autograd(),
+                without_saved_tensors_hooks(),
+                restoring_state(entry),
+                torch.enable_grad(),
+            ):
                 yield
         finally:
             self.hooks.batch = batch
