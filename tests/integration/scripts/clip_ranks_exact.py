@@ -118,7 +118,7 @@ def in_a_part(case: str) -> None:
     data = DataLoader(TensorDataset(torch.randn(8 + 4 * rank, 9, dtype=torch.float64)), batch_size=8 + 4 * rank)
     before = [p.clone() for p in inner.parameters()]
     seen = 0
-    words = "influence one another|changes for a sample" if rank else "rank 1 could"
+    words = "influence one another|changes for a sample" if rank == 1 else "rank 1 could"
     manager = BatchMemoryManager(data_loader=data, max_physical_batch_size=4, optimizer=optimizer)
     with manager as loader, pytest.raises(MemprofError, match=words):  # noqa: PT012
         for (x,) in loader:
