@@ -159,9 +159,8 @@ class Bookkeeping:
                 each.tasks.add(task)
 
     def _pass_of(self, forward: int, batch_size: int) -> BackwardPass:
-        """The pass of a forward. Forwards that one call of ``backward`` goes through belong to one pass: they have the
-        same
-        samples. Those of different calls have different samples."""
+        """Returns the pass of a forward. Forwards that one call of ``backward`` goes through have the same samples and
+        belong to one pass; those of different calls have different samples."""
         for each in reversed(self._passes):
             if forward in each.forwards:
                 return each

@@ -472,9 +472,9 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 self.situations.known[call.key] = new
 
     def _is_explained(self, forward: int) -> bool:
-        """Whether a step is compared with what its outputs explain: when a situation is checked, but for "sometimes"
-        more
-        seldom (the 1st, 8th, 64th, 512th, 1000th, 2000th, … forward), since it takes as long as a step."""
+        """Returns whether a step is compared with what its outputs explain: when a situation is checked, but with
+        "sometimes" only at the 1st, 8th, 64th, 512th and then every 1000th of the checked forwards, since it takes as
+        long as a step."""
         check = self.situations.check
         if self.units.is_sharded or not is_checked(check, forward):
             return False

@@ -92,9 +92,8 @@ def is_low_precision(dtype: torch.dtype) -> bool:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the clipped sum of a parameter of ``dtype``: rounded only after noise is added. Complex numbers are
-    pairs
-    of real ones until then."""
+    """Returns the dtype of the clipped sum of a parameter of ``dtype``, which is rounded only after noise is added.
+    Complex numbers are pairs of real ones until then."""
     return torch.float32 if is_low_precision(dtype) else dtype.to_real()
 
 

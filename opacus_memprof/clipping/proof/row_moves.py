@@ -27,9 +27,8 @@ _CONSTANTS = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like",
 
 
 def modules_that_move_rows(probe: Probe) -> list[tuple[nn.Module, set[nn.Module]]]:
-    """The smallest modules that move rows and bring them back, innermost first, each with the modules in it that may
-    get
-    rows that were moved.
+    """Returns the smallest modules that move rows and bring them back, innermost first, each with the modules in it
+    that may get rows that were moved.
 
     Args:
         probe: of the model, with the samples that are tried.

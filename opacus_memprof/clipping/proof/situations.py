@@ -144,9 +144,8 @@ class Situations:
     def recheck(
         self, key: Any, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], random: RandomState
     ) -> Situation:
-        """Proves a situation again: as a whole if ``check`` is "always", and else on a part of the batch, which takes
-        less
-        than a step. What has changed is proved anew.
+        """Proves a situation again: as a whole if ``check`` is "always", and else on a part of the batch.
+        What has changed is proved anew.
 
         Args:
             key: of the situation.

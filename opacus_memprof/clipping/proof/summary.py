@@ -47,7 +47,7 @@ class Rows:
         if x.is_complex():
             x = torch.view_as_real(x.resolve_conj())
         # Temporaries are small beside a large tensor, and beside what a small model needs.
-        at_once = min(_CHUNK_BYTES, max(x.numel() * x.element_size() // 8, 1 << 20))
+        at_once = min(_CHUNK_BYTES, max(x.numel() * x.element_size() // 4, 1 << 20))
         size = max(1, at_once // max(1, x[:1].numel() * x.element_size()))
         with torch.autocast(x.device.type, enabled=False):
             parts = [_summarize(x[n].reshape(n.stop - n.start, x[:1].numel())) for n in slices(len(x), size)]
@@ -79,9 +79,9 @@ def _summarize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         bits = part.view(_INTEGERS[x.dtype.itemsize]) if x.is_floating_point() else part  # above -0.0 became 0.0
         values = part.to(dtype)
         odd, vectors = _random(min(_COLUMNS, 1 << width.bit_length()), bits.dtype, dtype, x.device)
-        of_block, scales = _of_block(block)
+        of_block, scales = _of_block(block, dtype, x.device)
         hashes += (bits * odd[: part.shape[1]]).sum(1, dtype=torch.int64) * of_block
-        projections += (values @ vectors[: part.shape[1]]) * torch.tensor(scales, dtype=dtype, device=x.device)
+        projections += (values @ vectors[: part.shape[1]]) * scales
         largest = torch.maximum(largest, values.abs().amax(1))
     norms = torch.linalg.vector_norm(x, dim=1, dtype=dtype) if x.is_floating_point() else x.double().norm(dim=1)
     return hashes, projections, norms, largest
@@ -99,16 +99,17 @@ def _random(
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_block(block: int) -> tuple[int, list[float]]:
+def _of_block(block: int, real: torch.dtype, device: torch.device) -> tuple[int, torch.Tensor]:
     """What tells a block of columns from others: an odd integer, and a factor for each projection."""
     generator = torch.Generator().manual_seed(_SEED + 1 + block)
     odd = int(torch.randint(0, 2**61, (), generator=generator)) * 2 + 1
-    return odd, torch.randn(_PROJECTIONS, generator=generator).tolist()
+    return odd, torch.randn(_PROJECTIONS, generator=generator).to(device, real)
 
 
 def release() -> None:
     """Releases the random numbers, which would take device memory between proofs."""
     _random.cache_clear()
+    _of_block.cache_clear()
 
 
 def halves(batch: int) -> list[list[bool]]:
