@@ -146,7 +146,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self.hooks_enabled = True
         self._entries: dict[nn.Module, tuple[int, int]] = {}  # the hooks of what the program may call, by their ids
         self._taps: dict[nn.Module, int] = {}
-        self._watched: set[nn.Parameter] = set()
+        self._watched: dict[int, RemovableHandle] = {}  # by id of the parameter
         self._call: _Call | None = None
         self.last_situation: Situation | None = None
         self._records: dict[int, RecordedForward] = {}
@@ -242,11 +242,10 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if self.units.is_sharded:
             return
         for parameter, name in self.parameter_names().items():
-            if parameter not in self._watched:
-                self._watched.add(parameter)
-                # Python's garbage collector does not find a cycle through a parameter's hook.
-                note = functools.partial(_note_gradient, weakref.ref(self), name)
-                handle = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+            watched = self._watched.get(id(parameter))
+            if watched is None or watched.hooks_dict_ref() is None:
+                handle = parameter.register_post_accumulate_grad_hook(_NoteGradient(self, name))  # type: ignore[no-untyped-call]
+                self._watched[id(parameter)] = handle
                 self.autograd_grad_sample_hooks.append(handle)
 
     def _active(self) -> bool:
@@ -679,14 +678,25 @@ def _allocated_bytes() -> int:
     return int(statistics["allocated_bytes"]["all"]["current"]) if statistics else 0
 
 
-def _note_gradient(owner: weakref.ref[FlashClipHooks], name: str, parameter: torch.Tensor) -> None:
-    """Notes that autograd has given a parameter a gradient. In a proof, which runs in a call, autograd's gradients are
-    what the layers' are compared with."""
-    hooks = owner()
-    if hooks is None or not hooks.hooks_enabled or hooks.layer_hooks.is_off or hooks._call is not None:
-        return
-    if hooks.units.model.training:
-        hooks.bookkeeping.beside_layers.append(name)
+class _NoteGradient:
+    """A parameter's hook, which notes that autograd has given the parameter a gradient.
+
+    In a proof, which runs in a call, autograd's gradients are what the layers' are compared with.
+    """
+
+    def __init__(self, owner: FlashClipHooks, name: str) -> None:
+        self.owner = weakref.ref(owner)  # Python's garbage collector finds no cycle through a parameter's hook
+        self.name = name
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        hooks = self.owner()
+        if hooks is None or not hooks.hooks_enabled or hooks.layer_hooks.is_off or hooks._call is not None:
+            return
+        if hooks.units.model.training:
+            hooks.bookkeeping.beside_layers.append(self.name)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a weak reference cannot be pickled
+        return _NoteGradient, (self.owner(), self.name)
 
 
 def _is_tapped_first(module: nn.Module) -> bool:

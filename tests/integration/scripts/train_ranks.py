@@ -75,6 +75,7 @@ def train(wrap: str, mode: str, clipping: str, device: torch.device, steps: int,
         poisson_sampling=False,
         grad_sample_mode=mode,
         clipping=clipping,
+        **({"check": "off"} if mode == "flash_clip" else {}),  # memory is that of the steps alone
     )
     compute_loss = criterion[0] if criterion else nn.CrossEntropyLoss()
     for step, (features, labels) in enumerate(loader):
