@@ -46,9 +46,9 @@ def norm_step(how: str, batch: int, tokens: int, rows: int, columns: int, dtype:
     """Runs only the norm step between two profiler marks; what is kept exists before."""
     from opacus.grad_sample.linear import compute_linear_norm_sample
 
+    from opacus_memprof.clipping.kernels.norms import squared_norms
+    from opacus_memprof.clipping.kernels.workspace import Workspace
     from opacus_memprof.clipping.layers import LAYERS
-    from opacus_memprof.clipping.norms import squared_norms
-    from opacus_memprof.clipping.workspace import Workspace
 
     torch.set_float32_matmul_precision("high")
     layer = nn.Linear(columns, rows, device="cuda", dtype=dtype)

@@ -1,4 +1,4 @@
-"""Typed face of the compiled extension. Only opacus_memprof.clipping.native imports it. The comments are in
+"""Typed face of the compiled extension. Only opacus_memprof.clipping.kernels.native imports it. The comments are in
 csrc/clipping."""
 
 from collections.abc import Callable, Sequence

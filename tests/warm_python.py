@@ -3,7 +3,7 @@
 
 The command of `interpreter()` is this file, which has a server fork the process that runs the program. The server has
 imported torch and Opacus, with nothing started and one thread, and hides them until the program imports them, as that
-of planned runs does (`opacus_memprof.cli.run_server`). Arguments, directory, environment, standard streams and exit
+of planned runs does (opacus_memprof.planning.fork_server). Arguments, directory, environment, standard streams and exit
 code are those of the command.
 """
 
@@ -72,7 +72,7 @@ def ask(address: str, arguments: list[str]) -> None:
 
 def serve(listener: socket.socket) -> None:
     """Forks a process for each connection, until standard input ends."""
-    from opacus_memprof.cli.run_server import ForkServer
+    from opacus_memprof.planning.fork_server import ForkServer
 
     server = ForkServer(["torch", "opacus"])
     assert server.can_fork()
@@ -119,7 +119,7 @@ def answer(server, connection: socket.socket) -> None:
 
 def run_program(arguments: list[str]) -> None:
     """Runs what follows `python` on a command line: SCRIPT ..., -m MODULE ... or -c CODE ..."""
-    from opacus_memprof.cli.program import Program, print_exception
+    from opacus_memprof.running.program import Program, print_exception
 
     option, *rest = arguments
     try:

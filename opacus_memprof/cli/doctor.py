@@ -82,7 +82,7 @@ def doctor(
 def _check_script(script: bool, target: str | None, arguments: list[str]) -> None:
     if not script or target is None:
         raise MemprofError("to check a script: opacus-memprof doctor --script SCRIPT.py [ARGS]")
-    from opacus_memprof.cli.script_check import ScriptCheck, print_verdict
+    from opacus_memprof.loop_check.script import ScriptCheck, print_verdict
 
     verdict = ScriptCheck(target, arguments).run()
     print_verdict(verdict, Console(highlight=False))

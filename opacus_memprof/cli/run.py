@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 from opacus_memprof.cli.option_groups import with_groups
-from opacus_memprof.cli.program import Program
-from opacus_memprof.cli.program_recording import ProgramRecording
 from opacus_memprof.cli.training_options import DeviceName
 from opacus_memprof.cli.virtual_options import VirtualGpuOptions
 from opacus_memprof.profiles.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, MOST_EVENTS, claim
+from opacus_memprof.running.program import Program
+from opacus_memprof.running.recording import ProgramRecording
 
 
 @with_groups

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from opacus_memprof import virtual_gpu
-from opacus_memprof.cli.fork import fork_for_each
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.units import parse_size
+from opacus_memprof.running.fork import fork_for_each
 
 VirtualGpuKind = Annotated[
     str | None,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from opacus_memprof.clipping.norm_samplers import register_norm_samplers
     from opacus_memprof.clipping.opacus_functions import register, unregister
     from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
-    from opacus_memprof.clipping.verification import Verification, verify
+    from opacus_memprof.clipping.proof.verification import Verification, verify
 
 _MODULES = {
     "DPOptimizerFlashClip": "optimizer",

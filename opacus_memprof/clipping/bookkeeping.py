@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.backward_pass import BackwardPass, Factors
-from opacus_memprof.clipping.launches import Splits, pop_small_products, pop_small_sums
+from opacus_memprof.clipping.kernels.launches import Splits, pop_small_products, pop_small_sums
+from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype, sum_dtype
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.norm_check import Limit, NormCheck, limit_of_batch
 from opacus_memprof.clipping.refusals import KeptRefusal
 from opacus_memprof.clipping.rules import ClipRule
-from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
 from opacus_memprof.errors import MemprofError
 
 Nonfinite = Literal["refuse", "drop"]

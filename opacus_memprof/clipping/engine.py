@@ -28,11 +28,11 @@ from opacus_memprof.clipping.arguments import (
     named_parameters,
 )
 from opacus_memprof.clipping.automatic import AUTO, make_private_automatically
-from opacus_memprof.clipping.distributed import inner_model, is_replicated, prepare_replicated
 from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB, FlashClipHooks, GradSampleModuleFlashClip, Passes
 from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip, DPOptimizerFlashClipAdaptive
-from opacus_memprof.clipping.optimizer_ddp import DPOptimizerFlashClipDDP
-from opacus_memprof.clipping.optimizer_fsdp import DPOptimizerFlashClipFSDP
+from opacus_memprof.clipping.parallel.agreement import inner_model, is_replicated, prepare_replicated
+from opacus_memprof.clipping.parallel.ddp import DPOptimizerFlashClipDDP
+from opacus_memprof.clipping.parallel.fsdp import DPOptimizerFlashClipFSDP
 from opacus_memprof.clipping.proof.certificate import Certificate, EngineRecord
 from opacus_memprof.clipping.proof.opacus_modes import check_steps, refuse_check
 from opacus_memprof.clipping.sampler import sample_every_step

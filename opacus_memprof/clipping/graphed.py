@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from opacus_memprof.clipping.kernels.native import begin_tables_of_graph, end_tables_of_graph
 from opacus_memprof.clipping.module import FlashClipHooks
-from opacus_memprof.clipping.native import begin_tables_of_graph, end_tables_of_graph
 from opacus_memprof.clipping.norm_check import NormCheck
 from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
 from opacus_memprof.clipping.proof.schedule import is_checked

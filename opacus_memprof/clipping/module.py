@@ -25,26 +25,26 @@ from opacus_memprof.clipping.autograd_functions import (
     run_two_passes,
 )
 from opacus_memprof.clipping.bookkeeping import Bookkeeping, Nonfinite
-from opacus_memprof.clipping.distributed import inner_model, let_reducer_run
+from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layer_hooks import LayerHooks, first_input
 from opacus_memprof.clipping.layers import GenericLayer
 from opacus_memprof.clipping.module_state import restoring_state
 from opacus_memprof.clipping.owners import remember_owner
-from opacus_memprof.clipping.probe import CannotRunError
+from opacus_memprof.clipping.parallel.agreement import inner_model, let_reducer_run
+from opacus_memprof.clipping.parallel.fsdp_model import SharedSamples, refuse_context_parallel
 from opacus_memprof.clipping.proof.certificate import Certificate, Description
 from opacus_memprof.clipping.proof.contexts import without_compiled_autograd, without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.explanation import RecordedForward, check_explained
 from opacus_memprof.clipping.proof.hooks_of_users import run_hooks, run_pre_hooks
 from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key, size_class
 from opacus_memprof.clipping.proof.outputs import alias_leaves, tensors_in
+from opacus_memprof.clipping.proof.probe import CannotRunError
 from opacus_memprof.clipping.proof.schedule import is_checked
 from opacus_memprof.clipping.proof.situations import Situation, Situations, order_of
 from opacus_memprof.clipping.repetition import RandomState, is_repeating
 from opacus_memprof.clipping.rules import Clipping, ClipRule
-from opacus_memprof.clipping.sharded import SharedSamples, refuse_context_parallel
 from opacus_memprof.clipping.units import Units
 from opacus_memprof.clipping.validate import check_model, refuse_capture
-from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
 Passes = Literal["auto", 1, 2]

@@ -26,14 +26,14 @@ from opacus_memprof.clipping.arguments import (
     check_schedule,
     named_parameters,
 )
-from opacus_memprof.clipping.distributed import is_replicated, prepare_replicated, spans_ranks
+from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB, FlashClipHooks, GradSampleModuleFlashClip, Passes
 from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip, DPOptimizerFlashClipAdaptive
-from opacus_memprof.clipping.optimizer_ddp import DPOptimizerFlashClipDDP
-from opacus_memprof.clipping.optimizer_fsdp import DPOptimizerFlashClipFSDP
 from opacus_memprof.clipping.owners import find_owner
+from opacus_memprof.clipping.parallel.agreement import is_replicated, prepare_replicated, spans_ranks
+from opacus_memprof.clipping.parallel.ddp import DPOptimizerFlashClipDDP
+from opacus_memprof.clipping.parallel.fsdp import DPOptimizerFlashClipFSDP
 from opacus_memprof.clipping.rules import CLIPPINGS, ClipRule
-from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
 MODE = "flash_clip"

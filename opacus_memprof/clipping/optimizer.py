@@ -14,11 +14,11 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch import nn
 from torch.optim import Optimizer
 
-from opacus_memprof.clipping import noise
+from opacus_memprof.clipping.kernels import gaussian as noise
+from opacus_memprof.clipping.kernels.workspace import batches, is_low_precision
 from opacus_memprof.clipping.module import FlashClipHooks
 from opacus_memprof.clipping.norm_check import Limit, SumCheck
 from opacus_memprof.clipping.validate import refuse_capture
-from opacus_memprof.clipping.workspace import batches, is_low_precision
 from opacus_memprof.errors import MemprofError
 
 _BYTES_AT_ONCE = 64 << 20  # of sums that are rounded together

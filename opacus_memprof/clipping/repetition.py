@@ -23,8 +23,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.arrangement import Arrangement, expand_over_batch
 from opacus_memprof.clipping.checkpoints import without_checkpoints
+from opacus_memprof.clipping.kernels.workspace import slices
 from opacus_memprof.clipping.module_state import ModuleState
-from opacus_memprof.clipping.workspace import slices
 
 Way = Literal["vmap", "loop", "whole"]
 WAYS: tuple[Way, ...] = ("vmap", "loop", "whole")

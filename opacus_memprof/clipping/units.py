@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from opacus_memprof.clipping.layers import GenericLayer, Layer, layer_for
-from opacus_memprof.clipping.sharded import check_sharding, refuse_repetition, sharded_layer
+from opacus_memprof.clipping.parallel.fsdp_model import check_sharding, refuse_repetition, sharded_layer
 from opacus_memprof.clipping.validate import check_model
 
 

@@ -32,7 +32,7 @@ def observe_bookkeeping(attachment: Attachment) -> None:
     """Patches the class Bookkeeping: every flash_clip model has an instance, and a copy of a model gets another."""
     attachment.observe("opacus_memprof.clipping.bookkeeping:Bookkeeping.add", _observe_add)
     attachment.observe("opacus_memprof.clipping.bookkeeping:BackwardPass.squared_norms", _observe_norms)
-    attachment.observe("opacus_memprof.clipping.probe:Probe._choose_ways", _observe_trial)
+    attachment.observe("opacus_memprof.clipping.proof.probe:Probe._choose_ways", _observe_trial)
     for name in ("prove", "recheck"):
         attachment.observe(f"opacus_memprof.clipping.proof.situations:Situations.{name}", _observe_proof)
     attachment.observe("opacus_memprof.clipping.proof.explanation:copied", _observe_copies)

@@ -21,7 +21,7 @@ class ForkedRuns:
         self._closed = False
         # Not an import: the command line stands above this.
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "opacus_memprof.cli.run_server", *packages],
+            [sys.executable, "-m", "opacus_memprof.planning.fork_server", *packages],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

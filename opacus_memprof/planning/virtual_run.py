@@ -168,7 +168,7 @@ def run_environment(configuration: Configuration, threads: int | None) -> dict[s
 
 def _run_in_new_process(asked: str, directory: Path, environment: dict[str, str]) -> int:
     # Not an import: the command line stands above this.
-    command = [sys.executable, "-m", "opacus_memprof.cli.planned_run", asked, str(directory.absolute())]
+    command = [sys.executable, "-m", "opacus_memprof.planning.run_process", asked, str(directory.absolute())]
     with open(directory / LOG, "w", encoding="utf-8") as log:
         child = subprocess.Popen(
             command,

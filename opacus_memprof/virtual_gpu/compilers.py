@@ -16,7 +16,7 @@ def configure(libraries: Path) -> None:
     _on_import("triton.knobs", lambda knobs: _set_libcuda_path(knobs, libraries))
     _on_import("torch._inductor.runtime.cache_dir_utils", _use_separate_cache)
     _on_import("torch._inductor.config", _use_one_compile_thread)
-    _on_import("opacus_memprof.clipping.noise_triton", _believe_noise_kernel)
+    _on_import("opacus_memprof.clipping.kernels.noise", _believe_noise_kernel)
     _on_import("opacus_memprof.clipping.proof.situations", _leave_proofs_out)
 
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof.clipping import native
-from opacus_memprof.clipping.sums import sum_products
-from opacus_memprof.clipping.workspace import Workspace
+from opacus_memprof.clipping.kernels import native
+from opacus_memprof.clipping.kernels.sums import sum_products
+from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 from tests.integration.flash_clip_models import make_private, vector_data
 

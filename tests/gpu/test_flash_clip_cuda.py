@@ -15,18 +15,20 @@ from torch.cuda import CUDAGraph
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_memprof
-from opacus_memprof.clipping import adopt_grad_samples, gram_triton, launch_triton
+from opacus_memprof.clipping import adopt_grad_samples
 from opacus_memprof.clipping.backward_pass import BackwardPass
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
-from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda
-from opacus_memprof.clipping.group_norm_triton import group_norm_gradients_cuda
-from opacus_memprof.clipping.launches import find_waiting_norms, pop_small_sums
+from opacus_memprof.clipping.kernels import gram as gram_triton
+from opacus_memprof.clipping.kernels import launch as launch_triton
+from opacus_memprof.clipping.kernels.gram import gram_squared_norms_cuda
+from opacus_memprof.clipping.kernels.group_norm import group_norm_gradients_cuda
+from opacus_memprof.clipping.kernels.launches import find_waiting_norms, pop_small_sums
+from opacus_memprof.clipping.kernels.norms import gram_squared_norms
+from opacus_memprof.clipping.kernels.stacks import weighted_sum_cuda
+from opacus_memprof.clipping.kernels.sums import scale_single_samples
+from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layers import LAYERS
-from opacus_memprof.clipping.norms import gram_squared_norms
 from opacus_memprof.clipping.rules import ClipRule
-from opacus_memprof.clipping.stacks_triton import weighted_sum_cuda
-from opacus_memprof.clipping.sums import scale_single_samples
-from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 from tests.integration.clipping_launches import LAUNCHES, count_launches, float32_difference
 from tests.integration.flash_clip_models import MODELS, assert_same, criterion, make_private, parameters

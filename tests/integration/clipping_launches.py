@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof.clipping import gram_triton, group_norm_triton, lost_triton, stacks_triton
+from opacus_memprof.clipping.kernels import gram as gram_triton
+from opacus_memprof.clipping.kernels import group_norm as group_norm_triton
+from opacus_memprof.clipping.kernels import lost as lost_triton
+from opacus_memprof.clipping.kernels import stacks as stacks_triton
 from tests.integration.clipping_by_hand import Batch, difference
 from tests.integration.flash_clip_models import MODELS, criterion
 

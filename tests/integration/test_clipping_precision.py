@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from opacus_memprof.clipping.sums import sum_products
-from opacus_memprof.clipping.workspace import Workspace
+from opacus_memprof.clipping.kernels.sums import sum_products
+from opacus_memprof.clipping.kernels.workspace import Workspace
 from tests.integration.flash_clip_models import MODELS, make_private, token_data, vector_data
 
 LOW = [torch.bfloat16, torch.float16]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from opacus_memprof import hooks
-from opacus_memprof.clipping import noise
+from opacus_memprof.clipping.kernels import gaussian as noise
 from opacus_memprof.recording import native
 from tests.integration.flash_clip_models import Transformer, criterion, make_private, token_data, vector_data
 from tests.integration.opacus_training import categories, cpu  # noqa: F401

@@ -241,7 +241,7 @@ def test_torch_compile_and_triton_kernels() -> None:
     assert triton.knobs.nvidia.libcuda_path == str(LIBRARIES)
 
     # Kernels of the program's own: what they write to, and the sum of that, each of torch's smallest size, 512 bytes.
-    from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda
+    from opacus_memprof.clipping.kernels.gram import gram_squared_norms_cuda
     del compiled, model, x
     torch.cuda.synchronize()
     a, g = torch.randn(4, 128, 64, device="cuda"), torch.randn(4, 128, 32, device="cuda")

@@ -226,7 +226,7 @@ FAULTS = [
     ),
     Fault(
         "factors_are_rounded_for_stacks",
-        "sums.py",
+        "kernels/sums.py",
         "factors @ flat[:, part].to(factors.dtype)",
         "factors.to(flat.dtype).to(factors.dtype) @ flat[:, part].to(factors.dtype)",
         "Factors of low-precision gradients are rounded to eight bits, and samples exceed the bound.",
@@ -234,7 +234,7 @@ FAULTS = [
     ),
     Fault(
         "factors_are_rounded_for_products",
-        "sums.py",
+        "kernels/sums.py",
         "scale = factors[n].to(sum_dtype(g.dtype))",
         "scale = factors[n].to(g.dtype).to(sum_dtype(g.dtype))",
         "Factors of low-precision products are rounded to eight bits.",
@@ -242,7 +242,7 @@ FAULTS = [
     ),
     Fault(
         "single_samples_are_not_scaled",
-        "sums.py",
+        "kernels/sums.py",
         "return single.mul_(factors.to(single.dtype))",
         "return single",
         "A batch of one sample is not clipped.",
@@ -250,7 +250,7 @@ FAULTS = [
     ),
     Fault(
         "last_tile_replaces_the_others",
-        "sums.py",
+        "kernels/sums.py",
         "total = part if total is None else total.add_(part)",
         "total = part",
         "Of a clipped sum that is formed in tiles only the last one counts.",
@@ -258,7 +258,7 @@ FAULTS = [
     ),
     Fault(
         "gram_triangle_counts_once",
-        "norms.py",
+        "kernels/norms.py",
         "times = 1 if i == j else 2",
         "times = 1",
         "Products of tokens in different tiles count once instead of twice.",
@@ -266,7 +266,7 @@ FAULTS = [
     ),
     Fault(
         "gram_cancellation_is_not_seen",
-        "norm_bounds.py",
+        "kernels/norm_bounds.py",
         "(norms >= least) & (norms < math.inf)",
         "(norms >= 0) & (norms < math.inf)",
         "A norm whose terms cancel is taken as it is.",
@@ -274,7 +274,7 @@ FAULTS = [
     ),
     Fault(
         "gram_underflow_is_not_seen",
-        "norm_bounds.py",
+        "kernels/norm_bounds.py",
         "return torch.finfo(dtype).tiny / _ERROR[dtype]",
         "return 0.0",
         "A norm whose products underflow is zero, and its factor one.",
@@ -282,7 +282,7 @@ FAULTS = [
     ),
     Fault(
         "sums_that_cancel_are_rounded",
-        "norm_bounds.py",
+        "kernels/norm_bounds.py",
         "    if not (rounding > squares.sqrt()).any():",
         "    if True:",
         "Sums of tokens that cancel are formed in float32, and exceed the bound.",
@@ -290,7 +290,7 @@ FAULTS = [
     ),
     Fault(
         "norms_of_single_tokens_in_float32",
-        "launches.py",
+        "kernels/launches.py",
         "squares.prod(1)",
         "squares.sum(1)",
         "The norm of an outer product is the sum of its factors' norms.",
@@ -298,7 +298,7 @@ FAULTS = [
     ),
     Fault(
         "norms_of_single_tokens_underflow",
-        "launches.py",
+        "kernels/launches.py",
         "in_range = ((squares >= least) & (squares < torch.inf)).all(1).all(1)",
         "in_range = (squares < torch.inf).all(1).all(1)",
         "A product of which one factor underflows has norm zero.",

@@ -49,7 +49,7 @@ FAULTS = [
     ),
     Fault(
         "noise_from_another_generator",
-        "noise.py",
+        "kernels/gaussian.py",
         "return draw_normal(references, std, generator)",
         "return draw_normal(references, std, None)",
         "The noise is not drawn from the given generator.",
@@ -57,7 +57,7 @@ FAULTS = [
     ),
     Fault(
         "noise_is_added_twice",
-        "noise.py",
+        "kernels/gaussian.py",
         "torch._foreach_add_(batch, drawn)",
         "torch._foreach_add_(batch, drawn, alpha=2)",
         "The same noise is added twice.",
@@ -65,7 +65,7 @@ FAULTS = [
     ),
     Fault(
         "noise_is_drawn_once_for_equal_shapes",
-        "noise.py",
+        "kernels/gaussian.py",
         "        drawn = draw_noise(batch, std, generator, secure_mode)\n",
         "        drawn = draw_noise(batch, std, generator, secure_mode)\n"
         "        drawn = [next(d for d in drawn if d.shape == each.shape) for each in drawn]\n",
@@ -74,7 +74,7 @@ FAULTS = [
     ),
     Fault(
         "noise_is_not_secure",
-        "noise.py",
+        "kernels/gaussian.py",
         "opacus_optimizer._generate_noise(std, each, generator, secure_mode) for each",
         "opacus_optimizer._generate_noise(std, each, generator, False) for each",
         "secure_mode draws one number instead of the sum of several.",
@@ -82,7 +82,7 @@ FAULTS = [
     ),
     Fault(
         "noise_is_not_divided",
-        "noise.py",
+        "kernels/gaussian.py",
         "        del drawn  # before the next is drawn\n        divide(batch, divisor)\n",
         "        del drawn  # before the next is drawn\n",
         "A step with a mean loss is not divided by the batch size.",
@@ -98,7 +98,7 @@ FAULTS = [
     ),
     Fault(
         "sums_are_rounded_before_noise",
-        "workspace.py",
+        "kernels/workspace.py",
         "return torch.float32 if is_low_precision(dtype) else dtype.to_real()",
         "return dtype.to_real()",
         "Sums of bf16 parameters are rounded before noise is added.",

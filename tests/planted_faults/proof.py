@@ -238,7 +238,7 @@ FAULTS = [
     ),
     Fault(
         "probe_does_not_see_draws",
-        "probe.py",
+        "proof/probe.py",
         "draws = began.random is not None and began.random.has_moved()",
         "draws = False",
         "A module that has drawn the same numbers by chance is repeated with other ones.",
@@ -246,7 +246,7 @@ FAULTS = [
     ),
     Fault(
         "probe_does_not_see_gates",
-        "probe.py",
+        "proof/probe.py",
         "if any(len(each.inputs) > 1 for of_forward in calls for each in of_forward):",
         "if any(len(each.inputs) > 9 for of_forward in calls for each in of_forward):",
         "The second argument of a layer is ignored.",
@@ -254,7 +254,7 @@ FAULTS = [
     ),
     Fault(
         "probe_does_not_see_used_parameters",
-        "probe.py",
+        "proof/probe.py",
         "unsuitable = [layer for layer in self.units.layers() if any(id(p) in used for p in layer.seen_parameters())]",
         "unsuitable = []",
         "A parameter that is used beside its layer is not noticed before the step.",

@@ -10,7 +10,7 @@ _REPLICATED = integration("flash_clip_ranks::ranks_train_as_one_process[fsdp2-4]
 FAULTS = [
     Fault(
         "noise_on_every_rank",
-        "optimizer_ddp.py",
+        "parallel/ddp.py",
         "return self.rank == 0",
         "return True",
         "The noise of a DDP step is that of all ranks together.",
@@ -18,7 +18,7 @@ FAULTS = [
     ),
     Fault(
         "noise_on_no_rank",
-        "optimizer_ddp.py",
+        "parallel/ddp.py",
         "return self.rank == 0",
         "return self.rank == self.ranks",
         "A DDP step has no noise.",
@@ -34,7 +34,7 @@ FAULTS = [
     ),
     Fault(
         "ranks_refuse_by_themselves",
-        "optimizer_ddp.py",
+        "parallel/ddp.py",
         "((fewest, most),) = self.agreement.settle(error, [",
         "if error is not None:\n            raise error\n        ((fewest, most),) = self.agreement.settle(None, [",
         "A rank that refuses a step leaves the others waiting, or stepping.",
@@ -42,7 +42,7 @@ FAULTS = [
     ),
     Fault(
         "ranks_differ",
-        "optimizer_ddp.py",
+        "parallel/ddp.py",
         "        self.agreement.check_same(self.description())\n",
         "",
         "Ranks whose settings differ train together.",
@@ -50,7 +50,7 @@ FAULTS = [
     ),
     Fault(
         "shards_have_the_same_noise",
-        "optimizer_fsdp.py",
+        "parallel/fsdp.py",
         "{number} {rank}",
         "{number}",
         "The shards of all ranks have the same noise, and their differences none.",
@@ -58,7 +58,7 @@ FAULTS = [
     ),
     Fault(
         "replicas_have_noise_each",
-        "optimizer_fsdp.py",
+        "parallel/fsdp.py",
         "return all(parameter.device_mesh.get_local_rank(i) == 0 for i in self._replicated.get(parameter, ()))",
         "return True",
         "Each replica of a shard adds noise.",
@@ -66,7 +66,7 @@ FAULTS = [
     ),
     Fault(
         "net_of_a_shard",
-        "optimizer_fsdp.py",
+        "parallel/fsdp.py",
         "return Limit(int(samples), total, by_parameter, own.bound)",
         "return own",
         "The net compares a shard of all ranks' sum with the samples of one rank.",
@@ -74,7 +74,7 @@ FAULTS = [
     ),
     Fault(
         "refusals_are_not_heard",
-        "distributed.py",
+        "parallel/agreement.py",
         "dist.all_reduce(reduced, dist.ReduceOp.MAX)",
         "dist.all_reduce(reduced, dist.ReduceOp.MIN)",
         "A rank does not hear that another one has refused.",

@@ -9,26 +9,29 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof.clipping import gram_triton, launches, norms, shared, stacks_triton, sums
-from opacus_memprof.clipping.formed_triton import norms_of_outer_products_cuda
-from opacus_memprof.clipping.gram_triton import (
+from opacus_memprof.clipping import shared
+from opacus_memprof.clipping.kernels import gram as gram_triton
+from opacus_memprof.clipping.kernels import launches, norms, sums
+from opacus_memprof.clipping.kernels import stacks as stacks_triton
+from opacus_memprof.clipping.kernels.formed import norms_of_outer_products_cuda
+from opacus_memprof.clipping.kernels.gram import (
     gram_squared_norms_cuda,
     gram_squared_norms_of_layers,
     replace_lost_norms_cuda,
 )
-from opacus_memprof.clipping.group_norm_triton import group_norm_gradients_cuda
-from opacus_memprof.clipping.launches import pop_small_sums
-from opacus_memprof.clipping.layers import KeptTensors, base, matrix, normalization
-from opacus_memprof.clipping.layers.linear import LinearLayer
-from opacus_memprof.clipping.noise_triton import add_normals
-from opacus_memprof.clipping.stacks_triton import (
+from opacus_memprof.clipping.kernels.group_norm import group_norm_gradients_cuda
+from opacus_memprof.clipping.kernels.launches import pop_small_sums
+from opacus_memprof.clipping.kernels.noise import add_normals
+from opacus_memprof.clipping.kernels.stacks import (
     TYPES,
     scale_cuda,
     squared_norms_cuda,
     weighted_sum_cuda,
     weighted_sums_cuda,
 )
-from opacus_memprof.clipping.workspace import Workspace
+from opacus_memprof.clipping.kernels.workspace import Workspace
+from opacus_memprof.clipping.layers import KeptTensors, base, matrix, normalization
+from opacus_memprof.clipping.layers.linear import LinearLayer
 from tests.integration.clipping_launches import LAUNCHES, count_launches, float32_difference
 
 

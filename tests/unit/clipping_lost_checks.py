@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof.clipping import launches, norms, shared, sums
+from opacus_memprof.clipping import shared
 from opacus_memprof.clipping.backward_pass import BackwardPass
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
+from opacus_memprof.clipping.kernels import launches, norms, sums
+from opacus_memprof.clipping.kernels.lost import add_products_cuda, add_rows_cuda
+from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layers import LAYERS, Layer, base, matrix
 from opacus_memprof.clipping.layers.linear import LinearLayer
-from opacus_memprof.clipping.lost_triton import add_products_cuda, add_rows_cuda
 from opacus_memprof.clipping.rules import ClipRule
-from opacus_memprof.clipping.workspace import Workspace
 
 WORKSPACE = Workspace(1 << 28)
 BOUND = 1.0

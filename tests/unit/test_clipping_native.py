@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from opacus_memprof import _build_info
-from opacus_memprof.clipping import native
+from opacus_memprof.clipping.kernels import native
 
 
 class Received:

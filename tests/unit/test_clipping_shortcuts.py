@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof.clipping import norms
+from opacus_memprof.clipping.kernels import norms
+from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layers import KeptTensors, Layer, convolution, layer_for, matrix, normalization
-from opacus_memprof.clipping.workspace import Workspace
 
 WORKSPACE = Workspace.from_mib(64)
 Build = Callable[[], nn.Module]
@@ -54,7 +54,7 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         lambda g, a, workspace, lost=None: norms._tiled_squared_norms(g, a, workspace),
     )
     kernel = SimpleNamespace(group_norm_gradients_cuda=group_norm_gradients)
-    monkeypatch.setitem(sys.modules, "opacus_memprof.clipping.group_norm_triton", kernel)
+    monkeypatch.setitem(sys.modules, "opacus_memprof.clipping.kernels.group_norm", kernel)
 
 
 def group_norm_gradients(

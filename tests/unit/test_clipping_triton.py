@@ -43,7 +43,7 @@ def _compile(function: Any, signature: dict[str, str], constants: dict[str, Any]
 def test_gram_kernels_compile_for_the_h200(name: str, element: str, side: int) -> None:
     import triton.language as tl
 
-    from opacus_memprof.clipping import gram_triton
+    from opacus_memprof.clipping.kernels import gram as gram_triton
 
     constants: dict[str, Any] = {"SIDE": side, "DEPTH": 32 if element == "fp32" else 64, "PRECISION": "tf32"}
     signature = {"g": f"*{element}", "a": f"*{element}", "parts": "*fp32"}
@@ -62,7 +62,7 @@ def test_gram_kernels_compile_for_the_h200(name: str, element: str, side: int) -
 def test_kernels_that_form_gradients_compile_for_the_h200(name: str, element: str) -> None:
     import triton.language as tl
 
-    from opacus_memprof.clipping import formed_triton
+    from opacus_memprof.clipping.kernels import formed as formed_triton
 
     number = "fp64" if element == "fp64" else "fp32"
     signature = {"parts": f"*{number}", "out": f"*{number}", "lost": "*u8", "share": "fp32", "floor": "fp32"}
@@ -85,7 +85,7 @@ def test_kernels_that_form_gradients_compile_for_the_h200(name: str, element: st
 def test_the_kernel_of_outer_products_compiles_for_the_h200() -> None:
     import triton.language as tl
 
-    from opacus_memprof.clipping import formed_triton
+    from opacus_memprof.clipping.kernels import formed as formed_triton
 
     constants = {"BLOCK": 512, "SOURCE": tl.bfloat16}
     signature = {"table": "*i64", "out": "*fp32"}
@@ -96,7 +96,7 @@ def test_the_kernel_of_outer_products_compiles_for_the_h200() -> None:
 def test_kernels_that_add_lost_gradients_compile_for_the_h200(element: str) -> None:
     import triton.language as tl
 
-    from opacus_memprof.clipping import lost_triton
+    from opacus_memprof.clipping.kernels import lost as lost_triton
 
     types = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
     constants = {"ROWS": 32, "COLUMNS": 64, "TYPE": types[element], "TARGET": tl.float32}
@@ -109,7 +109,7 @@ def test_kernels_that_add_lost_gradients_compile_for_the_h200(element: str) -> N
 def test_stack_kernels_compile_for_the_h200() -> None:
     import triton.language as tl
 
-    from opacus_memprof.clipping import stacks_triton
+    from opacus_memprof.clipping.kernels import stacks as stacks_triton
 
     signature = {"stack": "*bf16", "factors": "*fp32", "out": "*fp32", "size": "i64"}
     assert _compile(stacks_triton.weighted_sum, signature, {"BLOCK": 2048}, 8).asm["cubin"]
@@ -124,7 +124,7 @@ def test_stack_kernels_compile_for_the_h200() -> None:
 def test_the_noise_kernel_compiles_for_the_h200(element: str, by_power_of_2: bool) -> None:
     import triton.language as tl
 
-    from opacus_memprof.clipping import noise_triton
+    from opacus_memprof.clipping.kernels import noise as noise_triton
 
     constants = {"BLOCK": 512, "TYPE": getattr(tl, element), "BY_POWER_OF_2": by_power_of_2}
     signature = {"table": "*i64", "std": "fp32", "divisor": "fp32"}
@@ -134,7 +134,7 @@ def test_the_noise_kernel_compiles_for_the_h200(element: str, by_power_of_2: boo
 @pytest.mark.parametrize("element", ["fp32", "bf16"])
 @pytest.mark.parametrize("tokens", [64, 256, 1024])
 def test_the_group_norm_kernel_compiles_for_the_h200(element: str, tokens: int) -> None:
-    from opacus_memprof.clipping import group_norm_triton
+    from opacus_memprof.clipping.kernels import group_norm as group_norm_triton
 
     signature = {"x": f"*{element}", "g": f"*{element}", "weight": "*fp32", "bias": "*fp32", "eps": "fp32"}
     constants = {"CHANNELS": 2048 // tokens, "TOKENS": tokens}

@@ -10,10 +10,10 @@ import torch
 from opacus.grad_sample import GradSampleModule
 from torch import nn
 
-from opacus_memprof.cli.loop_check.by_hand import clip_by_hand, mixing_module, per_sample_gradients
-from opacus_memprof.cli.loop_check.loss_scale import LossScale
-from opacus_memprof.cli.loop_check.noise_check import check_noise
-from opacus_memprof.cli.loop_check.records import (
+from opacus_memprof.loop_check.by_hand import clip_by_hand, mixing_module, per_sample_gradients
+from opacus_memprof.loop_check.loss_scale import LossScale
+from opacus_memprof.loop_check.noise_check import check_noise
+from opacus_memprof.loop_check.records import (
     Call,
     Findings,
     LogicalStep,

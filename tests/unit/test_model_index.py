@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof.cli import model_index
-from opacus_memprof.cli.model_index import ModelIndex
+from opacus_memprof.running import model_index
+from opacus_memprof.running.model_index import ModelIndex
 
 
 @pytest.fixture

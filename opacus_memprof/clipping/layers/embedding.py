@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.cost import Choice, Cost
+from opacus_memprof.clipping.kernels.norm_bounds import has_digits
+from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype, slices
 from opacus_memprof.clipping.layers.base import KeptTensors, Layer
-from opacus_memprof.clipping.norm_bounds import has_digits
-from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 
 _INDEX_BYTES = 64  # per token: sorted indices, order, slots and the temporaries of sorting, all int64
 
@@ -129,7 +129,7 @@ class EmbeddingLayer(Layer):
             total.index_add_(0, ids[n, t].flatten(), source.flatten(0, 1))
             del source
         if lost is not None:
-            from opacus_memprof.clipping.lost_triton import add_rows_cuda
+            from opacus_memprof.clipping.kernels.lost import add_rows_cuda
 
             add_rows_cuda(ids, g, lost, total, self.module.padding_idx)
         if self.module.padding_idx is not None:

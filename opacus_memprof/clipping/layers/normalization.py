@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 from opacus_memprof.clipping import cost
+from opacus_memprof.clipping.kernels.native import layer_norm_gradients_cpu
+from opacus_memprof.clipping.kernels.norms import has_kernels, is_small
+from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype
 from opacus_memprof.clipping.layers.base import KeptTensors, Layer, Shortcut, keep_stacks
-from opacus_memprof.clipping.native import layer_norm_gradients_cpu
-from opacus_memprof.clipping.norms import has_kernels, is_small
-from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
 
 _COPIES = 3  # live at once: the normalized input, a cast of the input if dtypes differ, and statistics
 
@@ -113,7 +113,7 @@ class GroupNormLayer(Layer):
         dtype = accumulation_dtype(g.dtype)
         channels, groups = self.module.num_channels, self.module.num_groups
         if x is not None and self.is_trainable("weight") and self._has_kernel(x, g):
-            from opacus_memprof.clipping.group_norm_triton import group_norm_gradients_cuda
+            from opacus_memprof.clipping.kernels.group_norm import group_norm_gradients_cuda
 
             weight, bias = group_norm_gradients_cuda(x, g, groups, self.module.eps)
             return {"weight": weight, **({"bias": bias} if self.is_trainable("bias") else {})}
@@ -144,7 +144,7 @@ class GroupNormLayer(Layer):
 
     def _keep_stacks(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
         """Keeps the per-sample gradients, which one kernel finds, and lets all norms wait."""
-        from opacus_memprof.clipping.group_norm_triton import group_norm_gradients_cuda
+        from opacus_memprof.clipping.kernels.group_norm import group_norm_gradients_cuda
 
         gradients = group_norm_gradients_cuda(x, g, self.module.num_groups, self.module.eps)
         own = zip(self.module._parameters.values(), gradients, strict=True)

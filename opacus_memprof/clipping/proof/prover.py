@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.arrangement import Arrangement
+from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.module_state import restoring_state
@@ -29,7 +30,6 @@ from opacus_memprof.clipping.proof.perturbation import GENTLE, LARGE, SMALL, VAR
 from opacus_memprof.clipping.proof.recorder import Record, RowRecorder, Sum, SumRecorder
 from opacus_memprof.clipping.proof.summary import Rows, halves
 from opacus_memprof.clipping.repetition import RandomState
-from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
 _FEW = 16

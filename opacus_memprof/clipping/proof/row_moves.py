@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from opacus_memprof.clipping.probe import Probe
+from opacus_memprof.clipping.proof.probe import Probe
 
 _SAMPLES = 7
 """A number of samples that is no other dimension's size by chance."""

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_memprof.clipping import noise
+from opacus_memprof.clipping.kernels import gaussian as noise
 from tests.integration.clipping_by_hand import Batch, by_hand
 from tests.integration.flash_clip_models import Engine, criterion
 from tests.integration.scripts.rank_training import (

@@ -6,7 +6,7 @@ import math
 import torch
 from torch import nn
 
-from opacus_memprof.cli.loop_check.records import Findings, LogicalStep, listed
+from opacus_memprof.loop_check.records import Findings, LogicalStep, listed
 
 _SIGMAS = 6.0  # of the measured standard deviation
 _FEWEST = 64  # numbers of a parameter whose standard deviation is compared by itself

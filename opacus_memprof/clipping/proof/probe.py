@@ -23,7 +23,8 @@ from opacus_memprof.clipping.arrangement import CANDIDATES, Arrangement
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, Running, autocast_state
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.module_state import restoring_state
-from opacus_memprof.clipping.observation import (
+from opacus_memprof.clipping.parallel.fsdp_model import refuse_repetition
+from opacus_memprof.clipping.proof.observation import (
     Observation,
     TensorSummary,
     summaries,
@@ -31,7 +32,6 @@ from opacus_memprof.clipping.observation import (
 )
 from opacus_memprof.clipping.proof.outputs import tensors_in
 from opacus_memprof.clipping.repetition import WAYS, Call, RandomState, Repetition, close
-from opacus_memprof.clipping.sharded import refuse_repetition
 from opacus_memprof.clipping.units import Units
 from opacus_memprof.errors import MemprofError
 

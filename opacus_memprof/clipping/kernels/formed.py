@@ -15,9 +15,9 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from opacus_memprof.clipping.launch_triton import launch
-from opacus_memprof.clipping.native import address_table
-from opacus_memprof.clipping.stacks_triton import TYPES
+from opacus_memprof.clipping.kernels.launch import launch
+from opacus_memprof.clipping.kernels.native import address_table
+from opacus_memprof.clipping.kernels.stacks import TYPES
 
 _PROGRAMS = 2048  # of a launch, unless there are more samples: enough to fill a GPU when many samples are formed
 _BLOCK = {"ROWS": 32, "COLUMNS": 64}

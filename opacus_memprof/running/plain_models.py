@@ -21,9 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
-from opacus_memprof.cli.model_index import ModelIndex, instances
 from opacus_memprof.recording import layer_shapes, tracing
 from opacus_memprof.recording.faults import Observation, contain, observe
+from opacus_memprof.running.model_index import ModelIndex, instances
 from opacus_memprof.session import Session
 
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from rich.console import Console
 
-from opacus_memprof.cli.program import Program, print_exception
-from opacus_memprof.cli.signals import BackgroundSignalHandler, die_of
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import ProfileDirectory
 from opacus_memprof.profiles.profile import Profile
 from opacus_memprof.recording.after_import import AfterImport
 from opacus_memprof.reports.text import print_summary
+from opacus_memprof.running.program import Program, print_exception
+from opacus_memprof.running.signals import BackgroundSignalHandler, die_of
 
 if TYPE_CHECKING:
     from opacus_memprof.session import Session
@@ -103,7 +103,7 @@ class ProgramRecording:
         from opacus_memprof.recording.faults import contain
 
         with contain("looking for models that train without Opacus"):
-            from opacus_memprof.cli.follow_without_engine import FollowWithoutEngine
+            from opacus_memprof.running.plain_models import FollowWithoutEngine
 
             FollowWithoutEngine(session)
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from opacus_memprof.clipping.kernels.native import group_alike, squared_norms_cpu, sum_outer_products, weighted_sums_cpu
+from opacus_memprof.clipping.kernels.norm_bounds import least_product, product_squared_norms
+from opacus_memprof.clipping.kernels.norms import has_kernels, is_small
+from opacus_memprof.clipping.kernels.sums import add_lost, scale_single_samples
+from opacus_memprof.clipping.kernels.workspace import KERNEL_DTYPES, Workspace, batches, sum_dtype
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.base import SplitFactors, split_factors
 from opacus_memprof.clipping.layers.matrix import MatrixLayer
-from opacus_memprof.clipping.native import group_alike, squared_norms_cpu, sum_outer_products, weighted_sums_cpu
-from opacus_memprof.clipping.norm_bounds import least_product, product_squared_norms
-from opacus_memprof.clipping.norms import has_kernels, is_small
-from opacus_memprof.clipping.sums import add_lost, scale_single_samples
-from opacus_memprof.clipping.workspace import KERNEL_DTYPES, Workspace, batches, sum_dtype
 
 # Of sums that are formed at once, while what they are formed from is still there. Also of one gradient of a single
 # sample, which is scaled together with others: larger ones are scaled in turn while sums are sent to other ranks.
@@ -62,7 +62,7 @@ def find_waiting_norms(kept: dict[Layer, KeptTensors]) -> None:
     for group in _alike(tokens, whole_shapes=False):
         _set_norms(group, _norms_of_outer_products([operands for _, _, operands in group]))
     for group in _alike(pairs, whole_shapes=True):
-        from opacus_memprof.clipping.gram_triton import gram_squared_norms_of_layers
+        from opacus_memprof.clipping.kernels.gram import gram_squared_norms_of_layers
 
         norms, lost = gram_squared_norms_of_layers([operands for _, _, operands in group])
         _set_norms(group, norms)
@@ -79,7 +79,7 @@ def _squared_norms(stacks: list[torch.Tensor]) -> torch.Tensor:
     """The squared norms of every ``stack[n]`` of small stacks, [stacks, N]."""
     if not has_kernels(stacks[0]):
         return squared_norms_cpu(stacks)
-    from opacus_memprof.clipping.stacks_triton import squared_norms_cuda
+    from opacus_memprof.clipping.kernels.stacks import squared_norms_cuda
 
     return squared_norms_cuda(stacks)
 
@@ -88,7 +88,7 @@ def _norms_of_outer_products(pairs: list[tuple[torch.Tensor, ...]]) -> torch.Ten
     """Returns the squared norms of ``g[n] @ a[n]`` for small pairs with a single token, [pairs, N]: the norm of a
     product of vectors is the product of their norms."""
     if has_kernels(pairs[0][0]):
-        from opacus_memprof.clipping.formed_triton import norms_of_outer_products_cuda
+        from opacus_memprof.clipping.kernels.formed import norms_of_outer_products_cuda
 
         return norms_of_outer_products_cuda(pairs)
     squares = squared_norms_cpu([x for pair in pairs for x in pair])
@@ -144,7 +144,7 @@ def _weighted_sums(stacks: list[torch.Tensor], factors: torch.Tensor, dtype: tor
     """``sum_n factors[n] stack[n]`` of small stacks, in ``dtype``."""
     if not has_kernels(stacks[0]):
         return weighted_sums_cpu(stacks, factors.to(stacks[0]), dtype)
-    from opacus_memprof.clipping.stacks_triton import weighted_sums_cuda
+    from opacus_memprof.clipping.kernels.stacks import weighted_sums_cuda
 
     return weighted_sums_cuda(stacks, factors.to(stacks[0].device, torch.float32), dtype)
 

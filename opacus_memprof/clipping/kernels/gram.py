@@ -3,7 +3,7 @@
 
 One program per sample and tile pair (i >= j) forms a tile of ggT and the same tile of aaT in registers, multiplies
 them elementwise and writes the sum, and the sum of absolute values; tiles off the diagonal count twice. There are no
-atomics: a second kernel adds the sums up and replaces norms with too few correct digits (see formed_triton.py), so the
+atomics: a second kernel adds the sums up and replaces norms with too few correct digits (see formed.py), so the
 result is deterministic. Imported only for CUDA tensors (Triton is a dependency of PyTorch's CUDA
 wheels).
 """
@@ -17,11 +17,11 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from opacus_memprof.clipping.formed_triton import norms_of_layer_cuda, norms_of_layers_cuda
-from opacus_memprof.clipping.launch_triton import launch
-from opacus_memprof.clipping.native import address_table
-from opacus_memprof.clipping.norm_bounds import least_product, least_share
-from opacus_memprof.clipping.stacks_triton import TYPES
+from opacus_memprof.clipping.kernels.formed import norms_of_layer_cuda, norms_of_layers_cuda
+from opacus_memprof.clipping.kernels.launch import launch
+from opacus_memprof.clipping.kernels.native import address_table
+from opacus_memprof.clipping.kernels.norm_bounds import least_product, least_share
+from opacus_memprof.clipping.kernels.stacks import TYPES
 
 _MOST_PROGRAMS = 65535  # in the third dimension of a launch
 _MOST_PARTS = 1 << 22  # sums of tiles that are written by a launch, unless one layer has more: 48 MiB

@@ -16,10 +16,10 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from opacus_memprof.clipping.formed_triton import add_product
-from opacus_memprof.clipping.launch_triton import launch
-from opacus_memprof.clipping.native import product_table
-from opacus_memprof.clipping.stacks_triton import TYPES
+from opacus_memprof.clipping.kernels.formed import add_product
+from opacus_memprof.clipping.kernels.launch import launch
+from opacus_memprof.clipping.kernels.native import product_table
+from opacus_memprof.clipping.kernels.stacks import TYPES
 
 _PROGRAMS = 1024  # of a layer, at most
 _BLOCK = {"ROWS": 32, "COLUMNS": 64}

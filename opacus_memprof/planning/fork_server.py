@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that planned runs are forked from: `python -m opacus_memprof.cli.run_server PACKAGE...`.
+"""The process that planned runs are forked from: `python -m opacus_memprof.planning.fork_server PACKAGE...`.
 
 It imports the packages once, which takes most of a short run's time, and forks for each run: before CUDA is
 initialised, while there is one thread, and with the packages hidden until the program imports them. Of a run a line of
@@ -18,9 +18,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from opacus_memprof.cli import planned_run
-from opacus_memprof.cli.hidden_modules import HiddenModules
-from opacus_memprof.cli.program import print_exception
+from opacus_memprof.planning import run_process
+from opacus_memprof.planning.hidden_modules import HiddenModules
+from opacus_memprof.running.program import print_exception
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES
 
 
@@ -45,7 +45,7 @@ class ForkServer:
 
     def can_fork(self) -> bool:
         """Whether this process has one thread, and the packages have not changed its environment."""
-        return len(os.listdir("/proc/self/task")) == 1 and not planned_run.has_changed(self._environment)
+        return len(os.listdir("/proc/self/task")) == 1 and not run_process.has_changed(self._environment)
 
     def become(self, command: Sequence[str], streams: Sequence[int]) -> None:
         """Makes a fork of this process one in which a program can begin.
@@ -95,7 +95,7 @@ class ForkServer:
 
     def _check_environment(self, name: str) -> None:
         """Starts over in a new process where the program has set variables, which packages read when imported."""
-        if planned_run.has_changed(self._environment):
+        if run_process.has_changed(self._environment):
             sys.stdout.flush()
             os.execve(self._command[0], self._command, self._environment)
 
@@ -112,11 +112,11 @@ def serve(server: ForkServer) -> None:
 
 
 def _run(server: ForkServer, configuration: str, directory: str, log: str) -> NoReturn:
-    command = [sys.executable, "-m", planned_run.__name__, configuration, directory]
+    command = [sys.executable, "-m", run_process.__name__, configuration, directory]
     with open(os.devnull, "rb") as nothing, open(log, "ab") as end:
         server.become(command, [nothing.fileno(), end.fileno(), end.fileno()])
-    sys.argv = [planned_run.__file__, configuration, directory]
-    server.run(planned_run.main)
+    sys.argv = [run_process.__file__, configuration, directory]
+    server.run(run_process.main)
 
 
 def main() -> None:

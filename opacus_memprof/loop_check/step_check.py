@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from opacus.optimizers import DPOptimizer
 
-from opacus_memprof.cli.loop_check.advice import exact_modes
-from opacus_memprof.cli.loop_check.by_hand import (
+from opacus_memprof.loop_check.advice import exact_modes
+from opacus_memprof.loop_check.by_hand import (
     Batch,
     Gradients,
     clip_by_hand,
@@ -18,8 +18,8 @@ from opacus_memprof.cli.loop_check.by_hand import (
     mixing_module,
     size_of,
 )
-from opacus_memprof.cli.loop_check.noise_check import check_noise
-from opacus_memprof.cli.loop_check.records import (
+from opacus_memprof.loop_check.noise_check import check_noise
+from opacus_memprof.loop_check.records import (
     Findings,
     LogicalStep,
     NotCheckedError,

@@ -10,9 +10,9 @@ import torch
 from opacus.optimizers import optimizer as opacus_optimizer
 
 from opacus_memprof.clipping.cost import draws_in_place
-from opacus_memprof.clipping.native import draw_normal
-from opacus_memprof.clipping.norms import has_kernels
-from opacus_memprof.clipping.workspace import batches
+from opacus_memprof.clipping.kernels.native import draw_normal
+from opacus_memprof.clipping.kernels.norms import has_kernels
+from opacus_memprof.clipping.kernels.workspace import batches
 
 
 def add_noise(
@@ -36,7 +36,7 @@ def add_noise(
         return
     for of_kernel, group in itertools.groupby(sums, kernel):
         if of_kernel is not None:
-            from opacus_memprof.clipping import noise_triton
+            from opacus_memprof.clipping.kernels import noise as noise_triton
 
             if noise_triton.draws_as_torch(of_kernel[0]):
                 noise_triton.add_normal_cuda(list(group), std, generator, divisor)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from opacus_memprof.cli.loop_check.records import PrivateModel, first_line, listed
+from opacus_memprof.loop_check.records import PrivateModel, first_line, listed
 
 
 def explain(error: BaseException, roots: list[PrivateModel]) -> str | None:

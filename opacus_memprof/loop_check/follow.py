@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_map
 
-from opacus_memprof.cli.loop_check.explain import explain, foreign_parameters
-from opacus_memprof.cli.loop_check.loss_scale import LossScale
-from opacus_memprof.cli.loop_check.records import (
+from opacus_memprof.loop_check.explain import explain, foreign_parameters
+from opacus_memprof.loop_check.loss_scale import LossScale
+from opacus_memprof.loop_check.records import (
     Call,
     Findings,
     LogicalStep,
@@ -28,7 +28,7 @@ from opacus_memprof.cli.loop_check.records import (
     StepResult,
     first_line,
 )
-from opacus_memprof.cli.loop_check.step_check import StepCheck, clip_bound, noise_std
+from opacus_memprof.loop_check.step_check import StepCheck, clip_bound, noise_std
 
 STEPS = 2
 _MOST_STEPS = 10  # those whose batch is empty included

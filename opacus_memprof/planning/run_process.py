@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one planned run: `python -m opacus_memprof.cli.planned_run CONFIGURATION DIRECTORY`.
+"""The process of one planned run: `python -m opacus_memprof.planning.run_process CONFIGURATION DIRECTORY`.
 
 Runs a program on a virtual GPU under the profiler, as `opacus-memprof run --virtual-gpu` does, applies the changes that
 are to be tried, and leaves in facts.json what the profile does not have.
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opacus_memprof import virtual_gpu
-from opacus_memprof.cli.program import Program
-from opacus_memprof.cli.program_recording import ProgramRecording
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning.virtual_run import FACTS, PROFILE_OF_RUN, Configuration
 from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS, ProfileDirectory
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.recording.after_import import AfterImport
+from opacus_memprof.running.program import Program
+from opacus_memprof.running.recording import ProgramRecording
 
 if TYPE_CHECKING:
     from opacus_memprof.planning.changes import OpacusSetup

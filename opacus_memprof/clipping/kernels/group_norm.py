@@ -12,7 +12,7 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from opacus_memprof.clipping.launch_triton import launch
+from opacus_memprof.clipping.kernels.launch import launch
 
 _TILE = 2048  # numbers that a program takes at once
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from opacus_memprof.cli.program import Program
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.recording.after_import import AfterImport
+from opacus_memprof.running.program import Program
 
 if TYPE_CHECKING:
-    from opacus_memprof.cli.loop_check.follow import Follower
-    from opacus_memprof.cli.loop_check.records import StepResult
+    from opacus_memprof.loop_check.follow import Follower
+    from opacus_memprof.loop_check.records import StepResult
 
 _MOST_ROWS = 20
 
@@ -99,7 +99,7 @@ class ScriptCheck:
         return f"ended with {type(error).__name__}{where}{f' ({message})' if message else ''}"
 
     def _follow(self) -> None:
-        from opacus_memprof.cli.loop_check.follow import Follower
+        from opacus_memprof.loop_check.follow import Follower
 
         self._follower = Follower()
         self._follower.install()

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from opacus_memprof.clipping import native
 from opacus_memprof.clipping.cost import choose
-from opacus_memprof.clipping.norm_bounds import uses_tf32
-from opacus_memprof.clipping.norms import has_kernels, matrix
-from opacus_memprof.clipping.workspace import Workspace, is_low_precision, slices, sum_dtype
+from opacus_memprof.clipping.kernels import native
+from opacus_memprof.clipping.kernels.norm_bounds import uses_tf32
+from opacus_memprof.clipping.kernels.norms import has_kernels, matrix
+from opacus_memprof.clipping.kernels.workspace import Workspace, is_low_precision, slices, sum_dtype
 
 
 def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, workspace: Workspace) -> torch.Tensor:
@@ -29,7 +29,7 @@ def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, wo
         workspace: ceiling on temporaries.
     """
     if has_kernels(stack):
-        from opacus_memprof.clipping.stacks_triton import weighted_sum_cuda
+        from opacus_memprof.clipping.kernels.stacks import weighted_sum_cuda
 
         return weighted_sum_cuda(stack.contiguous(), factors.float(), dtype)
     flat = matrix(stack)
@@ -64,8 +64,8 @@ def sum_outer_products(
 def add_lost(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], totals: Sequence[torch.Tensor], factors: torch.Tensor
 ) -> None:
-    """Adds the clipped gradients of samples whose tokens cancel, on CUDA. See ``lost_triton.add_products_cuda``."""
-    from opacus_memprof.clipping.lost_triton import add_products_cuda
+    """Adds the clipped gradients of samples whose tokens cancel, on CUDA. See ``lost.add_products_cuda``."""
+    from opacus_memprof.clipping.kernels.lost import add_products_cuda
 
     add_products_cuda(pairs, totals, factors)
 
@@ -79,7 +79,7 @@ def scale_single_samples(stacks: list[torch.Tensor], factors: torch.Tensor) -> l
     """
     if has_kernels(stacks[0]):
         # One launch for all of them.
-        from opacus_memprof.clipping.stacks_triton import scale_cuda
+        from opacus_memprof.clipping.kernels.stacks import scale_cuda
 
         scale_cuda(stacks, factors.float())
     else:

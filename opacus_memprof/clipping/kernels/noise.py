@@ -22,9 +22,9 @@ import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from triton.language.extra import libdevice  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from opacus_memprof.clipping.launch_triton import launch
-from opacus_memprof.clipping.native import reserve_normal
-from opacus_memprof.clipping.stacks_triton import TYPES
+from opacus_memprof.clipping.kernels.launch import launch
+from opacus_memprof.clipping.kernels.native import reserve_normal
+from opacus_memprof.clipping.kernels.stacks import TYPES
 
 _BLOCK = 512  # of torch's threads whose numbers one program draws
 _COLUMNS = tl.constexpr(6)  # of the table

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from opacus_memprof.cli.loop_check.records import Call, NotCheckedError, PhysicalBatch, RandomState, first_line
+from opacus_memprof.loop_check.records import Call, NotCheckedError, PhysicalBatch, RandomState, first_line
 
 Gradients = dict[str, torch.Tensor]
 _STABILITY = 1e-6  # in the clip factor of Opacus

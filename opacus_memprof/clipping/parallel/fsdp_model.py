@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from opacus_memprof.clipping.distributed import Agreement, computing_device
 from opacus_memprof.clipping.layers import LAYERS, GenericLayer, Layer, layer_for
+from opacus_memprof.clipping.parallel.agreement import Agreement, computing_device
 from opacus_memprof.clipping.repetition import RandomState
 from opacus_memprof.errors import MemprofError
 

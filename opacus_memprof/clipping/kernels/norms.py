@@ -12,8 +12,13 @@ from collections.abc import Callable
 
 import torch
 
-from opacus_memprof.clipping.norm_bounds import formed_squared_norm, has_digits, lost_digits, product_squared_norms
-from opacus_memprof.clipping.workspace import (
+from opacus_memprof.clipping.kernels.norm_bounds import (
+    formed_squared_norm,
+    has_digits,
+    lost_digits,
+    product_squared_norms,
+)
+from opacus_memprof.clipping.kernels.workspace import (
     CPU_DTYPES,
     KERNEL_DTYPES,
     Workspace,
@@ -112,7 +117,7 @@ def gram_squared_norms(
             lost.zero_()
         return product_squared_norms(g, a)
     if has_kernels(g):
-        from opacus_memprof.clipping.gram_triton import gram_squared_norms_cuda
+        from opacus_memprof.clipping.kernels.gram import gram_squared_norms_cuda
 
         return gram_squared_norms_cuda(g, a, lost)
     return _tiled_squared_norms(g, a, workspace)
@@ -144,7 +149,7 @@ def replace_lost_norms(
             left out.
     """
     if lost.is_cuda and has_triton():  # without waiting for the device
-        from opacus_memprof.clipping.gram_triton import replace_lost_norms_cuda
+        from opacus_memprof.clipping.kernels.gram import replace_lost_norms_cuda
 
         return replace_lost_norms_cuda(norms, lost, g, a, picked)
     for n in lost.nonzero().flatten().tolist():

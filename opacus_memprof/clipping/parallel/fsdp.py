@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from opacus_memprof.clipping.module import FlashClipHooks
 from opacus_memprof.clipping.norm_check import Limit
-from opacus_memprof.clipping.optimizer_ddp import DPOptimizerFlashClipDDP
-from opacus_memprof.clipping.scatter import scatter
+from opacus_memprof.clipping.parallel.ddp import DPOptimizerFlashClipDDP
+from opacus_memprof.clipping.parallel.reduce_scatter import scatter
 from opacus_memprof.errors import MemprofError
 
 

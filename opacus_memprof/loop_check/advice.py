@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from opacus_memprof.cli.loop_check.records import Call
+from opacus_memprof.loop_check.records import Call
 
 _MODES = ("flash_clip", "functorch", "ghost", "hooks")
 
