@@ -86,7 +86,7 @@ def _check_script(script: bool, target: str | None, arguments: list[str]) -> Non
 
     verdict = ScriptCheck(target, arguments).run()
     print_verdict(verdict, Console(highlight=False))
-    if verdict.defects:
+    if not verdict.is_good:
         raise typer.Exit(1)
 
 

@@ -26,11 +26,11 @@ _MODULES = {
     "GradSampleModuleFlashClip": "module",
     "GraphedBackward": "graphed",
     "adopt_grad_samples": "grad_sample_copies",
-    "Verification": "verification",
+    "Verification": "proof.verification",
     "register": "opacus_functions",
     "register_norm_samplers": "norm_samplers",
     "unregister": "opacus_functions",
-    "verify": "verification",
+    "verify": "proof.verification",
 }
 
 __all__ = [

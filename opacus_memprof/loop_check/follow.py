@@ -350,7 +350,7 @@ class Follower:
         try:
             yield
         except Exception as error:  # a defect of the check must not end the script
-            self.findings.not_checked(f"a part of a step, because the check failed ({first_line(error)}).")
+            self.findings.failure = self.findings.failure or first_line(error)
         finally:
             self._paused = False
             state.restore()

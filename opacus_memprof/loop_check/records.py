@@ -27,12 +27,14 @@ class Findings:
         defects: one or more sentences each.
         unchecked: one sentence each.
         notes: what is no defect, but worth knowing; one sentence each.
+        failure: the error that ended a check, in one line; None if every check ended.
     """
 
     def __init__(self) -> None:
         self.defects: list[str] = []
         self.unchecked: list[str] = []
         self.notes: list[str] = []
+        self.failure: str | None = None
         self._kinds: set[str] = set()
 
     def defect(self, sentence: str, kind: str = "") -> None:

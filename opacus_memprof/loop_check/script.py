@@ -29,6 +29,7 @@ class ScriptVerdict:
         defects: sentences; empty if all that was checked is right.
         unchecked: what was not checked.
         notes: what is no defect, but worth knowing.
+        failure: the error that ended a check, in one line; None if every check ended.
     """
 
     mode: str
@@ -36,6 +37,12 @@ class ScriptVerdict:
     defects: list[str]
     unchecked: list[str]
     notes: list[str]
+    failure: str | None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether every check ended and found no defect."""
+        return not self.defects and self.failure is None
 
 
 class ScriptCheck:
@@ -86,7 +93,9 @@ class ScriptCheck:
             findings.note(f"{self._script} {ending} after {_count(len(follower.results), 'logical step')}.")
         follower.finish()
         mode = follower.roots[-1].mode if follower.roots else ""
-        return ScriptVerdict(mode, follower.results, findings.defects, findings.unchecked, findings.notes)
+        return ScriptVerdict(
+            mode, follower.results, findings.defects, findings.unchecked, findings.notes, findings.failure
+        )
 
     def _ending(self, error: BaseException) -> str:
         if isinstance(error, KeyboardInterrupt):
@@ -119,6 +128,11 @@ def print_verdict(verdict: ScriptVerdict, console: Console) -> None:
     if verdict.defects:
         found = _count(len(verdict.defects), "defect")
         text = f"{found}: neither the training nor the privacy that is accounted for can be relied on."
+    elif verdict.failure is not None:
+        text = (
+            f"The check itself failed ({verdict.failure}), so it is unknown whether this script trains exactly. "
+            "Please report this with the script."
+        )
     elif any(step.errors for step in verdict.steps):
         worst = max(error for step in verdict.steps for error in step.errors.values())
         text = (

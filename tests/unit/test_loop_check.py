@@ -8,9 +8,11 @@ import math
 import pytest
 import torch
 from opacus.grad_sample import GradSampleModule
+from rich.console import Console
 from torch import nn
 
 from opacus_memprof.loop_check.by_hand import clip_by_hand, mixing_module, per_sample_gradients
+from opacus_memprof.loop_check.follow import Follower
 from opacus_memprof.loop_check.loss_scale import LossScale
 from opacus_memprof.loop_check.noise_check import check_noise
 from opacus_memprof.loop_check.records import (
@@ -22,6 +24,7 @@ from opacus_memprof.loop_check.records import (
     PrivateModel,
     RandomState,
 )
+from opacus_memprof.loop_check.script import ScriptVerdict, print_verdict
 
 
 def recorded(model: nn.Module, x: torch.Tensor, cotangent: torch.Tensor, reduction: str = "sum") -> PhysicalBatch:
@@ -140,3 +143,13 @@ def test_factors_of_losses() -> None:
         (x.sum() * x.mean(), 1.0),
     ):
         assert scale.factor_of(loss) == (pytest.approx(factor), False)
+
+
+def test_a_check_that_fails_gives_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    follower = Follower()
+    with follower._pause():
+        raise RuntimeError("no such kernel")
+    verdict = ScriptVerdict("hooks", [], [], [], [], follower.findings.failure)
+    print_verdict(verdict, Console())
+    assert not verdict.is_good
+    assert "The check itself failed (RuntimeError: no such kernel)" in capsys.readouterr().out
