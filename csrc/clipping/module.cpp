@@ -6,6 +6,7 @@
 
 #include "clipping/convolution.h"
 #include "clipping/gradient_tap.h"
+#include "clipping/graph_patterns.h"
 #include "clipping/stacks.h"
 #include "clipping/step.h"
 
@@ -13,6 +14,7 @@ namespace clipping = opacus_memprof::clipping;
 
 PYBIND11_MODULE(_clipping, module) {
   module.def("tap_gradient", &clipping::tap_gradient);
+  module.def("graph_patterns", &clipping::graph_patterns);
   module.def("unfold", &clipping::unfold);
   module.def("group_alike", &clipping::group_alike);
   module.def("address_table", &clipping::address_table);

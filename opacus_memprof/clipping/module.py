@@ -25,6 +25,7 @@ from opacus_memprof.clipping.autograd_functions import (
     run_two_passes,
 )
 from opacus_memprof.clipping.bookkeeping import Bookkeeping, Nonfinite
+from opacus_memprof.clipping.kernels import native
 from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layer_hooks import LayerHooks, first_input
 from opacus_memprof.clipping.layers import GenericLayer
@@ -37,9 +38,9 @@ from opacus_memprof.clipping.proof.contexts import without_compiled_autograd, wi
 from opacus_memprof.clipping.proof.explanation import RecordedForward, check_explained
 from opacus_memprof.clipping.proof.hooks_of_users import run_hooks, run_pre_hooks
 from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key, size_class
-from opacus_memprof.clipping.proof.outputs import alias_leaves, tensors_in
+from opacus_memprof.clipping.proof.outputs import alias_leaves, is_compiled, tensors_in
 from opacus_memprof.clipping.proof.probe import CannotRunError
-from opacus_memprof.clipping.proof.schedule import is_checked
+from opacus_memprof.clipping.proof.schedule import is_checked, is_explained
 from opacus_memprof.clipping.proof.situations import Situation, Situations, order_of
 from opacus_memprof.clipping.repetition import RandomState, is_repeating
 from opacus_memprof.clipping.rules import Clipping, ClipRule
@@ -63,6 +64,7 @@ class _Call:
         random: what the random number generators began with; None while a CUDA graph is captured.
         key: of the situation.
         situation: the situation.
+        is_proved: whether this forward was proved, rather than one before.
         cannot_run: why the module cannot run on other samples.
         record: what is needed to repeat the forward, if its step is going to be explained.
     """
@@ -75,6 +77,7 @@ class _Call:
     random: RandomState | None = None
     key: Any = None
     situation: Situation | None = None
+    is_proved: bool = False
     cannot_run: BaseException | None = None
     record: RecordedForward | None = None
 
@@ -395,6 +398,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 self._prove_on_all_ranks(call, self._shared_samples, (signature, size_class(batch)), error)
             elif call.key not in self.situations.known and batch and random is not None:
                 self.situations.known[call.key] = self._prove(call.entry, call.args, call.kwargs, random)
+                call.is_proved = True
         except CannotRunError as cause:  # raised after the forward, which may fail for the same reason
             call.cannot_run = cause.__cause__ or cause
         finally:
@@ -418,11 +422,13 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             call.record = RecordedForward.begin(call.entry, call.args, call.kwargs, batch, random)
         is_due = known.forwards > 1 and batch and is_checked(self.situations.check, known.forwards)
         if is_due and random is not None and self._shared_samples is None:
+            before = known
             try:
                 known = self.situations.recheck(call.key, call.entry, call.args, call.kwargs, random)
             except CannotRunError as cause:
                 call.cannot_run = cause.__cause__ or cause
                 return
+            call.is_proved |= known is not before
         if not known.is_finite:
             self.situations.known.pop(call.key, None)
         call.situation = self.last_situation = known
@@ -471,13 +477,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 self.situations.known[call.key] = new
 
     def _is_explained(self, forward: int) -> bool:
-        """Returns whether a step is compared with what its outputs explain: when a situation is checked, but with
-        "sometimes" only at the 1st, 8th, 64th, 512th and then every 1000th of the checked forwards, since it takes as
-        long as a step."""
-        check = self.situations.check
-        if self.units.is_sharded or not is_checked(check, forward):
-            return False
-        return check != "sometimes" or forward % 1000 == 0 or (forward.bit_length() - 1) % 3 == 0
+        return not self.units.is_sharded and is_explained(self.situations.check, forward)
 
     def _run(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a module as the program does: between the hooks of layers, and with the hooks of users."""
@@ -518,7 +518,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 "it."
             ) from call.cannot_run
         situation = call.situation
-        if situation is not None and call.random is not None and self._is_unproved(situation):
+        if situation is not None and call.random is not None and self._is_unproved(call, situation, output):
             output = self._prove_trace(call, situation, call.random, output)
         tensors = tensors_in(output)
         wheres = call.situation.wheres if call.situation is not None else self._wheres_by_shape(tensors)
@@ -552,10 +552,25 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             x.register_hook(functools.partial(self._begin_backward, hooks.forward, None, 0))  # type: ignore[no-untyped-call]
         return output
 
-    def _is_unproved(self, situation: Situation) -> bool:
-        """Whether the forward has called its layers in an order that no proof has seen."""
+    def _is_unproved(self, call: _Call, situation: Situation, output: Any) -> bool:
+        """Returns whether the forward has called its layers in an order, or computed its output by operations, that no
+        proof has seen. What made it do so, such as a global variable, need not be known."""
         hooks = self.layer_hooks
-        return bool(hooks.batch) and self.situations.check != "off" and order_of(hooks.trace) not in situation.traces
+        if not hooks.batch or self.situations.check == "off":
+            return False
+        return order_of(hooks.trace) not in situation.traces or self._has_new_patterns(call, situation, output)
+
+    def _has_new_patterns(self, call: _Call, situation: Situation, output: Any) -> bool:
+        if self.units.is_sharded:  # a proof needs all ranks, of which others may have no new operations
+            return False
+        outputs = [x for x in tensors_in(output) if x.requires_grad]
+        patterns = native.graph_patterns(outputs, self.layer_hooks.batch)
+        if situation.patterns.issuperset(patterns):
+            return False
+        if call.is_proved and is_compiled(outputs):  # proofs run uncompiled, with other operations
+            situation.patterns.update(patterns)
+            return False
+        return True
 
     def _wheres_by_shape(self, tensors: list[torch.Tensor]) -> list[Arrangement | None]:
         """Where the outputs of an empty batch have the samples, before any other batch."""
@@ -609,16 +624,20 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             ) from error
         finally:
             self._call, call.depth = None, 0
-        if order not in new.traces:
+        call.is_proved = True
+        if order not in new.traces or self._has_new_patterns(call, new, output):
             raise MemprofError(
-                "the model calls its layers in another order each time, also from the same random numbers, so that its "
-                "clipping cannot be proved: make the order depend on torch's, NumPy's or Python's random numbers alone."
+                "the model calls its layers in another order each time, or computes its output by other operations, also "
+                "from the same random numbers, so that its clipping cannot be proved: make what it computes depend on "
+                "torch's, NumPy's or Python's random numbers alone."
             )
         if is_same:
-            situation.traces.append(order)
+            if order not in situation.traces:
+                situation.traces.append(order)
             if situation.record is not None:
                 situation.record.orders += 1
                 self._note_proof(situation)
+            situation.patterns |= new.patterns
             hooks.layouts, hooks.plain = situation.layouts, situation.plain
         else:
             situations.known[call.key] = call.situation = new

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +22,10 @@ _is_trained = attrgetter("requires_grad")
 _is_training = attrgetter("training")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SMALL_BATCH = 16
+_DEPTH = 3
+_MOST_SEARCHES = 32
+_MOST_ENTRIES = 256
+_KNOWN = {"builtins", "collections", "functools", "logging", "numpy", "opacus", "opacus_memprof", "torch", "typing"}
 _MOST_VALUES = 8
 """A plain number among the arguments that has had more values than this, such as a step's, is no part of a
 situation."""
@@ -38,7 +46,7 @@ class ModelState:
         self._dicts = [m.__dict__ for m in self._modules]
         self._seen_hooks: list[int] = []
         self._user_hooks: tuple[int, ...] = ()
-        self._attributes = Attributes(self._dicts)
+        self._attributes = Attributes(self._dicts, map(type, self._modules))
 
     def structure(self) -> tuple[Any, ...]:
         """The submodules, and the parameters with whether they are trained. The layers depend on it."""
@@ -68,43 +76,202 @@ class ModelState:
 
 
 class Attributes:
-    """The plain values (numbers, strings, flags) among the attributes of modules.
+    """The plain values (numbers, strings, flags) that a model may read: attributes of its modules, what configurations,
+    dictionaries and lists among these have, attributes of its classes, and global variables and variables of closures
+    that its methods name.
 
     Args:
         dicts: the dictionaries of the modules' attributes.
+        classes: of the modules.
     """
 
-    def __init__(self, dicts: list[dict[str, Any]]) -> None:
-        self._dicts = dicts
-        self._sizes: list[int] = []
-        self._places: list[tuple[dict[str, Any], str]] = []
+    def __init__(self, dicts: list[dict[str, Any]], classes: Iterable[type]) -> None:
+        self._own = dicts
+        self._classes = list(dict.fromkeys(classes))
+        self._others = Holders(set())
+        self._searches = 0
+        self._shape: list[int] = []
+        self._changes: Counter[Any] = Counter()
+        self._readers: list[tuple[Mapping[Any, Any], Callable[[Any], tuple[Any, ...]]]] = []
+        self._keys: list[tuple[int, Any]] = []
         self._values: list[Any] = []
-        self._seen: dict[tuple[int, str], set[Any]] = {}
+        self._seen: dict[tuple[int, Any], set[Any]] = {}
         self._now: tuple[Any, ...] = ()
 
     def now(self) -> tuple[Any, ...]:
         """The values. One that has had more than a few, such as a count of steps, is left out."""
-        sizes = list(map(len, self._dicts))
-        if sizes != self._sizes:
-            self._sizes = sizes
-            self._places = [(d, k) for d in self._dicts for k, v in d.items() if k not in INTERNAL and _is_plain(v)]
-            self._values = []
-        values = [d.get(k) for d, k in self._places]
+        if self._searches < _MOST_SEARCHES and self._shape_now() != self._shape:
+            self._find()
+        try:
+            values = self._read()
+        except (KeyError, ValueError):  # as many values as before, but others
+            self._find()
+            values = self._read()
         if values != self._values:
             self._values = values
-            self._now = tuple(v for (d, k), v in zip(self._places, values, strict=True) if self._is_stable(d, k, v))
+            every = zip(self._keys, chain.from_iterable(values), strict=True)
+            self._now = tuple(v for key, v in every if self._is_stable(key, v))
         return self._now
 
-    def _is_stable(self, d: dict[str, Any], key: str, value: Any) -> bool:
-        if not _is_plain(value):
+    def _read(self) -> list[Any]:
+        values: list[Any] = [read(d) for d, read in self._readers]
+        values.append([cell.cell_contents for cell in self._others.cells])
+        values.append([*map(tuple, self._others.lists)])
+        return values
+
+    def _shape_now(self) -> list[int]:
+        """The numbers of values, and the identities of what holds them."""
+        others = self._others
+        sizes = [*map(len, self._own), *map(len, others.mappings), *map(len, others.lists)]
+        sizes += [id(d.get(k)) for d, k in others.places]
+        return sizes
+
+    def _find(self) -> None:
+        """Finds the values. What holds other objects, or more of them, in every step is left out. A model whose modules
+        get other attributes in every step is searched a few times only, since that takes milliseconds."""
+        self._searches += 1
+        self._search()
+        places: dict[int, tuple[Mapping[Any, Any], list[Any]]] = {}
+        for d in (*self._own, *self._others.mappings):
+            names = [k for k, v in list(d.items()) if k not in INTERNAL and _is_plain(v)]
+            places[id(d)] = d, names
+        for d, k in self._others.variables:
+            if _is_plain(d.get(k)):
+                places.setdefault(id(d), (d, []))[1].append(k)
+        self._readers = [(d, _reader(names)) for d, names in places.values() if names]
+        self._keys = [(id(d), k) for d, names in places.values() for k in names]
+        self._keys += [(id(each), None) for each in (*self._others.cells, *self._others.lists)]
+        self._shape, self._values = self._shape_now(), []
+
+    def _search(self) -> None:
+        before, self._others = self._others, Holders({key for key, n in self._changes.items() if n > _MOST_VALUES})
+        for d in self._own:
+            self._others.add_values(d, _DEPTH)
+        for kind in self._classes:
+            self._others.add_class(kind)
+        now = {(id(d), k): id(d.get(k)) for d, k in self._others.places}
+        self._changes.update(key for key, held in now.items() if before.held.get(key, held) != held)
+        sizes = {id(each): len(each) for each in (*self._others.mappings, *self._others.lists)}
+        self._changes.update(key for key, size in sizes.items() if before.sizes.get(key, size) != size)
+        self._others.held, self._others.sizes = now, sizes
+
+    def _is_stable(self, key: tuple[int, Any], value: Any) -> bool:
+        if not (_is_plain(value) or type(value) is tuple):
             return False
-        seen = self._seen.setdefault((id(d), key), set())
+        seen = self._seen.setdefault(key, set())
         seen.add(value)
         return len(seen) <= _MOST_VALUES
 
 
+def _reader(names: list[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Reads the values of these names from a mapping."""
+    read = itemgetter(*names)
+    return read if len(names) > 1 else lambda mapping: (read(mapping),)
+
+
+class Holders:
+    """Where a model may read plain values from, besides the attributes of its modules.
+
+    Attributes:
+        places: where the objects below are held: another object there has other values.
+        mappings: attributes of configurations and the like, dictionaries, and attributes of classes.
+        lists: of plain values.
+        variables: global variables, as the module's dictionary and a name.
+        cells: variables of closures that are plain values.
+        held, sizes: the identities of what the places hold, and the lengths of mappings and lists.
+
+    Args:
+        ignored: identities of mappings and lists, and places, that are left out.
+    """
+
+    def __init__(self, ignored: set[Any]) -> None:
+        self._ignored = ignored
+        self.held: dict[Any, int] = {}
+        self.sizes: dict[int, int] = {}
+        self.places: list[tuple[Mapping[Any, Any], Any]] = []
+        self.mappings: list[Mapping[Any, Any]] = []
+        self.lists: list[list[Any]] = []
+        self.variables: list[tuple[Mapping[Any, Any], Any]] = []
+        self.cells: list[CellType] = []
+        self._seen: set[int] = set()
+
+    def add_values(self, d: Mapping[Any, Any], depth: int) -> None:
+        """Adds what the values of a mapping hold."""
+        for key, value in list(d.items()):
+            if key not in INTERNAL and (id(d), key) not in self._ignored and self._add(value, depth):
+                self.places.append((d, key))
+
+    def add_class(self, kind: type) -> None:
+        """Adds the attributes of a class and what its methods name."""
+        for base in kind.__mro__:
+            if base is nn.Module or _is_known(base) or id(base) in self._seen:
+                continue
+            self._seen.add(id(base))
+            self.mappings.append(vars(base))
+            for value in list(vars(base).values()):
+                self._add_function(getattr(value, "__func__", value), _DEPTH)
+                self._add_function(getattr(value, "fget", None), _DEPTH)
+
+    def _add(self, value: Any, depth: int) -> bool:
+        """Adds what a value holds. Returns whether it holds anything."""
+        if depth == 0 or value is None or type(value) in (bool, int, float, str):
+            return False
+        if isinstance(value, (FunctionType, MethodType, functools.partial)):
+            self._add_function(getattr(value, "func", getattr(value, "__func__", value)), depth)
+            return True
+        if isinstance(value, (torch.Tensor, nn.Module, type, ModuleType)):
+            return False
+        if type(value) is list:
+            if id(value) in self._ignored or len(value) > _MOST_ENTRIES or not all(map(_is_plain, value)):
+                return False
+            if id(value) not in self._seen:
+                self._seen.add(id(value))
+                self.lists.append(value)
+            return True
+        mapping = value if type(value) is dict else None if _is_known(type(value)) else getattr(value, "__dict__", None)
+        if type(mapping) is not dict or id(mapping) in self._ignored or len(mapping) > _MOST_ENTRIES:
+            return False
+        if id(mapping) not in self._seen:
+            self._seen.add(id(mapping))
+            self.mappings.append(mapping)
+            self.add_values(mapping, depth - 1)
+        return True
+
+    def _add_function(self, function: Any, depth: int) -> None:
+        if not isinstance(function, FunctionType) or depth == 0 or id(function) in self._seen or _is_known(function):
+            return
+        self._seen.add(id(function))
+        for cell in function.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not set yet
+                continue
+            if _is_plain(value):
+                self.cells.append(cell)
+            else:
+                self._add(value, depth - 1)
+        for name in _names(function.__code__):
+            if name in function.__globals__:
+                value = function.__globals__[name]
+                if _is_plain(value):
+                    self.variables.append((function.__globals__, name))
+                elif (id(function.__globals__), name) not in self._ignored and self._add(value, depth - 1):
+                    self.places.append((function.__globals__, name))
+
+
+def _names(code: CodeType) -> set[str]:
+    """The names that a function's code has, with those of the functions in it."""
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return {*code.co_names, *chain.from_iterable(map(_names, inner))}
+
+
+def _is_known(each: Any) -> bool:
+    """Whether a class or function belongs to Python, torch or this package, whose own state is no model's."""
+    return (getattr(each, "__module__", None) or "").partition(".")[0] in _KNOWN
+
+
 def _is_plain(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float, str)
+    return value is None or type(value) in (bool, int, float, str) or isinstance(value, Enum)
 
 
 def is_own(hook: Any) -> bool:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -82,3 +82,17 @@ def as_output(rows: torch.Tensor, where: Arrangement, output: torch.Tensor) -> t
     if where.dim == 1:
         return rows.squeeze(2).movedim(0, 1).reshape(output.shape)
     return (rows if where.sample_major else rows.transpose(0, 1)).reshape(output.shape)
+
+
+def is_compiled(outputs: Iterable[torch.Tensor]) -> bool:
+    """Returns whether a function that torch.compile has made is in the graph of the outputs."""
+    waiting, seen = [x.grad_fn for x in outputs], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if "CompiledFunction" in node.name():
+            return True
+        seen.add(node)
+        waiting += [each for each, _ in node.next_functions]
+    return False

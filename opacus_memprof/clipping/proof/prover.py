@@ -14,26 +14,30 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.arrangement import Arrangement
+from opacus_memprof.clipping.kernels.native import graph_patterns
 from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.module_state import restoring_state
 from opacus_memprof.clipping.proof.outputs import cotangents, tensors_in
 from opacus_memprof.clipping.proof.perturbation import GENTLE, LARGE, SMALL, VARIANTS, has_samples, perturbed
-from opacus_memprof.clipping.proof.recorder import Record, RowRecorder, Sum, SumRecorder
-from opacus_memprof.clipping.proof.summary import Rows, halves
+from opacus_memprof.clipping.proof.recorder import ManyRecorder, Record, RowRecorder, Sum, SumRecorder
+from opacus_memprof.clipping.proof.summary import Rows, halves, relative_differences
 from opacus_memprof.clipping.repetition import RandomState
 from opacus_memprof.errors import MemprofError
 
 _FEW = 16
 """Batches of up to so many samples are tried with twice as many kinds of other values."""
+
+
+_Recorded = TypeVar("_Recorded")
 
 
 class MixingError(MemprofError):
@@ -104,6 +108,7 @@ class Prover:
     def __init__(self, program: Program, workspace: Workspace) -> None:
         self.program, self.workspace = program, workspace
         self.trace: list[Layer | None] = []
+        self.patterns: list[int] = []
         self.is_finite = True
 
     # --- mixing ---
@@ -117,7 +122,7 @@ class Prover:
         leaves, structure = self.program.leaves()
         whole = torch.ones(batch, dtype=torch.bool)
         bases = {True: self._backward(leaves, structure, whole, True)}
-        self.trace = bases[True].trace
+        self.trace, self.patterns = bases[True].trace, bases[True].patterns
         # From outputs that have the samples alone, half of the time, no sample may get a gradient of another one's.
         if bases[True].outputs and bases[True].has_shared:
             bases[False] = self._backward(leaves, structure, whole, False)
@@ -129,11 +134,34 @@ class Prover:
             if batch > 1 and bool(kept.all()):
                 continue
             shared = len(bases) == 1 or (i // 2) % 2 == 0
-            other = self._changed(leaves, structure, kept, variant, i, shared)
+            other = self._changed(self._backward, leaves, structure, kept, variant, i, shared)
             doubts = self._compare(bases[shared], other, kept, no_leak=not (shared and other.has_shared))
             if doubts:
                 return doubts
         return [] if bases[True].draws else self._smaller(leaves, structure, bases[len(bases) == 1])
+
+    def is_mixing(self, digit: int) -> bool:
+        """Returns whether ``mixing`` would find something, as far as three runs can show it: the batch, and for 0 and 1
+        the samples whose index has this binary digit, among others.
+
+        Args:
+            digit: any number; those above the indices' count again from 0.
+
+        Raises:
+            MixingError: an output depends on other samples.
+        """
+        leaves, structure = self.program.leaves()
+        plans = halves(self.program.batch)
+        first = 2 * digit % len(plans)
+        wheres = self.program.wheres
+        shared = digit % 2 == 0 or None not in wheres or not any(wheres)
+        base = self._record(leaves, structure, torch.ones(self.program.batch, dtype=torch.bool), shared)
+        for i in (first, first + 1):
+            kept = torch.tensor(plans[i])
+            other = self._changed(self._record, leaves, structure, kept, (i + digit) % VARIANTS, digit, shared)
+            if not _agree(base, other, kept, no_leak=not (shared and None in wheres)):
+                return True
+        return False
 
     def _smaller(self, leaves: list[Any], structure: Any, base: _Run) -> list[Doubt]:
         """As ``mixing``, of the first samples without the others: what a sample gets may depend on their number, too.
@@ -153,13 +181,20 @@ class Prover:
         return self._compare(base.first(count), other, torch.ones(count, dtype=torch.bool), no_leak=False)
 
     def _changed(
-        self, leaves: list[Any], structure: Any, kept: torch.Tensor, variant: int, i: int, shared: bool
-    ) -> _Run:
+        self,
+        run: Callable[[list[Any], Any, torch.Tensor, bool], _Recorded],
+        leaves: list[Any],
+        structure: Any,
+        kept: torch.Tensor,
+        variant: int,
+        seed: int,
+        shared: bool,
+    ) -> _Recorded:
         """A run in which the samples that are not kept are others."""
         for kind in (variant, *GENTLE):
-            new = perturbed(leaves, self.program.batch, kept, kind, i)
+            new = perturbed(leaves, self.program.batch, kept, kind, seed)
             try:
-                return self._backward(new, structure, kept, shared)
+                return run(new, structure, kept, shared)
             except MemprofError:
                 raise
             except Exception:
@@ -172,11 +207,24 @@ class Prover:
         with self._running(recorder) as trace:
             outputs, wheres = self._outputs(leaves, structure)
             trace = list(trace)  # backward adds what checkpoints run again
+            patterns = graph_patterns(outputs, self.program.batch)
             batch, draws = self.program.batch, self.program.random.has_moved()
             rows = [Rows.of(w.by_sample(o, batch)) for o, w in zip(outputs, wheres, strict=True) if w is not None]
             given = cotangents(outputs, wheres, self.program.drawn, kept.to(torch.float64), shared)
             torch.autograd.backward(outputs, given)
-        return _Run(rows, None in wheres, shared, draws, recorder, trace)
+        return _Run(rows, None in wheres, shared, draws, recorder, trace, patterns)
+
+    def _record(self, leaves: list[Any], structure: Any, kept: torch.Tensor, shared: bool) -> ManyRecorder:
+        batch = self.program.batch
+        recorder = ManyRecorder(self.workspace, batch)
+        with self._running(recorder):
+            outputs, wheres = self._outputs(leaves, structure)
+            for output, where in zip(outputs, wheres, strict=True):
+                if where is not None:
+                    recorder.note(None, "output", where.by_sample(output, batch))
+            given = cotangents(outputs, wheres, self.program.drawn, kept.to(torch.float64), shared)
+            torch.autograd.backward(outputs, given)
+        return recorder
 
     def _outputs(self, leaves: list[Any], structure: Any) -> tuple[list[torch.Tensor], list[Arrangement | None]]:
         args, kwargs = tree_unflatten(leaves, structure)
@@ -205,8 +253,6 @@ class Prover:
             hooks.bookkeeping, hooks.batch, hooks.trace = before
 
     def _compare(self, base: _Run, other: _Run, kept: torch.Tensor, no_leak: bool) -> list[Doubt]:
-        if _agree(base, other, kept, no_leak):
-            return []
         for a, b in zip(base.outputs, other.outputs, strict=True):
             if a.shape[1:] != b.shape[1:] or _far(a, b, kept):
                 raise MixingError(
@@ -230,12 +276,12 @@ class Prover:
         ]
         return doubts
 
-    def run_for_trace(self) -> list[Layer | None]:
-        """The order in which a forward calls the layers."""
+    def follow(self) -> None:
+        """Runs a forward for the order in which it calls the layers and the patterns of its graph."""
         leaves, structure = self.program.leaves()
         with self._running(RowRecorder(self.workspace)) as trace:
-            self._outputs(leaves, structure)
-            return list(trace)
+            outputs, _ = self._outputs(leaves, structure)
+            self.trace, self.patterns = list(trace), graph_patterns(outputs, self.program.batch)
 
     # --- sums ---
     def sums(self) -> list[Doubt]:
@@ -286,6 +332,7 @@ class _Run:
         draws: whether random numbers were drawn.
         recorder: what reached the layers.
         trace: the order in which they were called.
+        patterns: of the graph of the outputs.
     """
 
     outputs: list[Rows]
@@ -294,6 +341,7 @@ class _Run:
     draws: bool
     recorder: RowRecorder
     trace: list[Layer | None]
+    patterns: list[int]
 
     def first(self, count: int) -> _Run:
         """Of the first samples alone. What a loss that all samples share gives them depends on their number."""
@@ -345,29 +393,49 @@ def wrong_sums(
         nothing.
     """
     expected = autograd(1.0)
-    norms = {p: 0.0 if g is None else vector_norm(g) for p, g in expected.items()}
+    owned = [(p, own.dtype, _distance(own.total, expected.get(p))) for p, own in found]
+    measured = {p: _norm(g) for p, g in expected.items() if g is not None}
+    norms = dict(zip(measured, _numbers(measured.values()), strict=True))
     of_all = math.hypot(*norms.values())
     wrong: dict[nn.Parameter, float] = {}
     is_finite = math.isfinite(of_all)
-    for parameter, own in found:
-        error, norm = _distance(own.total, expected.get(parameter)), norms.get(parameter, 0.0)
+    for (parameter, dtype, _), error in zip(owned, _numbers(each for *_, each in owned), strict=True):
+        norm = norms.get(parameter, 0.0)
         if not math.isfinite(error) or not math.isfinite(norm):
             is_finite = False
-        elif error > precision(own.dtype, parameter) * norm + 6.4 * torch.finfo(own.dtype).eps * of_all:
+        elif error > precision(dtype, parameter) * norm + 6.4 * torch.finfo(dtype).eps * of_all:
             wrong[parameter] = error
     if wrong and is_finite:
         # Gradients may cancel to less than their rounding, which other numbers round in another way.
         again = autograd(_OTHER_SCALE)
         for parameter, error in list(wrong.items()):
             gradient, first = again.get(parameter), expected.get(parameter)
-            rounding = 0.0 if gradient is None else _distance(gradient / _OTHER_SCALE, first)
+            rounding = 0.0 if gradient is None else float(_distance(gradient / _OTHER_SCALE, first))
             if error <= 8 * rounding:
                 del wrong[parameter]
     return {p: error / max(norms.get(p, 0.0), 1e-30) for p, error in wrong.items()}, is_finite
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor | None) -> float:
-    return vector_norm(a if b is None else a - b.view_as(a).to(a.dtype))
+def _distance(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+    return _norm(a if b is None else a - b.view_as(a).to(a.dtype))
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    """The norm, in double precision, a scalar."""
+    dtype = torch.complex128 if x.is_complex() else torch.float64
+    norm: torch.Tensor = torch.linalg.vector_norm(x.detach(), dtype=dtype)
+    return norm
+
+
+def _numbers(scalars: Iterable[torch.Tensor]) -> list[float]:
+    """The values of scalars, which may be on several devices. The host waits once for each device."""
+    scalars = list(scalars)
+    found = [0.0] * len(scalars)
+    for device in dict.fromkeys(each.device for each in scalars):
+        places = [i for i, each in enumerate(scalars) if each.device == device]
+        for i, value in zip(places, torch.stack([scalars[i].real for i in places]).tolist(), strict=True):
+            found[i] = value
+    return found
 
 
 def precision(dtype: torch.dtype, parameter: torch.Tensor) -> float:
@@ -378,51 +446,42 @@ def precision(dtype: torch.dtype, parameter: torch.Tensor) -> float:
     return {torch.float64: 1e-7, torch.complex128: 1e-7, torch.bfloat16: 2e-2, torch.float16: 5e-3}.get(dtype, 1e-3)
 
 
-def vector_norm(x: torch.Tensor) -> float:
-    """The norm, in double precision."""
-    return float(torch.linalg.vector_norm(x.detach(), dtype=torch.complex128 if x.is_complex() else torch.float64))
-
-
 _TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
-def _agree(base: _Run, other: _Run, kept: torch.Tensor, no_leak: bool) -> bool:
-    """Whether two runs agree in everything that is compared. The host waits once, and not for every layer."""
-    numbers: list[torch.Tensor] = []
-    pairs = list(zip(base.outputs, other.outputs, strict=True))
-    layers = dict.fromkeys(record.layer for record in base.recorder.records)
-    if layers.keys() != dict.fromkeys(record.layer for record in other.recorder.records).keys():
+def _agree(base: ManyRecorder, other: ManyRecorder, kept: torch.Tensor, no_leak: bool) -> bool:
+    """Whether two runs agree in everything for the kept samples, and no other sample gets a gradient where it must
+    not. The host waits once, and not for every layer."""
+    if base.places != other.places or base.rows.kinds != other.rows.kinds:
         return False
-    for layer in layers:
-        ours, theirs = base.recorder.of_layer(layer), other.recorder.of_layer(layer)
-        if len(ours) != len(theirs):
-            return False
-        for a, b in zip(ours, theirs, strict=True):
-            for x, y in ((a.inputs, b.inputs), (a.gradients, b.gradients), (a.own, b.own)):
-                pairs += zip(x, y, strict=False)
-            if no_leak:
-                numbers += [2 * (g.largest[~kept.to(g.largest.device)] > 0).any() for g in b.gradients]
-    if any(x.shape[1:] != y.shape[1:] for x, y in pairs):
-        return False
-    numbers += [_excess(x, y, kept) for x, y in pairs]
-    device = numbers[0].device if numbers else "cpu"
-    return not numbers or bool((torch.stack([each.to(device, torch.float64) for each in numbers]) <= 1).all())
+    if not base.places:
+        return True
+    bits, projections, norms, _ = base.rows.numbers()
+    other_bits, other_projections, _, largest = other.rows.numbers()
+    device = norms.device
+    kept = kept.to(device)
+    rounding = [_tolerance(dtype, device) for _, dtype in base.rows.kinds]
+    differences = relative_differences(projections - other_projections, norms, bits == other_bits)
+    is_far = (differences > torch.tensor(rounding, device=device).unsqueeze(1)) & kept
+    if no_leak:
+        is_gradient = torch.tensor([kind == "gradient" for _, kind in other.places], device=device)
+        is_far |= (largest > 0) & ~kept & is_gradient.unsqueeze(1)
+    return not bool(is_far.any())
 
 
 def _far(a: Rows, b: Rows, kept: torch.Tensor) -> bool:
     """Whether kept samples differ by more than rounding."""
-    return bool(_excess(a, b, kept) > 1)
-
-
-def _excess(a: Rows, b: Rows, kept: torch.Tensor) -> torch.Tensor:
-    """The largest difference of a kept sample, in units of what rounding may make, a scalar."""
-    device = a.norms.device.type
-    dtypes = [a.dtype, *([torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else [])]
-    tolerance = max(_TOLERANCES.get(dtype, 2e-5) for dtype in dtypes) * (1 if a.shape == b.shape else 8)
-    if a.norms.is_cuda and a.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        tolerance = 2e-3
+    tolerance = _tolerance(a.dtype, a.norms.device) * (1 if a.shape == b.shape else 8)
     differences = a.differences(b)
-    return torch.where(kept.to(differences.device), differences, 0).amax() / tolerance
+    return bool((torch.where(kept.to(differences.device), differences, 0) > tolerance).any())
+
+
+def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
+    """The largest relative difference that rounding may make."""
+    if device.type == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return 2e-3
+    dtypes = [dtype, *([torch.get_autocast_dtype(device.type)] if torch.is_autocast_enabled(device.type) else [])]
+    return max(_TOLERANCES.get(each, 2e-5) for each in dtypes)
 
 
 def _difference(base: list[Record], other: list[Record], kept: torch.Tensor, no_leak: bool) -> str | None:

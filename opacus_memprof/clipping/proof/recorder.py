@@ -4,6 +4,7 @@ else."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layers import GenericLayer, Layer
-from opacus_memprof.clipping.proof.summary import Rows
+from opacus_memprof.clipping.proof.summary import ManyRows, Rows
 from opacus_memprof.clipping.refusals import KeptRefusal
 from opacus_memprof.clipping.repetition import Call
 
@@ -41,6 +42,24 @@ class Record:
         return Record(self.layer, inputs, gradients if with_gradients else [], own if with_gradients else [])
 
 
+def _recorded(layer: Layer, x: Any, g: Any, workspace: Workspace) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the backward of a layer gets, by sample, with its kind: see Record."""
+    if not isinstance(layer, GenericLayer):
+        if x is not None:
+            yield "input", x
+        yield "gradient", g
+        return
+    call: Call = x
+    for leaf, where in zip(call.leaves, call.arrangements, strict=True):
+        if where is not None:
+            yield "input", where.by_sample(leaf, call.batch)
+    if layer.way == "whole":
+        for stack in layer.keep(call, g, workspace, norms=False).stacks.values():
+            yield "own", stack
+    for each in call.sample_gradients(g):
+        yield "gradient", each
+
+
 class RowRecorder:
     """Records, by sample, what each layer's backward gets.
 
@@ -60,22 +79,41 @@ class RowRecorder:
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
         """As ``Bookkeeping.add``."""
-        if not isinstance(layer, GenericLayer):
-            inputs = [] if x is None else [Rows.of(x)]
-            self.records.append(Record(layer, inputs, [Rows.of(g)]))
-            return
-        call: Call = x
-        pairs = zip(call.leaves, call.arrangements, strict=True)
-        inputs = [Rows.of(where.by_sample(leaf, call.batch)) for leaf, where in pairs if where is not None]
-        own = []
-        if layer.way == "whole":
-            kept = layer.keep(call, g, self.workspace, norms=False)
-            own = [Rows.of(stack) for stack in kept.stacks.values()]
-        self.records.append(Record(layer, inputs, [Rows.of(each) for each in call.sample_gradients(g)], own))
+        found: dict[str, list[Rows]] = {"input": [], "gradient": [], "own": []}
+        for kind, tensor in _recorded(layer, x, g, self.workspace):
+            found[kind].append(Rows.of(tensor))
+        self.records.append(Record(layer, found["input"], found["gradient"], found["own"]))
 
     def of_layer(self, layer: Layer) -> list[Record]:
         """The records of a layer."""
         return [record for record in self.records if record.layer is layer]
+
+
+class ManyRecorder:
+    """Records what RowRecorder does, for all layers at once.
+
+    Attributes:
+        rows: of all tensors.
+        places: layer and kind of each: "input", "gradient", or "own".
+    """
+
+    is_captured = False
+    refusal = KeptRefusal()
+
+    def __init__(self, workspace: Workspace, batch: int) -> None:
+        self.workspace = workspace
+        self.rows = ManyRows(batch)
+        self.places: list[tuple[Layer | None, str]] = []
+
+    def note(self, layer: Layer | None, kind: str, x: torch.Tensor) -> None:
+        """Adds a tensor with samples."""
+        self.places.append((layer, kind))
+        self.rows.add(x)
+
+    def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
+        """As ``Bookkeeping.add``."""
+        for kind, tensor in _recorded(layer, x, g, self.workspace):
+            self.note(layer, kind, tensor)
 
 
 @dataclass

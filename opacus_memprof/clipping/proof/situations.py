@@ -28,6 +28,7 @@ from opacus_memprof.clipping.proof.perturbation import has_samples
 from opacus_memprof.clipping.proof.probe import CannotRunError, Probe
 from opacus_memprof.clipping.proof.prover import Doubt, Program, Prover
 from opacus_memprof.clipping.proof.row_moves import modules_that_move_rows
+from opacus_memprof.clipping.proof.schedule import has_sums_checked
 from opacus_memprof.clipping.proof.summary import release
 from opacus_memprof.clipping.repetition import RandomState
 from opacus_memprof.clipping.units import Units
@@ -60,6 +61,7 @@ class Situation:
         plain: the PlainLayers, by module.
         wheres: where the output's tensors have the samples; None for what all samples share.
         traces: the orders of layer calls that are proved; see ``order_of``.
+        patterns: of the autograd graphs of the outputs of forwards that are proved; see ``graph_patterns``.
         forwards: the number of forwards so far.
         share: the part of the batch that the proof went through: less than 1 where memory did not allow all.
         is_finite: whether all numbers in the proof were finite: otherwise the next forward proves it again.
@@ -70,6 +72,7 @@ class Situation:
     plain: dict[nn.Module, PlainLayer]
     wheres: list[Arrangement | None]
     traces: list[Order] = field(default_factory=list)
+    patterns: set[int] = field(default_factory=set)
     forwards: int = 0
     share: float = 1.0
     is_finite: bool = True
@@ -144,7 +147,7 @@ class Situations:
     def recheck(
         self, key: Any, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], random: RandomState
     ) -> Situation:
-        """Proves a situation again: as a whole if ``check`` is "always", and else on a part of the batch.
+        """Checks a situation again: as a whole if ``check`` is "always", and else a part of the batch, with few runs.
         What has changed is proved anew.
 
         Args:
@@ -168,15 +171,19 @@ class Situations:
         args, kwargs = part
         program = Program(entry, run, self.hooks, args, kwargs, count, count, random, situation.wheres, self.trained)
         prover = Prover(program, self.workspace)
+        has_sums = has_sums_checked(self.check, situation.forwards)
         try:
             with self._proving(entry):
-                is_same = not prover.mixing() and not prover.sums()
+                is_mixing = (
+                    prover.mixing() if self.check == "always" else prover.is_mixing(situation.forwards.bit_length())
+                )
+                is_same = not is_mixing and not (has_sums and prover.sums())
         except torch.OutOfMemoryError:
             raise
         except Exception:  # what has changed is said by the proof
             is_same = False
         if is_same:
-            for what in ("mixing", "sums"):
+            for what in ("mixing", "sums") if has_sums else ("mixing",):
                 if situation.record is not None:
                     situation.record.note(what, count / batch)
             return situation
@@ -238,8 +245,9 @@ class Situations:
             return doubts
         real = self._prover(probe, situation, random, probe.leaves, batch) if count > batch else prover
         doubts = [] if self.units.is_sharded else real.sums()
-        trace = prover.trace if real is prover else real.run_for_trace()
-        situation.traces = [order_of(trace)]
+        if real is not prover:
+            real.follow()
+        situation.traces, situation.patterns = [order_of(real.trace)], set(real.patterns)
         situation.share = min(1.0, count / batch)
         situation.is_finite = real.is_finite
         return doubts

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ class Rows:
         if x.is_complex():
             x = torch.view_as_real(x.resolve_conj())
         # Temporaries are small beside a large tensor, and beside what a small model needs.
-        at_once = min(_CHUNK_BYTES, max(x.numel() * x.element_size() // 4, 1 << 20))
+        at_once = min(_CHUNK_BYTES, max(x.numel() * x.element_size() // 4, 1 << 22))
         size = max(1, at_once // max(1, x[:1].numel() * x.element_size()))
         with torch.autocast(x.device.type, enabled=False):
             parts = [_summarize(x[n].reshape(n.stop - n.start, x[:1].numel())) for n in slices(len(x), size)]
@@ -61,10 +62,78 @@ class Rows:
 
     def differences(self, other: Rows) -> torch.Tensor:
         """The distances of the samples from those of ``other``, relative to their norms, [B]: 0 for the same bits."""
-        distances = (self.projections - other.projections).abs().amax(1) / self.norms.clamp(min=1e-30)
-        # Infinities and NaN are compared by their bits.
-        distances = distances.nan_to_num(nan=torch.inf, posinf=torch.inf)
-        return distances.masked_fill(self.bits == other.bits, 0)
+        return relative_differences(self.projections - other.projections, self.norms, self.bits == other.bits)
+
+
+def relative_differences(of_projections: torch.Tensor, norms: torch.Tensor, is_same: torch.Tensor) -> torch.Tensor:
+    """The distances of samples relative to their norms, [...]; 0 for the same bits.
+
+    Args:
+        of_projections: differences of projections, [..., 4].
+        norms: [...].
+        is_same: whether the bits are the same, [...].
+    """
+    distances = of_projections.abs().amax(-1) / norms.clamp(min=1e-30)
+    # Infinities and NaN are compared by their bits.
+    return distances.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(is_same, 0)
+
+
+class ManyRows:
+    """The summaries of many tensors [B, ...], R of them, with few launches: those of the same shape are stacked.
+
+    Args:
+        batch: B.
+
+    Attributes:
+        kinds: shape and dtype of each tensor, in the order in which they were added.
+    """
+
+    _MOST_BYTES = 1 << 27
+
+    def __init__(self, batch: int) -> None:
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []
+        self._batch = batch
+        self._waiting: dict[Any, list[tuple[int, torch.Tensor]]] = {}
+        self._bytes = 0
+        self._places: list[int] = []
+        self._parts: list[tuple[torch.Tensor, ...]] = []
+
+    def add(self, x: torch.Tensor) -> None:
+        """Adds a tensor. It must not change until it is summarized, which is when ``numbers`` is called or when the
+        tensors that wait take too much memory.
+
+        Raises:
+            ValueError: its first dimension is not the batch.
+        """
+        if not x.dim() or len(x) != self._batch:
+            raise ValueError(f"a tensor of shape {tuple(x.shape)} has no rows for {self._batch} samples")
+        self._waiting.setdefault((x.shape, x.dtype, x.device), []).append((len(self.kinds), x.detach()))
+        self.kinds.append((x.shape, x.dtype))
+        self._bytes += x.numel() * x.element_size()
+        if self._bytes > self._MOST_BYTES:
+            self._summarize()
+
+    def numbers(self) -> tuple[torch.Tensor, ...]:
+        """Hashes [R, B], projections [R, B, 4], norms [R, B] and largest absolute values [R, B]; see Rows. On the
+        device of the first tensor, in float64."""
+        self._summarize()
+        device = self._parts[0][0].device
+        order = torch.tensor(self._places).argsort().to(device)
+        bits, *others = (
+            torch.cat([part.to(device) for part in each])[order] for each in zip(*self._parts, strict=True)
+        )
+        return bits, *(each.to(torch.float64) for each in others)
+
+    def _summarize(self) -> None:
+        for group in self._waiting.values():
+            size = max(1, _CHUNK_BYTES // max(1, group[0][1].numel() * group[0][1].element_size()))
+            for n in slices(len(group), size):
+                some = group[n]
+                rows = Rows.of(torch.stack([x for _, x in some]).flatten(0, 1))
+                self._places += [place for place, _ in some]
+                parts = (rows.bits, rows.projections, rows.norms, rows.largest)
+                self._parts.append(tuple(part.view(len(some), self._batch, *part.shape[1:]) for part in parts))
+        self._waiting, self._bytes = {}, 0
 
 
 def _summarize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -73,16 +142,21 @@ def _summarize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     hashes = torch.zeros(n, dtype=torch.int64, device=x.device)
     projections = torch.zeros(n, _PROJECTIONS, dtype=dtype, device=x.device)
     largest = torch.zeros(n, dtype=dtype, device=x.device)
-    for block, columns in enumerate(slices(width, _COLUMNS)):
-        part = x[:, columns]
+    whole = width // _COLUMNS
+    for first, part in (
+        (0, x[:, : whole * _COLUMNS].reshape(n, whole, min(width, _COLUMNS))),
+        (whole, x[:, whole * _COLUMNS :].unsqueeze(1)),
+    ):
+        if not part.numel():
+            continue
         part = part + torch.zeros((), dtype=x.dtype, device=x.device) if x.is_floating_point() else part.to(torch.int64)
         bits = part.view(_INTEGERS[x.dtype.itemsize]) if x.is_floating_point() else part  # above -0.0 became 0.0
         values = part.to(dtype)
         odd, vectors = _random(min(_COLUMNS, 1 << width.bit_length()), bits.dtype, dtype, x.device)
-        of_block, scales = _of_block(block, dtype, x.device)
-        hashes += (bits * odd[: part.shape[1]]).sum(1, dtype=torch.int64) * of_block
-        projections += (values @ vectors[: part.shape[1]]) * scales
-        largest = torch.maximum(largest, values.abs().amax(1))
+        of_block, scales = _of_blocks(first, part.shape[1], dtype, x.device)
+        hashes += ((bits * odd[: part.shape[2]]).sum(2, dtype=torch.int64) * of_block).sum(1)
+        projections += ((values @ vectors[: part.shape[2]]) * scales).sum(1)
+        largest = torch.maximum(largest, values.abs().amax((1, 2)))
     norms = torch.linalg.vector_norm(x, dim=1, dtype=dtype) if x.is_floating_point() else x.double().norm(dim=1)
     return hashes, projections, norms, largest
 
@@ -98,18 +172,20 @@ def _random(
     return odd.to(device), vectors.to(device)
 
 
-@functools.lru_cache(maxsize=1024)
-def _of_block(block: int, real: torch.dtype, device: torch.device) -> tuple[int, torch.Tensor]:
-    """What tells a block of columns from others: an odd integer, and a factor for each projection."""
-    generator = torch.Generator().manual_seed(_SEED + 1 + block)
-    odd = int(torch.randint(0, 2**61, (), generator=generator)) * 2 + 1
-    return odd, torch.randn(_PROJECTIONS, generator=generator).to(device, real)
+@functools.lru_cache(maxsize=64)
+def _of_blocks(first: int, count: int, real: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What tells blocks of columns from one another: odd integers, [count], and factors of the projections,
+    [count, 4]."""
+    generator = torch.Generator().manual_seed(_SEED + 1)
+    odd = torch.randint(0, 2**61, (first + count,), generator=generator) * 2 + 1
+    scales = torch.randn(first + count, _PROJECTIONS, generator=generator, dtype=real)
+    return odd[first:].to(device), scales[first:].to(device)
 
 
 def release() -> None:
     """Releases the random numbers, which would take device memory between proofs."""
     _random.cache_clear()
-    _of_block.cache_clear()
+    _of_blocks.cache_clear()
 
 
 def halves(batch: int) -> list[list[bool]]:
