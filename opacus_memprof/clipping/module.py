@@ -627,9 +627,9 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         call.is_proved = True
         if order not in new.traces or self._has_new_patterns(call, new, output):
             raise MemprofError(
-                "the model calls its layers in another order each time, or computes its output by other operations, also "
-                "from the same random numbers, so that its clipping cannot be proved: make what it computes depend on "
-                "torch's, NumPy's or Python's random numbers alone."
+                "the model calls its layers in another order each time, or computes its output by other operations, "
+                "also from the same random numbers, so that its clipping cannot be proved: make what it computes "
+                "depend on torch's, NumPy's or Python's random numbers alone."
             )
         if is_same:
             if order not in situation.traces:
