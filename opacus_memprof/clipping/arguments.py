@@ -16,6 +16,7 @@ from opacus_memprof.errors import MemprofError
 
 Check = Literal["first", "sometimes", "always", "off"]
 Nonfinite = Literal["refuse", "drop"]
+Passes = Literal["auto", 1, 2]
 CHECKS: tuple[Check, ...] = get_args(Check)
 
 OWN_MODES = ("flash_clip", "auto")
@@ -145,6 +146,12 @@ def check_nonfinite(nonfinite: Nonfinite) -> None:
     """Raises MemprofError unless ``nonfinite`` is "refuse" or "drop"."""
     if nonfinite not in get_args(Nonfinite):
         raise MemprofError(f"flash_clip_nonfinite is {nonfinite!r}; it must be 'refuse' or 'drop'.")
+
+
+def check_passes(passes: Passes, name: str) -> None:
+    """Raises MemprofError, which calls the argument `name`, unless `passes` is "auto", 1 or 2."""
+    if passes not in get_args(Passes):
+        raise MemprofError(f"{name} is {passes!r}; it must be 'auto', 1 or 2.")
 
 
 def _is_bound(value: Any) -> bool:

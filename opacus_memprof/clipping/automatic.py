@@ -13,9 +13,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from opacus_memprof.clipping.kernels.workspace import Workspace
+from opacus_memprof.clipping.agreement import spans_ranks
 from opacus_memprof.clipping.norm_samplers import register_norm_samplers
-from opacus_memprof.clipping.parallel.agreement import spans_ranks
+from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
 AUTO = "auto"

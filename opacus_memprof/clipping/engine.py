@@ -14,10 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from opacus_memprof.clipping.agreement import inner_model, is_replicated, prepare_replicated
 from opacus_memprof.clipping.arguments import (
     ADAPTIVE,
     Check,
     Nonfinite,
+    Passes,
     accountant_arguments,
     by_name,
     check_bound,
@@ -28,14 +30,12 @@ from opacus_memprof.clipping.arguments import (
     named_parameters,
 )
 from opacus_memprof.clipping.automatic import AUTO, make_private_automatically
-from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB, FlashClipHooks, GradSampleModuleFlashClip, Passes
-from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip, DPOptimizerFlashClipAdaptive
-from opacus_memprof.clipping.parallel.agreement import inner_model, is_replicated, prepare_replicated
-from opacus_memprof.clipping.parallel.ddp import DPOptimizerFlashClipDDP
-from opacus_memprof.clipping.parallel.fsdp import DPOptimizerFlashClipFSDP
+from opacus_memprof.clipping.module.hooks import FlashClipHooks, GradSampleModuleFlashClip
+from opacus_memprof.clipping.optimizers import optimizer_class
+from opacus_memprof.clipping.optimizers.poisson_sampler import sample_every_step
 from opacus_memprof.clipping.proof.certificate import Certificate, EngineRecord
 from opacus_memprof.clipping.proof.opacus_modes import check_steps, refuse_check
-from opacus_memprof.clipping.sampler import sample_every_step
+from opacus_memprof.clipping.workspace import DEFAULT_WORKSPACE_MB
 from opacus_memprof.errors import MemprofError
 
 MODE = "flash_clip"
@@ -328,23 +328,13 @@ class FlashClipEngineMixin:
             )
         assert self._flash_clip_module is not None  # Opacus prepares the model first
         secure: bool = self.secure_mode  # type: ignore[attr-defined]
-        return _optimizer_class(clipping, distributed, self._flash_clip_module.units.is_sharded)(
+        return optimizer_class(clipping, distributed, self._flash_clip_module.units.is_sharded)(
             optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
             module=self._flash_clip_module,
             generator=self.secure_rng if secure else noise_generator,  # type: ignore[attr-defined]
             secure_mode=secure,
             **kwargs,
         )
-
-
-def _optimizer_class(clipping: str, distributed: bool, is_sharded: bool) -> type[DPOptimizerFlashClip]:
-    if clipping == "adaptive":
-        if distributed:
-            raise MemprofError("clipping='adaptive' trains on one device, as in Opacus; use 'flat' on several.")
-        return DPOptimizerFlashClipAdaptive
-    if is_sharded:
-        return DPOptimizerFlashClipFSDP
-    return DPOptimizerFlashClipDDP if distributed else DPOptimizerFlashClip
 
 
 def _certificate_of_mode(mode: str, prepared: Any, given: Mapping[str, Any], check: Check) -> Certificate:

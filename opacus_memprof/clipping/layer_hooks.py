@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from opacus_memprof.clipping.arrangement import PLAIN, Arrangement, expand_over_batch
-from opacus_memprof.clipping.autograd_functions import CallTap, GradientTap, receive_gradient
-from opacus_memprof.clipping.bookkeeping import Bookkeeping
-from opacus_memprof.clipping.checkpoints import end_freezing_in_checkpoints, freeze_in_checkpoints
+from opacus_memprof.clipping.bookkeeping.autograd_functions import CallTap, GradientTap, receive_gradient
+from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
+from opacus_memprof.clipping.forwards.arrangement import PLAIN, Arrangement, expand_over_batch
+from opacus_memprof.clipping.forwards.checkpoints import end_freezing_in_checkpoints, freeze_in_checkpoints
+from opacus_memprof.clipping.forwards.module_state import ModuleState
+from opacus_memprof.clipping.forwards.repetition import Call, RandomState
 from opacus_memprof.clipping.kernels.native import tap_gradient
 from opacus_memprof.clipping.layers import GenericLayer, Layer
-from opacus_memprof.clipping.module_state import ModuleState
-from opacus_memprof.clipping.repetition import Call, RandomState
 from opacus_memprof.errors import MemprofError
 
 

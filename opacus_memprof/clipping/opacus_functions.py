@@ -16,24 +16,27 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from opacus_memprof.clipping.agreement import is_replicated, prepare_replicated, spans_ranks
 from opacus_memprof.clipping.arguments import (
     ADAPTIVE,
     Check,
     Nonfinite,
+    Passes,
     check_bound,
     check_noise_multiplier,
     check_nonfinite,
+    check_passes,
     check_schedule,
     named_parameters,
 )
-from opacus_memprof.clipping.kernels.workspace import Workspace
-from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB, FlashClipHooks, GradSampleModuleFlashClip, Passes
-from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip, DPOptimizerFlashClipAdaptive
-from opacus_memprof.clipping.owners import find_owner
-from opacus_memprof.clipping.parallel.agreement import is_replicated, prepare_replicated, spans_ranks
-from opacus_memprof.clipping.parallel.ddp import DPOptimizerFlashClipDDP
-from opacus_memprof.clipping.parallel.fsdp import DPOptimizerFlashClipFSDP
+from opacus_memprof.clipping.module.hooks import FlashClipHooks, GradSampleModuleFlashClip
+from opacus_memprof.clipping.module.owners import find_owner
+from opacus_memprof.clipping.optimizers import optimizer_class
+from opacus_memprof.clipping.optimizers.ddp import DPOptimizerFlashClipDDP
+from opacus_memprof.clipping.optimizers.fsdp import DPOptimizerFlashClipFSDP
+from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip
 from opacus_memprof.clipping.rules import CLIPPINGS, ClipRule
+from opacus_memprof.clipping.workspace import DEFAULT_WORKSPACE_MB, Workspace
 from opacus_memprof.errors import MemprofError
 
 MODE = "flash_clip"
@@ -72,8 +75,7 @@ def register(
     """
     Workspace.from_mib(workspace_mb)
     check_nonfinite(nonfinite)
-    if passes not in ("auto", 1, 2):
-        raise MemprofError(f"passes is {passes!r}; it must be 'auto', 1 or 2.")
+    check_passes(passes, "passes")
     given = {
         "workspace_mb": workspace_mb,
         "passes": passes,
@@ -166,7 +168,7 @@ class _FindsModule:
             and not issubclass(cls, DPOptimizerFlashClipFSDP)
             and _owner(optimizer).units.is_sharded
         ):
-            made = object.__new__(_optimizer_class(cls.clipping, DPOptimizerFlashClipFSDP))
+            made = object.__new__(_registered_class(cls.clipping, DPOptimizerFlashClipFSDP))
             type(made).__init__(made, optimizer, **given)
             return made
         return object.__new__(cls)
@@ -229,15 +231,12 @@ def registered_optimizer_class(clipping: str, distributed: bool) -> type[DPOptim
     """
     if clipping not in CLIPPINGS:
         raise MemprofError(f"clipping is {clipping!r}; flash_clip knows {', '.join(map(repr, CLIPPINGS))}.")
-    if clipping == "adaptive":
-        if distributed:
-            raise MemprofError("clipping='adaptive' trains on one device, as in Opacus; use 'flat' on several.")
-        return _optimizer_class(clipping, DPOptimizerFlashClipAdaptive)
-    return _optimizer_class(clipping, DPOptimizerFlashClipDDP if distributed else DPOptimizerFlashClip)
+    base: Any = optimizer_class(clipping, distributed)  # for mypy, a class whose objects have no hash has none either
+    return _registered_class(clipping, base)
 
 
 @functools.cache
-def _optimizer_class(clipping: str, base: type[DPOptimizerFlashClip]) -> type[DPOptimizerFlashClip]:
+def _registered_class(clipping: str, base: type[DPOptimizerFlashClip]) -> type[DPOptimizerFlashClip]:
     return type(f"Registered{base.__name__}", (_FindsModule, base), {"clipping": clipping})
 
 

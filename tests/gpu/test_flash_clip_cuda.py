@@ -16,19 +16,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_memprof
 from opacus_memprof.clipping import adopt_grad_samples
-from opacus_memprof.clipping.backward_pass import BackwardPass
-from opacus_memprof.clipping.bookkeeping import Bookkeeping
+from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass
+from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.kernels import gram as gram_triton
 from opacus_memprof.clipping.kernels import launch as launch_triton
 from opacus_memprof.clipping.kernels.gram import gram_squared_norms_cuda
 from opacus_memprof.clipping.kernels.group_norm import group_norm_gradients_cuda
-from opacus_memprof.clipping.kernels.launches import find_waiting_norms, pop_small_sums
 from opacus_memprof.clipping.kernels.norms import gram_squared_norms
 from opacus_memprof.clipping.kernels.stacks import weighted_sum_cuda
 from opacus_memprof.clipping.kernels.sums import scale_single_samples
-from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layers import LAYERS
+from opacus_memprof.clipping.layers.small_layers import find_waiting_norms, pop_small_sums
 from opacus_memprof.clipping.rules import ClipRule
+from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 from tests.integration.clipping_launches import LAUNCHES, count_launches, float32_difference
 from tests.integration.flash_clip_models import MODELS, assert_same, criterion, make_private, parameters
@@ -405,7 +405,7 @@ def test_autocast() -> None:
 
 def test_two_passes_where_one_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpointing drops the activations that one pass would have to keep; with little memory left, two run."""
-    from opacus_memprof.clipping import module as flash_module
+    from opacus_memprof.clipping.module import hooks as flash_module
 
     class Checkpointed(nn.Module):
         def __init__(self) -> None:

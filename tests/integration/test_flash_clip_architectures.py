@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("torchvision")
 
 from opacus_memprof.clipping.layers import GenericLayer
-from opacus_memprof.clipping.units import Units
+from opacus_memprof.clipping.layers.registry import Units
 from tests.integration.architectures import IMAGE, LANGUAGE, batch_for, build, losses
 from tests.integration.clipping_by_hand import difference
 

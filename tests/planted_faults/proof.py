@@ -102,7 +102,7 @@ FAULTS = [
     ),
     Fault(
         "buffers_are_not_restored",
-        "module_state.py",
+        "forwards/module_state.py",
         "                    buffer.copy_(old)",
         "                    pass",
         "The forwards of a proof change buffers.",
@@ -110,7 +110,7 @@ FAULTS = [
     ),
     Fault(
         "attributes_are_not_restored",
-        "module_state.py",
+        "forwards/module_state.py",
         "                d.update(saved)",
         "                pass",
         "The forwards of a proof change attributes.",
@@ -118,7 +118,7 @@ FAULTS = [
     ),
     Fault(
         "lists_are_not_restored",
-        "module_state.py",
+        "forwards/module_state.py",
         "                value.extend(copy) if isinstance(value, (list, deque)) else value.update(copy)",
         "                pass",
         "The forwards of a proof change lists.",
@@ -126,7 +126,7 @@ FAULTS = [
     ),
     Fault(
         "numpy_is_not_restored",
-        "repetition.py",
+        "forwards/repetition.py",
         "            numpy.set_state(of_numpy)",
         "            pass",
         "The forwards of a proof draw NumPy's random numbers.",
@@ -134,7 +134,7 @@ FAULTS = [
     ),
     Fault(
         "python_is_not_restored",
-        "repetition.py",
+        "forwards/repetition.py",
         "        random.setstate(python)",
         "        pass",
         "The forwards of a proof draw Python's random numbers.",
@@ -206,7 +206,7 @@ FAULTS = [
     ),
     Fault(
         "explanation_is_left_out",
-        "module.py",
+        "module/hooks.py",
         "                check_explained(each, own,",
         "                (each, own,",
         "A loss term beside the outputs is accepted.",
@@ -263,7 +263,7 @@ FAULTS = [
     ),
     Fault(
         "hooks_of_users_are_left_out",
-        "proof/hooks_of_users.py",
+        "proof/program_context.py",
         "        output = output if changed is None else changed",
         "        output = output",
         "What a hook on the model makes of its output is not proved.",
@@ -271,7 +271,7 @@ FAULTS = [
     ),
     Fault(
         "layers_are_tapped_behind_hooks",
-        "module.py",
+        "module/hooks.py",
         "always_call=True, prepend=_is_tapped_first(module)",
         "always_call=True, prepend=False",
         "The gradient of what a hook makes of a layer's output is taken for the layer's.",

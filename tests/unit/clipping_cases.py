@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from opacus_memprof.clipping.kernels.launches import find_waiting_norms
-from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layers import KeptTensors, Layer
+from opacus_memprof.clipping.layers.small_layers import find_waiting_norms
+from opacus_memprof.clipping.workspace import Workspace
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof.clipping.kernels.launches import find_waiting_norms
 from opacus_memprof.clipping.kernels.norm_bounds import lost_digits
 from opacus_memprof.clipping.kernels.norms import _tiled_sums, gram_squared_norms
-from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layers import LAYERS
 from opacus_memprof.clipping.layers.convolution import ConvolutionLayer
 from opacus_memprof.clipping.layers.embedding import EmbeddingLayer
 from opacus_memprof.clipping.layers.linear import LinearLayer, TransposedLinearLayer
+from opacus_memprof.clipping.layers.shared import SharedGradient, Use
+from opacus_memprof.clipping.layers.small_layers import find_waiting_norms
 from opacus_memprof.clipping.norm_samplers import FlashNormSampler
-from opacus_memprof.clipping.shared import SharedGradient, Use
+from opacus_memprof.clipping.workspace import Workspace
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 WORKSPACES = [Workspace(1 << 14), Workspace(1 << 28)]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.kernels import norms
-from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layers import KeptTensors, Layer, convolution, layer_for, matrix, normalization
+from opacus_memprof.clipping.workspace import Workspace
 
 WORKSPACE = Workspace.from_mib(64)
 Build = Callable[[], nn.Module]

@@ -12,7 +12,7 @@ from opacus.optimizers import optimizer as opacus_optimizer
 from opacus_memprof.clipping.cost import draws_in_place
 from opacus_memprof.clipping.kernels.native import draw_normal
 from opacus_memprof.clipping.kernels.norms import has_kernels
-from opacus_memprof.clipping.kernels.workspace import batches
+from opacus_memprof.clipping.workspace import batches
 
 
 def add_noise(

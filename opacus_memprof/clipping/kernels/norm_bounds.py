@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype, slices
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 
 _ERROR = {torch.float32: 1e-3, torch.float64: 1e-9}
 """The largest relative error of a squared norm, by dtype of accumulation."""

@@ -18,7 +18,7 @@ from opacus_memprof.clipping.kernels.norm_bounds import (
     lost_digits,
     product_squared_norms,
 )
-from opacus_memprof.clipping.kernels.workspace import (
+from opacus_memprof.clipping.workspace import (
     CPU_DTYPES,
     KERNEL_DTYPES,
     Workspace,

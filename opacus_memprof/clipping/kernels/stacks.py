@@ -15,7 +15,7 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 
 from opacus_memprof.clipping.kernels.launch import launch
 from opacus_memprof.clipping.kernels.native import address_table, empty_sums
-from opacus_memprof.clipping.kernels.workspace import KERNEL_DTYPES
+from opacus_memprof.clipping.workspace import KERNEL_DTYPES
 
 TYPES = {dtype: getattr(tl, str(dtype).removeprefix("torch.")) for dtype in KERNEL_DTYPES}
 """Triton's name of each dtype."""

@@ -16,7 +16,7 @@ from opacus_memprof.clipping.cost import choose
 from opacus_memprof.clipping.kernels import native
 from opacus_memprof.clipping.kernels.norm_bounds import uses_tf32
 from opacus_memprof.clipping.kernels.norms import has_kernels, matrix
-from opacus_memprof.clipping.kernels.workspace import Workspace, is_low_precision, slices, sum_dtype
+from opacus_memprof.clipping.workspace import Workspace, is_low_precision, slices, sum_dtype
 
 
 def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, workspace: Workspace) -> torch.Tensor:

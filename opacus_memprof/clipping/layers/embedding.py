@@ -11,8 +11,8 @@ from torch import nn
 
 from opacus_memprof.clipping.cost import Choice, Cost
 from opacus_memprof.clipping.kernels.norm_bounds import has_digits
-from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype, slices
 from opacus_memprof.clipping.layers.base import KeptTensors, Layer
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 
 _INDEX_BYTES = 64  # per token: sorted indices, order, slots and the temporaries of sorting, all int64
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from opacus_memprof.clipping.forwards.repetition import Call, Gradients, Repetition, Way
 from opacus_memprof.clipping.kernels.norms import squared_norms, squared_norms_unless_waiting
 from opacus_memprof.clipping.kernels.sums import sum_stack
-from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype, sum_dtype
 from opacus_memprof.clipping.layers.base import KeptTensors, Layer
-from opacus_memprof.clipping.repetition import Call, Gradients, Repetition, Way
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
 
 
 class GenericLayer(Layer):

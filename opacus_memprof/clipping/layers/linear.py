@@ -8,8 +8,8 @@ import torch
 from opacus_memprof.clipping.cost import Choice
 from opacus_memprof.clipping.kernels.norms import gradient_squared_norms, gram_squared_norms
 from opacus_memprof.clipping.kernels.sums import products, sum_outer_products, sum_products
-from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype, sum_dtype
 from opacus_memprof.clipping.layers.matrix import MatrixLayer, Sizes
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
 
 
 def autocast_input(x: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,8 @@ import torch
 from opacus_memprof.clipping.cost import Choice, choose
 from opacus_memprof.clipping.kernels.norms import has_kernels, is_small, squared_norms_unless_waiting
 from opacus_memprof.clipping.kernels.sums import products
-from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layers.base import KeptTensors, Layer, Shortcut, keep_stacks
+from opacus_memprof.clipping.workspace import Workspace
 
 
 class Sizes(NamedTuple):

@@ -13,8 +13,8 @@ from torch.nn import functional
 from opacus_memprof.clipping import cost
 from opacus_memprof.clipping.kernels.native import layer_norm_gradients_cpu
 from opacus_memprof.clipping.kernels.norms import has_kernels, is_small
-from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype
 from opacus_memprof.clipping.layers.base import KeptTensors, Layer, Shortcut, keep_stacks
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
 
 _COPIES = 3  # live at once: the normalized input, a cast of the input if dtypes differ, and statistics
 

@@ -14,11 +14,11 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opacus_memprof.clipping.forwards.repetition import repeating
 from opacus_memprof.clipping.layers.base import Layer
 from opacus_memprof.clipping.layers.embedding import EmbeddingLayer, ScaledEmbeddingLayer
 from opacus_memprof.clipping.layers.linear import LinearLayer, TransposedLinearLayer
 from opacus_memprof.clipping.layers.scale import ScaleLayer
-from opacus_memprof.clipping.repetition import repeating
 
 
 def recognize(name: str, module: nn.Module) -> Layer | None:

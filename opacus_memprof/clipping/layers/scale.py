@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype, slices
+from opacus_memprof.clipping.forwards.repetition import repeating
 from opacus_memprof.clipping.layers.base import Layer
-from opacus_memprof.clipping.repetition import repeating
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 
 _COPIES = 6  # of the input live at once: casts, squares, the normalized input and its product
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from opacus_memprof.clipping.proof.random_state import RandomState, kept_random_state
+from opacus_memprof.clipping.forwards.random_state import RandomState, kept_random_state
 from opacus_memprof.errors import MemprofError
 
 Gradients = list[torch.Tensor | None]

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from opacus_memprof.clipping.forwards.module_state import ModuleState
+from opacus_memprof.clipping.forwards.repetition import RandomState
 from opacus_memprof.clipping.layers import Layer
-from opacus_memprof.clipping.module_state import ModuleState
-from opacus_memprof.clipping.repetition import RandomState
 
 _BLOCK = 32  # elements
 # The first signs of the Thue-Morse sequence: sums with them change when neighbours change places, or grow by the same.

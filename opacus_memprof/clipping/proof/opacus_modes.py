@@ -14,8 +14,8 @@ from opacus.optimizers import DPOptimizerFastGradientClipping
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from opacus_memprof.clipping.agreement import Agreement, computing_device, inner_model, spans_ranks
 from opacus_memprof.clipping.arguments import Check
-from opacus_memprof.clipping.parallel.agreement import Agreement, computing_device, inner_model, spans_ranks
 from opacus_memprof.clipping.proof.by_hand import Gradients, RecordedForward, norm
 from opacus_memprof.clipping.proof.certificate import Certificate
 from opacus_memprof.clipping.proof.schedule import is_checked

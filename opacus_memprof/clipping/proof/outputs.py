@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from opacus_memprof.clipping.arrangement import Arrangement
+from opacus_memprof.clipping.forwards.arrangement import Arrangement
 
 _DEPTH = 4
 

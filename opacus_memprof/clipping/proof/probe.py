@@ -19,11 +19,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from opacus_memprof.clipping.arrangement import CANDIDATES, Arrangement
+from opacus_memprof.clipping.forwards.arrangement import CANDIDATES, Arrangement
+from opacus_memprof.clipping.forwards.module_state import restoring_state
+from opacus_memprof.clipping.forwards.repetition import WAYS, Call, RandomState, Repetition, close
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, Running, autocast_state
 from opacus_memprof.clipping.layers import GenericLayer, Layer
-from opacus_memprof.clipping.module_state import restoring_state
-from opacus_memprof.clipping.parallel.fsdp_model import refuse_repetition
+from opacus_memprof.clipping.layers.registry import Units
+from opacus_memprof.clipping.layers.sharded import refuse_repetition
 from opacus_memprof.clipping.proof.observation import (
     Observation,
     TensorSummary,
@@ -31,8 +33,6 @@ from opacus_memprof.clipping.proof.observation import (
     used_parameters,
 )
 from opacus_memprof.clipping.proof.outputs import tensors_in
-from opacus_memprof.clipping.repetition import WAYS, Call, RandomState, Repetition, close
-from opacus_memprof.clipping.units import Units
 from opacus_memprof.errors import MemprofError
 
 _SAMPLES = ((0, 1, 2), (0, 9, 2), (3, 4, 5, 6), (8, 7))

@@ -20,16 +20,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from opacus_memprof.clipping.arrangement import Arrangement
-from opacus_memprof.clipping.kernels.workspace import Workspace
+from opacus_memprof.clipping.forwards.arrangement import Arrangement
+from opacus_memprof.clipping.forwards.module_state import restoring_state
+from opacus_memprof.clipping.forwards.repetition import RandomState
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers import Layer
-from opacus_memprof.clipping.module_state import restoring_state
 from opacus_memprof.clipping.proof.outputs import cotangents, tensors_in
 from opacus_memprof.clipping.proof.perturbation import GENTLE, LARGE, SMALL, VARIANTS, has_samples, perturbed
 from opacus_memprof.clipping.proof.recorder import Record, RowRecorder, Sum, SumRecorder
 from opacus_memprof.clipping.proof.summary import Rows, halves
-from opacus_memprof.clipping.repetition import RandomState
+from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
 _FEW = 16

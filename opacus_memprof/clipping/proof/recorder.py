@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from opacus_memprof.clipping.kernels.workspace import Workspace
+from opacus_memprof.clipping.agreement import KeptRefusal
+from opacus_memprof.clipping.forwards.repetition import Call
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.proof.summary import Rows
-from opacus_memprof.clipping.refusals import KeptRefusal
-from opacus_memprof.clipping.repetition import Call
+from opacus_memprof.clipping.workspace import Workspace
 
 
 @dataclass(frozen=True)

@@ -16,21 +16,21 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.arguments import Check
-from opacus_memprof.clipping.arrangement import Arrangement
-from opacus_memprof.clipping.kernels.workspace import Workspace
+from opacus_memprof.clipping.forwards.arrangement import Arrangement
+from opacus_memprof.clipping.forwards.module_state import restoring_state
+from opacus_memprof.clipping.forwards.repetition import RandomState
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, plain_layers
 from opacus_memprof.clipping.layers import Layer
-from opacus_memprof.clipping.module_state import restoring_state
+from opacus_memprof.clipping.layers.registry import Units
 from opacus_memprof.clipping.proof.certificate import SituationRecord
-from opacus_memprof.clipping.proof.contexts import without_compiled_autograd, without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.model_state import Arguments
 from opacus_memprof.clipping.proof.perturbation import has_samples
 from opacus_memprof.clipping.proof.probe import CannotRunError, Probe
+from opacus_memprof.clipping.proof.program_context import without_compiled_autograd, without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.prover import Doubt, Program, Prover
 from opacus_memprof.clipping.proof.row_moves import modules_that_move_rows
 from opacus_memprof.clipping.proof.summary import release
-from opacus_memprof.clipping.repetition import RandomState
-from opacus_memprof.clipping.units import Units
+from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
 _LEAST = 4

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from opacus_memprof.clipping.kernels.workspace import slices
+from opacus_memprof.clipping.workspace import slices
 
 _COLUMNS = 1 << 17  # that have random numbers of their own
 _CHUNK_BYTES = 1 << 25

@@ -18,10 +18,10 @@ from opacus_memprof.clipping.kernels.native import group_alike, squared_norms_cp
 from opacus_memprof.clipping.kernels.norm_bounds import least_product, product_squared_norms
 from opacus_memprof.clipping.kernels.norms import has_kernels, is_small
 from opacus_memprof.clipping.kernels.sums import add_lost, scale_single_samples
-from opacus_memprof.clipping.kernels.workspace import KERNEL_DTYPES, Workspace, batches, sum_dtype
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.base import SplitFactors, split_factors
 from opacus_memprof.clipping.layers.matrix import MatrixLayer
+from opacus_memprof.clipping.workspace import KERNEL_DTYPES, Workspace, batches, sum_dtype
 
 # Of sums that are formed at once, while what they are formed from is still there. Also of one gradient of a single
 # sample, which is scaled together with others: larger ones are scaled in turn while sums are sent to other ranks.

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from opacus_memprof.clipping.arrangement import Arrangement
-from opacus_memprof.clipping.bookkeeping import Bookkeeping
+from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
+from opacus_memprof.clipping.forwards.arrangement import Arrangement
+from opacus_memprof.clipping.forwards.repetition import Call
 from opacus_memprof.clipping.layers import Layer
-from opacus_memprof.clipping.repetition import Call
 from opacus_memprof.errors import MemprofError
 
 TappedCall = tuple[Layer, Bookkeeping, "Arrangement | None", int, int]

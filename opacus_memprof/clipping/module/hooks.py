@@ -8,7 +8,7 @@ import sys
 import weakref
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
@@ -17,38 +17,40 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from opacus_memprof.clipping.arguments import CHECKS, Check
-from opacus_memprof.clipping.arrangement import PLAIN, Arrangement
-from opacus_memprof.clipping.autograd_functions import (
+from opacus_memprof.clipping.agreement import inner_model, let_reducer_run
+from opacus_memprof.clipping.arguments import CHECKS, Check, Nonfinite, Passes, check_nonfinite, check_passes
+from opacus_memprof.clipping.bookkeeping.autograd_functions import (
     TwoPassBackward,
     is_compiled_autograd_enabled,
     run_two_passes,
 )
-from opacus_memprof.clipping.bookkeeping import Bookkeeping, Nonfinite
-from opacus_memprof.clipping.kernels.workspace import Workspace
+from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
+from opacus_memprof.clipping.bookkeeping.norm_checks import refuse_capture
+from opacus_memprof.clipping.forwards.arrangement import PLAIN, Arrangement
+from opacus_memprof.clipping.forwards.module_state import restoring_state
+from opacus_memprof.clipping.forwards.repetition import RandomState, is_repeating
 from opacus_memprof.clipping.layer_hooks import LayerHooks, first_input
 from opacus_memprof.clipping.layers import GenericLayer
-from opacus_memprof.clipping.module_state import restoring_state
-from opacus_memprof.clipping.owners import remember_owner
-from opacus_memprof.clipping.parallel.agreement import inner_model, let_reducer_run
-from opacus_memprof.clipping.parallel.fsdp_model import SharedSamples, refuse_context_parallel
+from opacus_memprof.clipping.layers.registry import Units, check_model
+from opacus_memprof.clipping.layers.sharded import refuse_context_parallel
+from opacus_memprof.clipping.module.owners import remember_owner
 from opacus_memprof.clipping.proof.certificate import Certificate, Description
-from opacus_memprof.clipping.proof.contexts import without_compiled_autograd, without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.explanation import RecordedForward, check_explained
-from opacus_memprof.clipping.proof.hooks_of_users import run_hooks, run_pre_hooks
+from opacus_memprof.clipping.proof.joint_proofs import JointProofs
 from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key, size_class
 from opacus_memprof.clipping.proof.outputs import alias_leaves, tensors_in
 from opacus_memprof.clipping.proof.probe import CannotRunError
+from opacus_memprof.clipping.proof.program_context import (
+    run_hooks,
+    run_pre_hooks,
+    without_compiled_autograd,
+    without_saved_tensors_hooks,
+)
 from opacus_memprof.clipping.proof.schedule import is_checked
 from opacus_memprof.clipping.proof.situations import Situation, Situations, order_of
-from opacus_memprof.clipping.repetition import RandomState, is_repeating
 from opacus_memprof.clipping.rules import Clipping, ClipRule
-from opacus_memprof.clipping.units import Units
-from opacus_memprof.clipping.validate import check_model, refuse_capture
+from opacus_memprof.clipping.workspace import DEFAULT_WORKSPACE_MB, Workspace
 from opacus_memprof.errors import MemprofError
-
-Passes = Literal["auto", 1, 2]
-DEFAULT_WORKSPACE_MB = 256.0
 
 
 @dataclass
@@ -123,12 +125,10 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             raise MemprofError("flash_clip needs batch_first=True: transpose the inputs so that the batch comes first.")
         if loss_reduction not in ("mean", "sum"):
             raise MemprofError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'.")
-        if passes not in ("auto", 1, 2):
-            raise MemprofError(f"flash_clip_passes is {passes!r}; it must be 'auto', 1 or 2.")
+        check_passes(passes, "flash_clip_passes")
         if check not in CHECKS:
             raise MemprofError(f"check is {check!r}; it must be one of {', '.join(map(repr, CHECKS))}.")
-        if nonfinite not in ("refuse", "drop"):
-            raise MemprofError(f"flash_clip_nonfinite is {nonfinite!r}; it must be 'refuse' or 'drop'.")
+        check_nonfinite(nonfinite)
         rule = ClipRule(clipping, max_grad_norm)
         if passes == 2 and rule.by_parameter:
             raise MemprofError("flash_clip_passes=2 finds one clip factor for all parameters; use 1 with 'per_layer'.")
@@ -139,7 +139,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
         self.bookkeeping = bookkeeping
         self.passes: Passes = 1 if rule.by_parameter or units.is_sharded else passes
-        self._shared_samples = SharedSamples(units.model) if units.is_sharded else None
+        self._joint_proofs = JointProofs(units.model) if units.is_sharded else None
         self.units = units
         self.certificate = Certificate("flash_clip", units.model, check, nonfinite)
         self.layer_hooks = LayerHooks(bookkeeping)
@@ -318,7 +318,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             self._begin(self._call)
         except MemprofError as error:
             self.certificate.refuse(error)
-            if self._shared_samples is not None:  # all ranks have raised one
+            if self._joint_proofs is not None:  # all ranks have raised one
                 raise
             self.bookkeeping.refusal.add(error)
             self._call.is_off = True
@@ -335,12 +335,12 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             call.random = RandomState.now(_device_of(call.args, call.kwargs))
         error: MemprofError | None = None
         try:
-            if self._shared_samples is not None:
-                self._shared_samples.reshard()
+            if self._joint_proofs is not None:
+                self._joint_proofs.reshard()
             self._follow_changes()
             hooks.batch = _batch_size(call.args, call.kwargs)
         except MemprofError as raised:
-            if self._shared_samples is None:
+            if self._joint_proofs is None:
                 raise
             error = raised
         self._prepare(call, error)
@@ -391,8 +391,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         call.key = call.entry, self._modes, signature, size_class(batch), autocast_key(("cpu", "cuda"))
         is_new = call.key not in self.situations.known
         try:
-            if self._shared_samples is not None:
-                self._prove_on_all_ranks(call, self._shared_samples, (signature, size_class(batch)), error)
+            if self._joint_proofs is not None:
+                self._prove_on_all_ranks(call, self._joint_proofs, (signature, size_class(batch)), error)
             elif call.key not in self.situations.known and batch and random is not None:
                 self.situations.known[call.key] = self._prove(call.entry, call.args, call.kwargs, random)
         except CannotRunError as cause:  # raised after the forward, which may fail for the same reason
@@ -417,7 +417,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if batch and random is not None and self._is_explained(known.forwards):
             call.record = RecordedForward.begin(call.entry, call.args, call.kwargs, batch, random)
         is_due = known.forwards > 1 and batch and is_checked(self.situations.check, known.forwards)
-        if is_due and random is not None and self._shared_samples is None:
+        if is_due and random is not None and self._joint_proofs is None:
             try:
                 known = self.situations.recheck(call.key, call.entry, call.args, call.kwargs, random)
             except CannotRunError as cause:
@@ -451,7 +451,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         return self.situations.prove(entry, args, kwargs, random)
 
     def _prove_on_all_ranks(
-        self, call: _Call, shared: SharedSamples, description: object, error: MemprofError | None
+        self, call: _Call, shared: JointProofs, description: object, error: MemprofError | None
     ) -> None:
         """Proves, on all ranks and for the same samples, what any of them has not proved yet or has to check again."""
         hooks, batch, is_checked_again = self.layer_hooks, self.layer_hooks.batch, False

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from opacus_memprof.clipping.layers import Layer
+from opacus_memprof.clipping.layers.shared import SharedGradient
 from opacus_memprof.clipping.rules import ClipRule
-from opacus_memprof.clipping.shared import SharedGradient
 from opacus_memprof.errors import MemprofError
 
 _TOLERANCE = 1e-3  # of rounding, relative
@@ -155,4 +155,15 @@ class SumCheck:
             f"the sum of the clipped gradients {whose} has norm {found:.6g}, but {limit.samples} samples that are "
             f"clipped to max_grad_norm have at most {allowed:.6g}: a sample was not clipped, and no parameter was "
             "changed. Look for hooks and custom layers around that parameter, or freeze it."
+        )
+
+
+def refuse_capture() -> None:
+    """Raises MemprofError while a CUDA graph is captured on the current stream."""
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if initialized and torch.cuda.is_current_stream_capturing():
+        raise MemprofError(
+            "flash_clip cannot be captured in a CUDA graph: replays would go past the privacy accountant, and past the "
+            "check that gradient norms are finite. Leave private training steps out of the capture, or have "
+            "opacus_memprof.clipping.GraphedBackward capture what can be."
         )

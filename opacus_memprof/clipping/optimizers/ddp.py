@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from opacus_memprof.clipping.kernels.workspace import sum_dtype
-from opacus_memprof.clipping.module import FlashClipHooks
-from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
-from opacus_memprof.clipping.parallel.agreement import Agreement, computing_device
+from opacus_memprof.clipping.agreement import Agreement, computing_device
+from opacus_memprof.clipping.module.hooks import FlashClipHooks
+from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip
+from opacus_memprof.clipping.workspace import sum_dtype
 from opacus_memprof.errors import MemprofError
 
 

@@ -20,11 +20,11 @@ from torch import nn
 from opacus_memprof.clipping.kernels.norm_bounds import is_below, least_product, least_share, pair_for_sums
 from opacus_memprof.clipping.kernels.norms import has_kernels, replace_lost_norms, squared_norms
 from opacus_memprof.clipping.kernels.sums import sum_stack
-from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype, slices, sum_dtype
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.layers.base import KeptTensors, split_factors
 from opacus_memprof.clipping.layers.embedding import EmbeddingLayer
 from opacus_memprof.clipping.layers.linear import LinearLayer
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices, sum_dtype
 
 
 class Use(NamedTuple):

@@ -9,11 +9,11 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from opacus_memprof.clipping.kernels.launches import find_waiting_norms
-from opacus_memprof.clipping.kernels.workspace import Workspace
+from opacus_memprof.clipping.bookkeeping.norm_checks import Limit
 from opacus_memprof.clipping.layers import KeptTensors, Layer
-from opacus_memprof.clipping.norm_check import Limit
-from opacus_memprof.clipping.shared import SharedGradient
+from opacus_memprof.clipping.layers.shared import SharedGradient
+from opacus_memprof.clipping.layers.small_layers import find_waiting_norms
+from opacus_memprof.clipping.workspace import Workspace
 
 Factors: TypeAlias = "torch.Tensor | dict[nn.Parameter, torch.Tensor]"
 """Clip factors, [B], of all parameters or by parameter."""

@@ -142,3 +142,35 @@ class Agreement:
         if failed:
             raise MemprofError(f"rank {failed - 1} could not take this step, and says why; the other ranks stop too.")
         return [(-low, high) for high, low in zip(found[: len(numbers)], found[len(numbers) :], strict=True)]
+
+
+class KeptRefusal:
+    """The first error since the last step, where several ranks train one model.
+
+    A rank that raised it at once would leave the others waiting for its gradients. Its program goes on instead, without
+    gradients, and the step raises on every rank.
+
+    Attributes:
+        waits: whether errors wait for the step; they are raised at once otherwise.
+        error: the error that waits.
+    """
+
+    def __init__(self) -> None:
+        self.waits = False
+        self.error: MemprofError | None = None
+
+    def add(self, error: MemprofError) -> None:
+        """Keeps an error for the step.
+
+        Raises:
+            MemprofError: the error, if errors do not wait.
+        """
+        if not self.waits:
+            raise error
+        self.error = self.error or error
+
+    def pop(self) -> None:
+        """Raises MemprofError if an error waits, and forgets it."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from opacus_memprof.clipping.module import FlashClipHooks
-from opacus_memprof.clipping.norm_check import Limit
-from opacus_memprof.clipping.parallel.ddp import DPOptimizerFlashClipDDP
-from opacus_memprof.clipping.parallel.reduce_scatter import scatter
+from opacus_memprof.clipping.bookkeeping.norm_checks import Limit
+from opacus_memprof.clipping.module.hooks import FlashClipHooks
+from opacus_memprof.clipping.optimizers.ddp import DPOptimizerFlashClipDDP
+from opacus_memprof.clipping.optimizers.reduce_scatter import scatter
 from opacus_memprof.errors import MemprofError
 
 

@@ -13,16 +13,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from opacus_memprof.clipping.backward_pass import BackwardPass, Factors
-from opacus_memprof.clipping.kernels.launches import Splits, pop_small_products, pop_small_sums
-from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype, sum_dtype
+from opacus_memprof.clipping.agreement import KeptRefusal
+from opacus_memprof.clipping.arguments import Nonfinite
+from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass, Factors
+from opacus_memprof.clipping.bookkeeping.norm_checks import Limit, NormCheck, limit_of_batch
 from opacus_memprof.clipping.layers import KeptTensors, Layer
-from opacus_memprof.clipping.norm_check import Limit, NormCheck, limit_of_batch
-from opacus_memprof.clipping.refusals import KeptRefusal
+from opacus_memprof.clipping.layers.small_layers import Splits, pop_small_products, pop_small_sums
 from opacus_memprof.clipping.rules import ClipRule
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
 from opacus_memprof.errors import MemprofError
-
-Nonfinite = Literal["refuse", "drop"]
 
 
 class Bookkeeping:

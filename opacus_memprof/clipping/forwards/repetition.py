@@ -21,10 +21,10 @@ from torch import nn
 from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from opacus_memprof.clipping.arrangement import Arrangement, expand_over_batch
-from opacus_memprof.clipping.checkpoints import without_checkpoints
-from opacus_memprof.clipping.kernels.workspace import slices
-from opacus_memprof.clipping.module_state import ModuleState
+from opacus_memprof.clipping.forwards.arrangement import Arrangement, expand_over_batch
+from opacus_memprof.clipping.forwards.checkpoints import without_checkpoints
+from opacus_memprof.clipping.forwards.module_state import ModuleState
+from opacus_memprof.clipping.workspace import slices
 
 Way = Literal["vmap", "loop", "whole"]
 WAYS: tuple[Way, ...] = ("vmap", "loop", "whole")

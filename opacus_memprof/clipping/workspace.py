@@ -14,6 +14,7 @@ import torch
 from opacus_memprof.errors import MemprofError
 
 MIB = 1 << 20
+DEFAULT_WORKSPACE_MB = 256.0
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that Triton's kernels go through
 CPU_DTYPES = (torch.float32, torch.float64)  # of which C++ goes through many small stacks at once
 T = TypeVar("T")

@@ -16,11 +16,11 @@ from opacus.optimizers import get_optimizer_class
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from opacus_memprof.clipping.module import GradSampleModuleFlashClip
-from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
+from opacus_memprof.clipping.forwards.random_state import RandomState, kept_random_state
+from opacus_memprof.clipping.module.hooks import GradSampleModuleFlashClip
+from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip
 from opacus_memprof.clipping.proof.by_hand import Gradients, are_close, exchanges, norm
 from opacus_memprof.clipping.proof.noise import measure_noise
-from opacus_memprof.clipping.proof.random_state import RandomState, kept_random_state
 from opacus_memprof.errors import MemprofError
 
 Losses = Callable[[nn.Module, Any], torch.Tensor]
