@@ -328,7 +328,7 @@ class FlashClipEngineMixin:
             )
         assert self._flash_clip_module is not None  # Opacus prepares the model first
         secure: bool = self.secure_mode  # type: ignore[attr-defined]
-        return optimizer_class(clipping, distributed, self._flash_clip_module.units.is_sharded)(
+        return optimizer_class(clipping, distributed, self._flash_clip_module.registry.is_sharded)(
             optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
             module=self._flash_clip_module,
             generator=self.secure_rng if secure else noise_generator,  # type: ignore[attr-defined]

@@ -61,7 +61,7 @@ class GraphedBackward:
                 "use flash_clip_nonfinite='refuse', or run backward without the graph."
             )
         self._compute_loss, self._optimizer, self._module = compute_loss, optimizer, module
-        self._model = module.units.model
+        self._model = module.registry.model
         self._bookkeeping = optimizer.bookkeeping
         leaves, self._structure = tree_flatten(example)
         device = optimizer.params[0].device

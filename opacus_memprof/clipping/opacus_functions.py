@@ -166,7 +166,7 @@ class _FindsModule:
         if (
             optimizer is not None
             and not issubclass(cls, DPOptimizerFlashClipFSDP)
-            and _owner(optimizer).units.is_sharded
+            and _owner(optimizer).registry.is_sharded
         ):
             made = object.__new__(_registered_class(cls.clipping, DPOptimizerFlashClipFSDP))
             type(made).__init__(made, optimizer, **given)

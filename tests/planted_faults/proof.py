@@ -206,7 +206,7 @@ FAULTS = [
     ),
     Fault(
         "explanation_is_left_out",
-        "module/hooks.py",
+        "module/calls.py",
         "                check_explained(each, own,",
         "                (each, own,",
         "A loss term beside the outputs is accepted.",
@@ -255,7 +255,7 @@ FAULTS = [
     Fault(
         "probe_does_not_see_used_parameters",
         "proof/probe.py",
-        "unsuitable = [layer for layer in self.units.layers() if any(id(p) in used for p in layer.seen_parameters())]",
+        "unsuitable = [layer for layer in layers if any(id(p) in used for p in layer.seen_parameters())]",
         "unsuitable = []",
         "A parameter that is used beside its layer is not noticed before the step.",
         programs("subclass_uses_weight_twice", "kind_lora_raw", "kind_tied_linears", "subclass_standardized_conv")
@@ -271,7 +271,7 @@ FAULTS = [
     ),
     Fault(
         "layers_are_tapped_behind_hooks",
-        "module/hooks.py",
+        "module/attached_hooks.py",
         "always_call=True, prepend=_is_tapped_first(module)",
         "always_call=True, prepend=False",
         "The gradient of what a hook makes of a layer's output is taken for the layer's.",

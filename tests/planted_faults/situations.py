@@ -6,7 +6,7 @@ from tests.planted_faults.fault import Fault, integration, programs
 FAULTS = [
     Fault(
         "key_without_modes",
-        "module/hooks.py",
+        "module/call_proofs.py",
         "call.key = call.entry, self._modes, signature,",
         "call.key = call.entry, (), signature,",
         "A model that mixes in another mode is not proved again.",
@@ -14,7 +14,7 @@ FAULTS = [
     ),
     Fault(
         "key_without_arguments",
-        "module/hooks.py",
+        "module/call_proofs.py",
         "call.key = call.entry, self._modes, signature,",
         "call.key = call.entry, self._modes, None,",
         "Arguments of another kind are not proved.",
@@ -22,7 +22,7 @@ FAULTS = [
     ),
     Fault(
         "key_without_batch_size",
-        "module/hooks.py",
+        "module/call_proofs.py",
         "signature, size_class(batch), autocast_key",
         "signature, 0, autocast_key",
         "A batch that is larger than any before is not proved.",
@@ -30,7 +30,7 @@ FAULTS = [
     ),
     Fault(
         "key_without_autocast",
-        "module/hooks.py",
+        "module/call_proofs.py",
         'size_class(batch), autocast_key(("cpu", "cuda"))',
         "size_class(batch), ()",
         "A step under autocast is not proved after one without.",
@@ -118,7 +118,7 @@ FAULTS = [
     ),
     Fault(
         "order_of_layers_is_not_compared",
-        "module/hooks.py",
+        "module/call_proofs.py",
         "order_of(hooks.trace) not in situation.traces",
         "not situation.traces",
         "A forward that calls its layers in another order is not proved.",
@@ -126,7 +126,7 @@ FAULTS = [
     ),
     Fault(
         "empty_batches_are_proofs",
-        "module/hooks.py",
+        "module/call_proofs.py",
         "elif call.key not in self.situations.known and batch and random is not None:",
         "elif call.key not in self.situations.known and random is not None:",
         "An empty batch is proved, which shows nothing.",
@@ -142,8 +142,8 @@ FAULTS = [
     ),
     Fault(
         "batch_norm_in_training_again",
-        "module/hooks.py",
-        "            check_model(self.units.model)\n",
+        "module/call_proofs.py",
+        "        check_model(self.registry.model)\n",
         "",
         "A frozen BatchNorm that train() switches on is refused without its name.",
         integration("flash_clip_refusals::a_batch_norm_that_is_switched_on_again"),
@@ -158,7 +158,7 @@ FAULTS = [
     ),
     Fault(
         "failed_forward_leaves_parameters_frozen",
-        "module/hooks.py",
+        "module/attached_hooks.py",
         "always_call=True, prepend=_is_tapped_first(module)",
         "always_call=False, prepend=_is_tapped_first(module)",
         "A forward that raises leaves parameters that are not trained.",

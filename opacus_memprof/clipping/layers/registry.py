@@ -15,7 +15,7 @@ from opacus_memprof.clipping.layers.sharded import check_sharding, refuse_repeti
 from opacus_memprof.errors import MemprofError
 
 
-class Units:
+class LayerRegistry:
     """The layers of a model, by module. Every trainable parameter belongs to the layers of all modules that own it, or
     to one GenericLayer above them.
 
@@ -47,6 +47,10 @@ class Units:
     def layers(self) -> list[Layer]:
         """All layers."""
         return [layer for layers in self.at.values() for layer in layers]
+
+    def parameter_names(self) -> dict[nn.Parameter, str]:
+        """Returns the names of the trainable parameters."""
+        return {p: name for name, p in self.model.named_parameters() if p.requires_grad}
 
     def _leave_to_inner_modules(self) -> None:
         """Leaves a parameter that a module and one inside it own to the latter."""

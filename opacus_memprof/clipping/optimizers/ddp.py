@@ -44,7 +44,7 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
         self.rank = self.agreement.rank
         wrapper = module._module
         copies_buffers = isinstance(wrapper, DistributedDataParallel) and wrapper.broadcast_buffers
-        self._buffers = list(module.units.model.buffers()) if copies_buffers else []
+        self._buffers = list(module.registry.model.buffers()) if copies_buffers else []
 
     def description(self) -> dict[str, Any]:
         """What must be equal on all ranks: settings, and the parameters in the order in which they are summed up."""

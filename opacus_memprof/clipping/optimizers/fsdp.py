@@ -38,7 +38,7 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
         super().__init__(optimizer, module=module, **kwargs)
         replicated = {p: _replicated_dimensions(p) for p in self.params}
         self._replicated = {p: dimensions for p, dimensions in replicated.items() if dimensions}
-        self._modules = [each for each in module.units.model.modules() if isinstance(each, FSDPModule)]
+        self._modules = [each for each in module.registry.model.modules() if isinstance(each, FSDPModule)]
         if not self.secure_mode:
             self.generator = _own_generator(kwargs.get("generator"), self.rank, self.params[0].device)
 

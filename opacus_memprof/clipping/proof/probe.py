@@ -24,7 +24,7 @@ from opacus_memprof.clipping.forwards.module_state import restoring_state
 from opacus_memprof.clipping.forwards.repetition import WAYS, Call, RandomState, Repetition, close
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, Running, autocast_state
 from opacus_memprof.clipping.layers import GenericLayer, Layer
-from opacus_memprof.clipping.layers.registry import Units
+from opacus_memprof.clipping.layers.registry import LayerRegistry
 from opacus_memprof.clipping.layers.sharded import refuse_repetition
 from opacus_memprof.clipping.proof.observation import (
     Observation,
@@ -63,11 +63,11 @@ class Probe:
 
     Args:
         model: the module that was called: the model, or a part of it.
-        units: the layers; changed where a layer has to be repeated with what is around it.
+        registry: the layers; changed where a layer has to be repeated with what is around it.
         hooks: of the layers.
         args, kwargs: what the model was called with.
         run_model: runs the model's forward between the hooks of the model itself, and none else of it.
-        attach: called after ``units`` has changed.
+        attach: called after ``registry`` has changed.
 
     Attributes:
         wheres: where the tensors of the output have the samples; None for what all samples share.
@@ -76,14 +76,14 @@ class Probe:
     def __init__(
         self,
         model: nn.Module,
-        units: Units,
+        registry: LayerRegistry,
         hooks: LayerHooks,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         run_model: Callable[[tuple[Any, ...], dict[str, Any]], Any],
         attach: Callable[[], None],
     ) -> None:
-        self.model, self.units, self.hooks, self.run_model, self.attach = model, units, hooks, run_model, attach
+        self.model, self.registry, self.hooks, self.run_model, self.attach = model, registry, hooks, run_model, attach
         self.leaves, self.structure = tree_flatten((args, kwargs))
         self.batch = hooks.batch
         self.wheres: list[Arrangement | None] = []
@@ -101,7 +101,7 @@ class Probe:
         """
         plain = self._first_outputs()
         layouts: dict[Layer, Layout] = {}
-        for _ in range(2 * len(self.units.layers()) + 64):
+        for _ in range(2 * len(self.registry.layers()) + 64):
             layouts, unsuitable = self._layouts(
                 {layer: w for layer, w in layouts.items() if _is_shared(layer, w)}, plain
             )
@@ -139,23 +139,23 @@ class Probe:
             MemprofError: the module that was called would have to be repeated, and is repeated already.
         """
         if not moves and not isinstance(layer, GenericLayer):
-            self.units.repeat_module(layer)
+            self.registry.repeat_module(layer)
         else:
             self._repeat_more(layer, reason)
         self.attach()
 
     def repeat_at(self, module: nn.Module, inside: set[nn.Module]) -> bool:
         """Repeats a module for the parameters of some modules in it. Returns whether that changes anything."""
-        found = [layer for layer in self.units.layers() if layer.module in inside and layer.trainable()]
+        found = [layer for layer in self.registry.layers() if layer.module in inside and layer.trainable()]
         for layer in found:
             if layer.trainable():
-                self.units.repeat_at(layer, module)
+                self.registry.repeat_at(layer, module)
         if found:
             self.attach()
         return bool(found)
 
     def _repeat_more(self, layer: Layer, reason: str = "") -> None:
-        if self.units.is_sharded:
+        if self.registry.is_sharded:
             refuse_repetition(layer, reason or "Its samples influence one another, or are not in one dimension.")
         if layer.module not in self._inside:
             raise MemprofError(
@@ -163,10 +163,10 @@ class Probe:
                 "model as a whole."
             )
         if layer.module is not self.model:
-            parent = self.units.parent_of(layer)
-            self.units.repeat_at(layer, parent if parent in self._inside else self.model)
+            parent = self.registry.parent_of(layer)
+            self.registry.repeat_at(layer, parent if parent in self._inside else self.model)
         elif not isinstance(layer, GenericLayer):
-            self.units.repeat_module(layer)
+            self.registry.repeat_module(layer)
         else:
             raise MemprofError(
                 "the samples of the batch influence one another in the model's forward, or the first dimension of its "
@@ -191,7 +191,8 @@ class Probe:
         if unsuitable:
             return found, unsuitable
         used = forwards[0].used_parameters
-        unsuitable = [layer for layer in self.units.layers() if any(id(p) in used for p in layer.seen_parameters())]
+        layers = self.registry.layers()
+        unsuitable = [layer for layer in layers if any(id(p) in used for p in layer.seen_parameters())]
         self.wheres = self._find_outputs([each.outputs for each in forwards])
         if not unsuitable:
             unsuitable = self._choose_ways(forwards[0].observations, found)
@@ -216,14 +217,14 @@ class Probe:
                 continue
             if any(len(each.inputs) > 1 for of_forward in calls for each in of_forward):
                 found.pop(layer)
-                self.units.repeat_module(layer)  # a gate, or an option, that another input of the layer is
+                self.registry.repeat_module(layer)  # a gate, or an option, that another input of the layer is
                 unsuitable.append(layer)
                 continue
             if layer.any_arrangement:
                 continue
             if any(len(each.inputs[0].meta) != _SIZE for each in calls[0]):
                 found.pop(layer)
-                self.units.repeat_module(layer)
+                self.registry.repeat_module(layer)
                 unsuitable.append(layer)  # which has no parameters any more
         return found, unsuitable
 

@@ -21,7 +21,7 @@ from opacus_memprof.clipping.forwards.module_state import restoring_state
 from opacus_memprof.clipping.forwards.repetition import RandomState
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, plain_layers
 from opacus_memprof.clipping.layers import Layer
-from opacus_memprof.clipping.layers.registry import Units
+from opacus_memprof.clipping.layers.registry import LayerRegistry
 from opacus_memprof.clipping.proof.certificate import SituationRecord
 from opacus_memprof.clipping.proof.model_state import Arguments
 from opacus_memprof.clipping.proof.perturbation import has_samples
@@ -91,7 +91,7 @@ class Situations:
 
     def __init__(
         self,
-        units: Units,
+        units: LayerRegistry,
         hooks: LayerHooks,
         workspace: Workspace,
         check: Check,
