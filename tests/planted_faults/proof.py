@@ -158,7 +158,7 @@ FAULTS = [
     ),
     Fault(
         "sums_tolerance",
-        "proof/prover.py",
+        "proof/autograd_sums.py",
         "elif error > precision(own.dtype, parameter) * norm",
         "elif error > 1e6 * precision(own.dtype, parameter) * norm",
         "Gradients that are off by less than themselves are accepted.",
@@ -238,7 +238,7 @@ FAULTS = [
     ),
     Fault(
         "probe_does_not_see_draws",
-        "proof/probe.py",
+        "proof/sample_forwards.py",
         "draws = began.random is not None and began.random.has_moved()",
         "draws = False",
         "A module that has drawn the same numbers by chance is repeated with other ones.",

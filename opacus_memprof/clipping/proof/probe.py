@@ -10,33 +10,26 @@ as long as the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.forwards.arrangement import CANDIDATES, Arrangement
-from opacus_memprof.clipping.forwards.module_state import restoring_state
-from opacus_memprof.clipping.forwards.repetition import WAYS, Call, RandomState, Repetition, close
-from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, Running, autocast_state
+from opacus_memprof.clipping.forwards.repetition import WAYS, Call, Repetition, close
+from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, autocast_state
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.layers.registry import LayerRegistry
 from opacus_memprof.clipping.layers.sharded import refuse_repetition
 from opacus_memprof.clipping.proof.observation import (
     Observation,
     TensorSummary,
-    summaries,
-    used_parameters,
 )
-from opacus_memprof.clipping.proof.outputs import tensors_in
+from opacus_memprof.clipping.proof.sample_forwards import SAMPLES, SIZE, SampleForwards
 from opacus_memprof.errors import MemprofError
 
-_SAMPLES = ((0, 1, 2), (0, 9, 2), (3, 4, 5, 6), (8, 7))
-_SIZE, _CHANGED = 3, 1  # of the first two forwards: their size, and the sample that differs
+_CHANGED = 1  # the sample that differs between the first two forwards
 _OTHER_SIZES = (4, 2)
 
 
@@ -48,17 +41,7 @@ class _UnsuitableError(Exception):
     """A tensor in which the samples are nowhere in particular."""
 
 
-@dataclass
-class _Forward:
-    """What is known of a forward: the summaries of its output's tensors, the calls of layers, and the ids of parameters
-    that are used outside of these."""
-
-    outputs: list[Any]
-    observations: list[Observation]
-    used_parameters: set[int]
-
-
-class Probe:
+class Probe(SampleForwards):
     """A probe of a model.
 
     Args:
@@ -83,14 +66,10 @@ class Probe:
         run_model: Callable[[tuple[Any, ...], dict[str, Any]], Any],
         attach: Callable[[], None],
     ) -> None:
-        self.model, self.registry, self.hooks, self.run_model, self.attach = model, registry, hooks, run_model, attach
-        self.leaves, self.structure = tree_flatten((args, kwargs))
-        self.batch = hooks.batch
+        super().__init__(model, hooks, args, kwargs, run_model)
+        self.registry, self.attach = registry, attach
         self.wheres: list[Arrangement | None] = []
-        self.samples: Sequence[tuple[int, ...]] = _SAMPLES
         self._inside = set(model.modules())
-        tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-        self.random = RandomState.now(tensors[0].device)
 
     def layouts(self) -> dict[Layer, Layout]:
         """The layouts of all layers that run.
@@ -118,9 +97,9 @@ class Probe:
         """The outputs of the first samples, when it is clear that the model runs on all that are tried."""
         # A model may want its samples in order, such as sorted by length.
         in_order = ((0, 1, 2), (0, self.batch + 1, 2), (0, 1, 2, 3), (0, 1))
-        for self.samples in (_SAMPLES, in_order):
+        for self.samples in (SAMPLES, in_order):
             try:
-                outputs = [self._forward(samples).outputs for samples in self.samples]
+                outputs = [self.forward(samples).outputs for samples in self.samples]
                 return outputs[0]
             except Exception as error:
                 if self.samples is in_order:
@@ -180,7 +159,7 @@ class Probe:
         expanded over the batch already."""
         self.hooks.layouts = dict(shared)
         try:
-            forwards = [self._forward(samples, observe=True) for samples in self.samples]
+            forwards = [self.forward(samples, observe=True) for samples in self.samples]
         except Exception:
             if not shared:
                 raise
@@ -222,7 +201,7 @@ class Probe:
                 continue
             if layer.any_arrangement:
                 continue
-            if any(len(each.inputs[0].meta) != _SIZE for each in calls[0]):
+            if any(len(each.inputs[0].meta) != SIZE for each in calls[0]):
                 found.pop(layer)
                 self.registry.repeat_module(layer)
                 unsuitable.append(layer)  # which has no parameters any more
@@ -274,7 +253,7 @@ class Probe:
                 found.append(self._where(leaves))
             except _UnsuitableError:
                 raise MemprofError(
-                    f"an output of the model of shape {tuple(leaves[0].meta.shape)} mixes the {_SIZE} samples of a "
+                    f"an output of the model of shape {tuple(leaves[0].meta.shape)} mixes the {SIZE} samples of a "
                     "batch: per-sample gradients do not exist."
                 ) from None
         return found
@@ -312,7 +291,7 @@ class Probe:
         assert each.values is not None
         leaves, outputs = each.values
         call = Call(
-            _SIZE,
+            SIZE,
             leaves,
             each.structure,
             layout.inputs,
@@ -330,88 +309,25 @@ class Probe:
         for layer, layout in shared.items():
             self.hooks.layouts = {layer: layout}
             try:
-                broken = not _same(self._forward(self.samples[0], observe=True).outputs, plain)
+                broken = not _same(self.forward(self.samples[0], observe=True).outputs, plain)
             except Exception:
                 broken = True
             if broken:
                 found.append(layer)
         return found or list(shared)
 
-    # --- forwards of a few samples ---
-    def run_samples(self, samples: Sequence[int], begin: Callable[[list[Any]], None]) -> None:
-        """Runs the model on some samples. ``begin`` is called with the leaves of the arguments."""
-        leaves = self.leaves_of(samples)
-        args, kwargs = tree_unflatten(leaves, self.structure)
-        with self._observing(samples, False), self.random.restored(), restoring_state(self.model), torch.enable_grad():
-            begin(leaves)
-            self.run_model(args, kwargs)
-
-    def _forward(self, samples: Sequence[int], observe: bool = False) -> _Forward:
-        """A forward with a graph, for a model may return other outputs without gradients, but without its tensors."""
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(_drop, _refuse):
-                return self._run_forward(samples, observe)
-        except Exception:  # the model takes gradients in its forward, and needs the tensors that were dropped
-            return self._run_forward(samples, observe)
-
-    def _run_forward(self, samples: Sequence[int], observe: bool) -> _Forward:
-        args, kwargs = tree_unflatten([self.select(leaf, samples) for leaf in self.leaves], self.structure)
-        observing = self._observing(samples, observe)
-        with (
-            observing as observed,
-            self.random.restored(),
-            restoring_state(self.model),
-            torch.enable_grad(),
-        ):
-            output = self.run_model(args, kwargs)
-        leaves = tensors_in(output)
-        used = used_parameters(leaves)
-        return _Forward(summaries(leaves, len(samples) != _SIZE), observed, used)
-
-    def leaves_of(self, samples: Sequence[int]) -> list[Any]:
-        """The leaves of the arguments, of some samples, in the order of those that they are made from."""
-        ordered = sorted(samples, key=lambda n: n % self.batch)
-        return [self.select(leaf, ordered) for leaf in self.leaves]
-
-    def select(self, leaf: Any, samples: Sequence[int]) -> Any:
-        """Some samples of an input. Beyond the batch, these are its samples rolled along their last dimension."""
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or len(leaf) != self.batch:
-            return leaf
-        rows = [leaf.detach()[n % self.batch] for n in samples]
-        return torch.stack([x.roll(n // self.batch, -1) if x.dim() else x for x, n in zip(rows, samples, strict=True)])
-
-    @contextmanager
-    def _observing(self, samples: Sequence[int], observe: bool) -> Iterator[list[Observation]]:
-        observations: list[Observation] = []
-        shapes_only = len(samples) != _SIZE
-
-        def add(layer: Layer, inputs: list[Any], structure: Any, outputs: list[Any], began: Running) -> None:
-            draws = began.random is not None and began.random.has_moved()
-            state = began.state if began.state is not None and began.state.has_changed() else None
-            is_repeated = isinstance(layer, GenericLayer) and tuple(samples) == self.samples[0]
-            values = (_detached(inputs), _detached(outputs)) if is_repeated else None
-            x, y = summaries(inputs, shapes_only), summaries(outputs, shapes_only)
-            observations.append(Observation(layer, x, y, structure, began.random, draws, state, values))
-
-        self.hooks.batch, self.hooks.is_probing = len(samples), True
-        self.hooks.observe = add if observe else None
-        try:
-            yield observations
-        finally:
-            self.hooks.batch, self.hooks.is_probing, self.hooks.observe = self.batch, False, None
-
 
 def _fits(where: Arrangement, x: TensorSummary, y: TensorSummary, others: list[TensorSummary]) -> bool:
     """Whether the samples are ``where`` in all tensors, and differ between ``x`` and ``y`` where these do."""
-    rows = where.rows(x.meta, _SIZE)
+    rows = where.rows(x.meta, SIZE)
     if rows is None or x.meta.shape != y.meta.shape:
         return False
-    shape = where.by_sample(x.meta, _SIZE).shape[1:]
+    shape = where.by_sample(x.meta, SIZE).shape[1:]
     for other, size in zip(others, _OTHER_SIZES, strict=True):
         if where.rows(other.meta, size) != rows or where.by_sample(other.meta, size).shape[1:] != shape:
             return False
-    a, b = where.by_sample(x.sums, _SIZE), where.by_sample(y.sums, _SIZE)
-    return all(close(b[n], a[n]) for n in range(_SIZE) if n != _CHANGED)
+    a, b = where.by_sample(x.sums, SIZE), where.by_sample(y.sums, SIZE)
+    return all(close(b[n], a[n]) for n in range(SIZE) if n != _CHANGED)
 
 
 def _is_integral(x: torch.Tensor) -> bool:
@@ -428,15 +344,3 @@ def _same(actual: list[Any], expected: list[Any]) -> bool:
     return all(
         isinstance(a, TensorSummary) and a.meta.shape == e.meta.shape and close(a.sums, e.sums) for a, e in tensors
     )
-
-
-def _detached(leaves: list[Any]) -> list[Any]:
-    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-
-def _drop(tensor: torch.Tensor) -> None:
-    """Packs a tensor for a backward that never comes."""
-
-
-def _refuse(packed: None) -> torch.Tensor:
-    raise RuntimeError("a probe's forward has no saved tensors")
