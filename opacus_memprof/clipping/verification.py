@@ -16,7 +16,7 @@ from opacus.optimizers import get_optimizer_class
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from opacus_memprof.clipping.forwards.random_state import RandomState, kept_random_state
+from opacus_memprof.clipping.forwards.random_state import RandomState
 from opacus_memprof.clipping.module.hooks import GradSampleModuleFlashClip
 from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip
 from opacus_memprof.clipping.proof.by_hand import Gradients, are_close, exchanges, norm
@@ -115,7 +115,8 @@ def verify(
         raise MemprofError(f"max_samples is {max_samples}; it must be positive, or None for all samples.")
     batch = _first_samples(batch, max_samples)
     losses = losses or _losses_of_outputs
-    with kept_random_state({p.device for p in model.parameters()}) as state:
+    state = RandomState.now(*{p.device for p in model.parameters()})
+    with state.restored():
         prepared, converted, tolerance = _runnable(model, batch, losses)
         hand = _Hand(prepared, converted, losses, state)
         norms, _ = hand.clip(1.0)
@@ -192,7 +193,7 @@ class _Hand:
         self._model, self._batch, self._losses, self._state = model, batch, losses, state
         self._size = _size(batch)
         self._run(batch)
-        self._draws = state.has_changed()
+        self._draws = state.has_moved()
 
     def clip(self, bound: float) -> tuple[list[float], dict[str, torch.Tensor]]:
         """Returns the norms, and the sums of clipped gradients by parameter."""

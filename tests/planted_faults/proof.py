@@ -126,7 +126,7 @@ FAULTS = [
     ),
     Fault(
         "numpy_is_not_restored",
-        "forwards/repetition.py",
+        "forwards/random_state.py",
         "            numpy.set_state(of_numpy)",
         "            pass",
         "The forwards of a proof draw NumPy's random numbers.",
@@ -134,7 +134,7 @@ FAULTS = [
     ),
     Fault(
         "python_is_not_restored",
-        "forwards/repetition.py",
+        "forwards/random_state.py",
         "        random.setstate(python)",
         "        pass",
         "The forwards of a proof draw Python's random numbers.",

@@ -8,8 +8,6 @@ whether a way repeats what the module computed.
 
 from __future__ import annotations
 
-import random
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from opacus_memprof.clipping.forwards.arrangement import Arrangement, expand_over_batch
 from opacus_memprof.clipping.forwards.checkpoints import without_checkpoints
 from opacus_memprof.clipping.forwards.module_state import ModuleState
+from opacus_memprof.clipping.forwards.random_state import RandomState
 from opacus_memprof.clipping.workspace import slices
 
 Way = Literal["vmap", "loop", "whole"]
@@ -63,60 +62,6 @@ class _WithoutHooks(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.forward(*args, **kwargs)
-
-
-@dataclass
-class RandomState:
-    """The states of the random number generators that a forward began with: torch's, Python's and NumPy's."""
-
-    cpu: torch.Tensor
-    cuda: tuple[int, torch.Tensor] | None
-    python: Any
-    numpy: Any
-
-    @classmethod
-    def now(cls, device: torch.device) -> RandomState:
-        """The current states: of the CPU, and of ``device`` if that is a GPU."""
-        cuda = (device.index, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
-        numpy = sys.modules.get("numpy.random")
-        return cls(torch.get_rng_state(), cuda, random.getstate(), None if numpy is None else numpy.get_state())
-
-    def device_type(self) -> str:
-        """The type of the device whose generator counts, beside the CPU's."""
-        return "cpu" if self.cuda is None else "cuda"
-
-    def has_moved(self) -> bool:
-        """Whether a random number has been drawn since."""
-        now = RandomState.now(torch.device("cpu"))
-        if not torch.equal(self.cpu, now.cpu) or self.python != now.python or not _same_numpy(self.numpy, now.numpy):
-            return True
-        return self.cuda is not None and not torch.equal(torch.cuda.get_rng_state(self.cuda[0]), self.cuda[1])
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Restores these states inside, and the present ones behind it."""
-        with torch.random.fork_rng([self.cuda[0]] if self.cuda else []):
-            torch.set_rng_state(self.cpu)
-            if self.cuda:
-                torch.cuda.set_rng_state(self.cuda[1], self.cuda[0])
-            numpy = sys.modules.get("numpy.random")
-            others = random.getstate(), None if numpy is None else numpy.get_state()
-            self._set_others(numpy, self.python, self.numpy)
-            try:
-                yield
-            finally:
-                self._set_others(numpy, *others)
-
-    def _set_others(self, numpy: Any, python: Any, of_numpy: Any) -> None:
-        random.setstate(python)
-        if numpy is not None and of_numpy is not None:
-            numpy.set_state(of_numpy)
-
-
-def _same_numpy(a: Any, b: Any) -> bool:
-    if a is None or b is None:
-        return a is b
-    return bool(a[0] == b[0] and (a[1] == b[1]).all() and a[2:] == b[2:])
 
 
 @dataclass

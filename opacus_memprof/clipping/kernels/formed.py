@@ -20,7 +20,7 @@ from opacus_memprof.clipping.kernels.native import address_table
 from opacus_memprof.clipping.kernels.stacks import TYPES
 
 _PROGRAMS = 2048  # of a launch, unless there are more samples: enough to fill a GPU when many samples are formed
-_BLOCK = {"ROWS": 32, "COLUMNS": 64}
+BLOCK = {"ROWS": 32, "COLUMNS": 64}  # of a gradient that is formed
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -230,7 +230,7 @@ def norms_of_layer_cuda(
         ids, d = (parts, a) if picked is None else picked
         more = (ids, d, ids.shape[1], ids.stride(0), *d.stride())
         arguments = (g, a, parts, out, lost.view(torch.uint8), parts.shape[1], *sizes, *bounds, *more)
-        launch(norms_of_layer, (*out.shape, 1), *arguments, HAS_PICKED=picked is not None, **_BLOCK)
+        launch(norms_of_layer, (*out.shape, 1), *arguments, HAS_PICKED=picked is not None, **BLOCK)
     return _total(out)
 
 
@@ -256,7 +256,7 @@ def norms_of_layers_cuda(
     out = _empty_norms(parts, sizes)
     if out.numel():
         arguments = (operands, parts, out, lost.view(torch.uint8), count, parts.shape[1], *sizes, *bounds)
-        launch(norms_of_layers, (*out.shape, 1), *arguments, **_BLOCK, **kinds)
+        launch(norms_of_layers, (*out.shape, 1), *arguments, **BLOCK, **kinds)
     return _total(out)
 
 
@@ -275,10 +275,14 @@ def norms_of_outer_products_cuda(pairs: Sequence[tuple[torch.Tensor, ...]]) -> t
     return out
 
 
+def count_blocks(rows: int, columns: int) -> int:
+    """Returns the number of blocks of a gradient."""
+    return int(triton.cdiv(rows, BLOCK["ROWS"]) * triton.cdiv(columns, BLOCK["COLUMNS"]))
+
+
 def _empty_norms(parts: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
     """What the programs of each sample write, [samples, programs]."""
-    blocks = triton.cdiv(sizes[1], _BLOCK["ROWS"]) * triton.cdiv(sizes[2], _BLOCK["COLUMNS"])
-    programs = max(1, min(blocks, _PROGRAMS // max(1, len(parts))))
+    programs = max(1, min(count_blocks(sizes[1], sizes[2]), _PROGRAMS // max(1, len(parts))))
     return torch.empty(len(parts), programs, dtype=parts.dtype, device=parts.device)
 
 

@@ -16,13 +16,12 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from opacus_memprof.clipping.kernels.formed import add_product
+from opacus_memprof.clipping.kernels.formed import BLOCK, add_product, count_blocks
 from opacus_memprof.clipping.kernels.launch import launch
 from opacus_memprof.clipping.kernels.native import product_table
 from opacus_memprof.clipping.kernels.stacks import TYPES
 
 _PROGRAMS = 1024  # of a layer, at most
-_BLOCK = {"ROWS": 32, "COLUMNS": 64}
 _EMBEDDING_COLUMNS = 128
 
 
@@ -117,11 +116,11 @@ def add_products_cuda(
         factors: float32; of each pair, [pairs, N], or of all, [N]. Samples with factor 0 take no time.
     """
     g = pairs[0][0]
-    blocks = max(_blocks(total) for total in totals)
+    blocks = max(count_blocks(*total.shape) for total in totals)
     grid = (min(blocks, _PROGRAMS), len(pairs), 1)
     types = {"TYPE": TYPES[g.dtype], "TARGET": _TARGETS[totals[0].dtype]}
     each = factors.stride(0) if factors.dim() == 2 else 0
-    launch(add_products, grid, product_table(pairs, totals), factors, len(g), each, **_BLOCK, **types)
+    launch(add_products, grid, product_table(pairs, totals), factors, len(g), each, **BLOCK, **types)
 
 
 def add_rows_cuda(
@@ -143,8 +142,3 @@ def add_rows_cuda(
 
 
 _TARGETS = {**TYPES, torch.float64: tl.float64}
-
-
-def _blocks(total: torch.Tensor) -> int:
-    rows, columns = total.shape
-    return int(triton.cdiv(rows, _BLOCK["ROWS"]) * triton.cdiv(columns, _BLOCK["COLUMNS"]))

@@ -11,7 +11,7 @@ from torch import nn
 from opacus_memprof.clipping.arguments import Check
 from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.forwards.module_state import restoring_state
-from opacus_memprof.clipping.forwards.repetition import RandomState
+from opacus_memprof.clipping.forwards.random_state import RandomState
 from opacus_memprof.clipping.layer_hooks import LayerHooks, first_input
 from opacus_memprof.clipping.layers import GenericLayer
 from opacus_memprof.clipping.layers.registry import LayerRegistry, check_model

@@ -17,7 +17,8 @@ from opacus_memprof.clipping.arguments import CHECKS, Check, Nonfinite, Passes, 
 from opacus_memprof.clipping.bookkeeping.autograd_functions import is_compiled_autograd_enabled
 from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.bookkeeping.norm_checks import refuse_capture
-from opacus_memprof.clipping.forwards.repetition import RandomState, is_repeating
+from opacus_memprof.clipping.forwards.random_state import RandomState
+from opacus_memprof.clipping.forwards.repetition import is_repeating
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers.registry import LayerRegistry
 from opacus_memprof.clipping.module.attached_hooks import AttachedHooks

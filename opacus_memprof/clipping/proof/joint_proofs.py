@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.agreement import Agreement, computing_device
-from opacus_memprof.clipping.forwards.repetition import RandomState
+from opacus_memprof.clipping.forwards.random_state import RandomState
 from opacus_memprof.errors import MemprofError
 
 _LEAST = 4  # samples of a batch whose situation is checked again, and at most this part of it
@@ -109,7 +109,7 @@ class JointProofs:
 
     def _on_own_device(self, random: RandomState) -> RandomState:
         device = self.agreement.device
-        return random if random.cuda is None else replace(random, cuda=(device.index, random.cuda[1]))
+        return replace(random, cuda=[(device.index, state) for _, state in random.cuda])
 
 
 def _kind(leaf: Any) -> Any:

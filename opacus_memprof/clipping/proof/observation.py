@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from opacus_memprof.clipping.forwards.module_state import ModuleState
-from opacus_memprof.clipping.forwards.repetition import RandomState
+from opacus_memprof.clipping.forwards.random_state import RandomState
 from opacus_memprof.clipping.layers import Layer
 
 _BLOCK = 32  # elements

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.forwards.module_state import restoring_state
-from opacus_memprof.clipping.forwards.repetition import RandomState
+from opacus_memprof.clipping.forwards.random_state import RandomState
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Running
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.proof.observation import Observation, summaries, used_parameters

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from opacus_memprof.clipping.arguments import Check
 from opacus_memprof.clipping.forwards.arrangement import Arrangement
 from opacus_memprof.clipping.forwards.module_state import restoring_state
-from opacus_memprof.clipping.forwards.repetition import RandomState
+from opacus_memprof.clipping.forwards.random_state import RandomState
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, plain_layers
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.layers.registry import LayerRegistry
