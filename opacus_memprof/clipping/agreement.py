@@ -2,8 +2,6 @@
 """Several processes that train one model, each on samples of its own: which models these may be, and what the ranks
 tell each other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -74,7 +72,7 @@ def prepare_replicated(module: nn.Module) -> None:
 
 
 def let_reducer_run(module: nn.Module, enabled: bool) -> None:
-    """Whether DDP reduces gradients in backward, as with and without ``no_sync``. Other modules are left alone."""
+    """Whether DDP reduces gradients in backward, as with and without `no_sync`. Other modules are left alone."""
     if isinstance(module, DistributedDataParallel):
         module.require_backward_grad_sync = module.require_forward_param_sync = enabled
 
@@ -96,7 +94,7 @@ class Agreement:
             self._on_own_stream = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def check_same(self, what: dict[str, Any]) -> None:
-        """Raises MemprofError on all ranks, with the first difference, unless ``what`` is equal on all of them."""
+        """Raises MemprofError on all ranks, with the first difference, unless `what` is equal on all of them."""
         found: list[dict[str, Any] | None] = [None] * self.world_size
         dist.all_gather_object(found, what)
         first = found[0]
@@ -130,7 +128,7 @@ class Agreement:
             The lowest and the highest of each number on all ranks.
 
         Raises:
-            MemprofError: ``error``, or that another rank had one.
+            MemprofError: `error`, or that another rank had one.
         """
         own = [0 if error is None else self.rank + 1, *numbers, *(-number for number in numbers)]
         with self._on_own_stream:
@@ -151,12 +149,12 @@ class KeptRefusal:
     gradients, and the step raises on every rank.
 
     Attributes:
-        waits: whether errors wait for the step; they are raised at once otherwise.
-        error: the error that waits.
+        is_deferred: whether errors are raised in the step; otherwise at once.
+        error: the error that the next step raises.
     """
 
     def __init__(self) -> None:
-        self.waits = False
+        self.is_deferred = False
         self.error: MemprofError | None = None
 
     def add(self, error: MemprofError) -> None:
@@ -165,7 +163,7 @@ class KeptRefusal:
         Raises:
             MemprofError: the error, if errors do not wait.
         """
-        if not self.waits:
+        if not self.is_deferred:
             raise error
         self.error = self.error or error
 

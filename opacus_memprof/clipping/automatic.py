@@ -7,8 +7,6 @@ that form no T x T matrix where per-sample gradients are large, and else to hook
 the batch decide; the model is not run.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any

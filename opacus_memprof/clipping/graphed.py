@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward, backward and clipping as a CUDA graph, for models whose steps wait for the host."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable
@@ -25,7 +23,7 @@ _WARM_UPS = 3  # as torch.cuda.make_graphed_callables has
 class GraphedBackward:
     """Computes a loss, its backward and the clipped sums by replaying a CUDA graph, which takes the host one call.
 
-    Noise, the accountant and the update stay in ``optimizer.step()``, which is called as always, and so does the check
+    Noise, the accountant and the update stay in `optimizer.step()`, which is called as always, and so does the check
     that gradient norms are finite. A batch that differs from the example in more than its numbers, as the last one of
     a Poisson batch does, and all batches while the model or the clipping differ from what was captured, run without the
     graph. So do the steps in which what was proved is checked again.
@@ -36,11 +34,11 @@ class GraphedBackward:
         module: the module that make_private returned, on one GPU, in training mode.
         optimizer: the optimizer that make_private returned.
         compute_loss: called with a batch; it calls the module and returns the loss, without its backward.
-        example: a batch, as a tuple: what ``compute_loss`` is called with. Its tensors are on the module's device.
+        example: a batch, as a tuple: what `compute_loss` is called with. Its tensors are on the module's device.
 
     Raises:
         MemprofError: the module is not of flash_clip, is on several GPUs or none, or clips adaptively; gradients wait
-            for a step; or what ``compute_loss`` or a layer does cannot be captured. Training can go on without it.
+            for a step; or what `compute_loss` or a layer does cannot be captured. Training can go on without it.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class GraphedBackward:
         self._state = self._captured_state()
 
     def __call__(self, *batch: Any) -> torch.Tensor:
-        """As ``compute_loss(*batch)`` and its backward. Returns the loss, detached."""
+        """As `compute_loss(*batch)` and its backward. Returns the loss, detached."""
         leaves, structure = tree_flatten(batch)
         is_alike = structure == self._structure and all(map(_is_alike, leaves, self._inputs))
         if not is_alike or self._captured_state() != self._state or self._is_check_due():

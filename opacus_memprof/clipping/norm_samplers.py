@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers flash_clip's norms as norm samplers of Opacus: ``grad_sample_mode="ghost"`` without T x T matrices."""
-
-from __future__ import annotations
+"""Registers flash_clip's norms as norm samplers of Opacus: `grad_sample_mode="ghost"` without T x T matrices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +21,7 @@ NormSampler = Callable[[nn.Module, list[torch.Tensor], torch.Tensor], dict[nn.Pa
 
 
 class FlashNormSampler:
-    """A norm sampler as Opacus calls it: ``(layer, activations, backprops) -> {parameter: norms of shape [B]}``."""
+    """A norm sampler as Opacus calls it: `(layer, activations, backprops) -> {parameter: norms of shape [B]}`."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
@@ -43,7 +41,7 @@ def register_norm_samplers(
 ) -> Callable[[], None]:
     """Registers exact norm samplers for every layer that flash_clip supports with Opacus' ghost clipping.
 
-    ``opacus.PrivacyEngine().make_private(..., grad_sample_mode="ghost")`` then never forms a T x T matrix. It still
+    `opacus.PrivacyEngine().make_private(..., grad_sample_mode="ghost")` then never forms a T x T matrix. It still
     runs two backward passes. Models made private before are affected too: Opacus looks samplers up when it calls them.
 
     Args:
@@ -92,7 +90,7 @@ _IMPORTED_BY: tuple[Any, ...] = (
 
 
 def adopt_grad_samples() -> Callable[[], None]:
-    """Makes Opacus take what a grad sampler returns as ``p.grad_sample``.
+    """Makes Opacus take what a grad sampler returns as `p.grad_sample`.
 
     Opacus makes zeros of the same size and copies the result into them, so that backward holds the per-sample gradients
     of a layer twice. The copy is needed where a batch is padded (packed sequences) and where a parameter is used more

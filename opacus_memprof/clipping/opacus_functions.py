@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """grad_sample_mode="flash_clip" for programs that call Opacus' own functions, such as trainers built on it."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -52,17 +50,17 @@ def register(
     nonfinite: Nonfinite = "refuse",
     check: Check = "sometimes",
 ) -> None:
-    """Makes Opacus' own functions know ``grad_sample_mode="flash_clip"``.
+    """Makes Opacus' own functions know `grad_sample_mode="flash_clip"`.
 
-    Afterwards ``prepare_module``, ``wrap_model``, ``get_gsm_class`` and ``get_optimizer_class`` of Opacus accept the
-    mode, and so does ``opacus.PrivacyEngine().make_private``. The optimizer's class finds its module by the parameters
-    it is given, and the module clips to the optimizer's ``max_grad_norm``. Other modes are as before. Calling it again
+    Afterwards `prepare_module`, `wrap_model`, `get_gsm_class` and `get_optimizer_class` of Opacus accept the
+    mode, and so does `opacus.PrivacyEngine().make_private`. The optimizer's class finds its module by the parameters
+    it is given, and the module clips to the optimizer's `max_grad_norm`. Other modes are as before. Calling it again
     only changes the options.
 
-    The functions are replaced in all modules that are imported, of Opacus or not, so that a ``from opacus.optimizers
-    import get_optimizer_class`` before counts, too. References that a program keeps elsewhere, such as in a class, a
-    default argument or a ``functools.partial``, stay Opacus'. With Poisson sampling over several ranks use
-    ``opacus_memprof.PrivacyEngine``: a rank of Opacus' own engine leaves out its empty batches, and the others wait.
+    The functions are replaced in all modules that are imported, of Opacus or not, so that a `from opacus.optimizers
+    import get_optimizer_class` before counts, too. References that a program keeps elsewhere, such as in a class, a
+    default argument or a `functools.partial`, stay Opacus'. With Poisson sampling over several ranks use
+    `opacus_memprof.PrivacyEngine`: a rank of Opacus' own engine leaves out its empty batches, and the others wait.
 
     Args:
         workspace_mb: ceiling, in MiB, on the temporaries of one layer's norm or clipped sum.
@@ -128,7 +126,7 @@ def _knows_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RegisteredFlashClipHooks(FlashClipHooks):
-    """What ``prepare_module`` returns for flash_clip and wrap_model=False."""
+    """What `prepare_module` returns for flash_clip and wrap_model=False."""
 
     def __init__(self, m: nn.Module, **given: Any) -> None:
         super().__init__(m, **_with_options(m, given))
@@ -137,7 +135,7 @@ class RegisteredFlashClipHooks(FlashClipHooks):
 
 
 class RegisteredFlashClipModule(GradSampleModuleFlashClip):
-    """What ``prepare_module`` and ``wrap_model`` return for flash_clip."""
+    """What `prepare_module` and `wrap_model` return for flash_clip."""
 
     def __init__(self, m: nn.Module, **given: Any) -> None:
         super().__init__(m, **_with_options(m, given))
@@ -162,7 +160,7 @@ class _FindsModule:
     original_optimizer: Optimizer
 
     def __new__(cls, optimizer: Optimizer, **given: Any) -> Any:
-        """Returns an optimizer for shards if the parameters are sharded; ``get_optimizer_class`` cannot know that."""
+        """Returns an optimizer for shards if the parameters are sharded; `get_optimizer_class` cannot know that."""
         if (
             optimizer is not None
             and not issubclass(cls, DPOptimizerFlashClipFSDP)
@@ -224,7 +222,7 @@ class _FindsModule:
 
 
 def registered_optimizer_class(clipping: str, distributed: bool) -> type[DPOptimizerFlashClip]:
-    """Returns the optimizer's class as ``get_optimizer_class`` does.
+    """Returns the optimizer's class as `get_optimizer_class` does.
 
     Raises:
         MemprofError: flash_clip does not know the clipping, or not on several ranks.

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the clipping of any grad_sample_mode with clipping by hand, one sample at a time."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

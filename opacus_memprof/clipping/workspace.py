@@ -28,7 +28,7 @@ class Workspace:
 
     @classmethod
     def from_mib(cls, mib: float) -> Workspace:
-        """A workspace of ``mib`` MiB. Raises MemprofError unless that is positive."""
+        """A workspace of `mib` MiB. Raises MemprofError unless that is positive."""
         if not mib > 0:
             raise MemprofError(f"flash_clip_workspace_mb is {mib}; give a positive number of MiB, such as 256.")
         return cls(int(mib * MIB))
@@ -38,11 +38,11 @@ class Workspace:
         return Workspace(self.bytes // 2)
 
     def fit(self, unit_bytes: int, count: int) -> int:
-        """How many of ``count`` units, of ``unit_bytes`` each, fit at once."""
+        """How many of `count` units, of `unit_bytes` each, fit at once."""
         return max(0, min(count, self.bytes // max(1, unit_bytes)))
 
     def fit_at_least_one(self, unit_bytes: int, count: int, unit: str) -> int:
-        """As ``fit``, but raises MemprofError if not even one unit fits. ``unit`` is its name in the message."""
+        """As `fit`, but raises MemprofError if not even one unit fits. `unit` is its name in the message."""
         units = self.fit(unit_bytes, count)
         if units == 0 and count > 0:
             raise MemprofError(
@@ -53,7 +53,7 @@ class Workspace:
 
     def tiles(self, rows: int, columns: int, unit_bytes: int, unit: str) -> Iterator[tuple[slice, slice]]:
         """Splits a grid of units into tiles that fit: several rows each or, if a row does not fit, parts of a row.
-        Raises as ``fit_at_least_one``."""
+        Raises as `fit_at_least_one`."""
         fit = self.fit(columns * unit_bytes, rows)
         width = max(1, columns) if fit else self.fit_at_least_one(unit_bytes, columns, unit)
         for row in slices(rows, max(1, fit)):
@@ -62,13 +62,13 @@ class Workspace:
 
 
 def slices(count: int, size: int) -> Iterator[slice]:
-    """Splits ``range(count)`` into slices of ``size``; the last one may be shorter."""
+    """Splits `range(count)` into slices of `size`; the last one may be shorter."""
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))
 
 
 def batches(items: Iterable[T], most: int, bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Splits ``items`` into neighbours that have at most ``most`` bytes together; what has more comes alone."""
+    """Splits `items` into neighbours that have at most `most` bytes together; what has more comes alone."""
     batch: list[T] = []
     size = 0
     for item in items:
@@ -83,7 +83,7 @@ def batches(items: Iterable[T], most: int, bytes_of: Callable[[T], int]) -> Iter
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which norms and sums of ``dtype`` accumulate: float32, or float64 for float64."""
+    """The dtype in which norms and sums of `dtype` accumulate: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -93,7 +93,7 @@ def is_low_precision(dtype: torch.dtype) -> bool:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of the clipped sum of a parameter of ``dtype``, which is rounded only after noise is added.
+    """Returns the dtype of the clipped sum of a parameter of `dtype`, which is rounded only after noise is added.
     Complex numbers are pairs of real ones until then."""
     return torch.float32 if is_low_precision(dtype) else dtype.to_real()
 

@@ -26,7 +26,7 @@ from opacus_memprof.clipping.kernels.norms import gram_squared_norms
 from opacus_memprof.clipping.kernels.stacks import weighted_sum_cuda
 from opacus_memprof.clipping.kernels.sums import scale_single_samples
 from opacus_memprof.clipping.layers import LAYERS
-from opacus_memprof.clipping.layers.small_layers import find_waiting_norms, pop_small_sums
+from opacus_memprof.clipping.layers.small_layers import find_deferred_norms, pop_small_sums
 from opacus_memprof.clipping.rules import ClipRule
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
@@ -235,7 +235,7 @@ def test_layers(case: Case, dtype: torch.dtype, tolerance: float, megabytes: flo
     module, x, g = module.to("cuda", dtype), x.cuda(), g.cuda()
     layer, workspace = LAYERS[type(module)]("layer", module), Workspace.from_mib(megabytes)
     kept = layer.keep(x, g, workspace)
-    find_waiting_norms({layer: kept})
+    find_deferred_norms({layer: kept})
     expected = sum(e.flatten(1).square().sum(1) for e in exact.values())
     assert relative_error(kept.squared_norms.cpu().double(), expected) < tolerance
     names = {p: n for n, p in module.named_parameters()}

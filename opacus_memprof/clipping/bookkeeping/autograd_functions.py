@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What backward calls: ``receive_gradient`` (by a node in C++ or GradientTap) and CallTap at the outputs of layers, and
+"""What backward calls: `receive_gradient` (by a node in C++ or GradientTap) and CallTap at the outputs of layers, and
 TwoPassBackward at the model's outputs. The functions' forward is the identity."""
-
-from __future__ import annotations
 
 import sys
 from collections.abc import Callable
@@ -21,7 +19,7 @@ TappedCall = tuple[Layer, Bookkeeping, "Arrangement | None", int, int]
 
 
 def receive_gradient(call: TappedCall, x: torch.Tensor | None, g: torch.Tensor) -> None:
-    """Passes a layer's input and the gradient of its output to ``bookkeeping.add``.
+    """Passes a layer's input and the gradient of its output to `bookkeeping.add`.
 
     Args:
         call: the layer, the bookkeeping, where input and output have the samples, unless these are their first
@@ -46,7 +44,7 @@ def _add(bookkeeping: Bookkeeping, layer: Layer, x: Any, g: Any, forward: int) -
 
 
 class GradientTap(torch.autograd.Function):
-    """As ``tap_gradient``, for compiled autograd, which cannot run nodes in C++ that are not torch's."""
+    """As `tap_gradient`, for compiled autograd, which cannot run nodes in C++ that are not torch's."""
 
     @staticmethod
     def forward(
@@ -77,7 +75,7 @@ def is_compiled_autograd_enabled() -> bool:
 
 class CallTap(torch.autograd.Function):
     """The identity on a module's outputs. Its backward passes the module's call, and the outputs' gradients, to
-    ``bookkeeping.add``. The inputs are saved through autograd (see csrc/clipping/gradient_tap.h)."""
+    `bookkeeping.add`. The inputs are saved through autograd (see csrc/clipping/gradient_tap.h)."""
 
     @staticmethod
     def forward(
@@ -105,7 +103,7 @@ class CallTap(torch.autograd.Function):
 
 
 class TwoPassBackward(torch.autograd.Function):
-    """The identity on the model's outputs, detached from the model's graph. Its backward calls ``run`` with the outputs
+    """The identity on the model's outputs, detached from the model's graph. Its backward calls `run` with the outputs
     that the loss uses and their gradients."""
 
     @staticmethod

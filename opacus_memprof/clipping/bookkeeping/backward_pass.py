@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the backward pass of one physical batch has kept."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -12,7 +10,7 @@ from torch import nn
 from opacus_memprof.clipping.bookkeeping.norm_checks import Limit
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.shared import SharedGradient
-from opacus_memprof.clipping.layers.small_layers import find_waiting_norms
+from opacus_memprof.clipping.layers.small_layers import find_deferred_norms
 from opacus_memprof.clipping.workspace import Workspace
 
 Factors: TypeAlias = "torch.Tensor | dict[nn.Parameter, torch.Tensor]"
@@ -28,12 +26,12 @@ class BackwardPass:
         kept: by layer.
         shared: what is kept of parameters that are used more than once.
         sums: clipped sums, by parameter, that a second backward has formed already.
-        clipped: whether ``sums`` is used instead of ``kept``.
+        clipped: whether `sums` is used instead of `kept`.
         limit: what the norms of the clipped sums are at most, once the clip factors are known.
         samples: the indices of the samples that count, if others have been dropped.
         dropped: the indices of the others.
-        factors: the clip factors, if ``sums`` has been formed with them by a second backward.
-        forwards: numbers of the forwards whose backward this is: several if one call of ``backward`` goes through them,
+        factors: the clip factors, if `sums` has been formed with them by a second backward.
+        forwards: numbers of the forwards whose backward this is: several if one call of `backward` goes through them,
             whose samples are then the same.
         tasks: autograd's numbers of these calls.
     """
@@ -92,7 +90,7 @@ class BackwardPass:
         self, workspace: Workspace
     ) -> tuple[list[nn.Parameter], list[torch.Tensor], list[Layer | SharedGradient]]:
         """The parameters, the squared norms of their gradients, [B], and what they belong to."""
-        find_waiting_norms(self.kept)
+        find_deferred_norms(self.kept)
         parameters: list[nn.Parameter] = []
         norms: list[torch.Tensor] = []
         owners: list[Layer | SharedGradient] = []

@@ -5,8 +5,6 @@ Book-keeping as in Bu et al. 2023 (arXiv 2210.00038): norms are complete only wh
 layer, so each layer keeps what its clipped sum needs, and the sums are formed afterwards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -33,7 +31,7 @@ class Bookkeeping:
         norms: per-sample gradient norms of the last clipped batch, [B]. Not private.
         mode: what the next backward does: "keep" what clipped sums need; "norms" only, as the first of two passes; or
             form the "sums", as the second.
-        passes_in_last_step: number of backward passes that the last ``pop_clipped_sums`` has summed up.
+        passes_in_last_step: number of backward passes that the last `pop_clipped_sums` has summed up.
         samples_in_last_step: number of samples in these passes.
         unclipped_in_last_step: number of these whose gradients were not clipped, a scalar. Not private.
         beside_layers: names of trained parameters that autograd has given a gradient, beside the layers.
@@ -158,7 +156,7 @@ class Bookkeeping:
                 each.tasks.add(task)
 
     def _pass_of(self, forward: int, batch_size: int) -> BackwardPass:
-        """Returns the pass of a forward. Forwards that one call of ``backward`` goes through have the same samples and
+        """Returns the pass of a forward. Forwards that one call of `backward` goes through have the same samples and
         belong to one pass; those of different calls have different samples."""
         for each in reversed(self._passes):
             if forward in each.forwards:
@@ -263,7 +261,7 @@ class Bookkeeping:
             check: of its norms, which has begun.
 
         Raises:
-            ValueError: as ``add``.
+            ValueError: as `add`.
         """
         limit = limit_of_batch(batch_size, self.rule)
         self._begin_pass(BackwardPass(batch_size, sums=dict(sums), clipped=True, limit=limit))
@@ -328,7 +326,7 @@ class Bookkeeping:
         return len(self._passes)
 
     def sort(self) -> None:
-        """Has ``pop_clipped_sums`` go through the layers in the order of the optimizer's parameters, but for those that
+        """Has `pop_clipped_sums` go through the layers in the order of the optimizer's parameters, but for those that
         are used more than once, which come first."""
 
         def last_first(item: tuple[Layer, KeptTensors]) -> int:
@@ -341,7 +339,7 @@ class Bookkeeping:
         self, sums: Iterator[tuple[nn.Parameter, torch.Tensor]]
     ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yields the sums of each pass in the order of the optimizer's parameters, which does not depend on what a
-        layer has kept. Call ``sort`` before, so that few of them wait for others."""
+        layer has kept. Call `sort` before, so that few of them wait for others."""
         ready: dict[int, torch.Tensor] = {}
         parameters, place = list(self.places), 0
         for parameter, total in sums:
@@ -353,7 +351,7 @@ class Bookkeeping:
 
     def pop_clipped_sums(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Removes what is kept, and yields each parameter with its clipped sum, once for every pass. Call
-        ``check_norms`` before the sums are used."""
+        `check_norms` before the sums are used."""
         factors = [None if each.clipped else self._factors(each) for each in self._passes]
         self.unclipped_in_last_step, self._unclipped = self._unclipped, 0
         passes, self._passes = self._passes, []

@@ -79,7 +79,7 @@ class Limit:
     Attributes:
         samples: the number of samples that have been added up.
         total: the sum of their bounds.
-        by_parameter: as ``total``, for each parameter, where parameters have bounds of their own.
+        by_parameter: as `total`, for each parameter, where parameters have bounds of their own.
         bound: the largest bound that a sample was clipped to.
     """
 

@@ -3,10 +3,8 @@
 
 While it runs, the parameters do not require grad, and a checkpoint has to run its function in the same way again. When
 the forward is repeated, checkpoints call their function directly: a reentrant one gives parameters that its function
-reaches by itself no gradient, and others cannot run under ``torch.func``.
+reaches by itself no gradient, and others cannot run under `torch.func`.
 """
-
-from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -45,13 +43,13 @@ def without_checkpoints() -> Iterator[None]:
 
 
 def freeze_in_checkpoints(parameters: Sequence[torch.Tensor]) -> None:
-    """What this thread checkpoints, until ``end_freezing_in_checkpoints``, runs again with these parameters frozen."""
+    """What this thread checkpoints, until `end_freezing_in_checkpoints`, runs again with these parameters frozen."""
     _begin()
     _thread.frozen.append(parameters)
 
 
 def end_freezing_in_checkpoints() -> None:
-    """Ends the last ``freeze_in_checkpoints``."""
+    """Ends the last `freeze_in_checkpoints`."""
     _thread.frozen.pop()
     _end()
 

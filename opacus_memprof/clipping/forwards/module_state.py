@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a module's forward may change in the module, and how it is restored after a forward that does not count."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repeats a module's forward to find per-sample gradients of its parameters, whatever it computes.
 
-There are three ways, from the fastest to the most general: all samples at once under ``torch.func.vmap``; one sample at
-a time; and the whole batch with the same random numbers, followed by one backward for each sample. ``matches`` says
+There are three ways, from the fastest to the most general: all samples at once under `torch.func.vmap`; one sample at
+a time; and the whole batch with the same random numbers, followed by one backward for each sample. `matches` says
 whether a way repeats what the module computed.
 """
 
@@ -45,7 +45,7 @@ def is_repeating() -> bool:
 
 @contextmanager
 def repeating() -> Iterator[None]:
-    """Inside, ``is_repeating`` is true."""
+    """Inside, `is_repeating` is true."""
     before, _thread.repeating = is_repeating(), True
     try:
         yield
@@ -70,7 +70,7 @@ class Call:
 
     Attributes:
         batch: the number of samples.
-        leaves: the arguments, flattened; ``structure`` puts them together again.
+        leaves: the arguments, flattened; `structure` puts them together again.
         arrangements: where the samples are in each of the leaves; None for what all samples share.
         outputs: where the samples are in the output's leaves, by their index; None for what all samples share.
         random: what the random number generators began with, if the forward is repeated as a whole.
@@ -94,7 +94,7 @@ class Call:
         self.leaves = [None if hasattr(leaf, "get_seq_length") else leaf for leaf in self.leaves]
 
     def detached_tensors(self) -> list[torch.Tensor]:
-        """The leaves that are tensors, detached. They are dropped here, to be put back with ``with_tensors``."""
+        """The leaves that are tensors, detached. They are dropped here, to be put back with `with_tensors`."""
         places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [self.leaves[i].detach() for i in places]
         for i in places:
@@ -102,12 +102,12 @@ class Call:
         return tensors
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Call:
-        """This call with the tensors that ``detached_tensors`` has returned."""
+        """This call with the tensors that `detached_tensors` has returned."""
         remaining = iter(tensors)
         return replace(self, leaves=[next(remaining) if leaf is _PLACE else leaf for leaf in self.leaves])
 
     def run(self, module: nn.Module, parameters: Gradients, leaves: Sequence[Any]) -> list[torch.Tensor]:
-        """The output's leaves that are listed in ``outputs``."""
+        """The output's leaves that are listed in `outputs`."""
         args, kwargs = tree_unflatten(list(leaves), self.structure)
         device, dtype, enabled = self.autocast
         with (
@@ -161,7 +161,7 @@ class Repetition:
         self.values = {name: parameter.detach() for name, parameter in parameters.items()}
 
     def chunks(self, call: Call, gradients: Sequence[torch.Tensor], size: int) -> Iterator[tuple[slice, Gradients]]:
-        """Yields per-sample gradients, [n, *shape] by name, of ``size`` samples at a time.
+        """Yields per-sample gradients, [n, *shape] by name, of `size` samples at a time.
 
         Args:
             call: the call.

@@ -8,8 +8,6 @@ result is deterministic. Imported only for CUDA tensors (Triton is a dependency 
 wheels).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -157,7 +155,7 @@ def gram_tiles(  # type: ignore[no-untyped-def]
 
 
 def gram_squared_norms_cuda(g: torch.Tensor, a: torch.Tensor, lost: torch.Tensor | None = None) -> torch.Tensor:
-    """Squared norms of ``g[n] @ a[n]``. Where the Gram product cancels, the gradient is formed in float64.
+    """Squared norms of `g[n] @ a[n]`. Where the Gram product cancels, the gradient is formed in float64.
 
     Args:
         g: [N, rows, T], any strides; float32, float16 or bfloat16.
@@ -165,7 +163,7 @@ def gram_squared_norms_cuda(g: torch.Tensor, a: torch.Tensor, lost: torch.Tensor
         lost: where it is written for which samples the gradient is formed, booleans [N].
 
     Returns:
-        [N] float32, accumulated in float32. float32 operands use TF32 exactly where ``torch.matmul`` would.
+        [N] float32, accumulated in float32. float32 operands use TF32 exactly where `torch.matmul` would.
     """
     tiles, parts = _tiles(g), _parts(g, 1)
     if parts.numel():
@@ -174,7 +172,7 @@ def gram_squared_norms_cuda(g: torch.Tensor, a: torch.Tensor, lost: torch.Tensor
 
 
 def gram_squared_norms_of_layers(pairs: Sequence[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """``gram_squared_norms_cuda`` of each pair (g, a), [pairs, N] float32, with few launches, and for which of them the
+    """`gram_squared_norms_cuda` of each pair (g, a), [pairs, N] float32, with few launches, and for which of them the
     gradient was formed, booleans [pairs, N]. All pairs have the same shapes, strides, dtype and device."""
     g, a = pairs[0]
     is_aligned = all(x.data_ptr() % 16 == 0 for pair in pairs for x in pair)
@@ -201,7 +199,7 @@ def replace_lost_norms_cuda(
     a: torch.Tensor,
     picked: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Returns the squared norms, with those that are not accurate from the gradients ``g[n] @ a[n]``.
+    """Returns the squared norms, with those that are not accurate from the gradients `g[n] @ a[n]`.
 
     Args:
         norms: [N].

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds the clipped gradients of those samples whose tokens cancel to clipped sums on CUDA.
 
-The product that forms a clipped sum rounds ``factor * g`` to float32, and to TF32 or two numbers of bfloat16. Where the
+The product that forms a clipped sum rounds `factor * g` to float32, and to TF32 or two numbers of bfloat16. Where the
 tokens of a sample cancel, that changes its gradient. Such samples have factor 0 in that product, and here their
 gradients are formed in float64 and added, sample by sample in the same order every time. The device knows which
 samples these are (see norm_bounds.py), so the host does not wait; if there are none, the programs end at once. Imported
 only for CUDA tensors.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -107,7 +105,7 @@ def add_rows(  # type: ignore[no-untyped-def]
 def add_products_cuda(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], totals: Sequence[torch.Tensor], factors: torch.Tensor
 ) -> None:
-    """Adds ``sum_n factors[n] g[n].T @ a[n]`` to each total, with one launch.
+    """Adds `sum_n factors[n] g[n].T @ a[n]` to each total, with one launch.
 
     Args:
         pairs: operands, [N, ..., rows] and [N, ..., columns], contiguous unless they have three dimensions; all of one
@@ -126,7 +124,7 @@ def add_products_cuda(
 def add_rows_cuda(
     ids: torch.Tensor, g: torch.Tensor, factors: torch.Tensor, total: torch.Tensor, padding: int | None
 ) -> None:
-    """Adds the clipped gradients of an embedding to ``total``.
+    """Adds the clipped gradients of an embedding to `total`.
 
     Args:
         ids: indices, [N, T].

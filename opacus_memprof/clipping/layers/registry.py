@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers of a model that flash_clip clips: which module is repeated, or tapped, for which parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from torch import nn
@@ -91,7 +89,7 @@ class LayerRegistry:
         return parent
 
     def _move(self, layer: Layer, target: nn.Module) -> None:
-        """Makes the layer's parameters those of a GenericLayer of ``target``, and nobody else's within it."""
+        """Makes the layer's parameters those of a GenericLayer of `target`, and nobody else's within it."""
         if self.is_sharded:
             refuse_repetition(layer)
         parameters = layer.trainable()

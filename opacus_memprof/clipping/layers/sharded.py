@@ -6,8 +6,6 @@ A layer of such a model has a twin of its module: without FSDP's hooks, and alwa
 has. Its shapes and options are the module's.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -25,7 +23,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def check_sharding(model: nn.Module) -> None:
-    """Checks that a model is not sharded, or sharded by ``fully_shard`` over all ranks.
+    """Checks that a model is not sharded, or sharded by `fully_shard` over all ranks.
 
     Raises:
         MemprofError: it is sharded in another way.
@@ -58,7 +56,7 @@ def _check_parameter(name: str, parameter: DTensor, is_sharded: bool) -> None:
 
 
 def refuse_context_parallel() -> None:
-    """Raises MemprofError inside of ``context_parallel``, which replaces attention's function."""
+    """Raises MemprofError inside of `context_parallel`, which replaces attention's function."""
     attention = functional.scaled_dot_product_attention
     if (getattr(attention, "__module__", None) or "").startswith("torch.distributed"):
         raise MemprofError(
@@ -71,7 +69,7 @@ def sharded_layer(name: str, module: nn.Module, trainable: Sequence[str]) -> Lay
     """The layer that clips the parameters of a module of a sharded model.
 
     Args:
-        name, module, trainable: see ``layer_for``.
+        name, module, trainable: see `layer_for`.
 
     Raises:
         MemprofError: its forward would have to be repeated.
@@ -90,7 +88,7 @@ def sharded_layer(name: str, module: nn.Module, trainable: Sequence[str]) -> Lay
 
 
 def refuse_repetition(layer: Layer, reason: str = "") -> None:
-    """Raises MemprofError: the layer's parameters are not there when its forward would be repeated. ``reason`` is a
+    """Raises MemprofError: the layer's parameters are not there when its forward would be repeated. `reason` is a
     sentence that says why it would be."""
     raise MemprofError(
         f"the gradients of {layer.describe()} need its forward repeated, or that of a module around it, in backward, "

@@ -2,10 +2,10 @@
 """The gradient of a parameter that a forward uses more than once: by a layer that runs twice, by tied layers, or in two
 forwards for one backward.
 
-The norm of a sum of gradients is not the sum of their norms: ``|G + H|^2 = |G|^2 + 2 <G, H> + |H|^2``. Uses by linear
+The norm of a sum of gradients is not the sum of their norms: `|G + H|^2 = |G|^2 + 2 <G, H> + |H|^2`. Uses by linear
 layers are one use with the tokens of all, and so are uses by embeddings. The product of an embedding's gradient
-``sum_t e(i_t) d_t^T`` (indices i, output gradients d) and a linear layer's ``sum_u g_u a_u^T`` is
-``sum_{t,u} g_u[i_t] (d_t . a_u)``: computed in tiles, like the norms. Where the three terms cancel, the norm is
+`sum_t e(i_t) d_t^T` (indices i, output gradients d) and a linear layer's `sum_u g_u a_u^T` is
+`sum_{t,u} g_u[i_t] (d_t . a_u)`: computed in tiles, like the norms. Where the three terms cancel, the norm is
 computed from the gradient instead (see kernels/norm_bounds.py).
 """
 
@@ -190,12 +190,12 @@ def _merge(uses: list[Use]) -> Use:
 def squared_norms_of_sum(
     embedding: Use, linear: Use, own: torch.Tensor, workspace: Workspace, lost: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns the squared norms ``|G + H|^2``, [B], of the weight gradients of an embedding and of a linear layer.
+    """Returns the squared norms `|G + H|^2`, [B], of the weight gradients of an embedding and of a linear layer.
 
     Args:
         embedding: x are indices.
         linear: of a layer whose weight is the embedding's table.
-        own: ``|G|^2 + |H|^2``, [B].
+        own: `|G|^2 + |H|^2`, [B].
         workspace: ceiling on temporaries.
         lost: on CUDA, where it is added for which samples the gradient is formed, booleans [B].
     """
@@ -220,7 +220,7 @@ class CrossProducts(NamedTuple):
     """Sums over the tokens of each sample, [B].
 
     Attributes:
-        total: the products ``<G, H>``.
+        total: the products `<G, H>`.
         absolute: the absolute values of their terms.
         picked: the absolute values of one factor of the terms.
     """

@@ -6,8 +6,6 @@ keeps of them waits for the optimizer's step, where one launch does it for all, 
 follow one another are left to C++.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,15 +28,15 @@ _MOST_BYTES = 1 << 20
 
 # Norms that have to be found: where they belong, whose gradients' norms they are, and the per-sample gradients, or the
 # operands whose product these are. A tuple, for there are some hundreds.
-_Waiting = tuple[dict[nn.Parameter, torch.Tensor | None], nn.Parameter, tuple[torch.Tensor, ...]]
+_Deferred = tuple[dict[nn.Parameter, torch.Tensor | None], nn.Parameter, tuple[torch.Tensor, ...]]
 
 
-def find_waiting_norms(kept: dict[Layer, KeptTensors]) -> None:
+def find_deferred_norms(kept: dict[Layer, KeptTensors]) -> None:
     """Finds the norms that backward has left to be found, which are None."""
-    stacks: list[_Waiting] = []
-    large: list[_Waiting] = []  # of a single sample
-    pairs: list[_Waiting] = []
-    tokens: list[_Waiting] = []  # pairs of a single token
+    stacks: list[_Deferred] = []
+    large: list[_Deferred] = []  # of a single sample
+    pairs: list[_Deferred] = []
+    tokens: list[_Deferred] = []  # pairs of a single token
     owners: dict[int, KeptTensors] = {}  # by the id of their norms
     for layer, each in kept.items():
         for parameter, norms in each.norms.items():
@@ -70,13 +68,13 @@ def find_waiting_norms(kept: dict[Layer, KeptTensors]) -> None:
             owners[id(place)].lost = own
 
 
-def _set_norms(group: list[_Waiting], norms: torch.Tensor) -> None:
+def _set_norms(group: list[_Deferred], norms: torch.Tensor) -> None:
     for (place, parameter, _), own in zip(group, norms.unbind(), strict=True):
         place[parameter] = own
 
 
 def _squared_norms(stacks: list[torch.Tensor]) -> torch.Tensor:
-    """The squared norms of every ``stack[n]`` of small stacks, [stacks, N]."""
+    """The squared norms of every `stack[n]` of small stacks, [stacks, N]."""
     if not has_kernels(stacks[0]):
         return squared_norms_cpu(stacks)
     from opacus_memprof.clipping.kernels.stacks import squared_norms_cuda
@@ -85,7 +83,7 @@ def _squared_norms(stacks: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _norms_of_outer_products(pairs: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-    """Returns the squared norms of ``g[n] @ a[n]`` for small pairs with a single token, [pairs, N]: the norm of a
+    """Returns the squared norms of `g[n] @ a[n]` for small pairs with a single token, [pairs, N]: the norm of a
     product of vectors is the product of their norms."""
     if has_kernels(pairs[0][0]):
         from opacus_memprof.clipping.kernels.formed import norms_of_outer_products_cuda
@@ -102,10 +100,10 @@ def _norms_of_outer_products(pairs: list[tuple[torch.Tensor, ...]]) -> torch.Ten
     return norms
 
 
-def _alike(waiting: list[_Waiting], whole_shapes: bool) -> Iterator[list[_Waiting]]:
+def _alike(deferred: list[_Deferred], whole_shapes: bool) -> Iterator[list[_Deferred]]:
     """Groups of what one launch goes through."""
-    for group in group_alike([operands for _, _, operands in waiting], whole_shapes):
-        yield [waiting[i] for i in group]
+    for group in group_alike([operands for _, _, operands in deferred], whole_shapes):
+        yield [deferred[i] for i in group]
 
 
 def pop_small_sums(
@@ -141,7 +139,7 @@ def _sum_bytes(parameter: nn.Parameter) -> int:
 
 
 def _weighted_sums(stacks: list[torch.Tensor], factors: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-    """``sum_n factors[n] stack[n]`` of small stacks, in ``dtype``."""
+    """`sum_n factors[n] stack[n]` of small stacks, in `dtype`."""
     if not has_kernels(stacks[0]):
         return weighted_sums_cpu(stacks, factors.to(stacks[0]), dtype)
     from opacus_memprof.clipping.kernels.stacks import weighted_sums_cuda
@@ -150,7 +148,7 @@ def _weighted_sums(stacks: list[torch.Tensor], factors: torch.Tensor, dtype: tor
 
 
 class Splits:
-    """The clip factors of each layer's pair, split by ``KeptTensors.lost``, with two launches for all of them.
+    """The clip factors of each layer's pair, split by `KeptTensors.lost`, with two launches for all of them.
 
     Args:
         kept: by layer.
@@ -186,7 +184,7 @@ class Splits:
         return SplitFactors(rounded[own], lost[own])
 
     def are_alike(self, one: Layer, other: Layer) -> bool:
-        """Returns whether ``of_layers`` takes both together."""
+        """Returns whether `of_layers` takes both together."""
         return self._places.get(one, (None,))[0] == self._places.get(other, (None,))[0]
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the hooks of flash_clip are: on the modules that a program may call, on layers and on parameters."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Mapping

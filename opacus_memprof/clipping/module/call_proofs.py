@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has each call of a model proved: which situation it is, and whether that is new or due for another proof."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call of the model by the program: what it needs until its backward, and which of its steps are explained."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GradSampleModule and the GradSampleHooks of grad_sample_mode="flash_clip"."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -47,7 +45,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
     """The hooks of flash_clip on a model, without a wrapper around it.
 
     While a trainable layer runs, its parameters do not require grad, so that autograd forms no weight gradients, which
-    differential privacy could not use. A node on the layer's output (``tap_gradient``) passes on what is needed.
+    differential privacy could not use. A node on the layer's output (`tap_gradient`) passes on what is needed.
 
     Args:
         m: the model.

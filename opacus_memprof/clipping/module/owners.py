@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which flash_clip module a parameter belongs to, for optimizers that are made from parameters alone."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from typing import Any

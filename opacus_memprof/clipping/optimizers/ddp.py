@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer of flash_clip where every rank has the whole model: the ranks' clipped sums are summed up once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +38,7 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
         self.agreement = Agreement(computing_device(self.params[0]))
         self.agreement.check_same(self.description())
         self.ranks = self.agreement.world_size
-        self.bookkeeping.refusal.waits = True
+        self.bookkeeping.refusal.is_deferred = True
         self.rank = self.agreement.rank
         wrapper = module._module
         copies_buffers = isinstance(wrapper, DistributedDataParallel) and wrapper.broadcast_buffers

@@ -2,8 +2,6 @@
 """The optimizer of flash_clip under FSDP2: clipped sums are formed and reduce-scattered one layer at a time, and each
 rank adds the noise of its own shards."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 
@@ -21,9 +19,9 @@ from opacus_memprof.errors import MemprofError
 
 
 class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
-    """As DPOptimizerFlashClip, for a model that ``fully_shard`` has sharded.
+    """As DPOptimizerFlashClip, for a model that `fully_shard` has sharded.
 
-    ``p.summed_grad`` is this rank's shard of the sum. Each rank draws noise of the shape of its shards, with the
+    `p.summed_grad` is this rank's shard of the sum. Each rank draws noise of the shape of its shards, with the
     variance of one process, so that the noise of all shards is that of the whole. Where shards are replicated as well
     (a mesh of two dimensions), the first of the replicas draws it.
 
@@ -44,7 +42,7 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
 
     @torch.no_grad()  # otherwise to_local records each of hundreds of parameters for autograd
     def clip_and_accumulate(self) -> None:
-        """Adds this rank's shards of the clipped sums of every backward since the last step to ``p.summed_grad``.
+        """Adds this rank's shards of the clipped sums of every backward since the last step to `p.summed_grad`.
 
         While sums are on their way to the ranks, the next ones are formed.
         """

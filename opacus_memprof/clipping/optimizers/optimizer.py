@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer of grad_sample_mode="flash_clip": Opacus' flat clipping and noise, from what backward has kept."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +25,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     opacus.optimizers.DPOptimizer.
 
     The sums of bfloat16 and float16 parameters are formed in float32, and so is their noise. They are rounded once,
-    when they become ``p.grad``.
+    when they become `p.grad`.
 
     A step that raises MemprofError drops the gradients, and leaves parameters, the optimizer's state, the accountant
     and the generators as they were before. (secure_mode draws from a generator that has no state to go back to.)
@@ -39,10 +37,10 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         kwargs: see opacus.optimizers.DPOptimizer.
 
     Attributes:
-        ranks: the number of ranks whose batches one step is from; ``expected_batch_size`` is that of each.
+        ranks: the number of ranks whose batches one step is from; `expected_batch_size` is that of each.
         max_grad_norm: clipping bound. For clipping="per_layer" the root of the sum of the squared bounds: a new value
             changes all of them by the same ratio.
-        noise_multiplier: the standard deviation of the noise, in units of ``max_grad_norm``.
+        noise_multiplier: the standard deviation of the noise, in units of `max_grad_norm`.
 
     Raises:
         MemprofError: the optimizer lacks a trainable parameter; the noise multiplier is negative or not finite.
@@ -141,7 +139,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         self._module.check_explained()
 
     def clip_and_accumulate(self) -> None:
-        """Adds the clipped sums of every backward since the last step to ``p.summed_grad``.
+        """Adds the clipped sums of every backward since the last step to `p.summed_grad`.
 
         Raises:
             MemprofError: a parameter has no gradient.
@@ -156,7 +154,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             del total
 
     def begin_sum_check(self) -> None:
-        """Queues the check that the clipped sums are no larger than their samples allow. ``pre_step`` reads it when
+        """Queues the check that the clipped sums are no larger than their samples allow. `pre_step` reads it when
         noise has been queued, too."""
         self._sum_check = SumCheck()
         self._sum_check.add([parameter.summed_grad for parameter in self.params])
@@ -164,7 +162,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     def noise_bound(self) -> float:
         """The bound that the noise is in proportion to: the largest that a sample of this step was clipped to, also
-        where ``max_grad_norm`` has changed between its physical batches."""
+        where `max_grad_norm` has changed between its physical batches."""
         return self.bookkeeping.limit.bound or self.max_grad_norm
 
     def noise_std(self) -> float:
@@ -172,22 +170,22 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         return float(self.noise_multiplier * self.noise_bound())
 
     def add_noise(self, divisor: float = 1) -> None:
-        """Adds Opacus' noise to ``p.summed_grad`` in place, divides it, and assigns it to ``p.grad`` in the parameter's
+        """Adds Opacus' noise to `p.summed_grad` in place, divides it, and assigns it to `p.grad` in the parameter's
         dtype.
 
         It is in place because the sum without noise is not needed any more, and is as large as the model.
 
         Args:
-            divisor: of the sums with their noise. ``pre_step`` gives ``grad_divisor()`` and does not call
-                ``scale_grad``, so that noise and division take one pass over memory.
+            divisor: of the sums with their noise. `pre_step` gives `grad_divisor()` and does not call
+                `scale_grad`, so that noise and division take one pass over memory.
 
         Raises:
-            ValueError: ``zero_grad`` was not called since the last step (as Opacus does).
+            ValueError: `zero_grad` was not called since the last step (as Opacus does).
         """
         self._add_noise_to(self.params, divisor)
 
     def clip_and_add_noise(self) -> None:
-        """As ``clip_and_accumulate``, ``begin_sum_check`` and ``add_noise``, for some parameters at a time, so that few
+        """As `clip_and_accumulate`, `begin_sum_check` and `add_noise`, for some parameters at a time, so that few
         sums are in float32 at once."""
         self._check_backward()
         self.bookkeeping.sort()
@@ -228,7 +226,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
                 _mark_as_processed(parameter.summed_grad)
 
     def _is_final(self, parameter: nn.Parameter) -> bool:
-        """Whether ``p.summed_grad`` with its noise can be rounded: nothing more is added to it."""
+        """Whether `p.summed_grad` with its noise can be rounded: nothing more is added to it."""
         return True
 
     def _assign_gradient(self, parameter: Any) -> None:
@@ -253,7 +251,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         Raises:
             MemprofError: a norm is not finite, or the clipped sum is larger than its samples allow. All gradients are
                 dropped then, and no parameter is changed. Or a CUDA graph is being captured.
-            ValueError: ``zero_grad`` was not called since the last step (as Opacus does).
+            ValueError: `zero_grad` was not called since the last step (as Opacus does).
         """
         refuse_capture()
         skips = self._check_skip_next_step()
@@ -288,7 +286,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         return noise.GeneratorStates([noise.default_generator(device) for device in devices])
 
     def _prepare_step(self, skips: bool) -> None:
-        """What ``pre_step`` does before it counts as a step. ``skips``: whether it does not."""
+        """What `pre_step` does before it counts as a step. `skips`: whether it does not."""
         if skips:
             self.clip_and_accumulate()
         elif self._rounds_at_once():
@@ -312,7 +310,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         )
 
     def _limit(self) -> Limit:
-        """The limit of the sums that this process has before ``reduce_gradients``."""
+        """The limit of the sums that this process has before `reduce_gradients`."""
         return self.bookkeeping.limit
 
     def grad_divisor(self) -> float:
@@ -321,7 +319,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         return float(self.expected_batch_size * self.accumulated_iterations * self.ranks) if is_mean else 1.0
 
     def scale_grad(self) -> None:
-        """Divides the gradients by ``grad_divisor()``, after an ``add_noise`` that has not done so."""
+        """Divides the gradients by `grad_divisor()`, after an `add_noise` that has not done so."""
         noise.divide([p.grad for p in self.params], self.grad_divisor())
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Poisson sampling on several ranks, each of which takes part in every step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -5,8 +5,6 @@ A large sum is sent by itself. Small ones, as of LoRA, are many: sending each by
 the network, so they are sent together.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -96,7 +94,7 @@ def _redistribute(parameter: Any, total: torch.Tensor) -> Callable[[], Iterator[
 
 def _reduce_scatter_rows(some: list[Sum], group: dist.ProcessGroup, ranks: int) -> Callable[[], Iterator[Sum]]:
     """Reduce-scatters sums that are sharded by rows, in one message: for each rank its rows of all, padded to as many
-    as the first rank's. Takes the host a tenth of the time of ``_redistribute``."""
+    as the first rank's. Takes the host a tenth of the time of `_redistribute`."""
     parameters = [parameter for parameter, _ in some]
     lengths = [-(-total.shape[0] // ranks) * total.shape[1:].numel() for _, total in some]
     if len(some) == 1 and ranks * lengths[0] == some[0][1].numel():

@@ -15,7 +15,7 @@ def autograd_gradients(
 ) -> dict[nn.Parameter, torch.Tensor | None]:
     """The gradients of parameters, by plain autograd; None for those that the outputs do not depend on.
 
-    ``backward`` rather than ``grad``: reentrant checkpoints know no other. The parameters' own gradients stay as they
+    `backward` rather than `grad`: reentrant checkpoints know no other. The parameters' own gradients stay as they
     were.
     """
     before = [p.grad for p in parameters]
@@ -44,7 +44,7 @@ def wrong_sums(
     """The parameters whose sums are not autograd's, beyond rounding.
 
     Args:
-        found: what the layers have found, once for each parameter. It is gone through after ``autograd``.
+        found: what the layers have found, once for each parameter. It is gone through after `autograd`.
         autograd: what autograd finds for outputs' gradients that are multiplied by a number.
 
     Returns:

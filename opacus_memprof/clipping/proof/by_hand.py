@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Per-sample gradients by plain autograd, from a recorded forward: its inputs, random numbers and output cotangents."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -48,7 +46,7 @@ class RecordedForward:
         self.samples = batches[0] if batches else 0
 
     def watch(self, output: Any, is_counted: Callable[[], bool]) -> None:
-        """Records the gradients of the outputs while ``is_counted()`` is True. Call it when the forward has ended."""
+        """Records the gradients of the outputs while `is_counted()` is True. Call it when the forward has ended."""
         self.draws_random_numbers = self.random_state.has_moved()
         leaves = _tensors(output)
         self.shapes = [each.shape for each in leaves]
@@ -82,7 +80,7 @@ class RecordedForward:
                 )
 
     def per_sample_gradients(self, parameters: Sequence[nn.Parameter]) -> Iterator[Gradients]:
-        """Yields each sample's gradients of ``parameters``, None where there is none.
+        """Yields each sample's gradients of `parameters`, None where there is none.
 
         A model that draws no random numbers is run on each sample alone. Otherwise the whole batch is run with the same
         numbers, and backward starts from one sample's outputs at a time.
@@ -119,7 +117,7 @@ class RecordedForward:
         backward starts from one sample of one rank, and from zeros on the others.
 
         Args:
-            parameters: the sharded parameters. Their ``grad`` is left as it was.
+            parameters: the sharded parameters. Their `grad` is left as it was.
             ranks: how many ranks there are.
             own_rank: this one.
             most_samples: the largest batch of a rank.

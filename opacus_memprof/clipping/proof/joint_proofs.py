@@ -79,7 +79,7 @@ class JointProofs:
             error: what this rank has raised already.
 
         Raises:
-            MemprofError: ``error``, or another rank's; or ranks call the model with arguments of different kinds.
+            MemprofError: `error`, or another rank's; or ranks call the model with arguments of different kinds.
         """
         world, rank = self.agreement.world_size, self.agreement.rank
         leaves, structure = tree_flatten((args, kwargs))

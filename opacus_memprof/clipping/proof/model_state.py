@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The situation of a forward: everything on which a proof depends and that a program may change between two steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import chain
 from operator import attrgetter

@@ -286,7 +286,7 @@ def _wide(parameter: nn.Parameter) -> torch.dtype:
 
 
 def _call_after(owner: Any, name: str, after: Callable[[], None]) -> None:
-    """Has ``after()`` called when a method of one object has returned."""
+    """Has `after()` called when a method of one object has returned."""
     method = getattr(owner, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -8,8 +8,6 @@ in no arrangement are repeated as a part of the module around them. Shapes alone
 as long as the batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,7 +48,7 @@ class Probe(SampleForwards):
         hooks: of the layers.
         args, kwargs: what the model was called with.
         run_model: runs the model's forward between the hooks of the model itself, and none else of it.
-        attach: called after ``registry`` has changed.
+        attach: called after `registry` has changed.
 
     Attributes:
         wheres: where the tensors of the output have the samples; None for what all samples share.
@@ -155,7 +153,7 @@ class Probe(SampleForwards):
             )
 
     def _layouts(self, shared: dict[Layer, Layout], plain: list[Any]) -> tuple[dict[Layer, Layout], list[Layer]]:
-        """The layouts, and the layers that need what is around them. ``shared`` are layouts of layers whose outputs are
+        """The layouts, and the layers that need what is around them. `shared` are layouts of layers whose outputs are
         expanded over the batch already."""
         self.hooks.layouts = dict(shared)
         try:
@@ -318,7 +316,7 @@ class Probe(SampleForwards):
 
 
 def _fits(where: Arrangement, x: TensorSummary, y: TensorSummary, others: list[TensorSummary]) -> bool:
-    """Whether the samples are ``where`` in all tensors, and differ between ``x`` and ``y`` where these do."""
+    """Whether the samples are `where` in all tensors, and differ between `x` and `y` where these do."""
     rows = where.rows(x.meta, SIZE)
     if rows is None or x.meta.shape != y.meta.shape:
         return False

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the program has around a forward: contexts that a proof leaves, and hooks that it runs as a call does."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -39,7 +37,7 @@ def without_saved_tensors_hooks() -> Iterator[None]:
 def run_pre_hooks(
     module: nn.Module, own: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments after the forward pre-hooks that come behind the hook with the id ``own``."""
+    """The arguments after the forward pre-hooks that come behind the hook with the id `own`."""
     keys = list(module._forward_pre_hooks)
     for key in keys[keys.index(own) + 1 :]:
         hook: Any = module._forward_pre_hooks[key]
@@ -55,7 +53,7 @@ def run_pre_hooks(
 
 
 def run_hooks(module: nn.Module, own: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """The output after the forward hooks that come before the hook with the id ``own``."""
+    """The output after the forward hooks that come before the hook with the id `own`."""
     keys = list(module._forward_hooks)
     for key in keys[: keys.index(own)]:
         hook: Any = module._forward_hooks[key]

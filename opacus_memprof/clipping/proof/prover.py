@@ -136,7 +136,7 @@ class Prover:
         return [] if bases[True].draws else self._smaller(leaves, structure, bases[len(bases) == 1])
 
     def _smaller(self, leaves: list[Any], structure: Any, base: _Run) -> list[Doubt]:
-        """As ``mixing``, of the first samples without the others: what a sample gets may depend on their number, too.
+        """As `mixing`, of the first samples without the others: what a sample gets may depend on their number, too.
         Random numbers would be others in a smaller batch."""
         count = self.program.batch // 2
         if count < 1:

@@ -59,7 +59,7 @@ class RowRecorder:
         self.records: list[Record] = []
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
-        """As ``Bookkeeping.add``."""
+        """As `Bookkeeping.add`."""
         if not isinstance(layer, GenericLayer):
             inputs = [] if x is None else [Rows.of(x)]
             self.records.append(Record(layer, inputs, [Rows.of(g)]))
@@ -110,7 +110,7 @@ class SumRecorder:
     refusal = KeptRefusal()
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
-        """As ``Bookkeeping.add``."""
+        """As `Bookkeeping.add`."""
         dtype = g[0].dtype if isinstance(layer, GenericLayer) else g.dtype
         for parameter, total in layer.sums_of_backward(x, g, self.weights, None, self.workspace).items():
             known = self.sums.get(parameter)

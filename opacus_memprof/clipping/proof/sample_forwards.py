@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a model on a few samples of what it was called with, and observes its layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,7 +59,7 @@ class SampleForwards:
         self.random = RandomState.now(tensors[0].device)
 
     def run_samples(self, samples: Sequence[int], begin: Callable[[list[Any]], None]) -> None:
-        """Runs the model on some samples. ``begin`` is called with the leaves of the arguments."""
+        """Runs the model on some samples. `begin` is called with the leaves of the arguments."""
         leaves = self.leaves_of(samples)
         args, kwargs = tree_unflatten(leaves, self.structure)
         with self._observing(samples, False), self.random.restored(), restoring_state(self.model), torch.enable_grad():

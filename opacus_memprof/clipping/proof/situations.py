@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which situations of a model are proved, and the proof of new ones."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +57,7 @@ class Situation:
         layouts: where the layers have the samples.
         plain: the PlainLayers, by module.
         wheres: where the output's tensors have the samples; None for what all samples share.
-        traces: the orders of layer calls that are proved; see ``order_of``.
+        traces: the orders of layer calls that are proved; see `order_of`.
         forwards: the number of forwards so far.
         share: the part of the batch that the proof went through: less than 1 where memory did not allow all.
         is_finite: whether all numbers in the proof were finite: otherwise the next forward proves it again.
@@ -144,15 +142,15 @@ class Situations:
     def recheck(
         self, key: Any, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], random: RandomState
     ) -> Situation:
-        """Proves a situation again: as a whole if ``check`` is "always", and else on a part of the batch.
+        """Proves a situation again: as a whole if `check` is "always", and else on a part of the batch.
         What has changed is proved anew.
 
         Args:
             key: of the situation.
-            entry, args, kwargs, random: see ``prove``.
+            entry, args, kwargs, random: see `prove`.
 
         Raises:
-            MemprofError, CannotRunError: see ``prove``.
+            MemprofError, CannotRunError: see `prove`.
         """
         situation, batch = self.known[key], self.hooks.batch
         count = batch if self.check == "always" else min(batch, max(2, batch // _SHARE))

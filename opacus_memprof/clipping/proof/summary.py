@@ -41,7 +41,7 @@ class Rows:
     @classmethod
     @torch.no_grad()
     def of(cls, x: torch.Tensor) -> Rows:
-        """The summary of ``x``, [B, ...], computed for a few samples at a time."""
+        """The summary of `x`, [B, ...], computed for a few samples at a time."""
         shape, dtype = x.shape, x.dtype
         x = x.detach()
         if x.is_complex():
@@ -60,7 +60,7 @@ class Rows:
         return Rows(self.shape, self.dtype, *(part[:count] for part in parts))
 
     def differences(self, other: Rows) -> torch.Tensor:
-        """The distances of the samples from those of ``other``, relative to their norms, [B]: 0 for the same bits."""
+        """The distances of the samples from those of `other`, relative to their norms, [B]: 0 for the same bits."""
         distances = (self.projections - other.projections).abs().amax(1) / self.norms.clamp(min=1e-30)
         # Infinities and NaN are compared by their bits.
         distances = distances.nan_to_num(nan=torch.inf, posinf=torch.inf)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods that ``Layer.shortcut`` returns keep what ``Layer.keep`` keeps."""
+"""The functions that `Layer.keep_function` returns keep what `Layer.keep` keeps."""
 
 import sys
 from collections.abc import Callable
