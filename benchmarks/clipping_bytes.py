@@ -47,8 +47,8 @@ def norm_step(how: str, batch: int, tokens: int, rows: int, columns: int, dtype:
     from opacus.grad_sample.linear import compute_linear_norm_sample
 
     from opacus_memprof.clipping.kernels.norms import squared_norms
-    from opacus_memprof.clipping.kernels.workspace import Workspace
     from opacus_memprof.clipping.layers import LAYERS
+    from opacus_memprof.clipping.workspace import Workspace
 
     torch.set_float32_matmul_precision("high")
     layer = nn.Linear(columns, rows, device="cuda", dtype=dtype)

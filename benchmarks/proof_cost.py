@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip
-from opacus_memprof.clipping.norm_check import SumCheck
+from opacus_memprof.clipping.bookkeeping.norm_checks import SumCheck
 
 
 class Block(nn.Module):

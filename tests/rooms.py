@@ -2,7 +2,8 @@
 """The rooms of the project and the imports between them. `python tests/rooms.py` prints them, top floor first.
 
 A room is a folder of the package or of csrc, or a file at the package's root. A room stands one floor above the highest
-room that it imports from, wherever in a file the import is written.
+room that it imports from, wherever in a file the import is written. The units inside a room, which are its folders and
+its files, have floors in the same way; `python tests/rooms.py clipping` prints those of a room.
 """
 
 import ast
@@ -83,6 +84,20 @@ def room_imports() -> dict[str, set[str]]:
     return {name: others - {name, *GENERATED} for name, others in found.items()}
 
 
+def unit_imports(name: str) -> dict[str, set[str]]:
+    """Returns, for each unit in a room of the package, the other units of the room that it imports from.
+
+    The room's `__init__` is no unit: it names what the room offers.
+    """
+    prefix = f"opacus_memprof.{name}."
+    found: dict[str, set[str]] = {}
+    for module, names in module_imports().items():
+        if module.startswith(prefix):
+            others = {other.removeprefix(prefix).split(".")[0] for other in names if other.startswith(prefix)}
+            found.setdefault(module.removeprefix(prefix).split(".")[0], set()).update(others)
+    return {unit: others - {unit} for unit, others in found.items()}
+
+
 def find_circle(arrows: Mapping[str, Iterable[str]]) -> list[str]:
     """One circle, its first member again at the end; [] where there is none."""
     done: set[str] = set()
@@ -111,14 +126,30 @@ def floors(arrows: Mapping[str, Iterable[str]]) -> dict[str, int]:
     return {name: floor(name) for name in arrows}
 
 
-def main() -> None:
-    arrows = room_imports()
+def print_floors(arrows: Mapping[str, set[str]]) -> None:
+    """Prints rooms or units, top floor first, each with its floor and what it imports from."""
     if circle := find_circle(arrows):
-        sys.exit(f"rooms import each other: {' -> '.join(circle)}")
+        sys.exit(f"they import each other: {' -> '.join(circle)}")
     found = floors(arrows)
     for name in sorted(arrows, key=lambda name: (-found[name], name)):
         print(f"{found[name]:2}  {name:24} {' '.join(sorted(arrows[name]))}")
-    print(f"{len(arrows)} rooms on {max(found.values())} floors, {sum(map(len, arrows.values()))} arrows")
+
+
+def main() -> None:
+    if sys.argv[1:]:
+        for name in sys.argv[1:]:
+            print_floors(unit_imports(name))
+        return
+    arrows = room_imports()
+    print_floors(arrows)
+    print(f"{len(arrows)} rooms on {max(floors(arrows).values())} floors, {sum(map(len, arrows.values()))} arrows")
+    for name in sorted(arrows):
+        units = unit_imports(name)
+        if units:
+            inside = (
+                f"a circle: {' -> '.join(circle)}" if (circle := find_circle(units)) else max(floors(units).values())
+            )
+            print(f"    {name:22} {len(units):2} units, floors: {inside}")
 
 
 if __name__ == "__main__":

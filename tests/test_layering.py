@@ -19,9 +19,12 @@ from tests.rooms import (
     python_files,
     room,
     room_imports,
+    unit_imports,
 )
 
 MOST_ROOMS, MOST_FLOORS = 26, 10
+MOST_FLOORS_INSIDE = {"clipping": 9}
+MOST_FLOORS_INSIDE_OTHERS = 10
 
 # From the ground up: a room imports from floors below its own only.
 FLOORS = [
@@ -75,6 +78,15 @@ def test_the_house_stays_small() -> None:
     arrows = room_imports()
     assert len(arrows) <= MOST_ROOMS
     assert max(floors(arrows).values()) <= MOST_FLOORS
+
+
+@pytest.mark.parametrize("name", sorted(name for names in FLOORS for name in names))
+def test_a_room_has_few_floors_inside(name: str) -> None:
+    """The files and folders of a room have floors of their own, without circles."""
+    arrows = unit_imports(name)
+    assert find_circle(arrows) == []
+    most = MOST_FLOORS_INSIDE.get(name, MOST_FLOORS_INSIDE_OTHERS)
+    assert max(floors(arrows).values(), default=0) <= most
 
 
 @pytest.mark.parametrize("extension", EXTENSIONS)

@@ -1,51 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """flash_clip: exact per-sample clipping that never forms a T x T matrix. See docs/flash_clip.md.
 
-``cost`` needs no torch. The names of this package are imported when they are first accessed.
+The names of this package are imported when they are first accessed, so that cost, which needs no torch, can be
+imported without it.
 """
-
-from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from opacus_memprof.clipping.engine import FlashClipEngineMixin
-    from opacus_memprof.clipping.grad_sample_copies import adopt_grad_samples
-    from opacus_memprof.clipping.graphed import GraphedBackward
-    from opacus_memprof.clipping.module import FlashClipHooks, GradSampleModuleFlashClip
-    from opacus_memprof.clipping.norm_samplers import register_norm_samplers
-    from opacus_memprof.clipping.opacus_functions import register, unregister
-    from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
-    from opacus_memprof.clipping.proof.verification import Verification, verify
+    from opacus_memprof.clipping.engine import FlashClipEngineMixin as FlashClipEngineMixin
+    from opacus_memprof.clipping.graphed import GraphedBackward as GraphedBackward
+    from opacus_memprof.clipping.module.hooks import FlashClipHooks as FlashClipHooks
+    from opacus_memprof.clipping.module.hooks import GradSampleModuleFlashClip as GradSampleModuleFlashClip
+    from opacus_memprof.clipping.norm_samplers import adopt_grad_samples as adopt_grad_samples
+    from opacus_memprof.clipping.norm_samplers import register_norm_samplers as register_norm_samplers
+    from opacus_memprof.clipping.opacus_functions import register as register
+    from opacus_memprof.clipping.opacus_functions import unregister as unregister
+    from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip as DPOptimizerFlashClip
+    from opacus_memprof.clipping.verification import Verification as Verification
+    from opacus_memprof.clipping.verification import verify as verify
 
 _MODULES = {
-    "DPOptimizerFlashClip": "optimizer",
+    "DPOptimizerFlashClip": "optimizers.optimizer",
     "FlashClipEngineMixin": "engine",
-    "FlashClipHooks": "module",
-    "GradSampleModuleFlashClip": "module",
+    "FlashClipHooks": "module.hooks",
+    "GradSampleModuleFlashClip": "module.hooks",
     "GraphedBackward": "graphed",
-    "adopt_grad_samples": "grad_sample_copies",
-    "Verification": "proof.verification",
+    "Verification": "verification",
+    "adopt_grad_samples": "norm_samplers",
     "register": "opacus_functions",
     "register_norm_samplers": "norm_samplers",
     "unregister": "opacus_functions",
-    "verify": "proof.verification",
+    "verify": "verification",
 }
-
-__all__ = [
-    "DPOptimizerFlashClip",
-    "FlashClipEngineMixin",
-    "FlashClipHooks",
-    "GradSampleModuleFlashClip",
-    "GraphedBackward",
-    "Verification",
-    "adopt_grad_samples",
-    "register",
-    "register_norm_samplers",
-    "unregister",
-    "verify",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the arguments of make_private and make_private_with_epsilon before anything is changed."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect
@@ -16,6 +14,7 @@ from opacus_memprof.errors import MemprofError
 
 Check = Literal["first", "sometimes", "always", "off"]
 Nonfinite = Literal["refuse", "drop"]
+Passes = Literal["auto", 1, 2]
 CHECKS: tuple[Check, ...] = get_args(Check)
 
 OWN_MODES = ("flash_clip", "auto")
@@ -32,7 +31,7 @@ def by_name(method: _Method) -> _Method:
     """Decorates a method of an engine that takes its arguments by name, as Opacus' do.
 
     Arguments by position, unknown names and options of another mode raise MemprofError. The engine's
-    ``_extra_arguments(name, given)`` returns the names that the signature does not list.
+    `_extra_arguments(name, given)` returns the names that the signature does not list.
     """
 
     @functools.wraps(method)
@@ -52,7 +51,7 @@ def by_name(method: _Method) -> _Method:
 
 
 def named_parameters(function: Callable[..., Any]) -> set[str]:
-    """Returns the names of a function's parameters, without ``self``."""
+    """Returns the names of a function's parameters, without `self`."""
     parameters = inspect.signature(function).parameters.values()
     return {each.name for each in parameters if each.kind not in _FREE} - {"self"}
 
@@ -92,7 +91,7 @@ def _refuse_options_of_flash_clip(given: Mapping[str, Any]) -> None:
 
 
 def check_noise_multiplier(value: Any) -> None:
-    """Raises MemprofError unless ``value`` is a finite number that is not negative."""
+    """Raises MemprofError unless `value` is a finite number that is not negative."""
     number = _as_number(value)
     if not math.isfinite(number) or number < 0:
         raise MemprofError(
@@ -102,7 +101,7 @@ def check_noise_multiplier(value: Any) -> None:
 
 
 def check_bound(value: Any, clipping: str) -> None:
-    """Raises MemprofError unless ``value`` is a finite positive number or, for "per_layer", a list of them."""
+    """Raises MemprofError unless `value` is a finite positive number or, for "per_layer", a list of them."""
     if clipping == "per_layer":
         if not isinstance(value, (list, tuple)) or not value or not all(map(_is_bound, value)):
             raise MemprofError(
@@ -129,7 +128,7 @@ def check_budget(target_epsilon: Any, target_delta: Any, epochs: Any) -> None:
 
 
 def check_schedule(check: Check | None, mode: str) -> Check:
-    """Returns which steps are checked: ``check``, or the mode's default.
+    """Returns which steps are checked: `check`, or the mode's default.
 
     Raises:
         MemprofError: there is no such schedule.
@@ -142,9 +141,15 @@ def check_schedule(check: Check | None, mode: str) -> Check:
 
 
 def check_nonfinite(nonfinite: Nonfinite) -> None:
-    """Raises MemprofError unless ``nonfinite`` is "refuse" or "drop"."""
+    """Raises MemprofError unless `nonfinite` is "refuse" or "drop"."""
     if nonfinite not in get_args(Nonfinite):
         raise MemprofError(f"flash_clip_nonfinite is {nonfinite!r}; it must be 'refuse' or 'drop'.")
+
+
+def check_passes(passes: Passes, name: str) -> None:
+    """Raises MemprofError, which calls the argument `name`, unless `passes` is "auto", 1 or 2."""
+    if passes not in get_args(Passes):
+        raise MemprofError(f"{name} is {passes!r}; it must be 'auto', 1 or 2.")
 
 
 def _is_bound(value: Any) -> bool:

@@ -7,15 +7,13 @@ that form no T x T matrix where per-sample gradients are large, and else to hook
 the batch decide; the model is not run.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from opacus_memprof.clipping.kernels.workspace import Workspace
+from opacus_memprof.clipping.agreement import spans_ranks
 from opacus_memprof.clipping.norm_samplers import register_norm_samplers
-from opacus_memprof.clipping.parallel.agreement import spans_ranks
+from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
 AUTO = "auto"

@@ -23,8 +23,6 @@ smaller*.
 Needs no torch, so that it can be used before anything runs.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Literal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds grad_sample_mode="flash_clip" to a PrivacyEngine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -14,10 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from opacus_memprof.clipping.agreement import inner_model, is_replicated, prepare_replicated
 from opacus_memprof.clipping.arguments import (
     ADAPTIVE,
     Check,
     Nonfinite,
+    Passes,
     accountant_arguments,
     by_name,
     check_bound,
@@ -28,25 +28,23 @@ from opacus_memprof.clipping.arguments import (
     named_parameters,
 )
 from opacus_memprof.clipping.automatic import AUTO, make_private_automatically
-from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB, FlashClipHooks, GradSampleModuleFlashClip, Passes
-from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip, DPOptimizerFlashClipAdaptive
-from opacus_memprof.clipping.parallel.agreement import inner_model, is_replicated, prepare_replicated
-from opacus_memprof.clipping.parallel.ddp import DPOptimizerFlashClipDDP
-from opacus_memprof.clipping.parallel.fsdp import DPOptimizerFlashClipFSDP
+from opacus_memprof.clipping.module.hooks import FlashClipHooks, GradSampleModuleFlashClip
+from opacus_memprof.clipping.optimizers import optimizer_class
+from opacus_memprof.clipping.optimizers.poisson_sampler import sample_every_step
 from opacus_memprof.clipping.proof.certificate import Certificate, EngineRecord
 from opacus_memprof.clipping.proof.opacus_modes import check_steps, refuse_check
-from opacus_memprof.clipping.sampler import sample_every_step
+from opacus_memprof.clipping.workspace import DEFAULT_WORKSPACE_MB
 from opacus_memprof.errors import MemprofError
 
 MODE = "flash_clip"
 
 
 class FlashClipEngineMixin:
-    """Adds flash_clip to a PrivacyEngine: ``class Engine(FlashClipEngineMixin, opacus.PrivacyEngine)``.
+    """Adds flash_clip to a PrivacyEngine: `class Engine(FlashClipEngineMixin, opacus.PrivacyEngine)`.
 
-    ``make_private`` and ``make_private_with_epsilon`` then accept ``grad_sample_mode="flash_clip"`` and return
-    (module, optimizer, data_loader) as for "hooks"; the training loop is the same. ``"auto"`` picks flash_clip, ghost
-    or hooks (docs/flash_clip.md). Other modes are passed to Opacus, and checked as ``check`` says.
+    `make_private` and `make_private_with_epsilon` then accept `grad_sample_mode="flash_clip"` and return
+    (module, optimizer, data_loader) as for "hooks"; the training loop is the same. `"auto"` picks flash_clip, ghost
+    or hooks (docs/flash_clip.md). Other modes are passed to Opacus, and checked as `check` says.
     """
 
     _own_options: dict[str, Any] | None = None  # of make_private_with_epsilon, while it calls make_private
@@ -81,14 +79,14 @@ class FlashClipEngineMixin:
         check: Check | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Makes a model, its optimizer and its data loader private, as ``opacus.PrivacyEngine.make_private`` does.
+        """Makes a model, its optimizer and its data loader private, as `opacus.PrivacyEngine.make_private` does.
 
         Args:
             module: the model.
             optimizer: its optimizer.
             criterion: the loss, for "ghost", "ghost_fsdp" and "auto"; None is Opacus' default.
             data_loader: the batches.
-            noise_multiplier: the standard deviation of the noise, divided by ``max_grad_norm``.
+            noise_multiplier: the standard deviation of the noise, divided by `max_grad_norm`.
             max_grad_norm: the bound of a sample's gradient; for "per_layer", a list with one for each parameter.
             batch_first: see Opacus.
             loss_reduction: "mean" or "sum", of the loss over the batch.
@@ -104,7 +102,7 @@ class FlashClipEngineMixin:
                 infinite elements; "drop" leaves such samples out of the clipped sum and counts them.
             check: which steps are compared with clipping by hand: "first", "sometimes" (steps 1, 2, 4, ... 1024, then
                 every 1000th), "always" or "off". None is "sometimes" for flash_clip and "auto", and else "off".
-            kwargs: the arguments of ``clipping="adaptive"``; see opacus.optimizers.AdaClipDPOptimizer.
+            kwargs: the arguments of `clipping="adaptive"`; see opacus.optimizers.AdaClipDPOptimizer.
 
         Returns:
             (module, optimizer, data_loader), or (module, optimizer, criterion, data_loader) for "ghost" and
@@ -166,37 +164,37 @@ class FlashClipEngineMixin:
         check: Check | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As ``make_private``, with the noise that a privacy budget allows; see Opacus.
+        """As `make_private`, with the noise that a privacy budget allows; see Opacus.
 
         Args:
             module: the model.
             optimizer: its optimizer.
-            criterion: as for ``make_private``.
+            criterion: as for `make_private`.
             data_loader: the batches.
-            target_epsilon: the budget's epsilon after ``epochs``.
+            target_epsilon: the budget's epsilon after `epochs`.
             target_delta: the budget's delta.
             epochs: how many epochs are trained.
-            max_grad_norm: as for ``make_private``.
+            max_grad_norm: as for `make_private`.
             batch_first: see Opacus.
             loss_reduction: "mean" or "sum", of the loss over the batch.
             poisson_sampling: see Opacus.
-            clipping: as for ``make_private``.
+            clipping: as for `make_private`.
             noise_generator: the generator of the noise.
-            grad_sample_mode: as for ``make_private``.
-            wrap_model: as for ``make_private``.
-            flash_clip_workspace_mb: as for ``make_private``.
-            flash_clip_passes: as for ``make_private``.
-            flash_clip_nonfinite: as for ``make_private``.
-            check: as for ``make_private``.
-            kwargs: ``rand_on_empty``, the arguments of ``clipping="adaptive"``, and those of the search for the noise:
-                ``epsilon_tolerance``, and what the accountant's ``get_epsilon`` takes ("prv": ``eps_error`` and
-                ``delta_error``; "rdp": ``alphas``; "gdp": ``poisson``).
+            grad_sample_mode: as for `make_private`.
+            wrap_model: as for `make_private`.
+            flash_clip_workspace_mb: as for `make_private`.
+            flash_clip_passes: as for `make_private`.
+            flash_clip_nonfinite: as for `make_private`.
+            check: as for `make_private`.
+            kwargs: `rand_on_empty`, the arguments of `clipping="adaptive"`, and those of the search for the noise:
+                `epsilon_tolerance`, and what the accountant's `get_epsilon` takes ("prv": `eps_error` and
+                `delta_error`; "rdp": `alphas`; "gdp": `poisson`).
 
         Returns:
-            As ``make_private``.
+            As `make_private`.
 
         Raises:
-            MemprofError: as ``make_private``.
+            MemprofError: as `make_private`.
         """
         check_bound(max_grad_norm, clipping)
         check_budget(target_epsilon, target_delta, epochs)
@@ -238,7 +236,7 @@ class FlashClipEngineMixin:
         return self._record.to_data()
 
     def _extra_arguments(self, name: str, given: Mapping[str, Any]) -> set[str]:
-        """Returns the names that ``make_private`` or ``make_private_with_epsilon`` takes among its ``kwargs``."""
+        """Returns the names that `make_private` or `make_private_with_epsilon` takes among its `kwargs`."""
         names = named_parameters(getattr(super(), name))
         if given.get("clipping") == "adaptive":
             names |= ADAPTIVE
@@ -328,23 +326,13 @@ class FlashClipEngineMixin:
             )
         assert self._flash_clip_module is not None  # Opacus prepares the model first
         secure: bool = self.secure_mode  # type: ignore[attr-defined]
-        return _optimizer_class(clipping, distributed, self._flash_clip_module.units.is_sharded)(
+        return optimizer_class(clipping, distributed, self._flash_clip_module.registry.is_sharded)(
             optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
             module=self._flash_clip_module,
             generator=self.secure_rng if secure else noise_generator,  # type: ignore[attr-defined]
             secure_mode=secure,
             **kwargs,
         )
-
-
-def _optimizer_class(clipping: str, distributed: bool, is_sharded: bool) -> type[DPOptimizerFlashClip]:
-    if clipping == "adaptive":
-        if distributed:
-            raise MemprofError("clipping='adaptive' trains on one device, as in Opacus; use 'flat' on several.")
-        return DPOptimizerFlashClipAdaptive
-    if is_sharded:
-        return DPOptimizerFlashClipFSDP
-    return DPOptimizerFlashClipDDP if distributed else DPOptimizerFlashClip
 
 
 def _certificate_of_mode(mode: str, prepared: Any, given: Mapping[str, Any], check: Check) -> Certificate:

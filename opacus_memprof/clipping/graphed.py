@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward, backward and clipping as a CUDA graph, for models whose steps wait for the host."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable
@@ -12,12 +10,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from opacus_memprof.clipping.bookkeeping.norm_checks import NormCheck, refuse_capture
 from opacus_memprof.clipping.kernels.native import begin_tables_of_graph, end_tables_of_graph
-from opacus_memprof.clipping.module import FlashClipHooks
-from opacus_memprof.clipping.norm_check import NormCheck
-from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
+from opacus_memprof.clipping.module.hooks import FlashClipHooks
+from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip
 from opacus_memprof.clipping.proof.schedule import is_checked
-from opacus_memprof.clipping.validate import refuse_capture
 from opacus_memprof.errors import MemprofError
 
 _WARM_UPS = 3  # as torch.cuda.make_graphed_callables has
@@ -26,7 +23,7 @@ _WARM_UPS = 3  # as torch.cuda.make_graphed_callables has
 class GraphedBackward:
     """Computes a loss, its backward and the clipped sums by replaying a CUDA graph, which takes the host one call.
 
-    Noise, the accountant and the update stay in ``optimizer.step()``, which is called as always, and so does the check
+    Noise, the accountant and the update stay in `optimizer.step()`, which is called as always, and so does the check
     that gradient norms are finite. A batch that differs from the example in more than its numbers, as the last one of
     a Poisson batch does, and all batches while the model or the clipping differ from what was captured, run without the
     graph. So do the steps in which what was proved is checked again.
@@ -37,11 +34,11 @@ class GraphedBackward:
         module: the module that make_private returned, on one GPU, in training mode.
         optimizer: the optimizer that make_private returned.
         compute_loss: called with a batch; it calls the module and returns the loss, without its backward.
-        example: a batch, as a tuple: what ``compute_loss`` is called with. Its tensors are on the module's device.
+        example: a batch, as a tuple: what `compute_loss` is called with. Its tensors are on the module's device.
 
     Raises:
         MemprofError: the module is not of flash_clip, is on several GPUs or none, or clips adaptively; gradients wait
-            for a step; or what ``compute_loss`` or a layer does cannot be captured. Training can go on without it.
+            for a step; or what `compute_loss` or a layer does cannot be captured. Training can go on without it.
     """
 
     def __init__(
@@ -62,7 +59,7 @@ class GraphedBackward:
                 "use flash_clip_nonfinite='refuse', or run backward without the graph."
             )
         self._compute_loss, self._optimizer, self._module = compute_loss, optimizer, module
-        self._model = module.units.model
+        self._model = module.registry.model
         self._bookkeeping = optimizer.bookkeeping
         leaves, self._structure = tree_flatten(example)
         device = optimizer.params[0].device
@@ -83,7 +80,7 @@ class GraphedBackward:
         self._state = self._captured_state()
 
     def __call__(self, *batch: Any) -> torch.Tensor:
-        """As ``compute_loss(*batch)`` and its backward. Returns the loss, detached."""
+        """As `compute_loss(*batch)` and its backward. Returns the loss, detached."""
         leaves, structure = tree_flatten(batch)
         is_alike = structure == self._structure and all(map(_is_alike, leaves, self._inputs))
         if not is_alike or self._captured_state() != self._state or self._is_check_due():

@@ -12,14 +12,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from opacus_memprof.clipping.arrangement import PLAIN, Arrangement, expand_over_batch
-from opacus_memprof.clipping.autograd_functions import CallTap, GradientTap, receive_gradient
-from opacus_memprof.clipping.bookkeeping import Bookkeeping
-from opacus_memprof.clipping.checkpoints import end_freezing_in_checkpoints, freeze_in_checkpoints
+from opacus_memprof.clipping.bookkeeping.autograd_functions import CallTap, GradientTap, receive_gradient
+from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
+from opacus_memprof.clipping.forwards.arrangement import PLAIN, Arrangement, expand_over_batch
+from opacus_memprof.clipping.forwards.checkpoints import end_freezing_in_checkpoints, freeze_in_checkpoints
+from opacus_memprof.clipping.forwards.module_state import ModuleState
+from opacus_memprof.clipping.forwards.random_state import RandomState
+from opacus_memprof.clipping.forwards.repetition import Call
 from opacus_memprof.clipping.kernels.native import tap_gradient
 from opacus_memprof.clipping.layers import GenericLayer, Layer
-from opacus_memprof.clipping.module_state import ModuleState
-from opacus_memprof.clipping.repetition import Call, RandomState
 from opacus_memprof.errors import MemprofError
 
 
@@ -116,7 +117,7 @@ class LayerHooks:
         return ((cast, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: cast})
 
     def after(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Makes the parameters trainable again, and taps the output. Also called if forward raises (``output`` is None
+        """Makes the parameters trainable again, and taps the output. Also called if forward raises (`output` is None
         then). Returns None to leave the output as it is."""
         running = self._running.pop(layer, None)
         if running is None:
@@ -129,7 +130,7 @@ class LayerHooks:
     def after_frozen(
         self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, running: Running
     ) -> Any:
-        """As ``after``, when the parameters are trainable again."""
+        """As `after`, when the parameters are trainable again."""
         self.trace.append(layer)
         if isinstance(layer, GenericLayer):
             return self._after_generic(layer, args, kwargs, output, running)
@@ -160,7 +161,7 @@ class LayerHooks:
         return self.tap(layer, x, output, where)
 
     def tap(self, layer: Layer, x: torch.Tensor, output: torch.Tensor, where: Arrangement | None) -> torch.Tensor:
-        """The output of a layer with a node that passes its gradient on. ``where`` is None if it and the input have
+        """The output of a layer with a node that passes its gradient on. `where` is None if it and the input have
         one row for each sample, first."""
         anchor = None if output.requires_grad else self.anchor(output.device)
         saved_input = x if layer.is_trainable("weight") else None
@@ -245,7 +246,7 @@ class PlainLayer:
         self._kept_bytes = 0
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Freezes the layer's parameters. Returns False, and leaves them alone, if ``LayerHooks.before`` has to."""
+        """Freezes the layer's parameters. Returns False, and leaves them alone, if `LayerHooks.before` has to."""
         if len(args) != 1 or kwargs or torch._C._is_any_autocast_enabled():
             return False
         x = args[0]
@@ -256,11 +257,11 @@ class PlainLayer:
 
     @property
     def is_running(self) -> bool:
-        """Whether ``before`` has frozen parameters."""
+        """Whether `before` has frozen parameters."""
         return self._frozen is not None
 
     def after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """As ``LayerHooks.after``."""
+        """As `LayerHooks.after`."""
         frozen, self._frozen = self._frozen, None
         assert frozen is not None
         _unfreeze(frozen)
@@ -283,7 +284,7 @@ class PlainLayer:
 def plain_layers(
     at: Mapping[nn.Module, Sequence[Layer]], layouts: Mapping[Layer, Layout], hooks: LayerHooks
 ) -> dict[nn.Module, PlainLayer]:
-    """The PlainLayers of a model, by module, where ``layouts`` says where others than these have the samples."""
+    """The PlainLayers of a model, by module, where `layouts` says where others than these have the samples."""
 
     def is_plain(layer: Layer) -> bool:
         where = layouts[layer].inputs[0] if layer in layouts else PLAIN

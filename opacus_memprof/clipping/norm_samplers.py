@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers flash_clip's norms as norm samplers of Opacus: ``grad_sample_mode="ghost"`` without T x T matrices."""
-
-from __future__ import annotations
+"""Registers flash_clip's norms as norm samplers of Opacus: `grad_sample_mode="ghost"` without T x T matrices."""
 
 from collections.abc import Callable
+from typing import Any
 
+import opacus.grad_sample
 import torch
-from opacus.grad_sample import GradSampleHooksFastGradientClipping
+from opacus.grad_sample import (
+    GradSampleHooksFastGradientClipping,
+    grad_sample_module,
+    grad_sample_module_fast_gradient_clipping,
+)
 from torch import nn
 
-from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layers import LAYERS
 from opacus_memprof.clipping.layers.recognition import recognize
-from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB
+from opacus_memprof.clipping.workspace import DEFAULT_WORKSPACE_MB, Workspace
 
 NormSampler = Callable[[nn.Module, list[torch.Tensor], torch.Tensor], dict[nn.Parameter, torch.Tensor]]
 
 
 class FlashNormSampler:
-    """A norm sampler as Opacus calls it: ``(layer, activations, backprops) -> {parameter: norms of shape [B]}``."""
+    """A norm sampler as Opacus calls it: `(layer, activations, backprops) -> {parameter: norms of shape [B]}`."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
@@ -38,7 +41,7 @@ def register_norm_samplers(
 ) -> Callable[[], None]:
     """Registers exact norm samplers for every layer that flash_clip supports with Opacus' ghost clipping.
 
-    ``opacus.PrivacyEngine().make_private(..., grad_sample_mode="ghost")`` then never forms a T x T matrix. It still
+    `opacus.PrivacyEngine().make_private(..., grad_sample_mode="ghost")` then never forms a T x T matrix. It still
     runs two backward passes. Models made private before are affected too: Opacus looks samplers up when it calls them.
 
     Args:
@@ -76,3 +79,42 @@ def _recognized_types(model: nn.Module | None) -> list[type[nn.Module]]:
             known = recognized.get(type(module), True)
             recognized[type(module)] = known and recognize(name, module) is not None
     return [kind for kind, known in recognized.items() if known]
+
+
+_NAME = "create_or_accumulate_grad_sample"
+_IMPORTED_BY: tuple[Any, ...] = (
+    grad_sample_module,
+    grad_sample_module_fast_gradient_clipping,
+    opacus.grad_sample,
+)
+
+
+def adopt_grad_samples() -> Callable[[], None]:
+    """Makes Opacus take what a grad sampler returns as `p.grad_sample`.
+
+    Opacus makes zeros of the same size and copies the result into them, so that backward holds the per-sample gradients
+    of a layer twice. The copy is needed where a batch is padded (packed sequences) and where a parameter is used more
+    than once in a forward pass: there it stays. The gradients have the same values. Models made private before are
+    affected as well: Opacus looks the function up when it calls it.
+
+    Returns:
+        A function that restores what was there before.
+    """
+    copy = vars(grad_sample_module)[_NAME]
+
+    def create_or_accumulate_grad_sample(*, param: Any, grad_sample: torch.Tensor, max_batch_len: int) -> None:
+        complete = len(grad_sample) == max_batch_len and grad_sample.is_contiguous()
+        is_only_use = getattr(param, "_forward_counter", 0) == 1 and not hasattr(param, "_current_grad_sample")
+        if param.requires_grad and complete and is_only_use:
+            param._current_grad_sample = grad_sample
+        else:
+            copy(param=param, grad_sample=grad_sample, max_batch_len=max_batch_len)
+
+    for module in _IMPORTED_BY:
+        setattr(module, _NAME, create_or_accumulate_grad_sample)
+
+    def restore() -> None:
+        for module in _IMPORTED_BY:
+            setattr(module, _NAME, copy)
+
+    return restore

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """grad_sample_mode="flash_clip" for programs that call Opacus' own functions, such as trainers built on it."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -16,24 +14,27 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from opacus_memprof.clipping.agreement import is_replicated, prepare_replicated, spans_ranks
 from opacus_memprof.clipping.arguments import (
     ADAPTIVE,
     Check,
     Nonfinite,
+    Passes,
     check_bound,
     check_noise_multiplier,
     check_nonfinite,
+    check_passes,
     check_schedule,
     named_parameters,
 )
-from opacus_memprof.clipping.kernels.workspace import Workspace
-from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB, FlashClipHooks, GradSampleModuleFlashClip, Passes
-from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip, DPOptimizerFlashClipAdaptive
-from opacus_memprof.clipping.owners import find_owner
-from opacus_memprof.clipping.parallel.agreement import is_replicated, prepare_replicated, spans_ranks
-from opacus_memprof.clipping.parallel.ddp import DPOptimizerFlashClipDDP
-from opacus_memprof.clipping.parallel.fsdp import DPOptimizerFlashClipFSDP
+from opacus_memprof.clipping.module.hooks import FlashClipHooks, GradSampleModuleFlashClip
+from opacus_memprof.clipping.module.owners import find_owner
+from opacus_memprof.clipping.optimizers import optimizer_class
+from opacus_memprof.clipping.optimizers.ddp import DPOptimizerFlashClipDDP
+from opacus_memprof.clipping.optimizers.fsdp import DPOptimizerFlashClipFSDP
+from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip
 from opacus_memprof.clipping.rules import CLIPPINGS, ClipRule
+from opacus_memprof.clipping.workspace import DEFAULT_WORKSPACE_MB, Workspace
 from opacus_memprof.errors import MemprofError
 
 MODE = "flash_clip"
@@ -49,17 +50,17 @@ def register(
     nonfinite: Nonfinite = "refuse",
     check: Check = "sometimes",
 ) -> None:
-    """Makes Opacus' own functions know ``grad_sample_mode="flash_clip"``.
+    """Makes Opacus' own functions know `grad_sample_mode="flash_clip"`.
 
-    Afterwards ``prepare_module``, ``wrap_model``, ``get_gsm_class`` and ``get_optimizer_class`` of Opacus accept the
-    mode, and so does ``opacus.PrivacyEngine().make_private``. The optimizer's class finds its module by the parameters
-    it is given, and the module clips to the optimizer's ``max_grad_norm``. Other modes are as before. Calling it again
+    Afterwards `prepare_module`, `wrap_model`, `get_gsm_class` and `get_optimizer_class` of Opacus accept the
+    mode, and so does `opacus.PrivacyEngine().make_private`. The optimizer's class finds its module by the parameters
+    it is given, and the module clips to the optimizer's `max_grad_norm`. Other modes are as before. Calling it again
     only changes the options.
 
-    The functions are replaced in all modules that are imported, of Opacus or not, so that a ``from opacus.optimizers
-    import get_optimizer_class`` before counts, too. References that a program keeps elsewhere, such as in a class, a
-    default argument or a ``functools.partial``, stay Opacus'. With Poisson sampling over several ranks use
-    ``opacus_memprof.PrivacyEngine``: a rank of Opacus' own engine leaves out its empty batches, and the others wait.
+    The functions are replaced in all modules that are imported, of Opacus or not, so that a `from opacus.optimizers
+    import get_optimizer_class` before counts, too. References that a program keeps elsewhere, such as in a class, a
+    default argument or a `functools.partial`, stay Opacus'. With Poisson sampling over several ranks use
+    `opacus_memprof.PrivacyEngine`: a rank of Opacus' own engine leaves out its empty batches, and the others wait.
 
     Args:
         workspace_mb: ceiling, in MiB, on the temporaries of one layer's norm or clipped sum.
@@ -72,8 +73,7 @@ def register(
     """
     Workspace.from_mib(workspace_mb)
     check_nonfinite(nonfinite)
-    if passes not in ("auto", 1, 2):
-        raise MemprofError(f"passes is {passes!r}; it must be 'auto', 1 or 2.")
+    check_passes(passes, "passes")
     given = {
         "workspace_mb": workspace_mb,
         "passes": passes,
@@ -126,7 +126,7 @@ def _knows_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RegisteredFlashClipHooks(FlashClipHooks):
-    """What ``prepare_module`` returns for flash_clip and wrap_model=False."""
+    """What `prepare_module` returns for flash_clip and wrap_model=False."""
 
     def __init__(self, m: nn.Module, **given: Any) -> None:
         super().__init__(m, **_with_options(m, given))
@@ -135,7 +135,7 @@ class RegisteredFlashClipHooks(FlashClipHooks):
 
 
 class RegisteredFlashClipModule(GradSampleModuleFlashClip):
-    """What ``prepare_module`` and ``wrap_model`` return for flash_clip."""
+    """What `prepare_module` and `wrap_model` return for flash_clip."""
 
     def __init__(self, m: nn.Module, **given: Any) -> None:
         super().__init__(m, **_with_options(m, given))
@@ -160,13 +160,13 @@ class _FindsModule:
     original_optimizer: Optimizer
 
     def __new__(cls, optimizer: Optimizer, **given: Any) -> Any:
-        """Returns an optimizer for shards if the parameters are sharded; ``get_optimizer_class`` cannot know that."""
+        """Returns an optimizer for shards if the parameters are sharded; `get_optimizer_class` cannot know that."""
         if (
             optimizer is not None
             and not issubclass(cls, DPOptimizerFlashClipFSDP)
-            and _owner(optimizer).units.is_sharded
+            and _owner(optimizer).registry.is_sharded
         ):
-            made = object.__new__(_optimizer_class(cls.clipping, DPOptimizerFlashClipFSDP))
+            made = object.__new__(_registered_class(cls.clipping, DPOptimizerFlashClipFSDP))
             type(made).__init__(made, optimizer, **given)
             return made
         return object.__new__(cls)
@@ -222,22 +222,19 @@ class _FindsModule:
 
 
 def registered_optimizer_class(clipping: str, distributed: bool) -> type[DPOptimizerFlashClip]:
-    """Returns the optimizer's class as ``get_optimizer_class`` does.
+    """Returns the optimizer's class as `get_optimizer_class` does.
 
     Raises:
         MemprofError: flash_clip does not know the clipping, or not on several ranks.
     """
     if clipping not in CLIPPINGS:
         raise MemprofError(f"clipping is {clipping!r}; flash_clip knows {', '.join(map(repr, CLIPPINGS))}.")
-    if clipping == "adaptive":
-        if distributed:
-            raise MemprofError("clipping='adaptive' trains on one device, as in Opacus; use 'flat' on several.")
-        return _optimizer_class(clipping, DPOptimizerFlashClipAdaptive)
-    return _optimizer_class(clipping, DPOptimizerFlashClipDDP if distributed else DPOptimizerFlashClip)
+    base: Any = optimizer_class(clipping, distributed)  # for mypy, a class whose objects have no hash has none either
+    return _registered_class(clipping, base)
 
 
 @functools.cache
-def _optimizer_class(clipping: str, base: type[DPOptimizerFlashClip]) -> type[DPOptimizerFlashClip]:
+def _registered_class(clipping: str, base: type[DPOptimizerFlashClip]) -> type[DPOptimizerFlashClip]:
     return type(f"Registered{base.__name__}", (_FindsModule, base), {"clipping": clipping})
 
 

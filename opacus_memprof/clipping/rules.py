@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for the clip factors: from per-sample gradient norms to the numbers that the gradients are multiplied by."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -62,7 +60,7 @@ class ClipRule:
 
     def set_bound(self, bound: float) -> None:
         """Changes the bound of a sample's gradient. Bounds of parameters keep their ratios: noise is in proportion to
-        ``bound``, and would be too small if they stayed where ``bound`` falls.
+        `bound`, and would be too small if they stayed where `bound` falls.
 
         Raises:
             MemprofError: the bound is not positive and finite.
@@ -74,13 +72,13 @@ class ClipRule:
         self.bounds = bounds.copy() if self.bound == given else [each * (self.bound / given) for each in bounds]
 
     def factors(self, norms: torch.Tensor) -> torch.Tensor:
-        """The factors of gradients whose norms are ``norms``, [B]."""
+        """The factors of gradients whose norms are `norms`, [B]."""
         if self.clipping == "automatic":
             return self.bound / (norms + _AUTOMATIC_STABILITY)
         return (self.bound / (norms + _STABILITY)).clamp(max=1.0)
 
     def factors_of(self, index: int, norms: torch.Tensor) -> torch.Tensor:
-        """The factors of a parameter's gradients. ``index`` is its place in the optimizer."""
+        """The factors of a parameter's gradients. `index` is its place in the optimizer."""
         return (self.bounds[index] / (norms + _STABILITY)).clamp(max=1.0)
 
 

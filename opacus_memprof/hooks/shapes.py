@@ -140,7 +140,7 @@ def _grad_sample_mode(model: Any) -> str:
 
 
 def _flash_clip_refusal(model: "weakref.ref[nn.Module]") -> str | None:
-    from opacus_memprof.clipping.validate import check_model
+    from opacus_memprof.clipping.layers.registry import check_model
 
     alive = model()
     if alive is None:

@@ -12,7 +12,7 @@ import torch
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from torch import nn
 
-from opacus_memprof.clipping.parallel.agreement import inner_model
+from opacus_memprof.clipping.agreement import inner_model
 
 
 class NotCheckedError(Exception):

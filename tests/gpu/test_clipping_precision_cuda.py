@@ -7,7 +7,7 @@ from torch import nn
 
 from opacus_memprof.clipping.kernels import native
 from opacus_memprof.clipping.kernels.sums import sum_products
-from opacus_memprof.clipping.kernels.workspace import Workspace
+from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 from tests.integration.flash_clip_models import make_private, vector_data
 

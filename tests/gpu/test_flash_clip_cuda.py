@@ -16,19 +16,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_memprof
 from opacus_memprof.clipping import adopt_grad_samples
-from opacus_memprof.clipping.backward_pass import BackwardPass
-from opacus_memprof.clipping.bookkeeping import Bookkeeping
+from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass
+from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.kernels import gram as gram_triton
 from opacus_memprof.clipping.kernels import launch as launch_triton
 from opacus_memprof.clipping.kernels.gram import gram_squared_norms_cuda
 from opacus_memprof.clipping.kernels.group_norm import group_norm_gradients_cuda
-from opacus_memprof.clipping.kernels.launches import find_waiting_norms, pop_small_sums
 from opacus_memprof.clipping.kernels.norms import gram_squared_norms
 from opacus_memprof.clipping.kernels.stacks import weighted_sum_cuda
 from opacus_memprof.clipping.kernels.sums import scale_single_samples
-from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layers import LAYERS
+from opacus_memprof.clipping.layers.small_layers import find_deferred_norms, pop_small_sums
 from opacus_memprof.clipping.rules import ClipRule
+from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 from tests.integration.clipping_launches import LAUNCHES, count_launches, float32_difference
 from tests.integration.flash_clip_models import MODELS, assert_same, criterion, make_private, parameters
@@ -235,7 +235,7 @@ def test_layers(case: Case, dtype: torch.dtype, tolerance: float, megabytes: flo
     module, x, g = module.to("cuda", dtype), x.cuda(), g.cuda()
     layer, workspace = LAYERS[type(module)]("layer", module), Workspace.from_mib(megabytes)
     kept = layer.keep(x, g, workspace)
-    find_waiting_norms({layer: kept})
+    find_deferred_norms({layer: kept})
     expected = sum(e.flatten(1).square().sum(1) for e in exact.values())
     assert relative_error(kept.squared_norms.cpu().double(), expected) < tolerance
     names = {p: n for n, p in module.named_parameters()}
@@ -405,7 +405,7 @@ def test_autocast() -> None:
 
 def test_two_passes_where_one_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpointing drops the activations that one pass would have to keep; with little memory left, two run."""
-    from opacus_memprof.clipping import module as flash_module
+    from opacus_memprof.clipping.module import calls
 
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -419,8 +419,8 @@ def test_two_passes_where_one_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> N
 
     data = torch.utils.data.TensorDataset(torch.zeros(64, 1), torch.zeros(64))
     runs: list[int] = []
-    real = flash_module.run_two_passes
-    monkeypatch.setattr(flash_module, "run_two_passes", lambda *a: (runs.append(1), real(*a)))
+    real = calls.run_two_passes
+    monkeypatch.setattr(calls, "run_two_passes", lambda *a: (runs.append(1), real(*a)))
     for free, expected in ((64 << 30, 0), (0, 1)):
         module, optimizer, _ = make_private(Checkpointed().cuda(), data, "flash_clip", noise_generator=None)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda f=free: (f, 80 << 30))

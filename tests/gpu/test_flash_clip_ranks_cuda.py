@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from opacus_memprof.analysis.job_directory import load_ranks
-from opacus_memprof.clipping.parallel.agreement import Agreement
+from opacus_memprof.clipping.agreement import Agreement
 from tests.gpu.test_distributed_cuda import ROOT, TRAIN, started_ranks
 from tests.integration.test_distributed import PARAMETERS
 from tests.integration.test_flash_clip_ranks import check_cases

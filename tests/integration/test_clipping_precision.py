@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from opacus_memprof.clipping.kernels.sums import sum_products
-from opacus_memprof.clipping.kernels.workspace import Workspace
+from opacus_memprof.clipping.workspace import Workspace
 from tests.integration.flash_clip_models import MODELS, make_private, token_data, vector_data
 
 LOW = [torch.bfloat16, torch.float16]
@@ -162,7 +162,7 @@ def test_noise_is_added_before_the_sum_is_rounded(dtype: torch.dtype) -> None:
 def test_few_sums_are_in_float32_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a step that is a single pass: each is rounded before the next is formed, and noise is drawn in the order of
     the parameters all the same."""
-    from opacus_memprof.clipping import optimizer as flash
+    from opacus_memprof.clipping.optimizers import optimizer as flash
 
     monkeypatch.setattr(flash, "_BYTES_AT_ONCE", 1)
     torch.manual_seed(0)

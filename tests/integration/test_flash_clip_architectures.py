@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("torchvision")
 
 from opacus_memprof.clipping.layers import GenericLayer
-from opacus_memprof.clipping.units import Units
+from opacus_memprof.clipping.layers.registry import LayerRegistry
 from tests.integration.architectures import IMAGE, LANGUAGE, batch_for, build, losses
 from tests.integration.clipping_by_hand import difference
 
@@ -49,7 +49,9 @@ RECOGNIZED = ["gpt2", "llama", "gemma", "falcon", "cohere", "flan_t5", "bart", "
 def test_layers_are_recognized_by_what_they_compute(name: str) -> None:
     """Only parameters that sit beside other layers in a module, and positions that a module makes, remain."""
     torch.manual_seed(0)
-    left = {type(layer.module).__name__ for layer in Units(build(name)).layers() if isinstance(layer, GenericLayer)}
+    left = {
+        type(layer.module).__name__ for layer in LayerRegistry(build(name)).layers() if isinstance(layer, GenericLayer)
+    }
     others = {
         "BartLearnedPositionalEmbedding",
         "Dinov2Embeddings",

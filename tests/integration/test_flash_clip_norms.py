@@ -9,9 +9,9 @@ from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from torch import nn
 
 from opacus_memprof.clipping import register_norm_samplers
-from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layers import LAYERS
 from opacus_memprof.clipping.norm_samplers import FlashNormSampler
+from opacus_memprof.clipping.workspace import Workspace
 from tests.integration.flash_clip_models import MODELS, assert_same, criterion, make_private, vector_data
 
 

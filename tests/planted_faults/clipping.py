@@ -41,7 +41,7 @@ FAULTS = [
     ),
     Fault(
         "factor_per_layer_of_another_parameter",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "self.rule.factors_of(self.places[p], norms[i])",
         "self.rule.factors_of(i, norms[i])",
         "Bounds are taken in the order of backward instead of the optimizer's.",
@@ -89,7 +89,7 @@ FAULTS = [
     ),
     Fault(
         "norms_of_a_mean_loss",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "by_parameter.sum(0).sqrt_().mul_(scale)",
         "by_parameter.sum(0).sqrt_()",
         "With a mean loss norms are too small by the batch size.",
@@ -97,7 +97,7 @@ FAULTS = [
     ),
     Fault(
         "factors_of_a_mean_loss",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "return factors.mul_(scale)",
         "return factors",
         "With a mean loss the sum is too small by the batch size.",
@@ -105,7 +105,7 @@ FAULTS = [
     ),
     Fault(
         "norms_of_a_sum_loss",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         'each.batch_size if self.loss_reduction == "mean" else 1',
         "each.batch_size",
         "A sum loss is scaled as a mean loss.",
@@ -113,7 +113,7 @@ FAULTS = [
     ),
     Fault(
         "norms_of_parameters_of_a_mean_loss",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "norms = by_parameter.sqrt().mul_(scale)",
         "norms = by_parameter.sqrt()",
         "With per_layer and a mean loss norms are too small by the batch size.",
@@ -121,7 +121,7 @@ FAULTS = [
     ),
     Fault(
         "second_pass_keeps_the_last_use",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "current.sums[parameter] + total if parameter in current.sums else total",
         "total",
         "The second of two passes drops all uses of a shared parameter but the last.",
@@ -129,7 +129,7 @@ FAULTS = [
     ),
     Fault(
         "second_use_is_not_noticed",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "        elif layer in current.kept:\n            self._share(current, layer, x, g)\n",
         "",
         "Of a layer that turns out to run twice only the last run counts.",
@@ -137,7 +137,7 @@ FAULTS = [
     ),
     Fault(
         "norms_pass_is_not_repeated",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "self._found_shared = True",
         "self._found_shared = False",
         "In two passes the norm of the first use of a layer that turns out to run twice is lost.",
@@ -145,7 +145,7 @@ FAULTS = [
     ),
     Fault(
         "dropped_samples_stay",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "            own = each.select(own)\n",
         "",
         "Samples whose norm is not finite stay in the sum.",
@@ -153,7 +153,7 @@ FAULTS = [
     ),
     Fault(
         "dropped_are_the_finite",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "each.samples = finite.nonzero()",
         "each.samples = (~finite).nonzero()",
         "The samples with a finite norm are dropped instead of the others.",
@@ -161,7 +161,7 @@ FAULTS = [
     ),
     Fault(
         "dropped_samples_of_shared_parameters_stay",
-        "backward_pass.py",
+        "bookkeeping/backward_pass.py",
         "            shared.select(samples)",
         "            pass",
         "Dropped samples stay in the sums of parameters that are used several times.",
@@ -169,7 +169,7 @@ FAULTS = [
     ),
     Fault(
         "dropped_factors_of_other_samples",
-        "backward_pass.py",
+        "bookkeeping/backward_pass.py",
         "return factors[samples]",
         "return factors[: len(samples)]",
         "The samples behind a dropped one get the factors of the samples before them.",
@@ -177,7 +177,7 @@ FAULTS = [
     ),
     Fault(
         "dropped_in_the_second_part",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "self.limit.samples + i for i in each.dropped",
         "i for i in each.dropped",
         "Indices of dropped samples are counted from the beginning of each physical batch.",
@@ -185,7 +185,7 @@ FAULTS = [
     ),
     Fault(
         "dropped_are_never_forgotten",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "            self.dropped = []",
         "            pass",
         "The samples dropped in earlier steps are listed as those of this one.",
@@ -193,7 +193,7 @@ FAULTS = [
     ),
     Fault(
         "norms_are_not_checked",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "            check.raise_unless_finite()",
         "            pass",
         "A step with NaN is taken.",
@@ -201,7 +201,7 @@ FAULTS = [
     ),
     Fault(
         "missing_gradients_are_not_checked",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "            if missing:",
         "            if False and missing:",
         "A parameter that backward does not reach keeps its summed gradient of None.",
@@ -209,7 +209,7 @@ FAULTS = [
     ),
     Fault(
         "gradients_beside_layers_are_not_checked",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "        if self.beside_layers:",
         "        if False:",
         "A penalty on a parameter is left out without a word.",
@@ -217,7 +217,7 @@ FAULTS = [
     ),
     Fault(
         "batch_sizes_are_not_checked",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "if size != current.batch_size:",
         "if False:",
         "Layers that saw another number of samples get clip factors of others.",
@@ -225,7 +225,7 @@ FAULTS = [
     ),
     Fault(
         "poisson_batches_accumulate",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "if self._passes and not self.accumulation_allowed:",
         "if False:",
         "Poisson batches are added up, and the accountant hears of one.",
@@ -233,7 +233,7 @@ FAULTS = [
     ),
     Fault(
         "passes_are_not_counted",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "self.passes_in_last_step = len(passes)",
         "self.passes_in_last_step = 1",
         "The mean over accumulated batches is divided by the size of one.",
@@ -241,7 +241,7 @@ FAULTS = [
     ),
     Fault(
         "accumulated_batches_are_one",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "            if each.tasks & tasks:",
         "            if each.tasks:",
         "The samples of accumulated batches are clipped as if they were one.",
@@ -249,7 +249,7 @@ FAULTS = [
     ),
     Fault(
         "adaptive_counts_all_as_clipped",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "(factors >= 1).sum()",
         "(factors > 1).sum()",
         "Adaptive clipping counts no sample as unclipped.",
@@ -257,7 +257,7 @@ FAULTS = [
     ),
     Fault(
         "adaptive_counts_batches",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         "sum(each.batch_size for each in passes)",
         "len(passes)",
         "Adaptive clipping divides by the number of batches instead of samples.",
@@ -265,7 +265,7 @@ FAULTS = [
     ),
     Fault(
         "net_limit_is_never_reset",
-        "bookkeeping.py",
+        "bookkeeping/bookkeeping.py",
         'those of the next one begin."""\n        self.limit = Limit()',
         'those of the next one begin."""',
         "The net allows the sum of all steps so far, and the noise has the largest bound of all of them.",
@@ -273,7 +273,7 @@ FAULTS = [
     ),
     Fault(
         "net_tolerance",
-        "norm_check.py",
+        "bookkeeping/norm_checks.py",
         "_TOLERANCE = 1e-3",
         "_TOLERANCE = 1e3",
         "The net lets a sum pass that is a thousand times too large.",
@@ -281,7 +281,7 @@ FAULTS = [
     ),
     Fault(
         "net_counts_one_sample_more",
-        "norm_check.py",
+        "bookkeeping/norm_checks.py",
         "return Limit(samples, samples * rule.bound,",
         "return Limit(samples, (samples + 1) * rule.bound,",
         "The net allows one bound more than there are samples.",
@@ -289,7 +289,7 @@ FAULTS = [
     ),
     Fault(
         "net_sees_one_parameter",
-        "norm_check.py",
+        "bookkeeping/norm_checks.py",
         "found, allowed, whose = total, limit.total",
         "found, allowed, whose = norms[worst], limit.total",
         "The net compares the largest parameter's norm with the limit of all.",
@@ -297,7 +297,7 @@ FAULTS = [
     ),
     Fault(
         "net_limit_of_parameters",
-        "norm_check.py",
+        "bookkeeping/norm_checks.py",
         "[samples * bound for bound in rule.bounds]",
         "[samples * rule.bound for _ in rule.bounds]",
         "With per_layer the net allows each parameter the bound of all.",
@@ -305,7 +305,7 @@ FAULTS = [
     ),
     Fault(
         "net_forgets_earlier_parts",
-        "norm_check.py",
+        "bookkeeping/norm_checks.py",
         "self.total += other.total",
         "self.total = other.total",
         "The net refuses a step whose batch came in several parts.",
@@ -313,7 +313,7 @@ FAULTS = [
     ),
     Fault(
         "net_passes_infinity",
-        "norm_check.py",
+        "bookkeeping/norm_checks.py",
         "            if not math.isfinite(norm):",
         "            if False:",
         "A sum that has overflowed is taken.",
@@ -321,7 +321,7 @@ FAULTS = [
     ),
     Fault(
         "norms_one_finite_is_enough",
-        "norm_check.py",
+        "bookkeeping/norm_checks.py",
         "torch.isfinite(self.norms).all()",
         "torch.isfinite(self.norms).any()",
         "A batch with NaN in one sample is taken.",

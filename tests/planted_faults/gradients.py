@@ -10,7 +10,7 @@ _MODULES = "flash_clip_modules::modules_are_clipped_as_by_hand"
 FAULTS = [
     Fault(
         "tied_cross_term_once",
-        "shared.py",
+        "layers/shared.py",
         "norms = own + 2 * cross.total",
         "norms = own + cross.total",
         "The product of an embedding's and a head's gradient counts once instead of twice.",
@@ -18,7 +18,7 @@ FAULTS = [
     ),
     Fault(
         "tied_without_cross_term",
-        "shared.py",
+        "layers/shared.py",
         "            if len(merged) == 2:",
         "            if False:",
         "The squared norms of tied layers are added up as if their gradients were orthogonal.",
@@ -26,7 +26,7 @@ FAULTS = [
     ),
     Fault(
         "tied_padding_has_a_gradient",
-        "shared.py",
+        "layers/shared.py",
         "ids = ids.masked_fill(ids == padding, -1)",
         "ids = ids.clone()",
         "The cross term of tied layers counts the padding's row.",
@@ -34,7 +34,7 @@ FAULTS = [
     ),
     Fault(
         "tied_padding_is_the_first_row",
-        "shared.py",
+        "layers/shared.py",
         "        picked *= has_row[n].unsqueeze(1)\n",
         "",
         "The cross term of tied layers takes padding for the first row.",
@@ -42,7 +42,7 @@ FAULTS = [
     ),
     Fault(
         "shared_first_use_is_dropped",
-        "shared.py",
+        "layers/shared.py",
         "self.stack.to(accumulation_dtype(stack.dtype)) + stack, True",
         "stack.to(accumulation_dtype(stack.dtype)), True",
         "Of the per-sample gradients of two uses only the last counts.",
@@ -50,7 +50,7 @@ FAULTS = [
     ),
     Fault(
         "shared_norm_of_the_last_use",
-        "shared.py",
+        "layers/shared.py",
         "                total = part if total is None else total + part",
         "                total = part",
         "The norm of a parameter that layers of different kinds use is that of one use.",
@@ -58,7 +58,7 @@ FAULTS = [
     ),
     Fault(
         "shared_sum_of_the_last_use",
-        "shared.py",
+        "layers/shared.py",
         "\n            total = part if total is None else total + part",
         "\n            total = part",
         "The clipped sum of a parameter that is used several times is that of one use.",
@@ -66,7 +66,7 @@ FAULTS = [
     ),
     Fault(
         "tied_layers_are_not_known",
-        "units.py",
+        "layers/registry.py",
         "layer.is_shared |= len(layers) > 1",
         "layer.is_shared |= len(layers) > 2",
         "Layers that share a parameter are clipped as if each had its own.",
@@ -290,7 +290,7 @@ FAULTS = [
     ),
     Fault(
         "norms_of_single_tokens_in_float32",
-        "kernels/launches.py",
+        "layers/small_layers.py",
         "squares.prod(1)",
         "squares.sum(1)",
         "The norm of an outer product is the sum of its factors' norms.",
@@ -298,7 +298,7 @@ FAULTS = [
     ),
     Fault(
         "norms_of_single_tokens_underflow",
-        "kernels/launches.py",
+        "layers/small_layers.py",
         "in_range = ((squares >= least) & (squares < torch.inf)).all(1).all(1)",
         "in_range = (squares < torch.inf).all(1).all(1)",
         "A product of which one factor underflows has norm zero.",
@@ -306,7 +306,7 @@ FAULTS = [
     ),
     Fault(
         "time_first_is_batch_first",
-        "arrangement.py",
+        "forwards/arrangement.py",
         "return x.movedim(1, 0).unsqueeze(2)",
         "return x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).unsqueeze(2)",
         "Tokens are counted to other samples where the tokens come first.",
@@ -314,7 +314,7 @@ FAULTS = [
     ),
     Fault(
         "folded_rows_of_other_samples",
-        "arrangement.py",
+        "forwards/arrangement.py",
         "return x.reshape(rows, batch, *x.shape[1:]).transpose(0, 1)",
         "return x.reshape(batch, rows, *x.shape[1:])",
         "Rows that are folded into the batch with the tokens first are counted to other samples.",
@@ -322,7 +322,7 @@ FAULTS = [
     ),
     Fault(
         "repeated_under_no_autocast",
-        "repetition.py",
+        "forwards/repetition.py",
         "torch.autocast(device, dtype, enabled, cache_enabled=False)",
         "torch.autocast(device, dtype, False, cache_enabled=False)",
         "A forward under autocast is repeated without.",
@@ -330,7 +330,7 @@ FAULTS = [
     ),
     Fault(
         "repeated_with_other_random_numbers",
-        "repetition.py",
+        "forwards/repetition.py",
         "        with call.random.restored(), torch.enable_grad():",
         "        with torch.enable_grad():",
         "A module with dropout is repeated with another mask.",
@@ -338,7 +338,7 @@ FAULTS = [
     ),
     Fault(
         "repeated_in_another_state",
-        "repetition.py",
+        "forwards/repetition.py",
         "        now = ModuleState(module)\n        self.state.restore()\n",
         "        now = ModuleState(module)\n",
         "A module that counts its calls is repeated as if it were called once more.",
@@ -346,7 +346,7 @@ FAULTS = [
     ),
     Fault(
         "checkpoint_has_trained_parameters",
-        "checkpoints.py",
+        "forwards/checkpoints.py",
         "            p.requires_grad = False",
         "            p.requires_grad = True",
         "A checkpoint in a repeated module runs again with parameters that require grad.",

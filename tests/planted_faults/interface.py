@@ -10,7 +10,7 @@ _REGISTER = "register_flash_clip"
 FAULTS = [
     Fault(
         "verify_tolerance",
-        "proof/verification.py",
+        "verification.py",
         "((torch.float64, 1e-8), (torch.float32, 1e-4))",
         "((torch.float64, 1e-2), (torch.float32, 1e2))",
         "verify calls a mode exact that is a hundredth off.",
@@ -18,7 +18,7 @@ FAULTS = [
     ),
     Fault(
         "verify_without_sums",
-        "proof/verification.py",
+        "verification.py",
         "max([self.norm_error, *self.errors.values()]) <= self.tolerance",
         "self.norm_error <= self.tolerance",
         "verify compares norms alone.",
@@ -26,7 +26,7 @@ FAULTS = [
     ),
     Fault(
         "verify_without_norms",
-        "proof/verification.py",
+        "verification.py",
         "max([self.norm_error, *self.errors.values()]) <= self.tolerance",
         "max(self.errors.values()) <= self.tolerance",
         "verify compares sums alone.",
@@ -34,7 +34,7 @@ FAULTS = [
     ),
     Fault(
         "verify_without_mixing",
-        "proof/verification.py",
+        "verification.py",
         "        if hand.mixes():",
         "        if False:",
         "verify calls a model exact that draws random numbers and mixes samples.",
@@ -42,7 +42,7 @@ FAULTS = [
     ),
     Fault(
         "verify_without_noise",
-        "proof/verification.py",
+        "verification.py",
         '{wrong}." if wrong else None',
         '{wrong}." if wrong is False else None',
         "verify does not look at the noise.",
@@ -50,7 +50,7 @@ FAULTS = [
     ),
     Fault(
         "verify_of_some_samples",
-        "proof/verification.py",
+        "verification.py",
         "lambda x: x[:count] if _has_samples(x) else x, batch",
         "lambda x: x[: count or 2] if _has_samples(x) else x, batch",
         "verify takes two samples by default.",
@@ -107,8 +107,8 @@ FAULTS = [
     Fault(
         "check_of_one_half",
         "proof/by_hand.py",
-        "        for side in (0, 1):",
-        "        for side in (0,):",
+        "    for half in halves(samples) if samples > 1 else ():",
+        "    for half in halves(samples)[::2] if samples > 1 else ():",
         "check= of Opacus' modes exchanges samples in one direction alone.",
         integration(f"{_CHECK}::every_ordered_pair_of_samples_is_told_apart"),
     ),
@@ -226,7 +226,7 @@ FAULTS = [
     ),
     Fault(
         "registered_strangers",
-        "owners.py",
+        "module/owners.py",
         "    if strangers:",
         "    if False:",
         "The optimizer holds parameters that nobody clips.",
@@ -234,7 +234,7 @@ FAULTS = [
     ),
     Fault(
         "registered_for_several_models",
-        "owners.py",
+        "module/owners.py",
         "    if len(owners) > 1:",
         "    if False:",
         "A sample's gradient is clipped in each model by itself.",

@@ -9,7 +9,7 @@ _STATE = "clipping_refusals_leave_state"
 FAULTS = [
     Fault(
         "noise_of_the_squared_multiplier",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "float(self.noise_multiplier * self.noise_bound())",
         "float(self.noise_multiplier**2 * self.noise_bound())",
         "The standard deviation has the noise multiplier squared.",
@@ -17,7 +17,7 @@ FAULTS = [
     ),
     Fault(
         "noise_without_the_bound",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "float(self.noise_multiplier * self.noise_bound())",
         "float(self.noise_multiplier)",
         "The noise is not in proportion to the bound.",
@@ -25,7 +25,7 @@ FAULTS = [
     ),
     Fault(
         "noise_of_the_last_bound",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "return self.bookkeeping.limit.bound or self.max_grad_norm",
         "return self.max_grad_norm",
         "A bound that falls within a step takes the noise of earlier parts with it.",
@@ -33,7 +33,7 @@ FAULTS = [
     ),
     Fault(
         "noise_of_the_newest_part",
-        "norm_check.py",
+        "bookkeeping/norm_checks.py",
         "self.bound = max(self.bound, other.bound)",
         "self.bound = other.bound",
         "The noise is in proportion to the bound of the last part of a batch.",
@@ -41,7 +41,7 @@ FAULTS = [
     ),
     Fault(
         "noise_skips_biases",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "(noisy if self._gets_noise(parameter) else noiseless)",
         "(noisy if self._gets_noise(parameter) and parameter.dim() > 1 else noiseless)",
         "Biases get no noise.",
@@ -90,7 +90,7 @@ FAULTS = [
     ),
     Fault(
         "noise_after_rounding",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "if not self._is_alone or self.bookkeeping.passes != 1 or self.bookkeeping.limit.samples:",
         "if not self._is_alone:",
         "Sums of skipped steps are lost where a low-precision sum is rounded at once.",
@@ -98,7 +98,7 @@ FAULTS = [
     ),
     Fault(
         "sums_are_rounded_before_noise",
-        "kernels/workspace.py",
+        "workspace.py",
         "return torch.float32 if is_low_precision(dtype) else dtype.to_real()",
         "return dtype.to_real()",
         "Sums of bf16 parameters are rounded before noise is added.",
@@ -109,7 +109,7 @@ FAULTS = [
     ),
     Fault(
         "adaptive_noise_of_the_sum",
-        "optimizer.py",
+        "optimizers/adaptive.py",
         "(2 * self.unclipped_num_std) ** (-2)",
         "self.unclipped_num_std ** (-2)",
         "The noise of the sum leaves another room for the noise of the count than the paper.",
@@ -117,7 +117,7 @@ FAULTS = [
     ),
     Fault(
         "adaptive_count_without_noise",
-        "optimizer.py",
+        "optimizers/adaptive.py",
         "std=self.unclipped_num_std, reference=count",
         "std=0.0, reference=count",
         "The number of unclipped samples moves the bound without noise.",
@@ -125,7 +125,7 @@ FAULTS = [
     ),
     Fault(
         "adaptive_bound_leaves_its_range",
-        "optimizer.py",
+        "optimizers/adaptive.py",
         "min(max(bound, self.min_clipbound), self.max_clipbound)",
         "bound",
         "The adaptive bound leaves the range that was asked for.",
@@ -133,7 +133,7 @@ FAULTS = [
     ),
     Fault(
         "adaptive_bound_moves_the_other_way",
-        "optimizer.py",
+        "optimizers/adaptive.py",
         "change = -self.clipbound_learning_rate",
         "change = self.clipbound_learning_rate",
         "The adaptive bound grows where too many samples are unclipped.",
@@ -141,7 +141,7 @@ FAULTS = [
     ),
     Fault(
         "adaptive_count_of_skipped_steps_is_lost",
-        "optimizer.py",
+        "optimizers/adaptive.py",
         "        super().zero_grad(set_to_none)\n        if not self._is_last_step_skipped:\n",
         "        super().zero_grad(set_to_none)\n        if True:\n",
         "With physical batches only the samples of the last one move the adaptive bound.",
@@ -149,7 +149,7 @@ FAULTS = [
     ),
     Fault(
         "adaptive_bound_moves_in_skipped_steps",
-        "optimizer.py",
+        "optimizers/adaptive.py",
         "        if not super().pre_step():\n            return False\n        self.update_max_grad_norm()",
         "        is_step = super().pre_step()\n        self.update_max_grad_norm()\n"
         "        if not is_step:\n            return False",
@@ -158,7 +158,7 @@ FAULTS = [
     ),
     Fault(
         "refusal_leaves_generators_moved",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "            generators.restore()\n",
         "",
         "A refused step has drawn noise, and tells how often it was tried.",
@@ -166,7 +166,7 @@ FAULTS = [
     ),
     Fault(
         "refusal_watches_the_default_generator",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "return noise.GeneratorStates([self.generator])",
         "return noise.GeneratorStates([noise.default_generator(self.params[0].device)])",
         "A refused step restores a generator that it has not drawn from.",
@@ -174,7 +174,7 @@ FAULTS = [
     ),
     Fault(
         "refusal_keeps_sums",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "                self.zero_grad()\n",
         "",
         "The sums of a refused step are part of the next one.",
@@ -182,7 +182,7 @@ FAULTS = [
     ),
     Fault(
         "refusal_in_parts_keeps_sums",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "                self._is_last_step_skipped = False\n                self.zero_grad()",
         "                self.zero_grad()",
         "Where a later part of a batch is refused, the sums of earlier parts stay.",
@@ -190,7 +190,7 @@ FAULTS = [
     ),
     Fault(
         "net_is_not_asked",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "            self._check_sums()\n",
         "            pass\n",
         "A sum that is larger than its samples allow is taken.",
@@ -198,7 +198,7 @@ FAULTS = [
     ),
     Fault(
         "norms_are_not_asked",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "        self._check_norms()  # last",
         "        pass  # last",
         "A step with NaN is taken.",
@@ -206,7 +206,7 @@ FAULTS = [
     ),
     Fault(
         "net_of_some_parameters",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "            self._sum_check.add([parameter.summed_grad for parameter in params])",
         "            self._sum_check.add([parameter.summed_grad * 0 for parameter in params])",
         "The net does not see sums of low precision.",
@@ -214,7 +214,7 @@ FAULTS = [
     ),
     Fault(
         "accumulated_batches_are_not_averaged",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "self.expected_batch_size * self.accumulated_iterations * self.ranks",
         "self.expected_batch_size * self.ranks",
         "Accumulated batches of a mean loss are added up.",
@@ -222,7 +222,7 @@ FAULTS = [
     ),
     Fault(
         "sum_loss_is_averaged",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         'is_mean = self.loss_reduction == "mean"',
         "is_mean = True",
         "A sum loss is divided by the expected batch size.",
@@ -230,7 +230,7 @@ FAULTS = [
     ),
     Fault(
         "accumulated_sums_are_replaced",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "                parameter.summed_grad += total",
         "                parameter.summed_grad = total",
         "Of accumulated batches only the last one counts.",
@@ -238,7 +238,7 @@ FAULTS = [
     ),
     Fault(
         "skipped_sums_are_dropped",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "            if not self._is_last_step_skipped:\n                parameter.summed_grad = None",
         "            parameter.summed_grad = None",
         "zero_grad drops the sums of the earlier parts of a batch.",
@@ -246,7 +246,7 @@ FAULTS = [
     ),
     Fault(
         "sums_are_never_dropped",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "                parameter.summed_grad = None\n        if not",
         "                pass\n        if not",
         "The sums of the last step stay for the next one.",
@@ -254,7 +254,7 @@ FAULTS = [
     ),
     Fault(
         "skipped_steps_are_taken",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "            self._is_last_step_skipped = True\n            return False",
         "            self._is_last_step_skipped = True\n            return True",
         "The first parts of a batch update the model without noise.",
@@ -262,7 +262,7 @@ FAULTS = [
     ),
     Fault(
         "skipped_steps_are_accounted",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "        if skips:\n            self._is_last_step_skipped = True\n",
         "        if skips:\n            self._is_last_step_skipped = True\n"
         "            self.step_hook and self.step_hook(self)\n",
@@ -271,7 +271,7 @@ FAULTS = [
     ),
     Fault(
         "steps_are_not_accounted",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "            self.step_hook(self)",
         "            pass",
         "The accountant hears of no step.",
@@ -279,7 +279,7 @@ FAULTS = [
     ),
     Fault(
         "forgotten_zero_grad_is_not_noticed",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "            _check_processed_flag(parameter.summed_grad)",
         "            pass",
         "The noisy gradient of the last step is part of the next one.",
@@ -287,7 +287,7 @@ FAULTS = [
     ),
     Fault(
         "optimizer_lacks_parameters",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "        if missing:\n",
         "        if False:\n",
         "The norm counts parameters that the optimizer does not update.",
@@ -295,7 +295,7 @@ FAULTS = [
     ),
     Fault(
         "optimizer_holds_other_parameters",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "        if len(params) > len(names):\n",
         "        if False:\n",
         "The optimizer updates parameters that are not clipped.",
@@ -303,7 +303,7 @@ FAULTS = [
     ),
     Fault(
         "negative_noise_later",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "if not (value >= 0 and math.isfinite(value)):",
         "if not math.isfinite(value):",
         "A scheduler can make the noise negative.",

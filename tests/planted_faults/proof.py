@@ -102,7 +102,7 @@ FAULTS = [
     ),
     Fault(
         "buffers_are_not_restored",
-        "module_state.py",
+        "forwards/module_state.py",
         "                    buffer.copy_(old)",
         "                    pass",
         "The forwards of a proof change buffers.",
@@ -110,7 +110,7 @@ FAULTS = [
     ),
     Fault(
         "attributes_are_not_restored",
-        "module_state.py",
+        "forwards/module_state.py",
         "                d.update(saved)",
         "                pass",
         "The forwards of a proof change attributes.",
@@ -118,7 +118,7 @@ FAULTS = [
     ),
     Fault(
         "lists_are_not_restored",
-        "module_state.py",
+        "forwards/module_state.py",
         "                value.extend(copy) if isinstance(value, (list, deque)) else value.update(copy)",
         "                pass",
         "The forwards of a proof change lists.",
@@ -126,7 +126,7 @@ FAULTS = [
     ),
     Fault(
         "numpy_is_not_restored",
-        "repetition.py",
+        "forwards/random_state.py",
         "            numpy.set_state(of_numpy)",
         "            pass",
         "The forwards of a proof draw NumPy's random numbers.",
@@ -134,7 +134,7 @@ FAULTS = [
     ),
     Fault(
         "python_is_not_restored",
-        "repetition.py",
+        "forwards/random_state.py",
         "        random.setstate(python)",
         "        pass",
         "The forwards of a proof draw Python's random numbers.",
@@ -158,7 +158,7 @@ FAULTS = [
     ),
     Fault(
         "sums_tolerance",
-        "proof/prover.py",
+        "proof/autograd_sums.py",
         "elif error > precision(own.dtype, parameter) * norm",
         "elif error > 1e6 * precision(own.dtype, parameter) * norm",
         "Gradients that are off by less than themselves are accepted.",
@@ -206,7 +206,7 @@ FAULTS = [
     ),
     Fault(
         "explanation_is_left_out",
-        "module.py",
+        "module/calls.py",
         "                check_explained(each, own,",
         "                (each, own,",
         "A loss term beside the outputs is accepted.",
@@ -238,7 +238,7 @@ FAULTS = [
     ),
     Fault(
         "probe_does_not_see_draws",
-        "proof/probe.py",
+        "proof/sample_forwards.py",
         "draws = began.random is not None and began.random.has_moved()",
         "draws = False",
         "A module that has drawn the same numbers by chance is repeated with other ones.",
@@ -255,7 +255,7 @@ FAULTS = [
     Fault(
         "probe_does_not_see_used_parameters",
         "proof/probe.py",
-        "unsuitable = [layer for layer in self.units.layers() if any(id(p) in used for p in layer.seen_parameters())]",
+        "unsuitable = [layer for layer in layers if any(id(p) in used for p in layer.seen_parameters())]",
         "unsuitable = []",
         "A parameter that is used beside its layer is not noticed before the step.",
         programs("subclass_uses_weight_twice", "kind_lora_raw", "kind_tied_linears", "subclass_standardized_conv")
@@ -263,7 +263,7 @@ FAULTS = [
     ),
     Fault(
         "hooks_of_users_are_left_out",
-        "proof/hooks_of_users.py",
+        "proof/program_context.py",
         "        output = output if changed is None else changed",
         "        output = output",
         "What a hook on the model makes of its output is not proved.",
@@ -271,7 +271,7 @@ FAULTS = [
     ),
     Fault(
         "layers_are_tapped_behind_hooks",
-        "module.py",
+        "module/attached_hooks.py",
         "always_call=True, prepend=_is_tapped_first(module)",
         "always_call=True, prepend=False",
         "The gradient of what a hook makes of a layer's output is taken for the layer's.",

@@ -10,7 +10,7 @@ _REPLICATED = integration("flash_clip_ranks::ranks_train_as_one_process[fsdp2-4]
 FAULTS = [
     Fault(
         "noise_on_every_rank",
-        "parallel/ddp.py",
+        "optimizers/ddp.py",
         "return self.rank == 0",
         "return True",
         "The noise of a DDP step is that of all ranks together.",
@@ -18,7 +18,7 @@ FAULTS = [
     ),
     Fault(
         "noise_on_no_rank",
-        "parallel/ddp.py",
+        "optimizers/ddp.py",
         "return self.rank == 0",
         "return self.rank == self.ranks",
         "A DDP step has no noise.",
@@ -26,7 +26,7 @@ FAULTS = [
     ),
     Fault(
         "mean_over_one_rank",
-        "optimizer.py",
+        "optimizers/optimizer.py",
         "self.accumulated_iterations * self.ranks) if",
         "self.accumulated_iterations) if",
         "The mean over the samples of all ranks is divided by the batch size of one.",
@@ -34,7 +34,7 @@ FAULTS = [
     ),
     Fault(
         "ranks_refuse_by_themselves",
-        "parallel/ddp.py",
+        "optimizers/ddp.py",
         "((fewest, most),) = self.agreement.settle(error, [",
         "if error is not None:\n            raise error\n        ((fewest, most),) = self.agreement.settle(None, [",
         "A rank that refuses a step leaves the others waiting, or stepping.",
@@ -42,7 +42,7 @@ FAULTS = [
     ),
     Fault(
         "ranks_differ",
-        "parallel/ddp.py",
+        "optimizers/ddp.py",
         "        self.agreement.check_same(self.description())\n",
         "",
         "Ranks whose settings differ train together.",
@@ -50,7 +50,7 @@ FAULTS = [
     ),
     Fault(
         "shards_have_the_same_noise",
-        "parallel/fsdp.py",
+        "optimizers/fsdp.py",
         "{number} {rank}",
         "{number}",
         "The shards of all ranks have the same noise, and their differences none.",
@@ -58,7 +58,7 @@ FAULTS = [
     ),
     Fault(
         "replicas_have_noise_each",
-        "parallel/fsdp.py",
+        "optimizers/fsdp.py",
         "return all(parameter.device_mesh.get_local_rank(i) == 0 for i in self._replicated.get(parameter, ()))",
         "return True",
         "Each replica of a shard adds noise.",
@@ -66,7 +66,7 @@ FAULTS = [
     ),
     Fault(
         "net_of_a_shard",
-        "parallel/fsdp.py",
+        "optimizers/fsdp.py",
         "return Limit(int(samples), total, by_parameter, own.bound)",
         "return own",
         "The net compares a shard of all ranks' sum with the samples of one rank.",
@@ -74,7 +74,7 @@ FAULTS = [
     ),
     Fault(
         "refusals_are_not_heard",
-        "parallel/agreement.py",
+        "agreement.py",
         "dist.all_reduce(reduced, dist.ReduceOp.MAX)",
         "dist.all_reduce(reduced, dist.ReduceOp.MIN)",
         "A rank does not hear that another one has refused.",
@@ -82,7 +82,7 @@ FAULTS = [
     ),
     Fault(
         "poisson_leaves_out_empty_batches",
-        "sampler.py",
+        "optimizers/poisson_sampler.py",
         "        sampler.__class__ = EveryStepSampler",
         "        pass",
         "A rank without samples leaves out a step that the others take.",

@@ -6,7 +6,7 @@ from tests.planted_faults.fault import Fault, integration, programs
 FAULTS = [
     Fault(
         "key_without_modes",
-        "module.py",
+        "module/call_proofs.py",
         "call.key = call.entry, self._modes, signature,",
         "call.key = call.entry, (), signature,",
         "A model that mixes in another mode is not proved again.",
@@ -14,7 +14,7 @@ FAULTS = [
     ),
     Fault(
         "key_without_arguments",
-        "module.py",
+        "module/call_proofs.py",
         "call.key = call.entry, self._modes, signature,",
         "call.key = call.entry, self._modes, None,",
         "Arguments of another kind are not proved.",
@@ -22,7 +22,7 @@ FAULTS = [
     ),
     Fault(
         "key_without_batch_size",
-        "module.py",
+        "module/call_proofs.py",
         "signature, size_class(batch), autocast_key",
         "signature, 0, autocast_key",
         "A batch that is larger than any before is not proved.",
@@ -30,7 +30,7 @@ FAULTS = [
     ),
     Fault(
         "key_without_autocast",
-        "module.py",
+        "module/call_proofs.py",
         'size_class(batch), autocast_key(("cpu", "cuda"))',
         "size_class(batch), ()",
         "A step under autocast is not proved after one without.",
@@ -118,7 +118,7 @@ FAULTS = [
     ),
     Fault(
         "order_of_layers_is_not_compared",
-        "module.py",
+        "module/call_proofs.py",
         "order_of(hooks.trace) not in situation.traces",
         "not situation.traces",
         "A forward that calls its layers in another order is not proved.",
@@ -126,7 +126,7 @@ FAULTS = [
     ),
     Fault(
         "empty_batches_are_proofs",
-        "module.py",
+        "module/call_proofs.py",
         "elif call.key not in self.situations.known and batch and random is not None:",
         "elif call.key not in self.situations.known and random is not None:",
         "An empty batch is proved, which shows nothing.",
@@ -134,7 +134,7 @@ FAULTS = [
     ),
     Fault(
         "models_with_batch_norm_are_accepted",
-        "validate.py",
+        "layers/registry.py",
         "if module.training and (mixes or",
         "if module.training and (False or",
         "BatchNorm is refused by the proof of the first step instead of make_private.",
@@ -142,15 +142,15 @@ FAULTS = [
     ),
     Fault(
         "batch_norm_in_training_again",
-        "module.py",
-        "            check_model(self.units.model)\n",
+        "module/call_proofs.py",
+        "        check_model(self.registry.model)\n",
         "",
         "A frozen BatchNorm that train() switches on is refused without its name.",
         integration("flash_clip_refusals::a_batch_norm_that_is_switched_on_again"),
     ),
     Fault(
         "embeddings_with_options_are_accepted",
-        "validate.py",
+        "layers/registry.py",
         "            _refuse_embedding_options(module, name)",
         "            pass",
         "An embedding whose gradients depend on the batch is accepted.",
@@ -158,7 +158,7 @@ FAULTS = [
     ),
     Fault(
         "failed_forward_leaves_parameters_frozen",
-        "module.py",
+        "module/attached_hooks.py",
         "always_call=True, prepend=_is_tapped_first(module)",
         "always_call=False, prepend=_is_tapped_first(module)",
         "A forward that raises leaves parameters that are not trained.",

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from opacus_memprof.clipping.kernels.launches import find_waiting_norms
-from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layers import KeptTensors, Layer
+from opacus_memprof.clipping.layers.small_layers import find_deferred_norms
+from opacus_memprof.clipping.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -92,5 +92,5 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def keep_with_norms(layer: Layer, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
     """What the layer keeps in backward, with the norms that wait for the step."""
     kept = layer.keep(x, g, workspace)
-    find_waiting_norms({layer: kept})
+    find_deferred_norms({layer: kept})
     return kept

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof.clipping import shared
 from opacus_memprof.clipping.kernels import gram as gram_triton
-from opacus_memprof.clipping.kernels import launches, norms, sums
+from opacus_memprof.clipping.kernels import norms, sums
 from opacus_memprof.clipping.kernels import stacks as stacks_triton
 from opacus_memprof.clipping.kernels.formed import norms_of_outer_products_cuda
 from opacus_memprof.clipping.kernels.gram import (
@@ -20,7 +19,6 @@ from opacus_memprof.clipping.kernels.gram import (
     replace_lost_norms_cuda,
 )
 from opacus_memprof.clipping.kernels.group_norm import group_norm_gradients_cuda
-from opacus_memprof.clipping.kernels.launches import pop_small_sums
 from opacus_memprof.clipping.kernels.noise import add_normals
 from opacus_memprof.clipping.kernels.stacks import (
     TYPES,
@@ -29,9 +27,10 @@ from opacus_memprof.clipping.kernels.stacks import (
     weighted_sum_cuda,
     weighted_sums_cuda,
 )
-from opacus_memprof.clipping.kernels.workspace import Workspace
-from opacus_memprof.clipping.layers import KeptTensors, base, matrix, normalization
+from opacus_memprof.clipping.layers import KeptTensors, base, matrix, normalization, shared, small_layers
 from opacus_memprof.clipping.layers.linear import LinearLayer
+from opacus_memprof.clipping.layers.small_layers import pop_small_sums
+from opacus_memprof.clipping.workspace import Workspace
 from tests.integration.clipping_launches import LAUNCHES, count_launches, float32_difference
 
 
@@ -64,7 +63,7 @@ def test_gram_kernel_on_slices_and_empty_batches() -> None:
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_step_with_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step whose norms and sums are found by the kernels clips as by hand."""
-    for module in (norms, sums, base, matrix, normalization, launches, shared):
+    for module in (norms, sums, base, matrix, normalization, small_layers, shared):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
     launched = count_launches(monkeypatch)
     assert float32_difference(name, "cpu") < 1e-4
@@ -73,7 +72,7 @@ def test_a_step_with_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("name", ["bottlenecks", "convnet"])  # of which a pair is not smaller than the gradient
 def test_a_step_of_a_single_sample(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (norms, sums, base, matrix, normalization, launches, shared):
+    for module in (norms, sums, base, matrix, normalization, small_layers, shared):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
     scaled: list[int] = []
     scale = stacks_triton.scale_cuda
@@ -84,7 +83,7 @@ def test_a_step_of_a_single_sample(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_only_weights_are_scaled_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of a bias may be those that autograd uses."""
-    for module in (norms, sums, launches):
+    for module in (norms, sums, small_layers):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
     layers = [LinearLayer("", nn.Linear(3, size)) for size in (2, 300, 2**19)]
     kept = {
@@ -104,7 +103,7 @@ def test_only_weights_are_scaled_in_place(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_sums_in_float64_are_left_to_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters in float64 that compute in float32, as under mixed precision."""
-    for module in (norms, launches):
+    for module in (norms, small_layers):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
     layer = nn.Linear(3, 2)
     kept = KeptTensors()

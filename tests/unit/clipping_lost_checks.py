@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof.clipping import shared
-from opacus_memprof.clipping.backward_pass import BackwardPass
-from opacus_memprof.clipping.bookkeeping import Bookkeeping
-from opacus_memprof.clipping.kernels import launches, norms, sums
+from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass
+from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
+from opacus_memprof.clipping.kernels import norms, sums
 from opacus_memprof.clipping.kernels.lost import add_products_cuda, add_rows_cuda
-from opacus_memprof.clipping.kernels.workspace import Workspace
-from opacus_memprof.clipping.layers import LAYERS, Layer, base, matrix
+from opacus_memprof.clipping.layers import LAYERS, Layer, base, matrix, shared, small_layers
 from opacus_memprof.clipping.layers.linear import LinearLayer
 from opacus_memprof.clipping.rules import ClipRule
+from opacus_memprof.clipping.workspace import Workspace
 
 WORKSPACE = Workspace(1 << 28)
 BOUND = 1.0
@@ -41,11 +40,11 @@ def rounded_products(pairs: Any, factors: torch.Tensor, most: int) -> list[torch
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels and sums of CUDA with TF32."""
-    for module in (norms, sums, base, matrix, launches, shared):
+    for module in (norms, sums, base, matrix, small_layers, shared):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype in (torch.float32, torch.float16))
     for module in (base, shared):
         monkeypatch.setattr(module, "pair_for_sums", lambda x, g, *_: (x, g))
-    monkeypatch.setattr(launches, "sum_outer_products", rounded_products)
+    monkeypatch.setattr(small_layers, "sum_outer_products", rounded_products)
     monkeypatch.setattr(sums.native, "sum_outer_products", rounded_products)
 
 

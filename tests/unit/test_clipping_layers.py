@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layers import LAYERS, Layer
+from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 from tests.unit.clipping_cases import (
     CASES,

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof.clipping.kernels.launches import find_waiting_norms
 from opacus_memprof.clipping.kernels.norm_bounds import lost_digits
 from opacus_memprof.clipping.kernels.norms import _tiled_sums, gram_squared_norms
-from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layers import LAYERS
 from opacus_memprof.clipping.layers.convolution import ConvolutionLayer
 from opacus_memprof.clipping.layers.embedding import EmbeddingLayer
 from opacus_memprof.clipping.layers.linear import LinearLayer, TransposedLinearLayer
+from opacus_memprof.clipping.layers.shared import SharedGradient, Use
+from opacus_memprof.clipping.layers.small_layers import find_deferred_norms
 from opacus_memprof.clipping.norm_samplers import FlashNormSampler
-from opacus_memprof.clipping.shared import SharedGradient, Use
+from opacus_memprof.clipping.workspace import Workspace
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 WORKSPACES = [Workspace(1 << 14), Workspace(1 << 28)]
@@ -138,7 +138,7 @@ def test_deferred_norms_of_single_tokens() -> None:
     layers = [LinearLayer(str(i), nn.Linear(7, 5)) for i in range(3)]
     inputs = [(torch.randn(4, 7) * x, torch.randn(4, 5) * g) for x, g in [(1, 1), (1e12, 1e-23), (1e-23, 1e19)]]
     kept = {layer: layer.keep(x, g, WORKSPACES[1]) for layer, (x, g) in zip(layers, inputs, strict=True)}
-    find_waiting_norms(kept)
+    find_deferred_norms(kept)
     for layer, (x, g) in zip(layers, inputs, strict=True):
         norms = kept[layer].norms[layer.weight()]
         assert norms is not None
@@ -297,9 +297,9 @@ def test_a_sample_whose_tokens_cancel_contributes_what_it_may(
     positions[0, 2] = size * factor
     positions[0, 35] = 8192 - size * factor
     positions[1] = 0
-    for _ in range(2):  # the second time by the layer's shortcut
+    for _ in range(2):  # the second time by the layer's keep function
         kept = layer.keep(x, g, WORKSPACES[1])
-        find_waiting_norms({layer: kept})
+        find_deferred_norms({layer: kept})
         norms = torch.stack([squares for squares in kept.norms.values() if squares is not None]).sum(0).sqrt()
         sums = layer.clipped_sums(kept, (0.3 / norms).clamp(max=1.0), WORKSPACES[1])
         contribution = torch.stack([total.double().norm() for _, total in sums]).norm()

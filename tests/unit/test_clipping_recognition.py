@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layers import layer_for
+from opacus_memprof.clipping.workspace import Workspace
 from tests.unit.clipping_cases import keep_with_norms, per_sample_gradients, relative_error
 
 WIDTH = 6

@@ -12,9 +12,9 @@ from torch.profiler import record_function
 
 from opacus_memprof.analysis.oom import flash
 from opacus_memprof.analysis.oom.layers import Layer
-from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layers import LAYERS
 from opacus_memprof.clipping.layers.base import KeptTensors
+from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.hooks.shapes import ShapeProbe, layer_shape_of
 from opacus_memprof.recording.layer_shapes import current
 from tests.oracle.meter import WINDOW, storage_bytes, window_peaks

@@ -6,8 +6,6 @@ accurate samples end at once. The others form blocks of the sample's gradient in
 program writes one number. Imported only for CUDA tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,14 +18,14 @@ from opacus_memprof.clipping.kernels.native import address_table
 from opacus_memprof.clipping.kernels.stacks import TYPES
 
 _PROGRAMS = 2048  # of a launch, unless there are more samples: enough to fill a GPU when many samples are formed
-_BLOCK = {"ROWS": 32, "COLUMNS": 64}
+BLOCK = {"ROWS": 32, "COLUMNS": 64}  # of a gradient that is formed
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def add_product(  # type: ignore[no-untyped-def]  # Triton would interpret annotations as its types
     block, g, a, r, c, tokens, rows, columns, g_token, g_feature, a_token, a_feature
 ):
-    """Adds rows ``r`` and columns ``c`` of a sample's gradient to ``block``."""
+    """Adds rows `r` and columns `c` of a sample's gradient to `block`."""
     left, right = g + r * g_feature, a + c * a_feature
     for _ in range(tokens):  # not tl.dot, which has no float64 on many devices
         x = tl.load(left, mask=r < rows, other=0.0).to(tl.float64)
@@ -40,7 +38,7 @@ def add_product(  # type: ignore[no-untyped-def]  # Triton would interpret annot
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def add_picked(block, ids, d, r, c, count, columns, d_token, d_feature):  # type: ignore[no-untyped-def]
-    """Adds what an embedding adds to rows ``r`` and columns ``c`` to ``block``."""
+    """Adds what an embedding adds to rows `r` and columns `c` to `block`."""
     for token in range(count):
         row = tl.load(ids + token)
         y = tl.load(d + token * d_token + c * d_feature, mask=c < columns, other=0.0).to(tl.float64)
@@ -74,8 +72,8 @@ def write_norm(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Writes this program's part of a sample's squared norm and, to ``lost``, whether the tiles' sum is not accurate.
-    ``parts`` are the sample's tiles."""
+    """Writes this program's part of a sample's squared norm and, to `lost`, whether the tiles' sum is not accurate.
+    `parts` are the sample's tiles."""
     program = tl.program_id(1)
     number = parts.dtype.element_ty
     total = tl.zeros((128,), dtype=number)
@@ -212,7 +210,7 @@ def norms_of_layer_cuda(
     bounds: tuple[float, float],
     picked: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Returns the squared norms of ``g[n] @ a[n]``, [N], in the dtype of ``parts``.
+    """Returns the squared norms of `g[n] @ a[n]`, [N], in the dtype of `parts`.
 
     Args:
         g: output gradients, [N, rows, T].
@@ -220,8 +218,8 @@ def norms_of_layer_cuda(
         parts: for each tile of a sample its sum, the sum of absolute values and, on the diagonal, a bound on the Gram
             matrices' entries, [N, tiles, tiles, 3]. Tiles above the diagonal are not read.
         lost: where it is written for which samples the gradient is formed, booleans [N].
-        sizes: T, rows, columns, and the strides of ``g`` and ``a``: sample, token, feature.
-        bounds: from ``least_share`` and ``least_product``.
+        sizes: T, rows, columns, and the strides of `g` and `a`: sample, token, feature.
+        bounds: from `least_share` and `least_product`.
         picked: indices of rows, [N, S] and contiguous, and what is added to these rows where a gradient is formed,
             [N, S, columns].
     """
@@ -230,7 +228,7 @@ def norms_of_layer_cuda(
         ids, d = (parts, a) if picked is None else picked
         more = (ids, d, ids.shape[1], ids.stride(0), *d.stride())
         arguments = (g, a, parts, out, lost.view(torch.uint8), parts.shape[1], *sizes, *bounds, *more)
-        launch(norms_of_layer, (*out.shape, 1), *arguments, HAS_PICKED=picked is not None, **_BLOCK)
+        launch(norms_of_layer, (*out.shape, 1), *arguments, HAS_PICKED=picked is not None, **BLOCK)
     return _total(out)
 
 
@@ -243,10 +241,10 @@ def norms_of_layers_cuda(
     bounds: tuple[float, float],
     kinds: dict[str, Any],
 ) -> torch.Tensor:
-    """Returns ``norms_of_layer_cuda`` of several layers, [layers N].
+    """Returns `norms_of_layer_cuda` of several layers, [layers N].
 
     Args:
-        operands: a table of addresses of each layer's ``g`` and ``a``.
+        operands: a table of addresses of each layer's `g` and `a`.
         count: N.
         parts: of all layers, [layers N, tiles, tiles, 3].
         lost: as of one layer, [layers N].
@@ -256,12 +254,12 @@ def norms_of_layers_cuda(
     out = _empty_norms(parts, sizes)
     if out.numel():
         arguments = (operands, parts, out, lost.view(torch.uint8), count, parts.shape[1], *sizes, *bounds)
-        launch(norms_of_layers, (*out.shape, 1), *arguments, **_BLOCK, **kinds)
+        launch(norms_of_layers, (*out.shape, 1), *arguments, **BLOCK, **kinds)
     return _total(out)
 
 
 def norms_of_outer_products_cuda(pairs: Sequence[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-    """Returns the squared norms of ``g[n] @ a[n]`` for pairs (g, a) with a single token, [pairs, N] float32, with one
+    """Returns the squared norms of `g[n] @ a[n]` for pairs (g, a) with a single token, [pairs, N] float32, with one
     launch. Squares that are out of float32's range are kept in float64.
 
     Args:
@@ -275,10 +273,14 @@ def norms_of_outer_products_cuda(pairs: Sequence[tuple[torch.Tensor, ...]]) -> t
     return out
 
 
+def count_blocks(rows: int, columns: int) -> int:
+    """Returns the number of blocks of a gradient."""
+    return int(triton.cdiv(rows, BLOCK["ROWS"]) * triton.cdiv(columns, BLOCK["COLUMNS"]))
+
+
 def _empty_norms(parts: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
     """What the programs of each sample write, [samples, programs]."""
-    blocks = triton.cdiv(sizes[1], _BLOCK["ROWS"]) * triton.cdiv(sizes[2], _BLOCK["COLUMNS"])
-    programs = max(1, min(blocks, _PROGRAMS // max(1, len(parts))))
+    programs = max(1, min(count_blocks(sizes[1], sizes[2]), _PROGRAMS // max(1, len(parts))))
     return torch.empty(len(parts), programs, dtype=parts.dtype, device=parts.device)
 
 

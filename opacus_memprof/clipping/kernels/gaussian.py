@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The noise of a step: the numbers that Opacus draws, without the zeros that it allocates beside them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -12,7 +10,7 @@ from opacus.optimizers import optimizer as opacus_optimizer
 from opacus_memprof.clipping.cost import draws_in_place
 from opacus_memprof.clipping.kernels.native import draw_normal
 from opacus_memprof.clipping.kernels.norms import has_kernels
-from opacus_memprof.clipping.kernels.workspace import batches
+from opacus_memprof.clipping.workspace import batches
 
 
 def add_noise(
@@ -47,7 +45,7 @@ def add_noise(
 def draw_and_add(
     sums: Sequence[torch.Tensor], std: float, generator: torch.Generator | None, secure_mode: bool, divisor: float
 ) -> None:
-    """As ``add_noise``, of noise that is drawn first: that of several sums at once, as many as take no more memory than
+    """As `add_noise`, of noise that is drawn first: that of several sums at once, as many as take no more memory than
     the largest sum's."""
     largest = max((total.nbytes for total in sums), default=0)
     for batch in batches(sums, largest, lambda total: total.nbytes):
@@ -86,7 +84,7 @@ def divide(sums: Sequence[torch.Tensor], divisor: float) -> None:
 def draw_noise(
     references: list[torch.Tensor], std: float, generator: torch.Generator | None, secure_mode: bool
 ) -> list[torch.Tensor]:
-    """Noise of the shape, dtype and device of each reference, as ``_generate_noise`` of opacus.optimizers.optimizer
+    """Noise of the shape, dtype and device of each reference, as `_generate_noise` of opacus.optimizers.optimizer
     draws it for one after the other."""
     if secure_mode or std == 0 or any(type(each) is not torch.Tensor for each in references):
         return [opacus_optimizer._generate_noise(std, each, generator, secure_mode) for each in references]

@@ -8,8 +8,6 @@ result is deterministic. Imported only for CUDA tensors (Triton is a dependency 
 wheels).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +26,37 @@ _MOST_PARTS = 1 << 22  # sums of tiles that are written by a launch, unless one 
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def write_tile(  # type: ignore[no-untyped-def]  # Triton would interpret annotations as its types
+def gram_block(  # type: ignore[no-untyped-def]  # Triton would interpret annotations as its types
+    x,
+    here,
+    there,
+    tokens,
+    width,
+    x_token,
+    x_feature,
+    SIDE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Returns the products of the tokens `here` with the tokens `there` of a sample."""
+    depth = tl.arange(0, DEPTH).to(tl.int64)
+    here_inside = here[:, None] < tokens
+    there_inside = there[None, :] < tokens
+    gram = tl.zeros((SIDE, SIDE), dtype=tl.float32)
+    left = x + here[:, None] * x_token + depth[None, :] * x_feature
+    right = x + there[None, :] * x_token + depth[:, None] * x_feature
+    for start in range(0, width, DEPTH):
+        inside = start + depth < width
+        a = tl.load(left, mask=here_inside & inside[None, :], other=0.0)
+        b = tl.load(right, mask=there_inside & inside[:, None], other=0.0)
+        gram = tl.dot(a, b, gram, input_precision=PRECISION)
+        left += DEPTH * x_feature
+        right += DEPTH * x_feature
+    return gram
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def write_tile(  # type: ignore[no-untyped-def]
     g,
     a,
     sample,
@@ -50,32 +78,10 @@ def write_tile(  # type: ignore[no-untyped-def]  # Triton would interpret annota
     j = tl.program_id(1)
     here = (i * SIDE + tl.arange(0, SIDE)).to(tl.int64)
     there = (j * SIDE + tl.arange(0, SIDE)).to(tl.int64)
-    depth = tl.arange(0, DEPTH).to(tl.int64)
-    here_inside = here[:, None] < tokens
-    there_inside = there[None, :] < tokens
-
-    gram = tl.zeros((SIDE, SIDE), dtype=tl.float32)
-    left = g + sample * g_sample + here[:, None] * g_token + depth[None, :] * g_feature
-    right = g + sample * g_sample + there[None, :] * g_token + depth[:, None] * g_feature
-    for start in range(0, rows, DEPTH):
-        inside = start + depth < rows
-        x = tl.load(left, mask=here_inside & inside[None, :], other=0.0)
-        y = tl.load(right, mask=there_inside & inside[:, None], other=0.0)
-        gram = tl.dot(x, y, gram, input_precision=PRECISION)
-        left += DEPTH * g_feature
-        right += DEPTH * g_feature
-
-    other = tl.zeros((SIDE, SIDE), dtype=tl.float32)
-    left = a + sample * a_sample + here[:, None] * a_token + depth[None, :] * a_feature
-    right = a + sample * a_sample + there[None, :] * a_token + depth[:, None] * a_feature
-    for start in range(0, columns, DEPTH):
-        inside = start + depth < columns
-        x = tl.load(left, mask=here_inside & inside[None, :], other=0.0)
-        y = tl.load(right, mask=there_inside & inside[:, None], other=0.0)
-        other = tl.dot(x, y, other, input_precision=PRECISION)
-        left += DEPTH * a_feature
-        right += DEPTH * a_feature
-
+    # fmt: off
+    gram = gram_block(g + sample * g_sample, here, there, tokens, rows, g_token, g_feature, SIDE, DEPTH, PRECISION)
+    other = gram_block(a + sample * a_sample, here, there, tokens, columns, a_token, a_feature, SIDE, DEPTH, PRECISION)
+    # fmt: on
     twice = tl.where(i == j, 1.0, 2.0)
     if i == j:  # the traces bound all entries
         diagonal = here[:, None] == there[None, :]
@@ -149,7 +155,7 @@ def gram_tiles(  # type: ignore[no-untyped-def]
 
 
 def gram_squared_norms_cuda(g: torch.Tensor, a: torch.Tensor, lost: torch.Tensor | None = None) -> torch.Tensor:
-    """Squared norms of ``g[n] @ a[n]``. Where the Gram product cancels, the gradient is formed in float64.
+    """Squared norms of `g[n] @ a[n]`. Where the Gram product cancels, the gradient is formed in float64.
 
     Args:
         g: [N, rows, T], any strides; float32, float16 or bfloat16.
@@ -157,7 +163,7 @@ def gram_squared_norms_cuda(g: torch.Tensor, a: torch.Tensor, lost: torch.Tensor
         lost: where it is written for which samples the gradient is formed, booleans [N].
 
     Returns:
-        [N] float32, accumulated in float32. float32 operands use TF32 exactly where ``torch.matmul`` would.
+        [N] float32, accumulated in float32. float32 operands use TF32 exactly where `torch.matmul` would.
     """
     tiles, parts = _tiles(g), _parts(g, 1)
     if parts.numel():
@@ -166,7 +172,7 @@ def gram_squared_norms_cuda(g: torch.Tensor, a: torch.Tensor, lost: torch.Tensor
 
 
 def gram_squared_norms_of_layers(pairs: Sequence[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """``gram_squared_norms_cuda`` of each pair (g, a), [pairs, N] float32, with few launches, and for which of them the
+    """`gram_squared_norms_cuda` of each pair (g, a), [pairs, N] float32, with few launches, and for which of them the
     gradient was formed, booleans [pairs, N]. All pairs have the same shapes, strides, dtype and device."""
     g, a = pairs[0]
     is_aligned = all(x.data_ptr() % 16 == 0 for pair in pairs for x in pair)
@@ -193,7 +199,7 @@ def replace_lost_norms_cuda(
     a: torch.Tensor,
     picked: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Returns the squared norms, with those that are not accurate from the gradients ``g[n] @ a[n]``.
+    """Returns the squared norms, with those that are not accurate from the gradients `g[n] @ a[n]`.
 
     Args:
         norms: [N].

@@ -6,8 +6,6 @@ for the variance about it, and for the products with the output's gradients, whi
 is never in memory.
 """
 
-from __future__ import annotations
-
 import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
@@ -62,7 +60,7 @@ def group_norm_gradients_cuda(
 
     Args:
         x: the input, [N, C, ...], contiguous, not empty; float32, float16 or bfloat16.
-        g: the gradient of the output, of the same shape; as ``x``, or another of these dtypes.
+        g: the gradient of the output, of the same shape; as `x`, or another of these dtypes.
         groups: that are normalized, each by itself.
         eps: of the variance.
     """

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How Triton's kernels are launched."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,7 +18,7 @@ def launch(kernel: Any, grid: tuple[int, int, int], *arguments: Any, num_warps: 
     aligned alike.
 
     Args:
-        kernel: a function decorated with ``triton.jit``.
+        kernel: a function decorated with `triton.jit`.
         grid: the numbers of programs.
         arguments: all that are not constants, a tensor first.
         num_warps: of each program.

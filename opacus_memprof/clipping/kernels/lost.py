@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds the clipped gradients of those samples whose tokens cancel to clipped sums on CUDA.
 
-The product that forms a clipped sum rounds ``factor * g`` to float32, and to TF32 or two numbers of bfloat16. Where the
+The product that forms a clipped sum rounds `factor * g` to float32, and to TF32 or two numbers of bfloat16. Where the
 tokens of a sample cancel, that changes its gradient. Such samples have factor 0 in that product, and here their
 gradients are formed in float64 and added, sample by sample in the same order every time. The device knows which
 samples these are (see norm_bounds.py), so the host does not wait; if there are none, the programs end at once. Imported
 only for CUDA tensors.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -16,13 +14,12 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from opacus_memprof.clipping.kernels.formed import add_product
+from opacus_memprof.clipping.kernels.formed import BLOCK, add_product, count_blocks
 from opacus_memprof.clipping.kernels.launch import launch
 from opacus_memprof.clipping.kernels.native import product_table
 from opacus_memprof.clipping.kernels.stacks import TYPES
 
 _PROGRAMS = 1024  # of a layer, at most
-_BLOCK = {"ROWS": 32, "COLUMNS": 64}
 _EMBEDDING_COLUMNS = 128
 
 
@@ -108,7 +105,7 @@ def add_rows(  # type: ignore[no-untyped-def]
 def add_products_cuda(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], totals: Sequence[torch.Tensor], factors: torch.Tensor
 ) -> None:
-    """Adds ``sum_n factors[n] g[n].T @ a[n]`` to each total, with one launch.
+    """Adds `sum_n factors[n] g[n].T @ a[n]` to each total, with one launch.
 
     Args:
         pairs: operands, [N, ..., rows] and [N, ..., columns], contiguous unless they have three dimensions; all of one
@@ -117,17 +114,17 @@ def add_products_cuda(
         factors: float32; of each pair, [pairs, N], or of all, [N]. Samples with factor 0 take no time.
     """
     g = pairs[0][0]
-    blocks = max(_blocks(total) for total in totals)
+    blocks = max(count_blocks(*total.shape) for total in totals)
     grid = (min(blocks, _PROGRAMS), len(pairs), 1)
     types = {"TYPE": TYPES[g.dtype], "TARGET": _TARGETS[totals[0].dtype]}
     each = factors.stride(0) if factors.dim() == 2 else 0
-    launch(add_products, grid, product_table(pairs, totals), factors, len(g), each, **_BLOCK, **types)
+    launch(add_products, grid, product_table(pairs, totals), factors, len(g), each, **BLOCK, **types)
 
 
 def add_rows_cuda(
     ids: torch.Tensor, g: torch.Tensor, factors: torch.Tensor, total: torch.Tensor, padding: int | None
 ) -> None:
-    """Adds the clipped gradients of an embedding to ``total``.
+    """Adds the clipped gradients of an embedding to `total`.
 
     Args:
         ids: indices, [N, T].
@@ -143,8 +140,3 @@ def add_rows_cuda(
 
 
 _TARGETS = {**TYPES, torch.float64: tl.float64}
-
-
-def _blocks(total: torch.Tensor) -> int:
-    rows, columns = total.shape
-    return int(triton.cdiv(rows, _BLOCK["ROWS"]) * triton.cdiv(columns, _BLOCK["COLUMNS"]))

@@ -10,8 +10,6 @@ and i + 3n. Then it goes on with c + 1 at i + 4n. The same numbers come from the
 rounding of the logarithm and the root.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os
@@ -110,7 +108,7 @@ def add_normal_cuda(
     """Adds noise of this standard deviation to every sum in place, and divides it, with one launch.
 
     Args:
-        sums: contiguous, less than 2 GiB each, of one dtype in ``KERNEL_DTYPES``, and on one device.
+        sums: contiguous, less than 2 GiB each, of one dtype in `KERNEL_DTYPES`, and on one device.
         std: the standard deviation.
         generator: of that device; None for the device's default one. It goes on as if torch had drawn the noise.
         divisor: of the sums with their noise.

@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Error bounds of Gram norms, and the norms that replace those with too few correct digits.
 
-A Gram norm adds up products ``(g_t . g_u)(a_t . a_u)`` of both signs. Rounding errors are relative to the sum of their
+A Gram norm adds up products `(g_t . g_u)(a_t . a_u)` of both signs. Rounding errors are relative to the sum of their
 absolute values, so a result that is a small share of that sum has lost its digits: the gradients of the tokens cancel.
 A product may also underflow or overflow although the gradient does neither. Norms of such samples are computed from the
 gradient itself, accumulated in float64.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
 import torch
 
-from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype, slices
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 
 _ERROR = {torch.float32: 1e-3, torch.float64: 1e-9}
 """The largest relative error of a squared norm, by dtype of accumulation."""
@@ -23,7 +21,7 @@ _SUM_ERROR = 2.5e-4
 """The largest relative error of a sample's part in a clipped sum."""
 
 _FORMED_ERROR = 5e-4
-"""As ``_SUM_ERROR``, where the samples beyond it are added one by one on CUDA."""
+"""As `_SUM_ERROR`, where the samples beyond it are added one by one on CUDA."""
 
 _TF32_SHARE = 1 / 64
 """With TF32 the operands are rounded to 11 bits, as in the product that forms the gradient. Squared norms below this
@@ -83,7 +81,7 @@ def lost_digits(
 
 
 def is_below(norms: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
-    """Returns which squared norms are less than ``least``, infinite or NaN."""
+    """Returns which squared norms are less than `least`, infinite or NaN."""
     accurate: torch.Tensor = (norms >= least) & (norms < math.inf)  # NaN compares false
     return accurate.logical_not_()
 
@@ -92,7 +90,7 @@ def has_digits(squares: torch.Tensor, g: torch.Tensor, a: torch.Tensor) -> torch
     """Returns for which samples a clipped sum may round the operands of the gradient, as booleans [N].
 
     Args:
-        squares: the squared norms of ``g[n] @ a[n]``, [N].
+        squares: the squared norms of `g[n] @ a[n]`, [N].
         g: output gradients, with the samples first.
         a: inputs, with the samples first; if these are indices, ones.
     """
@@ -110,7 +108,7 @@ def formed_squared_norm(
     workspace: Workspace,
     picked: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Returns the squared norm of ``g @ a``, a scalar in float64, from blocks accumulated in float64.
+    """Returns the squared norm of `g @ a`, a scalar in float64, from blocks accumulated in float64.
 
     Args:
         g: output gradients of a sample, [rows, T].
@@ -137,7 +135,7 @@ def formed_squared_norm(
 
 
 def product_squared_norms(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """Returns the squared norms of ``g[n] @ a[n]`` for a single token, [N]: the product of the norms of both. The
+    """Returns the squared norms of `g[n] @ a[n]` for a single token, [N]: the product of the norms of both. The
     squares of either may be out of float32's range, so they are float64."""
     norms = [torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float64) for x in (g, a)]
     squares: torch.Tensor = norms[0].mul_(norms[1]).square_()
@@ -155,7 +153,7 @@ def pair_for_sums(
         x: the layer's input, with the batch first.
         g: its output gradient, with the batch first.
         squares: the squared norms of the weight's gradients, [B].
-        terms: the number of products to which each number of ``x`` contributes for each of its columns; for indices,
+        terms: the number of products to which each number of `x` contributes for each of its columns; for indices,
             the number of indices of a sample.
     """
     if g.dtype == torch.float64 or not g.is_cpu or g.numel() == 0 or g.dim() == 2:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact squared norms of per-sample gradients, without T x T matrices.
 
-The operands are ``g`` of shape [N, rows, T] and ``a`` of shape [N, T, columns], with any strides: N weight gradients
-``g[n] @ a[n]``. Results are float32 (float64 for float64) of shape [N].
+The operands are `g` of shape [N, rows, T] and `a` of shape [N, T, columns], with any strides: N weight gradients
+`g[n] @ a[n]`. Results are float32 (float64 for float64) of shape [N].
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from opacus_memprof.clipping.kernels.norm_bounds import (
     lost_digits,
     product_squared_norms,
 )
-from opacus_memprof.clipping.kernels.workspace import (
+from opacus_memprof.clipping.workspace import (
     CPU_DTYPES,
     KERNEL_DTYPES,
     Workspace,
@@ -30,14 +28,14 @@ from opacus_memprof.clipping.kernels.workspace import (
 
 
 def matrix(stack: torch.Tensor) -> torch.Tensor:
-    """``stack`` as [N, numbers of each]."""
+    """`stack` as [N, numbers of each]."""
     if stack.dim() == 2:
         return stack
     return stack.unsqueeze(1) if stack.dim() == 1 else stack.flatten(1)
 
 
 def squared_norms(stack: torch.Tensor) -> torch.Tensor:
-    """The squared norm of every ``stack[n]``, accumulated in float32 (float64)."""
+    """The squared norm of every `stack[n]`, accumulated in float32 (float64)."""
     dtype = accumulation_dtype(stack.dtype)
     if stack.numel() == 0:
         return torch.zeros(stack.shape[0], dtype=dtype, device=stack.device)
@@ -49,7 +47,7 @@ _SMALL = 1 << 16  # numbers: of a sample on CUDA; of all samples on the CPU, whe
 
 
 def is_small(stack: torch.Tensor) -> bool:
-    """Whether the norms and the clipped sum of ``stack`` are found together with those of other stacks (see
+    """Whether the norms and the clipped sum of `stack` are found together with those of other stacks (see
     launches.py)."""
     if has_kernels(stack):
         most = _SMALL * stack.shape[0]
@@ -58,8 +56,8 @@ def is_small(stack: torch.Tensor) -> bool:
     return 0 < stack.numel() <= most and stack.is_contiguous()
 
 
-def norms_wait(stack: torch.Tensor) -> bool:
-    """Whether the norms of ``stack`` wait for the optimizer's step, to be found together with those of other stacks
+def defers_norms(stack: torch.Tensor) -> bool:
+    """Whether the norms of `stack` wait for the optimizer's step, to be found together with those of other stacks
     (see launches.py): those of small ones, and of single samples."""
     return is_small(stack) or (stack.shape[0] == 1 and has_kernels(stack) and stack.numel() > 0)
 
@@ -69,15 +67,15 @@ def has_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in KERNEL_DTYPES and has_triton()
 
 
-def squared_norms_unless_waiting(stack: torch.Tensor) -> torch.Tensor | None:
-    """``squared_norms``, or None if they wait for the optimizer's step."""
-    return None if norms_wait(stack) else squared_norms(stack)
+def squared_norms_unless_deferred(stack: torch.Tensor) -> torch.Tensor | None:
+    """`squared_norms`, or None if they wait for the optimizer's step."""
+    return None if defers_norms(stack) else squared_norms(stack)
 
 
 def gradient_squared_norms(
     g: torch.Tensor, a: torch.Tensor, workspace: Workspace, lost: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The squared norms, by forming the gradients ``g[n] @ a[n]``, some rows of some samples at a time.
+    """The squared norms, by forming the gradients `g[n] @ a[n]`, some rows of some samples at a time.
 
     Args:
         g: output gradients, [N, rows, T].
@@ -96,7 +94,7 @@ def gradient_squared_norms(
 
 
 def _accumulated_product(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """``g @ a`` in float32 for low precision, as clipped sums are formed: rounding it could make a norm smaller."""
+    """`g @ a` in float32 for low precision, as clipped sums are formed: rounding it could make a norm smaller."""
     if not is_low_precision(g.dtype):
         return torch.bmm(g, a)
     return torch.bmm(g, a, out_dtype=torch.float32) if g.is_cuda else torch.bmm(g.float(), a.float())
@@ -105,12 +103,12 @@ def _accumulated_product(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 def gram_squared_norms(
     g: torch.Tensor, a: torch.Tensor, workspace: Workspace, lost: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The squared norms, by ``sum_{t,u} (g_t . g_u)(a_t . a_u)``, tile by tile over the lower triangle.
+    """The squared norms, by `sum_{t,u} (g_t . g_u)(a_t . a_u)`, tile by tile over the lower triangle.
 
-    On CUDA a Triton kernel keeps both tiles in registers. Otherwise two tiles that fit into ``workspace`` are formed,
+    On CUDA a Triton kernel keeps both tiles in registers. Otherwise two tiles that fit into `workspace` are formed,
     multiplied and summed. Where the sum cancels, the norm is computed from the gradient instead (see norm_bounds.py).
 
-    Args: see ``gradient_squared_norms``.
+    Args: see `gradient_squared_norms`.
     """
     if g.shape[2] == 1:
         if lost is not None:
@@ -137,7 +135,7 @@ def replace_lost_norms(
     workspace: Workspace,
     picked: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Returns the squared norms, with those that are not accurate from the gradients ``g[n] @ a[n]``.
+    """Returns the squared norms, with those that are not accurate from the gradients `g[n] @ a[n]`.
 
     Args:
         norms: [N]. May be changed.

@@ -5,8 +5,6 @@ Small ones are many (a bias of each layer), and launching a kernel for each woul
 needs for all. One launch goes through all of them, by a table of their addresses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +13,7 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 
 from opacus_memprof.clipping.kernels.launch import launch
 from opacus_memprof.clipping.kernels.native import address_table, empty_sums
-from opacus_memprof.clipping.kernels.workspace import KERNEL_DTYPES
+from opacus_memprof.clipping.workspace import KERNEL_DTYPES
 
 TYPES = {dtype: getattr(tl, str(dtype).removeprefix("torch.")) for dtype in KERNEL_DTYPES}
 """Triton's name of each dtype."""
@@ -65,7 +63,7 @@ def squared_norms(table, out, BLOCK: tl.constexpr, SOURCE: tl.constexpr):  # typ
 
 
 def weighted_sum_cuda(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``sum_n factors[n] stack[n]`` in ``dtype``.
+    """`sum_n factors[n] stack[n]` in `dtype`.
 
     Args:
         stack: [N, ...], contiguous.
@@ -85,7 +83,7 @@ def _launch_weighted_sum(stack: torch.Tensor, factors: torch.Tensor, out: torch.
 
 
 def weighted_sums_cuda(stacks: Sequence[torch.Tensor], factors: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-    """``sum_n factors[n] stack[n]`` in ``dtype`` of each stack, with one launch.
+    """`sum_n factors[n] stack[n]` in `dtype` of each stack, with one launch.
 
     Args:
         stacks: each [N, ...], contiguous, not empty; of one dtype.
@@ -121,7 +119,7 @@ def scale_cuda(stacks: Sequence[torch.Tensor], factors: torch.Tensor) -> None:
 
 
 def squared_norms_cuda(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The squared norms of every ``stack[n]``, [stacks, N] float32, with one launch.
+    """The squared norms of every `stack[n]`, [stacks, N] float32, with one launch.
 
     Args:
         stacks: each [N, ...], contiguous, not empty; of one dtype and device.

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forms clipped sums, ``sum_n factors[n] (gradient of sample n)``, from what was kept.
+"""Forms clipped sums, `sum_n factors[n] (gradient of sample n)`, from what was kept.
 
 Sums of bfloat16 and float16 are float32, and so are the scaled numbers that are added up: rounding each of them to
 eight bits changes a constant vector by up to 0.2 %, and gradients that cancel by any factor.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +14,7 @@ from opacus_memprof.clipping.cost import choose
 from opacus_memprof.clipping.kernels import native
 from opacus_memprof.clipping.kernels.norm_bounds import uses_tf32
 from opacus_memprof.clipping.kernels.norms import has_kernels, matrix
-from opacus_memprof.clipping.kernels.workspace import Workspace, is_low_precision, slices, sum_dtype
+from opacus_memprof.clipping.workspace import Workspace, is_low_precision, slices, sum_dtype
 
 
 def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, workspace: Workspace) -> torch.Tensor:
@@ -51,7 +49,7 @@ def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, wo
 def sum_outer_products(
     g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, workspace: Workspace, lost: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """As ``sum_products``, of operands [N, T, rows] and [N, T, columns], as [rows, columns]. None if one product is not
+    """As `sum_products`, of operands [N, T, rows] and [N, T, columns], as [rows, columns]. None if one product is not
     enough: its copies do not fit into the workspace, or there is one sample, whose gradient is scaled instead."""
     if _is_by_sample(g.mT, a):
         return None
@@ -64,7 +62,7 @@ def sum_outer_products(
 def add_lost(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], totals: Sequence[torch.Tensor], factors: torch.Tensor
 ) -> None:
-    """Adds the clipped gradients of samples whose tokens cancel, on CUDA. See ``lost.add_products_cuda``."""
+    """Adds the clipped gradients of samples whose tokens cancel, on CUDA. See `lost.add_products_cuda`."""
     from opacus_memprof.clipping.kernels.lost import add_products_cuda
 
     add_products_cuda(pairs, totals, factors)
@@ -89,7 +87,7 @@ def scale_single_samples(stacks: list[torch.Tensor], factors: torch.Tensor) -> l
 
 
 def products(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """The weight gradients ``g[n] @ a[n]``, [N, rows, columns]."""
+    """The weight gradients `g[n] @ a[n]`, [N, rows, columns]."""
     # For a single sample a plain matrix product, as in training without privacy.
     return torch.mm(g[0], a[0]).unsqueeze(0) if g.shape[0] == 1 else torch.bmm(g, a)
 
@@ -102,7 +100,7 @@ def sum_products(
     workspace: Workspace,
     lost: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The weighted sum of weight gradients ``g[n] @ a[n]``: one matrix product over samples and tokens together, as in
+    """The weighted sum of weight gradients `g[n] @ a[n]`: one matrix product over samples and tokens together, as in
     training without privacy.
 
     Args:
@@ -111,7 +109,7 @@ def sum_products(
         factors: clip factors, [N], float32 (float64).
         groups: of a grouped convolution; otherwise 1.
         workspace: ceiling on temporaries.
-        lost: on CUDA, the clip factors, [N] float32, of samples whose tokens cancel, which have 0 in ``factors``.
+        lost: on CUDA, the clip factors, [N] float32, of samples whose tokens cancel, which have 0 in `factors`.
 
     Returns:
         [groups, rows, columns], float32 for operands of low precision, otherwise in the operands' dtype.
@@ -162,7 +160,7 @@ def _is_by_sample(g: torch.Tensor, a: torch.Tensor) -> bool:
 
 
 def _sum_by_sample(g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-    """As ``sum_products``, of operands [N, groups, rows, T] and [N, groups, T, columns], from the gradients of some
+    """As `sum_products`, of operands [N, groups, rows, T] and [N, groups, T, columns], from the gradients of some
     samples at a time."""
     samples, groups, rows, _ = g.shape
     columns = a.shape[3]
@@ -175,7 +173,7 @@ def _sum_by_sample(g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, work
 
 
 def _copied_numbers(g: torch.Tensor, rows: int, columns: int, folds: bool) -> int:
-    """The numbers, of the size of those of ``g``, that a product copies of each token and group. Folding samples into
+    """The numbers, of the size of those of `g`, that a product copies of each token and group. Folding samples into
     tokens copies both operands if there are groups, or if the columns of a token are not contiguous, as in an unfolded
     input."""
     if not is_low_precision(g.dtype):
@@ -209,7 +207,7 @@ def _folded_product(left: torch.Tensor, right: torch.Tensor, **options: Any) -> 
 def _low_precision_product(
     left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor, scales_left: bool
 ) -> torch.Tensor:
-    """As ``_scaled_product``, in float32. On CUDA the scaled operand is the sum of two of bfloat16, whose products take
+    """As `_scaled_product`, in float32. On CUDA the scaled operand is the sum of two of bfloat16, whose products take
     less time than one in float32."""
     narrow, wide = (left, right) if scales_left else (right, left)
 

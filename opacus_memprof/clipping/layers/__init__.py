@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One class for each type of layer that flash_clip clips, which computes its per-sample norms and clipped sums."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import nn

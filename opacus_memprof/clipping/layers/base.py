@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from opacus_memprof.clipping.agreement import computing_device
 from opacus_memprof.clipping.cost import Choice
 from opacus_memprof.clipping.kernels.norm_bounds import pair_for_sums
-from opacus_memprof.clipping.kernels.norms import has_kernels, squared_norms, squared_norms_unless_waiting
+from opacus_memprof.clipping.kernels.norms import has_kernels, squared_norms, squared_norms_unless_deferred
 from opacus_memprof.clipping.kernels.sums import scale_single_samples, sum_stack
-from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype, sum_dtype
-from opacus_memprof.clipping.parallel.agreement import computing_device
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
 from opacus_memprof.errors import MemprofError
 
 
@@ -24,10 +24,10 @@ class KeptTensors:
     """What one layer's backward keeps until the clip factors are known.
 
     Attributes:
-        norms: squared norms, [B], float32 (float64), by parameter; None until ``find_waiting_norms`` finds them.
+        norms: squared norms, [B], float32 (float64), by parameter; None until `find_deferred_norms` finds them.
         stacks: per-sample gradients, [B, *parameter.shape], by parameter.
         pair: input and output gradient, if these are smaller than the weight's per-sample gradients.
-        lost: on CUDA, for which samples the product that forms the clipped sum of ``pair`` would lose digits, because
+        lost: on CUDA, for which samples the product that forms the clipped sum of `pair` would lose digits, because
             their tokens cancel; booleans [B]. None if there are no such samples.
     """
 
@@ -40,7 +40,7 @@ class KeptTensors:
     def squared_norms(self) -> torch.Tensor:
         """[B], of all parameters of the layer together."""
         found = [norms for norms in self.norms.values() if norms is not None]
-        assert len(found) == len(self.norms), "find_waiting_norms has not been called"
+        assert len(found) == len(self.norms), "find_deferred_norms has not been called"
         return torch.stack(found).sum(0)
 
     def select(self, samples: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ class SplitFactors(NamedTuple):
 
 
 def split_factors(factors: torch.Tensor, lost: torch.Tensor | None) -> SplitFactors:
-    """Splits clip factors by ``KeptTensors.lost``, without waiting for the device."""
+    """Splits clip factors by `KeptTensors.lost`, without waiting for the device."""
     if lost is None:
         return SplitFactors(factors, None)
     own = factors * lost
@@ -91,10 +91,10 @@ def split_factors(factors: torch.Tensor, lost: torch.Tensor | None) -> SplitFact
 
 def keep_stacks(stacks: dict[nn.Parameter, torch.Tensor]) -> KeptTensors:
     """Keeps per-sample gradients, with those norms that do not wait for the optimizer's step."""
-    return KeptTensors({p: squared_norms_unless_waiting(stack) for p, stack in stacks.items()}, stacks)
+    return KeptTensors({p: squared_norms_unless_deferred(stack) for p, stack in stacks.items()}, stacks)
 
 
-Shortcut = Callable[[torch.Tensor, torch.Tensor, Workspace], KeptTensors]
+KeepFunction = Callable[[torch.Tensor, torch.Tensor, Workspace], KeptTensors]
 
 
 class Layer:
@@ -103,7 +103,7 @@ class Layer:
     The per-sample gradients of some parameters are small and are always formed; those of a large weight may be deferred
     (not formed, if keeping input and output gradient is smaller).
 
-    In all methods ``x`` is the layer's input and ``g`` the gradient of its output, both with the batch first. Neither
+    In all methods `x` is the layer's input and `g` the gradient of its output, both with the batch first. Neither
     is changed."""
 
     any_arrangement = False  # whether dimensions between the samples and the features may have any meaning
@@ -111,11 +111,11 @@ class Layer:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module
-        self.running_module = module  # of a sharded model, ``module`` is a twin of the one that runs
+        self.running_module = module  # of a sharded model, `module` is a twin of the one that runs
         self.is_shared = False  # whether its parameters are known to be used more than once in a pass
         self._seen: list[nn.Parameter] = []
         self._chosen: tuple[object, Choice | None] | None = None  # the last choice, and the shapes that it is for
-        self._shortcut: tuple[object, Shortcut] | None = None  # state of the last backward, and its method
+        self._keep_function: tuple[object, KeepFunction] | None = None  # state of the last backward, and its method
         self.excluded: set[str] = set()  # names of parameters that another layer clips
 
     def trainable(self) -> list[nn.Parameter]:
@@ -123,7 +123,7 @@ class Layer:
         return [p for name, p in own if p is not None and p.requires_grad and name not in self.excluded]
 
     def running_parameters(self) -> list[nn.Parameter]:
-        """What ``trainable`` returns while the layer runs: of a sharded model, whole parameters instead of shards."""
+        """What `trainable` returns while the layer runs: of a sharded model, whole parameters instead of shards."""
         if self.running_module is self.module:
             return self.trainable()
         own = self.module._parameters.items()
@@ -132,7 +132,7 @@ class Layer:
         return self._seen
 
     def seen_parameters(self) -> list[nn.Parameter]:
-        """The ``running_parameters`` of the last run."""
+        """The `running_parameters` of the last run."""
         return self.trainable() if self.running_module is self.module else self._seen
 
     def is_trainable(self, name: str) -> bool:
@@ -171,7 +171,7 @@ class Layer:
         indices, their number in a sample."""
         return 1
 
-    def norms_wait(self, x: torch.Tensor, g: torch.Tensor, choice: Choice) -> bool:
+    def defers_norms(self, x: torch.Tensor, g: torch.Tensor, choice: Choice) -> bool:
         """Whether the weight's norms, of a pair that is kept, wait for the optimizer's step (see launches.py)."""
         return False
 
@@ -183,7 +183,7 @@ class Layer:
         workspace: Workspace,
         lost: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The squared norms of the weight's per-sample gradients, [B], without keeping the gradients. To ``lost``, on
+        """The squared norms of the weight's per-sample gradients, [B], without keeping the gradients. To `lost`, on
         CUDA, it is written of which samples a clipped sum would lose digits (see KeptTensors)."""
         raise NotImplementedError
 
@@ -195,13 +195,13 @@ class Layer:
         workspace: Workspace,
         lost: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The clipped sum, of the weight's shape; float32 if ``g`` is of low precision. ``lost`` are the clip factors,
-        [B] float32 on CUDA, of samples whose gradients are formed in float64; they have 0 in ``factors``."""
+        """The clipped sum, of the weight's shape; float32 if `g` is of low precision. `lost` are the clip factors,
+        [B] float32 on CUDA, of samples whose gradients are formed in float64; they have 0 in `factors`."""
         raise NotImplementedError
 
     # --- what is the same for all ---
     def check_input(self, x: object) -> torch.Tensor:
-        """Raises MemprofError unless ``x`` is a tensor with a batch dimension."""
+        """Raises MemprofError unless `x` is a tensor with a batch dimension."""
         if not isinstance(x, torch.Tensor):
             raise MemprofError(
                 f"{self.describe()} was not called with a tensor as its first argument; pass it by position."
@@ -214,7 +214,7 @@ class Layer:
         return x
 
     def kept_bytes(self, x: torch.Tensor, y: torch.Tensor) -> int:
-        """The bytes that backward will keep for the deferred weight, from shapes alone. ``y`` is the output."""
+        """The bytes that backward will keep for the deferred weight, from shapes alone. `y` is the output."""
         choice = self._choice(x, y, keep=True)
         return 0 if choice is None else choice.kept_bytes
 
@@ -223,23 +223,25 @@ class Layer:
         return g.shape[0]
 
     def keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace, norms: bool = True) -> KeptTensors:
-        """Keeps per-sample gradients or (x, g), whichever is smaller and, unless ``norms`` is False, computes the exact
+        """Keeps per-sample gradients or (x, g), whichever is smaller and, unless `norms` is False, computes the exact
         norms, or notes with None that they wait for the optimizer's step."""
-        if not norms or x is None or self.excluded or type(self).shortcut is Layer.shortcut:
+        if not norms or x is None or self.excluded or type(self).keep_function is Layer.keep_function:
             return self._keep(x, g, workspace, norms)
         # What is kept, and how, follows from these. To decide it anew takes longer than a small layer's kernels.
         own = [p is not None and p.requires_grad for p in self.module._parameters.values()]
         state = (x.shape, g.shape, x.stride(), g.stride(), x.dtype, g.dtype, x.device, own)
-        if self._shortcut is not None and self._shortcut[0] == state:
-            return self._shortcut[1](x, g, workspace)
+        if self._keep_function is not None and self._keep_function[0] == state:
+            return self._keep_function[1](x, g, workspace)
         kept = self._keep(x, g, workspace, norms)
-        shortcut = self.shortcut(kept, x, g, workspace)
-        self._shortcut = None if shortcut is None else (state, shortcut)
+        function = self.keep_function(kept, x, g, workspace)
+        self._keep_function = None if function is None else (state, function)
         return kept
 
-    def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
-        """Returns a method that keeps, of tensors with the shapes, strides, dtypes and device of ``x`` and ``g``, what
-        ``kept`` has of these, without deciding anew what to keep; None if the layer has no such method."""
+    def keep_function(
+        self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace
+    ) -> KeepFunction | None:
+        """Returns a method that keeps, of tensors with the shapes, strides, dtypes and device of `x` and `g`, what
+        `kept` has of these, without deciding anew what to keep; None if the layer has no such method."""
         return None
 
     def _keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace, norms: bool) -> KeptTensors:
@@ -252,11 +254,11 @@ class Layer:
         if choice.keep == "gradient":
             stack = kept.stacks[weight] = self.weight_gradients(x, g, workspace)
             if norms:
-                kept.norms[weight] = squared_norms_unless_waiting(stack)
+                kept.norms[weight] = squared_norms_unless_deferred(stack)
         else:
             kept.pair = (x, g)
             if norms:
-                if self.norms_wait(x, g, choice):
+                if self.defers_norms(x, g, choice):
                     kept.norms[weight] = None
                 else:
                     self._keep_norms(kept, x, g, choice, workspace)

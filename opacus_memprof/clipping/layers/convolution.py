@@ -5,8 +5,6 @@ The input is unfolded at once or, where that does not fit into the workspace, fo
 at a time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -19,13 +17,13 @@ from opacus_memprof.clipping.cost import Choice
 from opacus_memprof.clipping.kernels.native import unfold
 from opacus_memprof.clipping.kernels.norms import gradient_squared_norms, gram_squared_norms
 from opacus_memprof.clipping.kernels.sums import products, sum_outer_products, sum_products
-from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype, slices, sum_dtype
 from opacus_memprof.clipping.layers.linear import autocast_input
 from opacus_memprof.clipping.layers.matrix import MatrixLayer, Sizes
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices, sum_dtype
 
 
 class Block(NamedTuple):
-    """The operands ``g`` and ``a`` for some samples, some groups and some columns of the weight."""
+    """The operands `g` and `a` for some samples, some groups and some columns of the weight."""
 
     samples: slice
     groups: slice
@@ -165,7 +163,7 @@ class ConvolutionLayer(MatrixLayer):
         workspace: Workspace,
         lost: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The clipped sum of the products ``g @ a``, [groups, rows, columns]."""
+        """The clipped sum of the products `g @ a`, [groups, rows, columns]."""
         if groups == 1:
             total = sum_outer_products(g.mT, a, factors, workspace, lost)
             if total is not None:

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """nn.Embedding: the gradient of a sample is the sum of its output gradients over equal indices.
 
-As in PyTorch, the row at ``padding_idx`` has no gradient. (Opacus' own samplers give it one.)
+As in PyTorch, the row at `padding_idx` has no gradient. (Opacus' own samplers give it one.)
 """
-
-from __future__ import annotations
 
 import torch
 from torch import nn
 
 from opacus_memprof.clipping.cost import Choice, Cost
 from opacus_memprof.clipping.kernels.norm_bounds import has_digits
-from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype, slices
 from opacus_memprof.clipping.layers.base import KeptTensors, Layer
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 
 _INDEX_BYTES = 64  # per token: sorted indices, order, slots and the temporaries of sorting, all int64
 
@@ -96,7 +94,7 @@ class EmbeddingLayer(Layer):
     def _slots(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """For each token an index that exactly the equal tokens of its sample share, and whether it is padding.
 
-        Sorting, unlike ``unique``, does not make the host wait for the device.
+        Sorting, unlike `unique`, does not make the host wait for the device.
         """
         ordered, order = ids.sort(dim=1)
         new = torch.zeros_like(ordered)

@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any module: per-sample gradients by repeating its forward, some samples at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from opacus_memprof.clipping.kernels.norms import squared_norms, squared_norms_unless_waiting
+from opacus_memprof.clipping.forwards.repetition import Call, Gradients, Repetition, Way
+from opacus_memprof.clipping.kernels.norms import squared_norms, squared_norms_unless_deferred
 from opacus_memprof.clipping.kernels.sums import sum_stack
-from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype, sum_dtype
 from opacus_memprof.clipping.layers.base import KeptTensors, Layer
-from opacus_memprof.clipping.repetition import Call, Gradients, Repetition, Way
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
 
 
 class GenericLayer(Layer):
     """A module whose forward is repeated for the per-sample gradients of some of the parameters in it, which are kept.
 
-    In all methods ``x`` is the module's Call, and ``g`` lists the gradients of the outputs that the call lists.
+    In all methods `x` is the module's Call, and `g` lists the gradients of the outputs that the call lists.
 
     Args:
         name: of the module.
@@ -67,7 +65,7 @@ class GenericLayer(Layer):
                     kept.stacks[parameter] = part.new_empty(call.batch, *part.shape[1:])
                 kept.stacks[parameter][n] = part
         if norms:
-            kept.norms = {parameter: squared_norms_unless_waiting(stack) for parameter, stack in kept.stacks.items()}
+            kept.norms = {parameter: squared_norms_unless_deferred(stack) for parameter, stack in kept.stacks.items()}
         return kept
 
     def keep_norms(self, x: Any, g: Any, workspace: Workspace) -> KeptTensors:

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """nn.Linear, with any number of dimensions between the batch and the features."""
 
-from __future__ import annotations
-
 import torch
 
 from opacus_memprof.clipping.cost import Choice
 from opacus_memprof.clipping.kernels.norms import gradient_squared_norms, gram_squared_norms
 from opacus_memprof.clipping.kernels.sums import products, sum_outer_products, sum_products
-from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype, sum_dtype
 from opacus_memprof.clipping.layers.matrix import MatrixLayer, Sizes
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
 
 
 def autocast_input(x: torch.Tensor) -> torch.Tensor:
-    """Casts ``x`` as autocast casts the operands of a matrix product or convolution: everything but float64."""
+    """Casts `x` as autocast casts the operands of a matrix product or convolution: everything but float64."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(device))

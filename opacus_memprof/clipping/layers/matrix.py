@@ -2,17 +2,15 @@
 """The base class of layers whose weight gradient is a matrix product: linear layers, and convolutions of their unfolded
 input."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
 
 from opacus_memprof.clipping.cost import Choice, choose
-from opacus_memprof.clipping.kernels.norms import has_kernels, is_small, squared_norms_unless_waiting
+from opacus_memprof.clipping.kernels.norms import has_kernels, is_small, squared_norms_unless_deferred
 from opacus_memprof.clipping.kernels.sums import products
-from opacus_memprof.clipping.kernels.workspace import Workspace
-from opacus_memprof.clipping.layers.base import KeptTensors, Layer, Shortcut, keep_stacks
+from opacus_memprof.clipping.layers.base import KeepFunction, KeptTensors, Layer, keep_stacks
+from opacus_memprof.clipping.workspace import Workspace
 
 
 class Sizes(NamedTuple):
@@ -40,11 +38,11 @@ class MatrixLayer(Layer):
         raise NotImplementedError
 
     def has_views(self, x: torch.Tensor, g: torch.Tensor) -> bool:
-        """Whether ``operands`` are views."""
+        """Whether `operands` are views."""
         raise NotImplementedError
 
     def fits(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> bool:
-        """Whether what ``operands`` copies fits into the workspace."""
+        """Whether what `operands` copies fits into the workspace."""
         return True
 
     def outer(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -52,7 +50,7 @@ class MatrixLayer(Layer):
         outer products. None if they would have to be copied."""
         raise NotImplementedError
 
-    def norms_wait(self, x: torch.Tensor, g: torch.Tensor, choice: Choice) -> bool:
+    def defers_norms(self, x: torch.Tensor, g: torch.Tensor, choice: Choice) -> bool:
         if choice.norm != "gram" or x.dtype != g.dtype or g.numel() == 0 or not self.has_views(x, g):
             return False
         return has_kernels(g) if self.sizes(x, g).tokens > 1 else is_small(x) and is_small(g)
@@ -69,7 +67,9 @@ class MatrixLayer(Layer):
             keep=keep,
         )
 
-    def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
+    def keep_function(
+        self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace
+    ) -> KeepFunction | None:
         weight = self.module._parameters["weight"]
         if weight is None or not weight.requires_grad:
             return None
@@ -97,7 +97,7 @@ class MatrixLayer(Layer):
         """Keeps the per-sample gradients. Norms of small ones wait."""
         kept, weight = self._keep_bias(x, g, workspace), self.weight()
         stack = kept.stacks[weight] = products(*self.operands(x, g)).view(-1, *weight.shape)
-        kept.norms[weight] = squared_norms_unless_waiting(stack)
+        kept.norms[weight] = squared_norms_unless_deferred(stack)
         return kept
 
     def _keep_bias(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:

@@ -4,8 +4,6 @@
 The normalized input is recomputed, for some samples (or tokens, or groups) at a time.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional
@@ -13,8 +11,8 @@ from torch.nn import functional
 from opacus_memprof.clipping import cost
 from opacus_memprof.clipping.kernels.native import layer_norm_gradients_cpu
 from opacus_memprof.clipping.kernels.norms import has_kernels, is_small
-from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype
-from opacus_memprof.clipping.layers.base import KeptTensors, Layer, Shortcut, keep_stacks
+from opacus_memprof.clipping.layers.base import KeepFunction, KeptTensors, Layer, keep_stacks
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
 
 _COPIES = 3  # live at once: the normalized input, a cast of the input if dtypes differ, and statistics
 
@@ -53,7 +51,9 @@ class _LastDimensionsNorm(Layer):
             del product
         return gradients
 
-    def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
+    def keep_function(
+        self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace
+    ) -> KeepFunction | None:
         is_flat = len(self.module.normalized_shape) == 1
         is_plain = is_flat and x.dim() == g.dim() == 3 and x.dtype == g.dtype and g.shape[1] > 1
         fits = _COPIES * g.nbytes <= workspace.bytes
@@ -82,13 +82,15 @@ class LayerNormLayer(_LastDimensionsNorm):
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         return torch.layer_norm(x, self.module.normalized_shape, eps=self.module.eps)
 
-    def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
-        own = super().shortcut(kept, x, g, workspace)
+    def keep_function(
+        self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace
+    ) -> KeepFunction | None:
+        own = super().keep_function(kept, x, g, workspace)
         is_in_one_call = own is not None and not has_kernels(x) and is_small(x) and is_small(g)
         return self._keep_stacks_cpu if is_in_one_call else own
 
     def _keep_stacks_cpu(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
-        """As ``_keep_stacks``, of small tensors, in one call into C++."""
+        """As `_keep_stacks`, of small tensors, in one call into C++."""
         weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
         of_weight, of_bias = layer_norm_gradients_cpu(x, g, self.module.eps)
         own = [(bias, of_bias), (weight, of_weight)]
@@ -138,7 +140,9 @@ class GroupNormLayer(Layer):
             del product
         return gradients
 
-    def shortcut(self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> Shortcut | None:
+    def keep_function(
+        self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace
+    ) -> KeepFunction | None:
         waits = all(norms is None for norms in kept.norms.values())
         return self._keep_stacks if waits and self.is_trainable("weight") and self._has_kernel(x, g) else None
 

@@ -5,8 +5,6 @@ Frameworks have many classes for these: Conv1D and RMSNorm of transformers, line
 over channels. A class name would say nothing about its forward.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch
@@ -14,15 +12,15 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opacus_memprof.clipping.forwards.repetition import repeating
 from opacus_memprof.clipping.layers.base import Layer
 from opacus_memprof.clipping.layers.embedding import EmbeddingLayer, ScaledEmbeddingLayer
 from opacus_memprof.clipping.layers.linear import LinearLayer, TransposedLinearLayer
 from opacus_memprof.clipping.layers.scale import ScaleLayer
-from opacus_memprof.clipping.repetition import repeating
 
 
 def recognize(name: str, module: nn.Module) -> Layer | None:
-    """The layer that computes what ``module`` does, or None. The module's own parameters are all that it has; it is
+    """The layer that computes what `module` does, or None. The module's own parameters are all that it has; it is
     left as it was, and so are the random number generators."""
     own = dict(module.named_parameters(recurse=False))
     weight = own.get("weight")

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers whose output is ``c(x) * weight + bias``, feature by feature: RMSNorm, LayerNorm and layer scales of many
+"""Layers whose output is `c(x) * weight + bias`, feature by feature: RMSNorm, LayerNorm and layer scales of many
 makes.
 
-``c(x)`` is the layer's own output for a weight of ones (or of zeros, where it adds one to the weight) and no bias.
+`c(x)` is the layer's own output for a weight of ones (or of zeros, where it adds one to the weight) and no bias.
 """
-
-from __future__ import annotations
 
 from typing import Any, Literal
 
@@ -13,9 +11,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype, slices
+from opacus_memprof.clipping.forwards.repetition import repeating
 from opacus_memprof.clipping.layers.base import Layer
-from opacus_memprof.clipping.repetition import repeating
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 
 _COPIES = 6  # of the input live at once: casts, squares, the normalized input and its product
 
@@ -25,7 +23,7 @@ class ScaleLayer(Layer):
 
     Args:
         name: of the module.
-        module: the module; its parameters are ``weight`` and perhaps ``bias``, both of the number of features.
+        module: the module; its parameters are `weight` and perhaps `bias`, both of the number of features.
         axis: the dimension that has the features: -1 or 1.
         unit: the value of the weight at which the output is c(x): 1, or 0.
     """

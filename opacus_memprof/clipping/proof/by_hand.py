@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Per-sample gradients by plain autograd, from a recorded forward: its inputs, random numbers and output cotangents."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from opacus_memprof.clipping.proof.random_state import RandomState, kept_random_state
+from opacus_memprof.clipping.forwards.random_state import RandomState
+from opacus_memprof.clipping.proof.summary import halves
 from opacus_memprof.errors import MemprofError
 
 Gradients = list[torch.Tensor | None]
@@ -33,7 +32,7 @@ class RecordedForward:
         self.model = model
         self.args, self.kwargs = tree_map(_copied, (args, kwargs))
         devices = {each.device for each in [*model.parameters(), *_tensors((args, kwargs))]}
-        self.random_state = RandomState(devices)
+        self.random_state = RandomState.now(*devices)
         self._device_type = next((each.type for each in devices if each.type != "cpu"), "cpu")
         self._autocast = (
             torch.is_autocast_enabled(self._device_type),
@@ -47,8 +46,8 @@ class RecordedForward:
         self.samples = batches[0] if batches else 0
 
     def watch(self, output: Any, is_counted: Callable[[], bool]) -> None:
-        """Records the gradients of the outputs while ``is_counted()`` is True. Call it when the forward has ended."""
-        self.draws_random_numbers = self.random_state.has_changed()
+        """Records the gradients of the outputs while `is_counted()` is True. Call it when the forward has ended."""
+        self.draws_random_numbers = self.random_state.has_moved()
         leaves = _tensors(output)
         self.shapes = [each.shape for each in leaves]
         for index, each in enumerate(leaves):
@@ -81,7 +80,7 @@ class RecordedForward:
                 )
 
     def per_sample_gradients(self, parameters: Sequence[nn.Parameter]) -> Iterator[Gradients]:
-        """Yields each sample's gradients of ``parameters``, None where there is none.
+        """Yields each sample's gradients of `parameters`, None where there is none.
 
         A model that draws no random numbers is run on each sample alone. Otherwise the whole batch is run with the same
         numbers, and backward starts from one sample's outputs at a time.
@@ -118,7 +117,7 @@ class RecordedForward:
         backward starts from one sample of one rank, and from zeros on the others.
 
         Args:
-            parameters: the sharded parameters. Their ``grad`` is left as it was.
+            parameters: the sharded parameters. Their `grad` is left as it was.
             ranks: how many ranks there are.
             own_rank: this one.
             most_samples: the largest batch of a rank.
@@ -186,11 +185,10 @@ class RecordedForward:
         args, kwargs = tree_map(lambda x: self._rows_of(x, rows), (self.args, self.kwargs))
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         enabled, dtype = self._autocast
-        with kept_random_state(self.random_state.devices), contextlib.ExitStack() as stack:
+        with self.random_state.restored(), contextlib.ExitStack() as stack:
             stack.callback(_copy_into, list(self.model.buffers()), buffers)
             stack.enter_context(torch.autocast(self._device_type, dtype=dtype, enabled=enabled, cache_enabled=False))
             _copy_into(list(self.model.buffers()), self._buffers)
-            self.random_state.restore()
             return _tensors(self.model(*args, **kwargs))
 
     def _rows_of(self, x: Any, rows: slice | list[int] | None) -> Any:
@@ -205,8 +203,7 @@ class RecordedForward:
 def exchanges(samples: int) -> Iterator[tuple[list[int], list[int]]]:
     """Yields batches in which some samples keep their inputs and the others get theirs.
 
-    For each bit of a sample's index, the samples with that bit 0 (then 1) keep their inputs. Every ordered pair of
-    samples differs in a bit, so that each sample is exchanged once while the other is kept.
+    For every ordered pair of samples there is a batch in which the first is exchanged and the second is kept.
 
     Args:
         samples: the size of the batch.
@@ -214,10 +211,9 @@ def exchanges(samples: int) -> Iterator[tuple[list[int], list[int]]]:
     Yields:
         The samples that are kept, and for each place of the batch the sample whose inputs it gets.
     """
-    for bit in range(max(samples - 1, 0).bit_length()):
-        for side in (0, 1):
-            kept = [i for i in range(samples) if (i >> bit) & 1 == side]
-            yield kept, [i if (i >> bit) & 1 == side else kept[i % len(kept)] for i in range(samples)]
+    for half in halves(samples) if samples > 1 else ():
+        kept = [i for i, is_kept in enumerate(half) if is_kept]
+        yield kept, [i if is_kept else kept[i % len(kept)] for i, is_kept in enumerate(half)]
 
 
 def are_close(a: torch.Tensor, b: torch.Tensor, bound: float) -> bool:

@@ -2,7 +2,7 @@
 """Records what has been proved in a run: the content of privacy_check.json, as plain data.
 
 profiles.privacy_check has the structure of the file. No per-sample norm is recorded. What depends on the values of
-samples is kept apart, under ``not_private``.
+samples is kept apart, under `not_private`.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class SituationRecord:
     checks: Checks = field(default_factory=Checks)
 
     def begin_forward(self, batch: int) -> None:
-        """Counts a forward of this number of samples. Later calls of ``note`` are about it."""
+        """Counts a forward of this number of samples. Later calls of `note` are about it."""
         self.forwards += 1
         low, high = _rounded(batch)
         if self.sizes is None:
@@ -223,7 +223,7 @@ class Certificate:
             clipping: "flat", "per_layer", "adaptive" or "automatic".
             bounds: those of the parameters, for "per_layer".
             bound: of a sample's gradient.
-            noise_multiplier: the standard deviation of the noise, in units of ``bound``.
+            noise_multiplier: the standard deviation of the noise, in units of `bound`.
             loss_reduction: "mean" or "sum".
         """
         self._clipping, self._bounds, self._loss_reduction = clipping, [float(b) for b in bounds], loss_reduction

@@ -17,17 +17,17 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from opacus_memprof.clipping.arrangement import Arrangement
-from opacus_memprof.clipping.backward_pass import BackwardPass
-from opacus_memprof.clipping.kernels.workspace import Workspace, accumulation_dtype, slices
+from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass
+from opacus_memprof.clipping.forwards.arrangement import Arrangement
+from opacus_memprof.clipping.forwards.module_state import ModuleState
+from opacus_memprof.clipping.forwards.random_state import RandomState
 from opacus_memprof.clipping.layers import KeptTensors
-from opacus_memprof.clipping.module_state import ModuleState
+from opacus_memprof.clipping.proof.autograd_sums import autograd_gradients, wrong_sums
 from opacus_memprof.clipping.proof.certificate import SituationRecord
 from opacus_memprof.clipping.proof.outputs import as_output
 from opacus_memprof.clipping.proof.perturbation import has_samples
-from opacus_memprof.clipping.proof.prover import autograd_gradients, wrong_sums
 from opacus_memprof.clipping.proof.recorder import Sum
-from opacus_memprof.clipping.repetition import RandomState
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 from opacus_memprof.errors import MemprofError
 
 _PARTS = 8

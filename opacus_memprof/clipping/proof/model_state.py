@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The situation of a forward: everything on which a proof depends and that a program may change between two steps."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from opacus_memprof.clipping.module_state import INTERNAL
+from opacus_memprof.clipping.forwards.module_state import INTERNAL
 
 _is_trained = attrgetter("requires_grad")
 _is_training = attrgetter("training")

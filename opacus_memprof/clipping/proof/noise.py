@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the noise of an optimizer: without gradients, a step has the standard deviation that was asked for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -19,12 +17,12 @@ def measure_noise(optimizer: Any, names: Mapping[nn.Parameter, str], std: float)
     """Draws an optimizer's noise several times, onto sums that are zero.
 
     Args:
-        optimizer: a DPOptimizer with loss_reduction="sum", whose ``p.summed_grad`` may be replaced.
+        optimizer: a DPOptimizer with loss_reduction="sum", whose `p.summed_grad` may be replaced.
         names: the parameters that must be noised.
         std: the standard deviation that was asked for.
 
     Returns:
-        Each parameter's standard deviation divided by ``std``, and what is wrong in a sentence, or None.
+        Each parameter's standard deviation divided by `std`, and what is wrong in a sentence, or None.
     """
     elements = sum(parameter.numel() for parameter in names)
     smallest = min(parameter.numel() for parameter in names)

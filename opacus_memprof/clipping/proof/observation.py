@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from opacus_memprof.clipping.forwards.module_state import ModuleState
+from opacus_memprof.clipping.forwards.random_state import RandomState
 from opacus_memprof.clipping.layers import Layer
-from opacus_memprof.clipping.module_state import ModuleState
-from opacus_memprof.clipping.repetition import RandomState
 
 _BLOCK = 32  # elements
 # The first signs of the Thue-Morse sequence: sums with them change when neighbours change places, or grow by the same.
@@ -33,7 +33,7 @@ class TensorSummary:
 
     @classmethod
     def from_tensor(cls, x: torch.Tensor, shape_only: bool = False) -> TensorSummary:
-        """The summary of ``x``."""
+        """The summary of `x`."""
         x = x.detach()
         return cls(x.to("meta"), x.new_empty(0) if shape_only else _block_sums(x))
 
@@ -68,7 +68,7 @@ def summaries(leaves: list[Any], shape_only: bool = False) -> list[Any]:
 
 
 def used_parameters(leaves: list[Any]) -> set[int]:
-    """The ids of the parameters that the graphs of the tensors among ``leaves`` lead to."""
+    """The ids of the parameters that the graphs of the tensors among `leaves` lead to."""
     found: set[int] = set()
     seen: set[Any] = set()
     nodes = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
@@ -98,7 +98,7 @@ def _block_sums(x: torch.Tensor) -> torch.Tensor:
 
 
 def _signed_sums(blocks: torch.Tensor) -> torch.Tensor:
-    """[..., n, b] -> [..., n], without a temporary as large as ``blocks``."""
+    """[..., n, b] -> [..., n], without a temporary as large as `blocks`."""
     if not blocks.is_floating_point():
         return blocks.sum(-1, dtype=torch.int64)
     if blocks.dtype.itemsize == 1:

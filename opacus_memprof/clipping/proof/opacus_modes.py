@@ -14,8 +14,8 @@ from opacus.optimizers import DPOptimizerFastGradientClipping
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from opacus_memprof.clipping.agreement import Agreement, computing_device, inner_model, spans_ranks
 from opacus_memprof.clipping.arguments import Check
-from opacus_memprof.clipping.parallel.agreement import Agreement, computing_device, inner_model, spans_ranks
 from opacus_memprof.clipping.proof.by_hand import Gradients, RecordedForward, norm
 from opacus_memprof.clipping.proof.certificate import Certificate
 from opacus_memprof.clipping.proof.schedule import is_checked
@@ -286,7 +286,7 @@ def _wide(parameter: nn.Parameter) -> torch.dtype:
 
 
 def _call_after(owner: Any, name: str, after: Callable[[], None]) -> None:
-    """Has ``after()`` called when a method of one object has returned."""
+    """Has `after()` called when a method of one object has returned."""
     method = getattr(owner, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:

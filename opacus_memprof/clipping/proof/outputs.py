@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The differentiable outputs of a model, wherever it puts them, and the gradients that a proof starts from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from opacus_memprof.clipping.arrangement import Arrangement
+from opacus_memprof.clipping.forwards.arrangement import Arrangement
 
 _DEPTH = 4
 
@@ -78,7 +76,7 @@ def cotangents(
 
 
 def as_output(rows: torch.Tensor, where: Arrangement, output: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``Arrangement.by_sample``."""
+    """The inverse of `Arrangement.by_sample`."""
     if where.dim == 1:
         return rows.squeeze(2).movedim(0, 1).reshape(output.shape)
     return (rows if where.sample_major else rows.transpose(0, 1)).reshape(output.shape)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other values for some samples of a batch: other sizes, other ids, other lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,10 +18,10 @@ def perturbed(leaves: Sequence[Any], batch: int, kept: torch.Tensor, variant: in
     """The leaves of a model's arguments, with other values for the samples that are not kept.
 
     Args:
-        leaves: of the arguments; tensors whose first dimension is ``batch`` have samples.
+        leaves: of the arguments; tensors whose first dimension is `batch` have samples.
         batch: the number of samples.
         kept: which samples keep their values, [B], bool, on the CPU.
-        variant: from 0 to ``VARIANTS - 1``, ``SMALL``, or one of ``GENTLE``.
+        variant: from 0 to `VARIANTS - 1`, `SMALL`, or one of `GENTLE`.
         seed: of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)

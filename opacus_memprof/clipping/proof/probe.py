@@ -8,35 +8,26 @@ in no arrangement are repeated as a part of the module around them. Shapes alone
 as long as the batch.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from opacus_memprof.clipping.arrangement import CANDIDATES, Arrangement
-from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, Running, autocast_state
+from opacus_memprof.clipping.forwards.arrangement import CANDIDATES, Arrangement
+from opacus_memprof.clipping.forwards.repetition import WAYS, Call, Repetition, close
+from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, autocast_state
 from opacus_memprof.clipping.layers import GenericLayer, Layer
-from opacus_memprof.clipping.module_state import restoring_state
-from opacus_memprof.clipping.parallel.fsdp_model import refuse_repetition
+from opacus_memprof.clipping.layers.registry import LayerRegistry
+from opacus_memprof.clipping.layers.sharded import refuse_repetition
 from opacus_memprof.clipping.proof.observation import (
     Observation,
     TensorSummary,
-    summaries,
-    used_parameters,
 )
-from opacus_memprof.clipping.proof.outputs import tensors_in
-from opacus_memprof.clipping.repetition import WAYS, Call, RandomState, Repetition, close
-from opacus_memprof.clipping.units import Units
+from opacus_memprof.clipping.proof.sample_forwards import SAMPLES, SIZE, SampleForwards
 from opacus_memprof.errors import MemprofError
 
-_SAMPLES = ((0, 1, 2), (0, 9, 2), (3, 4, 5, 6), (8, 7))
-_SIZE, _CHANGED = 3, 1  # of the first two forwards: their size, and the sample that differs
+_CHANGED = 1  # the sample that differs between the first two forwards
 _OTHER_SIZES = (4, 2)
 
 
@@ -48,26 +39,16 @@ class _UnsuitableError(Exception):
     """A tensor in which the samples are nowhere in particular."""
 
 
-@dataclass
-class _Forward:
-    """What is known of a forward: the summaries of its output's tensors, the calls of layers, and the ids of parameters
-    that are used outside of these."""
-
-    outputs: list[Any]
-    observations: list[Observation]
-    used_parameters: set[int]
-
-
-class Probe:
+class Probe(SampleForwards):
     """A probe of a model.
 
     Args:
         model: the module that was called: the model, or a part of it.
-        units: the layers; changed where a layer has to be repeated with what is around it.
+        registry: the layers; changed where a layer has to be repeated with what is around it.
         hooks: of the layers.
         args, kwargs: what the model was called with.
         run_model: runs the model's forward between the hooks of the model itself, and none else of it.
-        attach: called after ``units`` has changed.
+        attach: called after `registry` has changed.
 
     Attributes:
         wheres: where the tensors of the output have the samples; None for what all samples share.
@@ -76,21 +57,17 @@ class Probe:
     def __init__(
         self,
         model: nn.Module,
-        units: Units,
+        registry: LayerRegistry,
         hooks: LayerHooks,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         run_model: Callable[[tuple[Any, ...], dict[str, Any]], Any],
         attach: Callable[[], None],
     ) -> None:
-        self.model, self.units, self.hooks, self.run_model, self.attach = model, units, hooks, run_model, attach
-        self.leaves, self.structure = tree_flatten((args, kwargs))
-        self.batch = hooks.batch
+        super().__init__(model, hooks, args, kwargs, run_model)
+        self.registry, self.attach = registry, attach
         self.wheres: list[Arrangement | None] = []
-        self.samples: Sequence[tuple[int, ...]] = _SAMPLES
         self._inside = set(model.modules())
-        tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-        self.random = RandomState.now(tensors[0].device)
 
     def layouts(self) -> dict[Layer, Layout]:
         """The layouts of all layers that run.
@@ -101,7 +78,7 @@ class Probe:
         """
         plain = self._first_outputs()
         layouts: dict[Layer, Layout] = {}
-        for _ in range(2 * len(self.units.layers()) + 64):
+        for _ in range(2 * len(self.registry.layers()) + 64):
             layouts, unsuitable = self._layouts(
                 {layer: w for layer, w in layouts.items() if _is_shared(layer, w)}, plain
             )
@@ -118,9 +95,9 @@ class Probe:
         """The outputs of the first samples, when it is clear that the model runs on all that are tried."""
         # A model may want its samples in order, such as sorted by length.
         in_order = ((0, 1, 2), (0, self.batch + 1, 2), (0, 1, 2, 3), (0, 1))
-        for self.samples in (_SAMPLES, in_order):
+        for self.samples in (SAMPLES, in_order):
             try:
-                outputs = [self._forward(samples).outputs for samples in self.samples]
+                outputs = [self.forward(samples).outputs for samples in self.samples]
                 return outputs[0]
             except Exception as error:
                 if self.samples is in_order:
@@ -139,23 +116,23 @@ class Probe:
             MemprofError: the module that was called would have to be repeated, and is repeated already.
         """
         if not moves and not isinstance(layer, GenericLayer):
-            self.units.repeat_module(layer)
+            self.registry.repeat_module(layer)
         else:
             self._repeat_more(layer, reason)
         self.attach()
 
     def repeat_at(self, module: nn.Module, inside: set[nn.Module]) -> bool:
         """Repeats a module for the parameters of some modules in it. Returns whether that changes anything."""
-        found = [layer for layer in self.units.layers() if layer.module in inside and layer.trainable()]
+        found = [layer for layer in self.registry.layers() if layer.module in inside and layer.trainable()]
         for layer in found:
             if layer.trainable():
-                self.units.repeat_at(layer, module)
+                self.registry.repeat_at(layer, module)
         if found:
             self.attach()
         return bool(found)
 
     def _repeat_more(self, layer: Layer, reason: str = "") -> None:
-        if self.units.is_sharded:
+        if self.registry.is_sharded:
             refuse_repetition(layer, reason or "Its samples influence one another, or are not in one dimension.")
         if layer.module not in self._inside:
             raise MemprofError(
@@ -163,10 +140,10 @@ class Probe:
                 "model as a whole."
             )
         if layer.module is not self.model:
-            parent = self.units.parent_of(layer)
-            self.units.repeat_at(layer, parent if parent in self._inside else self.model)
+            parent = self.registry.parent_of(layer)
+            self.registry.repeat_at(layer, parent if parent in self._inside else self.model)
         elif not isinstance(layer, GenericLayer):
-            self.units.repeat_module(layer)
+            self.registry.repeat_module(layer)
         else:
             raise MemprofError(
                 "the samples of the batch influence one another in the model's forward, or the first dimension of its "
@@ -176,11 +153,11 @@ class Probe:
             )
 
     def _layouts(self, shared: dict[Layer, Layout], plain: list[Any]) -> tuple[dict[Layer, Layout], list[Layer]]:
-        """The layouts, and the layers that need what is around them. ``shared`` are layouts of layers whose outputs are
+        """The layouts, and the layers that need what is around them. `shared` are layouts of layers whose outputs are
         expanded over the batch already."""
         self.hooks.layouts = dict(shared)
         try:
-            forwards = [self._forward(samples, observe=True) for samples in self.samples]
+            forwards = [self.forward(samples, observe=True) for samples in self.samples]
         except Exception:
             if not shared:
                 raise
@@ -191,7 +168,8 @@ class Probe:
         if unsuitable:
             return found, unsuitable
         used = forwards[0].used_parameters
-        unsuitable = [layer for layer in self.units.layers() if any(id(p) in used for p in layer.seen_parameters())]
+        layers = self.registry.layers()
+        unsuitable = [layer for layer in layers if any(id(p) in used for p in layer.seen_parameters())]
         self.wheres = self._find_outputs([each.outputs for each in forwards])
         if not unsuitable:
             unsuitable = self._choose_ways(forwards[0].observations, found)
@@ -216,14 +194,14 @@ class Probe:
                 continue
             if any(len(each.inputs) > 1 for of_forward in calls for each in of_forward):
                 found.pop(layer)
-                self.units.repeat_module(layer)  # a gate, or an option, that another input of the layer is
+                self.registry.repeat_module(layer)  # a gate, or an option, that another input of the layer is
                 unsuitable.append(layer)
                 continue
             if layer.any_arrangement:
                 continue
-            if any(len(each.inputs[0].meta) != _SIZE for each in calls[0]):
+            if any(len(each.inputs[0].meta) != SIZE for each in calls[0]):
                 found.pop(layer)
-                self.units.repeat_module(layer)
+                self.registry.repeat_module(layer)
                 unsuitable.append(layer)  # which has no parameters any more
         return found, unsuitable
 
@@ -273,7 +251,7 @@ class Probe:
                 found.append(self._where(leaves))
             except _UnsuitableError:
                 raise MemprofError(
-                    f"an output of the model of shape {tuple(leaves[0].meta.shape)} mixes the {_SIZE} samples of a "
+                    f"an output of the model of shape {tuple(leaves[0].meta.shape)} mixes the {SIZE} samples of a "
                     "batch: per-sample gradients do not exist."
                 ) from None
         return found
@@ -311,7 +289,7 @@ class Probe:
         assert each.values is not None
         leaves, outputs = each.values
         call = Call(
-            _SIZE,
+            SIZE,
             leaves,
             each.structure,
             layout.inputs,
@@ -329,88 +307,25 @@ class Probe:
         for layer, layout in shared.items():
             self.hooks.layouts = {layer: layout}
             try:
-                broken = not _same(self._forward(self.samples[0], observe=True).outputs, plain)
+                broken = not _same(self.forward(self.samples[0], observe=True).outputs, plain)
             except Exception:
                 broken = True
             if broken:
                 found.append(layer)
         return found or list(shared)
 
-    # --- forwards of a few samples ---
-    def run_samples(self, samples: Sequence[int], begin: Callable[[list[Any]], None]) -> None:
-        """Runs the model on some samples. ``begin`` is called with the leaves of the arguments."""
-        leaves = self.leaves_of(samples)
-        args, kwargs = tree_unflatten(leaves, self.structure)
-        with self._observing(samples, False), self.random.restored(), restoring_state(self.model), torch.enable_grad():
-            begin(leaves)
-            self.run_model(args, kwargs)
-
-    def _forward(self, samples: Sequence[int], observe: bool = False) -> _Forward:
-        """A forward with a graph, for a model may return other outputs without gradients, but without its tensors."""
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(_drop, _refuse):
-                return self._run_forward(samples, observe)
-        except Exception:  # the model takes gradients in its forward, and needs the tensors that were dropped
-            return self._run_forward(samples, observe)
-
-    def _run_forward(self, samples: Sequence[int], observe: bool) -> _Forward:
-        args, kwargs = tree_unflatten([self.select(leaf, samples) for leaf in self.leaves], self.structure)
-        observing = self._observing(samples, observe)
-        with (
-            observing as observed,
-            self.random.restored(),
-            restoring_state(self.model),
-            torch.enable_grad(),
-        ):
-            output = self.run_model(args, kwargs)
-        leaves = tensors_in(output)
-        used = used_parameters(leaves)
-        return _Forward(summaries(leaves, len(samples) != _SIZE), observed, used)
-
-    def leaves_of(self, samples: Sequence[int]) -> list[Any]:
-        """The leaves of the arguments, of some samples, in the order of those that they are made from."""
-        ordered = sorted(samples, key=lambda n: n % self.batch)
-        return [self.select(leaf, ordered) for leaf in self.leaves]
-
-    def select(self, leaf: Any, samples: Sequence[int]) -> Any:
-        """Some samples of an input. Beyond the batch, these are its samples rolled along their last dimension."""
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or len(leaf) != self.batch:
-            return leaf
-        rows = [leaf.detach()[n % self.batch] for n in samples]
-        return torch.stack([x.roll(n // self.batch, -1) if x.dim() else x for x, n in zip(rows, samples, strict=True)])
-
-    @contextmanager
-    def _observing(self, samples: Sequence[int], observe: bool) -> Iterator[list[Observation]]:
-        observations: list[Observation] = []
-        shapes_only = len(samples) != _SIZE
-
-        def add(layer: Layer, inputs: list[Any], structure: Any, outputs: list[Any], began: Running) -> None:
-            draws = began.random is not None and began.random.has_moved()
-            state = began.state if began.state is not None and began.state.has_changed() else None
-            is_repeated = isinstance(layer, GenericLayer) and tuple(samples) == self.samples[0]
-            values = (_detached(inputs), _detached(outputs)) if is_repeated else None
-            x, y = summaries(inputs, shapes_only), summaries(outputs, shapes_only)
-            observations.append(Observation(layer, x, y, structure, began.random, draws, state, values))
-
-        self.hooks.batch, self.hooks.is_probing = len(samples), True
-        self.hooks.observe = add if observe else None
-        try:
-            yield observations
-        finally:
-            self.hooks.batch, self.hooks.is_probing, self.hooks.observe = self.batch, False, None
-
 
 def _fits(where: Arrangement, x: TensorSummary, y: TensorSummary, others: list[TensorSummary]) -> bool:
-    """Whether the samples are ``where`` in all tensors, and differ between ``x`` and ``y`` where these do."""
-    rows = where.rows(x.meta, _SIZE)
+    """Whether the samples are `where` in all tensors, and differ between `x` and `y` where these do."""
+    rows = where.rows(x.meta, SIZE)
     if rows is None or x.meta.shape != y.meta.shape:
         return False
-    shape = where.by_sample(x.meta, _SIZE).shape[1:]
+    shape = where.by_sample(x.meta, SIZE).shape[1:]
     for other, size in zip(others, _OTHER_SIZES, strict=True):
         if where.rows(other.meta, size) != rows or where.by_sample(other.meta, size).shape[1:] != shape:
             return False
-    a, b = where.by_sample(x.sums, _SIZE), where.by_sample(y.sums, _SIZE)
-    return all(close(b[n], a[n]) for n in range(_SIZE) if n != _CHANGED)
+    a, b = where.by_sample(x.sums, SIZE), where.by_sample(y.sums, SIZE)
+    return all(close(b[n], a[n]) for n in range(SIZE) if n != _CHANGED)
 
 
 def _is_integral(x: torch.Tensor) -> bool:
@@ -427,15 +342,3 @@ def _same(actual: list[Any], expected: list[Any]) -> bool:
     return all(
         isinstance(a, TensorSummary) and a.meta.shape == e.meta.shape and close(a.sums, e.sums) for a, e in tensors
     )
-
-
-def _detached(leaves: list[Any]) -> list[Any]:
-    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-
-def _drop(tensor: torch.Tensor) -> None:
-    """Packs a tensor for a backward that never comes."""
-
-
-def _refuse(packed: None) -> torch.Tensor:
-    raise RuntimeError("a probe's forward has no saved tensors")

@@ -10,8 +10,7 @@ autograd finds for the weighted outputs.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -20,17 +19,18 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from opacus_memprof.clipping.arrangement import Arrangement
+from opacus_memprof.clipping.forwards.arrangement import Arrangement
+from opacus_memprof.clipping.forwards.module_state import restoring_state
+from opacus_memprof.clipping.forwards.random_state import RandomState
 from opacus_memprof.clipping.kernels.native import graph_patterns
-from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers import Layer
-from opacus_memprof.clipping.module_state import restoring_state
+from opacus_memprof.clipping.proof.autograd_sums import autograd_gradients, wrong_sums
 from opacus_memprof.clipping.proof.outputs import cotangents, tensors_in
 from opacus_memprof.clipping.proof.perturbation import GENTLE, LARGE, SMALL, VARIANTS, has_samples, perturbed
-from opacus_memprof.clipping.proof.recorder import ManyRecorder, Record, RowRecorder, Sum, SumRecorder
+from opacus_memprof.clipping.proof.recorder import ManyRecorder, Record, RowRecorder, SumRecorder
 from opacus_memprof.clipping.proof.summary import Rows, halves, relative_differences
-from opacus_memprof.clipping.repetition import RandomState
+from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
 _FEW = 16
@@ -141,7 +141,7 @@ class Prover:
         return [] if bases[True].draws else self._smaller(leaves, structure, bases[len(bases) == 1])
 
     def is_mixing(self, digit: int) -> bool:
-        """Returns whether ``mixing`` would find something, as far as three runs can show it: the batch, and for 0 and 1
+        """Returns whether `mixing` would find something, as far as three runs can show it: the batch, and for 0 and 1
         the samples whose index has this binary digit, among others.
 
         Args:
@@ -164,7 +164,7 @@ class Prover:
         return False
 
     def _smaller(self, leaves: list[Any], structure: Any, base: _Run) -> list[Doubt]:
-        """As ``mixing``, of the first samples without the others: what a sample gets may depend on their number, too.
+        """As `mixing`, of the first samples without the others: what a sample gets may depend on their number, too.
         Random numbers would be others in a smaller batch."""
         count = self.program.batch // 2
         if count < 1:
@@ -349,101 +349,6 @@ class _Run:
         is_kept = not (self.has_shared and self.with_shared)
         recorder.records = [each.first(count, is_kept) for each in self.recorder.records]
         return replace(self, outputs=[rows.first(count) for rows in self.outputs], recorder=recorder)
-
-
-def autograd_gradients(
-    outputs: list[torch.Tensor], given: list[torch.Tensor], parameters: list[nn.Parameter]
-) -> dict[nn.Parameter, torch.Tensor | None]:
-    """The gradients of parameters, by plain autograd; None for those that the outputs do not depend on.
-
-    ``backward`` rather than ``grad``: reentrant checkpoints know no other. The parameters' own gradients stay as they
-    were.
-    """
-    before = [p.grad for p in parameters]
-    try:
-        for p in parameters:
-            p.grad = None
-        torch.autograd.backward(outputs, given)
-        return {p: None if p.grad is None else _real(p.grad) for p in parameters}
-    finally:
-        for p, grad in zip(parameters, before, strict=True):
-            p.grad = grad
-
-
-def _real(x: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as two real ones, as the layers have them."""
-    return torch.view_as_real(x) if x.is_complex() else x
-
-
-Gradients = Mapping[nn.Parameter, "torch.Tensor | None"]
-_OTHER_SCALE = 1.1
-
-
-def wrong_sums(
-    found: Iterable[tuple[nn.Parameter, Sum]], autograd: Callable[[float], Gradients]
-) -> tuple[dict[nn.Parameter, float], bool]:
-    """The parameters whose sums are not autograd's, beyond rounding.
-
-    Args:
-        found: what the layers have found, once for each parameter. It is gone through after ``autograd``.
-        autograd: what autograd finds for outputs' gradients that are multiplied by a number.
-
-    Returns:
-        The errors by parameter, relative to the gradient's norm, and whether all numbers are finite: others prove
-        nothing.
-    """
-    expected = autograd(1.0)
-    owned = [(p, own.dtype, _distance(own.total, expected.get(p))) for p, own in found]
-    measured = {p: _norm(g) for p, g in expected.items() if g is not None}
-    norms = dict(zip(measured, _numbers(measured.values()), strict=True))
-    of_all = math.hypot(*norms.values())
-    wrong: dict[nn.Parameter, float] = {}
-    is_finite = math.isfinite(of_all)
-    for (parameter, dtype, _), error in zip(owned, _numbers(each for *_, each in owned), strict=True):
-        norm = norms.get(parameter, 0.0)
-        if not math.isfinite(error) or not math.isfinite(norm):
-            is_finite = False
-        elif error > precision(dtype, parameter) * norm + 6.4 * torch.finfo(dtype).eps * of_all:
-            wrong[parameter] = error
-    if wrong and is_finite:
-        # Gradients may cancel to less than their rounding, which other numbers round in another way.
-        again = autograd(_OTHER_SCALE)
-        for parameter, error in list(wrong.items()):
-            gradient, first = again.get(parameter), expected.get(parameter)
-            rounding = 0.0 if gradient is None else float(_distance(gradient / _OTHER_SCALE, first))
-            if error <= 8 * rounding:
-                del wrong[parameter]
-    return {p: error / max(norms.get(p, 0.0), 1e-30) for p, error in wrong.items()}, is_finite
-
-
-def _distance(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-    return _norm(a if b is None else a - b.view_as(a).to(a.dtype))
-
-
-def _norm(x: torch.Tensor) -> torch.Tensor:
-    """The norm, in double precision, a scalar."""
-    dtype = torch.complex128 if x.is_complex() else torch.float64
-    norm: torch.Tensor = torch.linalg.vector_norm(x.detach(), dtype=dtype)
-    return norm
-
-
-def _numbers(scalars: Iterable[torch.Tensor]) -> list[float]:
-    """The values of scalars, which may be on several devices. The host waits once for each device."""
-    scalars = list(scalars)
-    found = [0.0] * len(scalars)
-    for device in dict.fromkeys(each.device for each in scalars):
-        places = [i for i, each in enumerate(scalars) if each.device == device]
-        for i, value in zip(places, torch.stack([scalars[i].real for i in places]).tolist(), strict=True):
-            found[i] = value
-    return found
-
-
-def precision(dtype: torch.dtype, parameter: torch.Tensor) -> float:
-    """By how much, relative to its norm, the sum of a parameter's gradients may differ from autograd's, which rounds in
-    another order."""
-    if parameter.is_cuda and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return 1e-2
-    return {torch.float64: 1e-7, torch.complex128: 1e-7, torch.bfloat16: 2e-2, torch.float16: 5e-3}.get(dtype, 1e-3)
 
 
 _TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.bfloat16: 2e-2, torch.float16: 2e-3}

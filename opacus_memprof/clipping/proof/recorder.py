@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from opacus_memprof.clipping.kernels.workspace import Workspace
+from opacus_memprof.clipping.agreement import KeptRefusal
+from opacus_memprof.clipping.forwards.repetition import Call
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.proof.summary import ManyRows, Rows
-from opacus_memprof.clipping.refusals import KeptRefusal
-from opacus_memprof.clipping.repetition import Call
+from opacus_memprof.clipping.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class RowRecorder:
         self.records: list[Record] = []
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
-        """As ``Bookkeeping.add``."""
+        """As `Bookkeeping.add`."""
         found: dict[str, list[Rows]] = {"input": [], "gradient": [], "own": []}
         for kind, tensor in _recorded(layer, x, g, self.workspace):
             found[kind].append(Rows.of(tensor))
@@ -111,7 +111,7 @@ class ManyRecorder:
         self.rows.add(x)
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
-        """As ``Bookkeeping.add``."""
+        """As `Bookkeeping.add`."""
         for kind, tensor in _recorded(layer, x, g, self.workspace):
             self.note(layer, kind, tensor)
 
@@ -148,7 +148,7 @@ class SumRecorder:
     refusal = KeptRefusal()
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
-        """As ``Bookkeeping.add``."""
+        """As `Bookkeeping.add`."""
         dtype = g[0].dtype if isinstance(layer, GenericLayer) else g.dtype
         for parameter, total in layer.sums_of_backward(x, g, self.weights, None, self.workspace).items():
             known = self.sums.get(parameter)

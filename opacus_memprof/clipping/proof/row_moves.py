@@ -6,8 +6,6 @@ In such a module a row may belong to another sample than its place says, in a la
 module is repeated as a whole, one sample at a time where nothing else works.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -167,7 +165,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def _has_rows(self, x: Any, dim: int = 0) -> bool:
-        """Whether dimension ``dim`` of a tensor is its first, and has rows of the samples."""
+        """Whether dimension `dim` of a tensor is its first, and has rows of the samples."""
         if not isinstance(x, torch.Tensor) or not x.dim() or dim % x.dim() != 0:
             return False
         return x.dim() > 1 and x.shape[0] % _SAMPLES == 0

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which steps are checked."""
 
-from __future__ import annotations
-
 from opacus_memprof.clipping.arguments import Check
 
 _LAST_POWER = 1024

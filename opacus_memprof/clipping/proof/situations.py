@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which situations of a model are proved, and the proof of new ones."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,22 +14,22 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.arguments import Check
-from opacus_memprof.clipping.arrangement import Arrangement
-from opacus_memprof.clipping.kernels.workspace import Workspace
+from opacus_memprof.clipping.forwards.arrangement import Arrangement
+from opacus_memprof.clipping.forwards.module_state import restoring_state
+from opacus_memprof.clipping.forwards.random_state import RandomState
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, plain_layers
 from opacus_memprof.clipping.layers import Layer
-from opacus_memprof.clipping.module_state import restoring_state
+from opacus_memprof.clipping.layers.registry import LayerRegistry
 from opacus_memprof.clipping.proof.certificate import SituationRecord
-from opacus_memprof.clipping.proof.contexts import without_compiled_autograd, without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.model_state import Arguments
 from opacus_memprof.clipping.proof.perturbation import has_samples
 from opacus_memprof.clipping.proof.probe import CannotRunError, Probe
+from opacus_memprof.clipping.proof.program_context import without_compiled_autograd, without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.prover import Doubt, Program, Prover
 from opacus_memprof.clipping.proof.row_moves import modules_that_move_rows
 from opacus_memprof.clipping.proof.schedule import has_sums_checked
 from opacus_memprof.clipping.proof.summary import release
-from opacus_memprof.clipping.repetition import RandomState
-from opacus_memprof.clipping.units import Units
+from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
 _LEAST = 4
@@ -60,8 +58,8 @@ class Situation:
         layouts: where the layers have the samples.
         plain: the PlainLayers, by module.
         wheres: where the output's tensors have the samples; None for what all samples share.
-        traces: the orders of layer calls that are proved; see ``order_of``.
-        patterns: of the autograd graphs of the outputs of forwards that are proved; see ``graph_patterns``.
+        traces: the orders of layer calls that are proved; see `order_of`.
+        patterns: of the autograd graphs of the outputs of forwards that are proved; see `graph_patterns`.
         forwards: the number of forwards so far.
         share: the part of the batch that the proof went through: less than 1 where memory did not allow all.
         is_finite: whether all numbers in the proof were finite: otherwise the next forward proves it again.
@@ -94,7 +92,7 @@ class Situations:
 
     def __init__(
         self,
-        units: Units,
+        units: LayerRegistry,
         hooks: LayerHooks,
         workspace: Workspace,
         check: Check,
@@ -147,15 +145,15 @@ class Situations:
     def recheck(
         self, key: Any, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], random: RandomState
     ) -> Situation:
-        """Checks a situation again: as a whole if ``check`` is "always", and else a part of the batch, with few runs.
+        """Checks a situation again: as a whole if `check` is "always", and else a part of the batch, with few runs.
         What has changed is proved anew.
 
         Args:
             key: of the situation.
-            entry, args, kwargs, random: see ``prove``.
+            entry, args, kwargs, random: see `prove`.
 
         Raises:
-            MemprofError, CannotRunError: see ``prove``.
+            MemprofError, CannotRunError: see `prove`.
         """
         situation, batch = self.known[key], self.hooks.batch
         count = batch if self.check == "always" else min(batch, max(2, batch // _SHARE))

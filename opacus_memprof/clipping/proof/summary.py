@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from opacus_memprof.clipping.kernels.workspace import slices
+from opacus_memprof.clipping.workspace import slices
 
 _COLUMNS = 1 << 17  # that have random numbers of their own
 _CHUNK_BYTES = 1 << 25
@@ -42,7 +42,7 @@ class Rows:
     @classmethod
     @torch.no_grad()
     def of(cls, x: torch.Tensor) -> Rows:
-        """The summary of ``x``, [B, ...], computed for a few samples at a time."""
+        """The summary of `x`, [B, ...], computed for a few samples at a time."""
         shape, dtype = x.shape, x.dtype
         x = x.detach()
         if x.is_complex():
@@ -61,7 +61,7 @@ class Rows:
         return Rows(self.shape, self.dtype, *(part[:count] for part in parts))
 
     def differences(self, other: Rows) -> torch.Tensor:
-        """The distances of the samples from those of ``other``, relative to their norms, [B]: 0 for the same bits."""
+        """The distances of the samples from those of `other`, relative to their norms, [B]: 0 for the same bits."""
         return relative_differences(self.projections - other.projections, self.norms, self.bits == other.bits)
 
 
@@ -99,7 +99,7 @@ class ManyRows:
         self._parts: list[tuple[torch.Tensor, ...]] = []
 
     def add(self, x: torch.Tensor) -> None:
-        """Adds a tensor. It must not change until it is summarized, which is when ``numbers`` is called or when the
+        """Adds a tensor. It must not change until it is summarized, which is when `numbers` is called or when the
         tensors that wait take too much memory.
 
         Raises:

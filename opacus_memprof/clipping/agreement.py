@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several processes that train one model, each on samples of its own: which models these may be, and what the ranks
+tell each other."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from opacus_memprof.errors import MemprofError
+
+_WRAPPERS = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel)
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether every rank has the whole model, in DDP or in Opacus' wrapper of that purpose."""
+    return isinstance(module, _WRAPPERS)
+
+
+def spans_ranks(module: nn.Module) -> bool:
+    """Whether several ranks train the model together, whole or in parts."""
+    parallel = (*_WRAPPERS, FullyShardedDataParallel, FSDPModule)
+    parts = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    return parts or any(isinstance(each, parallel) for each in module.modules())
+
+
+def inner_model(module: nn.Module) -> nn.Module:
+    """The model inside of DDP or of Opacus' wrapper; any other module itself."""
+    return module.module if isinstance(module, _WRAPPERS) else module
+
+
+def computing_device(parameter: torch.Tensor) -> torch.device:
+    """Where layers compute with a parameter: not where its shards are, under FSDP2's CPUOffloadPolicy."""
+    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type:
+        kind = parameter.device_mesh.device_type
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+    return parameter.device
+
+
+def prepare_replicated(module: nn.Module) -> None:
+    """Has DDP reduce no gradients in backward: flash_clip has none there, and reduces clipped sums in the step.
+
+    Raises:
+        MemprofError: the wrapper has options that flash_clip cannot follow.
+    """
+    if any(isinstance(each, _WRAPPERS) for each in inner_model(module).modules()):
+        raise MemprofError("a part of the model is in DistributedDataParallel by itself; wrap the whole model once.")
+    if not isinstance(module, DistributedDataParallel):
+        return
+    if module.static_graph:
+        raise MemprofError(
+            "DistributedDataParallel with static_graph=True reduces gradients that flash_clip does not have; build it "
+            "without static_graph."
+        )
+    if module.mixed_precision is not None:
+        raise MemprofError(
+            "flash_clip does not know the mixed_precision of DistributedDataParallel; use torch.autocast instead."
+        )
+    if module.process_group.size() != dist.get_world_size():
+        raise MemprofError(
+            "DistributedDataParallel has a process group that is not all ranks, but the expected batch size and the "
+            "noise are those of all ranks; build it without process_group."
+        )
+    let_reducer_run(module, False)
+
+
+def let_reducer_run(module: nn.Module, enabled: bool) -> None:
+    """Whether DDP reduces gradients in backward, as with and without `no_sync`. Other modules are left alone."""
+    if isinstance(module, DistributedDataParallel):
+        module.require_backward_grad_sync = module.require_forward_param_sync = enabled
+
+
+class Agreement:
+    """What the ranks tell each other. Every method is a collective: all ranks call it, in the same order.
+
+    Args:
+        device: where the backend has its tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        # So that the host waits for the other ranks, and not for what this rank's device has still to do.
+        self._on_own_stream: AbstractContextManager[Any] = nullcontext()
+        if device.type == "cuda":
+            self._on_own_stream = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+    def check_same(self, what: dict[str, Any]) -> None:
+        """Raises MemprofError on all ranks, with the first difference, unless `what` is equal on all of them."""
+        found: list[dict[str, Any] | None] = [None] * self.world_size
+        dist.all_gather_object(found, what)
+        first = found[0]
+        for rank, other in enumerate(found):
+            if first is None or other is None:  # ranks that are only played, one without the others
+                continue
+            for key in [*first, *(other.keys() - first.keys())]:
+                if first.get(key) != other.get(key):
+                    raise MemprofError(
+                        f"the ranks train different models: {key} is {first.get(key, 'missing')} on rank 0 and "
+                        f"{other.get(key, 'missing')} on rank {rank}."
+                    )
+
+    def add(self, numbers: Sequence[float]) -> list[float]:
+        """Returns the sum of each number over all ranks."""
+        with self._on_own_stream:
+            total = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+            dist.all_reduce(total)
+            added: list[float] = total.tolist()
+        return added
+
+    def settle(self, error: MemprofError | None, numbers: Sequence[int] = ()) -> list[tuple[int, int]]:
+        """Ends what the ranks did each by itself: if it failed on one of them, it fails on all, and none waits for
+        others in vain.
+
+        Args:
+            error: what was raised on this rank.
+            numbers: as many on every rank.
+
+        Returns:
+            The lowest and the highest of each number on all ranks.
+
+        Raises:
+            MemprofError: `error`, or that another rank had one.
+        """
+        own = [0 if error is None else self.rank + 1, *numbers, *(-number for number in numbers)]
+        with self._on_own_stream:
+            reduced = torch.tensor(own, dtype=torch.int64, device=self.device)
+            dist.all_reduce(reduced, dist.ReduceOp.MAX)
+            if error is not None:
+                raise error
+            failed, *found = reduced.tolist()
+        if failed:
+            raise MemprofError(f"rank {failed - 1} could not take this step, and says why; the other ranks stop too.")
+        return [(-low, high) for high, low in zip(found[: len(numbers)], found[len(numbers) :], strict=True)]
+
+
+class KeptRefusal:
+    """The first error since the last step, where several ranks train one model.
+
+    A rank that raised it at once would leave the others waiting for its gradients. Its program goes on instead, without
+    gradients, and the step raises on every rank.
+
+    Attributes:
+        is_deferred: whether errors are raised in the step; otherwise at once.
+        error: the error that the next step raises.
+    """
+
+    def __init__(self) -> None:
+        self.is_deferred = False
+        self.error: MemprofError | None = None
+
+    def add(self, error: MemprofError) -> None:
+        """Keeps an error for the step.
+
+        Raises:
+            MemprofError: the error, if errors do not wait.
+        """
+        if not self.is_deferred:
+            raise error
+        self.error = self.error or error
+
+    def pop(self) -> None:
+        """Raises MemprofError if an error waits, and forgets it."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error

@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bookkeeping: what the backward passes since the last step have kept, and the clip factors that follow from it.
+
+Book-keeping as in Bu et al. 2023 (arXiv 2210.00038): norms are complete only when backward has reached the first
+layer, so each layer keeps what its clipped sum needs, and the sums are formed afterwards.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from opacus_memprof.clipping.agreement import KeptRefusal
+from opacus_memprof.clipping.arguments import Nonfinite
+from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass, Factors
+from opacus_memprof.clipping.bookkeeping.norm_checks import Limit, NormCheck, limit_of_batch
+from opacus_memprof.clipping.layers import KeptTensors, Layer
+from opacus_memprof.clipping.layers.small_layers import Splits, pop_small_products, pop_small_sums
+from opacus_memprof.clipping.rules import ClipRule
+from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
+from opacus_memprof.errors import MemprofError
+
+
+class Bookkeeping:
+    """What each layer's backward keeps until the optimizer's step. The module adds to it, the optimizer empties it.
+
+    Attributes:
+        rule: how gradients are clipped.
+        places: each parameter's place in the optimizer.
+        norms: per-sample gradient norms of the last clipped batch, [B]. Not private.
+        mode: what the next backward does: "keep" what clipped sums need; "norms" only, as the first of two passes; or
+            form the "sums", as the second.
+        passes_in_last_step: number of backward passes that the last `pop_clipped_sums` has summed up.
+        samples_in_last_step: number of samples in these passes.
+        unclipped_in_last_step: number of these whose gradients were not clipped, a scalar. Not private.
+        beside_layers: names of trained parameters that autograd has given a gradient, beside the layers.
+        limit: what the norms of the clipped sums are at most, of all passes since the sums began.
+        nonfinite: what happens to samples whose gradient norm is not finite: "refuse" refuses the step, and "drop" has
+            them add nothing to it.
+        dropped: the indices of the samples that were dropped since the sums began, in all physical batches of a step
+            one after the other. Not private.
+        dropped_in_all: the number of samples that were dropped in all steps. Not private.
+        refusal: the error that waits for a step, where several ranks train the model.
+        is_captured: whether a CUDA graph of the pass is captured, whose norms are checked when it has been replayed.
+    """
+
+    def __init__(
+        self, rule: ClipRule, loss_reduction: str, workspace: Workspace, nonfinite: Nonfinite = "refuse"
+    ) -> None:
+        self.rule = rule
+        self.loss_reduction = loss_reduction
+        self.workspace = workspace
+        self.places: dict[nn.Parameter, int] = {}
+        self.accumulation_allowed = True
+        self.norms: torch.Tensor | None = None
+        self.passes_in_last_step = 1
+        self.samples_in_last_step = 0
+        self.unclipped_in_last_step: torch.Tensor | int = 0
+        self.mode: Literal["keep", "norms", "sums"] = "keep"
+        self.beside_layers: list[str] = []
+        self.limit = Limit()
+        self.nonfinite = nonfinite
+        self.dropped: list[int] = []
+        self.dropped_in_all = 0
+        self.is_captured = False
+        self.refusal = KeptRefusal()
+        self._factors_of_sums: torch.Tensor | None = None
+        self._passes: list[BackwardPass] = []
+        self._tasks: dict[int, set[int]] = {}  # autograd's numbers of the backwards of each forward
+        self._norm_checks: list[NormCheck] = []
+        self._found_shared = False
+        self._unclipped: torch.Tensor | int = 0
+
+    def clear(self) -> None:
+        """Drops everything that is kept."""
+        self._passes.clear()
+        self._tasks.clear()
+        self.beside_layers.clear()
+        self._norm_checks.clear()
+        self._unclipped = 0
+
+    def kept_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """All tensors that are kept: (the profiler's category, name of the layer, tensor)."""
+        for each in self._passes:
+            for layer, kept in each.kept.items():
+                yield from ((category, layer.name, tensor) for category, tensor in kept.tensors())
+            for shared in each.shared.values():
+                yield from ((category, shared.name, tensor) for category, tensor in shared.tensors())
+
+    def kept_tensors_of(self, layer: Layer) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that the newest pass keeps for a layer: (the profiler's category, tensor)."""
+        newest = self._passes[-1]
+        if layer in newest.kept:
+            yield from newest.kept[layer].tensors()
+        for parameter in layer.trainable():
+            if parameter in newest.shared:
+                yield from newest.shared[parameter].tensors()
+            if parameter in newest.sums:
+                yield "summed_gradients", newest.sums[parameter]
+
+    def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
+        """Adds one layer's backward.
+
+        Args:
+            layer: the layer.
+            x: its input, [B, ...]; None where it is not needed. For a GenericLayer the Call.
+            g: the gradient of its output, [B, ...]. For a GenericLayer those of the outputs that the call lists.
+            forward: the number of the forward in which the layer ran.
+
+        Raises:
+            MemprofError: the layer saw another batch size than the layers before.
+            ValueError: a second backward without a step, where gradients must not accumulate (as Opacus does).
+        """
+        size = layer.batch_size(x, g)
+        current = self._pass_of(forward, size)
+        if size != current.batch_size:
+            raise MemprofError(
+                f"{layer.describe()} saw a batch of {size}, but other layers saw {current.batch_size}. Give "
+                "every forward of the model before a backward the same samples."
+            )
+        if layer.is_shared and self.mode != "keep" and isinstance(g, torch.Tensor):
+            # The norms are those of a sum of several uses, and the clipped sums are formed of each by itself: they
+            # differ by what is rounded between.
+            g = g.to(accumulation_dtype(g.dtype))
+        if self.mode == "sums":
+            assert self._factors_of_sums is not None
+            first = current.first_of(layer)
+            sums = layer.sums_of_backward(x, g, self._factors_of_sums, current.samples, self.workspace, first)
+            for parameter, total in sums.items():
+                current.sums[parameter] = current.sums[parameter] + total if parameter in current.sums else total
+        elif layer.is_shared:
+            current.add_shared(layer, layer.keep(x, g, self.workspace, norms=False), self.workspace)
+        elif layer in current.kept:
+            self._share(current, layer, x, g)
+        elif self.mode == "norms":
+            current.kept[layer] = layer.keep_norms(x, g, self.workspace)
+        else:
+            current.kept[layer] = layer.keep(x, g, self.workspace)
+
+    def _share(self, current: BackwardPass, layer: Layer, x: Any, g: Any) -> None:
+        """Adds a second use of a layer that was not known to be used more than once."""
+        layer.is_shared = True
+        if self.mode == "norms":
+            self._found_shared = True  # what the first use would have kept is gone: the pass is repeated
+        else:
+            current.add_shared(layer, current.kept.pop(layer), self.workspace)
+            current.add_shared(layer, layer.keep(x, g, self.workspace, norms=False), self.workspace)
+
+    def begin_backward(self, forward: int) -> None:
+        """Called when a backward reaches the outputs of a forward, before any layer adds anything."""
+        task = torch._C._current_graph_task_id()
+        self._tasks.setdefault(forward, set()).add(task)
+        for each in self._passes:
+            if forward in each.forwards:
+                each.tasks.add(task)
+
+    def _pass_of(self, forward: int, batch_size: int) -> BackwardPass:
+        """Returns the pass of a forward. Forwards that one call of `backward` goes through have the same samples and
+        belong to one pass; those of different calls have different samples."""
+        for each in reversed(self._passes):
+            if forward in each.forwards:
+                return each
+        # A checkpoint runs backward inside of backward, by another number than that which has reached the outputs.
+        tasks = self._tasks.get(forward) or {torch._C._current_graph_task_id()}
+        for each in reversed(self._passes):
+            if each.tasks & tasks:
+                each.forwards.add(forward)
+                each.tasks |= tasks
+                return each
+        return self._begin_pass(BackwardPass(batch_size, forwards={forward}, tasks=set(tasks)))
+
+    def _begin_pass(self, new: BackwardPass) -> BackwardPass:
+        if self._passes and not self.accumulation_allowed:
+            raise ValueError(
+                "Poisson sampling is not compatible with grad accumulation. You need to call optimizer.step() "
+                "after every forward/backward pass or consider using BatchMemoryManager"
+            )
+        self._passes.append(new)
+        return new
+
+    def begin_two_passes(self) -> None:
+        """Called before the first of two backwards.
+
+        Raises:
+            MemprofError: another forward's backward has begun since the last forward.
+        """
+        if any(torch._C._current_graph_task_id() in each.tasks for each in self._passes):
+            raise MemprofError(
+                "several forwards for one backward need flash_clip_passes=1: two passes find the norms of each forward "
+                "by itself."
+            )
+
+    def must_repeat_norms(self) -> bool:
+        """Whether the backward for the norms has to run again, because it found a layer that is used more than once.
+        Its norms are dropped then."""
+        repeats, self._found_shared = self._found_shared, False
+        if repeats:
+            self._passes.pop()
+        return repeats
+
+    def begin_sums(self) -> None:
+        """Finds the clip factors of the newest pass, whose sums a second backward is about to form. The layers apply
+        them to the same gradients whose norms they have found: scaling the outputs' gradients instead would round all
+        gradients anew, and needs outputs whose first dimension is the samples."""
+        newest = self._passes[-1]
+        newest.clipped = True
+        factors = self._factors(newest)
+        newest.release_shared()
+        assert isinstance(factors, torch.Tensor)
+        self._factors_of_sums = newest.factors = factors
+        self.mode = "sums"
+
+    def end_two_passes(self) -> None:
+        """Called after the second of two backwards, or a failure."""
+        self._factors_of_sums = None
+        self.mode = "keep"
+
+    def _factors(self, each: BackwardPass) -> Factors:
+        """The clip factors of a pass, [B], of all parameters or by parameter: as in Opacus and, for a mean loss, times
+        the batch size, since the gradients are those of loss / B."""
+        parameters, squares, owners = each.squared_norms(self.workspace)
+        device, dtype = squares[0].device, squares[0].dtype
+        same = all(s.dtype == dtype and s.device == device for s in squares)
+        by_parameter = torch.stack(squares if same else [s.to(device, dtype) for s in squares])
+        scale = each.batch_size if self.loss_reduction == "mean" else 1
+        self.norms = by_parameter.sum(0).sqrt_().mul_(scale)
+        each.limit = limit_of_batch(each.batch_size, self.rule)
+        if self.nonfinite == "drop":
+            self._drop(each, self.norms)
+        else:
+            self._norm_checks.append(NormCheck(self.norms, by_parameter, owners))
+            if not self.is_captured:
+                self._norm_checks[-1].begin()
+        if self.rule.by_parameter:
+            norms = by_parameter.sqrt().mul_(scale)
+            return {p: self.rule.factors_of(self.places[p], norms[i]).mul_(scale) for i, p in enumerate(parameters)}
+        factors = self.rule.factors(self.norms)
+        if self.rule.clipping == "adaptive":
+            self._unclipped = self._unclipped + (factors >= 1).sum()
+        return factors.mul_(scale)
+
+    def _drop(self, each: BackwardPass, norms: torch.Tensor) -> None:
+        """Drops the samples of a pass whose norms are not finite. A factor of 0 would not do: 0 times infinity is NaN.
+        The host waits for the norms."""
+        finite = norms.isfinite()
+        each.dropped = (~finite).nonzero().flatten().tolist()
+        if each.dropped:
+            each.samples = finite.nonzero().flatten()
+
+    def take_norm_check(self) -> NormCheck:
+        """Removes the newest check of norms, and returns it."""
+        return self._norm_checks.pop()
+
+    def add_clipped(self, batch_size: int, sums: Mapping[nn.Parameter, torch.Tensor], check: NormCheck) -> None:
+        """Adds a pass whose clipped sums a CUDA graph has formed.
+
+        Args:
+            batch_size: of the physical batch.
+            sums: by parameter.
+            check: of its norms, which has begun.
+
+        Raises:
+            ValueError: as `add`.
+        """
+        limit = limit_of_batch(batch_size, self.rule)
+        self._begin_pass(BackwardPass(batch_size, sums=dict(sums), clipped=True, limit=limit))
+        self.norms = check.norms
+        self._norm_checks.append(check)
+
+    def begin_step(self) -> None:
+        """Called when the sums of the last step are not needed any more: those of the next one begin."""
+        self.limit = Limit()
+
+    def copy_sums(self, given: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Puts a copy in the place of each of these clipped sums that a pass since the last step holds."""
+        for each in self._passes:
+            for parameter, total in each.sums.items():
+                if total is given.get(parameter):
+                    each.sums[parameter] = total.clone()
+
+    def check_norms(self) -> None:
+        """Waits until the norms behind all clip factors are known. Raises MemprofError unless they are finite."""
+        checks, self._norm_checks = self._norm_checks, []
+        for check in checks:
+            check.raise_unless_finite()
+
+    def check_complete(self, parameters: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
+        """Checks that every pass has a gradient for each parameter.
+
+        Args:
+            parameters: what the optimizer holds.
+            names: theirs.
+
+        Raises:
+            MemprofError: a parameter has no gradient, or there was no backward pass.
+        """
+        if not self._passes:
+            raise MemprofError(
+                "optimizer.step() was called without a backward pass since the last step or zero_grad()."
+            )
+        if self.beside_layers:
+            raise MemprofError(
+                f"the gradient of {self.beside_layers[0]} comes from outside of the layers that use it, so that it "
+                "cannot be "
+                "clipped: from a term of the loss that depends on the parameter itself, or from a part of the model "
+                "that was "
+                "not followed. Use weight_decay of the optimizer for a penalty, and call the model itself."
+            )
+        for each in self._passes:
+            present = each.parameter_ids()
+            missing = [names[parameter] for parameter in parameters if id(parameter) not in present]
+            if missing:
+                raise MemprofError(
+                    f"no gradient reached {', '.join(missing)}: not used in the forward, or in eval mode. Freeze what "
+                    "is not trained with requires_grad_(False)."
+                )
+
+    def backward_passes(self) -> Iterator[BackwardPass]:
+        """The backward passes since the last step."""
+        yield from self._passes
+
+    @property
+    def passes(self) -> int:
+        """The number of backward passes since the last step."""
+        return len(self._passes)
+
+    def sort(self) -> None:
+        """Has `pop_clipped_sums` go through the layers in the order of the optimizer's parameters, but for those that
+        are used more than once, which come first."""
+
+        def last_first(item: tuple[Layer, KeptTensors]) -> int:
+            return -min(self.places[parameter] for parameter in item[1].norms)
+
+        for each in self._passes:
+            each.kept = dict(sorted(each.kept.items(), key=last_first))
+
+    def in_order(
+        self, sums: Iterator[tuple[nn.Parameter, torch.Tensor]]
+    ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yields the sums of each pass in the order of the optimizer's parameters, which does not depend on what a
+        layer has kept. Call `sort` before, so that few of them wait for others."""
+        ready: dict[int, torch.Tensor] = {}
+        parameters, place = list(self.places), 0
+        for parameter, total in sums:
+            ready[self.places[parameter]] = total
+            del total
+            while place in ready:
+                yield parameters[place], ready.pop(place)
+                place = (place + 1) % len(parameters)
+
+    def pop_clipped_sums(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Removes what is kept, and yields each parameter with its clipped sum, once for every pass. Call
+        `check_norms` before the sums are used."""
+        factors = [None if each.clipped else self._factors(each) for each in self._passes]
+        self.unclipped_in_last_step, self._unclipped = self._unclipped, 0
+        passes, self._passes = self._passes, []
+        self._tasks.clear()
+        self.passes_in_last_step = len(passes)
+        self.samples_in_last_step = sum(each.batch_size for each in passes)
+        if not self.limit.samples:
+            self.dropped = []
+        for each in passes:
+            self.dropped += [self.limit.samples + i for i in each.dropped]
+            self.dropped_in_all += len(each.dropped)
+            self.limit.add(each.limit)
+        for each, own in zip(passes, factors, strict=True):
+            while each.sums:
+                parameter, total = each.sums.popitem()
+                yield parameter, total.to(sum_dtype(parameter.dtype))
+            if own is None:
+                continue
+            own = each.select(own)
+            while each.shared:
+                parameter, shared = each.shared.popitem()
+                of_parameter = own[parameter] if isinstance(own, dict) else own
+                yield parameter, shared.clipped_sum(of_parameter, self.workspace)
+            if not isinstance(own, dict):
+                yield from pop_small_sums(each.kept, own)
+                # A model may have hundreds of small layers, of which nothing is left now.
+                each.kept = {layer: kept for layer, kept in each.kept.items() if kept.stacks or kept.pair is not None}
+            splits = None if isinstance(own, dict) else Splits(each.kept, own)
+            while each.kept:
+                if splits is not None and (sums := pop_small_products(each.kept, splits, self.workspace)):
+                    yield from sums
+                    continue
+                layer, kept = each.kept.popitem()
+                if isinstance(own, dict):
+                    for parameter, part in kept.split():
+                        yield from layer.clipped_sums(part, own[parameter], self.workspace)
+                else:
+                    norms = next(iter(kept.norms.values()))
+                    assert norms is not None
+                    split = None if splits is None or kept.lost is None else splits.of(layer)
+                    yield from layer.clipped_sums(kept, own.to(norms), self.workspace, split)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation checkpoints inside of a module whose forward is repeated for the gradients of its parameters.
+
+While it runs, the parameters do not require grad, and a checkpoint has to run its function in the same way again. When
+the forward is repeated, checkpoints call their function directly: a reentrant one gives parameters that its function
+reaches by itself no gradient, and others cannot run under `torch.func`.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+_lock = threading.Lock()
+_users = 0
+_originals: dict[str, Any] = {}
+
+
+class _Thread(threading.local):
+    """What checkpoints do in this thread."""
+
+    def __init__(self) -> None:
+        self.plain = 0
+        self.frozen: list[Sequence[torch.Tensor]] = []
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Inside, this thread's checkpoints call their function directly."""
+    _begin()
+    _thread.plain += 1
+    try:
+        yield
+    finally:
+        _thread.plain -= 1
+        _end()
+
+
+def freeze_in_checkpoints(parameters: Sequence[torch.Tensor]) -> None:
+    """What this thread checkpoints, until `end_freezing_in_checkpoints`, runs again with these parameters frozen."""
+    _begin()
+    _thread.frozen.append(parameters)
+
+
+def end_freezing_in_checkpoints() -> None:
+    """Ends the last `freeze_in_checkpoints`."""
+    _thread.frozen.pop()
+    _end()
+
+
+def _followed(function: Any) -> Any:
+    """The function of a checkpoint, which runs with frozen parameters when it runs again."""
+    parameters = [p for frozen in _thread.frozen for p in frozen]
+    if not parameters:
+        return function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        frozen = [p for p in parameters if p.requires_grad]
+        for p in frozen:
+            p.requires_grad = False
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for p in frozen:
+                p.requires_grad = True
+
+    return run
+
+
+def _begin() -> None:
+    global _users
+    checkpoints: Any = torch.utils.checkpoint
+    with _lock:
+        _users += 1
+        if _users > 1:
+            return
+        if hasattr(checkpoints, "_checkpoint_impl"):  # newer torch
+            _replace("_checkpoint_impl", _replaced_checkpoint)
+        else:
+            _replace("CheckpointFunction", _replaced_function)
+            _replace("_checkpoint_without_reentrant_generator", _replaced_generator)
+
+
+def _replace(name: str, make: Callable[[Any], Any]) -> None:
+    _originals[name] = getattr(torch.utils.checkpoint, name)
+    setattr(torch.utils.checkpoint, name, make(_originals[name]))
+
+
+def _end() -> None:
+    global _users
+    with _lock:
+        _users -= 1
+        while _users == 0 and _originals:
+            setattr(torch.utils.checkpoint, *_originals.popitem())
+
+
+def _replaced_checkpoint(original: Any) -> Any:
+    def checkpoint(function: Any, args: Any, kwargs: Any, **options: Any) -> Any:
+        return function(*args, **kwargs) if _thread.plain else original(_followed(function), args, kwargs, **options)
+
+    return checkpoint
+
+
+def _replaced_function(original: Any) -> Any:
+    class CheckpointFunction(original):  # type: ignore[misc]
+        @classmethod
+        def apply(cls, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+            if _thread.plain:
+                return function(*args)
+            return original.apply(_followed(function), preserve_rng_state, *args)
+
+    return CheckpointFunction
+
+
+def _replaced_generator(original: Any) -> Any:
+    def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        if _thread.plain:
+            yield
+        else:
+            yield from original(_followed(function), *args, **kwargs)
+
+    return generator

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repeats a module's forward to find per-sample gradients of its parameters, whatever it computes.
+
+There are three ways, from the fastest to the most general: all samples at once under `torch.func.vmap`; one sample at
+a time; and the whole batch with the same random numbers, followed by one backward for each sample. `matches` says
+whether a way repeats what the module computed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.func import functional_call, vjp, vmap
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from opacus_memprof.clipping.forwards.arrangement import Arrangement, expand_over_batch
+from opacus_memprof.clipping.forwards.checkpoints import without_checkpoints
+from opacus_memprof.clipping.forwards.module_state import ModuleState
+from opacus_memprof.clipping.forwards.random_state import RandomState
+from opacus_memprof.clipping.workspace import slices
+
+Way = Literal["vmap", "loop", "whole"]
+WAYS: tuple[Way, ...] = ("vmap", "loop", "whole")
+Gradients = dict[str, torch.Tensor]
+_PLACE = object()  # of a tensor that autograd has saved
+
+
+class _Thread(threading.local):
+    repeating = False
+
+
+_thread = _Thread()
+
+
+def is_repeating() -> bool:
+    """Whether this thread repeats a forward: hooks do nothing then."""
+    return _thread.repeating
+
+
+@contextmanager
+def repeating() -> Iterator[None]:
+    """Inside, `is_repeating` is true."""
+    before, _thread.repeating = is_repeating(), True
+    try:
+        yield
+    finally:
+        _thread.repeating = before
+
+
+class _WithoutHooks(nn.Module):
+    """A module without its own hooks: what they do with its output comes behind what is repeated."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.forward(*args, **kwargs)
+
+
+@dataclass
+class Call:
+    """One call of a module.
+
+    Attributes:
+        batch: the number of samples.
+        leaves: the arguments, flattened; `structure` puts them together again.
+        arrangements: where the samples are in each of the leaves; None for what all samples share.
+        outputs: where the samples are in the output's leaves, by their index; None for what all samples share.
+        random: what the random number generators began with, if the forward is repeated as a whole.
+        autocast: device type, dtype and whether it was enabled.
+        state: the state that the module began with, if its forward changes that.
+        draws: whether the module draws random numbers in it.
+    """
+
+    batch: int
+    leaves: list[Any]
+    structure: TreeSpec
+    arrangements: list[Arrangement | None]
+    outputs: dict[int, Arrangement | None]
+    random: RandomState | None
+    autocast: tuple[str, torch.dtype, bool]
+    state: ModuleState | None = None
+    draws: bool = False
+
+    def leave_caches_out(self) -> None:
+        """Leaves out caches of keys and values (of transformers): a repeated forward would append to them again."""
+        self.leaves = [None if hasattr(leaf, "get_seq_length") else leaf for leaf in self.leaves]
+
+    def detached_tensors(self) -> list[torch.Tensor]:
+        """The leaves that are tensors, detached. They are dropped here, to be put back with `with_tensors`."""
+        places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+        tensors = [self.leaves[i].detach() for i in places]
+        for i in places:
+            self.leaves[i] = _PLACE
+        return tensors
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Call:
+        """This call with the tensors that `detached_tensors` has returned."""
+        remaining = iter(tensors)
+        return replace(self, leaves=[next(remaining) if leaf is _PLACE else leaf for leaf in self.leaves])
+
+    def run(self, module: nn.Module, parameters: Gradients, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """The output's leaves that are listed in `outputs`."""
+        args, kwargs = tree_unflatten(list(leaves), self.structure)
+        device, dtype, enabled = self.autocast
+        with (
+            self._in_its_state(module),
+            repeating(),
+            without_checkpoints(),
+            torch.autocast(device, dtype, enabled, cache_enabled=False),
+        ):
+            values = {f"module.{name}": value for name, value in parameters.items()}
+            output = functional_call(_WithoutHooks(module), values, args, kwargs)
+        found = tree_flatten(output)[0]
+        return [found[i] for i in self.outputs]
+
+    @contextmanager
+    def _in_its_state(self, module: nn.Module) -> Iterator[None]:
+        """The module has the state that it had before the call, inside."""
+        if self.state is None:
+            yield
+            return
+        now = ModuleState(module)
+        self.state.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+    def by_sample(self) -> list[Any]:
+        """The leaves; those that have samples as [batch, *shape of a batch of one]."""
+        pairs = zip(self.leaves, self.arrangements, strict=True)
+        return [leaf if where is None else where.by_sample(leaf, self.batch) for leaf, where in pairs]
+
+    def sample_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The output's gradients as [batch, *shape of the output for a batch of one]."""
+        wheres = self.outputs.values()
+        return [
+            g if where is None else where.by_sample(g, self.batch) for g, where in zip(gradients, wheres, strict=True)
+        ]
+
+
+class Repetition:
+    """The per-sample gradients of some parameters of a module, from a call and the gradients of its outputs.
+
+    Args:
+        module: the module, whose hooks the caller has switched off.
+        parameters: by their names in the module.
+        way: how the call is repeated.
+    """
+
+    def __init__(self, module: nn.Module, parameters: dict[str, nn.Parameter], way: Way) -> None:
+        self.module, self.way = module, way
+        self.values = {name: parameter.detach() for name, parameter in parameters.items()}
+
+    def chunks(self, call: Call, gradients: Sequence[torch.Tensor], size: int) -> Iterator[tuple[slice, Gradients]]:
+        """Yields per-sample gradients, [n, *shape] by name, of `size` samples at a time.
+
+        Args:
+            call: the call.
+            gradients: of the outputs that the call lists, with the batch where the outputs have it (or first, for
+                outputs that all samples share).
+            size: number of samples.
+        """
+        if call.batch == 0:
+            yield slice(0, 0), {name: value.new_zeros(0, *value.shape) for name, value in self.values.items()}
+        elif self.way == "whole":
+            yield from self._from_whole_batch(call, gradients)
+        else:
+            compute = self._vmapped if self.way == "vmap" else self._looped
+            leaves, by_sample = call.by_sample(), call.sample_gradients(gradients)
+            for n in slices(call.batch, size if self.way == "vmap" else 1):
+                cut = [x if where is None else x[n] for x, where in zip(leaves, call.arrangements, strict=True)]
+                yield n, compute(call, cut, [g[n] for g in by_sample])
+
+    def _vmapped(self, call: Call, leaves: list[Any], gradients: list[torch.Tensor]) -> Gradients:
+        has_samples = [i for i, where in enumerate(call.arrangements) if where is not None]
+
+        def of_one(of_sample: list[torch.Tensor], g: list[torch.Tensor]) -> Gradients:
+            inputs = list(leaves)
+            for i, leaf in zip(has_samples, of_sample, strict=True):
+                inputs[i] = leaf
+            outputs, pull = vjp(  # type: ignore[misc]  # three only with has_aux
+                lambda values: tuple(call.run(self.module, values, inputs)), self.values
+            )
+            result: Gradients = pull(tuple(d.reshape(o.shape) for d, o in zip(g, outputs, strict=True)))[0]
+            return result
+
+        with torch.no_grad():  # torch.func has an autograd of its own
+            found: Gradients = vmap(of_one, randomness="error")([leaves[i] for i in has_samples], gradients)
+        return found
+
+    def _looped(self, call: Call, leaves: list[Any], gradients: list[torch.Tensor]) -> Gradients:
+        inputs = [x if where is None else x[0] for x, where in zip(leaves, call.arrangements, strict=True)]
+        with torch.enable_grad():
+            values = {name: value.requires_grad_() for name, value in self._fresh().items()}
+            outputs = call.run(self.module, values, inputs)
+        return {name: g.unsqueeze(0) for name, g in _gradients(outputs, [g[0] for g in gradients], values).items()}
+
+    def _from_whole_batch(self, call: Call, gradients: Sequence[torch.Tensor]) -> Iterator[tuple[slice, Gradients]]:
+        assert call.random is not None
+        with call.random.restored(), torch.enable_grad():
+            values = {name: value.requires_grad_() for name, value in self._fresh().items()}
+            outputs = call.run(self.module, values, call.leaves)
+        for n in range(call.batch):
+            of_sample = []
+            for output, g, where in zip(outputs, gradients, call.outputs.values(), strict=True):
+                if where is None:
+                    of_sample.append(g[n])
+                else:
+                    masked = torch.zeros(output.shape, dtype=g.dtype, device=g.device)  # contiguous: below is a view
+                    where.by_sample(masked, call.batch)[n] = where.by_sample(g, call.batch)[n]
+                    of_sample.append(masked)
+            found = _gradients(outputs, of_sample, values, retain_graph=n + 1 < call.batch)
+            yield slice(n, n + 1), {name: g.unsqueeze(0) for name, g in found.items()}
+
+    def matches(self, call: Call, outputs: Sequence[torch.Tensor]) -> bool:
+        """Whether repeating the call in this way gives the outputs that the call gave, and gradients."""
+        return self._gives_outputs(call, outputs) and self._gives_gradients(call, outputs)
+
+    def _gives_gradients(self, call: Call, outputs: Sequence[torch.Tensor]) -> bool:
+        zeros = [
+            torch.zeros_like(expand_over_batch(output, call.batch) if where is None else output)
+            for output, where in zip(outputs, call.outputs.values(), strict=True)
+        ]
+        try:
+            next(self.chunks(call, zeros, call.batch))
+        except Exception:  # an operation that vmap knows, but not its gradient
+            return False
+        return True
+
+    def _gives_outputs(self, call: Call, outputs: Sequence[torch.Tensor]) -> bool:
+        try:
+            with torch.no_grad():
+                if self.way == "whole":
+                    assert call.random is not None
+                    with call.random.restored():
+                        found = call.run(self.module, self.values, call.leaves)
+                    return all(map(close, found, outputs))
+                leaves, expected = call.by_sample(), self._expected(call, outputs)
+                if self.way == "vmap":
+                    return all(map(close, self._vmapped_outputs(call, leaves), expected))
+                for n in range(call.batch):
+                    pairs = zip(leaves, call.arrangements, strict=True)
+                    found = call.run(self.module, self.values, [x if where is None else x[n] for x, where in pairs])
+                    if not all(close(f, e[n]) for f, e in zip(found, expected, strict=True)):
+                        return False
+                return True
+        except Exception:  # any exception of the user's module or of vmap: this way does not work
+            return False
+
+    def _expected(self, call: Call, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [
+            output.unsqueeze(0).expand(call.batch, *output.shape) if w is None else w.by_sample(output, call.batch)
+            for output, w in zip(outputs, call.outputs.values(), strict=True)
+        ]
+
+    def _vmapped_outputs(self, call: Call, leaves: list[Any]) -> list[torch.Tensor]:
+        has_samples = [i for i, where in enumerate(call.arrangements) if where is not None]
+
+        def of_one(of_sample: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            inputs = list(leaves)
+            for i, leaf in zip(has_samples, of_sample, strict=True):
+                inputs[i] = leaf
+            return tuple(call.run(self.module, self.values, inputs))
+
+        found: tuple[torch.Tensor, ...] = vmap(of_one, randomness="error")([leaves[i] for i in has_samples])
+        return list(found)
+
+    def _fresh(self) -> Gradients:
+        return {name: value.detach() for name, value in self.values.items()}
+
+
+def _gradients(
+    outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], values: Gradients, retain_graph: bool = False
+) -> Gradients:
+    used = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
+    if not used:
+        return {name: torch.zeros_like(value) for name, value in values.items()}
+    found = torch.autograd.grad(
+        [o for o, _ in used],
+        list(values.values()),
+        [g.reshape(o.shape) for o, g in used],
+        retain_graph=retain_graph,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return dict(zip(values, found, strict=True))
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors agree to the square root of their precision, infinities and NaN included."""
+    if actual.is_complex() and expected.is_complex():
+        actual, expected = torch.view_as_real(actual.resolve_conj()), torch.view_as_real(expected.resolve_conj())
+    if actual.shape != expected.shape or not actual.is_floating_point():
+        return actual.shape == expected.shape and bool((actual == expected).all())
+    if actual.numel() == 0:
+        return True
+    precision = torch.finfo(actual.dtype).eps ** 0.5
+    finite = expected[expected.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 1.0
+    return torch.allclose(actual, expected, rtol=precision, atol=precision * scale, equal_nan=True)

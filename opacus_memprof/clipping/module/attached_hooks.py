@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the hooks of flash_clip are: on the modules that a program may call, on layers and on parameters."""
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
+
+from opacus_memprof.clipping.layers.registry import LayerRegistry
+from opacus_memprof.clipping.proof.program_context import run_hooks, run_pre_hooks
+
+
+class AttachedHooks:
+    """The hooks of flash_clip on a model.
+
+    Every module with trained parameters in it may be called by the program (an entry). Every module of a layer is
+    tapped, and every trained parameter is watched for a gradient of autograd.
+
+    Args:
+        handles: the list to which the handles of all hooks are added.
+        before_entry, before_layer: forward pre-hooks with kwargs.
+        after_entry, after_layer: forward hooks with kwargs, which are also called if the forward raises.
+        note_gradient: called with the name of a parameter that autograd has given a gradient.
+    """
+
+    def __init__(
+        self,
+        handles: list[RemovableHandle],
+        *,
+        before_entry: Callable[..., Any],
+        after_entry: Callable[..., Any],
+        before_layer: Callable[..., Any],
+        after_layer: Callable[..., Any],
+        note_gradient: Callable[[str], None],
+    ) -> None:
+        self.handles, self.note_gradient = handles, note_gradient
+        self._before_entry, self._after_entry = before_entry, after_entry
+        self._before_layer, self._after_layer = before_layer, after_layer
+        self._entries: dict[nn.Module, tuple[int, int]] = {}  # the ids of the hooks
+        self._taps: dict[nn.Module, int] = {}
+        self._watched: dict[int, RemovableHandle] = {}  # by id of the parameter
+
+    def attach(self, registry: LayerRegistry, parameter_names: Mapping[nn.Parameter, str]) -> None:
+        """Adds the hooks that are missing.
+
+        Args:
+            registry: the layers of the model.
+            parameter_names: the names of the trained parameters.
+        """
+        for module in registry.model.modules():
+            if module not in self._entries and any(each in registry.at for each in module.modules()):
+                self._attach_entry(module)
+        for module in registry.at:
+            if module not in self._taps:
+                self._attach_layer(module)
+        if not registry.is_sharded:
+            self._watch(parameter_names)
+
+    def is_tapped(self, module: nn.Module) -> bool:
+        """Returns whether the module has the hooks of a layer."""
+        return module in self._taps
+
+    def remove(self) -> None:
+        """Removes all hooks."""
+        while self.handles:
+            self.handles.pop().remove()
+        self._entries.clear()
+        self._taps.clear()
+        self._watched.clear()
+
+    def keep_taps_first(self) -> None:
+        """Moves taps before the hooks that the program has put before them."""
+        for module, tap in self._taps.items():
+            if _is_tapped_first(module):
+                _hooks_of(module).move_to_end(tap, last=False)
+
+    def run(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the forward of a module between the hooks of layers and of users, as a call does, without its entry
+        hooks."""
+        before, after = self._entries[entry]
+        args, kwargs = run_pre_hooks(entry, before, args, kwargs)
+        args, kwargs = self._before_layer(entry, args, kwargs) or (args, kwargs)
+        output = None
+        try:
+            output = entry.forward(*args, **kwargs)
+        finally:
+            changed = self._after_layer(entry, args, kwargs, output)
+        return run_hooks(entry, after, args, kwargs, output if changed is None else changed)
+
+    def _attach_entry(self, module: nn.Module) -> None:
+        """Adds hooks to what the program calls: one before, and one after all hooks that are there."""
+        before = module.register_forward_pre_hook(_untraced(self._before_entry), with_kwargs=True, prepend=True)
+        after = module.register_forward_hook(_untraced(self._after_entry), with_kwargs=True, always_call=True)
+        self._entries[module] = before.id, after.id
+        self.handles += [before, after]
+
+    def _attach_layer(self, module: nn.Module) -> None:
+        """Taps a layer's output before any other hook, of users or of the profiler, can change it."""
+        before = module.register_forward_pre_hook(_untraced(self._before_layer), with_kwargs=True)
+        tap = module.register_forward_hook(
+            _untraced(self._after_layer), with_kwargs=True, always_call=True, prepend=_is_tapped_first(module)
+        )
+        self._taps[module] = tap.id
+        _hooks_of(module).move_to_end(self._entries[module][1])  # behind a tap that is not the first
+        self.handles += [before, tap]
+
+    def _watch(self, parameter_names: Mapping[nn.Parameter, str]) -> None:
+        """Notes gradients of autograd, which a trained parameter gets only if it is used outside of its layers."""
+        for parameter, name in parameter_names.items():
+            watched = self._watched.get(id(parameter))
+            if watched is None or watched.hooks_dict_ref() is None:
+                handle = parameter.register_post_accumulate_grad_hook(_NoteGradient(self, name))  # type: ignore[no-untyped-call]
+                self._watched[id(parameter)] = handle
+                self.handles.append(handle)
+
+
+class _NoteGradient:
+    """A parameter's hook, which notes that autograd has given the parameter a gradient."""
+
+    def __init__(self, owner: AttachedHooks, name: str) -> None:
+        self.owner = weakref.ref(owner)  # Python's garbage collector finds no cycle through a parameter's hook
+        self.name = name
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        owner = self.owner()
+        if owner is not None:
+            owner.note_gradient(self.name)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a weak reference cannot be pickled
+        return _NoteGradient, (self.owner(), self.name)
+
+
+def _hooks_of(module: nn.Module) -> Any:
+    """Returns the forward hooks of a module, by id, in the order of their calls."""
+    return module._forward_hooks
+
+
+def _is_tapped_first(module: nn.Module) -> bool:
+    """Returns whether a module's tap comes before its other hooks.
+
+    Also before FSDP's: in backward it then gathers the parameters before the tap keeps anything, and its buffer has
+    gone by then. An embedding needs no parameters there.
+    """
+    return not (isinstance(module, FSDPModule) and isinstance(module, nn.Embedding))
+
+
+def _untraced(hook: Any) -> Any:
+    """Keeps torch.compile, where a program uses it, from tracing a bound method: a hook is not a part of the model's
+    graph, and a tracer would reach the model from it that it is tracing."""
+    if "torch._dynamo" not in sys.modules:  # which takes seconds to import
+        return hook
+    function = torch.compiler.disable(hook.__func__)  # type: ignore[no-untyped-call]
+    return MethodType(function, hook.__self__)

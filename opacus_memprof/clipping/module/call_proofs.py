@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has each call of a model proved: which situation it is, and whether that is new or due for another proof."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from opacus_memprof.clipping.arguments import Check
+from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
+from opacus_memprof.clipping.forwards.module_state import restoring_state
+from opacus_memprof.clipping.forwards.random_state import RandomState
+from opacus_memprof.clipping.kernels import native
+from opacus_memprof.clipping.layer_hooks import LayerHooks, first_input
+from opacus_memprof.clipping.layers import GenericLayer
+from opacus_memprof.clipping.layers.registry import LayerRegistry, check_model
+from opacus_memprof.clipping.layers.sharded import refuse_context_parallel
+from opacus_memprof.clipping.module.calls import Call, batch_size
+from opacus_memprof.clipping.proof.certificate import Certificate, Description
+from opacus_memprof.clipping.proof.explanation import RecordedForward
+from opacus_memprof.clipping.proof.joint_proofs import JointProofs
+from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key, size_class
+from opacus_memprof.clipping.proof.outputs import is_compiled, tensors_in
+from opacus_memprof.clipping.proof.probe import CannotRunError
+from opacus_memprof.clipping.proof.schedule import is_checked, is_explained
+from opacus_memprof.clipping.proof.situations import Situation, Situations, order_of
+from opacus_memprof.errors import MemprofError
+
+
+class CallProofs:
+    """The proofs of a model's calls.
+
+    Args:
+        registry: the layers of the model.
+        hooks: of the layers.
+        bookkeeping: what backward keeps.
+        certificate: where proofs are recorded.
+        check: how often a situation is checked.
+        run: calls a module with arguments, between the hooks of layers.
+        attach: adds hooks to modules that have become layers.
+
+    Attributes:
+        joint: proofs that all ranks run together, under FSDP2; otherwise None.
+        last_situation: of the last call.
+    """
+
+    def __init__(
+        self,
+        registry: LayerRegistry,
+        hooks: LayerHooks,
+        bookkeeping: Bookkeeping,
+        certificate: Certificate,
+        check: Check,
+        run: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any],
+        attach: Callable[[], None],
+    ) -> None:
+        self.hooks, self.bookkeeping, self.certificate = hooks, bookkeeping, certificate
+        self.run, self.attach = run, attach
+        self.joint = JointProofs(registry.model) if registry.is_sharded else None
+        self.last_situation: Situation | None = None
+        self.follow(registry, check)
+
+    def follow(self, registry: LayerRegistry, check: Check) -> None:
+        """Begins anew with the layers of a model, of which no situation is known."""
+        self.registry = registry
+        self._state = ModelState(registry.model)
+        self._structure: tuple[Any, ...]
+        self._modes: tuple[Any, ...]
+        self._structure, self._modes = self.modes()
+        trained = registry.parameter_names()
+        self.situations = Situations(
+            registry, self.hooks, self.bookkeeping.workspace, check, self.run, self.attach, trained
+        )
+
+    def modes(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Returns the model's structure, and its modes, hooks, replaced forwards and attributes."""
+        return self._state.structure(), self._state.modes()
+
+    def has_new_structure(self) -> bool:
+        """Returns whether the model has other layers, or trains other parameters, than were followed."""
+        return self._state.structure() != self._structure
+
+    def follow_modes(self) -> bool:
+        """Returns whether the model's modes, hooks or attributes have changed, which the next proof depends on.
+
+        Raises:
+            MemprofError: the model cannot be clipped exactly any more.
+        """
+        modes = self._state.modes()
+        if modes == self._modes:
+            return False
+        check_model(self.registry.model)
+        self._modes = modes
+        return True
+
+    def prepare(self, call: Call, error: MemprofError | None) -> None:
+        """Finds the situation of a call, and proves it if it is new or due.
+
+        Args:
+            call: the call; its situation is set.
+            error: under FSDP2, what this rank has raised already: all ranks have to learn of it.
+
+        Raises:
+            MemprofError: clipping would not be exact.
+        """
+        hooks, batch, random = self.hooks, self.hooks.batch, call.random
+        signature = self.situations.arguments.signature(call.args, call.kwargs, batch)
+        call.key = call.entry, self._modes, signature, size_class(batch), autocast_key(("cpu", "cuda"))
+        is_new = call.key not in self.situations.known
+        try:
+            if self.joint is not None:
+                self._prove_on_all_ranks(call, self.joint, (signature, size_class(batch)), error)
+            elif call.key not in self.situations.known and batch and random is not None:
+                self.situations.known[call.key] = self._prove(call.entry, call.args, call.kwargs, random)
+                call.is_proved = True
+        except CannotRunError as cause:  # raised after the forward, which may fail for the same reason
+            call.cannot_run = cause.__cause__ or cause
+        finally:
+            hooks.batch = batch
+        known = self.situations.known.get(call.key)
+        if known is None:
+            if self.bookkeeping.is_captured and batch:
+                raise MemprofError(
+                    "compute_loss runs the model in another way than before its capture in a CUDA graph, and nothing "
+                    "can be proved while it is captured: run the model in the same way each time."
+                )
+            return
+        known.forwards += bool(batch)
+        if known.record is None:
+            self._certify(call, known)
+        if known.record is not None and batch:
+            known.record.begin_forward(batch)
+            if is_new:
+                self._note_proof(known)
+        if batch and random is not None and self._is_explained(known.forwards):
+            call.record = RecordedForward.begin(call.entry, call.args, call.kwargs, batch, random)
+        is_due = known.forwards > 1 and batch and is_checked(self.situations.check, known.forwards)
+        if is_due and random is not None and self.joint is None:
+            before = known
+            try:
+                known = self.situations.recheck(call.key, call.entry, call.args, call.kwargs, random)
+            except CannotRunError as cause:
+                call.cannot_run = cause.__cause__ or cause
+                return
+            call.is_proved |= known is not before
+        if not known.is_finite:
+            self.situations.known.pop(call.key, None)
+        call.situation = self.last_situation = known
+        hooks.layouts, hooks.plain = known.layouts, known.plain
+
+    def _certify(self, call: Call, situation: Situation) -> None:
+        """Adds a proved situation to the certificate."""
+        units, batch = self.registry, batch_size(call.args, call.kwargs)
+        description = Description.of(
+            units.model, call.entry, call.args, call.kwargs, batch, units.layers(), self.situations.trained
+        )
+        situation.record = self.certificate.situation(description)
+
+    def _note_proof(self, situation: Situation) -> None:
+        """Adds to the certificate that a situation was proved on all samples of the current forward."""
+        if situation.record is not None and self.situations.check != "off":
+            situation.record.note("mixing", situation.share)
+            if not self.registry.is_sharded:
+                situation.record.note("sums", situation.share)
+
+    def _prove(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], random: RandomState) -> Situation:
+        refuse_context_parallel()
+        for layer in self.registry.at.get(entry, ()):
+            if not isinstance(layer, GenericLayer):
+                layer.check_input(first_input(layer, args, kwargs)[1])
+        return self.situations.prove(entry, args, kwargs, random)
+
+    def _prove_on_all_ranks(
+        self, call: Call, shared: JointProofs, description: object, error: MemprofError | None
+    ) -> None:
+        """Proves on all ranks, with the same samples, what one of them has not proved yet or has to check again."""
+        hooks, batch, is_checked_again = self.hooks, self.hooks.batch, False
+        while True:
+            known = self.situations.known.get(call.key)
+            need = 2 * bool(batch) if known is None else 0
+            if known is not None and batch and not is_checked_again:
+                need = int(is_checked(self.situations.check, known.forwards + 1) and known.forwards > 0)
+            next_proof = shared.next(call.args, call.kwargs, batch, description, need, call.random, error)
+            if next_proof is None:
+                return
+            hooks.batch = next_proof.batch
+            new = self._prove(call.entry, next_proof.args, next_proof.kwargs, next_proof.random)
+            hooks.batch = batch
+            is_checked_again |= not next_proof.is_new
+            if next_proof.is_new and next_proof.is_own:
+                self.situations.known[call.key] = new
+
+    def _is_explained(self, forward: int) -> bool:
+        return not self.registry.is_sharded and is_explained(self.situations.check, forward)
+
+    def is_unproved(self, call: Call, situation: Situation, output: Any) -> bool:
+        """Returns whether the forward has called its layers in an order, or computed its output by operations, that no
+        proof has seen. What made it do so, such as a global variable, need not be known."""
+        hooks = self.hooks
+        if not hooks.batch or self.situations.check == "off":
+            return False
+        return order_of(hooks.trace) not in situation.traces or self._has_new_patterns(call, situation, output)
+
+    def _has_new_patterns(self, call: Call, situation: Situation, output: Any) -> bool:
+        if self.registry.is_sharded:  # a proof needs all ranks, of which others may have no new operations
+            return False
+        outputs = [x for x in tensors_in(output) if x.requires_grad]
+        patterns = native.graph_patterns(outputs, self.hooks.batch)
+        if situation.patterns.issuperset(patterns):
+            return False
+        if call.is_proved and is_compiled(outputs):  # proofs run uncompiled, with other operations
+            situation.patterns.update(patterns)
+            return False
+        return True
+
+    def prove_order(self, call: Call, situation: Situation, random: RandomState, output: Any) -> Any:
+        """Proves a forward that has called its layers in a new order, or computed its output by new operations.
+
+        Returns:
+            Its output; if its layers have to be followed in another way, the output of another forward with the same
+            random numbers.
+
+        Raises:
+            MemprofError: clipping would not be exact, or the order changes from call to call.
+        """
+        hooks, situations = self.hooks, self.situations
+        order = order_of(hooks.trace)
+        try:
+            new = situations.prove(call.entry, call.args, call.kwargs, random)
+            is_same = situations.known.get(call.key) is situation and all(
+                situation.layouts.get(layer) == layout for layer, layout in new.layouts.items()
+            )
+            if not is_same:
+                with random.restored(), restoring_state(call.entry):
+                    hooks.layouts, hooks.plain, hooks.trace = new.layouts, new.plain, []
+                    output = self.run(call.entry, call.args, call.kwargs)
+                order = order_of(hooks.trace)
+        except CannotRunError as error:
+            raise MemprofError(
+                "the model has called its layers in a new order, and cannot run on other samples in it "
+                f"({error.__cause__ or error})."
+            ) from error
+        call.is_proved = True
+        if order not in new.traces or self._has_new_patterns(call, new, output):
+            raise MemprofError(
+                "the model calls its layers in another order each time, or computes its output by other operations, "
+                "also from the same random numbers, so that its clipping cannot be proved: make what it computes "
+                "depend on torch's, NumPy's or Python's random numbers alone."
+            )
+        if is_same:
+            if order not in situation.traces:
+                situation.traces.append(order)
+            if situation.record is not None:
+                situation.record.orders += 1
+                self._note_proof(situation)
+            situation.patterns |= new.patterns
+            hooks.layouts, hooks.plain = situation.layouts, situation.plain
+        else:
+            situations.known[call.key] = call.situation = new
+            self._certify(call, new)
+            if new.record is not None:
+                new.record.begin_forward(hooks.batch)
+                self._note_proof(new)
+        return output

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GradSampleModule and the GradSampleHooks of grad_sample_mode="flash_clip"."""
+
+import functools
+from typing import Any
+
+import torch
+from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
+from torch import nn
+from torch.utils._pytree import tree_flatten
+from torch.utils.hooks import RemovableHandle
+
+from opacus_memprof.clipping.agreement import inner_model, let_reducer_run
+from opacus_memprof.clipping.arguments import CHECKS, Check, Nonfinite, Passes, check_nonfinite, check_passes
+from opacus_memprof.clipping.bookkeeping.autograd_functions import is_compiled_autograd_enabled
+from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
+from opacus_memprof.clipping.bookkeeping.norm_checks import refuse_capture
+from opacus_memprof.clipping.forwards.random_state import RandomState
+from opacus_memprof.clipping.forwards.repetition import is_repeating
+from opacus_memprof.clipping.layer_hooks import LayerHooks
+from opacus_memprof.clipping.layers.registry import LayerRegistry
+from opacus_memprof.clipping.module.attached_hooks import AttachedHooks
+from opacus_memprof.clipping.module.call_proofs import CallProofs
+from opacus_memprof.clipping.module.calls import (
+    Call,
+    ExplainedSteps,
+    Outputs,
+    allocated_bytes,
+    batch_size,
+    detach_for_two_passes,
+    device_of,
+    one_pass_fits,
+    wheres_by_shape,
+)
+from opacus_memprof.clipping.module.owners import remember_owner
+from opacus_memprof.clipping.proof.certificate import Certificate
+from opacus_memprof.clipping.proof.outputs import tensors_in
+from opacus_memprof.clipping.proof.situations import Situation, Situations
+from opacus_memprof.clipping.rules import Clipping, ClipRule
+from opacus_memprof.clipping.workspace import DEFAULT_WORKSPACE_MB, Workspace
+from opacus_memprof.errors import MemprofError
+
+
+class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
+    """The hooks of flash_clip on a model, without a wrapper around it.
+
+    While a trainable layer runs, its parameters do not require grad, so that autograd forms no weight gradients, which
+    differential privacy could not use. A node on the layer's output (`tap_gradient`) passes on what is needed.
+
+    Args:
+        m: the model.
+        batch_first: must be True.
+        loss_reduction: "mean" or "sum", of the loss over the batch.
+        strict: for compatibility with Opacus; unsupported layers are always refused.
+        max_grad_norm: the bound of a sample's gradient, or one for each parameter; see ClipRule.
+        clipping: how the bound is applied; see ClipRule.
+        workspace_mb: ceiling, in MiB, on the temporaries of one layer's norm or clipped sum.
+        passes: 1 keeps what the clipped sums need during a single backward; 2 keeps nothing, and runs backward through
+            the model twice; "auto" is 1 unless what it keeps would not fit in device memory.
+        check: when it is proved that clipping is exact: "first" in each situation, "sometimes" again (2nd, 4th, 8th, …
+            forward), "always" or "off".
+        nonfinite: what a sample does whose gradient norm is not finite (NaN, infinity, overflow). "refuse": the step
+            raises MemprofError, which depends on the data. "drop": the sample adds nothing to the sum, as if its
+            gradient were zero; see DPOptimizerFlashClip.dropped_samples. On CUDA the host then waits for the norms.
+
+    Raises:
+        MemprofError: the model or an argument is not supported.
+    """
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        max_grad_norm: float | list[float] = 1.0,
+        clipping: Clipping = "flat",
+        workspace_mb: float = DEFAULT_WORKSPACE_MB,
+        passes: Passes = "auto",
+        check: Check = "sometimes",
+        nonfinite: Nonfinite = "refuse",
+    ) -> None:
+        if not batch_first:
+            raise MemprofError("flash_clip needs batch_first=True: transpose the inputs so that the batch comes first.")
+        if loss_reduction not in ("mean", "sum"):
+            raise MemprofError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'.")
+        check_passes(passes, "flash_clip_passes")
+        if check not in CHECKS:
+            raise MemprofError(f"check is {check!r}; it must be one of {', '.join(map(repr, CHECKS))}.")
+        check_nonfinite(nonfinite)
+        rule = ClipRule(clipping, max_grad_norm)
+        if passes == 2 and rule.by_parameter:
+            raise MemprofError("flash_clip_passes=2 finds one clip factor for all parameters; use 1 with 'per_layer'.")
+        bookkeeping = Bookkeeping(rule, loss_reduction, Workspace.from_mib(workspace_mb), nonfinite)
+        registry = LayerRegistry(inner_model(m))
+        if registry.is_sharded and passes == 2:
+            raise MemprofError("flash_clip_passes=2 runs backward twice, which FSDP2 does not expect; use 1.")
+        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
+        self.bookkeeping = bookkeeping
+        self.passes: Passes = 1 if rule.by_parameter or registry.is_sharded else passes
+        self.registry = registry
+        self.certificate = Certificate("flash_clip", registry.model, check, nonfinite)
+        self.layer_hooks = LayerHooks(bookkeeping)
+        self.hooks_enabled = True
+        self.autograd_grad_sample_hooks: list[RemovableHandle] = []
+        self._attached = AttachedHooks(
+            self.autograd_grad_sample_hooks,
+            before_entry=self._before_entry,
+            after_entry=self._after_entry,
+            before_layer=self._before_layer,
+            after_layer=self._after_layer,
+            note_gradient=self._note_gradient,
+        )
+        self._proofs = CallProofs(
+            registry, self.layer_hooks, bookkeeping, self.certificate, check, self._attached.run, self._attach
+        )
+        self._explained = ExplainedSteps(self.layer_hooks, bookkeeping)
+        self._call: Call | None = None
+        self._allocated_before = 0
+        self._attach()
+        remember_owner(self, m.parameters())
+
+    @property
+    def per_sample_gradient_norms(self) -> torch.Tensor:
+        """[B] of the last batch. Not private: for debugging only."""
+        if self.bookkeeping.norms is None:
+            raise AttributeError("per_sample_gradient_norms is set by optimizer.step(), after forward and backward.")
+        return self.bookkeeping.norms
+
+    @property
+    def situations(self) -> Situations:
+        """The situations of the model that are known."""
+        return self._proofs.situations
+
+    @property
+    def last_situation(self) -> Situation | None:
+        """The situation of the last forward."""
+        return self._proofs.last_situation
+
+    @property
+    def trained(self) -> dict[nn.Parameter, str]:
+        """The names of the parameters that were trained in the last forward."""
+        return self.situations.trained
+
+    def modes(self) -> tuple[Any, Any]:
+        """Returns what a proof depends on and a program may change between two forwards: the model's structure, modes,
+        hooks, replaced forwards and attributes."""
+        return self._proofs.modes()
+
+    def check_explained(self) -> None:
+        """Compares the recorded steps with what the outputs of the model explain. Called before sums are formed.
+
+        Raises:
+            MemprofError: a gradient came from elsewhere than the outputs.
+        """
+        self._explained.check(self.trained)
+
+    def forbid_grad_accumulation(self) -> None:
+        self.bookkeeping.accumulation_allowed = False
+
+    def allow_grad_accumulation(self) -> None:
+        self.bookkeeping.accumulation_allowed = True
+
+    def disable_hooks(self) -> None:
+        self.hooks_enabled = False
+
+    def enable_hooks(self) -> None:
+        self.hooks_enabled = True
+
+    def remove_hooks(self) -> None:
+        """Removes the hooks, and drops what backward has kept."""
+        self.disable_hooks()
+        self._attached.remove()
+        self._explained.clear()
+        self.bookkeeping.clear()
+        let_reducer_run(self._module, True)
+
+    def _attach(self) -> None:
+        self._attached.attach(self.registry, self.registry.parameter_names())
+
+    def _note_gradient(self, name: str) -> None:
+        """Notes that autograd has given a parameter a gradient. In a proof, which runs in a call, the layers' gradients
+        are compared with autograd's."""
+        if not self.hooks_enabled or self.layer_hooks.is_off or self._call is not None:
+            return
+        if self.registry.model.training:
+            self.bookkeeping.beside_layers.append(name)
+
+    def _active(self) -> bool:
+        hooks, call = self.layer_hooks, self._call
+        if not self.hooks_enabled or hooks.is_off or is_repeating():
+            return False
+        if call is None:  # a checkpoint runs a layer again, in backward
+            return self.registry.model.training
+        if call.is_off or call.cannot_run is not None:
+            return False
+        return hooks.observe is not None if hooks.is_probing else True
+
+    # --- a layer ---
+    def _before_layer(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self._active():
+            return None
+        plain = self.layer_hooks.plain.get(module)
+        if plain is not None and plain.before(args, kwargs):
+            return None
+        changed = None
+        for layer in self.registry.at.get(module, ()):
+            try:
+                changed = self.layer_hooks.before(layer, args, kwargs) or changed
+            except MemprofError as error:
+                self._refuse(error)
+        return changed
+
+    def _after_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        # Also called if forward raises (then output is None), so that parameters always become trainable again.
+        plain = self.layer_hooks.plain.get(module)
+        result = None
+        try:
+            if plain is not None and plain.is_running:
+                return plain.after(args, kwargs, output)
+            for layer in self.registry.at.get(module, ()):
+                changed = self.layer_hooks.after(layer, args, kwargs, output)
+                if changed is not None:
+                    result = output = changed
+        except MemprofError as error:
+            self._refuse(error)
+        return result
+
+    def _refuse(self, error: MemprofError) -> None:
+        """Raises an error of the program's forward or, where several ranks train the model, keeps it for the step. In a
+        proof, which tries what may fail, it is raised."""
+        hooks = self.layer_hooks
+        if hooks.is_probing or hooks.bookkeeping is not self.bookkeeping:
+            raise error
+        self.bookkeeping.refusal.add(error)
+
+    # --- what the program calls: the model, or a part of it by itself ---
+    def _before_entry(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._call is not None:
+            self._call.depth += module is self._call.entry
+            return None
+        if not self.hooks_enabled or self.layer_hooks.is_off or is_repeating():
+            return None
+        if torch._C._current_graph_task_id() != -1 and module is not self.registry.model:
+            return None  # a checkpoint runs a part of the model again, in backward
+        is_off = not module.training or not self.registry.model.training or not torch.is_grad_enabled()
+        self._call = Call(module, args, kwargs, is_off)
+        if is_off:
+            return None
+        was_layer = self._attached.is_tapped(module)
+        try:
+            self._begin(self._call)
+        except MemprofError as error:
+            self.certificate.refuse(error)
+            if self._proofs.joint is not None:  # all ranks have raised one
+                raise
+            self.bookkeeping.refusal.add(error)
+            self._call.is_off = True
+            return None
+        # A hook that a call's hooks add to the module does not run in that call.
+        is_new = self._attached.is_tapped(module) and not was_layer
+        return self._before_layer(module, args, kwargs) if is_new else None
+
+    def _begin(self, call: Call) -> None:
+        hooks = self.layer_hooks
+        if not self.bookkeeping.is_captured:
+            refuse_capture()
+            call.random = RandomState.now(device_of(call.args, call.kwargs))
+        error: MemprofError | None = None
+        try:
+            if self._proofs.joint is not None:
+                self._proofs.joint.reshard()
+            self._follow_changes()
+            hooks.batch = batch_size(call.args, call.kwargs)
+        except MemprofError as raised:
+            if self._proofs.joint is None:
+                raise
+            error = raised
+        self._proofs.prepare(call, error)
+        hooks.for_compiled_autograd = is_compiled_autograd_enabled()
+        hooks.forward += 1
+        hooks.trace = []
+        hooks.kept_bytes = 0
+        if self.passes == "auto" and torch.cuda.is_available():
+            self._allocated_before = allocated_bytes()
+
+    def _follow_changes(self) -> None:
+        """Follows what the program has changed in the model: layers, what is trained, modes and hooks.
+
+        Raises:
+            MemprofError: the model cannot be clipped exactly any more.
+        """
+        if self._proofs.has_new_structure():
+            registry = LayerRegistry(self.registry.model)
+            self.remove_hooks()
+            self.enable_hooks()
+            self.registry = registry
+            self._proofs.follow(registry, self.situations.check)
+            self._attach()
+        if self._proofs.follow_modes():
+            self._attached.keep_taps_first()
+
+    def _after_entry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        call = self._call
+        if call is None or module is not call.entry:
+            return None
+        call.depth -= 1
+        if call.depth:
+            return None
+        self._call = None
+        if output is None or call.is_off or not self.hooks_enabled:
+            return None
+        try:
+            return self._finish(call, output)
+        except MemprofError as error:
+            self.certificate.refuse(error)
+            self.bookkeeping.refusal.add(error)
+            return None
+
+    def _finish(self, call: Call, output: Any) -> Any:
+        hooks = self.layer_hooks
+        if call.cannot_run is not None:
+            raise MemprofError(
+                "flash_clip needs inputs whose first dimension is the batch, of the same length in all of them: this "
+                "model ran on its whole input, but not on some samples of it "
+                f"({type(call.cannot_run).__name__}: {call.cannot_run}). Pass the batch first in every tensor that has "
+                "it."
+            ) from call.cannot_run
+        situation = call.situation
+        if situation is not None and call.random is not None and self._proofs.is_unproved(call, situation, output):
+            self._call, call.depth = call, 1
+            try:
+                output = self._proofs.prove_order(call, situation, call.random, output)
+            finally:
+                self._call, call.depth = None, 0
+        tensors = tensors_in(output)
+        wheres = call.situation.wheres if call.situation is not None else wheres_by_shape(tensors, hooks.batch)
+        outputs = [(x, where) for x, where in zip(tensors, wheres, strict=False) if x.requires_grad]
+        if not outputs and hooks.trace:
+            raise MemprofError(
+                f"no gradient leads from the output of the model (a {type(output).__name__}) to its layers: return "
+                "tensors, "
+                "or tuples, lists, dictionaries or data classes of them, that are not detached."
+            )
+        # Tensors in other objects, such as a cache of keys and values, are not what a loss is computed from.
+        leaves = {id(leaf) for leaf in tree_flatten(output)[0]}
+        others = [(x, where) for x, where in outputs if id(x) not in leaves]
+        output, outputs = self._two_passes(output, [(x, where) for x, where in outputs if id(x) in leaves])
+        if hooks.for_compiled_autograd:
+            return output
+        record = call.record if outputs else None
+        if record is not None:
+            output, outputs = self._explained.add(call, output, outputs)
+        for place, (x, _) in enumerate(outputs):
+            begin = functools.partial(self._explained.begin_backward, hooks.forward, record, place)
+            x.register_hook(begin)  # type: ignore[no-untyped-call]
+        for x, _ in others:
+            begin = functools.partial(self._explained.begin_backward, hooks.forward, None, 0)
+            x.register_hook(begin)  # type: ignore[no-untyped-call]
+        return output
+
+    def _two_passes(self, output: Any, outputs: Outputs) -> tuple[Any, Outputs]:
+        """Has backward run twice from these outputs, if it should."""
+        if self.passes == 1 or self.bookkeeping.refusal.error is not None:
+            return output, outputs
+        if self.passes == "auto" and (
+            not outputs or one_pass_fits(self.layer_hooks.kept_bytes, self._allocated_before)
+        ):
+            return output, outputs
+        return detach_for_two_passes(output, outputs, self.layer_hooks)
+
+
+class GradSampleModuleFlashClip(FlashClipHooks, AbstractGradSampleModule):  # type: ignore[misc]
+    """The hooks of flash_clip in a module that wraps the model. See FlashClipHooks for the arguments."""
+
+    def __init__(self, m: nn.Module, **kwargs: Any) -> None:
+        nn.Module.__init__(self)
+        FlashClipHooks.__init__(self, m, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module(*args, **kwargs)

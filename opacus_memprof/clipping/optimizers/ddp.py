@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer of flash_clip where every rank has the whole model: the ranks' clipped sums are summed up once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from opacus_memprof.clipping.agreement import Agreement, computing_device
+from opacus_memprof.clipping.module.hooks import FlashClipHooks
+from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip
+from opacus_memprof.clipping.workspace import sum_dtype
+from opacus_memprof.errors import MemprofError
+
+
+class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
+    """As DPOptimizerFlashClip, for a model in DDP or in Opacus' wrapper of that purpose.
+
+    Rank 0 alone adds noise, as in Opacus, before the ranks' sums become one: the noise is that of one process with rank
+    0's generator, and the same on all ranks. If each rank added its share of the variance, ranks that are seeded alike
+    would add the same numbers, whose sum has another variance.
+
+    Args:
+        optimizer, module, kwargs: see DPOptimizerFlashClip.
+
+    Raises:
+        MemprofError: the ranks' models, optimizers or settings differ.
+    """
+
+    _is_alone = False  # the ranks' sums are summed up in float32
+
+    def __init__(self, optimizer: Optimizer, *, module: FlashClipHooks, **kwargs: Any) -> None:
+        super().__init__(optimizer, module=module, **kwargs)
+        self.agreement = Agreement(computing_device(self.params[0]))
+        self.agreement.check_same(self.description())
+        self.ranks = self.agreement.world_size
+        self.bookkeeping.refusal.is_deferred = True
+        self.rank = self.agreement.rank
+        wrapper = module._module
+        copies_buffers = isinstance(wrapper, DistributedDataParallel) and wrapper.broadcast_buffers
+        self._buffers = list(module.registry.model.buffers()) if copies_buffers else []
+
+    def description(self) -> dict[str, Any]:
+        """What must be equal on all ranks: settings, and the parameters in the order in which they are summed up."""
+        rule = self.bookkeeping.rule
+        settings = {
+            "clipping": rule.clipping,
+            "max_grad_norm": rule.bounds or rule.bound,
+            "noise_multiplier": self.noise_multiplier,
+            "loss_reduction": self.loss_reduction,
+            "the number of trained parameters": len(self.params),
+        }
+        shapes = {
+            f"trained parameter {i}": f"{self._names[p]!r}, {p.dtype}, of shape {list(p.shape)}"
+            for i, p in enumerate(self.params)
+        }
+        return settings | shapes
+
+    def _gets_noise(self, parameter: nn.Parameter) -> bool:
+        return self.rank == 0
+
+    def _is_final(self, parameter: nn.Parameter) -> bool:
+        return parameter.dtype == sum_dtype(parameter.dtype)
+
+    def _prepare_step(self, skips: bool) -> None:
+        # Ranks may split batches into different numbers of parts (BatchMemoryManager): these are added up locally.
+        refusal = self.bookkeeping.refusal
+        if skips:
+            try:
+                if refusal.error is None:
+                    super()._prepare_step(skips)
+            except MemprofError as raised:
+                refusal.add(raised)  # the other ranks hear of it in the step that counts
+            return
+        error: MemprofError | None = None
+        try:
+            refusal.pop()
+            super()._prepare_step(skips)
+        except MemprofError as raised:
+            error = raised
+        ((fewest, most),) = self.agreement.settle(error, [0 if error else self.accumulated_iterations])
+        if self.loss_reduction == "mean" and fewest < most:
+            raise MemprofError(
+                f"a rank has run {fewest} backward passes for this step, and another one {most}: with a mean loss "
+                "these must be as many on every rank."
+            )
+
+    def reduce_gradients(self) -> None:
+        """Sums up the gradients of all ranks, in float32 where parameters are of low precision, and copies rank 0's
+        buffers, as DDP does before each forward."""
+        waiting: list[dist.Work | None] = []
+        for parameter in self.params:
+            waiting.append(dist.all_reduce(parameter.summed_grad, async_op=True))
+        for buffer in self._buffers:
+            waiting.append(dist.broadcast(buffer, 0, async_op=True))
+        for work in waiting:
+            if work is not None:
+                work.wait()
+        self._assign_rounded()
+
+    def _assign_rounded(self) -> None:
+        """Assigns the gradients that could not be rounded before they were summed up."""
+        for parameter in self.params:
+            if not self._is_final(parameter):
+                self._assign_gradient(parameter)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """As DPOptimizer.step; the ranks' gradients are summed up before the update."""
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        if not self.pre_step():
+            return None
+        self.reduce_gradients()
+        loss: float | None = self.original_optimizer.step()
+        return loss

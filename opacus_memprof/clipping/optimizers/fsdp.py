@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer of flash_clip under FSDP2: clipped sums are formed and reduce-scattered one layer at a time, and each
+rank adds the noise of its own shards."""
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from opacus_memprof.clipping.bookkeeping.norm_checks import Limit
+from opacus_memprof.clipping.module.hooks import FlashClipHooks
+from opacus_memprof.clipping.optimizers.ddp import DPOptimizerFlashClipDDP
+from opacus_memprof.clipping.optimizers.reduce_scatter import scatter
+from opacus_memprof.errors import MemprofError
+
+
+class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
+    """As DPOptimizerFlashClip, for a model that `fully_shard` has sharded.
+
+    `p.summed_grad` is this rank's shard of the sum. Each rank draws noise of the shape of its shards, with the
+    variance of one process, so that the noise of all shards is that of the whole. Where shards are replicated as well
+    (a mesh of two dimensions), the first of the replicas draws it.
+
+    Ranks must not draw the same numbers, or differences between shards would have no noise: every rank has a generator
+    of its own, whose seed is made from a number of the given generator (or of torch's) and from the rank.
+
+    Args:
+        optimizer, module, kwargs: see DPOptimizerFlashClipDDP.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, module: FlashClipHooks, **kwargs: Any) -> None:
+        super().__init__(optimizer, module=module, **kwargs)
+        replicated = {p: _replicated_dimensions(p) for p in self.params}
+        self._replicated = {p: dimensions for p, dimensions in replicated.items() if dimensions}
+        self._modules = [each for each in module.registry.model.modules() if isinstance(each, FSDPModule)]
+        if not self.secure_mode:
+            self.generator = _own_generator(kwargs.get("generator"), self.rank, self.params[0].device)
+
+    @torch.no_grad()  # otherwise to_local records each of hundreds of parameters for autograd
+    def clip_and_accumulate(self) -> None:
+        """Adds this rank's shards of the clipped sums of every backward since the last step to `p.summed_grad`.
+
+        While sums are on their way to the ranks, the next ones are formed.
+        """
+        self.bookkeeping.sort()
+        for parameter, shard in scatter(self.bookkeeping.in_order(self.bookkeeping.pop_clipped_sums())):
+            own = shard.to(parameter.device)  # the CPU, under CPUOffloadPolicy
+            if parameter.summed_grad is None:
+                parameter.summed_grad = own
+            else:
+                parameter.summed_grad += own
+            del shard, own
+
+    def _prepare_step(self, skips: bool) -> None:
+        for module in self._modules:
+            module.reshard()  # what no backward has gone through is whole since its forward, and would miss the update
+        error: MemprofError | None = None
+        try:
+            self.bookkeeping.refusal.pop()
+            self.bookkeeping.check_complete(self.params, self._names)
+        except MemprofError as raised:
+            error = raised
+        passes, skipping = self.agreement.settle(error, [self.bookkeeping.passes, int(skips)])
+        if passes[0] < passes[1] or skipping[0] < skipping[1]:
+            raise MemprofError(
+                "the ranks have split their batches into different numbers of parts (BatchMemoryManager), or run "
+                "different numbers of backward passes: under FSDP2 all ranks take part in each forward. Split batches "
+                "into as many parts on every rank, or use DDP."
+            )
+        super()._prepare_step(skips)
+
+    def _check_norms(self) -> None:
+        error: MemprofError | None = None
+        try:
+            super()._check_norms()
+        except MemprofError as raised:
+            error = raised
+        self.agreement.settle(error)
+
+    def _limit(self) -> Limit:
+        """That of all ranks, whose sums a shard is from. They all ask for it."""
+        own = self.bookkeeping.limit
+        samples, total, *by_parameter = self.agreement.add([own.samples, own.total, *own.by_parameter])
+        return Limit(int(samples), total, by_parameter, own.bound)
+
+    def _gets_noise(self, parameter: Any) -> bool:
+        return all(parameter.device_mesh.get_local_rank(i) == 0 for i in self._replicated.get(parameter, ()))
+
+    def _is_final(self, parameter: Any) -> bool:
+        return parameter not in self._replicated or super()._is_final(parameter)
+
+    def _as_gradient(self, parameter: Any, total: torch.Tensor) -> torch.Tensor:
+        return DTensor(total, parameter._spec, requires_grad=False)  # from_local would move it to the mesh's device
+
+    def reduce_gradients(self) -> None:
+        """Sums up the gradients of shards that are replicated."""
+        for parameter, dimensions in self._replicated.items():
+            for i in dimensions:
+                shard = parameter.summed_grad
+                total = shard.to(self.agreement.device)
+                dist.all_reduce(total, group=parameter.device_mesh.get_group(i))
+                if total is not shard:
+                    shard.copy_(total)
+        self._assign_rounded()
+
+
+def _replicated_dimensions(parameter: Any) -> list[int]:
+    """The dimensions of the mesh along which the parameter's shards are replicated."""
+    return [i for i, placement in enumerate(parameter.placements) if isinstance(placement, Replicate)]
+
+
+def _own_generator(given: torch.Generator | None, rank: int, device: torch.device) -> torch.Generator:
+    number = int(torch.randint(2**62, (1,), generator=given, device="cpu" if given is None else given.device))
+    digest = hashlib.sha256(f"{number} {rank}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))

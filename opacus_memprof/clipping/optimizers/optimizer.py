@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer of grad_sample_mode="flash_clip": Opacus' flat clipping and noise, from what backward has kept."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from opacus.optimizers import DPOptimizer
+from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
+from torch import nn
+from torch.optim import Optimizer
+
+from opacus_memprof.clipping.bookkeeping.norm_checks import Limit, SumCheck, refuse_capture
+from opacus_memprof.clipping.kernels import gaussian as noise
+from opacus_memprof.clipping.module.hooks import FlashClipHooks
+from opacus_memprof.clipping.workspace import batches, is_low_precision
+from opacus_memprof.errors import MemprofError
+
+_BYTES_AT_ONCE = 64 << 20  # of sums that are rounded together
+
+
+class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
+    """A DPOptimizer with the same clip factors, the same noise from the same generator, and the same skipped steps as
+    opacus.optimizers.DPOptimizer.
+
+    The sums of bfloat16 and float16 parameters are formed in float32, and so is their noise. They are rounded once,
+    when they become `p.grad`.
+
+    A step that raises MemprofError drops the gradients, and leaves parameters, the optimizer's state, the accountant
+    and the generators as they were before. (secure_mode draws from a generator that has no state to go back to.)
+
+    Args:
+        optimizer: the wrapped optimizer; it must have every trainable parameter of the module.
+        module: the flash_clip module (or hooks object).
+        max_grad_norm: clipping bound; a list of them for clipping="per_layer".
+        kwargs: see opacus.optimizers.DPOptimizer.
+
+    Attributes:
+        ranks: the number of ranks whose batches one step is from; `expected_batch_size` is that of each.
+        max_grad_norm: clipping bound. For clipping="per_layer" the root of the sum of the squared bounds: a new value
+            changes all of them by the same ratio.
+        noise_multiplier: the standard deviation of the noise, in units of `max_grad_norm`.
+
+    Raises:
+        MemprofError: the optimizer lacks a trainable parameter; the noise multiplier is negative or not finite.
+    """
+
+    ranks = 1
+    _is_alone = True  # whether a sum is complete when it is formed
+
+    def __init__(
+        self, optimizer: Optimizer, *, module: FlashClipHooks, max_grad_norm: float | list[float], **kwargs: Any
+    ) -> None:
+        self.bookkeeping = module.bookkeeping
+        rule = module.bookkeeping.rule
+        super().__init__(optimizer, max_grad_norm=rule.bound if rule.by_parameter else max_grad_norm, **kwargs)
+        self._module = module
+        self._names: dict[nn.Parameter, str] = {}
+        self._follow_model()
+        self._sum_check: SumCheck | None = None
+        self._largest_sum: float | None = None
+        module.certificate.describe_clipping(
+            rule.clipping, rule.bounds, self.max_grad_norm, self.noise_multiplier, self.loss_reduction
+        )
+
+    @property
+    def max_grad_norm(self) -> float:
+        return self.bookkeeping.rule.bound
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        self.bookkeeping.rule.set_bound(value)
+
+    @property
+    def noise_multiplier(self) -> float:
+        return self._noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        if not (value >= 0 and math.isfinite(value)):
+            raise MemprofError(f"noise_multiplier would become {value!r}; give a finite number that is not negative.")
+        self._noise_multiplier = value
+
+    @property
+    def dropped_samples(self) -> list[int]:
+        """The samples of the last step, or of the one that is not complete, that flash_clip_nonfinite="drop" has
+        dropped: indices in its batch, counted through its physical batches. Not private."""
+        return self.bookkeeping.dropped
+
+    @property
+    def dropped_samples_in_all_steps(self) -> int:
+        """The number of samples that were dropped since the optimizer was made. Not private."""
+        return self.bookkeeping.dropped_in_all
+
+    @property
+    def accumulated_iterations(self) -> int:
+        return self.bookkeeping.passes_in_last_step
+
+    def _follow_model(self) -> None:
+        """Follows which parameters the model trains.
+
+        Raises:
+            MemprofError: the optimizer and the model train different ones.
+        """
+        names, params = self._module.trained, self.params
+        if names is self._names and len(params) == len(names):
+            return
+        held = set(params)
+        missing = [name for parameter, name in names.items() if parameter not in held]
+        if missing:
+            raise MemprofError(
+                f"{', '.join(missing)} can be trained but the optimizer does not hold them; freeze them with "
+                "requires_grad_(False), or give them to the optimizer."
+            )
+        if len(params) > len(names):
+            raise MemprofError(
+                f"the optimizer holds {len(params) - len(names)} trained parameters that were not trained in the last "
+                "forward of the model, or are not the model's: change what is trained before a forward, and give the "
+                "optimizer parameters of this model alone."
+            )
+        rule = self.bookkeeping.rule
+        if rule.by_parameter and len(rule.bounds) != len(params):
+            raise MemprofError(
+                f"max_grad_norm has {len(rule.bounds)} bounds, but the optimizer has {len(params)} parameters "
+                "that are trained; clipping='per_layer' needs one for each."
+            )
+        self._names = names
+        self.bookkeeping.places = {parameter: i for i, parameter in enumerate(params)}
+        parameter: Any  # with Opacus' attributes
+        for parameter in params:
+            parameter.summed_grad = getattr(parameter, "summed_grad", None)
+
+    def _check_backward(self) -> None:
+        """Checks that backward has brought all gradients, and, where that is recorded, no others than the outputs
+        explain."""
+        self._follow_model()
+        self.bookkeeping.check_complete(self.params, self._names)
+        self._module.check_explained()
+
+    def clip_and_accumulate(self) -> None:
+        """Adds the clipped sums of every backward since the last step to `p.summed_grad`.
+
+        Raises:
+            MemprofError: a parameter has no gradient.
+        """
+        self._check_backward()
+        parameter: Any  # with Opacus' attributes
+        for parameter, total in self.bookkeeping.pop_clipped_sums():
+            if parameter.summed_grad is None:
+                parameter.summed_grad = total
+            else:
+                parameter.summed_grad += total
+            del total
+
+    def begin_sum_check(self) -> None:
+        """Queues the check that the clipped sums are no larger than their samples allow. `pre_step` reads it when
+        noise has been queued, too."""
+        self._sum_check = SumCheck()
+        self._sum_check.add([parameter.summed_grad for parameter in self.params])
+        self._sum_check.begin()
+
+    def noise_bound(self) -> float:
+        """The bound that the noise is in proportion to: the largest that a sample of this step was clipped to, also
+        where `max_grad_norm` has changed between its physical batches."""
+        return self.bookkeeping.limit.bound or self.max_grad_norm
+
+    def noise_std(self) -> float:
+        """The standard deviation of the noise."""
+        return float(self.noise_multiplier * self.noise_bound())
+
+    def add_noise(self, divisor: float = 1) -> None:
+        """Adds Opacus' noise to `p.summed_grad` in place, divides it, and assigns it to `p.grad` in the parameter's
+        dtype.
+
+        It is in place because the sum without noise is not needed any more, and is as large as the model.
+
+        Args:
+            divisor: of the sums with their noise. `pre_step` gives `grad_divisor()` and does not call
+                `scale_grad`, so that noise and division take one pass over memory.
+
+        Raises:
+            ValueError: `zero_grad` was not called since the last step (as Opacus does).
+        """
+        self._add_noise_to(self.params, divisor)
+
+    def clip_and_add_noise(self) -> None:
+        """As `clip_and_accumulate`, `begin_sum_check` and `add_noise`, for some parameters at a time, so that few
+        sums are in float32 at once."""
+        self._check_backward()
+        self.bookkeeping.sort()
+        self._sum_check = SumCheck()
+        sums = self.bookkeeping.in_order(self.bookkeeping.pop_clipped_sums())
+        for some in batches(sums, _BYTES_AT_ONCE, lambda each: each[1].nbytes):
+            params: list[Any] = [parameter for parameter, _ in some]
+            for parameter in params:
+                _, parameter.summed_grad = some.pop(0)
+            self._sum_check.add([parameter.summed_grad for parameter in params])
+            self._add_noise_to(params, self.grad_divisor())
+        self._sum_check.begin()
+
+    def _rounds_at_once(self) -> bool:
+        """Returns whether each sum can be rounded as soon as it is formed: nothing more is added to it."""
+        if not self._is_alone or self.bookkeeping.passes != 1 or self.bookkeeping.limit.samples:
+            return False
+        return any(is_low_precision(parameter.dtype) for parameter in self.params)
+
+    def _add_noise_to(self, params: list[Any], divisor: float) -> None:
+        noisy: list[torch.Tensor] = []
+        noiseless: list[torch.Tensor] = []
+        for parameter in params:
+            _check_processed_flag(parameter.summed_grad)
+            (noisy if self._gets_noise(parameter) else noiseless).append(parameter.summed_grad)
+        noise.add_noise(
+            noisy,
+            std=self.noise_std(),
+            generator=self.generator,
+            secure_mode=self.secure_mode,
+            divisor=divisor,
+        )
+        noise.divide(noiseless, divisor)
+        for parameter in params:
+            if self._is_final(parameter):
+                self._assign_gradient(parameter)
+            else:
+                _mark_as_processed(parameter.summed_grad)
+
+    def _is_final(self, parameter: nn.Parameter) -> bool:
+        """Whether `p.summed_grad` with its noise can be rounded: nothing more is added to it."""
+        return True
+
+    def _assign_gradient(self, parameter: Any) -> None:
+        total = parameter.summed_grad
+        if total.dtype != parameter.dtype and not parameter.is_complex():
+            total = parameter.summed_grad = total.to(parameter.dtype)  # releases the sum in float32
+        parameter.grad = self._as_gradient(parameter, total)
+        _mark_as_processed(total)
+
+    def _as_gradient(self, parameter: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
+        if parameter.is_complex():
+            return torch.view_as_complex(total)
+        return total if total.shape == parameter.shape else total.view_as(parameter)
+
+    def _gets_noise(self, parameter: nn.Parameter) -> bool:
+        """Whether this process adds the noise of the parameter."""
+        return True
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
+        """Clips and, unless the step is skipped (BatchMemoryManager), adds noise and averages.
+
+        Raises:
+            MemprofError: a norm is not finite, or the clipped sum is larger than its samples allow. All gradients are
+                dropped then, and no parameter is changed. Or a CUDA graph is being captured.
+            ValueError: `zero_grad` was not called since the last step (as Opacus does).
+        """
+        refuse_capture()
+        skips = self._check_skip_next_step()
+        _check_processed_flag(self.params[0].summed_grad)  # before anything is added to it; add_noise checks all
+        generators = self._generator_states()
+        try:
+            self._prepare_step(skips)
+        except BaseException as error:
+            generators.restore()
+            if isinstance(error, MemprofError):
+                self._module.certificate.refuse(error)
+                self._is_last_step_skipped = False
+                self.zero_grad()
+            raise
+        if skips:
+            self._is_last_step_skipped = True
+            return False
+        self._module.certificate.count_step(
+            self.noise_bound(), self.noise_multiplier, self._largest_sum, self.dropped_samples_in_all_steps
+        )
+        if self.step_hook:
+            self.step_hook(self)
+        self._is_last_step_skipped = False
+        return True
+
+    def _generator_states(self) -> noise.GeneratorStates:
+        if self.secure_mode:
+            return noise.GeneratorStates([])
+        if self.generator is not None:
+            return noise.GeneratorStates([self.generator])
+        devices = {parameter.device for parameter in self.params}
+        return noise.GeneratorStates([noise.default_generator(device) for device in devices])
+
+    def _prepare_step(self, skips: bool) -> None:
+        """What `pre_step` does before it counts as a step. `skips`: whether it does not."""
+        if skips:
+            self.clip_and_accumulate()
+        elif self._rounds_at_once():
+            self.clip_and_add_noise()
+        else:
+            self.clip_and_accumulate()
+            self.begin_sum_check()
+            self.add_noise(self.grad_divisor())
+        self._check_norms()  # last, so that the device has work while the host waits
+        if not skips:
+            self._check_sums()
+
+    def _check_norms(self) -> None:
+        self.bookkeeping.check_norms()
+
+    def _check_sums(self) -> None:
+        check, self._sum_check = self._sum_check, None
+        assert check is not None
+        self._largest_sum = check.raise_if_beyond(
+            self._limit(), lambda: [self._names[parameter] for parameter in self.params]
+        )
+
+    def _limit(self) -> Limit:
+        """The limit of the sums that this process has before `reduce_gradients`."""
+        return self.bookkeeping.limit
+
+    def grad_divisor(self) -> float:
+        """What the gradients are divided by: the expected batch size if the loss is a mean."""
+        is_mean = self.loss_reduction == "mean"
+        return float(self.expected_batch_size * self.accumulated_iterations * self.ranks) if is_mean else 1.0
+
+    def scale_grad(self) -> None:
+        """Divides the gradients by `grad_divisor()`, after an `add_noise` that has not done so."""
+        noise.divide([p.grad for p in self.params], self.grad_divisor())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients and what backward has kept, but not the clipped sums of skipped steps (as Opacus does).
+
+        Unlike in Opacus, gradients become None by default (as in PyTorch): zeros would take as much memory as the model
+        during the next forward, for nothing.
+        """
+        self.bookkeeping.clear()
+        for parameter in self.params:
+            parameter.grad_sample = None
+            if not self._is_last_step_skipped:
+                parameter.summed_grad = None
+        if not self._is_last_step_skipped:
+            self.bookkeeping.begin_step()
+        self.original_optimizer.zero_grad(set_to_none)

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Poisson sampling on several ranks, each of which takes part in every step."""
+
+from collections.abc import Iterator
+
+import torch
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
+
+
+class EveryStepSampler(DistributedUniformWithReplacementSampler):  # type: ignore[misc]
+    """Opacus' sampler of a rank's part of the data, but empty batches are batches too. Opacus leaves them out: such a
+    rank has fewer steps than the others, which wait for it forever in their last ones."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        indices = torch.arange(self.total_size)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
+            indices = torch.randperm(self.total_size, generator=generator)
+        indices = indices[self.rank :: self.num_replicas]
+        for _ in range(self.num_batches):
+            yield indices[torch.rand(self.num_samples, generator=self.generator) < self.sample_rate]
+
+
+def sample_every_step(sampler: object) -> None:
+    """Makes a sampler of Opacus an EveryStepSampler, if it is one for several ranks. A DataLoader does not let its
+    sampler be replaced."""
+    if type(sampler) is DistributedUniformWithReplacementSampler:
+        sampler.__class__ = EveryStepSampler

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of gradients by plain autograd, and whether the sums that layers have found agree with them."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+
+from opacus_memprof.clipping.proof.recorder import Sum
+
+
+def autograd_gradients(
+    outputs: list[torch.Tensor], given: list[torch.Tensor], parameters: list[nn.Parameter]
+) -> dict[nn.Parameter, torch.Tensor | None]:
+    """The gradients of parameters, by plain autograd; None for those that the outputs do not depend on.
+
+    `backward` rather than `grad`: reentrant checkpoints know no other. The parameters' own gradients stay as they
+    were.
+    """
+    before = [p.grad for p in parameters]
+    try:
+        for p in parameters:
+            p.grad = None
+        torch.autograd.backward(outputs, given)
+        return {p: None if p.grad is None else _real(p.grad) for p in parameters}
+    finally:
+        for p, grad in zip(parameters, before, strict=True):
+            p.grad = grad
+
+
+def _real(x: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as two real ones, as the layers have them."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+Gradients = Mapping[nn.Parameter, "torch.Tensor | None"]
+_OTHER_SCALE = 1.1
+
+
+def wrong_sums(
+    found: Iterable[tuple[nn.Parameter, Sum]], autograd: Callable[[float], Gradients]
+) -> tuple[dict[nn.Parameter, float], bool]:
+    """The parameters whose sums are not autograd's, beyond rounding.
+
+    Args:
+        found: what the layers have found, once for each parameter. It is gone through after `autograd`.
+        autograd: what autograd finds for outputs' gradients that are multiplied by a number.
+
+    Returns:
+        The errors by parameter, relative to the gradient's norm, and whether all numbers are finite: others prove
+        nothing.
+    """
+    expected = autograd(1.0)
+    owned = [(p, own.dtype, _distance(own.total, expected.get(p))) for p, own in found]
+    measured = {p: _norm(g) for p, g in expected.items() if g is not None}
+    norms = dict(zip(measured, _numbers(measured.values()), strict=True))
+    of_all = math.hypot(*norms.values())
+    wrong: dict[nn.Parameter, float] = {}
+    is_finite = math.isfinite(of_all)
+    for (parameter, dtype, _), error in zip(owned, _numbers(each for *_, each in owned), strict=True):
+        norm = norms.get(parameter, 0.0)
+        if not math.isfinite(error) or not math.isfinite(norm):
+            is_finite = False
+        elif error > precision(dtype, parameter) * norm + 6.4 * torch.finfo(dtype).eps * of_all:
+            wrong[parameter] = error
+    if wrong and is_finite:
+        # Gradients may cancel to less than their rounding, which other numbers round in another way.
+        again = autograd(_OTHER_SCALE)
+        for parameter, error in list(wrong.items()):
+            gradient, first = again.get(parameter), expected.get(parameter)
+            rounding = 0.0 if gradient is None else float(_distance(gradient / _OTHER_SCALE, first))
+            if error <= 8 * rounding:
+                del wrong[parameter]
+    return {p: error / max(norms.get(p, 0.0), 1e-30) for p, error in wrong.items()}, is_finite
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+    return _norm(a if b is None else a - b.view_as(a).to(a.dtype))
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    """The norm, in double precision, a scalar."""
+    dtype = torch.complex128 if x.is_complex() else torch.float64
+    norm: torch.Tensor = torch.linalg.vector_norm(x.detach(), dtype=dtype)
+    return norm
+
+
+def _numbers(scalars: Iterable[torch.Tensor]) -> list[float]:
+    """The values of scalars, which may be on several devices. The host waits once for each device."""
+    scalars = list(scalars)
+    found = [0.0] * len(scalars)
+    for device in dict.fromkeys(each.device for each in scalars):
+        places = [i for i, each in enumerate(scalars) if each.device == device]
+        for i, value in zip(places, torch.stack([scalars[i].real for i in places]).tolist(), strict=True):
+            found[i] = value
+    return found
+
+
+def precision(dtype: torch.dtype, parameter: torch.Tensor) -> float:
+    """By how much, relative to its norm, the sum of a parameter's gradients may differ from autograd's, which rounds in
+    another order."""
+    if parameter.is_cuda and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return 1e-2
+    return {torch.float64: 1e-7, torch.complex128: 1e-7, torch.bfloat16: 2e-2, torch.float16: 5e-3}.get(dtype, 1e-3)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the program has around a forward: contexts that a proof leaves, and hooks that it runs as a call does."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from opacus_memprof.clipping.proof.model_state import is_own
+
+
+def without_compiled_autograd() -> AbstractContextManager[Any]:
+    """Inside, backward is not compiled: what a proof follows cannot be."""
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return nullcontext() if compiled is None else compiled._disable()
+
+
+@contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """Inside, autograd saves tensors as they are: a checkpoint around the model would take those of a proof for its
+    own."""
+    autograd: Any = torch._C._autograd
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def run_pre_hooks(
+    module: nn.Module, own: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments after the forward pre-hooks that come behind the hook with the id `own`."""
+    keys = list(module._forward_pre_hooks)
+    for key in keys[keys.index(own) + 1 :]:
+        hook: Any = module._forward_pre_hooks[key]
+        if is_own(hook):
+            continue
+        if key in module._forward_pre_hooks_with_kwargs:
+            args, kwargs = hook(module, args, kwargs) or (args, kwargs)
+        else:
+            changed = hook(module, args)
+            if changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+    return args, kwargs
+
+
+def run_hooks(module: nn.Module, own: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """The output after the forward hooks that come before the hook with the id `own`."""
+    keys = list(module._forward_hooks)
+    for key in keys[: keys.index(own)]:
+        hook: Any = module._forward_hooks[key]
+        if is_own(hook):
+            continue
+        with_kwargs = key in module._forward_hooks_with_kwargs
+        changed = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
+        output = output if changed is None else changed
+    return output

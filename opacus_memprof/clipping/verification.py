@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the clipping of any grad_sample_mode with clipping by hand, one sample at a time."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from opacus.grad_sample import AbstractGradSampleModule
+from opacus.grad_sample.utils import prepare_module
+from opacus.optimizers import get_optimizer_class
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from opacus_memprof.clipping.forwards.random_state import RandomState
+from opacus_memprof.clipping.module.hooks import GradSampleModuleFlashClip
+from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip
+from opacus_memprof.clipping.proof.by_hand import Gradients, are_close, exchanges, norm
+from opacus_memprof.clipping.proof.noise import measure_noise
+from opacus_memprof.errors import MemprofError
+
+Losses = Callable[[nn.Module, Any], torch.Tensor]
+_MODES = ("flash_clip", "hooks", "functorch", "ew", "ghost")
+_STABILITY = 1e-6  # as in Opacus
+_SAME_LOSS = 1e-6
+_NOISE_MULTIPLIER = 1.3
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How far a mode's clipping is from clipping by hand.
+
+    Attributes:
+        mode: the grad_sample_mode.
+        norms: per-sample gradient norms, found by hand.
+        norm_error: the largest relative error of a sample's norm; inf if the mode cannot run the model.
+        errors: the largest error of each parameter's clipped gradient, relative to its largest element.
+        tolerance: what counts as exact: 1e-8, or 1e-4 where the model computes in float32.
+        failure: what else is wrong, in a sentence: the mode cannot run the model, the samples influence one another, or
+            the noise is not what was asked for. None if nothing is.
+        noise: the standard deviation of each parameter's noise in a step without gradients, relative to what was asked
+            for.
+    """
+
+    mode: str
+    norms: list[float]
+    norm_error: float
+    errors: dict[str, float]
+    tolerance: float
+    failure: str | None = None
+    noise: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def exact(self) -> bool:
+        """Whether all errors are within the tolerance, and the noise is right."""
+        return self.failure is None and max([self.norm_error, *self.errors.values()]) <= self.tolerance
+
+    def __str__(self) -> str:
+        if self.failure is not None:
+            return self.failure
+        worst = max(self.errors, key=lambda name: self.errors[name])
+        if self.exact:
+            return (
+                f"grad_sample_mode={self.mode!r} clips this model exactly: {len(self.norms)} samples, "
+                f"{len(self.errors)} parameters, largest relative error {max(self.norm_error, self.errors[worst]):.1e}."
+            )
+        wrong = sum(error > self.tolerance for error in self.errors.values())
+        return (
+            f"grad_sample_mode={self.mode!r} does not clip this model exactly: the norms are off by up to "
+            f"{self.norm_error:.1%}, the clipped gradients of {wrong} of {len(self.errors)} parameters by up to "
+            f"{self.errors[worst]:.1%} (of {worst})."
+        )
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    mode: str = "flash_clip",
+    *,
+    losses: Losses | None = None,
+    max_samples: int | None = None,
+) -> Verification:
+    """Compares a mode's per-sample norms and clipped gradients with those computed by hand, one sample at a time, and
+    its noise with what was asked for.
+
+    Works on copies of the model, in float64 where it runs in that. A model that draws random numbers, for dropout,
+    stochastic depth or noise, draws the same ones by hand and in the mode. The model, its gradients and the random
+    number generators are left as they were.
+
+    Args:
+        model: the model, not made private.
+        batch: what the model is called with, samples first: a tensor, a sequence of positional arguments, or a mapping
+            of keyword arguments.
+        mode: "flash_clip", "hooks", "functorch", "ew" or "ghost".
+        losses: the losses of the samples, [B], of a model and a batch. Default: a weighted sum of all outputs and of
+            their squares.
+        max_samples: how many samples of the batch are used. Default: all.
+
+    Returns:
+        The errors, and what a mode fails with. Print it for a sentence.
+
+    Raises:
+        MemprofError: the mode is unknown, the model has been made private or does not run on the batch, flash_clip
+            refuses it, or no gradient can be computed.
+    """
+    if mode not in _MODES:
+        raise MemprofError(f"mode is {mode!r}; verify knows {', '.join(_MODES)}.")
+    if isinstance(model, AbstractGradSampleModule):
+        raise MemprofError("the model has been made private; verify the model before make_private.")
+    if max_samples is not None and max_samples < 1:
+        raise MemprofError(f"max_samples is {max_samples}; it must be positive, or None for all samples.")
+    batch = _first_samples(batch, max_samples)
+    losses = losses or _losses_of_outputs
+    state = RandomState.now(*{p.device for p in model.parameters()})
+    with state.restored():
+        prepared, converted, tolerance = _runnable(model, batch, losses)
+        hand = _Hand(prepared, converted, losses, state)
+        norms, _ = hand.clip(1.0)
+        bound = sorted(norms)[len(norms) // 2]  # so that some samples are clipped
+        if not 0 < bound < math.inf:
+            raise MemprofError(
+                "the gradients of these samples are zero or not finite: give losses that depend on them."
+            )
+        failed = Verification(mode, norms, math.inf, dict.fromkeys(_trained(prepared), math.inf), tolerance)
+        if hand.mixes():
+            return replace(
+                failed,
+                failure=f"grad_sample_mode={mode!r} cannot clip this model exactly: the samples of a batch influence "
+                "one another, because a sample's loss changed with the inputs of others.",
+            )
+        _, expected = hand.clip(bound)
+        try:
+            found_norms, found, noise, wrong = _by_mode(mode, prepared, converted, losses, bound, state)
+        except MemprofError:
+            raise
+        except Exception as error:  # whatever a mode raises for a model that it does not know
+            message = str(error).strip().partition("\n")[0]
+            why = f"{type(error).__name__}: {message}".rstrip(":. ")
+            return replace(failed, failure=f"grad_sample_mode={mode!r} cannot run this model: {why}.")
+    return Verification(
+        mode,
+        norms,
+        max(abs(a - b) / max(b, 1e-9 * bound) for a, b in zip(found_norms, norms, strict=True)),
+        _relative_errors(found, expected),
+        tolerance,
+        f"grad_sample_mode={mode!r} does not keep the privacy that is accounted for: {wrong}." if wrong else None,
+        noise,
+    )
+
+
+def _runnable(model: nn.Module, batch: Any, losses: Losses) -> tuple[nn.Module, Any, float]:
+    """Copies of the model and the batch in float64, or in float32 if the model does not run in that; and the
+    tolerance."""
+    error: Exception | None = None
+    for dtype, tolerance in ((torch.float64, 1e-8), (torch.float32, 1e-4)):
+        copied, converted = _copy_of(model, dtype), _cast(batch, dtype)
+        try:
+            torch.autograd.backward(losses(copied, converted).sum())
+        except MemprofError:
+            raise
+        except Exception as raised:  # whatever the model raises; some operations know no float64
+            error = raised
+            continue
+        copied.zero_grad()
+        return copied, converted, tolerance
+    message = str(error).strip().partition("\n")[0]
+    raise MemprofError(
+        f"the model does not run on this batch ({type(error).__name__}: {message}): call it as the training does."
+    ) from error
+
+
+def _relative_errors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    smallest = 1e-6 * max(float(each.abs().max()) for each in expected.values())
+    return {
+        name: float((found[name] - each).abs().max()) / max(float(each.abs().max()), smallest)
+        for name, each in expected.items()
+    }
+
+
+def _trained(model: nn.Module) -> dict[str, Any]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+class _Hand:
+    """Clipping by hand. A model that draws random numbers is run on the whole batch, from the same state of the
+    generators, and its losses have a backward each; other models are run on one sample at a time."""
+
+    def __init__(self, model: nn.Module, batch: Any, losses: Losses, state: RandomState) -> None:
+        self._model, self._batch, self._losses, self._state = model, batch, losses, state
+        self._size = _size(batch)
+        self._run(batch)
+        self._draws = state.has_moved()
+
+    def clip(self, bound: float) -> tuple[list[float], dict[str, torch.Tensor]]:
+        """Returns the norms, and the sums of clipped gradients by parameter."""
+        trained = _trained(self._model)
+        total = {name: torch.zeros_like(p) for name, p in trained.items()}
+        norms = []
+        for gradients in self._gradients(list(trained.values())):
+            norms.append(math.hypot(*(norm(g) for g in gradients if g is not None)))
+            for name, g in zip(trained, gradients, strict=True):
+                if g is not None:
+                    total[name] += min(1.0, bound / (norms[-1] + _STABILITY)) * g
+        return norms, total
+
+    def mixes(self) -> bool:
+        """Returns whether a sample's loss depends on other samples. Where each is run by itself, gradients tell."""
+        if not self._draws:
+            return False
+        before = self._run(self._batch)
+        for kept, rows in exchanges(self._size):
+            after = self._run(tree_map(lambda x, rows=rows: x[rows] if _has_samples(x) else x, self._batch))
+            if not are_close(before[kept], after[kept], _SAME_LOSS):
+                return True
+        return False
+
+    def _run(self, batch: Any) -> torch.Tensor:
+        self._state.restore()
+        return self._losses(self._model, batch).detach()
+
+    def _gradients(self, parameters: list[nn.Parameter]) -> Iterator[Gradients]:
+        self._state.restore()
+        if self._draws:
+            for loss in self._losses(self._model, self._batch).unbind():
+                yield list(torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True))
+            return
+        for n in range(self._size):
+            sample = tree_map(lambda x, n=n: x[n : n + 1] if _has_samples(x) else x, self._batch)
+            yield list(torch.autograd.grad(self._losses(self._model, sample).sum(), parameters, allow_unused=True))
+
+
+_Found = tuple[list[float], dict[str, torch.Tensor], dict[str, float], str | None]
+
+
+def _by_mode(mode: str, model: nn.Module, batch: Any, losses: Losses, bound: float, state: RandomState) -> _Found:
+    """The norms and the clipped gradients by a mode, on a copy of the model; its noise, and what is wrong with it."""
+    copied = copy.deepcopy(model)
+    trained = _trained(copied)
+    options: dict[str, Any] = {"max_grad_norm": bound} if mode in ("ghost", "flash_clip") else {}
+    module: Any
+    if mode == "flash_clip":
+        module = GradSampleModuleFlashClip(copied, loss_reduction="sum", **options)
+    else:
+        module = prepare_module(copied, mode, batch_first=True, loss_reduction="sum", **options)
+    optimizer = _optimizer(mode, module, list(trained.values()), bound)
+    state.restore()
+    each = losses(module, batch)
+    torch.autograd.backward(each.sum(), retain_graph=mode == "ghost")
+    if mode == "flash_clip":
+        optimizer.pre_step()
+        norms = module.per_sample_gradient_norms
+    elif mode == "ghost":
+        norms, factors = module.get_norm_sample(), module.get_clipping_coef()
+        copied.zero_grad()
+        module.disable_hooks()
+        torch.autograd.backward((each * factors).sum())
+    else:
+        stacks = [p.grad_sample for p in trained.values()]
+        norms = torch.stack([stack.flatten(1).square().sum(1) for stack in stacks]).sum(0).sqrt()
+        optimizer.clip_and_accumulate()
+        for parameter in trained.values():
+            parameter.grad = parameter.summed_grad
+    found = {name: p.grad for name, p in trained.items()}
+    optimizer.noise_multiplier = _NOISE_MULTIPLIER
+    noise, wrong = measure_noise(optimizer, {p: name for name, p in trained.items()}, _NOISE_MULTIPLIER * bound)
+    return norms.tolist(), found, noise, wrong
+
+
+def _optimizer(mode: str, module: Any, parameters: list[nn.Parameter], bound: float) -> Any:
+    options: dict[str, Any] = {"noise_multiplier": 0.0, "max_grad_norm": bound, "expected_batch_size": 1}
+    plain = torch.optim.SGD(parameters, lr=1.0)
+    if mode == "flash_clip":
+        return DPOptimizerFlashClip(plain, module=module, loss_reduction="sum", **options)
+    return get_optimizer_class("flat", False, mode)(optimizer=plain, loss_reduction="sum", **options)
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, Sequence) else model(batch)
+
+
+def _losses_of_outputs(model: nn.Module, batch: Any) -> torch.Tensor:
+    leaves = tree_flatten(_call(model, batch))[0]
+    outputs = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad and x.dim()]
+    if not outputs:
+        raise MemprofError("no output of the model has both gradients and samples; give verify the losses.")
+    total = torch.zeros(_size(batch), dtype=outputs[0].dtype, device=outputs[0].device)
+    for x in outputs:
+        if len(x) == len(total):
+            flat = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
+            weights = torch.linspace(0.5, 1.5, flat.shape[1], dtype=x.dtype, device=x.device)
+            total = total + ((flat * weights).mean(1) + flat.square().mean(1)).to(total)
+    return total
+
+
+def _copy_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    copied = copy.deepcopy(model).to(dtype)
+    if not model.training:  # layers of a model in training that are frozen in eval stay so
+        copied.train()
+    copied.zero_grad()
+    return copied
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, batch)
+
+
+def _has_samples(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() > 0
+
+
+def _size(batch: Any) -> int:
+    return next((len(x) for x in tree_flatten(batch)[0] if _has_samples(x)), 0)
+
+
+def _first_samples(batch: Any, count: int | None) -> Any:
+    if not _size(batch):
+        raise MemprofError("the batch has no sample; give verify tensors whose first dimension is the batch.")
+    return tree_map(lambda x: x[:count] if _has_samples(x) else x, batch)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workspace: the ceiling on temporaries, and how work is split to stay below it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from opacus_memprof.errors import MemprofError
+
+MIB = 1 << 20
+DEFAULT_WORKSPACE_MB = 256.0
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that Triton's kernels go through
+CPU_DTYPES = (torch.float32, torch.float64)  # of which C++ goes through many small stacks at once
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The most bytes of temporaries that may be live at a time, not counting what is kept or returned."""
+
+    bytes: int
+
+    @classmethod
+    def from_mib(cls, mib: float) -> Workspace:
+        """A workspace of `mib` MiB. Raises MemprofError unless that is positive."""
+        if not mib > 0:
+            raise MemprofError(f"flash_clip_workspace_mb is {mib}; give a positive number of MiB, such as 256.")
+        return cls(int(mib * MIB))
+
+    def half(self) -> Workspace:
+        """Half of this workspace."""
+        return Workspace(self.bytes // 2)
+
+    def fit(self, unit_bytes: int, count: int) -> int:
+        """How many of `count` units, of `unit_bytes` each, fit at once."""
+        return max(0, min(count, self.bytes // max(1, unit_bytes)))
+
+    def fit_at_least_one(self, unit_bytes: int, count: int, unit: str) -> int:
+        """As `fit`, but raises MemprofError if not even one unit fits. `unit` is its name in the message."""
+        units = self.fit(unit_bytes, count)
+        if units == 0 and count > 0:
+            raise MemprofError(
+                f"flash_clip_workspace_mb is {self.bytes / MIB:g} (of this part of the work), but {unit} needs "
+                f"{unit_bytes / MIB:.3g} MiB; raise flash_clip_workspace_mb."
+            )
+        return max(1, units)
+
+    def tiles(self, rows: int, columns: int, unit_bytes: int, unit: str) -> Iterator[tuple[slice, slice]]:
+        """Splits a grid of units into tiles that fit: several rows each or, if a row does not fit, parts of a row.
+        Raises as `fit_at_least_one`."""
+        fit = self.fit(columns * unit_bytes, rows)
+        width = max(1, columns) if fit else self.fit_at_least_one(unit_bytes, columns, unit)
+        for row in slices(rows, max(1, fit)):
+            for column in slices(columns, width):
+                yield row, column
+
+
+def slices(count: int, size: int) -> Iterator[slice]:
+    """Splits `range(count)` into slices of `size`; the last one may be shorter."""
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
+
+def batches(items: Iterable[T], most: int, bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Splits `items` into neighbours that have at most `most` bytes together; what has more comes alone."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        more = bytes_of(item)
+        if batch and size + more > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += more
+    if batch:
+        yield batch
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which norms and sums of `dtype` accumulate: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_low_precision(dtype: torch.dtype) -> bool:
+    """Returns whether a product of such tensors would round what a clipped sum needs."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of the clipped sum of a parameter of `dtype`, which is rounded only after noise is added.
+    Complex numbers are pairs of real ones until then."""
+    return torch.float32 if is_low_precision(dtype) else dtype.to_real()
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed: PyTorch's CUDA wheels for Linux depend on it, others do not."""
+    return importlib.util.find_spec("triton") is not None
