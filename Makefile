@@ -18,8 +18,8 @@ VENV ?= .venv
 JOBS ?= 2
 
 BIN := $(VENV)/bin
-# Python compiles a module when it is first imported, and most of those that are installed never are. What it has compiled
-# it keeps, also where the environment says otherwise, as in many containers: tests import torch hundreds of times.
+# Python compiles a module when it is first imported, and most installed modules never are. Compiled modules are kept, even
+# where the environment says otherwise, as in many containers: tests import torch hundreds of times.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install --no-compile
 CXX_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp tests/cpp/*.h tests/cpp/*.cpp tests/cpp/*/*.h tests/cpp/*/*.cpp benchmarks/*.cpp)
@@ -38,7 +38,10 @@ test:
 
 lint: $(VENV)/.opacus-memprof-built
 	$(BIN)/python tests/rooms.py
+	$(BIN)/python tools/words.py
+	$(BIN)/codespell
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --preview --select DOC102,DOC501 .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)

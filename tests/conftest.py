@@ -58,8 +58,11 @@ def _no_captures_left() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def no_workspaces() -> Iterator[None]:
-    """cuBLAS' workspaces stay out of peaks. From torch 2.12 on one lives as long as its product, so that none may be
-    asked for; before, each thread takes one at its first product: here, in forward and in backward."""
+    """cuBLAS' workspaces stay out of peaks.
+
+    From torch 2.12 on one lives as long as its product, so that none may be asked for; before, each thread takes one at
+    its first product: here, in forward and in backward.
+    """
     can_choose = hasattr(torch._C, "_cuda_setCublasWorkspaceSize")
     if can_choose:
         torch._C._cuda_setCublasWorkspaceSize(0)

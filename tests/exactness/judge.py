@@ -249,8 +249,10 @@ class _Judge:
 
     # --- clipping by hand ---
     def _compare(self, private: _Private) -> Verdict:
-        """Compares each step that was made with clipping by hand in float64. Where autograd in the program's own
-        precision is further off, three times its error is allowed."""
+        """Compares each step that was made with clipping by hand in float64.
+
+        Where autograd in the program's own precision is further off, three times its error is allowed.
+        """
         settings = self.settings
         tolerance = settings.tolerance or TOLERANCE[settings.autocast or settings.dtype]
         is_rounded = settings.dtype != torch.float64 and not settings.is_random
@@ -349,8 +351,11 @@ class _Judge:
 
     # --- contributions ---
     def _remove_samples(self, private: _Private, verdict: Verdict) -> Verdict:
-        """Measures how much the last step's sum changes when a sample leaves: the one with the largest norm and the
-        first, with the losses as they are, and with the others' 1e20 and 1e-20 times as large."""
+        """Measures how much the last step's sum changes when a sample leaves.
+
+        Removes the sample with the largest norm and the first one, with the losses as they are, and with the others'
+        losses 1e20 and 1e-20 times as large.
+        """
         batch = self.steps[-1].batches[-1]
         size = size_of(batch)
         if size < 2:

@@ -46,7 +46,7 @@ def precision(request: pytest.FixtureRequest) -> Any:
 
 
 class LaunchedWith:
-    """In the place of a Triton kernel: notes the constants of its launches."""
+    """Replaces a Triton kernel and notes the constants of its launches."""
 
     def __init__(self) -> None:
         self.constants: list[dict[str, Any]] = []
@@ -270,7 +270,7 @@ def test_a_sample_that_cancels_adds_no_more_than_its_bound(
     dtype: torch.dtype,
     precision: str,
 ) -> None:
-    """The clipped sum with and without the sample, whose tokens cancel but for a small rest."""
+    """The clipped sum with and without the sample, whose tokens cancel except for a small rest."""
     torch.manual_seed(0)
     torch.set_float32_matmul_precision(precision)
     is_table = isinstance(module, nn.Embedding)
@@ -450,8 +450,10 @@ def test_a_capture_is_refused_and_leaves_training_as_it_was() -> None:
 
 
 def test_grad_samples_without_a_copy(tmp_path: Path) -> None:
-    """The per-sample gradients of the largest layer are no longer held twice: the peak is lower by its bytes, or as far
-    as what comes next, the noise of the largest parameter beside all sums."""
+    """The per-sample gradients of the largest layer are no longer held twice.
+
+    The peak is lower by its bytes, or as far as what comes next, the noise of the largest parameter beside all sums.
+    """
     samples, rows, columns = 24, 4096, 4096
 
     def peak(name: str) -> tuple[int, str]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which convolutions are computed in another layout than their tensors have, as benchmarks/convolution_workspace.py saw
-it on an H200. A stand-in is all that is asked of a tensor there."""
+"""Convolutions computed in another layout than their tensors have are recognized.
+
+The cases are the ones that benchmarks/convolution_workspace.py measured on an H200. A stand-in replaces the tensors.
+"""
 
 from __future__ import annotations
 
