@@ -8,7 +8,8 @@ runs them on a virtual GPU, which keeps no such promise; those marked `true_numb
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -73,3 +74,21 @@ def no_workspaces() -> Iterator[None]:
     if can_choose:
         torch._C._cuda_resetCublasWorkspaceSize()
         torch._C._cuda_resetCublasLtWorkspaceSize()
+
+
+@pytest.fixture
+def set_fp32_precision() -> Iterator[Callable[[Any, str], None]]:
+    """Sets `fp32_precision` of a part of torch.backends, such as `cudnn.conv`, until the test ends.
+
+    monkeypatch cannot undo it: it would delete the attribute, which torch computes in `__getattr__`. A setting that
+    stays makes torch refuse to read `allow_tf32` in later tests.
+    """
+    earlier: list[tuple[Any, str]] = []
+
+    def set_precision(part: Any, precision: str) -> None:
+        earlier.append((part, part.fp32_precision))
+        part.fp32_precision = precision
+
+    yield set_precision
+    for part, precision in reversed(earlier):
+        part.fp32_precision = precision
