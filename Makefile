@@ -8,6 +8,7 @@
 #
 #   make matrix         builds and tries every torch that is claimed: takes long, and 5 GB of disk for each
 #   make opacus-suite   all of Opacus' own tests, without and with the profiler: takes long
+#   make faults         plants faults in flash_clip, which the tests must find: takes half an hour
 #
 # PYTHON=python3.12   makes the environment with another Python
 # VENV=path           uses (or makes) another environment; the torch that it has is kept
@@ -26,7 +27,7 @@ CXX_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp tests/cpp/*.h tests/cpp/*.cpp tes
 export MAX_JOBS := $(JOBS)
 MAKEFLAGS += --no-print-directory
 
-.PHONY: profile test lint docs cpp-test python-test opacus-suite matrix try format tidy FORCE
+.PHONY: profile test lint docs cpp-test python-test opacus-suite faults matrix try format tidy FORCE
 
 profile: $(VENV)/.opacus-memprof-built
 	$(BIN)/opacus-memprof run -o memprof_profile --device auto examples/train_transformer.py
@@ -51,16 +52,20 @@ lint: $(VENV)/.opacus-memprof-built
 docs: $(VENV)/.opacus-memprof-built
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# Two processes, a file to one of them; one where there is a GPU (tests/conftest.py). Where there is none, CUDA's tests
-# run on a virtual one before, and the rest as without.
+# Two processes; one where there is a GPU (tests/conftest.py). Each begins with half of the tests, in their order, and at
+# the end takes tests from the other. Without a GPU, CUDA's tests run on a virtual one first.
 VIRTUAL_GPU := h200
+CUDA_TESTS := tests/gpu tests/integration
 python-test: $(VENV)/.opacus-memprof-built
 	if $(BIN)/python -c 'import torch; exit(torch.version.cuda is None or torch.cuda.is_available())'; then \
-	    $(BIN)/python -m pytest -n auto -m cuda --memprof-virtual-gpu $(VIRTUAL_GPU); fi
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	    $(BIN)/python -m pytest -n auto -m cuda --memprof-virtual-gpu $(VIRTUAL_GPU) $(CUDA_TESTS); fi
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations 25
 
 opacus-suite: $(VENV)/.opacus-memprof-built
 	OPACUS_SUITE=all $(BIN)/python -m pytest tests/integration/test_opacus_suite.py
+
+faults: $(VENV)/.opacus-memprof-built
+	$(BIN)/python -m tests.planted_faults
 
 # What is claimed: each minor of torch with the lowest Opacus, from a copy of the sources, whose build is its own.
 CLAIMED = $(shell $(PYTHON) -c 'import runpy; claimed = runpy.run_path("opacus_memprof/profiles/versions.py"); print($(1))')

@@ -8,6 +8,7 @@ runs them on a virtual GPU, which keeps no such promise; those marked `true_numb
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,23 @@ import pytest
 import torch
 
 from opacus_memprof import virtual_gpu
+
+
+_SECONDS: Counter[str] = Counter()
+"""Seconds that the tests of each file took, fixtures included."""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _SECONDS[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """With --durations N, also prints the N slowest files."""
+    count = config.getoption("durations")
+    if count is not None:
+        terminalreporter.section(f"slowest files, of {_SECONDS.total():.0f} s in all")
+        for file, seconds in _SECONDS.most_common(count or None):
+            terminalreporter.write_line(f"{seconds:8.1f} s  {file}")
 
 
 @pytest.hookimpl(optionalhook=True)
