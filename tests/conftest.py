@@ -17,7 +17,6 @@ import torch
 
 from opacus_memprof import virtual_gpu
 
-
 _SECONDS: Counter[str] = Counter()
 """Seconds that the tests of each file took, fixtures included."""
 

@@ -353,8 +353,8 @@ class _Judge:
     def _remove_samples(self, private: _Private, verdict: Verdict) -> Verdict:
         """Measures how much the last step's sum changes when a sample leaves.
 
-        Removes the sample with the largest norm and the first one, with the losses as they are, and with the others'
-        losses 1e20 and 1e-20 times as large.
+        Removes the sample with the largest norm and the first one, with the others' losses 1e20 and 1e-20 times as
+        large, and, where exact sums do not bound it already, with the losses as they are.
         """
         batch = self.steps[-1].batches[-1]
         size = size_of(batch)
@@ -367,11 +367,16 @@ class _Judge:
         worst = 0.0
         limits = torch.finfo(self.settings.dtype)
         large, small = min(1e20, limits.max / 10), max(1e-20, limits.tiny)
-        for scales, n in dict.fromkeys([(None, 0), (None, largest), (large, largest), (small, 0)]):
+        cases: list[tuple[float | None, int]] = []
+        settings = self.settings
+        is_exact = settings.dtype == torch.float64 and settings.autocast is None and settings.tolerance is None
+        if "scale" not in batch or not is_exact:
+            cases += [(None, 0), (None, largest)]
+        if "scale" in batch:
+            cases += [(large, largest), (small, 0)]
+        for scales, n in dict.fromkeys(cases):
             whole = batch
             if scales is not None:
-                if "scale" not in batch:
-                    continue
                 others = torch.full_like(batch["scale"], scales)
                 others[n] = 1.0
                 whole = {**batch, "scale": batch["scale"] * others}
