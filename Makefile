@@ -53,7 +53,9 @@ docs: $(VENV)/.opacus-memprof-built
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Two processes; one where there is a GPU (tests/conftest.py). Each begins with half of the tests, in their order, and at
-# the end takes tests from the other. Without a GPU, CUDA's tests run on a virtual one first.
+# the end takes tests from the other. Models are so small that threads would only cost time. Without a GPU, CUDA's tests run
+# on a virtual one first.
+python-test: export OMP_NUM_THREADS ?= 1
 VIRTUAL_GPU := h200
 CUDA_TESTS := tests/gpu tests/integration
 python-test: $(VENV)/.opacus-memprof-built
