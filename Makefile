@@ -8,6 +8,7 @@
 #
 #   make matrix         builds and tries every torch that is claimed: takes long, and 5 GB of disk for each
 #   make opacus-suite   all of Opacus' own tests, without and with the profiler: takes long
+#   make faults         plants faults in flash_clip, which the tests must find: takes half an hour
 #
 # PYTHON=python3.12   makes the environment with another Python
 # VENV=path           uses (or makes) another environment; the torch that it has is kept
@@ -18,15 +19,15 @@ VENV ?= .venv
 JOBS ?= 2
 
 BIN := $(VENV)/bin
-# Python compiles a module when it is first imported, and most of those that are installed never are. What it has compiled
-# it keeps, also where the environment says otherwise, as in many containers: tests import torch hundreds of times.
+# Python compiles a module when it is first imported, and most installed modules never are. Compiled modules are kept, even
+# where the environment says otherwise, as in many containers: tests import torch hundreds of times.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install --no-compile
 CXX_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp tests/cpp/*.h tests/cpp/*.cpp tests/cpp/*/*.h tests/cpp/*/*.cpp benchmarks/*.cpp)
 export MAX_JOBS := $(JOBS)
 MAKEFLAGS += --no-print-directory
 
-.PHONY: profile test lint docs cpp-test python-test opacus-suite matrix try format tidy FORCE
+.PHONY: profile test lint docs cpp-test python-test opacus-suite faults matrix try format tidy FORCE
 
 profile: $(VENV)/.opacus-memprof-built
 	$(BIN)/opacus-memprof run -o memprof_profile --device auto examples/train_transformer.py
@@ -38,7 +39,10 @@ test:
 
 lint: $(VENV)/.opacus-memprof-built
 	$(BIN)/python tests/rooms.py
+	$(BIN)/python tools/words.py
+	$(BIN)/codespell
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --preview --select DOC102,DOC501 .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
@@ -48,16 +52,22 @@ lint: $(VENV)/.opacus-memprof-built
 docs: $(VENV)/.opacus-memprof-built
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# Two processes, a file to one of them; one where there is a GPU (tests/conftest.py). Where there is none, CUDA's tests
-# run on a virtual one before, and the rest as without.
+# Two processes; one where there is a GPU (tests/conftest.py). Each begins with half of the tests, in their order, and at
+# the end takes tests from the other. Models are so small that threads would only cost time. Without a GPU, CUDA's tests run
+# on a virtual one first.
+python-test: export OMP_NUM_THREADS ?= 1
 VIRTUAL_GPU := h200
+CUDA_TESTS := tests/gpu tests/integration
 python-test: $(VENV)/.opacus-memprof-built
 	if $(BIN)/python -c 'import torch; exit(torch.version.cuda is None or torch.cuda.is_available())'; then \
-	    $(BIN)/python -m pytest -n auto -m cuda --memprof-virtual-gpu $(VIRTUAL_GPU); fi
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	    $(BIN)/python -m pytest -n auto -m cuda --memprof-virtual-gpu $(VIRTUAL_GPU) $(CUDA_TESTS); fi
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations 25
 
 opacus-suite: $(VENV)/.opacus-memprof-built
 	OPACUS_SUITE=all $(BIN)/python -m pytest tests/integration/test_opacus_suite.py
+
+faults: $(VENV)/.opacus-memprof-built
+	$(BIN)/python -m tests.planted_faults
 
 # What is claimed: each minor of torch with the lowest Opacus, from a copy of the sources, whose build is its own.
 CLAIMED = $(shell $(PYTHON) -c 'import runpy; claimed = runpy.run_path("opacus_memprof/profiles/versions.py"); print($(1))')

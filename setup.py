@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds opacus_memprof._core, which reads profiles and knows no torch and, against the torch that is importable here,
-opacus_memprof._C, which records them, and _clipping, which is flash_clip's. The metadata is in pyproject.toml.
+"""Builds the extension modules of opacus_memprof.
+
+_core reads profiles and does not use torch; _C records them and _clipping belongs to flash_clip, both built against the
+torch that is importable here. The metadata is in pyproject.toml.
 
 Environment: OPACUS_MEMPROF_READER=1 (_core alone, which needs no torch), OPACUS_MEMPROF_CUDA=auto|0|1 (1 fails where
 CUDA cannot be built), CUDA_HOME, NLOHMANN_JSON_INCLUDE (a folder that holds nlohmann/json.hpp), MAX_JOBS (compilers at
@@ -35,7 +37,7 @@ if READER == "0":
             "first, or set OPACUS_MEMPROF_READER=1 for the part that reads profiles, which needs none"
         ) from None
 
-# Virtuals of c10::cuda::CUDACachingAllocator::CUDAAllocator that come and go with torch's minors. Those that the
+# Virtuals of c10::cuda::CUDACachingAllocator::CUDAAllocator that come and go with torch's minors. The ones that the
 # installed header declares are compiled in, as OPACUS_MEMPROF_HAS_<name>.
 OPTIONAL_VIRTUALS = [
     "allocateWithAddress",
@@ -172,7 +174,7 @@ def extension(cuda: Cuda | None) -> Extension:
     return cpp_extension.CppExtension(
         "opacus_memprof._C",
         sources(with_cuda=cuda is not None),
-        # As system headers: their warnings are not ours to mend.
+        # As system headers: their warnings are not ours to fix.
         extra_compile_args=[*FLAGS, *(f"-isystem{folder}" for folder in headers)],
         define_macros=torch_has(torch_includes[0]) if cuda else [],
         include_dirs=[str(Path("csrc").resolve())],

@@ -47,8 +47,10 @@ def run_worker(
     environment: Mapping[str, str] | None = None,
     on_line: Callable[[list[dict[str, Any]]], None] = lambda lines: None,
 ) -> tuple[list[dict[str, Any]], str]:
-    """(the lines that a worker printed until it ended, failed or its time was over; "" or how it failed). ``on_line``
-    gets the lines so far after each."""
+    """(the lines that a worker printed until it ended, failed or its time was over; "" or how it failed).
+
+    ``on_line`` gets the lines so far after each.
+    """
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ, **(environment or {})}
     lines: list[dict[str, Any]] = []
     is_over = threading.Event()
@@ -80,7 +82,7 @@ def run_worker(
 
 
 def run_config(config: Config, modes: list[str], seconds: float, precision: str) -> list[dict[str, Any]]:
-    """The worker's lines; those that came until it failed or its time was over."""
+    """Returns the worker's lines, up to its failure or timeout."""
     command = [sys.executable, str(Path(__file__).with_name("clipping_worker.py")), config.name]
     command += ["--seconds", str(seconds), "--precision", precision, "--modes", *modes]
     lines, failed = run_worker(command, seconds)

@@ -118,8 +118,10 @@ def send(result: dict[str, Any]) -> None:
 
 
 def run_rounds(bench: Bench, modes: list[str], seconds: float, rounds: int) -> None:
-    """Visits all modes in shuffled order, again and again, and prints what each visit measured. A mode that failed is
-    left out of later rounds."""
+    """Visits all modes in shuffled order, again and again, and prints what each visit measured.
+
+    A mode that failed is left out of later rounds.
+    """
     start, longest = time.perf_counter(), 0.0
     modes, shuffle = list(modes), random.Random(0)
     gc.disable()

@@ -28,10 +28,9 @@ def pooled(channels: list[int]) -> nn.Module:
 
 
 def unet(first: int, depth: int, classes: int, doubled: bool) -> list[Network]:
-    """The convolutions of a U-Net over 64 or 128 pixels: down, up again beside what came down, and its head.
+    """Returns the convolutions of a U-Net over 64 or 128 pixels: down, up with skip connections, and its head.
 
-    Args:
-        doubled: two convolutions a level, and up by transposed ones, as in the original.
+    With `doubled` each level has two convolutions and transposed ones lead up, as in the original.
     """
     size = 128 if doubled else 64
     widths = [first << level for level in range(depth)]

@@ -42,7 +42,7 @@ extern "C" double pair_ns(long pairs, long bytes) {
   for (long i = 0; i < pairs; ++i) { auto data = allocator->allocate(bytes); }
   return std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - begin).count() / pairs;
 }
-// The median; before each pair, other memory takes the place of what the caches hold of the allocators.
+// The median; before each pair, other memory evicts the allocators' data from the caches.
 extern "C" double cold_pair_ns(long pairs, long bytes) {
   static std::vector<long> others(std::size_t{4} << 17);  // 4 MiB
   auto* allocator = c10::cuda::CUDACachingAllocator::get();
@@ -73,8 +73,10 @@ PairLoop = Callable[[int, int], float]  # pairs, bytes → nanoseconds a pair
 
 
 def compile_pair_loops(folder: Path) -> tuple[PairLoop, PairLoop]:
-    """Allocate+free loops in C++, through whatever allocator is current: Python would drown the difference. The second
-    finds its caches cold, as a training step leaves them."""
+    """Allocate+free loops in C++, through whatever allocator is current: Python would drown the difference.
+
+    The second finds its caches cold, as a training step leaves them.
+    """
     source, library = folder / "pair.cpp", folder / "pair.so"
     source.write_text(PAIR_SOURCE)
     includes = [*cpp_extension.include_paths(), f"{cpp_extension.CUDA_HOME or '/usr/local/cuda'}/include"]
@@ -159,8 +161,10 @@ def training(mode: str, device: str, name: str) -> tuple[Any, Any, Callable[[], 
 def paired(
     step: Callable[[], None], variants: dict[str, variants_of.Variant], rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds a step, by variant; and the median over rounds of its ratio to the native one of that round, with
-    that median's standard error."""
+    """Returns milliseconds a step and the ratio to the native run, by variant.
+
+    The ratio is the median over rounds of the ratio within a round, with that median's standard error.
+    """
 
     def timed() -> float:
         if torch.cuda.is_available():
@@ -197,8 +201,10 @@ def error_of_median(sample: list[float]) -> float:
 
 
 def measure_steps(mode: str, rounds: int, device: str, name: str, wanted: list[str]) -> dict[str, Any]:
-    """One model and mode: off, and what is wanted of counters only, counters and events, everything, and two others'
-    tools."""
+    """Measures one model and mode: off, and each wanted variant.
+
+    The variants are counters only, counters and events, everything, and the tools of two other projects.
+    """
     model, optimizer, step = training(mode, device, name)
     variants: dict[str, variants_of.Variant] = {
         "native": variants_of.without,

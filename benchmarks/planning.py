@@ -122,8 +122,10 @@ def bisected(name: Name) -> Search:
 
 
 def beside(name: Name, planned: int) -> Search:
-    """A batch that fits while one more does not: away from the planned one in steps that double until it is between
-    two, then bisected. None where one failed."""
+    """Returns a batch size that fits while one more sample does not.
+
+    Searches from the planned size in steps that double, then bisects. None if a run failed.
+    """
     good, bad, step, batch = 0, HIGH + 1, 1, planned
     while bad - good > 1:
         code = yield arguments_of(name, batch), []

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash_clip beside training without privacy, Opacus' modes and libraries of others, on the configurations on which
-their papers publish: time, peak, and whether each clips exactly.
+"""Compares flash_clip with training without privacy, Opacus' modes and other libraries.
+
+Measures time, peak memory and exactness, on the configurations of the libraries' own papers.
 
     python benchmarks/rivals.py --fastdp DIR --flashnorm DIR      # every configuration; needs a GPU
     python benchmarks/rivals.py --ranks 2                         # Llama-3.1-8B, which FSDP2 shards over 2 GPUs (or 1)
@@ -67,8 +68,12 @@ def commit_of(checkout: Path) -> str:
 
 
 def libraries(fastdp: Path | None, flashnorm: Path | None, ranks: int | None) -> list[Library]:
-    """Raises MemprofError if a directory is not a checkout, or has nothing for models that are sharded, or if there is
-    no rank to shard over."""
+    """Returns the libraries to measure.
+
+    Raises:
+        MemprofError: if a directory is not a checkout, or has nothing for sharded models, or if there are no ranks to
+            shard over.
+    """
     for name, checkout, package in (("fastDP", fastdp, "fastDP"), ("FlashNorm", flashnorm, "opacus")):
         if checkout is not None and not (checkout / package / "__init__.py").is_file():
             raise MemprofError(f"{checkout} has no package {package}: give the root of a checkout of {name}")
@@ -90,8 +95,10 @@ def libraries(fastdp: Path | None, flashnorm: Path | None, ranks: int | None) ->
 def measure(
     config: RivalConfig, library: Library, seconds: float, tiny: bool, on_rows: Callable[[list[dict[str, Any]]], None]
 ) -> None:
-    """Calls ``on_rows`` with one row for each mode, that of training without privacy first: as results come, and with
-    all of them at the end."""
+    """Calls ``on_rows`` with one row for each mode, training without privacy first.
+
+    It is called as results come, and with all of them at the end.
+    """
     worker = str(Path(__file__).with_name("rivals_worker.py"))
     modes = ["vanilla", *library.modes]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(library.ranks)]

@@ -19,8 +19,11 @@ STABILITY = 1e-6  # in the factors min(1, bound / (norm + STABILITY)), as all of
 
 
 def exactness(mode: str, config: Config, device: torch.device, sharded: bool = False) -> dict[str, Any]:
-    """{"error", "dtype", "worst", "wrong", "parameters"} or {"failed"}: in float64, or in float32 where the mode knows
-    nothing wider. ``sharded``: the model is sharded over all ranks, of which each has a part of the batch."""
+    """Returns {"error", "dtype", "worst", "wrong", "parameters"} or {"failed"}.
+
+    Computed in float64, or in float32 if the mode supports nothing wider. With ``sharded`` the model is sharded over
+    all ranks, and each rank has a part of the batch.
+    """
     for dtype in (torch.float64, torch.float32):
         try:
             errors = update_errors(mode, replace(config, dtype=dtype), device, sharded)

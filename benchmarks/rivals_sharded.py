@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bench of models that FSDP2 shards over the processes of torchrun, each of which has a batch of its own. It imports
-nothing of the package that has to be compiled."""
+"""A bench of models that FSDP2 shards over the processes of torchrun, each of which has a batch of its own.
+
+It imports nothing of the package that has to be compiled.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ from training_modes import adapt, prepare
 
 
 def shard(mode: str, model: nn.Module) -> nn.Module:
-    """The model sharded as a mode needs it: for ghost_fsdp every layer by itself, as Opacus requires, else blocks and
-    what is beside them, as is usual."""
+    """Shards the model as a mode needs it.
+
+    For ghost_fsdp every layer by itself, as Opacus requires; otherwise by blocks, as is usual.
+    """
     return FSDP2Wrapper(model) if mode == "ghost_fsdp" else fully_shard(_shard_blocks(model))
 
 
@@ -35,8 +39,10 @@ def _shard_blocks(module: nn.Module) -> nn.Module:
 
 
 class ShardedBench(RivalBench):
-    """Every visit has a new model: what sharding changes is not undone either. Only its shards ever have memory, and
-    get random numbers."""
+    """Every visit has a new model: what sharding changes is not undone either.
+
+    Only its shards ever have memory, and get random numbers.
+    """
 
     def make_model(self, mode: str) -> None:
         with torch.device("meta"):

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures one configuration in the modes of one library: first whether each clips exactly, then time and peak, all
-modes and training without privacy interleaved in this process. Prints one JSON object a line as results come. Under
-torchrun, FSDP2 shards the model."""
+"""Measures one configuration in the modes of one library.
+
+Checks first that each clips exactly, then measures time and peak, with all modes and training without privacy
+interleaved in this process. Prints one JSON object a line as results come. Under torchrun, FSDP2 shards the model.
+"""
 
 from __future__ import annotations
 

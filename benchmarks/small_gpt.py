@@ -9,8 +9,10 @@ from opacus_memprof.experiments.transformer import Block
 
 
 class SmallGPT(nn.Module):
-    """tokens [batch, length] → logits [batch, length, vocabulary]. Positions are sinusoidal: no parameter whose
-    input has another batch size."""
+    """tokens [batch, length] → logits [batch, length, vocabulary].
+
+    Positions are sinusoidal: no parameter whose input has another batch size.
+    """
 
     def __init__(self, vocabulary: int, width: int, layers: int, heads: int) -> None:
         super().__init__()

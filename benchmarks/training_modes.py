@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step in every mode that the clipping benchmarks compare: without privacy, by Opacus' modes, by
-flash_clip, and by libraries of others where they can be imported.
+"""Runs one training step in every mode that the clipping benchmarks compare.
+
+The modes are training without privacy, Opacus' modes, flash_clip, and other libraries if they can be imported.
 
 FlashNorm is a fork of Opacus: its modes need a process that imports the fork as ``opacus``.
 """
@@ -25,8 +26,10 @@ Step = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 def adapt(mode: str, model: nn.Module) -> nn.Module:
-    """The model with the layers that a mode needs, before an optimizer has its parameters: FlashNorm's fused modes have
-    linear layers of their own."""
+    """Returns the model with the layers that a mode needs, before an optimizer has its parameters.
+
+    FlashNorm's fused modes have linear layers of their own.
+    """
     if "fuse" not in FLASHNORM.get(mode, ""):
         return model
     from opacus.grad_sample.fused_flash_linear import replace_linear_with_fused

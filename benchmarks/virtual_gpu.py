@@ -86,11 +86,9 @@ def start_rank(
 def run(
     case: Case, side: str, args: argparse.Namespace, runs: Runs, name: str | None = None, fraction: float = 0
 ) -> None:
-    """Runs a case to its end; of several ranks, the first one's figures are kept.
+    """Runs a case to its end and keeps the figures of the first rank.
 
-    Args:
-        name: what the run is kept as, in place of the case's own name.
-        fraction: of the GPU's memory that it may use; 0 is all.
+    `name` replaces the case's own name; `fraction` of the GPU's memory may be used, 0 being all.
     """
     name = name or case.name
     stem = args.temporary / file_name(name, side)

@@ -86,8 +86,7 @@ def read(table: Path) -> dict[str, list[Field]]:
 
 
 def write(found: dict[str, dict[str, Sizes]], origin: str, output: Path) -> None:
-    """Adds the shapes that were measured at several batch sizes, which are those of networks, to the table that is
-    there."""
+    """Adds the shapes measured at several batch sizes, which come from networks, to the existing table."""
     rows = read(output) if output.exists() else {}
     for shape, sizes in found.items():
         if max(map(len, sizes.values())) > 1:

@@ -22,7 +22,7 @@ def norms_by_hand(a, backprops):
 
 
 def opposing_tokens(dtype, size, rest, tokens=2):
-    """Constant inputs; output gradients that cancel but for ``rest``. The second sample is an ordinary one."""
+    """Constant inputs; output gradients that cancel except for ``rest``. The second sample is an ordinary one."""
     a, g = torch.full((2, tokens, 16), 0.25).double(), torch.zeros(2, tokens, 16).double()
     g[0, 0], g[0, -1] = size, rest - size
     a[1], g[1] = torch.randn(tokens, 16), torch.randn(tokens, 16)

@@ -62,8 +62,10 @@ def compute_conv_norm_sample(
     backprops: torch.Tensor,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
 ) -> Norms:
-    """Computes per-sample gradient norms of ``nn.Conv1d`` and ``nn.Conv2d``: for each group those of a linear layer of
-    the unfolded input, which is unfolded for some samples, groups or channels at a time.
+    """Computes per-sample gradient norms of ``nn.Conv1d`` and ``nn.Conv2d``.
+
+    A group's norms are those of a linear layer on the unfolded input, which is unfolded for some samples, groups or
+    channels at a time.
 
     Args:
         layer: Layer
@@ -103,8 +105,9 @@ def compute_embedding_norm_sample(
     backprops: torch.Tensor,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
 ) -> Norms:
-    """Computes per-sample gradient norms of ``nn.Embedding``: backprops of a sample's equal indices are summed. As in
-    PyTorch, the row at ``padding_idx`` has no gradient.
+    """Computes per-sample gradient norms of ``nn.Embedding``: backprops of a sample's equal indices are summed.
+
+    As in PyTorch, the row at ``padding_idx`` has no gradient.
 
     Args:
         layer: Layer
@@ -140,8 +143,9 @@ def compute_layer_norm_norm_sample(
     backprops: torch.Tensor,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
 ) -> Norms:
-    """Computes per-sample gradient norms of ``nn.LayerNorm`` and ``nn.RMSNorm``. The input is normalized again for some
-    tokens at a time.
+    """Computes per-sample gradient norms of ``nn.LayerNorm`` and ``nn.RMSNorm``.
+
+    The input is normalized again for some tokens at a time.
 
     Args:
         layer: Layer
@@ -211,7 +215,7 @@ NORM_SAMPLERS: dict[type[nn.Module], Callable[..., Norms]] = {
 
 
 def register_norm_samplers(workspace_bytes: int = DEFAULT_WORKSPACE_BYTES) -> None:
-    """Registers all samplers of this module, in the place of those that Opacus has for these layers.
+    """Registers all samplers of this module instead of Opacus' own for these layers.
 
     Args:
         workspace_bytes: ceiling on the temporaries of one layer's norm
@@ -283,8 +287,10 @@ def _unfold(layer: nn.Conv1d | nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
 
 
 def _slots_of_equal_ids(ids: torch.Tensor) -> torch.Tensor:
-    """For each token, an index that exactly the equal tokens of its sample share. Sorting, unlike ``torch.unique``,
-    does not make the host wait for the device."""
+    """For each token, an index that exactly the equal tokens of its sample share.
+
+    Sorting, unlike ``torch.unique``, does not make the host wait for the device.
+    """
     ordered, order = ids.sort(dim=1)
     new = torch.zeros_like(ordered)
     new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]

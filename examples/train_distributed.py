@@ -35,7 +35,7 @@ HEADS = {"llama-tiny": (4, 2), "llama-3.1-8b": (32, 8)}  # of queries, and of ke
 
 
 def llama(name: str, rank: int) -> nn.Module:
-    """A Llama of random weights in bf16, frozen but for LoRA's adapters on the attention's projections."""
+    """A Llama of random weights in bf16, frozen except LoRA's adapters on the attention's projections."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What opacus-memprof raises when the caller can mend it: one sentence that says what was wrong and what to do."""
+"""What opacus-memprof raises when the caller can fix it: one sentence that says what was wrong and what to do."""
 
 
 class MemprofError(Exception):

@@ -8,12 +8,30 @@ runs them on a virtual GPU, which keeps no such promise; those marked `true_numb
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from opacus_memprof import virtual_gpu
+
+_SECONDS: Counter[str] = Counter()
+"""Seconds that the tests of each file took, fixtures included."""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _SECONDS[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """With --durations N, also prints the N slowest files."""
+    count = config.getoption("durations")
+    if count is not None:
+        terminalreporter.section(f"slowest files, of {_SECONDS.total():.0f} s in all")
+        for file, seconds in _SECONDS.most_common(count or None):
+            terminalreporter.write_line(f"{seconds:8.1f} s  {file}")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -58,8 +76,11 @@ def _no_captures_left() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def no_workspaces() -> Iterator[None]:
-    """cuBLAS' workspaces stay out of peaks. From torch 2.12 on one lives as long as its product, so that none may be
-    asked for; before, each thread takes one at its first product: here, in forward and in backward."""
+    """cuBLAS' workspaces stay out of peaks.
+
+    From torch 2.12 on one lives as long as its product, so that none may be asked for; before, each thread takes one at
+    its first product: here, in forward and in backward.
+    """
     can_choose = hasattr(torch._C, "_cuda_setCublasWorkspaceSize")
     if can_choose:
         torch._C._cuda_setCublasWorkspaceSize(0)
@@ -70,3 +91,21 @@ def no_workspaces() -> Iterator[None]:
     if can_choose:
         torch._C._cuda_resetCublasWorkspaceSize()
         torch._C._cuda_resetCublasLtWorkspaceSize()
+
+
+@pytest.fixture
+def set_fp32_precision() -> Iterator[Callable[[Any, str], None]]:
+    """Sets `fp32_precision` of a part of torch.backends, such as `cudnn.conv`, until the test ends.
+
+    monkeypatch cannot undo it: it would delete the attribute, which torch computes in `__getattr__`. A setting that
+    stays makes torch refuse to read `allow_tf32` in later tests.
+    """
+    earlier: list[tuple[Any, str]] = []
+
+    def set_precision(part: Any, precision: str) -> None:
+        earlier.append((part, part.fp32_precision))
+        part.fp32_precision = precision
+
+    yield set_precision
+    for part, precision in reversed(earlier):
+        part.fp32_precision = precision

@@ -39,8 +39,10 @@ class Model:
 
 
 class MeanCrossEntropy(nn.Module):
-    """Cross entropy of (n, classes) or (n, tokens, classes): the mean over a sample's tokens, then the reduction over
-    samples. Ghost clipping asks for reduction `none`."""
+    """Cross entropy of (n, classes) or (n, tokens, classes).
+
+    The mean over a sample's tokens, then the reduction over samples. Ghost clipping asks for reduction `none`.
+    """
 
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__()

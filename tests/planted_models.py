@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """What a block of Llama has in the place of the MLP: it keeps four tensors of the hidden width."""
+    """The MLP of a Llama block: it keeps four tensors of the hidden width."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -97,8 +97,10 @@ class Adapted(nn.Module):
 
 
 class Tagger(nn.Module):
-    """An embedding, Linear layers with what `activation` and `normalized` put behind each, and a head; for each token,
-    or for their mean."""
+    """An embedding, Linear layers with what `activation` and `normalized` put behind each, and a head.
+
+    The head classifies each token, or the mean of the tokens.
+    """
 
     def __init__(self, s: dict[str, int], activation: type[nn.Module], normalized: bool, pooled: bool) -> None:
         super().__init__()

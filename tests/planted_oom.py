@@ -46,8 +46,11 @@ from tests.planted_models import (
 
 @dataclass(frozen=True)
 class Plan:
-    """A run. `build` and `batch` take the plan, whose sizes differ by device; `limit` is the part of its own peak that
-    it gets; `quirk` is what is wrong with its loop."""
+    """A run.
+
+    `build` and `batch` take the plan, whose sizes differ by device; `limit` is the part of its own peak that it gets;
+    `quirk` is what is wrong with its loop.
+    """
 
     name: str
     build: Callable[[dict[str, int]], nn.Module]

@@ -34,8 +34,10 @@ def room(module: str) -> str:
 
 
 def imported_names(source: str, package: str) -> Iterator[str]:
-    """The dotted names of ours that this source in `package` imports, wherever in it that stands. What may be a module
-    or something in one, as `c` of `from a.b import c`, is given whole."""
+    """The dotted names of ours that this source in `package` imports, wherever in it that stands.
+
+    What may be a module or something in one, as `c` of `from a.b import c`, is given whole.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

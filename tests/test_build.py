@@ -123,7 +123,7 @@ def test_the_command_works(installation: str, python: Path, tmp_path: Path) -> N
     assert f"built for torch {torch.__version__}" in out
 
 
-def test_another_torch_is_refused_with_the_command_that_mends_it(
+def test_another_torch_is_refused_with_the_command_that_fixes_it(
     installation: str, python: Path, tmp_path: Path
 ) -> None:
     (package,) = python.parents[1].glob("lib/python*/site-packages/opacus_memprof")

@@ -49,7 +49,7 @@ EXTENSIONS = {
     "_virtual": "virtual_gpu.values",
 }
 
-# The same of csrc's folders, but for the virtual GPU's.
+# The same of csrc's folders, except the virtual GPU's.
 CPP_LAYERS = ["core", "allocators", "hooks", "bindings"]
 
 CORE_MAY_INCLUDE = re.compile(

@@ -25,7 +25,7 @@ ENVIRONMENT = os.environ | {
     "PYTHONWARNINGS": "ignore",
     "COLUMNS": "200",  # so that no path is broken in two
 }
-# Those that nothing reads when torch or Opacus is imported: a command with any other change becomes a real process.
+# Variables that importing torch or Opacus does not read. A command that changes any other becomes a real process.
 LATE = {"COLUMNS", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST"}
 ANOTHER_ENVIRONMENT = b"another environment"
 

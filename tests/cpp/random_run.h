@@ -107,7 +107,7 @@ class RandomRun {
     return event;
   }
 
-  // Those that are settled later come often.
+  // Categories that are settled later come often.
   std::uint8_t category() {
     constexpr Category kOften[] = {Category::forward_undecided,      Category::backward_temporaries,
                                    Category::optimizer_temporaries,  Category::temp_matrices,

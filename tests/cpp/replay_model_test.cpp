@@ -86,7 +86,7 @@ class Model {
     return size();
   }
 
-  // The first of the instants of a device with the highest bytes among those that `wanted` selects.
+  // The first of the instants of a device with the highest bytes among the ones `wanted` selects.
   template <typename Wanted>
   [[nodiscard]] std::optional<std::size_t> highest(std::uint8_t device, Wanted wanted) const {
     std::optional<std::size_t> best;

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures that no other test names, at toy sizes with random weights: dropout, drop path and gradient checkpoints
-are on where an architecture has them."""
+"""Architectures that no other test names, at toy sizes with random weights.
+
+Dropout, drop path and gradient checkpoints are on where an architecture has them.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

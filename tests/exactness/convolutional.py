@@ -8,7 +8,7 @@ LABELS, SIDE = 5, 16
 
 
 def group_norm(channels: int) -> nn.Module:
-    """The normalization in the place of BatchNorm."""
+    """The normalization instead of BatchNorm."""
     return nn.GroupNorm(2 if channels % 2 == 0 else 1, channels)
 
 

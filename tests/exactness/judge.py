@@ -249,8 +249,10 @@ class _Judge:
 
     # --- clipping by hand ---
     def _compare(self, private: _Private) -> Verdict:
-        """Compares each step that was made with clipping by hand in float64. Where autograd in the program's own
-        precision is further off, three times its error is allowed."""
+        """Compares each step that was made with clipping by hand in float64.
+
+        Where autograd in the program's own precision is further off, three times its error is allowed.
+        """
         settings = self.settings
         tolerance = settings.tolerance or TOLERANCE[settings.autocast or settings.dtype]
         is_rounded = settings.dtype != torch.float64 and not settings.is_random
@@ -349,8 +351,11 @@ class _Judge:
 
     # --- contributions ---
     def _remove_samples(self, private: _Private, verdict: Verdict) -> Verdict:
-        """Measures how much the last step's sum changes when a sample leaves: the one with the largest norm and the
-        first, with the losses as they are, and with the others' 1e20 and 1e-20 times as large."""
+        """Measures how much the last step's sum changes when a sample leaves.
+
+        Removes the sample with the largest norm and the first one, with the others' losses 1e20 and 1e-20 times as
+        large, and, where exact sums do not bound it already, with the losses as they are.
+        """
         batch = self.steps[-1].batches[-1]
         size = size_of(batch)
         if size < 2:
@@ -362,11 +367,16 @@ class _Judge:
         worst = 0.0
         limits = torch.finfo(self.settings.dtype)
         large, small = min(1e20, limits.max / 10), max(1e-20, limits.tiny)
-        for scales, n in dict.fromkeys([(None, 0), (None, largest), (large, largest), (small, 0)]):
+        cases: list[tuple[float | None, int]] = []
+        settings = self.settings
+        is_exact = settings.dtype == torch.float64 and settings.autocast is None and settings.tolerance is None
+        if "scale" not in batch or not is_exact:
+            cases += [(None, 0), (None, largest)]
+        if "scale" in batch:
+            cases += [(large, largest), (small, 0)]
+        for scales, n in dict.fromkeys(cases):
             whole = batch
             if scales is not None:
-                if "scale" not in batch:
-                    continue
                 others = torch.full_like(batch["scale"], scales)
                 others[n] = 1.0
                 whole = {**batch, "scale": batch["scale"] * others}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash_clip is exact on architectures that no other test names, or refuses them with a sentence: with dropout, drop
-path and gradient checkpoints."""
+"""flash_clip is exact on architectures that no other test names, or refuses them with a sentence.
+
+They train with dropout, drop path and gradient checkpoints.
+"""
 
 import pytest
 

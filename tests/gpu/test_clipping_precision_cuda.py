@@ -16,8 +16,10 @@ LOW = [torch.bfloat16, torch.float16]
 
 
 def operands(dtype: torch.dtype, groups: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """g [N groups, rows, T], a [N groups, T, columns], factors [N], and their sum in float64 by hand. Constant numbers,
-    whose products with a factor would all be rounded alike."""
+    """g [N groups, rows, T], a [N groups, T, columns], factors [N], and their sum in float64 by hand.
+
+    Constant numbers, whose products with a factor would all be rounded alike.
+    """
     g = torch.full((4 * groups, 24, 64), 1.4, device="cuda").to(dtype)
     a = torch.full((4 * groups, 64, 40), 1.1, device="cuda").to(dtype)
     factors = torch.tensor([1 / 3, 0.1, 0.7, 0.01], device="cuda")

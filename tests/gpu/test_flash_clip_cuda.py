@@ -46,7 +46,7 @@ def precision(request: pytest.FixtureRequest) -> Any:
 
 
 class LaunchedWith:
-    """In the place of a Triton kernel: notes the constants of its launches."""
+    """Replaces a Triton kernel and notes the constants of its launches."""
 
     def __init__(self) -> None:
         self.constants: list[dict[str, Any]] = []
@@ -247,7 +247,6 @@ def test_layers(case: Case, dtype: torch.dtype, tolerance: float, megabytes: flo
 
 
 @pytest.mark.true_numbers
-@pytest.mark.parametrize("precision", ["highest", "high"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize(
@@ -270,9 +269,8 @@ def test_a_sample_that_cancels_adds_no_more_than_its_bound(
     dtype: torch.dtype,
     precision: str,
 ) -> None:
-    """The clipped sum with and without the sample, whose tokens cancel but for a small rest."""
+    """The clipped sum with and without the sample, whose tokens cancel except for a small rest."""
     torch.manual_seed(0)
-    torch.set_float32_matmul_precision(precision)
     is_table = isinstance(module, nn.Embedding)
     x = torch.randint(300, shape) if is_table else torch.randn(shape)
     g = torch.randn(outputs)
@@ -302,10 +300,12 @@ def test_a_sample_that_cancels_adds_no_more_than_its_bound(
 
 @pytest.mark.true_numbers
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_step_with_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_few_launches(
+    name: str, set_fp32_precision: Callable[[Any, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.set_float32_matmul_precision("highest")
     # Otherwise cuDNN convolves in TF32, in kernels that differ between a batch and a sample by itself.
-    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+    set_fp32_precision(torch.backends.cudnn.conv, "ieee")
     launched = count_launches(monkeypatch)
     assert float32_difference(name, "cuda") < 1e-4
     assert launched == LAUNCHES[name]
@@ -313,9 +313,9 @@ def test_a_step_with_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.true_numbers
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_step_of_a_single_sample(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_a_single_sample(name: str, set_fp32_precision: Callable[[Any, str], None]) -> None:
     torch.set_float32_matmul_precision("highest")
-    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+    set_fp32_precision(torch.backends.cudnn.conv, "ieee")
     assert float32_difference(name, "cuda", samples=1) < 1e-4
 
 
@@ -450,8 +450,10 @@ def test_a_capture_is_refused_and_leaves_training_as_it_was() -> None:
 
 
 def test_grad_samples_without_a_copy(tmp_path: Path) -> None:
-    """The per-sample gradients of the largest layer are no longer held twice: the peak is lower by its bytes, or as far
-    as what comes next, the noise of the largest parameter beside all sums."""
+    """The per-sample gradients of the largest layer are no longer held twice.
+
+    The peak is lower by its bytes, or as far as what comes next, the noise of the largest parameter beside all sums.
+    """
     samples, rows, columns = 24, 4096, 4096
 
     def peak(name: str) -> tuple[int, str]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash_clip on two GPUs, over NCCL: every case that ranks on the CPU train, in float64, float32 and bfloat16; and a
-rank that is killed."""
+"""flash_clip on two GPUs, over NCCL.
+
+Runs every case of the ranks on the CPU, in float64, float32 and bfloat16, and kills a rank.
+"""
 
 import os
 import signal

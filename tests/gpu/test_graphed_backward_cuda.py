@@ -175,6 +175,50 @@ def model_gradient(training: Training) -> torch.Tensor:
     return torch.cat([p.grad.flatten().clone() for p in training.model.parameters() if p.grad is not None])
 
 
+class Replayed:
+    """Runs steps with a graphed training, and tells in which of them the graph was replayed."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.computed = 0
+        graphed: Any = training.backward
+        compute_loss = graphed._compute_loss
+
+        def counted(*batch: torch.Tensor) -> torch.Tensor:
+            self.computed += 1
+            return compute_loss(*batch)
+
+        graphed._compute_loss = counted
+
+    def step(self, batch: Batch) -> bool:
+        before = self.computed
+        self.training.step(batch)
+        return self.computed == before
+
+
+@pytest.mark.parametrize(("check", "eager"), [("first", []), ("sometimes", [8, 16]), ("always", list(range(5, 18)))])
+def test_a_step_whose_check_is_due_goes_without_the_graph(check: str, eager: list[int]) -> None:
+    """The capture and the three runs before it are the first four forwards."""
+    (batch,) = batches("mlp", [4])
+    training, _ = both("mlp", torch.float64, batch)
+    training.module.situations.check = check  # which is off on a virtual GPU
+    replayed = Replayed(training)
+    assert [forward for forward in range(5, 18) if not replayed.step(batch)] == eager
+
+
+def test_steps_go_without_the_graph_while_the_model_has_other_hooks() -> None:
+    (batch,) = batches("mlp", [4])
+    training, _ = both("mlp", torch.float64, batch, check="first")
+    replayed = Replayed(training)
+    assert replayed.step(batch)
+    calls: list[Any] = []
+    handle = training.model.register_forward_hook(lambda *_: calls.append(1))
+    assert not replayed.step(batch)
+    assert calls
+    handle.remove()
+    assert replayed.step(batch)
+
+
 def test_a_step_counts_once_and_the_memory_is_given_back() -> None:
     reserved = []
     for _ in range(2):  # libraries keep what they allocated the first time

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that were made to run out of memory: the report's first suggestion, when it is followed, makes the run fit, and
-what it predicted is within 10 % of what is then measured. `pytest -s` shows the table."""
+"""After a run out of memory, following the report's first suggestion makes the run fit.
+
+The predicted peak is within 10 % of the measured one. `pytest -s` shows the table.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -58,8 +58,10 @@ def by_flash_clip(
 
 
 def difference(model: nn.Module, batch: Batch, losses: Forward, **options: Any) -> float:
-    """The largest relative difference of the norms and of any parameter's clipped gradient. The bound is the median of
-    the norms, so that half of the samples are clipped."""
+    """The largest relative difference of the norms and of any parameter's clipped gradient.
+
+    The bound is the median of the norms, so that half of the samples are clipped.
+    """
     norms, _ = by_hand(model, batch, losses, 1.0)
     bound = sorted(norms)[len(norms) // 2]
     _, expected = by_hand(model, batch, losses, bound)

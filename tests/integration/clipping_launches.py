@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step in float32 whose norms and sums are found with few kernel launches, compared with clipping by hand: on a GPU,
-and by Triton's interpreter."""
+"""Compares a float32 step, whose norms and sums take few kernel launches, with clipping by hand.
+
+Runs on a GPU and under Triton's interpreter.
+"""
 
 import pytest
 import torch

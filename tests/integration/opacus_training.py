@@ -39,8 +39,10 @@ class Model(nn.Module):
 
 @dataclass
 class Training:
-    """What a script has in hand after `make_private`, and what that returned as the model: a wrapper, which the script
-    uses, or an object that holds the hooks."""
+    """What a script holds after `make_private`, and what that returned as the model.
+
+    The latter is a wrapper, which the script uses, or an object that holds the hooks.
+    """
 
     model: Any
     optimizer: Any

@@ -160,8 +160,10 @@ def test_noise_is_added_before_the_sum_is_rounded(dtype: torch.dtype) -> None:
 
 
 def test_few_sums_are_in_float32_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step that is a single pass: each is rounded before the next is formed, and noise is drawn in the order of
-    the parameters all the same."""
+    """In a step of a single pass, each sum is rounded before the next is formed.
+
+    Noise is still drawn in the order of the parameters.
+    """
     from opacus_memprof.clipping.optimizers import optimizer as flash
 
     monkeypatch.setattr(flash, "_BYTES_AT_ONCE", 1)

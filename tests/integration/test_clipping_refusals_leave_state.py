@@ -209,8 +209,10 @@ BAD = {1: float("nan"), 4: float("inf")}
 @pytest.mark.parametrize(("clipping", "passes"), [("flat", 1), ("flat", 2), ("per_layer", 1), ("automatic", 2)])
 @pytest.mark.parametrize("name", ALL)
 def test_dropped_samples_add_nothing(name: str, clipping: Any, passes: Any) -> None:
-    """Of each kind of layer, and of parameters that several layers share: the sum is that of the other samples, found
-    by hand one at a time."""
+    """For each kind of layer, and for parameters that layers share, the sum is that of the other samples.
+
+    The other samples are clipped by hand, one at a time.
+    """
     torch.manual_seed(0)
     build, data = ALL[name]
     model = build().double()

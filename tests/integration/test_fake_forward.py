@@ -73,8 +73,11 @@ def test_of_images_and_adapters(model: nn.Module, shape: tuple[int, ...], privat
 
 
 def compare(model: nn.Module, inputs: Tensor, private: bool, autocast: bool, directory: Path) -> None:
-    """Compares with what the allocator counts after the real forward. Autograd wraps each number that it saves in a
-    tensor of 8 bytes, which no operation allocates: in these models one for each of three blocks."""
+    """Compares with what the allocator counts after the real forward.
+
+    Autograd wraps each number that it saves in a tensor of 8 bytes, which no operation allocates: in these models one
+    for each of three blocks.
+    """
     made = GradSampleModule(model) if private else model
     with opacus_memprof.profile(directory, device="cpu") as session:
         session.attach(made)

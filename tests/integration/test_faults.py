@@ -55,8 +55,11 @@ def is_ours(code: CodeType) -> bool:
 
 
 def is_step(code: CodeType, caller: CodeType | None) -> bool:
-    """Whether the function is one of the package that the code of the three rooms calls. Not those that a program
-    calls, and generators only where `call_observed` runs them: nobody is told what one raises that is closed."""
+    """Whether the function is one of the package that the code of the three rooms calls.
+
+    Not those that a program calls, and generators only where `call_observed` runs them: nobody is told what one raises
+    that is closed.
+    """
     return (
         code.co_filename.startswith(str(PACKAGE))
         and code.co_filename not in TRUSTED
@@ -72,7 +75,6 @@ def is_step(code: CodeType, caller: CodeType | None) -> bool:
 @contextmanager
 def on_each_call(at_end: bool, function: Callable[[Step], None]) -> Iterator[None]:
     """Calls `function` at the beginning or at the end of each step. What it raises, the step raises."""
-
     known: dict[Any, bool] = {}
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -108,8 +110,11 @@ def on_each_call(at_end: bool, function: Callable[[Step], None]) -> Iterator[Non
 
 
 def is_yield(frame: FrameType) -> bool:
-    """Whether the frame passes a value on and waits. What a trace raises there would not reach the generator's own
-    `with` and `finally`, which no exception of the profiler's can do."""
+    """Whether the frame passes a value on and waits.
+
+    What a trace raises there would not reach the generator's own `with` and `finally`, which no exception of the
+    profiler's can do.
+    """
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "YIELD_VALUE"
 
 

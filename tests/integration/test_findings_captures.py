@@ -25,8 +25,11 @@ pytestmark = pytest.mark.usefixtures("clean_process")
 
 
 def test_forwards_without_backward(tmp_path: Path) -> None:
-    """Twelve batches evaluated in train mode with gradients on. Each forward leaves the first ReLU's output, which the
-    second Linear captured; the batch itself, which the first one captured, counts as inputs."""
+    """Twelve batches evaluated in train mode with gradients on.
+
+    Each forward leaves the first ReLU's output, which the second Linear captured; the batch itself, which the first one
+    captured, counts as inputs.
+    """
 
     def run(session: Any) -> None:
         training = Training(mlp())
@@ -152,8 +155,10 @@ def test_forwards_that_share_a_backward_are_none(tmp_path: Path) -> None:
 
 
 def test_an_earlier_session_leaves_nothing(tmp_path: Path) -> None:
-    """Its captures are no findings of the next session. What is kept of it, 4 MiB beside a training of 50 KiB, hides
-    none."""
+    """Its captures are no findings of the next session.
+
+    What is kept of it, 4 MiB beside a training of 50 KiB, hides none.
+    """
     kept = []
 
     def leaky(session: Any) -> None:

@@ -70,15 +70,15 @@ def test_gradients_that_nobody_reads(tmp_path: Path) -> None:
     assert peak["categories"]["gradients"] == found["bytes"] + FLOAT * 16 * 8  # the first that is to replace one
     assert found["modules"] == {"0": FLOAT * (16 * 8 + 16), "2": FLOAT * (4 * 16 + 4)}
 
-    def mended(session: Any) -> None:
+    def fixed(session: Any) -> None:
         training = Training(mlp(), noise=0.0)
         drop_gradients(training)
         training.step(torch.randn(1, 8))
-        parameters["mended"] = [p.detach().clone() for p in training.trained]
+        parameters["fixed"] = [p.detach().clone() for p in training.trained]
 
-    profile = profiled(tmp_path / "mended", mended)
+    profile = profiled(tmp_path / "fixed", fixed)
     assert "discarded_gradients" not in kinds(profile)
-    assert all(map(torch.equal, parameters["as it is"], parameters["mended"]))
+    assert all(map(torch.equal, parameters["as it is"], parameters["fixed"]))
 
 
 @pytest.mark.parametrize("mode", ["ghost", "flash_clip"])

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash_clip clips public architectures as clipping by hand does, one sample at a time: all parameters, and LoRA
-adapters."""
+"""flash_clip clips public architectures as clipping by hand does, one sample at a time.
+
+Trains all parameters, or LoRA adapters only.
+"""
 
 from collections.abc import Iterator
 

@@ -2,7 +2,9 @@
 """What flash_clip keeps from backward to the step, and in which type; else its module is the model."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -114,3 +116,15 @@ def test_modules_are_copied_pickled_and_unwrapped() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in bare.modules())
     bare(x).sum().backward()
     assert all(p.grad is not None for p in bare.parameters())
+
+
+def test_a_private_model_is_freed() -> None:
+    """A parameter's hook, which is in a C++ object that Python's garbage collector does not see into, holds nothing."""
+    private = make_private(mlp().double(), vector_data(8), "flash_clip")
+    train(private)
+    module, optimizer, loader = private
+    assert all(p._post_accumulate_grad_hooks for p in module.parameters())
+    gone = [weakref.ref(each) for each in (module, optimizer, next(module.parameters()))]
+    del private, module, optimizer, loader
+    gc.collect()
+    assert [each() for each in gone] == [None, None, None]

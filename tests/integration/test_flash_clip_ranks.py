@@ -87,8 +87,10 @@ def test_a_rank_is_killed_under_fsdp2(tmp_path: Path) -> None:
 
 
 def rows_after_a_kill(directory: Path, way: str) -> Iterator[dict[str, Any]]:
-    """The ranks in ranks.json after rank 1 was killed: rank 0, which waits for it, ends with gloo's sentence, and both
-    profiles are whole."""
+    """Returns the ranks in ranks.json after rank 1 was killed.
+
+    Rank 0, which waits for it, ends with gloo's sentence, and both profiles are whole.
+    """
     codes, printed = ranks(*RUN, directory, TRAIN, way, "--kill", "1")
     assert codes == [1, -signal.SIGKILL]
     assert re.search(r"Connection (closed by peer|reset)", printed[0])

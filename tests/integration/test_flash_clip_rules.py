@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-layer, adaptive and automatic clipping in flash_clip mode; torch.compile, autocast and dropout in modules of any
-kind; and drawn module graphs."""
+"""Per-layer, adaptive and automatic clipping in flash_clip mode.
+
+Also torch.compile, autocast and dropout in modules of any kind, and drawn module graphs.
+"""
 
 import copy
 from collections.abc import Callable

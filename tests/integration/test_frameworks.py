@@ -145,7 +145,7 @@ def test_the_trainer_trains_as_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> 
     looped, (wrapped, optimizer, loader) = private()
     for batch in loader:
         optimizer.zero_grad()
-        # The Trainer has the model divide by all labels, where it would by those that have a token before them.
+        # The Trainer has the model divide by all labels, where it would by the labels that have a token before them.
         wrapped(**batch, num_items_in_batch=batch["labels"].numel()).loss.backward()
         optimizer.step()
     for name, value in looped.state_dict().items():

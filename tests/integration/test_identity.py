@@ -35,8 +35,10 @@ def assert_bit_identical(tensors: list[torch.Tensor], others: list[torch.Tensor]
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """Some of CUDA's kernels add up in an order of their own: with ghost clipping, a third of gpt2's runs differ from
-    the first, with the profiler and without."""
+    """Makes CUDA's sums deterministic: some kernels add up in a random order.
+
+    With ghost clipping, a third of gpt2's runs differ from the first, with the profiler and without.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaks planted in real training are found with their bytes and named by category, module and site; clean training of
-many kinds raises no alarm."""
+"""Leaks planted in real training are found with their bytes and named by category, module and site.
+
+Clean training of many kinds raises no alarm.
+"""
 
 import gc
 import json

@@ -64,8 +64,7 @@ def test_the_first_suggestion_makes_it_fit(plan: Plan, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("limit", "guessed"), [(150_000, True), (2_500_000, False)])
 def test_a_prediction_that_rests_on_no_whole_block_says_so(limit: int, guessed: bool, tmp_path: Path) -> None:
-    """In the first of the blocks that repeat nobody knows what one keeps, if the forward cannot be repeated without
-    values."""
+    """In the first repeated block, what a block keeps is unknown if the forward cannot run on fake tensors."""
     (plan,) = (plan for plan in PLANS if plan.name == "the same, in the first block")
     plan = replace(plan, build=ValueDependent)
     report = train(plan, "cpu", tmp_path, limit + model_bytes(plan)).report

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions that run out of memory under hooks: the peak predicted for flash_clip, against that of the same training
-with flash_clip, as the session measures it."""
+"""After convolutions ran out of memory under hooks, flash_clip's predicted peak is the measured one.
+
+The session measures the same training with flash_clip.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward in train mode that no backward follows, of a batch much larger than a step's: Opacus sizes per-sample
-gradients by the largest batch that it holds, and it is this forward that has to be named when memory runs out."""
+"""A large forward in train mode without a backward is named when memory runs out.
+
+Its batch is much larger than a step's, and Opacus sizes per-sample gradients by the largest batch that it holds.
+"""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_backward_blocks_know_their_module(mode: str, cpu: None, tmp_path: Path)
 
 
 def test_physical_and_logical_steps(cpu: None) -> None:  # noqa: F811
-    """BatchMemoryManager splits each logical batch; what is skipped is no update, and the sum waits for the rest."""
+    """BatchMemoryManager splits each logical batch; a skipped step is not an update, and the sum waits for the rest."""
     training = prepare("hooks")
     with attached(training):
         before = native.step()

@@ -41,7 +41,7 @@ def opacus_memprof(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def content(out: Path) -> dict[str, Any]:
-    """plan.json, held against its published schema and its structure."""
+    """Returns plan.json, checked against its published schema and its structure."""
     plain: dict[str, Any] = json.loads((out / "plan.json").read_text())
     schema = json.loads((ROOT / "docs" / "schemas" / "plan.schema.json").read_text())
     jsonschema.Draft202012Validator(schema).validate(plain)

@@ -167,7 +167,7 @@ def test_situations_of_all_kinds_are_told_apart() -> None:
     assert found["steps"] == sum(each["forwards"] for each in situations) == 4
     assert [each["arguments"] for each in situations].count("Tensor[B, n] float32, float") == 1
     assert [each["evaluating"] for each in situations] == [[], [], ["norm"]]
-    assert situations[0]["batch_sizes"] == [3, 8]  # alike but for their size
+    assert situations[0]["batch_sizes"] == [3, 8]  # alike except for their size
 
 
 def test_a_training_that_was_refused() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles are read without torch: by every command that looks at them, also those that an earlier version wrote."""
+"""Profiles are read without torch: by every command that looks at them, also profiles that an earlier version wrote."""
 
 import json
 import os

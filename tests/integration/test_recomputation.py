@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules of what is allocated in backward, pass after pass, where activation checkpointing runs forwards inside of it.
 
-The oracle: no two layers' weights have as many bytes, so a weight's gradient tells by its size whose it is."""
+The oracle: no two layers' weights have as many bytes, so a weight's gradient tells by its size whose it is.
+"""
 
 from functools import partial
 from pathlib import Path

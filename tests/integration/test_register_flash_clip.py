@@ -244,8 +244,10 @@ def test_several_ranks() -> None:
 
 
 def test_a_trainer_of_transformers(tmp_path: Path) -> None:
-    """As trainers built on Opacus do it: the model is wrapped where it is handed over, and the optimizer is made from
-    the parameters alone."""
+    """The model is wrapped when it is handed over, and the optimizer is made from the parameters alone.
+
+    Trainers built on Opacus do this.
+    """
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(

@@ -78,8 +78,10 @@ def test_the_small_copies_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_models_that_fsdp_shards(check: ModuleType, tmp_path: Path, ranks: int) -> None:
-    """Processes with parts of one batch take the step of clipping by hand on the whole of it. What does not clip is not
-    measured."""
+    """Processes with parts of one batch take the step of clipping by hand on the whole of it.
+
+    What does not clip is not measured.
+    """
     engine = "class PrivacyEngine:\n    def __init__(self, *args, **kwargs): raise ValueError('no shards')\n"
     fastdp = fake_checkout(tmp_path / "a", "fastDP", engine)
     options = ["--tiny", "--ranks", ranks, "--fastdp", fastdp, "-o", tmp_path / "out"]
@@ -109,8 +111,10 @@ def test_models_that_fsdp_shards(check: ModuleType, tmp_path: Path, ranks: int) 
 )
 @pytest.mark.parametrize("config", ["llama_8b_lora_T4096_B1_bf16", "llama_8b_full_T4096_B1_bf16"])
 def test_what_a_rank_of_two_takes_on_a_virtual_gpu(tmp_path: Path, config: str) -> None:
-    """Half of the parameters before a step, and the same peak with flash_clip as without privacy: what it keeps is a
-    layer's gradient, which autograd forms as well, and adapters' are small."""
+    """A rank has half of the parameters before a step, and flash_clip's peak is that without privacy.
+
+    flash_clip keeps a layer's gradient, which autograd forms as well, and adapters' gradients are small.
+    """
     command = [sys.executable, "-m", "opacus_memprof", "run", "--virtual-gpu", "h200", "--virtual-ranks", "2"]
     command += ["-o", str(tmp_path), str(BENCHMARKS / "rivals_worker.py"), config]
     command += ["--modes", "vanilla", "flash_clip", "--rounds", "1", "--no-check"]

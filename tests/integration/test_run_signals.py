@@ -104,7 +104,7 @@ def test_a_script_that_is_killed(tmp_path: Path, start_script: Start) -> None:
     assert report.returncode == 0, report.stderr
     assert "killed" in report.stdout
     assert "per_sample_gradients" in report.stdout
-    # The lock died with the process: the next profile takes the place of this one.
+    # The lock died with the process: the next profile replaces this one.
     assert python(*RUN, "-o", directory, TRAIN).returncode == 0
 
 

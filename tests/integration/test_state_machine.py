@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core against a plain model of it: random allocations, frees, resizes, tags, phases, retags, captures, steps,
-snapshots and peaks on two threads, with every block, counter and event compared."""
+"""The core behaves as a plain model of it.
+
+Runs random allocations, frees, resizes, tags, phases, retags, captures, steps, snapshots and peaks on two threads, and
+compares every block, counter and event.
+"""
 
 from __future__ import annotations
 
@@ -233,7 +236,7 @@ class Core(RuleBasedStateMachine):
 
     @rule(module=ANY_MODULE, chosen=st.lists(storages, max_size=3))
     def capture(self, module: str, chosen: list[Storage]) -> None:
-        """As Opacus: detached views, of which the core is told. It counts those that were born in forward."""
+        """Captures detached views, as Opacus does. The core counts views whose block was allocated in forward."""
         views = [storage.tensors[0].detach() for storage in chosen]
         native.capture(native.module_id(module), views)
         record = []

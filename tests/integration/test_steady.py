@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same step again is attributed the same way: nothing that one step leaves behind in the profiler changes what the
-next one is told."""
+"""The same step again is attributed the same way.
+
+Nothing that a step leaves behind in the profiler changes how the next one is attributed.
+"""
 
 from collections import Counter
 from pathlib import Path

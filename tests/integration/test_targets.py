@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What losses compare with counts as `inputs`, wherever the loop makes it. Bytes are computed from the batches' sizes;
-on the CPU, where `.to(device)` copies nothing, `clone` stands in for it."""
+"""What losses compare with counts as `inputs`, wherever the loop makes it.
+
+Bytes are computed from the batches' sizes; on the CPU, where `.to(device)` copies nothing, `clone` stands in for it.
+"""
 
 from __future__ import annotations
 

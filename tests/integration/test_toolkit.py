@@ -250,7 +250,7 @@ def test_real_time_from_the_start_and_then_at_another_interval(tmp_path: Path) -
     with opacus_memprof.create_memory_debugger(tmp_path, enable_real_time=True) as debugger:
         threads = threading.active_count()
         debugger.start_real_time_monitoring(interval=0.01)
-        assert threading.active_count() == threads  # it takes the place of the first
+        assert threading.active_count() == threads  # it replaces the first
         deadline = time.monotonic() + 10
         while len(debugger.memory_history) < 5 and time.monotonic() < deadline:
             time.sleep(0.01)

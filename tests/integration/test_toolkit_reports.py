@@ -92,10 +92,10 @@ def test_a_report_has_the_table_of_parameters_and_of_layers() -> None:
 
 
 def test_of_one_name_the_latest_table_stands_and_all_findings() -> None:
-    broken, mended = nn.Linear(3, 2), nn.Linear(5, 2)
+    broken, sound = nn.Linear(3, 2), nn.Linear(5, 2)
     with torch.no_grad():
         broken.bias[0] = float("nan")
-    for model in (broken, broken, mended):
+    for model in (broken, broken, sound):
         opacus_memprof.analyze_model(model, "net")
     report = opacus_memprof.generate_report()
     assert "model net: 12 parameters" in report

@@ -62,8 +62,10 @@ def let_continue(process: "subprocess.Popen[str]") -> None:
 
 
 def read_until(follower: ProfileFollower, categories: dict[str, int]) -> dict[str, Any]:
-    """What the follower sees once it has these. Events are written every 5 milliseconds, and names reach meta.json
-    within a second of their first use."""
+    """What the follower sees once it has these.
+
+    Events are written every 5 milliseconds, and names reach meta.json within a second of their first use.
+    """
     until = time.monotonic() + 20
     while True:
         seen = follower.read()

@@ -35,8 +35,10 @@ def table(request: pytest.FixtureRequest) -> Iterator[list[str]]:
 
 
 def finish_backward(device: str) -> None:
-    """Has autograd's thread drop what it still holds of the last backward: until then it is unknown whether that
-    outlives it."""
+    """Makes autograd's thread drop what it still holds of the last backward.
+
+    Until then it is unknown whether these tensors outlive the backward.
+    """
     torch.ones(1, device=device, requires_grad=True).sum().backward()
 
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training loops do off the beaten path: states that an optimizer makes anew, gradients inside a forward, forwards
-on other threads, evaluation, moved parameters, steps that fail. The oracle is the tensor that a block belongs to, found
-by its address."""
+"""Blocks of unusual training loops are attributed to the right tensors.
+
+The loops recreate optimizer states, compute gradients inside a forward, run forwards on other threads, evaluate, move
+parameters, and fail in a step. The oracle is the tensor that a block belongs to, found by its address.
+"""
 
 import gc
 import threading
@@ -204,10 +206,10 @@ def fail_step(training: Training) -> Callable[[], None]:
 def test_after_a_failure_the_program_has_its_own(fail: Callable[[Training], Callable[[], None]], session: Any) -> None:
     training = Training(mlp())
     training.step(torch.randn(BATCH, WIDTHS[0]))
-    mend = fail(training)
+    repair = fail(training)
     with pytest.raises((RuntimeError, TypeError, ValueError)):
         training.step(torch.randn(BATCH, WIDTHS[0]))
-    mend()
+    repair()
     training.optimizer.zero_grad()
     assert tags_of([torch.randn(1000)]) == {("unattributed", "")}
 

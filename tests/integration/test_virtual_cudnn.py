@@ -123,7 +123,7 @@ def test_memory_of_recurrent_layers() -> None:
 
 @needs_libraries
 def test_sizes_of_recurrent_layers() -> None:
-    """Workspace, reserve and weights are those that cuDNN says on an H200 for layers of all kinds."""
+    """Workspace, reserve and weights are the ones cuDNN reports on an H200, for layers of all kinds."""
     found = run(f"""
         import sys
         sys.path.insert(0, {str(ROOT / "benchmarks")!r})

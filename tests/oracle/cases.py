@@ -109,8 +109,10 @@ class Training:
 
     @property
     def hooked(self) -> list[nn.Module]:
-        """Modules with parameters of their own to train, in the order of `case.hooked`. DPLSTM and DPGRU only
-        rename their cells' parameters."""
+        """Modules with parameters of their own to train, in the order of `case.hooked`.
+
+        DPLSTM and DPGRU only rename their cells' parameters.
+        """
         modules = (m for m in self.module.modules() if not isinstance(m, DPLSTM | DPGRU))
         return [m for m in modules if any(p.requires_grad for p in m.parameters(recurse=False))]
 

@@ -63,7 +63,7 @@ class Linear(Layer):
     def functorch_sampler(self) -> Sampler | None:
         out, b, weight = self.backprop, self.b, self.b * self.p * self.d
         bias = [] if self.bias is None else [b * self.p]
-        # vmap takes addmm apart: the product, 1 * bias, their sum. Beyond three dimensions it is no addmm.
+        # vmap takes addmm apart: the product, 1 * bias, their sum. Beyond three dimensions it is not an addmm.
         scaled = [self.s * self.p] if bias and len(self.middle) < 2 else []
         forward = [out, *scaled, out, *(-size for size in scaled), -out] if bias else [out]
         timeline = [*forward, *multiply_and_sum(out, b), out, weight, *bias, -out, -b, -b]
@@ -102,7 +102,7 @@ class RNNLinear(Linear):
 
 @dataclass(frozen=True)
 class Embedding(Layer):
-    """`nn.Embedding(V, D)` on ids of shape (B, T), no id twice in a sample (ghost merges those that are)."""
+    """`nn.Embedding(V, D)` on ids of shape (B, T), no id twice in a sample (ghost merges repeated ones)."""
 
     length: int
     entries: int
@@ -267,7 +267,7 @@ class Conv(Layer):
         """pad (a copy even at padding 0), unfold, the dense F of all channel pairs, and its diagonal blocks.
 
         Conv1d is unfolded by im2col, which first makes an output of the input's size. Conv2d's `unfold2d` reshapes a
-        strided view, which is no copy when the kernel is 1 x 1 and the stride is 1. With one group F is the result.
+        strided view, which does not copy when the kernel is 1 x 1 and the stride is 1. With one group F is the result.
         """
         b = self.b
         pad = b * self.c * math.prod(n + 2 * self.padding for n in self.size)
@@ -292,8 +292,11 @@ class Conv(Layer):
         return (weight * self.expanded_weights_view, *(0 for _ in bias))
 
     def expanded_weights_results(self, reduction: str) -> tuple[int, ...]:
-        """Below 32 samples and with one group ExpandedWeights runs a convolution of the input with the output
-        gradient, whose result may be wider than the kernel: `sum` keeps a narrowed view of it, `mean` a copy."""
+        """Returns the result of ExpandedWeights' convolution of input and output gradient.
+
+        It is computed below 32 samples and with one group, and may be wider than the kernel: `sum` keeps a narrowed
+        view of it, `mean` a copy.
+        """
         weight, *bias = self.per_sample_results
         if reduction == "sum" and self.expanded_weights_view:
             wide = math.prod(

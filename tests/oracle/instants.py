@@ -47,8 +47,11 @@ def after_backward(layers: Sequence[Layer], mode: str, reduction: str) -> dict[s
 
 
 def after_step(layers: Sequence[Layer], mode: str, reduction: str) -> dict[str, int]:
-    """What stays when `optimizer.step()` has returned: as after backward, plus the sum of clipped gradients (kept
-    until `zero_grad`); `p.grad` is the noised sum in every mode, and nothing of the noise is left."""
+    """Returns what stays when `optimizer.step()` has returned.
+
+    It is what stays after backward, plus the sum of clipped gradients (kept until `zero_grad`); `p.grad` is the noised
+    sum in every mode, and nothing of the noise is left.
+    """
     summed = trained_bytes(layers)
     return after_backward(layers, mode, reduction) | {"gradients": summed, "summed_gradients": summed}
 

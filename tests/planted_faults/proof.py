@@ -41,7 +41,7 @@ FAULTS = [
         "proof/prover.py",
         "new = perturbed(leaves, self.program.batch, kept, kind, i)",
         "new = perturbed(leaves, self.program.batch, ~kept, kind, i)",
-        "The samples that are compared are those that change.",
+        "The compared samples are the ones that change.",
         programs("kind_linear"),
     ),
     Fault(

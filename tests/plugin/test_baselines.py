@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Baselines: written, compared, keyed, and what is said of those that cannot be used."""
+"""Baselines are written, compared and keyed, and unusable ones get a message."""
 
 import json
 from importlib.metadata import version

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--memprof-virtual-gpu`: CUDA tests with limits and baselines, without a GPU. Each run is a process of its own, for a
-virtual GPU cannot come after torch."""
+"""`--memprof-virtual-gpu`: CUDA tests with limits and baselines, without a GPU.
+
+Each run is a process of its own, for a virtual GPU cannot come after torch.
+"""
 
 import json
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the CUDA kernels under Triton's interpreter, which must be chosen before Triton is imported: run by
-test_clipping_triton in a process of its own."""
+"""Checks of the CUDA kernels under Triton's interpreter, which must be chosen before Triton is imported.
+
+Run by test_clipping_triton in a process of its own.
+"""
 
 from typing import Any
 
@@ -82,7 +84,7 @@ def test_a_step_of_a_single_sample(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_only_weights_are_scaled_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients of a bias may be those that autograd uses."""
+    """The gradients of a bias may be autograd's own."""
     for module in (norms, sums, small_layers):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
     layers = [LinearLayer("", nn.Linear(3, size)) for size in (2, 300, 2**19)]
@@ -138,7 +140,7 @@ def test_gram_kernel_of_several_layers(limit: str | None, offset: int, monkeypat
 def cancelling_operands(
     tokens: int, dtype: torch.dtype, sizes: tuple[float, float]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Three samples: ordinary ones, and between them one whose tokens' gradients cancel but for 2^-7."""
+    """Three samples: ordinary ones, and between them one whose tokens' gradients cancel except for 2^-7."""
     torch.manual_seed(0)
     g, a = torch.randn(3, tokens, 70), torch.randn(3, tokens, 33)
     a[1], g[1] = 0.25, 0
@@ -272,8 +274,10 @@ def test_group_norm_kernel(shape: tuple[int, ...], groups: int, dtype: torch.dty
 
 @pytest.mark.parametrize("divisor", [3.0, 4.0])
 def test_noise_kernel(divisor: float) -> None:
-    """Against curand's formulas, written down in float64: sizes below and above torch's threads, a counter above 32
-    bits, and a launch whose programs share no row."""
+    """The noise is that of curand's formulas, written down in float64.
+
+    Covers sizes below and above torch's threads, a counter above 32 bits, and a launch whose programs share no row.
+    """
     seed, std, block, most = 0x1234567890ABCDEF, 1.5, 32, 512
     sums = [torch.randn(size) for size in (1, 300, 5000, 512 * 4, 512 * 4 + 1)]
     sums[1] = sums[1].to(torch.float16)  # in a table of its own, since its dtype differs

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks, under Triton's interpreter, that clipped sums on CUDA do not round gradients whose tokens cancel: run by
-test_clipping_triton in a process of its own. The oracle is each sample's gradient in float64."""
+"""Checks, under Triton's interpreter, that clipped sums on CUDA do not round gradients whose tokens cancel.
+
+Run by test_clipping_triton in a process of its own. The oracle is each sample's gradient in float64.
+"""
 
 from collections.abc import Callable
 from typing import Any

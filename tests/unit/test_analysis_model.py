@@ -74,8 +74,10 @@ class Model:
         return tag
 
     def module(self, life: Life, event: int) -> str:
-        """A retag gives the block's module from then on, as its alloc event did; where that is none, the first module
-        that the block ever has counts."""
+        """Returns the block's module, which a retag sets from then on, as the alloc event did.
+
+        Without one, the first module that the block ever has counts.
+        """
         named = {since: str(self.events[since]["module"]) for since in life.tags}
         return named[life.tagged_at(event)] or next((name for name in named.values() if name), "")
 

@@ -42,8 +42,10 @@ WITH_SHORTCUT = [*(("cuda", name) for name in CASES), *(("cpu", name) for name i
 
 @pytest.fixture
 def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All norms wait for the step, as on CUDA, or those of small per-sample gradients, as on the CPU. What kernels find
-    at once is found here without them."""
+    """All norms wait for the step, as on CUDA, or those of small per-sample gradients, as on the CPU.
+
+    What kernels find at once is found here without them.
+    """
     if request.param == "cpu":
         return
     for module in (norms, matrix, normalization):

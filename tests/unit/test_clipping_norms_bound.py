@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms of per-sample gradients whose tokens cancel, or whose factors are out of range. The oracle is the gradient of
-the given numbers, formed in float64 (in Fraction's exact numbers for float64)."""
+"""Norms of per-sample gradients whose tokens cancel, or whose factors are out of range.
+
+The oracle is the gradient of the given numbers, formed in float64 (in Fraction's exact numbers for float64).
+"""
 
 import copy
 from collections.abc import Callable
@@ -184,7 +186,7 @@ def convolution(channels: int, groups: int) -> ConvolutionLayer:
     ],
 )
 def test_layers(build: Callable[[], LinearLayer | ConvolutionLayer], workspace: Workspace) -> None:
-    """With two tokens that cancel but for one part in 10 000."""
+    """With two tokens that cancel except for one part in 10 000."""
     torch.manual_seed(0)
     layer = build()
     is_linear = isinstance(layer, LinearLayer)
@@ -213,7 +215,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("workspace", WORKSPACES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tied_weights_that_cancel(dtype: torch.dtype, workspace: Workspace) -> None:
-    """The embedding's gradient undoes that of the linear layer, but for one part in 4096 (128 in low precision)."""
+    """The embedding's gradient undoes that of the linear layer, except for one part in 4096 (128 in low precision)."""
     torch.manual_seed(0)
     model = Tied(dtype)
     ids = torch.randint(4, 50, (3, 5))
@@ -239,7 +241,7 @@ def test_tied_weights_that_cancel(dtype: torch.dtype, workspace: Workspace) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_uses_of_one_layer_that_cancel(dtype: torch.dtype) -> None:
-    """A layer that runs twice, with output gradients that are opposite but for the last digits."""
+    """A layer that runs twice, with output gradients that are opposite except for the last digits."""
     torch.manual_seed(0)
     module = nn.Linear(16, 12, bias=False, dtype=dtype)
     layer = LinearLayer("", module)

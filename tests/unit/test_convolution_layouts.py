@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which convolutions are computed in another layout than their tensors have, as benchmarks/convolution_workspace.py saw
-it on an H200. A stand-in is all that is asked of a tensor there."""
+"""Convolutions computed in another layout than their tensors have are recognized.
+
+The cases are the ones that benchmarks/convolution_workspace.py measured on an H200. A stand-in replaces the tensors.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,14 +49,10 @@ def test_cudnn_without_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="this torch has one setting for TF32")
-def test_cudnn_where_convolutions_have_a_setting_of_their_own() -> None:
-    before = torch.backends.cudnn.conv.fp32_precision
-    try:
-        for precision, relaid in (("ieee", False), ("tf32", True)):
-            torch.backends.cudnn.conv.fp32_precision = precision
-            assert needs_layout_copy(CONVOLUTION, on_gpu()) == relaid
-    finally:
-        torch.backends.cudnn.conv.fp32_precision = before
+def test_cudnn_where_convolutions_have_a_setting_of_their_own(set_fp32_precision: Callable[[Any, str], None]) -> None:
+    for precision, relaid in (("ieee", False), ("tf32", True)):
+        set_fp32_precision(torch.backends.cudnn.conv, precision)
+        assert needs_layout_copy(CONVOLUTION, on_gpu()) == relaid
 
 
 def test_onednn() -> None:

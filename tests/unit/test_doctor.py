@@ -228,11 +228,11 @@ def test_torch_for_the_cpu_only(machine: Machine) -> None:
 
 def test_built_without_cuda_for_a_torch_with_it(machine: Machine) -> None:
     machine.modules["opacus_memprof.recording.native"] = module(
-        "native", HAS_CUDA=False, rebuild_command=lambda: "MEND"
+        "native", HAS_CUDA=False, rebuild_command=lambda: "REBUILD"
     )
     check = check_of("extension")
     assert check.level == "note"
-    assert "`OPACUS_MEMPROF_CUDA=1 MEND`" in check.remedy
+    assert "`OPACUS_MEMPROF_CUDA=1 REBUILD`" in check.remedy
 
 
 @pytest.mark.parametrize("name", ["cudaMallocAsync", "pluggable"])
@@ -269,7 +269,7 @@ def test_a_virtual_gpu_that_cannot_be_is_explained(machine: Machine) -> None:
     ("program", "failed"),
     [
         ("", None),
-        ("print('it is no Linux: use one'); raise SystemExit(2)", ("it is no Linux: use one", True)),
+        ("print('it is not Linux: use one'); raise SystemExit(2)", ("it is not Linux: use one", True)),
         ("1 / 0", ("a trial ended with exit code 1 (ZeroDivisionError: division by zero)", False)),
         ("import os; os.abort()", ("a trial ended with exit code -6", False)),
     ],
@@ -311,7 +311,7 @@ def test_what_is_printed_and_the_exit_code(machine: Machine, capsys: pytest.Capt
 
 
 def test_this_machine(tmp_path: Path) -> None:
-    """The real thing: the versions that it prints are those that run the tests."""
+    """The printed versions are the ones that run the tests."""
     ran = subprocess.run(
         [sys.executable, "-m", "opacus_memprof", "doctor"], cwd=tmp_path, capture_output=True, text=True
     )

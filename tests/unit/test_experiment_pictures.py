@@ -158,7 +158,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def spans(axes: Any) -> dict[int, list[tuple[float, float]]]:
-    """Of bars by place: from where to where, those without an area and those that frame others left out."""
+    """Returns the spans of the bars at each place, except bars without an area and frames of others."""
     found: dict[int, list[tuple[float, float]]] = {}
     for bar in axes.patches:
         if bar.get_width() and not bar.get_hatch():

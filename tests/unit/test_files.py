@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are whole, and what is said of those that are not."""
+"""Files are written whole, and truncated ones get a message."""
 
 import os
 from pathlib import Path

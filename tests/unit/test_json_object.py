@@ -43,7 +43,7 @@ def read_content(file: Path) -> Any:
 
 @pytest.mark.parametrize(("file", "kind"), FILES)
 def test_whatever_is_wrong_is_named(file: Path, kind: type[JsonObject], tmp_path: Path) -> None:
-    """An object stands in the place of a number or text, 40 times at random."""
+    """An object stands instead of a number or text, 40 times at random."""
     content = json.loads(file.read_text())
     everything = list(json_leaves(content))
     for inside, key, place in random.Random(0).sample(everything, 40):

@@ -132,7 +132,7 @@ def test_what_steps_have_left_behind() -> None:
     assert report["left_behind"]["steps"] == [0, 1, 2, 3, 4]
     assert first(report) == {"kind": "let_go", "categories": ["activations"], "modules": ["head"]}
     assert report["suggestions"][0]["saved_bytes"] == 5 * G
-    # What two steps have made is no leak: each may still use what the one before has left.
+    # What two steps have made is not a leak: each may still use what the one before has left.
     two = [group for group in kept if group["step"] in (0, 4, 5)]
     assert build_report([failure(2 * G, two)], TrainingShapes())["left_behind"]["bytes"] == 0
 
@@ -157,8 +157,10 @@ def test_what_the_first_two_steps_have_left_behind(
 
 
 def test_convolutions_as_an_h200_measured_them() -> None:
-    """The planted convolutions, which ran out of memory under hooks, where the second one's input is unfolded.
-    flash_clip then peaked at 5 561 811 119 bytes, in the second one's backward, where cuDNN has a layout of its own."""
+    """The planted convolutions ran out of memory under hooks, where the second one's input is unfolded.
+
+    flash_clip then peaked at 5 561 811 119 bytes, in the second one's backward, where cuDNN has a layout of its own.
+    """
     n, positions, image = 96, 192 * 192, 96 * 192 * 192 * 4
     workload = TrainingShapes(mode="hooks", optimizer="SGD", multiprocessors=132)
     workload.modules |= {
@@ -198,8 +200,10 @@ def test_convolutions_as_an_h200_measured_them() -> None:
 
 
 def test_norms_without_squares_as_an_h200_measured_them() -> None:
-    """Five Linears of 8192 tokens in ghost clipping. With norms in tiles they peaked at 1 467 897 004 bytes, where a
-    bias' sum over tokens takes 132 MiB."""
+    """Five Linears of 8192 tokens in ghost clipping.
+
+    With norms in tiles they peaked at 1 467 897 004 bytes, where a bias' sum over tokens takes 132 MiB.
+    """
     n, wide, small = 12, 12 * 8192 * 256 * 4, 12 * 8192 * 64 * 4
     workload = TrainingShapes(mode="ghost", optimizer="SGD", multiprocessors=132)
     workload.flash_clip_refusal = lambda: None

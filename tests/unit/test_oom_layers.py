@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers take, against the formulas that Opacus' own allocations were held against (tests/oracle)."""
+"""The memory of layers agrees with the formulas that describe Opacus' own allocations (tests/oracle)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_linear(oracle: formulas.Linear) -> None:
     norms = oracle.norm_sampler()
     assert norms is not None
     if len(oracle.middle) == 1:
-        assert ours.ghost_norms(n) == pytest.approx(peak(norms.timeline), rel=0.01)  # but for norms of a few bytes
+        assert ours.ghost_norms(n) == pytest.approx(peak(norms.timeline), rel=0.01)  # norms take a few bytes more
 
 
 def test_what_scales_with_the_number_of_samples() -> None:

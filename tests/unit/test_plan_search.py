@@ -54,8 +54,11 @@ def test_it_finds_what_trying_all_finds(kind: Peaks, waste: float, width: int) -
 
 
 def _in_pieces(value: int, sample: int, waste: float) -> Point:
-    """As torch's allocator has it: a cached tensor of 128 KiB for each value has been allocated in pieces of 2 MiB, and
-    one that is 64 KiB larger fits into these, or takes as many bytes again."""
+    """Returns the reserved bytes, by the rules of torch's allocator.
+
+    A cached tensor of 128 KiB for each value was allocated in pieces of 2 MiB; one that is 64 KiB larger fits into
+    these, or takes as many bytes again.
+    """
     tensor = value * 128 * 2**10
     fits_there = -(-tensor // _STEP) * _STEP >= tensor + 64 * 2**10
     requested = value * sample + (0 if fits_there else tensor)
@@ -65,8 +68,11 @@ def _in_pieces(value: int, sample: int, waste: float) -> Point:
 
 @pytest.mark.parametrize("width", [1, 2, 8])
 def test_no_round_value_up_to_the_answer_fails(width: int) -> None:
-    """Against trying every value: 2591 in the place of 2936 for a convolution, where all multiples of 16 from 2592 to
-    2928 run out of memory and all between them fit."""
+    """The search agrees with trying every value.
+
+    It answers 2591 instead of 2936 for a convolution, where all multiples of 16 from 2592 to 2928 run out of memory
+    and all values between them fit.
+    """
     smaller = 0
     for seed in range(40):
         rng = random.Random(seed)

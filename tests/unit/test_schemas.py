@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published JSON schemas, held against the structures and, by jsonschema, against files."""
+"""The published JSON schemas agree with the structures and, by jsonschema, with files."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def validator(name: str) -> Any:
 
 
 def test_they_are_current() -> None:
-    """Otherwise: python -m opacus_memprof.profiles.schemas docs/schemas"""
+    """`python -m opacus_memprof.profiles.schemas docs/schemas` writes them anew."""
     assert {file.name: file.read_text(encoding="utf-8") for file in PUBLISHED.iterdir()} == schema_files()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells as jobs, with submitit's own processes in the place of a cluster. What the jobs train is made up."""
+"""Cells run as jobs, in submitit's local processes instead of a cluster. What the jobs train is made up."""
 
 import os
 from collections.abc import Iterator, Mapping

@@ -50,7 +50,7 @@ def test_the_summary_has_a_line_for_each() -> None:
 
 def test_the_summary_says_what_was_found_and_what_would_fit() -> None:
     def finding(kind: str, size: int) -> dict[str, object]:
-        return {"kind": kind, "module": "mlp", "bytes": size, "evidence": "it is there", "remedy": f"mend {kind}"}
+        return {"kind": kind, "module": "mlp", "bytes": size, "evidence": "it is there", "remedy": f"fix {kind}"}
 
     small, large = finding("discarded_gradients", GIB), finding("discarded_gradients", 2 * GIB)
     three = [finding(f"kind_{number}", number * 2**20) for number in (3, 2, 1)]
@@ -60,8 +60,8 @@ def test_the_summary_says_what_was_found_and_what_would_fit() -> None:
     assert lines[lines.index("TOP FINDINGS:") + 2] == (
         "discarded gradients in mlp, 2.00 GiB (S 32 · B 8/2 · r 4, and 1 more)"
     )
-    assert {"remedy: mend kind_3", "remedy: mend kind_2"} <= set(lines)
-    assert "remedy: mend kind_1" not in lines  # the top three
+    assert {"remedy: fix kind_3", "remedy: fix kind_2"} <= set(lines)
+    assert "remedy: fix kind_1" not in lines  # the top three
     assert "suggestion: physical batches of 1 (predicted peak 512.00 MiB, which fits)" in lines
     assert "report: runs/two/profile/oom_report.txt" in lines
     assert f"report: {Path('there/runs/two/profile/oom_report.txt')}" in summary.terminal_summary(found, Path("there"))
@@ -70,7 +70,7 @@ def test_the_summary_says_what_was_found_and_what_would_fit() -> None:
     (first, second) = csv.DictReader(io.StringIO(summary_csv(found)))
     assert first["findings"].startswith("discarded_gradients 1024.00 MB; kind_3 3.00 MB")
     assert (first["top_finding_remedy"], second["oom_report"]) == (
-        "mend discarded_gradients",
+        "fix discarded_gradients",
         "runs/two/profile/oom_report.txt",
     )
     rows = [json.loads(line) for line in results_lines(found).splitlines()]
@@ -140,7 +140,7 @@ def test_kinds_of_memory() -> None:
 
 
 def test_every_category_has_a_kind() -> None:
-    """But those that are nobody's."""
+    """Except categories that belong to nobody."""
     from opacus_memprof.recording import native
 
     listed = {category for categories in MEMORY_TYPES.values() for category in categories}

@@ -103,7 +103,7 @@ def test_components_have_a_table_where_there_are_several() -> None:
 
 def test_findings_are_wrapped_and_many_of_a_kind_are_summed_up() -> None:
     found = [
-        {"kind": "ghost_matrices", "module": f"h.{i}", "bytes": 1024, "evidence": "word " * 40, "remedy": "mend it"}
+        {"kind": "ghost_matrices", "module": f"h.{i}", "bytes": 1024, "evidence": "word " * 40, "remedy": "fix it"}
         for i in range(5)
     ]
     lines = printed(profile_of(findings=found)).splitlines()
@@ -112,7 +112,7 @@ def test_findings_are_wrapped_and_many_of_a_kind_are_summed_up() -> None:
     assert not any("h.3" in line for line in lines)
     assert "  and in 2 more modules, 2.00 KiB" in lines
     assert "    word word" in "\n".join(lines)  # a further line of the evidence
-    assert lines.count("  remedy: mend it") == 3
+    assert lines.count("  remedy: fix it") == 3
 
 
 def test_markup_in_names_is_text() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of virtual GPUs, held against NVIDIA's data sheets and programming guide, and torch's view of one."""
+"""The table of virtual GPUs agrees with NVIDIA's data sheets and programming guide, and with torch's view of one."""
 
 import subprocess
 import sys

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the CUDA allocator asks of CUDA's runtime and of autograd, without either: one device, and
-// no backward pass. The runtime's functions take the place of libcudart's in libc10_cuda as well.
+// no backward pass. The runtime's functions replace libcudart's in libc10_cuda as well.
 #include <cuda_runtime_api.h>
 
 #include "allocators/backward_position.h"

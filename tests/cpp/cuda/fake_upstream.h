@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An allocator in the place of torch's caching one, which counts for itself what it has handed out.
+// An allocator instead of torch's caching one, which counts for itself what it has handed out.
 // Addresses stand for no memory, and the one that was given back last is handed out next.
 //
 // Like torch's, it takes a block back through its own deleter, knows blocks of pools whose state

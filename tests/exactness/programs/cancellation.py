@@ -33,8 +33,10 @@ def _opposing(
     position_dim: int,
     sizes: tuple[float, float] | None = None,
 ) -> Any:
-    """Inputs of 1/4 everywhere (or the same id), and output gradients that cancel: +K and -K + s at the first two
-    positions, or +K, -K and s at the first three, where -K + s would be rounded."""
+    """Returns inputs of 1/4 everywhere (or the same id), and output gradients that cancel.
+
+    They are +K and -K + s at the first two positions, or +K, -K and s at the first three if -K + s would be rounded.
+    """
 
     def steps() -> list[Step]:
         large, rest = sizes or _SIZES[dtype]

@@ -161,8 +161,10 @@ def _measured_noise(model: nn.Module, module: Any, optimizer: Any) -> float:
 
 
 def _refused_step(clipping: str, refuse: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[int], Verdict]:
-    """A step that is refused in the middle of a training: parameters, optimizer, accountant and generators stay, and
-    training goes on as if it had not been."""
+    """A step is refused in the middle of a training, without a trace.
+
+    Parameters, optimizer, accountant and generators stay, and training goes on as if the step had not been tried.
+    """
 
     def run(seed: int) -> Verdict:
         bound: Any = [2.0] * 4 if clipping == "per_layer" else 5.0

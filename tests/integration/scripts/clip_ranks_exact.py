@@ -109,8 +109,10 @@ def _step(model: Any, optimizer: Any, inner: Faulty, number: int, fault: str = "
 
 
 def in_a_part(case: str) -> None:
-    """A rank that finds something in the first of several physical batches goes on to the step, where all refuse; ranks
-    have different numbers of parts."""
+    """A rank that finds something in the first of several physical batches goes on to the step, where all refuse.
+
+    Ranks have different numbers of parts.
+    """
     rank = dist.get_rank()
     torch.manual_seed(5)
     inner = Faulty().to(device(), torch.float64)
@@ -137,8 +139,10 @@ def in_a_part(case: str) -> None:
 
 
 def lockstep(case: str, wrap: str) -> None:
-    """Under FSDP2 all ranks prove the same samples, also where one has none and where another checks again; nothing is
-    left whole, and gradients stay as they were."""
+    """Under FSDP2 all ranks prove the same samples, also where one has none and where another checks again.
+
+    Nothing is left whole, and gradients stay as they were.
+    """
     hand = ByHand("transformer", 0.0, EXPECTED)
     model, optimizer, _ = private(WRAPPERS[wrap](build("transformer")), "transformer", check="always")
     proved: list[int] = []

@@ -37,8 +37,10 @@ from tests.integration.scripts.rank_training import (
 
 
 def shard_noise(case: str, wrap: str) -> None:
-    """Noise alone: as strong as in one process, drawn at each shard's shape, and not alike in two shards although all
-    ranks give the same generator; replicas have the same."""
+    """Noise alone is as strong as in one process and drawn at each shard's shape.
+
+    Two shards have different noise although all ranks give the same generator; replicas have the same.
+    """
     torch.manual_seed(5)
     wrapped = WRAPPERS[wrap](nn.Sequential(nn.Linear(300, 301), nn.Linear(301, 4)).to(device(), torch.float64))
     torch.manual_seed(1)

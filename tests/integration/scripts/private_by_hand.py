@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains privately without a PrivacyEngine: `private_by_hand.py hooks|unwrapped|ghost`, and `before` or `after` for
-when the optimizer is made, seen from what makes the model private."""
+"""Trains privately without a PrivacyEngine.
+
+Usage: `private_by_hand.py hooks|unwrapped|ghost before|after`. The last argument says whether the optimizer is made
+before or after the model becomes private.
+"""
 
 import sys
 

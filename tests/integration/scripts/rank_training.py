@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cases of clip_ranks.py train: models, ways to spread them over ranks, batches of each rank, and one process
-that clips all of them by hand."""
+"""What the cases of clip_ranks.py train.
+
+Has the models, the ways to spread them over ranks, each rank's batches, and one process that clips all by hand.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any

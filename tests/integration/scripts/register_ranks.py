@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer that calls Opacus' wrap_model and get_optimizer_class on two ranks over gloo: prints the class of its
-flash_clip optimizer, and how far the clipped sum is from that by hand on the samples of both ranks."""
+"""A trainer that calls Opacus' wrap_model and get_optimizer_class on two ranks over gloo.
+
+Prints the class of its flash_clip optimizer, and how far the clipped sum is from the one by hand on the samples of
+both ranks.
+"""
 
 import copy
 import socket

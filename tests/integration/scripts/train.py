@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few steps of DP-SGD on a small network (--mode vanilla: of plain Adam), and then the end that --end names. It knows
-of no profiler."""
+"""A few steps of DP-SGD on a small network (--mode vanilla: of plain Adam), and then the end that --end names.
+
+It knows of no profiler.
+"""
 
 import argparse
 import os

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of DP-SGD on `cuda`, of a network whose sizes --width and --batch say, and then the end that --end names. It
-prints what torch itself has counted, and knows of no profiler."""
+"""Steps of DP-SGD on `cuda`, of a network whose sizes --width and --batch say, and then the end that --end names.
+
+It prints what torch itself has counted, and knows of no profiler.
+"""
 
 import argparse
 import json

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training beside which tensors on two streams come and go, in sizes that leave gaps. It prints what torch itself has
-counted."""
+"""Training beside which tensors on two streams come and go, in sizes that leave gaps.
+
+It prints what torch itself has counted.
+"""
 
 import argparse
 import json

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""[STEPS SEED] (without them 2 and 0): steps of DP-SGD on batches that Poisson sampling draws: 40 of 2000 samples,
-on the average. A sample takes 4 MiB, twice for a time. Prints the size of each batch before its step."""
+"""Runs steps of DP-SGD on batches that Poisson sampling draws: 40 of 2000 samples on average.
+
+Usage: `train_poisson.py [STEPS SEED]`, by default 2 and 0. A sample takes 4 MiB, for a time twice that. Prints the size
+of each batch before its step.
+"""
 
 import sys
 from itertools import chain, islice, repeat

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few steps of DP-SGD on each of several processes: on the CPU over gloo, or on GPUs over NCCL. It knows of no
-profiler."""
+"""A few steps of DP-SGD on each of several processes: on the CPU over gloo, or on GPUs over NCCL.
+
+It knows of no profiler.
+"""
 
 import argparse
 import os

@@ -44,7 +44,7 @@ def operations(device: str) -> list[Any]:
     ordered[torch.arange(4, device=device), labels[:4] % 6] = 1
     inverse = torch.empty_like(labels)
     inverse[labels.argsort(stable=True)] = torch.arange(7, device=device)
-    flags = torch.ones(3_000_000, dtype=torch.bool, device=device)  # too large to be carried out
+    flags = torch.ones(3_000_000, dtype=torch.bool, device=device)  # too large to be executed
     halves = torch.full((2_000_000,), 0.5, device=device)
     counted = torch.zeros((), dtype=torch.long, device=device)
     while not bool(counted >= 5):

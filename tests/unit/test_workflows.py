@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workflows of this repository run targets that the Makefile has, on every torch that is supported."""
+
+import re
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from opacus_memprof.profiles.versions import TORCH_MINORS
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS: dict[str, Any] = {
+    path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+}
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def jobs(workflow: str) -> list[dict[str, Any]]:
+    return list(WORKFLOWS[workflow]["jobs"].values())
+
+
+def targets(job: dict[str, Any]) -> set[str]:
+    """The targets that a job hands to .ci/run, those of a matrix included."""
+    matrix = job.get("strategy", {}).get("matrix", {})
+    commands = [step["run"].removeprefix(".ci/run ") for step in job["steps"] if step.get("run", "").startswith(".ci/")]
+    choices = chain(matrix.get("target", []), matrix.get("targets", []))
+    found = " ".join([*commands, *choices])
+    return set(re.sub(r"\S*\$\{\{.*?\}\}", "", found).split())
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+def test_the_targets_exist(workflow: str) -> None:
+    assert set().union(*map(targets, jobs(workflow))) <= TARGETS
+
+
+def test_pull_requests_run_all_of_make_test() -> None:
+    (needed,) = re.findall(r"^test:\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert targets(WORKFLOWS["ci"]["jobs"]["test"]) == {"lint", "docs", "cpp-test", "python-test"}
+    assert all(target in needed for target in targets(WORKFLOWS["ci"]["jobs"]["test"]))
+
+
+def test_every_supported_torch_is_tried_each_night() -> None:
+    assert WORKFLOWS["nightly"]["jobs"]["torch"]["strategy"]["matrix"]["minor"] == list(TORCH_MINORS)
