@@ -28,7 +28,8 @@ from opacus_memprof.clipping.arguments import (
     named_parameters,
 )
 from opacus_memprof.clipping.automatic import AUTO, make_private_automatically
-from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB, FlashClipHooks, GradSampleModuleFlashClip, Passes
+from opacus_memprof.clipping.cost import DEFAULT_WORKSPACE_MB
+from opacus_memprof.clipping.module import FlashClipHooks, GradSampleModuleFlashClip, Passes
 from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip, DPOptimizerFlashClipAdaptive
 from opacus_memprof.clipping.parallel.agreement import inner_model, is_replicated, prepare_replicated
 from opacus_memprof.clipping.parallel.ddp import DPOptimizerFlashClipDDP

@@ -25,6 +25,7 @@ from opacus_memprof.clipping.autograd_functions import (
     run_two_passes,
 )
 from opacus_memprof.clipping.bookkeeping import Bookkeeping, Nonfinite
+from opacus_memprof.clipping.cost import DEFAULT_WORKSPACE_MB
 from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layer_hooks import LayerHooks, first_input
 from opacus_memprof.clipping.layers import GenericLayer
@@ -48,7 +49,6 @@ from opacus_memprof.clipping.validate import check_model, refuse_capture
 from opacus_memprof.errors import MemprofError
 
 Passes = Literal["auto", 1, 2]
-DEFAULT_WORKSPACE_MB = 256.0
 
 
 @dataclass

@@ -9,10 +9,10 @@ import torch
 from opacus.grad_sample import GradSampleHooksFastGradientClipping
 from torch import nn
 
+from opacus_memprof.clipping.cost import DEFAULT_WORKSPACE_MB
 from opacus_memprof.clipping.kernels.workspace import Workspace
 from opacus_memprof.clipping.layers import LAYERS
 from opacus_memprof.clipping.layers.recognition import recognize
-from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB
 
 NormSampler = Callable[[nn.Module, list[torch.Tensor], torch.Tensor], dict[nn.Parameter, torch.Tensor]]
 

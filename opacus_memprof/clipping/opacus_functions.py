@@ -26,8 +26,9 @@ from opacus_memprof.clipping.arguments import (
     check_schedule,
     named_parameters,
 )
+from opacus_memprof.clipping.cost import DEFAULT_WORKSPACE_MB
 from opacus_memprof.clipping.kernels.workspace import Workspace
-from opacus_memprof.clipping.module import DEFAULT_WORKSPACE_MB, FlashClipHooks, GradSampleModuleFlashClip, Passes
+from opacus_memprof.clipping.module import FlashClipHooks, GradSampleModuleFlashClip, Passes
 from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip, DPOptimizerFlashClipAdaptive
 from opacus_memprof.clipping.owners import find_owner
 from opacus_memprof.clipping.parallel.agreement import is_replicated, prepare_replicated, spans_ranks

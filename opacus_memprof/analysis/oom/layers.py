@@ -56,6 +56,11 @@ class Layer:
     def is_convolution(self) -> bool:
         return self.module.kind.startswith("Conv") and self.module.columns > 0
 
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the module runs more than once in a forward pass, as the Linear layers of a recurrent cell do."""
+        return self.forward.calls > 1
+
     def scale(self, size: int, n: int) -> int:
         """The bytes for n samples of what takes `size` bytes for the forward's samples."""
         return size * n // max(self.forward.samples, 1)
@@ -67,8 +72,9 @@ class Layer:
     def passed_gradients(self, n: int, mean_loss: bool) -> int:
         """The bytes of the gradients of output and input and of the residual stream, and, for a mean loss, of Opacus'
         scaled copy of the output's."""
-        output, grad_input = self.scale(self.forward.output_bytes, n), self.scale(self.forward.input_bytes, n)
-        grad_input = 0 if self.forward.from_leaf else grad_input
+        calls = self.forward.calls
+        output = self.scale(self.forward.output_bytes, n) // calls
+        grad_input = 0 if self.forward.from_leaf else self.scale(self.forward.input_bytes, n) // calls
         return output * (2 if mean_loss else 1) + grad_input + self.scale(self.residual_gradient, n)
 
     def layout_copies(self, n: int) -> int:
@@ -85,15 +91,16 @@ class Layer:
         autograd does it) over samples too."""
         if self.module.kind != "Linear" or not self.module.bias:
             return 0
-        rows, tokens = self.module.bias, self.forward.tokens
+        rows, tokens = self.module.bias, self.forward.tokens // self.forward.calls
         outputs, summed = (n * rows, tokens) if by_sample else (rows, n * tokens)
         return reduction_workspace(outputs, summed, multiprocessors)
 
     def sampler(self, n: int, *, copies: bool = True) -> int:
         """The peak of Opacus' grad sampler, including its result: 2·s·n·w, because the result is copied into zeros; or
         more if a convolution's unfolded input or the normalized copies of a norm are larger. `copies` is False where
-        adopt_grad_samples has removed the copy."""
-        result = (2 if copies else 1) * self.per_sample_gradients(n)
+        adopt_grad_samples has removed the copy. The result of another call of the module is added to the first one's,
+        which is not part of the peak here."""
+        result = (2 if copies and not self.is_repeated else 1) * self.per_sample_gradients(n)
         forward = self.forward
         if self.is_convolution:
             unfolded = forward.element_bytes * n * forward.tokens * self.module.columns * self.module.groups

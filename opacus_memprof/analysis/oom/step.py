@@ -124,7 +124,11 @@ class Step:
         yield self._loss_backward(n, self._kept_gradients())
         live = self._activations(n) + self._scale(self.inputs, n)
         gradients = per_sample_gradients = 0
+        begun: set[str] = set()
         for layer in reversed(self.layers):
+            if private:
+                begun |= self._cell(layer)
+                per_sample_gradients = self._samples_of(begun, n)
             if not self.drops_gradients:
                 gradients += layer.module.bytes
             parts = {"activations": live, "gradients": max(gradients, self._kept_gradients())}
@@ -141,9 +145,22 @@ class Step:
                     "temp_matrices": layer.sampler(n, copies=self.copies_samples) if private else 0,
                 },
             )
-            per_sample_gradients += layer.per_sample_gradients(n) if private else 0
+            if private:
+                begun.add(layer.name)
+                per_sample_gradients = self._samples_of(begun, n)
             yield self._backward_before(layer, n, {**parts, "per_sample_gradients": per_sample_gradients})
             live -= self._scale(layer.activations, n)
+
+    def _cell(self, layer: Layer) -> set[str]:
+        """The layers of the same recurrent cell. Their calls alternate, so their per-sample gradients, to which every
+        call adds, live together."""
+        if not layer.is_repeated:
+            return set()
+        parent = layer.name.rpartition(".")[0]
+        return {each.name for each in self.layers if each.is_repeated and each.name.rpartition(".")[0] == parent}
+
+    def _samples_of(self, names: set[str], n: int) -> int:
+        return sum(layer.per_sample_gradients(n) for layer in self.layers if layer.name in names)
 
     def _backward_before(self, layer: Layer, n: int, parts: Mapping[str, int]) -> Instant:
         """The backward of operations without parameters before a layer: the gradients of output and input of the one
@@ -179,6 +196,7 @@ class Step:
         for layer in reversed(self.layers):
             gradients += layer.module.bytes
             norms = layer.ghost_norms(n) if self.mode == "ghost" else layer.sampler(n)
+            norms += self._samples_of(self._cell(layer), n)
             parts = {"activations": live, "gradients": max(gradients, self._kept_gradients())}
             if not self.forms_squares:
                 norms = FlashClip(layer, in_registers=self.on_gpu).norm_temporaries(n, keep=False)
@@ -207,17 +225,22 @@ class Step:
         for layer, clip in reversed(layers):
             shared = min(counted_twice, self._scale(layer.activations - layer.saved_before, n))
             parts = {"activations": live - shared, "per_sample_gradients": kept + clip.new_bytes(n)}
-            output = layer.scale(layer.forward.output_bytes + layer.residual_gradient, n)
+            output = layer.scale(layer.forward.output_bytes // layer.forward.calls + layer.residual_gradient, n)
             temporaries = {**parts, "backward_temporaries": output}
             workspace = layer.bias_sum_workspace(n, self.multiprocessors, by_sample=True)
             yield Instant("backward", layer.name, {**temporaries, "library_workspace": workspace})
-            yield Instant("backward", layer.name, {**temporaries, "temp_matrices": clip.norm_temporaries(n)})
+            norms = 0 if layer.is_repeated else clip.norm_temporaries(n)
+            yield Instant("backward", layer.name, {**temporaries, "temp_matrices": norms})
             yield self._layer_backward(layer, n, parts)
             yield self._backward_before(layer, n, parts)
             kept += clip.kept_bytes(n)
             live -= self._scale(layer.activations, n)
             counted_twice = clip.shared_bytes(n)
         summed = self.trained if accumulates else 0
+        for layer, clip in layers:
+            if layer.is_repeated:  # norms are found when all its calls are known
+                temporaries = {"library_workspace": self.workspace, "temp_matrices": clip.merged_norm_temporaries(n)}
+                yield Instant("clip", layer.name, {"per_sample_gradients": kept, **temporaries})
         for layer, clip in layers:
             sums = {"summed_gradients": summed + layer.module.bytes, "inputs": self._scale(self.inputs, n)}
             parts = {"per_sample_gradients": kept, "library_workspace": self.workspace, **sums}
