@@ -29,6 +29,7 @@ class EstimatedModel:
         optimizer: its class.
         dtype: of the parameters.
         autocast: whether the forward runs under autocast to bfloat16.
+        modes: those that can train it.
     """
 
     build: Callable[[], nn.Module]
@@ -37,6 +38,7 @@ class EstimatedModel:
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
     dtype: torch.dtype = torch.float32
     autocast: bool = False
+    modes: tuple[str, ...] = ("hooks", "ghost", "flash_clip")
 
 
 class Recurrent(nn.Module):
@@ -121,6 +123,7 @@ def text(**sizes: int) -> dict[str, int]:
 
 
 ADAM, BF16 = torch.optim.AdamW, torch.bfloat16
+NOT_GHOST = ("hooks", "flash_clip")  # Opacus refuses tied parameters in ghost clipping
 TAGS = {"vocabulary": 2000, "width": 512, "layers": 4, "out": 1000}
 
 MODELS: dict[str, EstimatedModel] = {
@@ -151,8 +154,8 @@ MODELS: dict[str, EstimatedModel] = {
     "large vocabulary in bfloat16": EstimatedModel(
         lambda: tagger(nn.ReLU)(TAGS | {"vocabulary": 50_000, "width": 128, "out": 50_000}), tokens(32), 8, dtype=BF16
     ),
-    "tied head": EstimatedModel(lambda: TiedHead(text()), tokens(128), 64, ADAM),
-    "tied layers": EstimatedModel(lambda: TiedLayers(1024), vectors(1024, 10), 64),
+    "tied head": EstimatedModel(lambda: TiedHead(text()), tokens(128), 64, ADAM, modes=NOT_GHOST),
+    "tied layers": EstimatedModel(lambda: TiedLayers(2048), vectors(2048, 10), 64, modes=NOT_GHOST),
     "LoRA": EstimatedModel(
         lambda: nn.Sequential(*(Adapted(1024, 8) for _ in range(4)), nn.Linear(1024, 16)), sequences(1024, 1024), 16
     ),

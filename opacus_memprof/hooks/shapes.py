@@ -5,7 +5,7 @@ larger than all before it. They are stored in `recording.layer_shapes`."""
 import math
 import weakref
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -95,13 +95,17 @@ def record_model(model: nn.Module | AbstractGradSampleHooks, named: Sequence[tup
     shapes.modules = {}
     owners = _owners(named)
     for name, module in named:
-        trained = {
-            key: parameter
-            for key, parameter in module.named_parameters(recurse=False)
-            if parameter.requires_grad and owners[parameter] == name
-        }
-        if trained:
-            shapes.modules[name] = layer_shape_of(module, trained)
+        own = {key: each for key, each in module.named_parameters(recurse=False) if each.requires_grad}
+        trained = {key: parameter for key, parameter in own.items() if owners[parameter] == name}
+        tied_to = owners[own["weight"]] if "weight" in own else name
+        if tied_to == name:
+            if trained:
+                shapes.modules[name] = layer_shape_of(module, trained)
+        elif not tied_to.startswith(f"{name}."):
+            shape = layer_shape_of(module, {**trained, "weight": own["weight"]})
+            size = sum(parameter.nbytes for parameter in trained.values())
+            weight = shape.weight - own["weight"].numel()
+            shapes.modules[name] = replace(shape, bytes=size, weight=weight, tied_to=tied_to)
     shapes.flash_clip_refusal = partial(_flash_clip_refusal, weakref.ref(named[0][1]))
     return True
 

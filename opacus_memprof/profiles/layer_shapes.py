@@ -23,6 +23,8 @@ class LayerShape:
         rows, columns: of the weight, flattened from its second dimension on; 0 without such a weight.
         groups, kernel_positions: of a convolution: its groups, and the number of elements of its kernel (9 for 3x3).
         norm_sampler: whether Opacus has a norm sampler for this class, for ghost clipping.
+        tied_to: the module that the weight counts for, if this module shares it; rows and columns are still the
+            weight's.
     """
 
     kind: str
@@ -34,6 +36,7 @@ class LayerShape:
     norm_sampler: bool
     groups: int = 1
     kernel_positions: int = 1
+    tied_to: str = ""
 
 
 @dataclass(frozen=True)

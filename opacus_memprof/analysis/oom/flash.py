@@ -29,7 +29,7 @@ class FlashClip:
     def kept_bytes(self, n: int) -> int:
         """The bytes that are kept from the layer's backward until its clipped sum is formed."""
         forward = self.layer.forward
-        pair = self.layer.scale(forward.input_bytes + forward.output_bytes, n) if self._keeps_pair(n) else 0
+        pair = self.layer.scale(forward.input_bytes + forward.output_bytes, n) if self.keeps_pair(n) else 0
         return pair + self.new_bytes(n)
 
     def shared_bytes(self, n: int) -> int:
@@ -37,7 +37,7 @@ class FlashClip:
         output."""
         layer, input_bytes = self.layer, self.layer.forward.input_bytes
         is_output = not layer.forward.from_leaf and layer.saved_before < input_bytes
-        return layer.scale(input_bytes, n) if is_output and self._keeps_pair(n) else 0
+        return layer.scale(input_bytes, n) if is_output and self.keeps_pair(n) else 0
 
     def new_bytes(self, n: int) -> int:
         """The part of `kept_bytes` that the layer's backward allocates. Not a pair: x is an activation, and g exists in
@@ -46,7 +46,7 @@ class FlashClip:
         wide = cost.accumulated_itemsize(forward.element_bytes)
         if module.kind in NORMS:
             return wide * n * self.layer.elements
-        weight = 0 if self._keeps_pair(n) else module.weight
+        weight = 0 if self.keeps_pair(n) else module.weight
         # With a single token the bias' gradient is g itself.
         bias = 0 if forward.tokens == 1 and not self.layer.is_convolution else module.bias
         return n * (forward.element_bytes * weight + wide * bias)
@@ -80,11 +80,15 @@ class FlashClip:
         gram = cost.gram_bytes(batch, tokens, width, forward.element_bytes, ceiling, in_registers=is_gpu)
         return unfolded + max(copies, gram)
 
+    def forms_gradients(self, n: int) -> bool:
+        """Whether matrix products form the weight's per-sample gradients."""
+        return bool(self.layer.module.rows) and self._choice(n, True).norm == "gradient"
+
     def merged_norm_temporaries(self, n: int) -> int:
         """The temporaries of the norms of a layer that runs several times: the pairs of its calls in one, for as many
         samples at a time as fit into half of the workspace."""
         forward = self.layer.forward
-        pair = self.layer.scale(forward.input_bytes + forward.output_bytes, 1) if self._keeps_pair(n) else 0
+        pair = self.layer.scale(forward.input_bytes + forward.output_bytes, 1) if self.keeps_pair(n) else 0
         samples = max(cost.fit(WORKSPACE_BYTES // 2, pair, n), 1)
         return samples * pair + (self.norm_temporaries(samples) if pair else 0)
 
@@ -115,7 +119,7 @@ class FlashClip:
     def sum_temporaries(self, n: int) -> int:
         """The temporaries of forming the clipped sum, without what is kept and without the sum itself."""
         layer, forward, module = self.layer, self.layer.forward, self.layer.module
-        if not self._keeps_pair(n):
+        if not self.keeps_pair(n):
             return 0
         if module.kind == "Embedding":  # the scaled copy of g
             return min(layer.scale(forward.output_bytes, n), WORKSPACE_BYTES // 2)
@@ -143,7 +147,8 @@ class FlashClip:
         part = cost.accumulated_itemsize(itemsize) * module.weight if folded < n else 0
         return unfolded + max(input_copies, folded * (scaled + copies) + part) + second
 
-    def _keeps_pair(self, n: int) -> bool:
+    def keeps_pair(self, n: int) -> bool:
+        """Whether the layer keeps its input and its output's gradient instead of per-sample gradients."""
         kind = self.layer.module.kind
         return kind == "Embedding" or (bool(self.layer.module.rows) and self._choice(n, True).keep == "pair")
 
