@@ -49,7 +49,8 @@ def train(chosen: EstimatedModel, mode: str) -> None:
     for x, y in loader:
         x, y = x.cuda(), y.cuda()
         with torch.autocast("cuda", torch.bfloat16, enabled=chosen.autocast):
-            loss = criterion(module(x), y)
+            output = module(x)
+            loss = criterion(output, y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(mode == "flash_clip")
