@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of clipping one layer, computed from its shapes, and the choice of how to clip it.
+"""The cost of clipping one layer, computed from its shapes: what is kept, how its norms are computed, and how the work
+is split to stay below the workspace.
 
-A linear map with a ``rows x columns`` weight sees, for each of ``batch`` samples, ``tokens`` inputs ``a`` (columns)
-and output gradients ``g`` (rows). The sample's weight gradient is ``sum_t g_t a_t^T``, and its squared norm is also
-``sum_{t,u} (g_t . g_u)(a_t . a_u)`` (Goodfellow 2015, arXiv 1510.01799; Li et al. 2022, arXiv 2110.05679). So there are
+The layers and kernels of flash_clip ask here what to do, and the out-of-memory advice how many bytes that takes.
+
+A linear map with a `rows x columns` weight sees, for each of `batch` samples, `tokens` inputs `a` (columns)
+and output gradients `g` (rows). The sample's weight gradient is `sum_t g_t a_t^T`, and its squared norm is also
+`sum_{t,u} (g_t . g_u)(a_t . a_u)` (Goodfellow 2015, arXiv 1510.01799; Li et al. 2022, arXiv 2110.05679). So there are
 two exact ways to compute the norm, and two things that can be kept until the clip factors are known (book-keeping, Bu
 et al. 2023, arXiv 2210.00038):
 
@@ -15,7 +18,7 @@ floating point, norm  2 batch rows columns          batch tokens (tokens + tile)
 weight gradient       once, it *is* the gradient    once, when the clipped sum is formed
 ====================  ============================  =======================================
 
-For both memory and time the two are equal at ``tokens = rows columns / (rows + columns)``. With fewer tokens the pair
+For both memory and time the two are equal at `tokens = rows columns / (rows + columns)`. With fewer tokens the pair
 is smaller, and the Gram product (half of it, by symmetry) costs less than half a weight gradient. With more tokens the
 gradient is smaller, and costs only what training without privacy computes too. Hence the rule: *keep whichever is
 smaller*.
@@ -24,6 +27,7 @@ Needs no torch, so that it can be used before anything runs.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,12 +38,18 @@ on an H200 and about 10 on ordinary CPUs. Another value changes the choice only 
 GRAM_TILE = 128
 """Tokens on one side of a Gram tile, as in the CUDA kernel."""
 
-GROUP_NORM_NUMBERS = 1 << 16
-"""Of a sample and group that one program of GroupNorm's CUDA kernel goes through; with more it would be slower than
-torch's kernels, which need temporaries."""
+GRAM_NUMBERS = 3
+"""Numbers that the CUDA kernel writes for each Gram tile: the sum, that of absolute values, and a bound on entries."""
 
-_DRAWN_APART = 1 << 31
-"""Bytes: of tensors as large as this torch draws noise in parts, whose order the kernel does not repeat."""
+DEFAULT_WORKSPACE_MB = 256.0
+"""The default ceiling on the temporaries of a layer, in MiB."""
+
+INDEX_BYTES = 64
+"""For each token of an embedding: sorted indices, order, slots and the temporaries of sorting, all int64."""
+
+_NORM_COPIES = 3  # live at once: the normalized input, a cast of the input if dtypes differ, and statistics
+_GROUP_NORM_NUMBERS = 1 << 16  # of a sample and group that one program of the CUDA kernel goes through
+_DRAWN_APART = 1 << 31  # bytes; torch draws the noise of larger tensors in parts, whose order the kernel cannot repeat
 
 
 def draws_in_place(nbytes: int) -> bool:
@@ -56,7 +66,7 @@ class Cost:
 
     @property
     def in_bytes(self) -> float:
-        """The cost as one number: bytes moved, plus operations divided by ``FLOPS_PER_BYTE``."""
+        """The cost as one number: bytes moved, plus operations divided by `FLOPS_PER_BYTE`."""
         return self.bytes + self.flops / FLOPS_PER_BYTE
 
 
@@ -89,7 +99,7 @@ def kept_norm_cost(batch: int, rows: int, columns: int, itemsize: int) -> Cost:
 
 
 def gram_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: int, tile: int = GRAM_TILE) -> Cost:
-    """The cost of norms from the lower triangle of Gram tiles, each of which reads its two strips of ``a`` and ``g``.
+    """The cost of norms from the lower triangle of Gram tiles, each of which reads its two strips of `a` and `g`.
     Strips that are still in the L2 cache are counted, although they are not read from device memory again."""
     if tokens == 1:
         return Cost(2 * batch * (rows + columns), batch * (rows + columns) * itemsize)
@@ -127,7 +137,7 @@ def choose(
         tokens: product of the dimensions between batch and features; output positions of a convolution.
         rows, columns: of the weight matrix (of one group's, for a grouped convolution).
         itemsize: bytes per element.
-        pair_elements: elements of the tensors that are kept as the pair. Default: ``batch tokens (rows + columns)``. A
+        pair_elements: elements of the tensors that are kept as the pair. Default: `batch tokens (rows + columns)`. A
             convolution keeps its input, which is smaller than the unfolded one.
         keep: False if nothing is kept (two passes, or Opacus' ghost clipping): only the norm is chosen.
     """
@@ -143,3 +153,155 @@ def choose(
     if gram.in_bytes <= gradient.in_bytes:
         return Choice("gram", "pair", gram, kept_bytes)
     return Choice("gradient", "pair", gradient, kept_bytes)
+
+
+def fit(workspace: int, unit_bytes: int, count: int) -> int:
+    """Returns how many of `count` units, of `unit_bytes` each, fit into `workspace` bytes at once."""
+    return max(0, min(count, workspace // max(1, unit_bytes)))
+
+
+def accumulated_itemsize(itemsize: int) -> int:
+    """Returns the bytes of an element of norms and sums, which are at least float32."""
+    return max(itemsize, 4)
+
+
+def gram_side(tokens: int) -> int:
+    """Returns the tokens on one side of a tile of the CUDA kernel."""
+    return GRAM_TILE if tokens >= 512 else 64 if tokens > 32 else 32
+
+
+def gram_tiles(tokens: int) -> int:
+    """Returns the number of tiles of the CUDA kernel on one side of a T x T matrix."""
+    return -(-tokens // gram_side(tokens))
+
+
+def gram_block(batch: int, tokens: int, width: int, itemsize: int, workspace: int) -> tuple[int, int]:
+    """Splits Gram products that are formed in memory.
+
+    Args:
+        batch, tokens, itemsize: see `choose`.
+        width: rows and columns together.
+        workspace: ceiling on temporaries, in bytes.
+
+    Returns:
+        The side of a tile, 0 if the workspace is too small for one, and the number of samples at a time.
+    """
+    samples = fit(workspace, gram_block_bytes(tokens, width, itemsize), batch)
+    if samples:
+        return tokens, samples
+    item = accumulated_itemsize(itemsize)
+    half = _cast_strips(width, itemsize) / 4
+    side = int(math.sqrt(half * half + workspace / (2 * item)) - half)  # 2 s^2 + strips s = elements of the workspace
+    return side, 1
+
+
+def gram_block_bytes(side: int, width: int, itemsize: int) -> int:
+    """Returns the bytes of two tiles and, for low precision, of the four strips that are cast to form them."""
+    return accumulated_itemsize(itemsize) * (2 * side * side + _cast_strips(width, itemsize) * side)
+
+
+def _cast_strips(width: int, itemsize: int) -> int:
+    return 2 * width if itemsize < accumulated_itemsize(itemsize) else 0
+
+
+def gram_bytes(batch: int, tokens: int, width: int, itemsize: int, workspace: int, *, in_registers: bool) -> int:
+    """Returns the temporaries of norms from Gram tiles. Arguments: see `gram_block`; `in_registers`: the CUDA kernel
+    forms them."""
+    if tokens == 1:
+        return 0
+    if in_registers and itemsize <= 4:
+        return 4 * GRAM_NUMBERS * batch * gram_tiles(tokens) ** 2
+    side, samples = gram_block(batch, tokens, width, itemsize, workspace)
+    return samples * gram_block_bytes(side, width, itemsize)
+
+
+def copied_numbers(rows: int, columns: int, itemsize: int, *, folds: bool, splits: bool) -> int:
+    """Returns the elements, of `itemsize` bytes, that the product for a clipped sum copies of each token and group.
+
+    Args:
+        rows, columns, itemsize: see `choose`.
+        folds: samples and tokens are folded into one dimension without copies. Not with groups, nor if the columns of a
+            token are not contiguous, as in an unfolded input.
+        splits: low precision is multiplied as two numbers (see `splits_operands`).
+    """
+    if itemsize >= 4:
+        return min(rows, columns) if folds else 2 * (rows + columns)
+    if splits:
+        return 4 * min(rows, columns) + (0 if folds else max(rows, columns))  # in float32, and its two parts
+    return 2 * (rows + columns)  # both in float32
+
+
+def norm_bytes(numbers: int, itemsize: int) -> int:
+    """Returns the bytes of temporaries for so many elements of a LayerNorm's, RMSNorm's or GroupNorm's input."""
+    return _NORM_COPIES * numbers * itemsize
+
+
+def has_group_norm_kernel(numbers: int, groups: int) -> bool:
+    """Returns whether GroupNorm's CUDA kernel is used for `numbers` elements of a sample: it goes through a group in
+    one program, and with more it would be slower than torch's kernels, which need temporaries."""
+    return 0 < numbers <= _GROUP_NORM_NUMBERS * groups
+
+
+def embedding_sample_bytes(tokens: int, width: int, itemsize: int, sum_itemsize: int, copied: bool = False) -> int:
+    """Returns the bytes of temporaries of an embedding's norm for one sample.
+
+    Args:
+        tokens: of the sample.
+        width: of the table.
+        itemsize: bytes per element of the output gradients.
+        sum_itemsize: bytes per element of sums over equal indices.
+        copied: the output gradients are not contiguous.
+    """
+    cast = 0 if itemsize == sum_itemsize else sum_itemsize
+    return tokens * (INDEX_BYTES + width * (copied * itemsize + sum_itemsize + cast))
+
+
+def embedding_workspace(batch: int, tokens: int, width: int, itemsize: int, sample_bytes: int, workspace: int) -> int:
+    """Returns the ceiling on an embedding's temporaries where sums are float64: no more than float32 would take for all
+    samples."""
+    return min(workspace, max(sample_bytes, batch * tokens * (width * itemsize + INDEX_BYTES)))
+
+
+@dataclass(frozen=True)
+class Unfolding:
+    """How a convolution's input is unfolded: at once, or for some samples, groups or channels at a time.
+
+    Attributes:
+        samples, groups: of the input.
+        channels: of one group.
+        taps: elements of the kernel.
+        tokens: output positions.
+        padded: elements of one channel of a sample, including padding.
+        copied: elements of one channel of a sample that are copied before they are unfolded.
+        itemsize: bytes per element.
+        is_view: the input need not be unfolded.
+    """
+
+    samples: int
+    groups: int
+    channels: int
+    taps: int
+    tokens: int
+    padded: int
+    copied: int
+    itemsize: int
+    is_view: bool
+
+    def fits(self, workspace: int) -> bool:
+        """Returns whether all samples can be unfolded at once."""
+        elements = self.copied + (0 if self.is_view else self.taps * self.tokens)
+        return self.samples * self.groups * self.channels * elements * self.itemsize <= workspace
+
+    @property
+    def channel_bytes(self) -> int:
+        """The bytes of one channel of a part: unfolded, and at most two copies of the input (cast or sliced, and
+        padded)."""
+        return (self.taps * self.tokens + 2 * self.padded) * self.itemsize
+
+    def part(self, workspace: int) -> tuple[int, int, int]:
+        """Returns the number of samples, groups and channels at a time. No channels: the workspace is too small."""
+        unit = self.channel_bytes
+        groups = fit(workspace, self.channels * unit, self.groups)
+        samples = fit(workspace, self.groups * self.channels * unit, self.samples)
+        channels = self.channels if groups else fit(workspace, unit, self.channels)
+        return max(1, samples), max(1, groups), channels

@@ -13,9 +13,10 @@ from opacus.grad_sample import (
 )
 from torch import nn
 
+from opacus_memprof.clipping.cost import DEFAULT_WORKSPACE_MB
 from opacus_memprof.clipping.layers import LAYERS
 from opacus_memprof.clipping.layers.recognition import recognize
-from opacus_memprof.clipping.workspace import DEFAULT_WORKSPACE_MB, Workspace
+from opacus_memprof.clipping.workspace import Workspace
 
 NormSampler = Callable[[nn.Module, list[torch.Tensor], torch.Tensor], dict[nn.Parameter, torch.Tensor]]
 

@@ -27,6 +27,7 @@ from opacus_memprof.clipping.arguments import (
     check_schedule,
     named_parameters,
 )
+from opacus_memprof.clipping.cost import DEFAULT_WORKSPACE_MB
 from opacus_memprof.clipping.module.hooks import FlashClipHooks, GradSampleModuleFlashClip
 from opacus_memprof.clipping.module.owners import find_owner
 from opacus_memprof.clipping.optimizers import optimizer_class
@@ -34,7 +35,7 @@ from opacus_memprof.clipping.optimizers.ddp import DPOptimizerFlashClipDDP
 from opacus_memprof.clipping.optimizers.fsdp import DPOptimizerFlashClipFSDP
 from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip
 from opacus_memprof.clipping.rules import CLIPPINGS, ClipRule
-from opacus_memprof.clipping.workspace import DEFAULT_WORKSPACE_MB, Workspace
+from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
 MODE = "flash_clip"

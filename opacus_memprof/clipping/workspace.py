@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import torch
 
+from opacus_memprof.clipping import cost
 from opacus_memprof.errors import MemprofError
 
 MIB = 1 << 20
-DEFAULT_WORKSPACE_MB = 256.0
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that Triton's kernels go through
 CPU_DTYPES = (torch.float32, torch.float64)  # of which C++ goes through many small stacks at once
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class Workspace:
 
     def fit(self, unit_bytes: int, count: int) -> int:
         """How many of `count` units, of `unit_bytes` each, fit at once."""
-        return max(0, min(count, self.bytes // max(1, unit_bytes)))
+        return cost.fit(self.bytes, unit_bytes, count)
 
     def fit_at_least_one(self, unit_bytes: int, count: int, unit: str) -> int:
         """As `fit`, but raises MemprofError if not even one unit fits. `unit` is its name in the message."""

@@ -198,7 +198,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in tree_leaves(inputs):
                 self.keep(tensor)
         if name in self._layers and (shape := capture_shape(module, inputs, output)) is not None:
-            self._forwards[name] = shape
+            seen = self._forwards.get(name)
+            self._forwards[name] = shape if seen is None else seen.with_call(shape)
 
     def result(self) -> WholeForward:
         kept: dict[str, int] = {}

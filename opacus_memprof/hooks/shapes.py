@@ -5,7 +5,7 @@ larger than all before it. They are stored in `recording.layer_shapes`."""
 import math
 import weakref
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.hooks.capture_shape import capture_shape
 from opacus_memprof.hooks.fake_forward import FakeForward
-from opacus_memprof.profiles.layer_shapes import LayerShape
+from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape
 from opacus_memprof.recording import layer_shapes, native
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import Observation, contain
@@ -93,18 +93,33 @@ def record_model(model: nn.Module | AbstractGradSampleHooks, named: Sequence[tup
     shapes.mode, shapes.mean_loss = mode, getattr(model, "loss_reduction", "mean") == "mean"
     shapes.forwards.clear()
     shapes.modules = {}
-    seen: set[int] = set()
+    owners = _owners(named)
     for name, module in named:
-        trained = {
-            key: parameter
-            for key, parameter in module.named_parameters(recurse=False)
-            if parameter.requires_grad and id(parameter) not in seen
-        }
-        if trained:
-            seen.update(map(id, trained.values()))
-            shapes.modules[name] = layer_shape_of(module, trained)
+        own = {key: each for key, each in module.named_parameters(recurse=False) if each.requires_grad}
+        trained = {key: parameter for key, parameter in own.items() if owners[parameter] == name}
+        tied_to = owners[own["weight"]] if "weight" in own else name
+        if tied_to == name:
+            if trained:
+                shapes.modules[name] = layer_shape_of(module, trained)
+        elif not tied_to.startswith(f"{name}."):
+            shape = layer_shape_of(module, {**trained, "weight": own["weight"]})
+            size = sum(parameter.nbytes for parameter in trained.values())
+            weight = shape.weight - own["weight"].numel()
+            shapes.modules[name] = replace(shape, bytes=size, weight=weight, tied_to=tied_to)
     shapes.flash_clip_refusal = partial(_flash_clip_refusal, weakref.ref(named[0][1]))
     return True
+
+
+def _owners(named: Sequence[tuple[str, nn.Module]]) -> dict[nn.Parameter, str]:
+    """The name of the module that each parameter counts for: the first that has it, or a module inside of that, as with
+    Opacus' recurrent layers, whose Linear layers compute with parameters that the outer module has too."""
+    owners: dict[nn.Parameter, str] = {}
+    for name, module in named:
+        for parameter in module.parameters(recurse=False):
+            owner = owners.get(parameter)
+            if owner is None or name.startswith(f"{owner}." if owner else ""):
+                owners[parameter] = name
+    return owners
 
 
 def layer_shape_of(module: nn.Module, trained: dict[str, nn.Parameter]) -> LayerShape:
@@ -250,12 +265,14 @@ def remove_probes(root: nn.Module) -> None:
 class ShapeProbe:
     """A forward hook that records a module's CaptureShape. It is there for one pass, as it would slow every other."""
 
-    __slots__ = ("_name",)
+    __slots__ = ("_name", "_seen")
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._seen: CaptureShape | None = None
 
     @contain("recording the shapes of a forward pass")
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not is_compiling() and (shape := capture_shape(module, inputs, output)) is not None:
-            layer_shapes.current().forwards[self._name] = shape
+            self._seen = shape if self._seen is None else self._seen.with_call(shape)
+            layer_shapes.current().forwards[self._name] = self._seen

@@ -7,7 +7,7 @@ They are numbers and names, as many as the model has modules, and the latest few
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 _BATCHES = 4096
 
@@ -23,6 +23,8 @@ class LayerShape:
         rows, columns: of the weight, flattened from its second dimension on; 0 without such a weight.
         groups, kernel_positions: of a convolution: its groups, and the number of elements of its kernel (9 for 3x3).
         norm_sampler: whether Opacus has a norm sampler for this class, for ghost clipping.
+        tied_to: the module that the weight counts for, if this module shares it; rows and columns are still the
+            weight's.
     """
 
     kind: str
@@ -34,6 +36,7 @@ class LayerShape:
     norm_sampler: bool
     groups: int = 1
     kernel_positions: int = 1
+    tied_to: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class CaptureShape:
         samples: the first dimension of the input. tokens: positions of each sample: the dimensions between batch and
         features, or a convolution's output positions. input_bytes, output_bytes: of all samples. element_bytes: of an
         element of the output. from_leaf: the input needs no gradient. layout_copied: of a convolution: its library
-        computes in another memory layout than its tensors have.
+        computes in another memory layout than its tensors have. calls: of the module in one forward pass, over which
+        tokens and bytes are added up.
     """
 
     samples: int
@@ -54,6 +58,18 @@ class CaptureShape:
     element_bytes: int
     from_leaf: bool
     layout_copied: bool = False
+    calls: int = 1
+
+    def with_call(self, other: "CaptureShape") -> "CaptureShape":
+        """The shape with that of another call added."""
+        return replace(
+            self,
+            tokens=self.tokens + other.tokens,
+            input_bytes=self.input_bytes + other.input_bytes,
+            output_bytes=self.output_bytes + other.output_bytes,
+            from_leaf=self.from_leaf and other.from_leaf,
+            calls=self.calls + 1,
+        )
 
 
 @dataclass(frozen=True)

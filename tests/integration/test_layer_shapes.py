@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from opacus import GradSampleModule
+from opacus.layers import DPLSTM
 from torch import nn
 
 import opacus_memprof
@@ -54,3 +55,35 @@ def test_a_model_inside_of_the_forward_of_another(tmp_path: Path) -> None:
         session.attach(private)
         private(torch.randn(2, 8))
         assert list(layer_shapes.current().forwards) == ["first", "second"]
+
+
+class Tied(nn.Module):
+    """An LSTM, whose inner Linear layers compute with its parameters, and two Linear layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = DPLSTM(8, 8, batch_first=True)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(self.cell(x)[0][:, -1]))  # type: ignore[no-any-return]
+
+
+def test_parameters_of_several_modules_count_once(tmp_path: Path) -> None:
+    private = GradSampleModule(Tied())
+    with opacus_memprof.profile(tmp_path, device="cpu") as session:
+        session.attach(private)
+        private(torch.randn(2, 5, 8))
+        shapes = layer_shapes.current()
+    sizes = {name: (module.weight, module.bias, module.tied_to) for name, module in shapes.modules.items()}
+    assert sizes == {
+        "cell.l0.ih": (4 * 8 * 8, 4 * 8, ""),
+        "cell.l0.hh": (4 * 8 * 8, 4 * 8, ""),
+        "first": (8 * 8, 8, ""),
+        "second": (0, 8, "first"),
+    }
+    assert shapes.trained_bytes == sum(parameter.nbytes for parameter in private.parameters())
+    assert (shapes.modules["second"].rows, shapes.modules["second"].columns) == (8, 8)
+    inner = shapes.forwards["cell.l0.hh"]
+    assert (inner.calls, inner.tokens, inner.input_bytes, inner.output_bytes) == (5, 5, 5 * 2 * 8 * 4, 5 * 2 * 32 * 4)

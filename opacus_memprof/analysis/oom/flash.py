@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes that flash_clip needs for one layer and `n` samples, from its shapes. Source: opacus_memprof.clipping.
+"""The bytes that flash_clip needs for one layer and `n` samples, from its shapes and the rules of clipping.cost.
 
 s is the bytes of an element of the output's gradients g, x the input, T the tokens of a sample (a convolution's output
 positions), G its groups, K the positions of its kernel. A weight of p x d elements is G matrices of p/G x d. A
@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from opacus_memprof.analysis.oom.layers import NORMS, Layer
 from opacus_memprof.clipping import cost
 
-WORKSPACE_BYTES = 256 * 2**20  # flash_clip's default ceiling on the temporaries of a layer
-_INDEX_BYTES = 64  # for each token of an embedding, as in clipping.layers.embedding
-_SUM_BYTES = 4  # of an element of norms and sums
+WORKSPACE_BYTES = int(cost.DEFAULT_WORKSPACE_MB * 2**20)
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class FlashClip:
     def kept_bytes(self, n: int) -> int:
         """The bytes that are kept from the layer's backward until its clipped sum is formed."""
         forward = self.layer.forward
-        pair = self.layer.scale(forward.input_bytes + forward.output_bytes, n) if self._keeps_pair(n) else 0
+        pair = self.layer.scale(forward.input_bytes + forward.output_bytes, n) if self.keeps_pair(n) else 0
         return pair + self.new_bytes(n)
 
     def shared_bytes(self, n: int) -> int:
@@ -39,16 +37,16 @@ class FlashClip:
         output."""
         layer, input_bytes = self.layer, self.layer.forward.input_bytes
         is_output = not layer.forward.from_leaf and layer.saved_before < input_bytes
-        return layer.scale(input_bytes, n) if is_output and self._keeps_pair(n) else 0
+        return layer.scale(input_bytes, n) if is_output and self.keeps_pair(n) else 0
 
     def new_bytes(self, n: int) -> int:
         """The part of `kept_bytes` that the layer's backward allocates. Not a pair: x is an activation, and g exists in
         backward anyway."""
         forward, module = self.layer.forward, self.layer.module
-        wide = max(forward.element_bytes, _SUM_BYTES)
+        wide = cost.accumulated_itemsize(forward.element_bytes)
         if module.kind in NORMS:
             return wide * n * self.layer.elements
-        weight = 0 if self._keeps_pair(n) else module.weight
+        weight = 0 if self.keeps_pair(n) else module.weight
         # With a single token the bias' gradient is g itself.
         bias = 0 if forward.tokens == 1 and not self.layer.is_convolution else module.bias
         return n * (forward.element_bytes * weight + wide * bias)
@@ -57,18 +55,14 @@ class FlashClip:
         """The temporaries of computing per-sample norms. `keep` is False in Opacus' ghost clipping with these norm
         samplers, where nothing is kept."""
         layer, forward, module = self.layer, self.layer.forward, self.layer.module
-        if module.kind in NORMS:  # one normalized input; flash_clip sizes its tiles for three
-            sample = layer.scale(forward.output_bytes, 1)
-            # How many groups GroupNorm has is not known. With one, its kernel would go through all of a sample.
-            is_small = sample <= cost.GROUP_NORM_NUMBERS * forward.element_bytes
-            if module.kind == "GroupNorm" and self.in_registers and is_small and forward.element_bytes <= _SUM_BYTES:
-                return 0
-            return min(sample * max(WORKSPACE_BYTES // (3 * sample), 1), sample * n, WORKSPACE_BYTES // 3)
-        if module.kind == "Embedding":  # sorted indices, and sums of rows with equal indices
-            return min(n * forward.tokens * _INDEX_BYTES + layer.scale(forward.output_bytes, n), WORKSPACE_BYTES)
+        if module.kind in NORMS:
+            return self._normalized(n)
+        if module.kind == "Embedding":
+            return self._embedding_norms(n)
         if not module.rows:
             return 0
         choice = self._choice(n, keep)
+        weight = cost.accumulated_itemsize(forward.element_bytes) * module.weight  # a gradient that is not kept
         if keep and choice.keep == "gradient":
             samples, unfolded, copies = self._unfold(n, WORKSPACE_BYTES)
             # The gradients of some samples, which are copied into those of all samples. These are allocated with the
@@ -79,42 +73,82 @@ class FlashClip:
         ceiling = WORKSPACE_BYTES // 2 if layer.is_convolution else WORKSPACE_BYTES  # half of it is for unfolding
         samples, unfolded, copies = self._unfold(n, ceiling)
         if choice.norm == "gradient":
-            return unfolded + max(copies, min(forward.element_bytes * samples * module.weight, ceiling))
-        return unfolded + max(copies, self._gram(samples * module.groups, ceiling))
+            return unfolded + max(copies, min(samples * weight, ceiling))
+        width = module.rows // module.groups + module.columns
+        batch, tokens = samples * module.groups, forward.tokens
+        is_gpu = self.in_registers
+        gram = cost.gram_bytes(batch, tokens, width, forward.element_bytes, ceiling, in_registers=is_gpu)
+        return unfolded + max(copies, gram)
+
+    def forms_gradients(self, n: int) -> bool:
+        """Whether matrix products form the weight's per-sample gradients."""
+        return bool(self.layer.module.rows) and self._choice(n, True).norm == "gradient"
+
+    def merged_norm_temporaries(self, n: int) -> int:
+        """The temporaries of the norms of a layer that runs several times: the pairs of its calls in one, for as many
+        samples at a time as fit into half of the workspace."""
+        forward = self.layer.forward
+        pair = self.layer.scale(forward.input_bytes + forward.output_bytes, 1) if self.keeps_pair(n) else 0
+        samples = max(cost.fit(WORKSPACE_BYTES // 2, pair, n), 1)
+        return samples * pair + (self.norm_temporaries(samples) if pair else 0)
+
+    def _normalized(self, n: int) -> int:
+        """The temporaries of a norm's gradients: one normalized input of as many samples as fit."""
+        forward, kind = self.layer.forward, self.layer.module.kind
+        sample = self.layer.scale(forward.output_bytes, 1)
+        numbers = sample // forward.element_bytes
+        # How many groups GroupNorm has is not known. With one, its kernel would go through all of a sample.
+        if kind == "GroupNorm" and self.in_registers and cost.has_group_norm_kernel(numbers, 1):
+            return 0
+        unit = cost.norm_bytes(numbers, forward.element_bytes)
+        samples = cost.fit(WORKSPACE_BYTES, unit, n)
+        return samples * sample if samples else WORKSPACE_BYTES * sample // unit
+
+    def _embedding_norms(self, n: int) -> int:
+        """The temporaries of an embedding's norms: sorted indices, and sums over equal indices."""
+        forward = self.layer.forward
+        tokens, itemsize = forward.tokens, forward.element_bytes
+        width = self.layer.scale(forward.output_bytes, 1) // (tokens * itemsize)
+        summed = 8 if self.in_registers and tokens > 1 else cost.accumulated_itemsize(itemsize)
+        sample = cost.embedding_sample_bytes(tokens, width, itemsize, summed)
+        workspace = WORKSPACE_BYTES
+        if summed > itemsize and self.in_registers:
+            workspace = cost.embedding_workspace(n, tokens, width, itemsize, sample, workspace)
+        return min(n * sample, workspace)
 
     def sum_temporaries(self, n: int) -> int:
         """The temporaries of forming the clipped sum, without what is kept and without the sum itself."""
         layer, forward, module = self.layer, self.layer.forward, self.layer.module
-        if not self._keeps_pair(n):
+        if not self.keeps_pair(n):
             return 0
         if module.kind == "Embedding":  # the scaled copy of g
             return min(layer.scale(forward.output_bytes, n), WORKSPACE_BYTES // 2)
         rows, columns = module.rows // module.groups, module.columns
-        token = forward.element_bytes * module.groups * forward.tokens  # bytes of one row or column of a sample
-        narrow, wide = sorted((token * rows, token * columns))
-        # Low precision is scaled in float32: on a GPU that takes two products, and elsewhere both operands are cast.
-        is_low = forward.element_bytes < _SUM_BYTES
-        if is_low and not self.in_registers:
-            scaled, folded_wide = 2 * (narrow + wide), 0
-        else:
-            scaled, folded_wide = 4 * narrow if is_low else narrow, wide
-        second = _SUM_BYTES * module.weight if is_low and self.in_registers else 0  # of the two products
+        itemsize = forward.element_bytes
+        token = itemsize * module.groups * forward.tokens  # bytes of one row or column of a sample
+        wide = token * max(rows, columns)
+        is_low = itemsize < cost.accumulated_itemsize(itemsize)
+        splits = is_low and self.in_registers
+        scaled = token * cost.copied_numbers(rows, columns, itemsize, folds=True, splits=splits)
+        second = cost.accumulated_itemsize(itemsize) * module.weight if splits else 0  # of the two products
         if not layer.is_convolution:
             return min(n * scaled, WORKSPACE_BYTES) + second
         # Samples and tokens are folded into one dimension, which copies g and the unfolded input.
         samples, unfolded, input_copies = self._unfold(n, WORKSPACE_BYTES // 2)
+        folded_wide = wide if splits or not is_low else 0
         copied = scaled + folded_wide if forward.tokens > 1 else scaled
         most = WORKSPACE_BYTES // 2 if unfolded else WORKSPACE_BYTES
         if module.groups == 1 and samples == n > 1 and n * copied <= most:  # one of them is scaled, too
-            return unfolded + max(input_copies, n * copied)
-        unit = scaled + folded_wide if is_low else 2 * (narrow + wide)
-        folded = max(min(samples, WORKSPACE_BYTES // 2 // unit), 1)
-        copies = (folded_wide if is_low else narrow + wide) if folded > 1 else 0
+            return unfolded + max(input_copies, n * copied) + second
+        unit = token * cost.copied_numbers(rows, columns, itemsize, folds=False, splits=splits)
+        folded = max(cost.fit(WORKSPACE_BYTES // 2, unit, samples), 1)
+        copies = (folded_wide if is_low else token * (rows + columns)) if folded > 1 else 0
         # The sum over some samples.
-        part = max(forward.element_bytes, _SUM_BYTES) * module.weight if folded < n else 0
-        return unfolded + max(input_copies, folded * (scaled + copies) + part)
+        part = cost.accumulated_itemsize(itemsize) * module.weight if folded < n else 0
+        return unfolded + max(input_copies, folded * (scaled + copies) + part) + second
 
-    def _keeps_pair(self, n: int) -> bool:
+    def keeps_pair(self, n: int) -> bool:
+        """Whether the layer keeps its input and its output's gradient instead of per-sample gradients."""
         kind = self.layer.module.kind
         return kind == "Embedding" or (bool(self.layer.module.rows) and self._choice(n, True).keep == "pair")
 
@@ -131,50 +165,48 @@ class FlashClip:
         )
 
     def _unfold(self, n: int, ceiling: int) -> tuple[int, int, int]:
-        """How a convolution's input is unfolded: the number of samples at a time, the bytes of their unfolded input,
-        and the bytes of copies of their input.
-
-        All samples are unfolded at once if they fit with what is copied of their input, which padding does; otherwise
-        as many as fit with two copies of their padded input; if not even one fits, some of its channels. A 1x1 kernel
-        that is applied everywhere unfolds nothing.
-        """
+        """The number of samples whose input a convolution unfolds at a time, the bytes of their unfolded input, and
+        those of copies of their input."""
         layer, forward, module = self.layer, self.layer.forward, self.layer.module
         if not layer.is_convolution:
             return n, 0, 0
-        unfolded = forward.element_bytes * module.groups * module.columns * forward.tokens
-        input_bytes = layer.scale(forward.input_bytes, 1)
-        if module.kernel_positions == 1 and unfolded == input_bytes:
+        channels, taps, itemsize = (
+            module.columns // module.kernel_positions,
+            module.kernel_positions,
+            forward.element_bytes,
+        )
+        size = layer.scale(forward.input_bytes, 1) // (itemsize * channels * module.groups)  # positions of the input
+        padded = self._padded(size)
+        unfolding = cost.Unfolding(
+            samples=n,
+            groups=module.groups,
+            channels=channels,
+            taps=taps,
+            tokens=forward.tokens,
+            padded=padded,
+            copied=padded if padded > size and taps > 1 else 0,
+            itemsize=itemsize,
+            is_view=taps == 1 and forward.tokens == size,
+        )
+        if unfolding.is_view:
             return n, 0, 0
-        padded = self._padded_bytes(unfolded, input_bytes)
-        copies = padded if padded > input_bytes and module.kernel_positions > 1 else 0
-        fits = n * (unfolded + copies) <= ceiling
-        samples = n if fits else max(min(n, ceiling // (unfolded + 2 * padded)), 1)
-        share = min(1.0, ceiling / (samples * unfolded))
-        return samples, int(share * samples * unfolded), int(share * samples * copies)
+        samples, groups, channels = n, module.groups, unfolding.channels
+        if not unfolding.fits(ceiling):
+            samples, groups, channels = unfolding.part(ceiling)
+        unit = itemsize * samples * groups * max(channels, 1)
+        return samples, unit * taps * forward.tokens, unit * unfolding.copied
 
-    def _padded_bytes(self, unfolded: int, input_bytes: int) -> int:
-        """The bytes of a sample's padded input, for images and kernels as wide as high: with the least padding and
-        stride that lead from its size to the output's."""
-        forward, module = self.layer.forward, self.layer.module
-        channel = unfolded / (module.kernel_positions * forward.tokens)  # bytes of all channels at one position
+    def _padded(self, size: int) -> int:
+        """The positions of a padded input of `size` positions, for images and kernels as wide as high: with the least
+        padding and stride that lead from its size to the output's."""
+        module = self.layer.module
         dimensions = int(module.kind[4])  # of Conv1d, Conv2d, Conv3d
         outputs, inputs, kernel = (
-            round(size ** (1 / dimensions)) for size in (forward.tokens, input_bytes / channel, module.kernel_positions)
+            round(positions ** (1 / dimensions))
+            for positions in (self.layer.forward.tokens, size, module.kernel_positions)
         )
         for padding in range(kernel):
             span = inputs + 2 * padding - kernel
             if any(span // stride + 1 == outputs for stride in range(1, inputs + 1)):
-                grown: float = ((inputs + 2 * padding) / inputs) ** dimensions
-                return round(input_bytes * grown)
-        return input_bytes
-
-    def _gram(self, count: int, ceiling: int) -> int:
-        """The temporaries of `count` Gram products: two T x T matrices each, as many as fit; or, in registers, a number
-        for every tile."""
-        tokens = self.layer.forward.tokens
-        if tokens == 1:
-            return 0
-        if self.in_registers and self.layer.forward.element_bytes <= _SUM_BYTES:
-            side = 128 if tokens >= 512 else 64 if tokens > 32 else 32
-            return _SUM_BYTES * count * (-(-tokens // side)) ** 2
-        return min(2 * _SUM_BYTES * count * tokens**2, ceiling)
+                return (inputs + 2 * padding) ** dimensions
+        return size

@@ -8,6 +8,7 @@ weight, w all trained elements. Source: the samplers of Opacus 1.6 (opacus/grad_
 import math
 from dataclasses import dataclass
 
+from opacus_memprof.clipping.cost import accumulated_itemsize
 from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape
 
 NORMS = ("LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d")
@@ -56,6 +57,21 @@ class Layer:
     def is_convolution(self) -> bool:
         return self.module.kind.startswith("Conv") and self.module.columns > 0
 
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the module runs more than once in a forward pass, as the Linear layers of a recurrent cell do."""
+        return self.forward.calls > 1
+
+    @property
+    def sum_bytes(self) -> int:
+        """The bytes of flash_clip's clipped sums, which are at least float32."""
+        return max(self.module.bytes, accumulated_itemsize(0) * self.elements)
+
+    def input_before(self, n: int) -> int:
+        """The bytes of the layer's input, if an operation before has made it: free after the layer's backward."""
+        size = self.forward.input_bytes
+        return self.scale(size, n) if not self.forward.from_leaf and self.saved_before >= size else 0
+
     def scale(self, size: int, n: int) -> int:
         """The bytes for n samples of what takes `size` bytes for the forward's samples."""
         return size * n // max(self.forward.samples, 1)
@@ -67,8 +83,9 @@ class Layer:
     def passed_gradients(self, n: int, mean_loss: bool) -> int:
         """The bytes of the gradients of output and input and of the residual stream, and, for a mean loss, of Opacus'
         scaled copy of the output's."""
-        output, grad_input = self.scale(self.forward.output_bytes, n), self.scale(self.forward.input_bytes, n)
-        grad_input = 0 if self.forward.from_leaf else grad_input
+        calls = self.forward.calls
+        output = self.scale(self.forward.output_bytes, n) // calls
+        grad_input = 0 if self.forward.from_leaf else self.scale(self.forward.input_bytes, n) // calls
         return output * (2 if mean_loss else 1) + grad_input + self.scale(self.residual_gradient, n)
 
     def layout_copies(self, n: int) -> int:
@@ -85,35 +102,48 @@ class Layer:
         autograd does it) over samples too."""
         if self.module.kind != "Linear" or not self.module.bias:
             return 0
-        rows, tokens = self.module.bias, self.forward.tokens
+        rows, tokens = self.module.bias, self.forward.tokens // self.forward.calls
         outputs, summed = (n * rows, tokens) if by_sample else (rows, n * tokens)
         return reduction_workspace(outputs, summed, multiprocessors)
 
-    def sampler(self, n: int, *, copies: bool = True) -> int:
-        """The peak of Opacus' grad sampler, including its result: 2·s·n·w, because the result is copied into zeros; or
-        more if a convolution's unfolded input or the normalized copies of a norm are larger. `copies` is False where
-        adopt_grad_samples has removed the copy."""
-        result = (2 if copies else 1) * self.per_sample_gradients(n)
-        forward = self.forward
+    def sampler(self, n: int, *, copies: bool = True, workspace: int = 0) -> int:
+        """The peak of Opacus' grad sampler, including its result.
+
+        That is 2·s·n·w, because the result is copied into zeros; or more if a convolution's unfolded input or the
+        normalized copies of a norm are larger. The result of another use of the same weight is added to the first
+        one's, which is not part of the peak here.
+
+        Args:
+            n: samples.
+            copies: False where adopt_grad_samples has removed the copy.
+            workspace: of the matrix product that forms the result.
+        """
+        forward, formed = self.forward, self.per_sample_gradients(n)
+        is_added = self.is_repeated or self.module.tied_to
+        result = (2 if copies and not is_added else 1) * formed
+        if self.module.tied_to:
+            formed = forward.element_bytes * n * self.module.rows * self.module.columns
+            result += formed
         if self.is_convolution:
             unfolded = forward.element_bytes * n * forward.tokens * self.module.columns * self.module.groups
-            all_pairs = self.per_sample_gradients(n) * self.module.groups  # of groups; the diagonal is the result
-            results = all_pairs + self.per_sample_gradients(n) if self.module.groups > 1 else all_pairs
-            return max(self.scale(forward.input_bytes, n) + unfolded, unfolded + results, result)
+            all_pairs = formed * self.module.groups  # of groups; the diagonal is the result
+            results = all_pairs + max(formed if self.module.groups > 1 else 0, workspace)
+            inputs = (2 if self.module.kind == "Conv1d" else 1) * self.scale(forward.input_bytes, n)  # and padded
+            return max(inputs + unfolded, unfolded + results, result)
         if self.module.kind in NORMS:
             return max(2 * self.scale(forward.output_bytes, n), result)
-        return result
+        return max(formed + workspace, result)
 
-    def ghost_norms(self, n: int) -> int:
+    def ghost_norms(self, n: int, workspace: int = 0) -> int:
         """The peak of Opacus' norm sampler in ghost clipping. A Linear with T > 1 tokens forms T x T matrices, s·n·T²
         bytes each: two for the weight and one for the bias. Layers without a norm sampler form per-sample gradients."""
         forward, module = self.forward, self.module
         if not module.norm_sampler:
-            return self.sampler(n)
+            return self.sampler(n, workspace=workspace)
         if module.kind == "Embedding":
             return 48 * n * forward.tokens + 2 * self.scale(forward.output_bytes, n)
         squares = 2 * bool(module.weight) + bool(module.bias)
-        return forward.element_bytes * n * forward.tokens**2 * squares if forward.tokens > 1 else 0
+        return forward.element_bytes * n * forward.tokens**2 * squares + workspace if forward.tokens > 1 else 0
 
     def clipping_casts(self, n: int) -> int:
         """The bytes of per-sample gradients that clipping casts to the parameter's dtype, if that is wider."""

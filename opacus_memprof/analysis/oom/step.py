@@ -124,10 +124,15 @@ class Step:
         yield self._loss_backward(n, self._kept_gradients())
         live = self._activations(n) + self._scale(self.inputs, n)
         gradients = per_sample_gradients = 0
+        begun: set[str] = set()
         for layer in reversed(self.layers):
+            if private:
+                begun |= self._cell(layer)
+                per_sample_gradients = self._samples_of(begun, n)
             if not self.drops_gradients:
                 gradients += layer.module.bytes
-            parts = {"activations": live, "gradients": max(gradients, self._kept_gradients())}
+            own = live - self._released_before(layer, n)
+            parts = {"activations": own, "gradients": max(gradients, self._kept_gradients())}
             parts = {**parts, "per_sample_gradients": per_sample_gradients}
             yield self._layer_backward(layer, n, parts)
             if private:
@@ -138,12 +143,47 @@ class Step:
                 {
                     **parts,
                     "backward_temporaries": layer.passed_gradients(n, self.mean_loss and private),
-                    "temp_matrices": layer.sampler(n, copies=self.copies_samples) if private else 0,
+                    "temp_matrices": self._sampler(layer, n) if private else 0,
                 },
             )
-            per_sample_gradients += layer.per_sample_gradients(n) if private else 0
-            yield self._backward_before(layer, n, {**parts, "per_sample_gradients": per_sample_gradients})
+            if private:
+                begun.add(layer.name)
+                per_sample_gradients = self._samples_of(begun, n)
+            after = {**parts, "activations": own - layer.input_before(n), "per_sample_gradients": per_sample_gradients}
+            yield self._backward_before(layer, n, after)
             live -= self._scale(layer.activations, n)
+
+    def _cell(self, layer: Layer) -> set[str]:
+        """The layers whose per-sample gradients live when the layer's backward begins: those of the same recurrent
+        cell, whose calls alternate and add to the same gradients; or the one that a tied weight counts for."""
+        if layer.module.tied_to:
+            return {layer.module.tied_to}
+        if not layer.is_repeated:
+            return set()
+        parent = layer.name.rpartition(".")[0]
+        return {each.name for each in self.layers if each.is_repeated and each.name.rpartition(".")[0] == parent}
+
+    def _released_before(self, layer: Layer, n: int) -> int:
+        """The part of a layer's activations that is free in its backward: its output, which only later operations have
+        saved."""
+        return self._scale(layer.activations - layer.saved_before, n)
+
+    def _product_workspace(self, layer: Layer) -> int:
+        """cuBLAS' workspace, while the matrix products of a layer's backward run."""
+        return self.workspace if layer.module.rows and layer.module.kind != "Embedding" else 0
+
+    def _sampler(self, layer: Layer, n: int) -> int:
+        return layer.sampler(n, copies=self.copies_samples, workspace=self._product_workspace(layer))
+
+    def _adds_outputs(self, layer: Layer) -> bool:
+        """Whether the gradient of the layer's output is also that of another one, whose output a recurrent cell adds.
+        A GRU, with three rows for each hidden feature, does not add all of them."""
+        cell = sorted(self._cell(layer))
+        others = [each for each in self.layers if each.name in cell[1:]]
+        return layer.name in cell[1:] and any(each.module.rows != 3 * each.module.columns for each in others)
+
+    def _samples_of(self, names: set[str], n: int) -> int:
+        return sum(layer.per_sample_gradients(n) for layer in self.layers if layer.name in names)
 
     def _backward_before(self, layer: Layer, n: int, parts: Mapping[str, int]) -> Instant:
         """The backward of operations without parameters before a layer: the gradients of output and input of the one
@@ -157,6 +197,8 @@ class Step:
         workspace = 0 if layer.forward.from_leaf else layer.layout_copies(n)
         if self.mode != "flash_clip":
             workspace = max(workspace, layer.bias_sum_workspace(n, self.multiprocessors, by_sample=False))
+        if not layer.is_convolution:
+            workspace = max(workspace, self._product_workspace(layer))
         temporaries = layer.passed_gradients(n, False)
         return Instant(
             "backward", layer.name, {**parts, "backward_temporaries": temporaries, "library_workspace": workspace}
@@ -178,7 +220,9 @@ class Step:
         gradients = 0
         for layer in reversed(self.layers):
             gradients += layer.module.bytes
-            norms = layer.ghost_norms(n) if self.mode == "ghost" else layer.sampler(n)
+            workspace = self._product_workspace(layer)
+            norms = layer.ghost_norms(n, workspace) if self.mode == "ghost" else self._sampler(layer, n)
+            norms += self._samples_of(self._cell(layer), n)
             parts = {"activations": live, "gradients": max(gradients, self._kept_gradients())}
             if not self.forms_squares:
                 norms = FlashClip(layer, in_registers=self.on_gpu).norm_temporaries(n, keep=False)
@@ -187,7 +231,11 @@ class Step:
             yield Instant(
                 "backward",
                 layer.name,
-                {**parts, "backward_temporaries": layer.passed_gradients(n, self.mean_loss), "temp_matrices": norms},
+                {
+                    **parts,
+                    "backward_temporaries": layer.passed_gradients(n, self.mean_loss),
+                    "temp_matrices": norms,
+                },
             )
             yield self._backward_before(layer, n, parts)
         for layer in reversed(self.layers):
@@ -206,24 +254,41 @@ class Step:
         kept = counted_twice = 0
         for layer, clip in reversed(layers):
             shared = min(counted_twice, self._scale(layer.activations - layer.saved_before, n))
-            parts = {"activations": live - shared, "per_sample_gradients": kept + clip.new_bytes(n)}
-            output = layer.scale(layer.forward.output_bytes + layer.residual_gradient, n)
+            own = live - max(shared, self._released_before(layer, n))
+            parts = {"activations": own, "per_sample_gradients": kept + clip.new_bytes(n)}
+            output = layer.scale(layer.forward.output_bytes // layer.forward.calls + layer.residual_gradient, n)
             temporaries = {**parts, "backward_temporaries": output}
             workspace = layer.bias_sum_workspace(n, self.multiprocessors, by_sample=True)
             yield Instant("backward", layer.name, {**temporaries, "library_workspace": workspace})
-            yield Instant("backward", layer.name, {**temporaries, "temp_matrices": clip.norm_temporaries(n)})
+            norms = 0 if layer.is_repeated else clip.norm_temporaries(n)
+            workspace = self._product_workspace(layer) if clip.forms_gradients(n) else 0
+            in_norms = {**temporaries, "temp_matrices": norms, "library_workspace": workspace}
+            yield Instant("backward", layer.name, in_norms)
             yield self._layer_backward(layer, n, parts)
-            yield self._backward_before(layer, n, parts)
-            kept += clip.kept_bytes(n)
+            released = 0 if clip.keeps_pair(n) else layer.input_before(n)
+            yield self._backward_before(layer, n, {**parts, "activations": own - released})
+            kept += self._kept(layer, clip, n)
             live -= self._scale(layer.activations, n)
             counted_twice = clip.shared_bytes(n)
-        summed = self.trained if accumulates else 0
+        summed = self._summed() if accumulates else 0
         for layer, clip in layers:
-            sums = {"summed_gradients": summed + layer.module.bytes, "inputs": self._scale(self.inputs, n)}
+            if layer.is_repeated:  # norms are found when all its calls are known
+                temporaries = {"library_workspace": self.workspace, "temp_matrices": clip.merged_norm_temporaries(n)}
+                yield Instant("clip", layer.name, {"per_sample_gradients": kept, **temporaries})
+        for layer, clip in layers:
+            sums = {"summed_gradients": summed + layer.sum_bytes, "inputs": self._scale(self.inputs, n)}
             parts = {"per_sample_gradients": kept, "library_workspace": self.workspace, **sums}
             yield Instant("clip", layer.name, {**parts, "clipping_temporaries": clip.sum_temporaries(n)})
-            kept -= clip.kept_bytes(n)
-            summed += 0 if accumulates else layer.module.bytes
+            kept -= self._kept(layer, clip, n)
+            summed += 0 if accumulates else layer.sum_bytes
+
+    def _summed(self) -> int:
+        """The bytes of all clipped sums."""
+        return sum(layer.sum_bytes for layer in self.layers) if self.mode == "flash_clip" else self.trained
+
+    def _kept(self, layer: Layer, clip: FlashClip, n: int) -> int:
+        shared = layer.scale(layer.forward.output_bytes, n) if self._adds_outputs(layer) and clip.keeps_pair(n) else 0
+        return clip.kept_bytes(n) - shared
 
     def _update(self, n: int, base: Mapping[str, int]) -> Iterator[Instant]:
         """Clipped sums, noise, and the optimizer's step. Noise takes the size of the largest layer twice, zeros and the
@@ -236,8 +301,10 @@ class Step:
         if self.mode in PER_SAMPLE_MODES:
             per_sample_gradients = sum(layer.per_sample_gradients(n) for layer in self.layers)
             casts = max((layer.clipping_casts(n) for layer in self.layers), default=0)
-        parts = {**base, "per_sample_gradients": per_sample_gradients, "summed_gradients": trained}
-        gradients = 0 if self.mode == "flash_clip" else trained  # flash_clip's p.grad is a view of summed_grad
+        summed = self._summed()
+        parts = {**base, "per_sample_gradients": per_sample_gradients, "summed_gradients": summed}
+        is_view = self.mode == "flash_clip" and summed == trained  # flash_clip's p.grad, of summed_grad
+        gradients = 0 if is_view else trained
         in_clip = 0 if self.drops_gradients else gradients
         yield Instant("clip", "", {**parts, "gradients": in_clip, "clipping_temporaries": casts})
         in_noise = trained if self.drops_gradients else gradients

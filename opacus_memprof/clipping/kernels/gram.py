@@ -15,6 +15,7 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
+from opacus_memprof.clipping import cost
 from opacus_memprof.clipping.kernels.formed import norms_of_layer_cuda, norms_of_layers_cuda
 from opacus_memprof.clipping.kernels.launch import launch
 from opacus_memprof.clipping.kernels.native import address_table
@@ -216,19 +217,15 @@ def replace_lost_norms_cuda(
     return norms_of_layer_cuda(g, a, parts, _lost(g), _sizes(g, a), (0.0, 0.0), picked)
 
 
-def _side(tokens: int) -> int:
-    return 128 if tokens >= 512 else 64 if tokens > 32 else 32
-
-
 def _tiles(g: torch.Tensor) -> int:
     """On a side."""
-    return int(triton.cdiv(g.shape[2], _side(g.shape[2])))
+    return cost.gram_tiles(g.shape[2])
 
 
 def _parts(g: torch.Tensor, layers: int) -> torch.Tensor:
     """What the kernel writes the sums of tiles to, [layers N, tiles, tiles, 3]."""
     tiles = _tiles(g)
-    return torch.empty(layers * len(g), tiles, tiles, 3, dtype=torch.float32, device=g.device)
+    return torch.empty(layers * len(g), tiles, tiles, cost.GRAM_NUMBERS, dtype=torch.float32, device=g.device)
 
 
 def _lost(g: torch.Tensor, layers: int = 1) -> torch.Tensor:
@@ -246,7 +243,7 @@ def _bounds(g: torch.Tensor, a: torch.Tensor) -> tuple[float, float]:
 
 
 def _settings(g: torch.Tensor) -> dict[str, Any]:
-    side = _side(g.shape[2])
+    side = cost.gram_side(g.shape[2])
     # Reading allow_tf32 or get_float32_matmul_precision raises once the program has set fp32_precision.
     tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {

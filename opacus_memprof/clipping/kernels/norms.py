@@ -5,11 +5,11 @@ The operands are `g` of shape [N, rows, T] and `a` of shape [N, T, columns], wit
 `g[n] @ a[n]`. Results are float32 (float64 for float64) of shape [N].
 """
 
-import math
 from collections.abc import Callable
 
 import torch
 
+from opacus_memprof.clipping import cost
 from opacus_memprof.clipping.kernels.norm_bounds import (
     formed_squared_norm,
     has_digits,
@@ -183,19 +183,8 @@ def _tiled_sums(
 
 
 def _tile(count: int, tokens: int, width: int, dtype: torch.dtype, workspace: Workspace) -> tuple[int, int]:
-    """The side of a tile, and the number of samples at a time, such that two tiles (and four cast strips, for low
-    precision) fit into the workspace."""
-    item = accumulation_dtype(dtype).itemsize
-    strips = 0 if dtype == accumulation_dtype(dtype) else 2 * width
-
-    def bytes_of(side: int) -> int:
-        return item * (2 * side * side + strips * side)
-
-    samples = workspace.fit(bytes_of(tokens), count)
-    if samples >= 1:
-        return tokens, samples
-    budget = workspace.bytes / (2 * item)
-    half = strips / 4
-    side = int(math.sqrt(half * half + budget) - half)  # 2 s^2 + strips s = budget of elements
-    workspace.fit_at_least_one(bytes_of(1), 1, "one tile of a Gram product")
-    return max(1, side), 1
+    """Returns the side of a tile and the number of samples at a time, see `cost.gram_block`."""
+    side, samples = cost.gram_block(count, tokens, width, dtype.itemsize, workspace.bytes)
+    if side == 0:
+        workspace.fit_at_least_one(cost.gram_block_bytes(1, width, dtype.itemsize), 1, "one tile of a Gram product")
+    return max(1, side), samples

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from opacus_memprof.clipping.cost import choose
+from opacus_memprof.clipping.cost import choose, copied_numbers
 from opacus_memprof.clipping.kernels import native
 from opacus_memprof.clipping.kernels.norm_bounds import uses_tf32
 from opacus_memprof.clipping.kernels.norms import has_kernels, matrix
@@ -137,7 +137,8 @@ def _sum_products(
     if _is_by_sample(g[:, 0], a[:, 0]):
         return _sum_by_sample(g, a, factors, workspace)
     folds = groups == 1 and a.stride(3) == 1
-    width = groups * _copied_numbers(g, rows, columns, folds) * g.element_size()
+    copied = copied_numbers(rows, columns, g.element_size(), folds=folds, splits=_is_split(g))
+    width = groups * copied * g.element_size()
     total: torch.Tensor | None = None
     for n, t in workspace.tiles(samples, tokens, width, "one token of a clipped sum"):
         # [groups, rows, n, t] and [groups, n, t, columns]
@@ -170,17 +171,6 @@ def _sum_by_sample(g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, work
         total[:, r] += sum_stack(stack.view(-1, groups, *stack.shape[1:]), factors[n], g.dtype, workspace)
         del stack
     return total
-
-
-def _copied_numbers(g: torch.Tensor, rows: int, columns: int, folds: bool) -> int:
-    """The numbers, of the size of those of `g`, that a product copies of each token and group. Folding samples into
-    tokens copies both operands if there are groups, or if the columns of a token are not contiguous, as in an unfolded
-    input."""
-    if not is_low_precision(g.dtype):
-        return min(rows, columns) if folds else 2 * (rows + columns)
-    if _is_split(g):
-        return 4 * min(rows, columns) + (0 if folds else max(rows, columns))  # in float32, and its two parts
-    return 2 * (rows + columns)  # both in float32
 
 
 def _is_split(x: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from opacus_memprof.clipping.cost import Choice
+from opacus_memprof.clipping.cost import Choice, Unfolding
 from opacus_memprof.clipping.kernels.native import unfold
 from opacus_memprof.clipping.kernels.norms import gradient_squared_norms, gram_squared_norms
 from opacus_memprof.clipping.kernels.sums import products, sum_outer_products, sum_products
@@ -73,16 +73,24 @@ class ConvolutionLayer(MatrixLayer):
         return (g.flatten(2).mT, x.flatten(2).mT) if self.has_views(x, g) else None
 
     def fits(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> bool:
-        if g.numel() == 0:
-            return False
-        numel = 0  # of one channel of a sample
-        if not self.has_views(x, g):
-            numel += self.module.weight.shape[2:].numel() * g.shape[2:].numel()
-        if any(self.module._reversed_padding_repeated_twice):
-            numel += self._padded_numel(x)
+        return g.numel() > 0 and self._unfolding(x, g).fits(workspace.bytes)
+
+    def _unfolding(self, x: torch.Tensor, g: torch.Tensor) -> Unfolding:
+        size, padded = self.sizes(x, g), self._padded_numel(x)
+        copied = padded if any(self.module._reversed_padding_repeated_twice) else 0
         if x.dtype != g.dtype:
-            numel += x.shape[2:].numel()
-        return x.shape[:2].numel() * numel * g.element_size() <= workspace.bytes
+            copied += x.shape[2:].numel()
+        return Unfolding(
+            samples=size.samples,
+            groups=size.groups,
+            channels=x.shape[1] // size.groups,
+            taps=self.terms(x),
+            tokens=size.tokens,
+            padded=padded,
+            copied=copied,
+            itemsize=g.element_size(),
+            is_view=self.has_views(x, g),
+        )
 
     def weight_gradients(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         size = self.sizes(x, g)
@@ -175,18 +183,15 @@ class ConvolutionLayer(MatrixLayer):
         size = self.sizes(x, g)
         if size.samples == 0 or size.tokens == 0:
             return
-        channels = x.shape[1] // size.groups
-        taps = size.columns // channels
-        # Bytes of one channel: its unfolded columns, and at most two copies of the input (cast or sliced, and padded).
-        unit = (taps * size.tokens + 2 * self._padded_numel(x)) * g.element_size()
+        unfolding = self._unfolding(x, g)
+        channels, taps = unfolding.channels, unfolding.taps
+        samples, groups, width = unfolding.part(workspace.bytes)
+        if not width:
+            workspace.fit_at_least_one(unfolding.channel_bytes, channels, f"one channel of {self.describe()}")
         x = x.reshape(size.samples, size.groups, channels, *x.shape[2:])
         g = g.reshape(size.samples, size.groups, size.rows, size.tokens)
-        groups = workspace.fit(channels * unit, size.groups)  # of one sample
-        samples = max(1, workspace.fit(size.groups * channels * unit, size.samples))
-        one_channel = f"one channel of {self.describe()}"
-        width = channels if groups else workspace.fit_at_least_one(unit, channels, one_channel)
         for n in slices(size.samples, samples):
-            for k in slices(size.groups, max(1, groups)):
+            for k in slices(size.groups, groups):
                 for c in slices(channels, width):
                     a = self._unfold(x[n, k, c].to(g.dtype).flatten(0, 1)).mT
                     yield Block(n, k, slice(c.start * taps, c.stop * taps), g[n, k].flatten(0, 1), a)

@@ -7,12 +7,11 @@ As in PyTorch, the row at `padding_idx` has no gradient. (Opacus' own samplers g
 import torch
 from torch import nn
 
+from opacus_memprof.clipping import cost
 from opacus_memprof.clipping.cost import Choice, Cost
 from opacus_memprof.clipping.kernels.norm_bounds import has_digits
 from opacus_memprof.clipping.layers.base import KeptTensors, Layer
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
-
-_INDEX_BYTES = 64  # per token: sorted indices, order, slots and the temporaries of sorting, all int64
 
 
 class EmbeddingLayer(Layer):
@@ -30,10 +29,10 @@ class EmbeddingLayer(Layer):
 
     def choose(self, x: torch.Tensor, g: torch.Tensor, keep: bool) -> Choice:
         width = g.shape[-1]
-        moved = 4 * x.numel() * width * g.element_size() + x.numel() * _INDEX_BYTES
-        cost = Cost(4 * x.numel() * width, moved)
+        moved = 4 * x.numel() * width * g.element_size() + x.numel() * cost.INDEX_BYTES
+        norm_cost = Cost(4 * x.numel() * width, moved)
         kept = g.numel() * g.element_size() + x.numel() * x.element_size() if keep else 0
-        return Choice("gram", "pair", cost, kept)
+        return Choice("gram", "pair", norm_cost, kept)
 
     def terms(self, x: torch.Tensor) -> int:
         return x.shape[1:].numel()
@@ -68,13 +67,13 @@ class EmbeddingLayer(Layer):
             return total
         copied = 0 if g.is_contiguous() else width * g.element_size()
         cast = 0 if g.dtype == dtype else dtype.itemsize
-        if lost is not None:  # float64 takes no more memory than float32 would for all samples
-            sample_bytes = tokens * (_INDEX_BYTES + copied + width * (dtype.itemsize + cast))
-            at_least = max(sample_bytes, g.nbytes + x.numel() * _INDEX_BYTES)
-            workspace = Workspace(min(workspace.bytes, at_least))
+        sample_bytes = cost.embedding_sample_bytes(tokens, width, g.element_size(), dtype.itemsize, copied > 0)
+        if lost is not None:
+            most = cost.embedding_workspace(len(x), tokens, width, g.element_size(), sample_bytes, workspace.bytes)
+            workspace = Workspace(most)
         # Processes some samples at a time, and of these some columns.
-        samples = max(1, workspace.fit(tokens * (_INDEX_BYTES + copied + width * (dtype.itemsize + cast)), len(x)))
-        remaining = Workspace(workspace.bytes - samples * tokens * (_INDEX_BYTES + copied))
+        samples = max(1, workspace.fit(sample_bytes, len(x)))
+        remaining = Workspace(workspace.bytes - samples * tokens * (cost.INDEX_BYTES + copied))
         column_bytes = samples * tokens * (dtype.itemsize + cast)
         columns = remaining.fit_at_least_one(column_bytes, width, f"one column of {self.describe()}")
         for n in slices(len(x), samples):

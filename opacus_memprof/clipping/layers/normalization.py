@@ -14,8 +14,6 @@ from opacus_memprof.clipping.kernels.norms import has_kernels, is_small
 from opacus_memprof.clipping.layers.base import KeepFunction, KeptTensors, Layer, keep_stacks
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype
 
-_COPIES = 3  # live at once: the normalized input, a cast of the input if dtypes differ, and statistics
-
 
 class _LastDimensionsNorm(Layer):
     """A layer that normalizes over the last dimensions, each token separately."""
@@ -40,7 +38,7 @@ class _LastDimensionsNorm(Layer):
         if x is None or not self.is_trainable("weight"):
             return gradients
         x = x.reshape(x.shape[0], tokens, *shape)
-        token_bytes = _COPIES * torch.Size(shape).numel() * g.element_size()
+        token_bytes = cost.norm_bytes(torch.Size(shape).numel(), g.element_size())
         if g.shape[0] * tokens * token_bytes <= workspace.bytes:
             gradients["weight"] = self._weight_gradients(x.to(g.dtype), g)
             return gradients
@@ -56,7 +54,7 @@ class _LastDimensionsNorm(Layer):
     ) -> KeepFunction | None:
         is_flat = len(self.module.normalized_shape) == 1
         is_plain = is_flat and x.dim() == g.dim() == 3 and x.dtype == g.dtype and g.shape[1] > 1
-        fits = _COPIES * g.nbytes <= workspace.bytes
+        fits = cost.norm_bytes(g.numel(), g.element_size()) <= workspace.bytes
         return self._keep_stacks if is_plain and fits and self.is_trainable("weight") else None
 
     def _keep_stacks(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
@@ -126,7 +124,7 @@ class GroupNormLayer(Layer):
         if x is None or not self.is_trainable("weight"):
             return gradients
         x = x.reshape(g.shape)
-        group_bytes = _COPIES * (channels // groups) * g.shape[2] * g.element_size()
+        group_bytes = cost.norm_bytes(channels // groups * g.shape[2], g.element_size())
         if g.shape[0] * groups * group_bytes <= workspace.bytes:
             total = gradients["weight"] = torch.empty(g.shape[:2], dtype=dtype, device=g.device)
             product = torch.group_norm(x.to(g.dtype), groups, eps=self.module.eps).mul_(g)
@@ -159,4 +157,4 @@ class GroupNormLayer(Layer):
         """Whether one kernel finds the gradients, in no more time than torch's. It has a program for each group."""
         if not (has_kernels(x) and has_kernels(g) and x.is_contiguous() and g.is_contiguous()):
             return False
-        return 0 < x[:1].numel() <= cost.GROUP_NORM_NUMBERS * self.module.num_groups
+        return cost.has_group_norm_kernel(x[:1].numel(), self.module.num_groups)

@@ -15,6 +15,7 @@ from opacus_memprof.clipping.arguments import CHECKS, Check, Nonfinite, Passes, 
 from opacus_memprof.clipping.bookkeeping.autograd_functions import is_compiled_autograd_enabled
 from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.bookkeeping.norm_checks import refuse_capture
+from opacus_memprof.clipping.cost import DEFAULT_WORKSPACE_MB
 from opacus_memprof.clipping.forwards.random_state import RandomState
 from opacus_memprof.clipping.forwards.repetition import is_repeating
 from opacus_memprof.clipping.layer_hooks import LayerHooks
@@ -37,7 +38,7 @@ from opacus_memprof.clipping.proof.certificate import Certificate
 from opacus_memprof.clipping.proof.outputs import tensors_in
 from opacus_memprof.clipping.proof.situations import Situation, Situations
 from opacus_memprof.clipping.rules import Clipping, ClipRule
-from opacus_memprof.clipping.workspace import DEFAULT_WORKSPACE_MB, Workspace
+from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
 

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains tests.estimated_models on a virtual GPU in each mode, and once in the mode hooks with too little memory.
+
+Prints a line of JSON for each model: by mode, the peak that is predicted from the failed run, and the requested peak of
+the run in that mode.
+"""
+
+import gc
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from opacus_memprof import virtual_gpu
+
+virtual_gpu.start("h200")
+
+import torch  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+import opacus_memprof  # noqa: E402
+from opacus_memprof.analysis.oom import report  # noqa: E402
+from opacus_memprof.analysis.oom.predict import Case  # noqa: E402
+from opacus_memprof.pytest_plugin.clean_session import empty_caches  # noqa: E402
+from tests.estimated_models import MODELS, EstimatedModel  # noqa: E402
+from tests.models import MeanCrossEntropy  # noqa: E402
+
+LIMIT = 0.7  # of the peak in the mode hooks
+
+
+def train(chosen: EstimatedModel, mode: str) -> None:
+    model = chosen.build().to(chosen.dtype).cuda().train()
+    inputs, targets = chosen.batch(2 * chosen.samples)
+    inputs = inputs.to(chosen.dtype) if inputs.is_floating_point() else inputs
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    module, optimizer, *criteria, loader = opacus_memprof.PrivacyEngine().make_private(
+        module=model,
+        optimizer=chosen.optimizer(trained, lr=1e-3),
+        criterion=MeanCrossEntropy(),
+        data_loader=DataLoader(TensorDataset(inputs, targets), batch_size=chosen.samples),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+        grad_sample_mode=mode,
+        check="off" if mode == "flash_clip" else None,  # the first step would prove privacy, which takes more memory
+    )
+    criterion = criteria[0] if criteria else MeanCrossEntropy()
+    for x, y in loader:
+        x, y = x.cuda(), y.cuda()
+        with torch.autocast("cuda", torch.bfloat16, enabled=chosen.autocast):
+            output = module(x)
+            loss = criterion(output, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(mode == "flash_clip")
+
+
+def peak(chosen: EstimatedModel, mode: str, limit: int | None = None) -> int:
+    """The requested peak of a run, which is to run out of memory under a limit."""
+    empty_caches()
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(1.0 if limit is None else limit / total)
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "out"
+        failed = False
+        with opacus_memprof.profile(out, device="cuda"):
+            try:
+                train(chosen, mode)
+            except torch.OutOfMemoryError:
+                failed = True
+        assert failed == (limit is not None)
+        profile: dict[str, Any] = json.loads((out / "profile.json").read_text())
+    return int(profile["devices"]["cuda:0"]["peak"]["requested_bytes"])
+
+
+def predicted_peak(case: Case, mode: str) -> int:
+    if mode == case.shapes.mode:
+        return case.peak().bytes
+    assert case.step is not None
+    keeps = case.step.keeps_gradients and mode != "flash_clip"
+    return case.peak_of(case.step.with_changes(mode=mode, keeps_gradients=keeps)).bytes
+
+
+def main() -> None:
+    cases: list[Case] = []
+    report.advise = lambda case: cases.append(case) or []  # type: ignore[assignment, func-returns-value]
+    for name in sys.argv[1:] or MODELS:
+        chosen = MODELS[name]
+        peaks = {mode: peak(chosen, mode) for mode in chosen.modes}
+        peak(chosen, "hooks", int(LIMIT * peaks["hooks"]))
+        row = {mode: [predicted_peak(cases[-1], mode), size] for mode, size in peaks.items()}
+        print(json.dumps({"model": name, "peaks": row}), file=sys.__stdout__, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an out-of-memory report predicts for a mode is what a run in that mode takes.
+
+Models of many kinds run out of memory in the mode hooks, on a virtual GPU, which counts memory as a real one does.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.estimated_models import MODELS
+from tests.warm_python import ENVIRONMENT
+
+SCRIPT = Path(__file__).parent / "scripts" / "compare_estimates.py"
+MOST_BELOW, MOST_ABOVE = 0.03, 0.10
+WRONG: dict[tuple[str, str], str] = {}
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux"
+)
+Peaks = dict[str, dict[str, list[int]]]
+
+
+@pytest.fixture(scope="module")
+def peaks() -> Peaks:
+    """By model and mode, the predicted peak and the one that a run had."""
+    completed = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env=ENVIRONMENT, timeout=1200)
+    assert completed.returncode == 0, completed.stderr[-2000:]
+    rows = map(json.loads, completed.stdout.splitlines())
+    return {row["model"]: row["peaks"] for row in rows if "peaks" in row}
+
+
+def _case(model: str, mode: str) -> object:
+    wrong = WRONG.get((model, mode))
+    marks = [pytest.mark.xfail(reason=wrong, strict=True)] if wrong else []
+    return pytest.param(model, mode, id=f"{model}, {mode}", marks=marks)
+
+
+@pytest.mark.parametrize(("model", "mode"), [_case(model, mode) for model in MODELS for mode in MODELS[model].modes])
+def test_a_mode_takes_what_is_predicted(model: str, mode: str, peaks: Peaks) -> None:
+    predicted, actual = peaks[model][mode]
+    assert (1 - MOST_BELOW) * actual <= predicted <= (1 + MOST_ABOVE) * actual
+
+
+def test_there_are_thirty_models() -> None:
+    assert len(MODELS) >= 30
