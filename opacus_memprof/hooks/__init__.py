@@ -10,22 +10,24 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from opacus import PrivacyEngine
 from opacus.grad_sample import AbstractGradSampleHooks, GradSampleHooksNoOp
 from opacus.optimizers import DPOptimizer
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import nn
+from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
+from opacus_memprof.errors import MemprofError
 from opacus_memprof.hooks import (
     components,
     distributed,
-    functions,
-    ghost,
+    forward_shapes,
     inputs,
     modules,
     opacus_hooks,
     optimizer,
-    privacy_engine,
-    samplers,
     shapes,
     torch_compile,
 )
@@ -38,19 +40,21 @@ __all__ = [
     "attach_optimizer",
     "attach_privacy_engine_class",
     "attach_private",
+    "change_for",
     "follow_model",
     "follow_optimizer",
     "follow_prepared",
     "follow_privacy_engines",
     "is_attached",
+    "is_privacy_engine",
 ]
 
 _attached: "weakref.WeakKeyDictionary[Any, Attachment]" = weakref.WeakKeyDictionary()
 
 
 def _patch_opacus(attachment: Attachment) -> None:
-    functions.wrap_functions(attachment)
-    ghost.observe_ghost_backward(attachment)
+    opacus_hooks.wrap_functions(attachment)
+    opacus_hooks.observe_ghost_backward(attachment)
     inputs.wrap_inputs(attachment)
     torch_compile.wrap_torch_compile(attachment)
 
@@ -62,7 +66,7 @@ def _patch_flash_clip(attachment: Attachment) -> None:
 
 
 _opacus = SharedPatch(_patch_opacus)
-_samplers = SharedPatch(samplers.wrap_samplers, repeat=True)  # a program may register samplers at any time
+_samplers = SharedPatch(opacus_hooks.wrap_samplers, repeat=True)  # a program may register samplers at any time
 _flash_clip = SharedPatch(_patch_flash_clip)
 _distributed = SharedPatch(distributed.wrap_distributed)
 
@@ -106,7 +110,9 @@ def follow_model(attachment: Attachment, model: nn.Module | AbstractGradSampleHo
         attachment.apply(name, change)
     if any(recorded):
         named = list(modules.named_modules(root))
-        attachment.apply("the shapes of forward passes", lambda unit: shapes.watch_model(unit, root, named, scoped))
+        attachment.apply(
+            "the shapes of forward passes", lambda unit: forward_shapes.watch_model(unit, root, named, scoped)
+        )
 
 
 def follow_optimizer(attachment: Attachment, optim: Optimizer) -> None:
@@ -134,7 +140,7 @@ def follow_prepared(attachment: Attachment, prepared: Sequence[Any]) -> None:
 def follow_privacy_engines(attachment: Attachment) -> None:
     """Follows whatever any PrivacyEngine's `make_private` returns, until `attachment` is detached."""
     attachment.apply("DDP and FSDP2", _distributed.use)  # before the script wraps its model in one of them
-    privacy_engine.observe_make_private(attachment, follow_prepared)
+    opacus_hooks.observe_make_private(attachment, follow_prepared)
 
 
 def attach_model(model: nn.Module | AbstractGradSampleHooks) -> Attachment:
@@ -171,3 +177,26 @@ def is_attached(target: nn.Module | Optimizer) -> bool:
         return (target.original_optimizer if isinstance(target, DPOptimizer) else target) in _attached
     roots = [root for root in _attached if isinstance(root, nn.Module)]
     return any(target is module for root in roots for module in root.modules())
+
+
+def is_privacy_engine(target: Any) -> bool:
+    """Whether `target` is Opacus' PrivacyEngine: the class, a subclass, or an instance."""
+    return isinstance(target, PrivacyEngine) or (isinstance(target, type) and issubclass(target, PrivacyEngine))
+
+
+def change_for(target: Any) -> Callable[[Attachment], None]:
+    """The change that follows `target`: a PrivacyEngine, which stands for all, a model or an optimizer. A criterion and
+    a data loader need none.
+
+    Raises:
+        MemprofError: `target` is of another type.
+    """
+    if isinstance(target, (DataLoader, DPLossFastGradientClipping, _Loss)):
+        return lambda attachment: None
+    if is_privacy_engine(target):
+        return follow_privacy_engines
+    if isinstance(target, Optimizer):
+        return lambda attachment: follow_optimizer(attachment, target)
+    if isinstance(target, (nn.Module, AbstractGradSampleHooks)):
+        return lambda attachment: follow_model(attachment, target)
+    raise MemprofError(f"cannot attach a {type(target).__name__}: pass a PrivacyEngine, a model or an optimizer")

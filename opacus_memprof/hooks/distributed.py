@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from opacus_memprof.hooks.vocabulary import COMMUNICATION, GRADIENTS, INPUTS, MODEL_PARAMETERS
 from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment
-from opacus_memprof.recording.faults import Observation
+from opacus_memprof.recording.faults import CallHook
 
 # The classes that wrap the user's model, and their attribute that holds it.
 DDP_WRAPPERS = ((DistributedDataParallel, "module"), (DifferentiallyPrivateDistributedDataParallel, "module"))
@@ -37,15 +37,15 @@ def wrap_distributed(attachment: Attachment) -> None:
     observe(f"{_FSDP_GROUP}.post_backward", _observe_post_backward)
 
 
-def _observe_under(tag: native.Tag) -> Callable[..., Observation]:
-    def observation(*args: Any, **kwargs: Any) -> Observation:
+def _observe_under(tag: native.Tag) -> Callable[..., CallHook]:
+    def observation(*args: Any, **kwargs: Any) -> CallHook:
         with tag:
             yield
 
     return observation
 
 
-def _observe_pre_forward(*args: Any, **kwargs: Any) -> Observation:
+def _observe_pre_forward(*args: Any, **kwargs: Any) -> CallHook:
     """`_pre_forward` allocates the buckets a second time, in the order in which gradients became ready, and may move
     the batch to the device, which is retagged as inputs."""
     with _tag(COMMUNICATION, "DistributedDataParallel"):
@@ -53,15 +53,15 @@ def _observe_pre_forward(*args: Any, **kwargs: Any) -> Observation:
     native.retag_if((moved,), (COMMUNICATION,), INPUTS)
 
 
-def _observe_group(category: int, op: str) -> Callable[..., Observation]:
-    def observation(group: Any, *args: Any, **kwargs: Any) -> Observation:
+def _observe_group(category: int, op: str) -> Callable[..., CallHook]:
+    def observation(group: Any, *args: Any, **kwargs: Any) -> CallHook:
         with _tag(category, op, _owner_of_group(group)):
             yield
 
     return observation
 
 
-def _observe_post_backward(group: Any, *args: Any, **kwargs: Any) -> Observation:
+def _observe_post_backward(group: Any, *args: Any, **kwargs: Any) -> CallHook:
     """`post_backward` reduces and scatters gradients of the unsharded parameters: they are copied into a buffer, and
     each rank gets its shard of their sum, in one block for the group."""
     unsharded = native.category_id("unsharded_gradients")

@@ -11,7 +11,7 @@ from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.hooks.vocabulary import FORWARD, TEMP_MATRICES
 from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment
-from opacus_memprof.recording.faults import Observation
+from opacus_memprof.recording.faults import CallHook
 
 _OP = native.op_id("flash_clip")
 _TAG = native.Tag(category=TEMP_MATRICES, op=_OP)
@@ -39,7 +39,7 @@ def observe_bookkeeping(attachment: Attachment) -> None:
     attachment.observe("opacus_memprof.clipping.proof.explanation:RecordedForward.add", _observe_gradients)
 
 
-def _observe_add(bookkeeping: Bookkeeping, layer: Any, *args: Any) -> Observation:
+def _observe_add(bookkeeping: Bookkeeping, layer: Any, *args: Any) -> CallHook:
     module = native.owner_of(next(iter(layer.trainable())))
     with _tag(module):
         yield
@@ -47,32 +47,32 @@ def _observe_add(bookkeeping: Bookkeeping, layer: Any, *args: Any) -> Observatio
         native.retag_if(tensor, _RETAGGED_FROM, _CATEGORIES[category], module)
 
 
-def _observe_trial(*_: Any) -> Observation:
+def _observe_trial(*_: Any) -> CallHook:
     """The first step tries how a module can be repeated."""
     with _TAG:
         yield
 
 
-def _observe_proof(_: Any, *arguments: Any) -> Observation:
+def _observe_proof(_: Any, *arguments: Any) -> CallHook:
     """A proof runs forwards and backwards before the forward that it is for, and keeps nothing."""
     native.tag_inputs((arguments, {}))
     with _PROOF:
         yield
 
 
-def _observe_copies(*_: Any) -> Observation:
+def _observe_copies(*_: Any) -> CallHook:
     """What a step is compared with later: the batch again."""
     with _COPIES:
         yield
 
 
-def _observe_gradients(*_: Any) -> Observation:
+def _observe_gradients(*_: Any) -> CallHook:
     """The gradients of the outputs, of a step that is compared with them later."""
     with _GRADIENTS:
         yield
 
 
-def _observe_norms(*_: Any) -> Observation:
+def _observe_norms(*_: Any) -> CallHook:
     """The norms that have waited for the step."""
     with _TAG:
         _, norms, _ = yield

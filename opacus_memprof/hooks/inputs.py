@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, Subset
 from opacus_memprof.hooks.vocabulary import DATASET, FORWARD_UNDECIDED, UNATTRIBUTED
 from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment
-from opacus_memprof.recording.faults import Observation, contain
+from opacus_memprof.recording.faults import CallHook, contain
 
 _UNCLAIMED = (UNATTRIBUTED, FORWARD_UNDECIDED)  # categories of blocks that no hook has attributed yet
 
@@ -81,16 +81,16 @@ def wrap_inputs(attachment: Attachment) -> None:
             attachment.apply(f"{module.__name__}.{name}", partial(_replace_loss, module, name))
 
 
-def _observe_iterator_init(iterator: Any, loader: Any) -> Observation:
+def _observe_iterator_init(iterator: Any, loader: Any) -> CallHook:
     tag_dataset(loader.dataset)
     yield
 
 
-def _observe_next(iterator: Any) -> Observation:
+def _observe_next(iterator: Any) -> CallHook:
     native.tag_inputs(((yield),))
 
 
-def _observe_dp_loss_call(loss: Any, *args: Any, **kwargs: Any) -> Observation:
+def _observe_dp_loss_call(loss: Any, *args: Any, **kwargs: Any) -> CallHook:
     for target in native.tensors_in((args[1:], kwargs)):
         native.tag_target(target)
     yield

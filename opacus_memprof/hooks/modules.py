@@ -12,7 +12,7 @@ import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 
-from opacus_memprof.hooks import observers, shapes, torch_compile
+from opacus_memprof.hooks import forward_shapes, observers, torch_compile
 from opacus_memprof.hooks.distributed import DDP_WRAPPERS
 from opacus_memprof.hooks.vocabulary import (
     BUFFERS,
@@ -91,7 +91,7 @@ class ModelForwardPreHook:
         self.previous_phase = native.set_phase(FORWARD)
         samples, elements = native.tag_inputs((args, kwargs))
         if samples >= 0:
-            shapes.on_batch(root, samples, elements, (args, kwargs or {}), captures_outstanding)
+            forward_shapes.on_batch(root, samples, elements, (args, kwargs or {}), captures_outstanding)
 
     def _parameters_moved(self, root: nn.Module) -> bool:
         """Whether the first parameter has another block than at the last forward, as after `model.to(...)`. The others
@@ -127,7 +127,7 @@ class ModelForwardHook:
         if torch_compile.hooks_suspended():
             return
         native.settle_all((output,))
-        shapes.remove_probes(root)
+        forward_shapes.remove_probes(root)
         if not torch.is_grad_enabled():  # there will be no backward pass, which would end the phase
             native.set_phase(self._pre_hook.previous_phase)
 

@@ -31,7 +31,7 @@ from opacus_memprof.hooks.vocabulary import (
 )
 from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment
-from opacus_memprof.recording.faults import CallError, Observation, call_observed, contain
+from opacus_memprof.recording.faults import CallError, CallHook, call_observed, contain
 
 # Models in Opacus' mode no_op, where the program sets `grad_sample` itself at a time that hooks cannot know.
 _no_op_models: "weakref.WeakKeyDictionary[GradSampleHooksNoOp, None]" = weakref.WeakKeyDictionary()
@@ -70,7 +70,7 @@ class MethodWrapper:
         return call_observed(self._tagged, args, kwargs, lambda: self._observation(optimizer))
 
 
-def _observe_pre_step(optimizer: DPOptimizer) -> Observation:
+def _observe_pre_step(optimizer: DPOptimizer) -> CallHook:
     native.set_phase(CLIP)
     if _no_op_models:
         for parameter in native.tensors_in(optimizer.param_groups):
@@ -88,21 +88,21 @@ def _observe_pre_step(optimizer: DPOptimizer) -> Observation:
         native.end_step(False)
 
 
-def _observe_accumulate(optimizer: DPOptimizer) -> Observation:
+def _observe_accumulate(optimizer: DPOptimizer) -> CallHook:
     yield
     _tag_summed_gradients(optimizer)
 
 
-def _observe_nothing(optimizer: DPOptimizer) -> Observation:
+def _observe_nothing(optimizer: DPOptimizer) -> CallHook:
     yield
 
 
-def _observe_clip_and_add_noise(optimizer: DPOptimizer) -> Observation:
+def _observe_clip_and_add_noise(optimizer: DPOptimizer) -> CallHook:
     yield
     native.retag_gradients(optimizer.param_groups, GRADIENTS)
 
 
-def _observe_add_noise(optimizer: DPOptimizer) -> Observation:
+def _observe_add_noise(optimizer: DPOptimizer) -> CallHook:
     observers.on_add_noise(optimizer)
     previous_phase = native.set_phase(ADD_NOISE)
     try:
@@ -114,13 +114,13 @@ def _observe_add_noise(optimizer: DPOptimizer) -> Observation:
     native.retag_gradients(optimizer.param_groups, GRADIENTS)
 
 
-def _observe_reduce_gradients(optimizer: DPOptimizer) -> Observation:
+def _observe_reduce_gradients(optimizer: DPOptimizer) -> CallHook:
     observers.on_reduce_gradients(optimizer)
     yield
     native.retag_gradients(optimizer.param_groups, GRADIENTS)  # flash_clip rounds those of low precision here
 
 
-def _observe_zero_grad(optimizer: Optimizer) -> Observation:
+def _observe_zero_grad(optimizer: Optimizer) -> CallHook:
     previous_phase = native.set_phase(ZERO_GRAD)
     try:
         yield from shapes.observe_zero_grad(optimizer)
@@ -136,7 +136,7 @@ def _tag(category: int, op: str) -> native.Tag:
 _STEP_PHASES = (CLIP, ADD_NOISE, OPTIMIZER_STEP)
 
 # The tag that each method runs under, and its observation.
-_METHODS: dict[str, tuple[native.Tag | None, Callable[[Any], Observation]]] = {
+_METHODS: dict[str, tuple[native.Tag | None, Callable[[Any], CallHook]]] = {
     "pre_step": (None, _observe_pre_step),
     "clip_and_accumulate": (_tag(CLIPPING_TEMPORARIES, "clip_and_accumulate"), _observe_accumulate),
     "accumulate": (_tag(SUMMED_GRADIENTS, "accumulate"), _observe_accumulate),

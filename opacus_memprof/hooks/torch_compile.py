@@ -16,11 +16,11 @@ from typing import Any
 from torch import nn
 from torch.compiler import is_compiling
 
-from opacus_memprof.hooks import shapes
+from opacus_memprof.hooks import forward_shapes
 from opacus_memprof.hooks.vocabulary import FORWARD, IDLE
 from opacus_memprof.recording import native, tracing
 from opacus_memprof.recording.attachment import Attachment
-from opacus_memprof.recording.faults import CallError, Observation, call_observed, contain, observe
+from opacus_memprof.recording.faults import CallError, CallHook, call_observed, contain, observe
 
 # A model's forward pre-hook and forward hook.
 ModelHooks = tuple[Callable[[nn.Module, Any, Any], None], Callable[[nn.Module, Any, Any], None]]
@@ -104,7 +104,7 @@ def _follow_result(model: Any, modules: list[nn.Module], result: Any) -> Any:
     return result
 
 
-def _observe_module_compile(module: nn.Module, *args: Any, **kwargs: Any) -> Observation:
+def _observe_module_compile(module: nn.Module, *args: Any, **kwargs: Any) -> CallHook:
     yield
     if module in _followed:
         _wrap_compiled_call(_followed[module][0], module, "_compiled_call_impl", module)
@@ -114,7 +114,7 @@ def _remove_wrappers(module: nn.Module) -> None:
     modules = set(module.modules())
     for each in modules:
         tracing.remove_scoped_forwards(each)
-    shapes.unwatch_modules(modules)
+    forward_shapes.unwatch_modules(modules)
 
 
 def _wrap_compiled_call(attachment: Attachment, holder: nn.Module, name: str, root: nn.Module) -> None:
@@ -144,7 +144,7 @@ def _call_hooks_around(
     return wrapper
 
 
-def _observe_compiled_call(root: nn.Module, tag: AbstractContextManager[Any], args: Any, kwargs: Any) -> Observation:
+def _observe_compiled_call(root: nn.Module, tag: AbstractContextManager[Any], args: Any, kwargs: Any) -> CallHook:
     global _running_calls
     forward_pre_hook, forward_hook = _followed[root][1]
     forward_pre_hook(root, args, kwargs)

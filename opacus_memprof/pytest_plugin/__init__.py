@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pytest plugin for memory regression tests (docs/pytest.md). `plugin` is the entry point."""
+"""The pytest plugin, and the names of its markers. Importing this does not load torch."""
+
+LIMITS = ("limit_gpu_memory", "limit_gpu_leaks")
+ISOLATED = "memprof_isolated"
+FITS = "fits"

@@ -11,8 +11,8 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.categories import FORWARD_UNDECIDED, REPORTED, reported_name
 from opacus_memprof.profiles.profile import Device
 from opacus_memprof.profiles.units import format_bytes, parse_size
-from opacus_memprof.pytest_plugin.fits import Fits
-from opacus_memprof.pytest_plugin.marker_names import FITS, LIMITS
+from opacus_memprof.pytest_plugin import FITS, LIMITS
+from opacus_memprof.pytest_plugin.on_virtual_gpu import Fits
 from opacus_memprof.recording import native
 
 _TOP = 5  # categories and modules listed in a message

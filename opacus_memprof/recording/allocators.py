@@ -118,6 +118,23 @@ def is_installed(device: str) -> bool:
     return native.cpu_installed() if device == "cpu" else native.cuda_installed()
 
 
+def allocator_warnings(device: str) -> list[str]:
+    """Returns warnings about what cannot be measured with torch's current allocator of `device`."""
+    if device == "cpu":
+        return []
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
+        return [
+            "PYTORCH_NO_CUDA_MEMORY_CACHING is set: torch counts nothing itself, so the categories cannot be "
+            "reconciled, and rounding and cached are unknown"
+        ]
+    backend = native.cuda_current_name().removeprefix("opacus_memprof over ")
+    if backend == "cudaMallocAsync":
+        return ["the backend is cudaMallocAsync: the driver does not tell its rounding, which counts as cached"]
+    if backend != "native":
+        return [f"the allocator in place is {backend}, which counts nothing: the categories cannot be reconciled"]
+    return []
+
+
 def _cuda_available() -> bool:
     # The NVML-based check: the default one initialises the driver, after which forked children cannot use CUDA.
     variable = "PYTORCH_NVML_BASED_CUDA_CHECK"

@@ -75,7 +75,7 @@ class Attachment:
                 f"{torch.__version__}): what depends on it may be unattributed"
             )
 
-    def observe(self, path: str, observation: Callable[..., faults.Observation]) -> None:
+    def observe(self, path: str, observation: Callable[..., faults.CallHook]) -> None:
         """Applies the change that the function at `path`, "package.module:Class.method", is observed."""
         self.apply(path, lambda unit: unit.wrap(path, lambda function: faults.observe(function, observation)))
 

@@ -19,7 +19,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # What stands before its `yield` runs before the observed call, and what follows runs after it, with the call's result.
-Observation = Generator[None, Any, None]
+CallHook = Generator[None, Any, None]
 
 _MOST_SENTENCES = 100
 _sentences: dict[str, None] = {}
@@ -106,7 +106,7 @@ def contain(doing: str) -> Containment:
     return Containment(doing)
 
 
-def observe(function: Callable[..., R], observation: Callable[..., Observation]) -> Callable[..., R]:
+def observe(function: Callable[..., R], observation: Callable[..., CallHook]) -> Callable[..., R]:
     """Wraps a function of the program's: `observation` is called with its arguments. What torch.compile traces is the
     function alone."""
 
@@ -119,11 +119,11 @@ def observe(function: Callable[..., R], observation: Callable[..., Observation])
     return wrapper
 
 
-def call_observed(function: Callable[..., R], args: Any, kwargs: Any, observe: Callable[[], Observation]) -> R:
+def call_observed(function: Callable[..., R], args: Any, kwargs: Any, observe: Callable[[], CallHook]) -> R:
     """Calls a function of the program's inside the observation that `observe` returns. What the function returns or
     raises passes unchanged, and what the observation raises is contained."""
     name = getattr(function, "__qualname__", type(function).__name__)
-    observation: Observation | None = None
+    observation: CallHook | None = None
     try:
         observation = observe()
         next(observation)
@@ -148,7 +148,7 @@ def call_observed(function: Callable[..., R], args: Any, kwargs: Any, observe: C
     return result
 
 
-def _fail(name: str, observation: Observation, error: BaseException) -> None:
+def _fail(name: str, observation: CallHook, error: BaseException) -> None:
     """Raises CallError in an observation whose call has raised `error`."""
     failure = CallError(error)
     try:

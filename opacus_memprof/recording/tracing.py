@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from opacus_memprof.recording import native
-from opacus_memprof.recording.faults import Observation, observe
+from opacus_memprof.recording.faults import CallHook, observe
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -65,7 +65,7 @@ def hide_profiler_hooks(create: Callable[..., Any]) -> Callable[..., Any]:
     return observe(create, _observe_create)
 
 
-def _observe_create(model: nn.Module, *args: Any, **kwargs: Any) -> Observation:
+def _observe_create(model: nn.Module, *args: Any, **kwargs: Any) -> CallHook:
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             stack.enter_context(_without_profiler_hooks(module))

@@ -9,11 +9,10 @@ import opacus
 from msgspec import to_builtins
 
 from opacus_memprof.clipping import FlashClipEngineMixin
-from opacus_memprof.hooks.privacy_engine import in_setup_phase
+from opacus_memprof.hooks.opacus_hooks import in_setup_phase
 from opacus_memprof.profiles.directory import PRIVACY_CHECK
-from opacus_memprof.profiles.privacy_check import read_privacy_check
-from opacus_memprof.recording.faults import Observation, observe
-from opacus_memprof.session.privacy_checks import write_privacy_checks
+from opacus_memprof.profiles.privacy_check import read_privacy_check, write_privacy_checks
+from opacus_memprof.recording.faults import CallHook, observe
 from opacus_memprof.session.session import current
 
 
@@ -81,6 +80,6 @@ def _beside(path: str | os.PathLike[str]) -> Path:
     return Path(path).with_name(PRIVACY_CHECK)
 
 
-def _observe_make_private(given: dict[str, Any], own: dict[str, Any]) -> Observation:
+def _observe_make_private(given: dict[str, Any], own: dict[str, Any]) -> CallHook:
     session = current()
     return in_setup_phase(lambda prepared: None if session is None else session.attach(*prepared))

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds a session's profile: while it records, at its end, and from what there is where a part has failed."""
+"""Describes a run: its metadata, how the program has ended, and the session's profile, complete or so far."""
 
 import os
+import platform
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from opacus_memprof import virtual_gpu
 from opacus_memprof.analysis.profile import build_profile, build_profile_from_counters, write_profile
+from opacus_memprof.profiles.launch import Launch
 from opacus_memprof.profiles.live_memory import LivePeak
 from opacus_memprof.profiles.profile import Profile, Sizes
-from opacus_memprof.recording import faults, hook_facts, live, native
+from opacus_memprof.profiles.versions import VERSION, installed_version
+from opacus_memprof.recording import faults, live, native, observations
 from opacus_memprof.recording.faults import contain
+from opacus_memprof.session.out_of_memory import is_out_of_memory
 
 
 class Result:
@@ -42,7 +49,7 @@ class Result:
         with contain("reading the peaks"):
             self._peaks = live.read_peaks()
         with contain("reading what the hooks have recorded"):
-            self._facts = hook_facts.recorded()
+            self._facts = observations.recorded()
         with contain("reading how many events were written"):
             events = native.events_status()
             if events["error"] and events["dropped"]:
@@ -118,3 +125,41 @@ class Result:
         with contain("describing what a virtual GPU cannot know"):
             limits += virtual_gpu.describe_limits()
         return [*self.warnings, *limits, *faults.recorded()]
+
+
+def outcome(error: BaseException | None) -> tuple[str, int]:
+    """A program's status and exit code, from the exception that ended it (None: it came to its end)."""
+    code = 1
+    if error is None:
+        code = 0
+    elif isinstance(error, KeyboardInterrupt):
+        return "killed", 130
+    elif isinstance(error, SystemExit):
+        code = 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
+    if code == 0:
+        return "finished", 0
+    return "out_of_memory" if is_out_of_memory(error) else "failed", code
+
+
+def one_line(error: BaseException | None) -> str | None:
+    """What went wrong, for people: the exception's kind and its message's first line."""
+    if error is None or (isinstance(error, SystemExit) and not isinstance(error.code, str)):
+        return None
+    message = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def describe_run(device: str, launch: Launch | None) -> dict[str, Any]:
+    """The entries of meta.json about the run that the recorder does not write itself. Never initialises CUDA."""
+    return {
+        "versions": {
+            "opacus_memprof": VERSION,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "opacus": installed_version("opacus"),
+            "python": platform.python_version(),
+        },
+        "device": device,
+        "command": sys.argv,
+        "launch": None if launch is None else dict(launch),
+    }

@@ -25,15 +25,14 @@ from opacus_memprof.profiles.directory import (
 from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.live_memory import Snapshot
+from opacus_memprof.profiles.privacy_check import write_privacy_checks
 from opacus_memprof.profiles.profile import Peak, Profile
-from opacus_memprof.recording import allocators, faults, hook_facts, live, native, run_metadata, snapshots
+from opacus_memprof.recording import allocators, faults, live, native, observations
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import contain
 from opacus_memprof.recording.stream import Stream, Target, make_sinks
 from opacus_memprof.session.out_of_memory import Forensics
-from opacus_memprof.session.outcome import one_line, outcome
-from opacus_memprof.session.privacy_checks import write_privacy_checks
-from opacus_memprof.session.result import Result
+from opacus_memprof.session.result import Result, describe_run, one_line, outcome
 
 _current: "Session | None" = None
 
@@ -131,7 +130,7 @@ class Session:
         self.directory = self._claimed.path
         self._result = Result(self.directory, self.warnings)
         with contain("looking for what torch's allocator cannot count"):
-            self.warnings += run_metadata.allocator_warnings(self.device)
+            self.warnings += allocators.allocator_warnings(self.device)
         apply = self._changes.apply
         is_empty = False
         try:
@@ -140,7 +139,7 @@ class Session:
                 self._claimed.clear()
             is_empty = True
             apply("the event file", self._start_events)
-            for reset in (native.reset_peaks, hook_facts.clear, virtual_gpu.begin_run):
+            for reset in (native.reset_peaks, observations.clear, virtual_gpu.begin_run):
                 with contain("beginning a recording"):
                     reset()
             apply("torch.OutOfMemoryError", self._start_forensics)
@@ -236,14 +235,14 @@ class Session:
             # Only what attaches needs Opacus. It comes first, because `run` attaches PrivacyEngine when it is imported.
             import opacus  # noqa: F401
 
-            from opacus_memprof.hooks import dispatch
+            from opacus_memprof import hooks
 
             for target in objects:
-                if dispatch.is_privacy_engine(target):
+                if hooks.is_privacy_engine(target):
                     if self._follows_engines:  # all of them at once
                         continue
                     self._follows_engines = True
-                changes.append((f"a {type(target).__name__}", dispatch.change_for(target)))
+                changes.append((f"a {type(target).__name__}", hooks.change_for(target)))
         except MemprofError:
             raise
         except Exception as error:
@@ -326,7 +325,7 @@ class Session:
     def _start_events(self, changes: Attachment) -> None:
         run: dict[str, Any] = {}
         with contain("describing the run"):
-            run.update(run_metadata.describe_run(self.device, self._claimed.launch))
+            run.update(describe_run(self.device, self._claimed.launch))
             if (gpus := virtual_gpu.describe_gpus()) is not None:
                 run["virtual"] = gpus
         changes.on_detach(native.stop_events)
@@ -354,7 +353,7 @@ class Session:
 
     def _snapshot(self, name: str) -> Snapshot:
         self._look_for_swap()
-        snapshot = snapshots.take(name)
+        snapshot = live.take_snapshot(name)
         try:
             with open(self.directory / SNAPSHOTS, "a", encoding="utf-8") as file:
                 file.write(to_json(snapshot))

@@ -17,8 +17,7 @@ from torch import nn
 
 from opacus_memprof.profiles.profile import Finding
 from opacus_memprof.toolkit.output import LOGGER, MB
-from opacus_memprof.toolkit.readings import RESIDENT
-from opacus_memprof.toolkit.structures import MemorySnapshot
+from opacus_memprof.toolkit.readings import RESIDENT, MemorySnapshot
 
 MONITOR = "monitor"  # the name of readings that are taken at an interval, at no particular point of a step
 

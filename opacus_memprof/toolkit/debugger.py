@@ -14,11 +14,16 @@ from types import TracebackType
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.profile import Finding
-from opacus_memprof.toolkit import anomalies, journal
+from opacus_memprof.toolkit import anomalies, output
 from opacus_memprof.toolkit.output import LOGGER, LineFile, LineFileHandler
-from opacus_memprof.toolkit.report import describe_reading, report_text
-from opacus_memprof.toolkit.snapshots import check_threshold, compare_snapshots, take_snapshot
-from opacus_memprof.toolkit.structures import MemorySnapshot, SnapshotDifference
+from opacus_memprof.toolkit.readings import MemorySnapshot, SnapshotDifference
+from opacus_memprof.toolkit.snapshots import (
+    check_threshold,
+    compare_snapshots,
+    describe_reading,
+    report_text,
+    take_snapshot,
+)
 
 DEFAULT_LOG_DIR = "logs/memory_debug"
 DEFAULT_INTERVAL = 1.0  # seconds
@@ -80,7 +85,7 @@ class MemoryDebugger:
         snapshot = take_snapshot(name)
         self._checkpoints[name] = snapshot
         self._add(snapshot)
-        journal.add("snapshot", snapshot)
+        output.add_to_journal("snapshot", snapshot)
         LOGGER.info(f"checkpoint: {name}")
         for reading in snapshot["devices"]:
             LOGGER.info(f"  {describe_reading(reading)}")
@@ -130,7 +135,7 @@ class MemoryDebugger:
         self._threshold_mb = check_threshold(threshold_mb)
         findings = anomalies.find_in_history(self._history(), self._threshold_mb)
         anomalies.log(findings)
-        journal.add("finding", *findings)
+        output.add_to_journal("finding", *findings)
         return findings
 
     _check_memory_anomalies = check_memory_anomalies  # the name that scripts know it by

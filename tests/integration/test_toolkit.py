@@ -19,7 +19,7 @@ from torch import nn
 import opacus_memprof
 from opacus_memprof import MemprofError
 from opacus_memprof.recording import native
-from opacus_memprof.toolkit import journal, readings
+from opacus_memprof.toolkit import output, readings
 from opacus_memprof.toolkit.anomalies import MONITOR
 
 MB = 2**20
@@ -120,7 +120,7 @@ def test_status_cleanup_and_report(tmp_path: Path) -> None:
     del tensors_in_use
     [change] = opacus_memprof.cleanup_memory()["gpu_changes"]
     assert change["memory_change_mb"] == -2  # the cycle
-    journal.clear()
+    output.clear_journal()
     opacus_memprof.memory_snapshot("阶段")
     report = opacus_memprof.generate_report(tmp_path / "deep" / "report.txt")
     assert (tmp_path / "deep" / "report.txt").read_text(encoding="utf-8") == report

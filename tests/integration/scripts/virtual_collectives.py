@@ -10,7 +10,7 @@ from opacus_memprof import virtual_gpu
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 virtual_gpu.start("h100", count=8)
-virtual_gpu.play_rank(RANK, RANKS)
+virtual_gpu.simulate_rank(RANK, RANKS)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

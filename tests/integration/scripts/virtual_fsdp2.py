@@ -7,7 +7,7 @@ import sys
 from opacus_memprof import virtual_gpu
 
 virtual_gpu.start("h100", count=8)
-virtual_gpu.play_rank(int(sys.argv[1]), int(sys.argv[2]))
+virtual_gpu.simulate_rank(int(sys.argv[1]), int(sys.argv[2]))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
