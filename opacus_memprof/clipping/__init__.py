@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """flash_clip: exact per-sample clipping that never forms a T x T matrix. See docs/flash_clip.md.
 
-``cost`` needs no torch. The names of this package are imported when they are first accessed.
+`cost` needs no torch. The names of this package are imported when they are first accessed.
 """
-
-from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from opacus_memprof.clipping.engine import FlashClipEngineMixin
-    from opacus_memprof.clipping.grad_sample_copies import adopt_grad_samples
-    from opacus_memprof.clipping.graphed import GraphedBackward
-    from opacus_memprof.clipping.module import FlashClipHooks, GradSampleModuleFlashClip
-    from opacus_memprof.clipping.norm_samplers import register_norm_samplers
-    from opacus_memprof.clipping.opacus_functions import register, unregister
-    from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip
-    from opacus_memprof.clipping.proof.verification import Verification, verify
+    from opacus_memprof.clipping.engine import FlashClipEngineMixin as FlashClipEngineMixin
+    from opacus_memprof.clipping.grad_sample_copies import adopt_grad_samples as adopt_grad_samples
+    from opacus_memprof.clipping.graphed import GraphedBackward as GraphedBackward
+    from opacus_memprof.clipping.module import FlashClipHooks as FlashClipHooks
+    from opacus_memprof.clipping.module import GradSampleModuleFlashClip as GradSampleModuleFlashClip
+    from opacus_memprof.clipping.norm_samplers import register_norm_samplers as register_norm_samplers
+    from opacus_memprof.clipping.opacus_functions import register as register
+    from opacus_memprof.clipping.opacus_functions import unregister as unregister
+    from opacus_memprof.clipping.optimizer import DPOptimizerFlashClip as DPOptimizerFlashClip
+    from opacus_memprof.clipping.proof.verification import Verification as Verification
+    from opacus_memprof.clipping.proof.verification import verify as verify
 
 _MODULES = {
     "DPOptimizerFlashClip": "optimizer",
@@ -32,20 +33,7 @@ _MODULES = {
     "unregister": "opacus_functions",
     "verify": "proof.verification",
 }
-
-__all__ = [
-    "DPOptimizerFlashClip",
-    "FlashClipEngineMixin",
-    "FlashClipHooks",
-    "GradSampleModuleFlashClip",
-    "GraphedBackward",
-    "Verification",
-    "adopt_grad_samples",
-    "register",
-    "register_norm_samplers",
-    "unregister",
-    "verify",
-]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

@@ -34,21 +34,6 @@ from opacus_memprof.hooks import (
 from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment, SharedPatch
 
-__all__ = [
-    "Attachment",
-    "attach_model",
-    "attach_optimizer",
-    "attach_privacy_engine_class",
-    "attach_private",
-    "change_for",
-    "follow_model",
-    "follow_optimizer",
-    "follow_prepared",
-    "follow_privacy_engines",
-    "is_attached",
-    "is_privacy_engine",
-]
-
 _attached: "weakref.WeakKeyDictionary[Any, Attachment]" = weakref.WeakKeyDictionary()
 
 

@@ -19,13 +19,13 @@ from opacus.grad_sample import AbstractGradSampleHooks, GradSampleModule
 from opacus_memprof.analysis.events import FREE, RETAG, ROW, SEED, Events, Rows
 from opacus_memprof.analysis.profile import build_profile
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.hooks import Attachment
 from opacus_memprof.hooks.opacus_hooks import observe_make_private
 from opacus_memprof.hooks.vocabulary import UNATTRIBUTED
 from opacus_memprof.profiles.categories import reported_name
 from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS, EVENT_BYTES, EVENT_HEADER_BYTES, EVENTS, META
 from opacus_memprof.profiles.profile import Device, Profile
 from opacus_memprof.recording import native
+from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.session import Session
 
 BlockKey = tuple[int, int]  # number of the device in the event file, address
