@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wraps Opacus' hooks, samplers, functions and optimizers, so that the core knows what each allocation is for.
 
-Nothing that Opacus computes changes. A wrapper either pushes a tag for the duration of a call, or retags the blocks
-that Opacus has just allocated. `Attachment.detach` undoes everything. Each change is applied for itself: what does not
-fit this Opacus or this torch is left out, with a sentence in the profile, and the rest is followed.
+Opacus' results do not change. A wrapper either pushes a tag for the duration of a call, or retags the blocks that
+Opacus has just allocated. `Attachment.detach` undoes everything. Changes are independent: one that does not fit the
+installed Opacus or torch is skipped, with a sentence in the profile, and the others are made.
 """
 
 import weakref
@@ -57,7 +57,7 @@ _distributed = SharedPatch(distributed.wrap_distributed)
 
 
 def follow_model(attachment: Attachment, model: nn.Module | AbstractGradSampleHooks) -> None:
-    """Follows a model until `attachment` is detached: what `make_private` returned, in any mode, or a plain module.
+    """Follows a model until `attachment` is detached: one that `make_private` has returned, or a plain module.
 
     Call it after `make_private`, before the forward pass. Following a model again undoes its earlier attachment.
     """
@@ -103,7 +103,7 @@ def follow_model(attachment: Attachment, model: nn.Module | AbstractGradSampleHo
 def follow_optimizer(attachment: Attachment, optim: Optimizer) -> None:
     """Follows an optimizer until `attachment` is detached: any of Opacus' optimizers, or a plain one.
 
-    Follow the model first, because that is what names the parameters' modules. Following an optimizer again, also in
+    Follow the model first, because following it names the parameters' modules. Following an optimizer again, even in
     another Opacus wrapper, undoes its earlier attachment.
     """
     original = optim.original_optimizer if isinstance(optim, DPOptimizer) else optim
@@ -116,48 +116,48 @@ def follow_optimizer(attachment: Attachment, optim: Optimizer) -> None:
 
 
 def follow_prepared(attachment: Attachment, prepared: Sequence[Any]) -> None:
-    """Follows what `make_private` returned until `attachment` is detached: (model, optimizer, data loader), or (model,
+    """Follows the result of `make_private` until `attachment` is detached: (model, optimizer, data loader), or (model,
     optimizer, criterion, data loader) with ghost clipping."""
     attachment.apply("the model", lambda unit: follow_model(unit, prepared[0]))
     attachment.apply("the optimizer", lambda unit: follow_optimizer(unit, prepared[1]))
 
 
 def follow_privacy_engines(attachment: Attachment) -> None:
-    """Follows whatever any PrivacyEngine's `make_private` returns, until `attachment` is detached."""
+    """Follows the results of every PrivacyEngine's `make_private`, until `attachment` is detached."""
     attachment.apply("DDP and FSDP2", _distributed.use)  # before the script wraps its model in one of them
     opacus_hooks.observe_make_private(attachment, follow_prepared)
 
 
 def attach_model(model: nn.Module | AbstractGradSampleHooks) -> Attachment:
-    """Follows a model until what is returned is detached; see `follow_model`."""
+    """Follows a model until the returned Attachment is detached; see `follow_model`."""
     attachment = Attachment("the model")
     follow_model(attachment, model)
     return attachment
 
 
 def attach_optimizer(optim: Optimizer) -> Attachment:
-    """Follows an optimizer until what is returned is detached; see `follow_optimizer`."""
+    """Follows an optimizer until the returned Attachment is detached; see `follow_optimizer`."""
     attachment = Attachment("the optimizer")
     follow_optimizer(attachment, optim)
     return attachment
 
 
 def attach_private(prepared: Sequence[Any]) -> Attachment:
-    """Follows what `make_private` returned until what is returned is detached; see `follow_prepared`."""
+    """Follows the result of `make_private` until the returned Attachment is detached; see `follow_prepared`."""
     attachment = Attachment("what make_private has returned")
     follow_prepared(attachment, prepared)
     return attachment
 
 
 def attach_privacy_engine_class() -> Attachment:
-    """Follows what any PrivacyEngine makes private until what is returned is detached; see `follow_privacy_engines`."""
+    """Follows every PrivacyEngine until the returned Attachment is detached; see `follow_privacy_engines`."""
     attachment = Attachment("PrivacyEngine.make_private")
     follow_privacy_engines(attachment)
     return attachment
 
 
 def is_attached(target: nn.Module | Optimizer) -> bool:
-    """Whether a model or an optimizer is followed, be it inside of what was attached."""
+    """Returns whether a model or an optimizer is followed, by itself or as part of an attached model."""
     if isinstance(target, Optimizer):
         return (target.original_optimizer if isinstance(target, DPOptimizer) else target) in _attached
     roots = [root for root in _attached if isinstance(root, nn.Module)]
@@ -165,13 +165,14 @@ def is_attached(target: nn.Module | Optimizer) -> bool:
 
 
 def is_privacy_engine(target: Any) -> bool:
-    """Whether `target` is Opacus' PrivacyEngine: the class, a subclass, or an instance."""
+    """Returns whether `target` is Opacus' PrivacyEngine: the class, a subclass, or an instance."""
     return isinstance(target, PrivacyEngine) or (isinstance(target, type) and issubclass(target, PrivacyEngine))
 
 
 def change_for(target: Any) -> Callable[[Attachment], None]:
-    """The change that follows `target`: a PrivacyEngine, which stands for all, a model or an optimizer. A criterion and
-    a data loader need none.
+    """Returns the change that follows `target`: a PrivacyEngine, which stands for all engines, a model or an optimizer.
+
+    A criterion or a data loader needs no change.
 
     Raises:
         MemprofError: `target` is of another type.

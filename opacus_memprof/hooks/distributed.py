@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attributes what distributed training allocates: DDP's buckets, and what FSDP2 gathers, scatters and shards.
+"""Attributes the memory of distributed training: DDP's buckets, and FSDP2's gathered, scattered and sharded tensors.
 
 torch's classes are patched, because scripts wrap their model before they pass it to Opacus. FSDP2 calls `unshard`,
 `wait_for_unshard` and `post_backward` for each group of parameters, in forward and on autograd's threads.
@@ -26,7 +26,7 @@ _FSDP_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGr
 
 
 def wrap_distributed(attachment: Attachment) -> None:
-    """Tags what every DDP and FSDP2 module allocates from now on."""
+    """Tags the allocations of all DDP and FSDP2 modules from now on."""
     observe = attachment.observe
     observe(f"{_DDP}.__init__", _observe_under(_tag(COMMUNICATION, "DistributedDataParallel")))
     observe(f"{_DDP}._pre_forward", _observe_pre_forward)
@@ -79,8 +79,8 @@ def _observe_post_backward(group: Any, *args: Any, **kwargs: Any) -> CallHook:
 
 
 def _owner_of_group(group: Any) -> int:
-    """The module id of a group: the parameters of one module that was passed to fully_shard, without those of its
-    submodules that were passed to fully_shard themselves."""
+    """Returns the module id of a group: the parameters of one module that was passed to fully_shard, except those of
+    submodules that were passed to it themselves."""
     return native.owner_of(group.fsdp_params[0].sharded_param) if group.fsdp_params else 0
 
 

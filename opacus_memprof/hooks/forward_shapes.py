@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repeats a forward pass that ran out of memory, on a copy of the model whose tensors are fake: they have shapes and no
-memory. So it is known what all modules keep for backward, also those that the real pass did not reach.
+"""Records the shapes of forward passes, and repeats a forward pass that ran out of memory on fake tensors.
 
-It runs the model's own code a second time, after the failure. What that code does to the model stays in the copy; what
-it prints is printed twice."""
+Modules are probed in the forward pass of each batch that is larger than all before it. After a failure, the pass is
+repeated on a copy of the model whose tensors have shapes and no memory. This tells what every module keeps for
+backward, including modules that the real pass did not reach. The model's own code runs a second time then: changes to
+the model stay in the copy, and output is printed twice.
+"""
 
 import copy
 import random
@@ -83,8 +85,8 @@ class FakeForward:
         self._call = Call(shapes, structure, autocast) if plain else None
 
     def run(self, layers: Iterable[str], *, captures: bool) -> WholeForward | None:
-        """What a whole forward pass keeps; None if it cannot be repeated, as with shapes that depend on values, or on
-        one of several ranks.
+        """Returns what a whole forward pass keeps; None if it cannot be repeated, as with shapes that depend on values,
+        or on one of several ranks.
 
         Args:
             layers: the names of the modules whose parameters are trained.
@@ -167,7 +169,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records which module allocates each storage, and which storages are kept.
 
     Args:
-        excluded: tensors that are there before.
+        excluded: tensors that exist before the pass.
         layers, captures: see FakeForward.run.
     """
 
@@ -188,8 +190,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def keep(self, tensor: Any) -> None:
-        """Hook of autograd that keeps nothing in the place of the tensor: a node that held its own output would
-        never be freed."""
+        """Pack hook of autograd. It returns None instead of the tensor: a node that held its own output would never be
+        freed."""
         if isinstance(tensor, Tensor):
             self._kept.add(id_of(tensor))
 
@@ -229,7 +231,7 @@ class WatchedModel:
 
     Attributes:
         root: its outermost module.
-        modules: those whose forward passes are probed, with their names.
+        modules: the modules whose forward passes are probed, with their names.
         forward: repeats its largest forward pass on fake tensors.
         largest_batch: elements of the largest batch whose shapes were recorded.
         probe_handles: of the probes of the running forward pass.
@@ -284,8 +286,9 @@ def unwatch_modules(removed: set[nn.Module]) -> None:
 
 
 def on_batch(root: nn.Module, samples: int, elements: int, inputs: tuple[Any, Any], captures_outstanding: bool) -> None:
-    """Records the batch of a forward pass that begins, and probes the modules if it is the largest batch so far. Other
-    models than the one that is watched are left out.
+    """Records the batch of a forward pass that begins, and probes the modules if it is the largest batch so far.
+
+    Models other than the watched one are ignored.
 
     Args:
         root: the model's outermost module.
@@ -322,7 +325,7 @@ def remove_probes(root: nn.Module) -> None:
 
 
 class ShapeProbe:
-    """A forward hook that records a module's CaptureShape. It is there for one pass, as it would slow every other."""
+    """A forward hook that records a module's CaptureShape. It is registered for one pass only, because it is slow."""
 
     __slots__ = ("_name",)
 

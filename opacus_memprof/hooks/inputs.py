@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tags the inputs of a step: the batches that a DataLoader yields, their data set if it is in the profiled memory, and
-the targets of losses.
+"""Tags the inputs of a step: the batches that a DataLoader yields, their data set if its memory is profiled, and the
+targets of losses.
 
 The line of a training loop that moves labels to the device cannot be wrapped, but a loss function receives them.
 torch's losses are wrapped below `torch.nn.functional`, in the built-in functions that it calls: the public functions
@@ -50,8 +50,8 @@ _LOSSES: dict[ModuleType, tuple[str, ...]] = {
 
 
 def tag_dataset(dataset: Any) -> None:
-    """Tags the tensors that are attributes of a data set, as those of TensorDataset and of torchvision's, as `dataset`.
-    They are no inputs, because they do not grow with the batch."""
+    """Tags the tensors that are attributes of a data set, as in TensorDataset and torchvision's, as `dataset`. They
+    are not inputs, because they do not grow with the batch."""
     if tensors := [tensor for tensor in _tensors_of(dataset) if not tensor.requires_grad]:
         native.retag_if(tensors, _UNCLAIMED, DATASET)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observers: functions that wrappers call, and that record facts for findings which the event file does not contain.
+"""Functions that wrappers call to record observations for findings, which the event file does not contain.
 
-Examples are shapes of layers, captures that pile up, and gradients that are about to be replaced. Each costs a fraction
-of the Opacus call that it observes.
+Examples are shapes of layers, captures that accumulate, and gradients that are about to be replaced. Each call costs a
+fraction of the Opacus call that it observes.
 """
 
 import weakref
@@ -17,7 +17,7 @@ from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.faults import contain
 
 _CAPTURE_CATEGORIES = ("activation_hooks_shared", "activation_hooks_opacus_only")
-# Forwards in a row that must begin while captures are outstanding before that is a fact: fewer may share one backward.
+# Forwards in a row that must begin with outstanding captures before that is recorded: fewer may share one backward.
 _FORWARDS_IN_A_ROW = 3
 
 _at_forward_begin: "deque[dict[int, int]]" = deque(maxlen=_FORWARDS_IN_A_ROW)  # captures by module
@@ -25,8 +25,8 @@ _recorded = 0  # captures that were outstanding when their bytes were last recor
 _most_outstanding = 0  # at the beginning of a forward, since the last one that began with none
 _most_released = 0  # the highest `_most_outstanding` that a backward has brought down to 0
 _recomputed: set[int] = set()  # ids of modules whose forward ran inside a backward pass
-_noise_optimizers: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those that on_add_noise has seen
-_reducing_optimizers: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those that on_reduce_gradients has seen
+_noise_optimizers: "weakref.WeakSet[Any]" = weakref.WeakSet()  # seen by on_add_noise
+_reducing_optimizers: "weakref.WeakSet[Any]" = weakref.WeakSet()  # seen by on_reduce_gradients
 
 
 def _reset() -> None:
@@ -43,10 +43,10 @@ observations.on_clear(_reset)
 
 
 def on_forward_begin() -> bool:
-    """Records captures that no backward pass will release. Returns whether any are outstanding.
+    """Records captures that no backward pass will release, and returns whether any are outstanding.
 
     Counts forwards that begin while captures are outstanding. Three in a row mean that no backward will release them,
-    unless one has released as many before. The facts are updated each time that the number of captures has doubled.
+    unless one has released as many before. The observations are updated whenever the number of captures has doubled.
     """
     global _recorded, _most_outstanding, _most_released
     outstanding = observations.captures()
@@ -138,7 +138,7 @@ def on_linear_norm_samples(layer: nn.Linear, backprops: Tensor, samples: Mapping
 
 
 def on_reduce_gradients(optimizer: Any) -> None:
-    """Records that Opacus' optimizer sums up the ranks' gradients itself. With flash_clip, DDP does not do so too."""
+    """Records that Opacus' optimizer adds up the ranks' gradients itself. With flash_clip, DDP does not do it again."""
     if optimizer not in _reducing_optimizers and not hasattr(optimizer, "bookkeeping"):
         _reducing_optimizers.add(optimizer)
         observations.record("gradients_reduced", 0, 0)

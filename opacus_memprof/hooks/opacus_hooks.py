@@ -69,6 +69,9 @@ def wrap_sampler(
 ) -> native.Sampler:
     """Wraps a sampler `f(layer, activations, backprops) -> {parameter: result}`.
 
+    The sampler's allocations are `temp_matrices` at first. Its results are retagged when it returns, because only then
+    it is known which blocks they are. A result that is a view of the output's gradient keeps the gradient's category.
+
     Args:
         sampler: the function.
         category: the id of its results' category.
@@ -79,7 +82,7 @@ def wrap_sampler(
 
 
 def wrap_samplers(attachment: Attachment) -> None:
-    """Wraps every registered sampler that is not wrapped yet. Keys stay, since Opacus asks which types have one."""
+    """Wraps every registered sampler that is not wrapped yet. Keys stay, because Opacus looks types up among them."""
     registries = (
         (GradSampleHooks.GRAD_SAMPLERS, PER_SAMPLE_GRADIENTS),
         (GradSampleHooksFastGradientClipping.NORM_SAMPLERS, NORM_SAMPLES),
@@ -97,7 +100,10 @@ Function = Callable[..., Any]
 
 
 def wrap_functions(attachment: Attachment) -> None:
-    """Replaces each function in every module that has imported it."""
+    """Wraps functions that other modules import by name.
+
+    Each of those modules refers to the function directly, so it is replaced in all of them.
+    """
     importers = _importers()
     for path, wrap in _WRAPPERS.items():
         attachment.apply(path, partial(_replace, importers, path, wrap))
@@ -117,12 +123,12 @@ def _wrap_noise(function: Function) -> Function:
 
 
 def _wrap_added_noise(function: Function) -> Function:
-    """flash_clip's noise that a kernel draws where it adds it takes no memory, but for the kernel's table of sums."""
+    """Wraps flash_clip's kernel that draws and adds noise. It allocates only its table of sums."""
     return _tag(function, NOISE)(function)
 
 
 def _wrap_noise_of_many(function: Function) -> Function:
-    """flash_clip passes many clipped sums at once: each is passed by itself here, for its noise to have its module."""
+    """Wraps flash_clip's function for many clipped sums, and passes them one by one, so that noise has its module."""
 
     def draw_one(*args: Any, reference: Any) -> Any:
         return function([reference], *args)[0]
@@ -171,7 +177,7 @@ def _replace(
 
 
 def _importers() -> list[ModuleType]:
-    """The loaded modules that may have imported one of the functions. Going through thousands takes a millisecond."""
+    """Returns the loaded modules that may have imported one of the functions. It takes about a millisecond."""
     packages = ("opacus.", "opacus_memprof.clipping.kernels.gaussian", "torch.nn.utils._expanded_weights.")
     return [module for name, module in list(sys.modules.items()) if name.startswith(packages)]
 
@@ -191,7 +197,11 @@ _running_backwards = 0  # calls of `backward` that have not returned
 
 
 def observe_ghost_backward(attachment: Attachment) -> None:
-    """Patches the classes, for each loss is a new object."""
+    """Sets the phases of ghost clipping's `loss.backward()`.
+
+    It runs a backward pass for the gradient norms, computes the clipping factors, and runs a second backward pass for
+    the clipped gradients. Classes are patched, because each loss is a new object.
+    """
     for loss in _LOSSES:
         attachment.observe(f"{loss}.backward", _observe_backward)
     for method in _CLIPPING:
@@ -231,7 +241,10 @@ def _observe_disable_hooks(hooks: Any) -> CallHook:
 
 
 def observe_make_private(attachment: Attachment, follow: Callable[[Attachment, Any], object]) -> None:
-    """Calls `follow(attachment, prepared)` with what any engine's make_private returns; the program gets the same."""
+    """Calls `follow(attachment, prepared)` with the result of every engine's `make_private`.
+
+    `make_private_with_epsilon` calls `make_private` too.
+    """
 
     def observation(*args: Any, **kwargs: Any) -> CallHook:
         return in_setup_phase(lambda prepared: follow(attachment, prepared))
@@ -240,8 +253,10 @@ def observe_make_private(attachment: Attachment, follow: Callable[[Attachment, A
 
 
 def in_setup_phase(follow: Callable[[Any], object]) -> CallHook:
-    """Observes `make_private` in the phase `setup`: preparing a model for functorch copies its layers on the device.
-    Calls `follow` with what it returns."""
+    """Observes `make_private` in the phase `setup`, and calls `follow` with its result.
+
+    Preparing a model for functorch copies its layers on the device.
+    """
     previous_phase = native.set_phase(SETUP)
     try:
         prepared = yield

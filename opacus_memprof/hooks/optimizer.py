@@ -2,8 +2,8 @@
 """Follows clipping, noise, the step and zero_grad of Opacus' optimizers and of plain ones.
 
 Opacus' optimizers call their methods through the instance, so wrappers are set as attributes of the instance. `step` is
-not wrapped, for learning rate schedulers replace it: `pre_step` is where it begins, and step hooks of the original
-optimizer surround the update.
+not wrapped, because learning rate schedulers replace it. It begins with `pre_step`, and step hooks of the original
+optimizer run before and after the update.
 """
 
 import weakref
@@ -38,7 +38,7 @@ _no_op_models: "weakref.WeakKeyDictionary[GradSampleHooksNoOp, None]" = weakref.
 
 
 def follow_no_op_model(attachment: Attachment, model: GradSampleHooksNoOp) -> None:
-    """Has optimizers tag `grad_sample` when they step, as long as a model in the mode no_op is attached."""
+    """Makes optimizers tag `grad_sample` when they step, as long as a model in the mode no_op is attached."""
     attachment.set_entry(_no_op_models, model, None)
 
 
@@ -46,8 +46,8 @@ class MethodWrapper:
     """A callable that is set as an attribute of an optimizer, and wraps the optimizer's method of that name.
 
     It refers weakly to the optimizer: a reference cycle would keep the optimizer's states alive after the program has
-    dropped it. It never accesses the optimizer's __dict__, which would make CPython materialize that dictionary and
-    look up every attribute more slowly from then on."""
+    dropped the optimizer. It never accesses the optimizer's __dict__, which would make CPython materialize that
+    dictionary and look up every attribute more slowly from then on."""
 
     __slots__ = ("__wrapped__", "_observation", "_optimizer", "_tagged", "replaced")
 
@@ -166,8 +166,10 @@ def tag_states(optimizer: Optimizer) -> None:
 
 
 def _states_replaced(states: Any) -> bool:
-    """Whether the update has replaced states that were tagged, as some optimizers do in each update. Only the first
-    parameter's are checked. Where `states` is not a plain dict, they count as replaced."""
+    """Returns whether the update has replaced states that were tagged, as some optimizers do in each update.
+
+    Only the first parameter's states are checked. If `states` is not a plain dict, they count as replaced.
+    """
     return not isinstance(states, dict) or bool(native.retag_first_state(states, OPTIMIZER_STATES))
 
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records the layer shapes of attached models, and the shapes of activations in the forward pass of each batch that is
-larger than all before it. They are stored in `recording.layer_shapes`."""
+"""Records the shapes of layers, their forward passes and optimizers, in `recording.observations`."""
 
 import math
 import weakref
@@ -26,8 +25,8 @@ from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape
 from opacus_memprof.recording import observations
 from opacus_memprof.recording.faults import CallHook
 
-# By optimizer: how many tensors of a parameter's shape it keeps as state of each parameter, and how many temporary ones
-# its foreach step makes for all parameters at once (such as denominators).
+# By optimizer: the number of state tensors of each parameter, and of temporary tensors (such as denominators) that its
+# foreach step makes for all parameters at once.
 _STATES = {
     "Adadelta": (2, 2),
     "Adagrad": (1, 1),
@@ -144,7 +143,7 @@ def observe_zero_grad(optimizer: Optimizer) -> CallHook:
 
 
 def capture_shape(module: nn.Module, inputs: Any, output: Any) -> CaptureShape | None:
-    """The shape of a module's input and output; None if they are no tensors."""
+    """Returns the shape of a module's input and output; None if they are not tensors."""
     tensors = [value for value in inputs if isinstance(value, Tensor) and value.dim()]
     if not tensors or not isinstance(output, Tensor) or not output.numel():
         return None
@@ -162,11 +161,12 @@ def capture_shape(module: nn.Module, inputs: Any, output: Any) -> CaptureShape |
 
 
 def needs_layout_copy(module: _ConvNd, output: Tensor) -> bool:
-    """Whether cuDNN or oneDNN copies this convolution's operands and results into another memory layout.
+    """Returns whether cuDNN or oneDNN copies this convolution's operands and results into another memory layout.
 
-    cuDNN does so where it uses tensor cores, which need channels last; oneDNN, because it blocks channels. Tensors that
-    are channels-last already are not copied. A 1x1 convolution is a matrix product, and for depthwise convolutions
-    cuDNN has kernels that need no copies."""
+    cuDNN copies them if it uses tensor cores, which need channels last; oneDNN, because it blocks channels. Tensors
+    that are channels-last already are not copied. A 1x1 convolution is a matmul, and for depthwise convolutions cuDNN
+    has kernels that need no copies.
+    """
     is_1x1 = max(module.kernel_size) == 1
     if not output.is_contiguous() or output.dtype == torch.float64:
         return False

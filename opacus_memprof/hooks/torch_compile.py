@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows models through torch.compile and torch.jit.script.
 
-What they trace must be the program's own code, or their graphs would break. So scoped forwards are removed from what is
-compiled, and the model's two forward hooks run around the compiled call instead of inside it.
+They must trace the program's own code only, or their graphs would break. So scoped forwards are removed from compiled
+modules, and the model's two forward hooks run around the compiled call instead of inside it.
 """
 
 import contextlib
@@ -34,13 +34,13 @@ _running_calls = 0  # compiled calls of followed models that have not returned
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile traces the inside of `module`, where hooks would break its graphs."""
+    """Returns whether torch.compile traces the inside of `module`, where hooks would break its graphs."""
     return tracing.is_compiled(module) or bool(_compiled_results.get(module))
 
 
 def hooks_suspended() -> bool:
-    """Whether the model's hooks must do nothing: they are being traced, or a wrapper around the compiled call has
-    called them already."""
+    """Returns whether the model's hooks must do nothing: they are being traced, or a wrapper around the compiled call
+    has called them already."""
     return is_compiling() or _running_calls > 0
 
 
@@ -55,7 +55,7 @@ def follow(attachment: Attachment, root: nn.Module, hooks: ModelHooks) -> None:
 
 def wrap_torch_compile(attachment: Attachment) -> None:
     """Patches torch.compile, nn.Module.compile and torch.jit.script. A program that has imported `compile` by name
-    before gets the same results, from more graphs."""
+    before gets the same results, with more graphs."""
     for path, wrap in (
         ("torch:compile", _wrap_compile),
         ("torch.nn:Module.compile", lambda compile: observe(compile, _observe_module_compile)),
@@ -83,7 +83,7 @@ def _wrap_compile(compile: Any) -> Any:
 
 @contain("removing the profiler's hooks from what torch.compile traces")
 def _remove_reachable_wrappers(model: Any) -> list[nn.Module]:
-    """The modules that `model` can reach, without the profiler's wrappers."""
+    """Returns the modules that `model` can reach, after removing the profiler's wrappers from them."""
     modules = tracing.reachable_modules(model)
     for module in modules:
         _remove_wrappers(module)

@@ -157,10 +157,10 @@ def read_privacy_check(path: Path) -> PrivacyCheck | None:
 
 
 def write_privacy_checks(checks: Sequence[dict[str, Any]], path: str | os.PathLike[str]) -> Path | None:
-    """Writes the models of several engines into one file, atomically.
+    """Writes privacy_check.json for the models of several engines, atomically.
 
     Args:
-        checks: what ``privacy_check`` of each engine has returned.
+        checks: the results of each engine's `privacy_check`.
         path: of the file.
 
     Returns:

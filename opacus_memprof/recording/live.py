@@ -22,7 +22,7 @@ from opacus_memprof.recording import native
 
 
 def read_live() -> LiveMemory:
-    """What is live now, on every device that has had a block."""
+    """Returns what is live now, on every device that has had a block."""
     launch = Launch.from_environment()
     counters = native.counters()
     return LiveMemory(
@@ -45,14 +45,14 @@ def read_live() -> LiveMemory:
 
 
 def read_breakdown() -> dict[str, Sizes]:
-    """The live bytes by device and category, without those that have none."""
+    """Returns the live bytes by device and category, without empty categories."""
     devices = read_live().devices.items()
     live = {name: {key: size for key, size in device.categories.items() if size} for name, device in devices}
     return {name: categories for name, categories in live.items() if categories}
 
 
 def read_peaks() -> dict[str, LivePeak]:
-    """The highest instant of each device since recording began."""
+    """Returns the peak of each device since recording began."""
     return {
         name: LivePeak(
             requested_bytes=counts["requested_bytes"],
@@ -70,12 +70,12 @@ def read_peaks() -> dict[str, LivePeak]:
 
 
 def hooked_activations(counted: Mapping[str, int]) -> HookedActivations:
-    """The parts of activation_hooks, from the bytes by the counters' own categories."""
+    """Returns the parts of activation_hooks, from bytes by the counters' categories."""
     return HookedActivations(**{part: counted.get(category, 0) for category, part in PARTS.items()})
 
 
 def _known(size: int) -> int | None:
-    """None for -1, which the counters have for unknown sizes."""
+    """Returns None for -1, which the counters use for unknown sizes."""
     return None if size < 0 else size
 
 
@@ -96,8 +96,8 @@ def take_snapshot(name: str) -> Snapshot:
 
 
 def _count(device: str, counts: Mapping[str, Any], pending: int) -> DeviceCount:
-    """`pending` bytes are of blocks that the program has freed while a side stream uses them: the ledger has dropped
-    them, torch's allocator has not."""
+    """Counts one device. `pending` is the bytes of blocks that the program has freed while a side stream uses them: the
+    ledger has dropped these blocks, torch's allocator has not."""
     categories = add_parts(counts["categories"])
     if pending:
         categories["pending_free"] = pending
@@ -111,7 +111,7 @@ def _count(device: str, counts: Mapping[str, Any], pending: int) -> DeviceCount:
 
 
 def _pending_free() -> dict[str, int]:
-    """The pending-free bytes of each device. The ledger also drops blocks that were freed unrecorded."""
+    """Returns the pending-free bytes of each device. The ledger also drops blocks that were freed unrecorded."""
     if not native.HAS_CUDA or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
     try:

@@ -183,8 +183,8 @@ class JsonLines:
             raise MemprofError(f"cannot stream to {self._path} ({error.strerror}): choose another file") from error
 
     def write(self, reading: LiveMemory) -> None:
-        """Appends a line in one write, so that readers of the file never see part of a line unless the disk is full.
-        Raises OSError."""
+        """Appends a line in one write, so that readers of the file never see an incomplete line unless the disk is
+        full. Raises OSError."""
         devices = {
             name: replace(device, categories={key: size for key, size in device.categories.items() if size})
             for name, device in reading.devices.items()

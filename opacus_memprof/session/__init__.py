@@ -12,9 +12,9 @@ __all__ = ["Session", "current", "one_line", "outcome", "profile", "retag", "tag
 
 
 def tag(name: str) -> native.Tag:
-    """Attributes what is allocated inside to the category `name`, the program's own or a built-in one.
+    """Attributes allocations inside a block or a function to the category `name`, the program's own or a built-in one.
 
-    As `with tag("teacher"):` or as a decorator, `@tag("teacher")`. It holds for the calling thread.
+    Use `with tag("teacher"):`, or the decorator `@tag("teacher")`. It applies to the calling thread only.
 
     Raises:
         MemprofError: there are more than 64 categories.
@@ -23,10 +23,16 @@ def tag(name: str) -> native.Tag:
 
 
 def retag(tensors: Any, name: str) -> int:
-    """Gives what is allocated already, under these tensors, the category `name`; returns the bytes that this changed.
+    """Gives the memory of existing tensors the category `name`, and returns the number of changed bytes.
 
-    `tensors` is one, an iterable of them, or sequences and mappings that nest some. What another tensor shares with
-    them changes as well. Raises MemprofError as `tag` does.
+    Memory that other tensors share with them changes as well.
+
+    Args:
+        tensors: a tensor, an iterable of tensors, or nested sequences and mappings of tensors.
+        name: of the category.
+
+    Raises:
+        MemprofError: as `tag`.
     """
     return native.retag(tensors, _category_id(name))
 

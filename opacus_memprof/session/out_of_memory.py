@@ -40,7 +40,7 @@ class Forensics:
     """Explains the failed allocations of a session.
 
     Attributes:
-        report: of the latest failure that was explained, or None.
+        report: the report of the latest explained failure, or None.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -52,7 +52,7 @@ class Forensics:
         self._printed = False
 
     def patch(self, attachment: Attachment) -> None:
-        """Has torch.OutOfMemoryError explained when it is constructed, until `attachment` is detached."""
+        """Makes torch.OutOfMemoryError explain itself when it is constructed, until `attachment` is detached."""
         error_class: Any = torch.OutOfMemoryError
         is_inherited = "__init__" not in vars(error_class)
         original = error_class.__init__
@@ -85,7 +85,7 @@ class Forensics:
             failed = native.failures()
             explained = error if is_out_of_memory(error) else None
             if explained is None:
-                # Without an exception, failures on a GPU are trials of torch's, such as cuDNN's of its workspaces.
+                # Without an exception, failures on a GPU are torch's trials, such as those of cuDNN's workspaces.
                 failed = [failure for failure in failed if failure["device"] == "cpu"]
             if failed and failed[-1]["number"] >= self._explained:
                 self._explained = failed[-1]["number"] + 1
@@ -113,7 +113,7 @@ class Forensics:
             replayed = core.replay(str(self._directory), _TIMELINE_POINTS)
         except RuntimeError:  # the event file cannot be read: the report uses what the failure itself contains
             replayed = None
-        piled_up = any(fact["kind"] == "captures" for fact in observations.recorded())
+        piled_up = any(each["kind"] == "captures" for each in observations.recorded())
         captures = observations.captures() if piled_up else None
         device = failed[-1]["device"]
         if device != "cpu":
@@ -132,7 +132,7 @@ class Forensics:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether this exception, or one that caused it, is an out-of-memory error."""
+    """Returns whether this exception, or one of its causes, is an out-of-memory error."""
     chain, seen = [error], set[int]()
     while chain:
         link = chain.pop()

@@ -22,12 +22,12 @@ from opacus_memprof.session.out_of_memory import is_out_of_memory
 
 
 class Result:
-    """What a session knows of its profile.
+    """What a session knows about its profile.
 
     Attributes:
         profile: the content of profile.json, once it is written.
         live_at_end: the bytes by device and category that were live at the end of the recording; None before.
-        warnings: sentences on what the profile cannot know.
+        warnings: sentences about what the profile cannot know.
         pid: of the process that records.
     """
 
@@ -43,7 +43,7 @@ class Result:
         self._so_far: tuple[tuple[int, int], Profile] | None = None  # by events written and dropped until then
 
     def read_figures(self) -> None:
-        """Keeps what only the recording process can read, before anything is undone. Each figure is read for itself."""
+        """Keeps what only the recording process can read, before anything is undone. Each figure is read separately."""
         with contain("reading the live bytes"):
             self.live_at_end = live.read_breakdown()
         with contain("reading the peaks"):
@@ -76,7 +76,7 @@ class Result:
         return profile
 
     def write_from_counters(self, status: str, exit_code: int, error: str | None) -> Profile:
-        """Builds the profile from the live counters alone and writes profile.json, where `write` has failed.
+        """Builds the profile from the live counters only and writes profile.json, after `write` has failed.
 
         Raises:
             MemprofError: profile.json cannot be written.
@@ -86,7 +86,7 @@ class Result:
         return self.profile
 
     def so_far(self) -> Profile:
-        """The profile, or before the end what it would be now."""
+        """Returns the profile; before the end of the session, the profile so far."""
         if self.profile is not None:
             return self.profile
         with contain("building the profile so far"):
@@ -128,7 +128,7 @@ class Result:
 
 
 def outcome(error: BaseException | None) -> tuple[str, int]:
-    """A program's status and exit code, from the exception that ended it (None: it came to its end)."""
+    """Returns a program's status and exit code, from the exception that ended it, if any."""
     code = 1
     if error is None:
         code = 0
@@ -142,7 +142,7 @@ def outcome(error: BaseException | None) -> tuple[str, int]:
 
 
 def one_line(error: BaseException | None) -> str | None:
-    """What went wrong, for people: the exception's kind and its message's first line."""
+    """Returns the exception's type and the first line of its message, for people."""
     if error is None or (isinstance(error, SystemExit) and not isinstance(error.code, str)):
         return None
     message = str(error).strip().partition("\n")[0]
@@ -150,7 +150,7 @@ def one_line(error: BaseException | None) -> str | None:
 
 
 def describe_run(device: str, launch: Launch | None) -> dict[str, Any]:
-    """The entries of meta.json about the run that the recorder does not write itself. Never initialises CUDA."""
+    """Returns the entries of meta.json that the recorder does not write itself. Never initialises CUDA."""
     return {
         "versions": {
             "opacus_memprof": VERSION,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RANK RANKS [large]: plays a rank, and prints what collectives give it."""
+"""RANK RANKS [large]: simulates a rank, and prints what collectives give it."""
 
 import json
 import resource

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RANK RANKS: plays a rank that trains two steps under FSDP2, and prints what it holds of each parameter."""
+"""RANK RANKS: simulates a rank that trains two steps under FSDP2, and prints what it holds of each parameter."""
 
 import json
 import sys
