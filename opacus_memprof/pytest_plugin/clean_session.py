@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session for one test, whose profile contains the test's own memory only: it begins clean, leaves blocks of earlier
-tests out, and affects no later test."""
+"""A session for one test, whose profile contains only the test's own memory, and which affects no later test.
+
+A block from before the test (of earlier tests, wider fixtures or the test's module) is in the event file as a seed. It
+counts if the test retags it, as attaching a model does with parameters. Otherwise all of its events are left out, so
+that the replay is the same as in a process in which only this test has run.
+"""
 
 import contextlib
 import gc
@@ -43,7 +47,7 @@ class TestEvents:
 
     Attributes:
         earlier_blocks: blocks from before the test that are still live.
-        foreign_blocks: those of them that the test has not retagged.
+        foreign_blocks: the earlier blocks that the test has not retagged.
 
     Raises:
         MemprofError: the events cannot be read.
@@ -60,7 +64,10 @@ class TestEvents:
         self._excluded: npt.NDArray[np.uint64] = np.unique(rows["event"][~np.isin(block, retagged)])
 
     def profile(self) -> Profile:
-        """The profile of the test's own memory, without a timeline. Raises MemprofError as build_profile does."""
+        """Returns the profile of the test's own memory, without a timeline.
+
+        Raises MemprofError as build_profile does.
+        """
         if not self._excluded.size:
             return build_profile(self._directory, status="running", exit_code=None, timeline_points=1)
         header, records = _read_records(self._directory)
@@ -73,7 +80,7 @@ class TestEvents:
 
 
 def _read_records(directory: Path) -> tuple[bytearray, npt.NDArray[np.void]]:
-    """The header of the first piece of events, and the records of all pieces without their live sets."""
+    """Returns the header of the first piece of events, and the records of all pieces without their live sets."""
     pieces = []
     for path in [directory / EVENTS, *directory.glob("events.*.bin")]:
         with open(path, "rb") as file:
@@ -88,7 +95,7 @@ def _read_records(directory: Path) -> tuple[bytearray, npt.NDArray[np.void]]:
 
 
 def _rows_of_seeded_blocks(events: Events) -> Rows:
-    """The rows of all blocks that were there before the test, from seed to free."""
+    """Returns the rows of all blocks from before the test, from seed to free."""
     chunks: list[Rows] = [np.empty(0, ROW)]
     seeded: npt.NDArray[np.int64] = np.empty(0, "<i8")
 
@@ -163,12 +170,12 @@ class CleanSession(Session):
         observe_make_private(self._engines, self._follow)
 
     def attach(self, *objects: Any) -> None:
-        """Attaches as Session.attach does. A PrivacyEngine is attached already."""
+        """Attaches as `Session.attach` does. PrivacyEngines are attached already."""
         self.modes.update(_mode(target) for target in objects if isinstance(target, AbstractGradSampleHooks))
         super().attach(*objects)
 
     def devices_so_far(self) -> dict[str, Device]:
-        """The devices of profile.json so far, for the test's own memory.
+        """Returns the devices of profile.json so far, for the test's own memory.
 
         Raises:
             MemprofError: events were lost.
@@ -180,7 +187,10 @@ class CleanSession(Session):
         return self._test_events().profile().devices
 
     def breakdown(self) -> dict[str, dict[str, int]]:
-        """As Session.breakdown, for the test's own memory. The two categories of captured activations are added up."""
+        """Returns the live bytes of the test, as `Session.breakdown`.
+
+        The two categories of captured activations are added.
+        """
         result: dict[str, dict[str, int]] = {}
         for block in _without(self._test_events().foreign_blocks):
             category = reported_name(block["category"])
@@ -189,7 +199,7 @@ class CleanSession(Session):
         return result
 
     def leaked_blocks(self) -> list[dict[str, Any]]:
-        """The live blocks that did not exist when the test began."""
+        """Returns the live blocks that did not exist when the test began."""
         return _without(self._test_events().earlier_blocks)
 
     def end(self, status: str, exit_code: int, error: str | None = None) -> None:
@@ -244,7 +254,7 @@ def _without(blocks: set[BlockKey]) -> list[dict[str, Any]]:
 
 
 def _number(device: str) -> int:
-    """The number of a device in the event file: 0 is the CPU, 1 + i is cuda:i."""
+    """Returns the number of a device in the event file: 0 is the CPU, 1 + i is cuda:i."""
     return 0 if device == "cpu" else 1 + int(device.removeprefix("cuda:"))
 
 

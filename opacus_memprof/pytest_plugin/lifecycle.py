@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pytest's hooks around each profiled test, and its `memprof` fixture. They are registered if any test is profiled."""
+"""pytest's hooks around each profiled test, and its `memprof` fixture. They are registered if any test is profiled.
+
+The profile of a test begins with its first fixture of function scope, after fixtures of wider scope, so that it does
+not depend on which test ran first. Memory limits are checked when the test function has returned, leak limits after
+teardown.
+"""
 
 import hashlib
 import math
@@ -24,7 +29,7 @@ from opacus_memprof.session import current, one_line, outcome
 class Memprof:
     """The profile of a test so far. Blocks from before the test count only if the test attaches them.
 
-    Whatever any PrivacyEngine's `make_private` returns is attached automatically; attach other models and optimizers.
+    Results of any PrivacyEngine's `make_private` are attached automatically; attach other models and optimizers.
     """
 
     def __init__(self, session: CleanSession, item: pytest.Item) -> None:
@@ -51,7 +56,8 @@ class Memprof:
         return self._session.breakdown()
 
     def peak(self, category: str | None = None, *, module: str | None = None, phase: str | None = None) -> int:
-        """The requested bytes at the test's peak so far, or at the peak of a phase; the highest of several devices.
+        """Returns the requested bytes at the test's peak so far, or at the peak of a phase; the highest of several
+        devices.
 
         Args:
             category: count this category only.
@@ -93,7 +99,7 @@ class Memprof:
         """
         __tracebackhide__ = True
         if not isinstance(rel, (int, float)) or not math.isfinite(rel) or rel < 0:
-            raise MemprofError(f"rel={rel!r} is no tolerance: give a part of the baseline, such as 0.02 for 2 %")
+            raise MemprofError(f"rel={rel!r} is not a tolerance: give a part of the baseline, such as 0.02 for 2 %")
         file = baseline.path_of(name, self._folder())
         measured = baseline.measure(self._session.devices_so_far(), self._session.modes)
         if self._item.config.getoption("--memprof-update-baselines"):
@@ -126,7 +132,7 @@ _KEY = pytest.StashKey[ProfiledTest]()
 
 
 def profiled_test_of(item: pytest.Item) -> ProfiledTest:
-    """The ProfiledTest of a pytest item. Raises MemprofError if the test is not profiled."""
+    """Returns the ProfiledTest of a pytest item. Raises MemprofError if the test is not profiled."""
     test = item.stash.get(_KEY, None)
     if test is None:
         raise MemprofError(
@@ -270,8 +276,10 @@ class Lifecycle:
 
 
 def _scratch_parent() -> Path | None:
-    """The parent of the scratch directory: /dev/shm if event files fit into it, because creating and removing one on a
-    disk takes longer than a short test. None: the default."""
+    """Returns the parent of the scratch directory, or None for the default.
+
+    It is /dev/shm if event files fit into it: creating and removing one on a disk takes longer than a short test.
+    """
     shared_memory = Path("/dev/shm")
     try:
         fits = shutil.disk_usage(shared_memory).free > 2 * DEFAULT_MAX_EVENTS * EVENT_BYTES
@@ -281,6 +289,6 @@ def _scratch_parent() -> Path | None:
 
 
 def folder_of(nodeid: str) -> str:
-    """The name of a test's profile directory: readable, short and unique."""
+    """Returns the name of a test's profile directory: readable, short and unique."""
     readable = re.sub(r"[^A-Za-z0-9_.-]+", "_", nodeid).strip("._")[-80:]
     return f"{readable}-{hashlib.sha256(nodeid.encode()).hexdigest()[:8]}"

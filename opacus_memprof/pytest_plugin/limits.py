@@ -61,8 +61,8 @@ class Limit:
 
 
 def check_filters(category: str | None, module: str | None, phase: str | None) -> None:
-    """Raises MemprofError if a category or phase does not exist, or if a module and a phase are given: modules are
-    known at the peak only."""
+    """Raises MemprofError if a category or phase does not exist, or if both a module and a phase are given: modules
+    are known at the peak only."""
     names = native.names()
     categories = sorted({*REPORTED, *(reported_name(name) for name in names["categories"])} - {FORWARD_UNDECIDED})
     if category is not None and category not in categories:

@@ -20,7 +20,7 @@ MEMORY_OPTION = "memprof_virtual_memory"
 
 
 def kind_of(config: pytest.Config) -> str:
-    """The kind of GPU from the command line or, by default, from the ini file; empty for none."""
+    """Returns the kind of GPU from the command line or, by default, from the ini file; empty for none."""
     option = getattr(config.known_args_namespace, OPTION, None)
     return str(config.getini(OPTION) if option is None else option)
 
@@ -51,7 +51,7 @@ def start(config: pytest.Config) -> None:
 
 
 def header() -> str | None:
-    """The line of pytest's header that names the virtual GPU."""
+    """Returns the line of pytest's header that names the virtual GPU."""
     running = virtual_gpu.active()
     if running is None:
         return None
@@ -60,7 +60,7 @@ def header() -> str | None:
 
 
 def _torch_came_first(config: pytest.Config) -> str:
-    """The message if torch has been imported, with the names of the plugins that have imported it."""
+    """Returns the message if torch has been imported, with the names of plugins that have imported it."""
     importers = [
         name
         for name, plugin in config.pluginmanager.list_name_plugin()
@@ -79,7 +79,7 @@ _TOP = 5  # categories in a message
 
 @dataclass(frozen=True)
 class Fits:
-    """What the marker says: the kind of the GPU, and the most bytes that torch may reserve there, if not all."""
+    """The marker's arguments: the kind of GPU, and the most bytes that torch may reserve there, if limited."""
 
     gpu: str
     below: int | None = None
@@ -92,7 +92,10 @@ class Fits:
 
     @classmethod
     def read(cls, mark: pytest.Mark) -> "Fits":
-        """Raises MemprofError if there is no such kind, or `below` is not a size; TypeError for other arguments."""
+        """Reads a marker.
+
+        Raises MemprofError if the kind or the size `below` is invalid, TypeError for other arguments.
+        """
         return cls._of_arguments(*mark.args, **mark.kwargs)
 
     @classmethod
@@ -101,8 +104,7 @@ class Fits:
         return cls(gpu, None if below is None else parse_size(below))
 
     def check(self, devices: Mapping[str, Device]) -> str | None:
-        """Returns a message if memory ran out, or torch has reserved more than `below`, on a device of a test that has
-        run on a virtual GPU.
+        """Returns a message if memory ran out on a device of the test, or torch has reserved more than `below`.
 
         Raises:
             MemprofError: the test has allocated nothing on the GPU.
