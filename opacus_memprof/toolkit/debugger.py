@@ -33,10 +33,10 @@ _MAX_SNAPSHOTS = 100_000  # in memory; the file has all
 def create_memory_debugger(
     log_dir: str | os.PathLike[str] = DEFAULT_LOG_DIR, enable_real_time: bool = False
 ) -> "MemoryDebugger":
-    """A debugger for a `with` block, or for as long as it is needed and then `stop`.
+    """Returns a debugger for a `with` block; without one, call `stop` at the end.
 
     Args:
-        log_dir: where the log, the history and the report go; made when the first is written.
+        log_dir: the directory of the log, the history and the report, created with the first of them.
         enable_real_time: whether to monitor from now on, once a second.
     """
     debugger = MemoryDebugger(Path(log_dir))
@@ -102,7 +102,7 @@ class MemoryDebugger:
     def _checkpoint(self, name: str) -> MemorySnapshot:
         if name not in self._checkpoints:
             known = ", ".join(f'"{checkpoint}"' for checkpoint in self._checkpoints) or "none yet"
-            raise MemprofError(f'there is no checkpoint "{name}": those there are: {known}')
+            raise MemprofError(f'there is no checkpoint "{name}": the checkpoints are: {known}')
         return self._checkpoints[name]
 
     def start_real_time_monitoring(self, interval: float = DEFAULT_INTERVAL) -> None:

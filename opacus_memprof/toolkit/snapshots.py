@@ -30,7 +30,7 @@ def memory_snapshot(name: str = "snapshot") -> MemorySnapshot:
     Returns:
         {"name", "timestamp", "devices": [{"device", "source", "allocated_mb", "reserved_mb", "max_allocated_mb",
         "max_reserved_mb", "total_mb", "utilization_percent", "categories_mb"}], "system": {"total_mb",
-        "available_mb", "used_percent"}}, sizes in MB of 2**20 bytes. `source` says who counted: the recording
+        "available_mb", "used_percent"}}, sizes in MB of 2**20 bytes. `source` is what counted: the recording
         allocator, torch.cuda.memory_stats, or the process' resident memory.
     """
     snapshot = take_snapshot(name)
@@ -71,7 +71,7 @@ def check_memory_status(threshold_mb: float = 1000.0) -> list[Finding]:
         The findings, with `kind`, `device`, `bytes`, `evidence` and `remedy`.
 
     Raises:
-        MemprofError: the threshold is negative or no number.
+        MemprofError: the threshold is negative or not a number.
     """
     findings = anomalies.find_in_snapshot(take_snapshot(), check_threshold(threshold_mb))
     anomalies.log(findings)

@@ -212,7 +212,7 @@ def test_checkpoints(tmp_path: Path) -> None:
         debugger.create_memory_checkpoint("之后")
         [change] = debugger.compare_checkpoints("开始", "之后")["gpu_changes"]
         report = debugger.generate_memory_report()
-        with pytest.raises(MemprofError, match='there is no checkpoint "x": those there are: "开始", "之后"'):
+        with pytest.raises(MemprofError, match='there is no checkpoint "x": the checkpoints are: "开始", "之后"'):
             debugger.compare_checkpoints("开始", "x")
     assert change["memory_change_mb"] == 4 == tensors_in_use.nbytes / MB
     assert (tmp_path / "logs" / "memory_report.txt").read_text(encoding="utf-8") == report
