@@ -148,7 +148,8 @@ def _run(named: Sequence[tuple[str, nn.Module]], call: Call, layers: frozenset[s
 
 
 def _copy(named: Sequence[tuple[str, nn.Module]], fake: FakeTensorMode) -> tuple[nn.Module, list[Any]]:
-    """A copy of the model with fake tensors and without hooks, and the copies of its modules with their names."""
+    """Returns a copy of the model with fake tensors and without hooks, and the copies of its modules with their
+    names."""
     memo: dict[int, Any] = {}
     for _, module in named:
         for key, value in vars(module).items():
@@ -221,7 +222,7 @@ def _unpack(kept: Any) -> Tensor:
 
 
 def id_of(tensor: Tensor) -> int:
-    """The address of a tensor's storage object."""
+    """Returns the address of a tensor's storage object."""
     return int(tensor.untyped_storage()._cdata)
 
 

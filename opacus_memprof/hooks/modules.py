@@ -46,7 +46,7 @@ def assign_name_prefix(attachment: Attachment, root: nn.Module) -> None:
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The user's modules with their fully qualified names.
+    """Yields the user's modules with their fully qualified names.
 
     The model itself is "", or `Class#2` if it has a prefix (`assign_name_prefix`). Opacus' wrapper is left out, because
     it is not one of the user's modules. The wrapper's attribute `_module` and DDP's `module` do not appear in names:

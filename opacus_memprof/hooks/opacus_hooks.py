@@ -145,7 +145,7 @@ def _wrap_clipping(function: Function) -> Function:
 
 
 def _wrap_expanded_weights(function: Function) -> Function:
-    """The grad sampler of ExpandedWeights; its first argument may be a parameter's ExpandedWeight."""
+    """Wraps the grad sampler of ExpandedWeights. Its first argument may be a parameter's ExpandedWeight."""
     tag = _tag(function, TEMP_MATRICES)
     return native.ParameterFunction(function, tag, "grad_sample", PER_SAMPLE_GRADIENTS, "orig_weight")
 

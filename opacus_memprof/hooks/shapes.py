@@ -75,7 +75,7 @@ def record_model(model: nn.Module | AbstractGradSampleHooks, named: Sequence[tup
 
 
 def layer_shape_of(module: nn.Module, trained: dict[str, nn.Parameter]) -> LayerShape:
-    """The shape of a module whose trained parameters are `trained`."""
+    """Returns the shape of a module whose trained parameters are `trained`."""
     weight = trained.get("weight")
     shape = weight.shape if weight is not None and weight.dim() > 1 else None
     bias = trained["bias"].numel() if "bias" in trained else 0

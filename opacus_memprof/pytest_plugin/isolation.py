@@ -20,7 +20,7 @@ REPORTS = "OPACUS_MEMPROF_PYTEST_REPORTS"  # environment variable: the path of a
 
 
 def is_child(config: pytest.Config) -> bool:
-    """Whether this is the process of an isolated test."""
+    """Returns whether this is the process of an isolated test."""
     return config.pluginmanager.hasplugin(__name__)
 
 
@@ -64,8 +64,9 @@ def run(item: pytest.Item) -> None:
 
 
 def _command(item: pytest.Item) -> list[str]:
-    """The command that runs pytest for this test alone, with the same root, configuration, plugins and memory options.
-    The project's `addopts` are left out: parallel runs, reports and filters are for the parent process only."""
+    """Returns the command that runs pytest for this test only, with the same root, configuration, plugins and memory
+    options. The project's `addopts` are left out: parallel runs, reports and filters are for the parent process
+    only."""
     config = item.config
     command = [
         sys.executable,

@@ -45,7 +45,7 @@ class Memprof:
         return self._session.snapshot(name)
 
     def breakdown(self) -> dict[str, dict[str, int]]:
-        """The test's live bytes now.
+        """Returns the test's live bytes now.
 
         Returns:
             {device: {category: bytes}}, as `Session.breakdown`.

@@ -38,7 +38,7 @@ class Limit:
     def parse(
         cls, limit: str | int, *, category: str | None = None, module: str | None = None, phase: str | None = None
     ) -> "Limit":
-        """A limit such as "1.2 GB". Raises MemprofError if it is not a size or is 0, and as `check_filters`."""
+        """Parses a limit such as "1.2 GB". Raises MemprofError if it is not a size or is 0, and as `check_filters`."""
         check_filters(category, module, phase)
         return cls(_positive(limit), category, module, phase)
 

@@ -38,7 +38,7 @@ _current: "Session | None" = None
 
 
 def current() -> "Session | None":
-    """The session that is recording in this process, or None."""
+    """Returns the session that is recording in this process, or None."""
     session = _current
     if session is None or session._result is None or session._result.pid != os.getpid():  # the parent's, after a fork
         return None
@@ -53,7 +53,7 @@ def profile(
     stream: Target | Iterable[Target] | None = None,
     stream_interval: float = 10.0,
 ) -> "Session":
-    """A session for a `with` block: `with opacus_memprof.profile("memprof_profile") as session:`.
+    """Returns a session for a `with` block: `with opacus_memprof.profile("memprof_profile") as session:`.
 
     Args:
         directory: where the profile goes; an earlier profile there is replaced. If a launcher has started several

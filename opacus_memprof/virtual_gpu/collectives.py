@@ -38,7 +38,7 @@ def _replace_object_collectives(c10d: Any) -> None:
     exchanges: dict[str, int] = {}  # number of exchanges so far, by the group's name
 
     def exchange(group: Any, source: int, value: Any) -> Any:
-        """The value of rank `source`; on a rank that is simulated without the others, `value`."""
+        """Returns the value of rank `source`; on a rank that is simulated without the others, `value`."""
         name = c10d._get_process_group_name(group)
         exchanges[name] = exchanges.get(name, 0) + 1
         key = f"virtual_gpu/objects/{name}/{exchanges[name]}"

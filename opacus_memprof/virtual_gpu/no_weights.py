@@ -129,7 +129,7 @@ def _bytes(value: Any) -> int:
 
 
 def _is_in_place(func: Any) -> bool:
-    """Whether an operation writes the values of its first argument, as opposed to its shape or storage."""
+    """Returns whether an operation writes the values of its first argument, as opposed to its shape or storage."""
     name = func.overloadpacket.__name__
     return (
         name.endswith("_") and not name.endswith("__") and name not in ("set_", "resize_", "detach_", "requires_grad_")

@@ -49,7 +49,7 @@ _library: ctypes.CDLL | None = None
 
 
 def active() -> VirtualGpu | None:
-    """The virtual GPUs of this process, or None."""
+    """Returns the virtual GPUs of this process, or None."""
     return _active
 
 
@@ -223,7 +223,7 @@ def _other_threads_run() -> bool:
 
 
 def _state(thread: Path) -> str:
-    """The state of a thread as in proc(5): R if it runs or is runnable. Empty if the thread has ended."""
+    """Returns the state of a thread as in proc(5): R if it runs or is runnable. Empty if the thread has ended."""
     try:
         return (thread / "stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -71,7 +71,7 @@ def check_machine() -> list[int]:
 
 
 def _cuda_of_torch() -> int:
-    """The major version of the CUDA runtime library that torch loads."""
+    """Returns the major version of the CUDA runtime library that torch loads."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise MemprofError(f"a virtual GPU needs torch, which is not installed: {_WHEEL}")
