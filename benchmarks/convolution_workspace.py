@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opacus_memprof.hooks.capture_shape import needs_layout_copy
+from opacus_memprof.hooks.shapes import needs_layout_copy
 
 MIB = 2**20
 ROW = "{:34} {:>9} {:>9} {:>9} {:>9} | {:>10} {:>10} {:>10} | {:>10}"

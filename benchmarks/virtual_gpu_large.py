@@ -46,7 +46,7 @@ def run(case: str, kind: str, tokens: int, ranks: int) -> dict[str, object]:
     from opacus_memprof import virtual_gpu
 
     gpu = virtual_gpu.start(kind, count=8)
-    virtual_gpu.play_rank(0, ranks)
+    virtual_gpu.simulate_rank(0, ranks)
     phases: dict[str, float] = {}
     host: dict[str, int] = {}
 

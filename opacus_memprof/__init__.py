@@ -13,57 +13,35 @@ from opacus_memprof.profiles.versions import VERSION
 __version__ = VERSION
 
 if TYPE_CHECKING:
-    from opacus_memprof import session
-    from opacus_memprof.errors import MemprofError
-    from opacus_memprof.planning.python import largest_physical_batch, plan
-    from opacus_memprof.recording.allocators import allocator, install, library_path, uninstall
-    from opacus_memprof.session import Session, profile, retag, tag
-    from opacus_memprof.session.privacy_engine import PrivacyEngine
-    from opacus_memprof.toolkit.debugger import create_memory_debugger
-    from opacus_memprof.toolkit.model import analyze_model
-    from opacus_memprof.toolkit.profiler import GPUMemoryProfiler
-    from opacus_memprof.toolkit.snapshots import (
-        check_memory_status,
-        cleanup_memory,
-        compare_snapshots,
-        generate_report,
-        memory_snapshot,
-        monitor_function,
-    )
+    from opacus_memprof import session as session
+    from opacus_memprof.errors import MemprofError as MemprofError
+    from opacus_memprof.planning.python import largest_physical_batch as largest_physical_batch
+    from opacus_memprof.planning.python import plan as plan
+    from opacus_memprof.recording.allocators import allocator as allocator
+    from opacus_memprof.recording.allocators import install as install
+    from opacus_memprof.recording.allocators import library_path as library_path
+    from opacus_memprof.recording.allocators import uninstall as uninstall
+    from opacus_memprof.session import Session as Session
+    from opacus_memprof.session import profile as profile
+    from opacus_memprof.session import retag as retag
+    from opacus_memprof.session import tag as tag
+    from opacus_memprof.session.privacy_engine import PrivacyEngine as PrivacyEngine
+    from opacus_memprof.toolkit.debugger import create_memory_debugger as create_memory_debugger
+    from opacus_memprof.toolkit.model import analyze_model as analyze_model
+    from opacus_memprof.toolkit.profiler import GPUMemoryProfiler as GPUMemoryProfiler
+    from opacus_memprof.toolkit.snapshots import check_memory_status as check_memory_status
+    from opacus_memprof.toolkit.snapshots import cleanup_memory as cleanup_memory
+    from opacus_memprof.toolkit.snapshots import compare_snapshots as compare_snapshots
+    from opacus_memprof.toolkit.snapshots import generate_report as generate_report
+    from opacus_memprof.toolkit.snapshots import memory_snapshot as memory_snapshot
+    from opacus_memprof.toolkit.snapshots import monitor_function as monitor_function
+    from opacus_memprof.toolkit.training import debug_lora_training as debug_lora_training
     from opacus_memprof.toolkit.training import (
-        debug_lora_training,
-        debug_memory_with_different_configs,
-        memory_profiled_training,
+        debug_memory_with_different_configs as debug_memory_with_different_configs,
     )
+    from opacus_memprof.toolkit.training import memory_profiled_training as memory_profiled_training
 
-__all__ = [
-    "GPUMemoryProfiler",
-    "MemprofError",
-    "PrivacyEngine",
-    "Session",
-    "allocator",
-    "analyze_model",
-    "check_memory_status",
-    "cleanup_memory",
-    "compare_snapshots",
-    "create_memory_debugger",
-    "debug_lora_training",
-    "debug_memory_with_different_configs",
-    "generate_report",
-    "install",
-    "largest_physical_batch",
-    "library_path",
-    "memory_profiled_training",
-    "memory_snapshot",
-    "monitor_function",
-    "plan",
-    "profile",
-    "retag",
-    "session",
-    "tag",
-    "uninstall",
-]
-
+# Name → the module that has it.
 _HOME = {
     "GPUMemoryProfiler": "toolkit.profiler",
     "MemprofError": "errors",
@@ -87,18 +65,19 @@ _HOME = {
     "plan": "planning.python",
     "profile": "session",
     "retag": "session",
+    "session": "session",
     "tag": "session",
     "uninstall": "recording.allocators",
 }
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "session":
-        return importlib.import_module("opacus_memprof.session")
     if name in _HOME:
         if _HOME[name].startswith(("recording.", "session")):  # they import torch: first, why one cannot record here
             importlib.import_module("opacus_memprof.recording.native")
-        return getattr(importlib.import_module(f"opacus_memprof.{_HOME[name]}"), name)
+        module = importlib.import_module(f"opacus_memprof.{_HOME[name]}")
+        return module if name == "session" else getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -23,7 +23,7 @@ from rich.text import Text
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.profiles.versions import LOWEST_OPACUS, TORCH_MINORS, installed_version
-from opacus_memprof.virtual_gpu import trial
+from opacus_memprof.virtual_gpu import requirements
 from opacus_memprof.virtual_gpu.devices import GPUS
 
 Level = Literal["ok", "note", "problem"]
@@ -224,7 +224,7 @@ def _extension(torch: Any) -> list[Check]:
 
 def _virtual_gpu() -> Check:
     """Whether `run --virtual-gpu` works, by a trial: it depends on what torch's libraries load."""
-    failed = trial.find_failure()
+    failed = requirements.find_failure()
     if failed is None:
         return Check("virtual GPU", f"works here (`opacus-memprof run --virtual-gpu KIND`): {', '.join(GPUS)}")
     reason, has_remedy = failed

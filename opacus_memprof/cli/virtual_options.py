@@ -87,7 +87,7 @@ class VirtualGpuOptions:
             job = uuid.uuid4().hex
             rank = fork_for_each(ranks)
             virtual_gpu.start(self.virtual_gpu, memory=memory, count=count)
-            virtual_gpu.play_rank(rank, self.virtual_ranks, gpus=count, job=job, ranks=ranks)
+            virtual_gpu.simulate_rank(rank, self.virtual_ranks, gpus=count, job=job, ranks=ranks)
             return True
         if self.rank is not None:
             raise MemprofError("--rank is one of the ranks of a job: add --virtual-ranks N")

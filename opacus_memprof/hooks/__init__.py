@@ -1,56 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wraps Opacus' hooks, samplers, functions and optimizers, so that the core knows what each allocation is for.
 
-Nothing that Opacus computes changes. A wrapper either pushes a tag for the duration of a call, or retags the blocks
-that Opacus has just allocated. `Attachment.detach` undoes everything. Each change is applied for itself: what does not
-fit this Opacus or this torch is left out, with a sentence in the profile, and the rest is followed.
+Opacus' results do not change. A wrapper either pushes a tag for the duration of a call, or retags the blocks that
+Opacus has just allocated. `Attachment.detach` undoes everything. Changes are independent: one that does not fit the
+installed Opacus or torch is skipped, with a sentence in the profile, and the others are made.
 """
 
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from opacus import PrivacyEngine
 from opacus.grad_sample import AbstractGradSampleHooks, GradSampleHooksNoOp
 from opacus.optimizers import DPOptimizer
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import nn
+from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
+from opacus_memprof.errors import MemprofError
 from opacus_memprof.hooks import (
     components,
     distributed,
-    functions,
-    ghost,
+    forward_shapes,
     inputs,
     modules,
     opacus_hooks,
     optimizer,
-    privacy_engine,
-    samplers,
     shapes,
     torch_compile,
 )
 from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment, SharedPatch
 
-__all__ = [
-    "Attachment",
-    "attach_model",
-    "attach_optimizer",
-    "attach_privacy_engine_class",
-    "attach_private",
-    "follow_model",
-    "follow_optimizer",
-    "follow_prepared",
-    "follow_privacy_engines",
-    "is_attached",
-]
-
 _attached: "weakref.WeakKeyDictionary[Any, Attachment]" = weakref.WeakKeyDictionary()
 
 
 def _patch_opacus(attachment: Attachment) -> None:
-    functions.wrap_functions(attachment)
-    ghost.observe_ghost_backward(attachment)
+    opacus_hooks.wrap_functions(attachment)
+    opacus_hooks.observe_ghost_backward(attachment)
     inputs.wrap_inputs(attachment)
     torch_compile.wrap_torch_compile(attachment)
 
@@ -62,13 +51,13 @@ def _patch_flash_clip(attachment: Attachment) -> None:
 
 
 _opacus = SharedPatch(_patch_opacus)
-_samplers = SharedPatch(samplers.wrap_samplers, repeat=True)  # a program may register samplers at any time
+_samplers = SharedPatch(opacus_hooks.wrap_samplers, repeat=True)  # a program may register samplers at any time
 _flash_clip = SharedPatch(_patch_flash_clip)
 _distributed = SharedPatch(distributed.wrap_distributed)
 
 
 def follow_model(attachment: Attachment, model: nn.Module | AbstractGradSampleHooks) -> None:
-    """Follows a model until `attachment` is detached: what `make_private` returned, in any mode, or a plain module.
+    """Follows a model until `attachment` is detached: one that `make_private` has returned, or a plain module.
 
     Call it after `make_private`, before the forward pass. Following a model again undoes its earlier attachment.
     """
@@ -106,13 +95,15 @@ def follow_model(attachment: Attachment, model: nn.Module | AbstractGradSampleHo
         attachment.apply(name, change)
     if any(recorded):
         named = list(modules.named_modules(root))
-        attachment.apply("the shapes of forward passes", lambda unit: shapes.watch_model(unit, root, named, scoped))
+        attachment.apply(
+            "the shapes of forward passes", lambda unit: forward_shapes.watch_model(unit, root, named, scoped)
+        )
 
 
 def follow_optimizer(attachment: Attachment, optim: Optimizer) -> None:
     """Follows an optimizer until `attachment` is detached: any of Opacus' optimizers, or a plain one.
 
-    Follow the model first, because that is what names the parameters' modules. Following an optimizer again, also in
+    Follow the model first, because following it names the parameters' modules. Following an optimizer again, even in
     another Opacus wrapper, undoes its earlier attachment.
     """
     original = optim.original_optimizer if isinstance(optim, DPOptimizer) else optim
@@ -125,49 +116,73 @@ def follow_optimizer(attachment: Attachment, optim: Optimizer) -> None:
 
 
 def follow_prepared(attachment: Attachment, prepared: Sequence[Any]) -> None:
-    """Follows what `make_private` returned until `attachment` is detached: (model, optimizer, data loader), or (model,
+    """Follows the result of `make_private` until `attachment` is detached: (model, optimizer, data loader), or (model,
     optimizer, criterion, data loader) with ghost clipping."""
     attachment.apply("the model", lambda unit: follow_model(unit, prepared[0]))
     attachment.apply("the optimizer", lambda unit: follow_optimizer(unit, prepared[1]))
 
 
 def follow_privacy_engines(attachment: Attachment) -> None:
-    """Follows whatever any PrivacyEngine's `make_private` returns, until `attachment` is detached."""
+    """Follows the results of every PrivacyEngine's `make_private`, until `attachment` is detached."""
     attachment.apply("DDP and FSDP2", _distributed.use)  # before the script wraps its model in one of them
-    privacy_engine.observe_make_private(attachment, follow_prepared)
+    opacus_hooks.observe_make_private(attachment, follow_prepared)
 
 
 def attach_model(model: nn.Module | AbstractGradSampleHooks) -> Attachment:
-    """Follows a model until what is returned is detached; see `follow_model`."""
+    """Follows a model until the returned Attachment is detached; see `follow_model`."""
     attachment = Attachment("the model")
     follow_model(attachment, model)
     return attachment
 
 
 def attach_optimizer(optim: Optimizer) -> Attachment:
-    """Follows an optimizer until what is returned is detached; see `follow_optimizer`."""
+    """Follows an optimizer until the returned Attachment is detached; see `follow_optimizer`."""
     attachment = Attachment("the optimizer")
     follow_optimizer(attachment, optim)
     return attachment
 
 
 def attach_private(prepared: Sequence[Any]) -> Attachment:
-    """Follows what `make_private` returned until what is returned is detached; see `follow_prepared`."""
+    """Follows the result of `make_private` until the returned Attachment is detached; see `follow_prepared`."""
     attachment = Attachment("what make_private has returned")
     follow_prepared(attachment, prepared)
     return attachment
 
 
 def attach_privacy_engine_class() -> Attachment:
-    """Follows what any PrivacyEngine makes private until what is returned is detached; see `follow_privacy_engines`."""
+    """Follows every PrivacyEngine until the returned Attachment is detached; see `follow_privacy_engines`."""
     attachment = Attachment("PrivacyEngine.make_private")
     follow_privacy_engines(attachment)
     return attachment
 
 
 def is_attached(target: nn.Module | Optimizer) -> bool:
-    """Whether a model or an optimizer is followed, be it inside of what was attached."""
+    """Returns whether a model or an optimizer is followed, by itself or as part of an attached model."""
     if isinstance(target, Optimizer):
         return (target.original_optimizer if isinstance(target, DPOptimizer) else target) in _attached
     roots = [root for root in _attached if isinstance(root, nn.Module)]
     return any(target is module for root in roots for module in root.modules())
+
+
+def is_privacy_engine(target: Any) -> bool:
+    """Returns whether `target` is Opacus' PrivacyEngine: the class, a subclass, or an instance."""
+    return isinstance(target, PrivacyEngine) or (isinstance(target, type) and issubclass(target, PrivacyEngine))
+
+
+def change_for(target: Any) -> Callable[[Attachment], None]:
+    """Returns the change that follows `target`: a PrivacyEngine, which stands for all engines, a model or an optimizer.
+
+    A criterion or a data loader needs no change.
+
+    Raises:
+        MemprofError: `target` is of another type.
+    """
+    if isinstance(target, (DataLoader, DPLossFastGradientClipping, _Loss)):
+        return lambda attachment: None
+    if is_privacy_engine(target):
+        return follow_privacy_engines
+    if isinstance(target, Optimizer):
+        return lambda attachment: follow_optimizer(attachment, target)
+    if isinstance(target, (nn.Module, AbstractGradSampleHooks)):
+        return lambda attachment: follow_model(attachment, target)
+    raise MemprofError(f"cannot attach a {type(target).__name__}: pass a PrivacyEngine, a model or an optimizer")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which component each module of a model is: by its class first, then by its place in the model and its widths.
+"""Finds the component of each module of a model: by its class first, then by its place in the model and its widths.
 
-Names decide only what classes leave open, such as what a Linear is for.
+Names decide only where classes do not, as for a Linear.
 """
 
 import re
@@ -44,13 +44,13 @@ _by_name = Components()
 
 
 def components_of(named: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
-    """Module → component, "" where neither the class nor the place tells.
+    """Returns the component of each module, by name; "" if neither its class nor its place decides.
 
     Args:
         named: the modules of a model by their fully qualified names, the model itself first.
     """
     model = _Model(named)
-    for name in model.modules:  # what a module is in, and what comes before it there, are known by then
+    for name in model.modules:  # parents and preceding siblings come first
         model.components[name] = model.component_of(name)
     return model.components
 
@@ -64,7 +64,7 @@ class _Model:
         for name in self.modules:
             if name != self.root:
                 self._children[_parent(name)].append(name)
-        self._classes: dict[str, str] = {}  # the component that a module's class tells, or ""
+        self._classes: dict[str, str] = {}  # by module; "" if its class does not decide
         self._blocks: dict[str, list[str]] = {"": []}  # block, or "" outside of all → its Linears
         for name in reversed(self.modules):
             self._classes[name] = self._by_class(name)
@@ -117,13 +117,13 @@ class _Model:
         return ""
 
     def _is_block(self, name: str) -> bool:
-        """One of a list of layers that are made of several."""
+        """Returns whether a module is one of a list of layers and consists of several layers with parameters."""
         if name == self.root or self._classes[name] or not isinstance(self.modules[_parent(name)], _LISTS):
             return False
         return sum(bool(module._parameters) for _, module in self._inside(name)) > 1
 
     def _role(self, name: str) -> str:
-        """What a Linear is for."""
+        """Returns the component of a Linear."""
         block = self._block_of(name)
         width, to = self._linears[name]
         if not block and to == self._vocabulary != width:
@@ -147,12 +147,12 @@ class _Model:
         return len(self._blocks) > 1 and order.index(name) > max(order.index(block) for block in self._blocks if block)
 
     def _cuts_patches(self, name: str) -> bool:
-        """Whether it is the model's first convolution and looks at each pixel once."""
+        """Returns whether this is the model's first convolution and reads each pixel once."""
         module: Any = self.modules[name]
         return name == self._convolutions[0] and module.stride == module.kernel_size and max(module.stride) > 1
 
     def _block_of(self, name: str) -> str:
-        """The innermost block around a module, or ""."""
+        """Returns the innermost block around a module, or ""."""
         while name != self.root:
             name = _parent(name)
             if name and name in self._blocks:
@@ -166,8 +166,11 @@ class _Model:
 
 
 def _in_block(own: tuple[int, int], all_widths: Sequence[tuple[int, int]]) -> str:
-    """Attention's Linears read the block's width, as one for all heads' queries, keys and values or as several, and
-    return it; those of an MLP widen it, perhaps with a gate beside it, and narrow that again."""
+    """Returns ATTENTION or MLP for a Linear in a block.
+
+    Linears of attention read and return the block's width, one for all queries, keys and values or several. Linears of
+    an MLP widen it, perhaps with a gate beside, and narrow the result again.
+    """
 
     def is_mlp(widths: tuple[int, int]) -> bool:
         width, to = widths
@@ -181,7 +184,7 @@ def _in_block(own: tuple[int, int], all_widths: Sequence[tuple[int, int]]) -> st
 
 
 def _widths(module: Any) -> tuple[int, int] | None:
-    """What a Linear of any class reads and returns; None of other modules."""
+    """Returns the input and output width of a Linear of any class; None for other modules."""
     if type(module).__name__ == "Conv1D":  # of transformers
         width, to = module.weight.shape
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attributes what distributed training allocates: DDP's buckets, and what FSDP2 gathers, scatters and shards.
+"""Attributes the memory of distributed training: DDP's buckets, and FSDP2's gathered, scattered and sharded tensors.
 
 torch's classes are patched, because scripts wrap their model before they pass it to Opacus. FSDP2 calls `unshard`,
 `wait_for_unshard` and `post_backward` for each group of parameters, in forward and on autograd's threads.
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from opacus_memprof.hooks.vocabulary import COMMUNICATION, GRADIENTS, INPUTS, MODEL_PARAMETERS
 from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment
-from opacus_memprof.recording.faults import Observation
+from opacus_memprof.recording.faults import CallHook
 
 # The classes that wrap the user's model, and their attribute that holds it.
 DDP_WRAPPERS = ((DistributedDataParallel, "module"), (DifferentiallyPrivateDistributedDataParallel, "module"))
@@ -26,7 +26,7 @@ _FSDP_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGr
 
 
 def wrap_distributed(attachment: Attachment) -> None:
-    """Tags what every DDP and FSDP2 module allocates from now on."""
+    """Tags the allocations of all DDP and FSDP2 modules from now on."""
     observe = attachment.observe
     observe(f"{_DDP}.__init__", _observe_under(_tag(COMMUNICATION, "DistributedDataParallel")))
     observe(f"{_DDP}._pre_forward", _observe_pre_forward)
@@ -37,15 +37,15 @@ def wrap_distributed(attachment: Attachment) -> None:
     observe(f"{_FSDP_GROUP}.post_backward", _observe_post_backward)
 
 
-def _observe_under(tag: native.Tag) -> Callable[..., Observation]:
-    def observation(*args: Any, **kwargs: Any) -> Observation:
+def _observe_under(tag: native.Tag) -> Callable[..., CallHook]:
+    def observation(*args: Any, **kwargs: Any) -> CallHook:
         with tag:
             yield
 
     return observation
 
 
-def _observe_pre_forward(*args: Any, **kwargs: Any) -> Observation:
+def _observe_pre_forward(*args: Any, **kwargs: Any) -> CallHook:
     """`_pre_forward` allocates the buckets a second time, in the order in which gradients became ready, and may move
     the batch to the device, which is retagged as inputs."""
     with _tag(COMMUNICATION, "DistributedDataParallel"):
@@ -53,15 +53,15 @@ def _observe_pre_forward(*args: Any, **kwargs: Any) -> Observation:
     native.retag_if((moved,), (COMMUNICATION,), INPUTS)
 
 
-def _observe_group(category: int, op: str) -> Callable[..., Observation]:
-    def observation(group: Any, *args: Any, **kwargs: Any) -> Observation:
+def _observe_group(category: int, op: str) -> Callable[..., CallHook]:
+    def observation(group: Any, *args: Any, **kwargs: Any) -> CallHook:
         with _tag(category, op, _owner_of_group(group)):
             yield
 
     return observation
 
 
-def _observe_post_backward(group: Any, *args: Any, **kwargs: Any) -> Observation:
+def _observe_post_backward(group: Any, *args: Any, **kwargs: Any) -> CallHook:
     """`post_backward` reduces and scatters gradients of the unsharded parameters: they are copied into a buffer, and
     each rank gets its shard of their sum, in one block for the group."""
     unsharded = native.category_id("unsharded_gradients")
@@ -79,8 +79,8 @@ def _observe_post_backward(group: Any, *args: Any, **kwargs: Any) -> Observation
 
 
 def _owner_of_group(group: Any) -> int:
-    """The module id of a group: the parameters of one module that was passed to fully_shard, without those of its
-    submodules that were passed to fully_shard themselves."""
+    """Returns the module id of a group: the parameters of one module that was passed to fully_shard, except those of
+    submodules that were passed to it themselves."""
     return native.owner_of(group.fsdp_params[0].sharded_param) if group.fsdp_params else 0
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attributes what grad_sample_mode="flash_clip" keeps from each layer's backward until the optimizer's step.
+"""Attributes the tensors that grad_sample_mode="flash_clip" keeps from a layer's backward to the optimizer's step.
 
 The step itself is an Opacus optimizer's: optimizer.py follows its clipping and noise.
 """
@@ -11,13 +11,13 @@ from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
 from opacus_memprof.hooks.vocabulary import FORWARD, TEMP_MATRICES
 from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment
-from opacus_memprof.recording.faults import Observation
+from opacus_memprof.recording.faults import CallHook
 
 _OP = native.op_id("flash_clip")
 _TAG = native.Tag(category=TEMP_MATRICES, op=_OP)
 _PROOF = native.Tag(phase=FORWARD, op=_OP)
 _COPIES = native.Tag(category=native.category_id("inputs"), op=_OP)
-# A layer's input that forward has made: autograd releases it right after backward, so flash_clip alone holds it then.
+# A layer's input: autograd releases it right after the layer's backward, and then only flash_clip holds it.
 _CATEGORIES = {
     name: native.category_id("activation_hooks_opacus_only" if name == "activation_hooks" else name)
     for name in ("activation_hooks", "backprop_copies", "norm_samples", "per_sample_gradients", "summed_gradients")
@@ -39,7 +39,7 @@ def observe_bookkeeping(attachment: Attachment) -> None:
     attachment.observe("opacus_memprof.clipping.proof.explanation:RecordedForward.add", _observe_gradients)
 
 
-def _observe_add(bookkeeping: Bookkeeping, layer: Any, *args: Any) -> Observation:
+def _observe_add(bookkeeping: Bookkeeping, layer: Any, *args: Any) -> CallHook:
     module = native.owner_of(next(iter(layer.trainable())))
     with _tag(module):
         yield
@@ -47,33 +47,33 @@ def _observe_add(bookkeeping: Bookkeeping, layer: Any, *args: Any) -> Observatio
         native.retag_if(tensor, _RETAGGED_FROM, _CATEGORIES[category], module)
 
 
-def _observe_trial(*_: Any) -> Observation:
-    """The first step tries how a module can be repeated."""
+def _observe_trial(*_: Any) -> CallHook:
+    """In the first step, flash_clip tries how a module's forward can be repeated."""
     with _TAG:
         yield
 
 
-def _observe_proof(_: Any, *arguments: Any) -> Observation:
-    """A proof runs forwards and backwards before the forward that it is for, and keeps nothing."""
+def _observe_proof(_: Any, *arguments: Any) -> CallHook:
+    """A proof runs forward and backward passes before the forward that it checks, and keeps nothing."""
     native.tag_inputs((arguments, {}))
     with _PROOF:
         yield
 
 
-def _observe_copies(*_: Any) -> Observation:
-    """What a step is compared with later: the batch again."""
+def _observe_copies(*_: Any) -> CallHook:
+    """Copies of the batch, which a step is compared with later."""
     with _COPIES:
         yield
 
 
-def _observe_gradients(*_: Any) -> Observation:
-    """The gradients of the outputs, of a step that is compared with them later."""
+def _observe_gradients(*_: Any) -> CallHook:
+    """Gradients of the outputs, which a step is compared with later."""
     with _GRADIENTS:
         yield
 
 
-def _observe_norms(*_: Any) -> Observation:
-    """The norms that have waited for the step."""
+def _observe_norms(*_: Any) -> CallHook:
+    """Norms that were deferred to the step."""
     with _TAG:
         _, norms, _ = yield
     native.retag_if(norms, _RETAGGED_FROM, _CATEGORIES["norm_samples"])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tags the inputs of a step: the batches that a DataLoader yields, their data set if it is in the profiled memory, and
-the targets of losses.
+"""Tags the inputs of a step: the batches that a DataLoader yields, their data set if its memory is profiled, and the
+targets of losses.
 
 The line of a training loop that moves labels to the device cannot be wrapped, but a loss function receives them.
 torch's losses are wrapped below `torch.nn.functional`, in the built-in functions that it calls: the public functions
@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, Subset
 from opacus_memprof.hooks.vocabulary import DATASET, FORWARD_UNDECIDED, UNATTRIBUTED
 from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment
-from opacus_memprof.recording.faults import Observation, contain
+from opacus_memprof.recording.faults import CallHook, contain
 
 _UNCLAIMED = (UNATTRIBUTED, FORWARD_UNDECIDED)  # categories of blocks that no hook has attributed yet
 
@@ -50,8 +50,8 @@ _LOSSES: dict[ModuleType, tuple[str, ...]] = {
 
 
 def tag_dataset(dataset: Any) -> None:
-    """Tags the tensors that are attributes of a data set, as those of TensorDataset and of torchvision's, as `dataset`.
-    They are no inputs, because they do not grow with the batch."""
+    """Tags the tensors that are attributes of a data set, as in TensorDataset and torchvision's, as `dataset`. They
+    are not inputs, because they do not grow with the batch."""
     if tensors := [tensor for tensor in _tensors_of(dataset) if not tensor.requires_grad]:
         native.retag_if(tensors, _UNCLAIMED, DATASET)
 
@@ -81,16 +81,16 @@ def wrap_inputs(attachment: Attachment) -> None:
             attachment.apply(f"{module.__name__}.{name}", partial(_replace_loss, module, name))
 
 
-def _observe_iterator_init(iterator: Any, loader: Any) -> Observation:
+def _observe_iterator_init(iterator: Any, loader: Any) -> CallHook:
     tag_dataset(loader.dataset)
     yield
 
 
-def _observe_next(iterator: Any) -> Observation:
+def _observe_next(iterator: Any) -> CallHook:
     native.tag_inputs(((yield),))
 
 
-def _observe_dp_loss_call(loss: Any, *args: Any, **kwargs: Any) -> Observation:
+def _observe_dp_loss_call(loss: Any, *args: Any, **kwargs: Any) -> CallHook:
     for target in native.tensors_in((args[1:], kwargs)):
         native.tag_target(target)
     yield

@@ -12,7 +12,7 @@ import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 
-from opacus_memprof.hooks import observers, shapes, torch_compile
+from opacus_memprof.hooks import forward_shapes, observers, torch_compile
 from opacus_memprof.hooks.distributed import DDP_WRAPPERS
 from opacus_memprof.hooks.vocabulary import (
     BUFFERS,
@@ -46,11 +46,11 @@ def assign_name_prefix(attachment: Attachment, root: nn.Module) -> None:
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The user's modules with their fully qualified names.
+    """Yields the user's modules with their fully qualified names.
 
-    The model itself is "", or `Class#2` if it has a prefix (`assign_name_prefix`). Opacus' wrapper is left out, as it
-    is not a module of the user's. The wrapper's attribute `_module`, and DDP's `module`, are no part of names: DDP and
-    the model inside have the same name.
+    The model itself is "", or `Class#2` if it has a prefix (`assign_name_prefix`). Opacus' wrapper is left out, because
+    it is not one of the user's modules. The wrapper's attribute `_module` and DDP's `module` do not appear in names:
+    DDP and the model inside have the same name.
     """
     prefix = _prefixes.get(root, "")
     unwrapped: dict[str, str] = {}  # the path of a wrapped model → the wrapper's name
@@ -91,12 +91,14 @@ class ModelForwardPreHook:
         self.previous_phase = native.set_phase(FORWARD)
         samples, elements = native.tag_inputs((args, kwargs))
         if samples >= 0:
-            shapes.on_batch(root, samples, elements, (args, kwargs or {}), captures_outstanding)
+            forward_shapes.on_batch(root, samples, elements, (args, kwargs or {}), captures_outstanding)
 
     def _parameters_moved(self, root: nn.Module) -> bool:
-        """Whether the first parameter has another block than at the last forward, as after `model.to(...)`. The others
-        are taken to have moved with it. Even a weak reference to the parameter would keep torch from swapping it, so
-        it is looked up by its name every time."""
+        """Returns whether the first parameter's block has changed since the last forward, as after `model.to(...)`.
+
+        The other parameters are assumed to have moved with it. Even a weak reference to the parameter would keep torch
+        from swapping it, so it is looked up by name every time.
+        """
         if self._first_parameter is None:
             for module in root.modules():
                 for key, parameter in module._parameters.items():
@@ -114,8 +116,8 @@ class ModelForwardPreHook:
 
 
 class ModelForwardHook:
-    """The outermost module's forward hook. Autograd has saved its tensors by now, so that captured activations can be
-    settled: does Opacus alone hold them, or autograd too?"""
+    """The outermost module's forward hook. Autograd has saved its tensors by now, so captured activations can be
+    settled: either only Opacus holds them, or autograd does too."""
 
     __slots__ = ("_pre_hook",)
 
@@ -127,13 +129,13 @@ class ModelForwardHook:
         if torch_compile.hooks_suspended():
             return
         native.settle_all((output,))
-        shapes.remove_probes(root)
+        forward_shapes.remove_probes(root)
         if not torch.is_grad_enabled():  # there will be no backward pass, which would end the phase
             native.set_phase(self._pre_hook.previous_phase)
 
 
 def owned_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters, each once, with the name of the module that owns it.
+    """Yields each parameter once, with the name of the module that owns it.
 
     The owner is the first module that has the parameter; of nested modules that have it, the innermost, which uses it
     (DPLSTM registers its cells' parameters as its own too).
@@ -150,7 +152,7 @@ def owned_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def tag_parameters_and_buffers(root: nn.Module) -> None:
-    """Tags parameters, buffers, and the gradients and per-sample gradients that exist already."""
+    """Tags parameters, buffers, and existing gradients and per-sample gradients."""
     for name, parameter in owned_parameters(root):
         module_id = native.module_id(name)
         native.retag(parameter, MODEL_PARAMETERS, module_id)
@@ -179,7 +181,7 @@ def _remove_owners(keys: list[int]) -> None:
 
 
 def follow_gradients(root: nn.Module) -> None:
-    """Has the core retag each gradient whenever autograd has accumulated into it."""
+    """Makes the core retag each gradient whenever autograd has accumulated into it."""
     for name, parameter in owned_parameters(root):
         native.follow_gradient(parameter, native.module_id(name))
 
@@ -191,7 +193,7 @@ def _unfollow_gradients(reference: "weakref.ref[nn.Module]") -> None:
 
 
 def wrap_forwards(attachment: Attachment, root: nn.Module) -> set[nn.Module]:
-    """Wraps the forward of every module of the user's in a tag, and hooks the outermost one.
+    """Wraps the forward of each of the user's modules in a tag, and hooks the outermost module.
 
     Modules inside compiled ones are left out, and those under nn.DataParallel, whose replicas share the attributes of
     the original modules.

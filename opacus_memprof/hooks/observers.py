@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observers: functions that wrappers call, and that record facts for findings which the event file does not contain.
+"""Functions that wrappers call to record observations for findings, which the event file does not contain.
 
-Examples are shapes of layers, captures that pile up, and gradients that are about to be replaced. Each costs a fraction
-of the Opacus call that it observes.
+Examples are shapes of layers, captures that accumulate, and gradients that are about to be replaced. Each call costs a
+fraction of the Opacus call that it observes.
 """
 
 import weakref
@@ -13,11 +13,11 @@ from typing import Any
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from torch import Tensor, nn
 
-from opacus_memprof.recording import hook_facts, native
+from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.faults import contain
 
 _CAPTURE_CATEGORIES = ("activation_hooks_shared", "activation_hooks_opacus_only")
-# Forwards in a row that must begin while captures are outstanding before that is a fact: fewer may share one backward.
+# Forwards in a row that must begin with outstanding captures before that is recorded: fewer may share one backward.
 _FORWARDS_IN_A_ROW = 3
 
 _at_forward_begin: "deque[dict[int, int]]" = deque(maxlen=_FORWARDS_IN_A_ROW)  # captures by module
@@ -25,8 +25,8 @@ _recorded = 0  # captures that were outstanding when their bytes were last recor
 _most_outstanding = 0  # at the beginning of a forward, since the last one that began with none
 _most_released = 0  # the highest `_most_outstanding` that a backward has brought down to 0
 _recomputed: set[int] = set()  # ids of modules whose forward ran inside a backward pass
-_noise_optimizers: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those that on_add_noise has seen
-_reducing_optimizers: "weakref.WeakSet[Any]" = weakref.WeakSet()  # those that on_reduce_gradients has seen
+_noise_optimizers: "weakref.WeakSet[Any]" = weakref.WeakSet()  # seen by on_add_noise
+_reducing_optimizers: "weakref.WeakSet[Any]" = weakref.WeakSet()  # seen by on_reduce_gradients
 
 
 def _reset() -> None:
@@ -39,22 +39,22 @@ def _reset() -> None:
     _reducing_optimizers.clear()
 
 
-hook_facts.on_clear(_reset)
+observations.on_clear(_reset)
 
 
 def on_forward_begin() -> bool:
-    """Records captures that no backward pass will release. Returns whether any are outstanding.
+    """Records captures that no backward pass will release, and returns whether any are outstanding.
 
     Counts forwards that begin while captures are outstanding. Three in a row mean that no backward will release them,
-    unless one has released as many before. The facts are updated each time that the number of captures has doubled.
+    unless one has released as many before. The observations are updated whenever the number of captures has doubled.
     """
     global _recorded, _most_outstanding, _most_released
-    outstanding = hook_facts.captures()
+    outstanding = observations.captures()
     if not outstanding:
         if _at_forward_begin or _recorded:
             _recorded, _most_outstanding, _most_released = 0, 0, max(_most_released, _most_outstanding)
             _at_forward_begin.clear()
-            hook_facts.discard("captures")
+            observations.discard("captures")
         return False
     _at_forward_begin.append(outstanding)
     _most_outstanding = max(_most_outstanding, sum(outstanding.values()))
@@ -77,20 +77,20 @@ def on_recapture(module: int, in_backward: bool, refused: bool) -> None:
     """
     if in_backward:
         _recomputed.add(module)
-    if refused and hook_facts.captures():
+    if refused and observations.captures():
         _record_captures(failed=True, refused=True)
 
 
 def on_step_failure() -> None:
     """Records outstanding captures when Opacus' step has raised: they may be why per-sample gradients are missing or
     have another batch size."""
-    if hook_facts.captures():
+    if observations.captures():
         _record_captures(failed=True)
 
 
 def _record_captures(*, failed: bool, refused: bool = False) -> None:
     global _recorded
-    outstanding = hook_facts.captures()
+    outstanding = observations.captures()
     _recorded = sum(outstanding.values())
     sizes = dict.fromkeys(outstanding, 0)
     for block in native.live_blocks():
@@ -99,7 +99,7 @@ def _record_captures(*, failed: bool, refused: bool = False) -> None:
             sizes[module] = sizes.get(module, 0) + block["bytes"]
     for module, size in sizes.items():
         details = {"captures": outstanding.get(module, 0), "recomputed": module in _recomputed}
-        hook_facts.record("captures", module, size, **details, failed=failed, refused=refused)
+        observations.record("captures", module, size, **details, failed=failed, refused=refused)
 
 
 @contain("observing per-sample gradients")
@@ -108,7 +108,7 @@ def on_functorch_samples(layer: nn.Module, backprops: Tensor, samples: Mapping[A
     frozen = [(parameter, sample) for parameter, sample in samples.items() if not parameter.requires_grad]
     if frozen:
         size = sum(sample.nbytes for _, sample in frozen)
-        hook_facts.record("frozen_samples", native.owner_of(frozen[0][0]), size, samples=len(backprops))
+        observations.record("frozen_samples", native.owner_of(frozen[0][0]), size, samples=len(backprops))
 
 
 @contain("observing norm samples")
@@ -126,7 +126,7 @@ def on_linear_norm_samples(layer: nn.Linear, backprops: Tensor, samples: Mapping
         if not samples:
             stale = getattr(layer.weight if weight else layer.bias, "_norm_sample", None)
             size = 0 if stale is None else stale.nbytes * (weight + bias)
-            hook_facts.record("norms_missing", native.owner_of(layer.weight), size, dimensions=len(shape))
+            observations.record("norms_missing", native.owner_of(layer.weight), size, dimensions=len(shape))
         return
     n, tokens, out = shape
     width = backprops.element_size()
@@ -134,14 +134,14 @@ def on_linear_norm_samples(layer: nn.Linear, backprops: Tensor, samples: Mapping
     gradients = width * n * (weight * layer.weight.numel() + bias * out)
     if matrices > gradients:
         details = {"gradient_bytes": gradients, "samples": n, "tokens": tokens, "features": tuple(layer.weight.shape)}
-        hook_facts.record("norm_matrices", native.owner_of(layer.weight), matrices, **details)
+        observations.record("norm_matrices", native.owner_of(layer.weight), matrices, **details)
 
 
 def on_reduce_gradients(optimizer: Any) -> None:
-    """Records that Opacus' optimizer sums up the ranks' gradients itself. With flash_clip, DDP does not do so too."""
+    """Records that Opacus' optimizer adds up the ranks' gradients itself. With flash_clip, DDP does not do it again."""
     if optimizer not in _reducing_optimizers and not hasattr(optimizer, "bookkeeping"):
         _reducing_optimizers.add(optimizer)
-        hook_facts.record("gradients_reduced", 0, 0)
+        observations.record("gradients_reduced", 0, 0)
 
 
 def on_add_noise(optimizer: Any) -> None:
@@ -159,13 +159,13 @@ def on_add_noise(optimizer: Any) -> None:
         if not parameter.requires_grad:
             continue
         owner, gradient = native.owner_of(parameter), parameter.grad
-        hook_facts.record("largest_parameter", owner, parameter.nbytes)
+        observations.record("largest_parameter", owner, parameter.nbytes)
         shard = getattr(parameter, "_local_tensor", None)
         if shard is not None and not hasattr(optimizer, "bookkeeping"):  # flash_clip draws the shards' noise alone
-            hook_facts.record("sharded_parameter", owner, parameter.nbytes, shard_bytes=shard.nbytes)
+            observations.record("sharded_parameter", owner, parameter.nbytes, shard_bytes=shard.nbytes)
         if isinstance(optimizer, DPOptimizerFastGradientClipping) or gradient is None:
             continue
         if gradient.data_ptr() != parameter.summed_grad.data_ptr():
             sizes[owner] = sizes.get(owner, 0) + gradient.nbytes
     for owner, size in sizes.items():
-        hook_facts.record("replaced_gradients", owner, size)
+        observations.record("replaced_gradients", owner, size)

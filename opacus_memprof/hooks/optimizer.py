@@ -2,8 +2,8 @@
 """Follows clipping, noise, the step and zero_grad of Opacus' optimizers and of plain ones.
 
 Opacus' optimizers call their methods through the instance, so wrappers are set as attributes of the instance. `step` is
-not wrapped, for learning rate schedulers replace it: `pre_step` is where it begins, and step hooks of the original
-optimizer surround the update.
+not wrapped, because learning rate schedulers replace it. It begins with `pre_step`, and step hooks of the original
+optimizer run before and after the update.
 """
 
 import weakref
@@ -31,14 +31,14 @@ from opacus_memprof.hooks.vocabulary import (
 )
 from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment
-from opacus_memprof.recording.faults import CallError, Observation, call_observed, contain
+from opacus_memprof.recording.faults import CallError, CallHook, call_observed, contain
 
 # Models in Opacus' mode no_op, where the program sets `grad_sample` itself at a time that hooks cannot know.
 _no_op_models: "weakref.WeakKeyDictionary[GradSampleHooksNoOp, None]" = weakref.WeakKeyDictionary()
 
 
 def follow_no_op_model(attachment: Attachment, model: GradSampleHooksNoOp) -> None:
-    """Has optimizers tag `grad_sample` when they step, as long as a model in the mode no_op is attached."""
+    """Makes optimizers tag `grad_sample` when they step, as long as a model in the mode no_op is attached."""
     attachment.set_entry(_no_op_models, model, None)
 
 
@@ -46,8 +46,8 @@ class MethodWrapper:
     """A callable that is set as an attribute of an optimizer, and wraps the optimizer's method of that name.
 
     It refers weakly to the optimizer: a reference cycle would keep the optimizer's states alive after the program has
-    dropped it. It never accesses the optimizer's __dict__, which would make CPython materialize that dictionary and
-    look up every attribute more slowly from then on."""
+    dropped the optimizer. It never accesses the optimizer's __dict__, which would make CPython materialize that
+    dictionary and look up every attribute more slowly from then on."""
 
     __slots__ = ("__wrapped__", "_observation", "_optimizer", "_tagged", "replaced")
 
@@ -70,7 +70,7 @@ class MethodWrapper:
         return call_observed(self._tagged, args, kwargs, lambda: self._observation(optimizer))
 
 
-def _observe_pre_step(optimizer: DPOptimizer) -> Observation:
+def _observe_pre_step(optimizer: DPOptimizer) -> CallHook:
     native.set_phase(CLIP)
     if _no_op_models:
         for parameter in native.tensors_in(optimizer.param_groups):
@@ -88,21 +88,21 @@ def _observe_pre_step(optimizer: DPOptimizer) -> Observation:
         native.end_step(False)
 
 
-def _observe_accumulate(optimizer: DPOptimizer) -> Observation:
+def _observe_accumulate(optimizer: DPOptimizer) -> CallHook:
     yield
     _tag_summed_gradients(optimizer)
 
 
-def _observe_nothing(optimizer: DPOptimizer) -> Observation:
+def _observe_nothing(optimizer: DPOptimizer) -> CallHook:
     yield
 
 
-def _observe_clip_and_add_noise(optimizer: DPOptimizer) -> Observation:
+def _observe_clip_and_add_noise(optimizer: DPOptimizer) -> CallHook:
     yield
     native.retag_gradients(optimizer.param_groups, GRADIENTS)
 
 
-def _observe_add_noise(optimizer: DPOptimizer) -> Observation:
+def _observe_add_noise(optimizer: DPOptimizer) -> CallHook:
     observers.on_add_noise(optimizer)
     previous_phase = native.set_phase(ADD_NOISE)
     try:
@@ -114,13 +114,13 @@ def _observe_add_noise(optimizer: DPOptimizer) -> Observation:
     native.retag_gradients(optimizer.param_groups, GRADIENTS)
 
 
-def _observe_reduce_gradients(optimizer: DPOptimizer) -> Observation:
+def _observe_reduce_gradients(optimizer: DPOptimizer) -> CallHook:
     observers.on_reduce_gradients(optimizer)
     yield
     native.retag_gradients(optimizer.param_groups, GRADIENTS)  # flash_clip rounds those of low precision here
 
 
-def _observe_zero_grad(optimizer: Optimizer) -> Observation:
+def _observe_zero_grad(optimizer: Optimizer) -> CallHook:
     previous_phase = native.set_phase(ZERO_GRAD)
     try:
         yield from shapes.observe_zero_grad(optimizer)
@@ -136,7 +136,7 @@ def _tag(category: int, op: str) -> native.Tag:
 _STEP_PHASES = (CLIP, ADD_NOISE, OPTIMIZER_STEP)
 
 # The tag that each method runs under, and its observation.
-_METHODS: dict[str, tuple[native.Tag | None, Callable[[Any], Observation]]] = {
+_METHODS: dict[str, tuple[native.Tag | None, Callable[[Any], CallHook]]] = {
     "pre_step": (None, _observe_pre_step),
     "clip_and_accumulate": (_tag(CLIPPING_TEMPORARIES, "clip_and_accumulate"), _observe_accumulate),
     "accumulate": (_tag(SUMMED_GRADIENTS, "accumulate"), _observe_accumulate),
@@ -166,8 +166,10 @@ def tag_states(optimizer: Optimizer) -> None:
 
 
 def _states_replaced(states: Any) -> bool:
-    """Whether the update has replaced states that were tagged, as some optimizers do in each update. Only the first
-    parameter's are checked. Where `states` is not a plain dict, they count as replaced."""
+    """Returns whether the update has replaced states that were tagged, as some optimizers do in each update.
+
+    Only the first parameter's states are checked. If `states` is not a plain dict, they count as replaced.
+    """
     return not isinstance(states, dict) or bool(native.retag_first_state(states, OPTIMIZER_STATES))
 
 

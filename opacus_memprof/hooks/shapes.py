@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records the layer shapes of attached models, and the shapes of activations in the forward pass of each batch that is
-larger than all before it. They are stored in `recording.layer_shapes`."""
+"""Records the shapes of layers, their forward passes and optimizers, in `recording.observations`."""
 
 import math
 import weakref
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,22 +17,17 @@ from opacus.grad_sample import (
     GradSampleModuleExpandedWeights,
 )
 from opacus.optimizers import DPOptimizer
-from torch import nn
-from torch.compiler import is_compiling
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.hooks.capture_shape import capture_shape
-from opacus_memprof.hooks.fake_forward import FakeForward
 from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape
-from opacus_memprof.recording import layer_shapes, native
-from opacus_memprof.recording.attachment import Attachment
-from opacus_memprof.recording.faults import Observation, contain
+from opacus_memprof.recording import observations
+from opacus_memprof.recording.faults import CallHook
 
-# By optimizer: how many tensors of a parameter's shape it keeps as state of each parameter, and how many temporary ones
-# its foreach step makes for all parameters at once (such as denominators).
+# By optimizer: the number of state tensors of each parameter, and of temporary tensors (such as denominators) that its
+# foreach step makes for all parameters at once.
 _STATES = {
     "Adadelta": (2, 2),
     "Adagrad": (1, 1),
@@ -49,32 +43,6 @@ _STATES = {
 _STATE_OPTIONS = ("amsgrad", "momentum", "centered")  # each adds one state tensor
 
 
-@dataclass
-class WatchedModel:
-    """The model whose shapes are recorded.
-
-    Attributes:
-        root: its outermost module.
-        modules: those whose forward passes are probed, with their names.
-        forward: repeats its largest forward pass on fake tensors.
-        largest_batch: elements of the largest batch whose shapes were recorded.
-        probe_handles: of the probes of the running forward pass.
-    """
-
-    root: "weakref.ref[nn.Module]"
-    modules: "list[tuple[str, weakref.ref[nn.Module]]]"
-    forward: FakeForward
-    largest_batch: int = 0
-    probe_handles: list[RemovableHandle] = field(default_factory=list)
-
-    def remove_probes(self) -> None:
-        while self.probe_handles:
-            self.probe_handles.pop().remove()
-
-
-_watched: WatchedModel | None = None
-
-
 def record_model(model: nn.Module | AbstractGradSampleHooks, named: Sequence[tuple[str, nn.Module]]) -> bool:
     """Records the shapes of a model's parameters.
 
@@ -87,7 +55,7 @@ def record_model(model: nn.Module | AbstractGradSampleHooks, named: Sequence[tup
     Returns:
         Whether the shapes were recorded.
     """
-    shapes, mode = layer_shapes.current(), _grad_sample_mode(model)
+    shapes, mode = observations.layer_shapes(), _grad_sample_mode(model)
     if shapes.mode and not mode:
         return False
     shapes.mode, shapes.mean_loss = mode, getattr(model, "loss_reduction", "mean") == "mean"
@@ -111,8 +79,11 @@ def record_model(model: nn.Module | AbstractGradSampleHooks, named: Sequence[tup
 
 
 def _owners(named: Sequence[tuple[str, nn.Module]]) -> dict[nn.Parameter, str]:
-    """The name of the module that each parameter counts for: the first that has it, or a module inside of that, as with
-    Opacus' recurrent layers, whose Linear layers compute with parameters that the outer module has too."""
+    """Returns the name of the module that each parameter counts for.
+
+    That is the first that has it, or a module inside of that, as with Opacus' recurrent layers, whose Linear layers
+    compute with parameters that the outer module has too.
+    """
     owners: dict[nn.Parameter, str] = {}
     for name, module in named:
         for parameter in module.parameters(recurse=False):
@@ -123,7 +94,7 @@ def _owners(named: Sequence[tuple[str, nn.Module]]) -> dict[nn.Parameter, str]:
 
 
 def layer_shape_of(module: nn.Module, trained: dict[str, nn.Parameter]) -> LayerShape:
-    """The shape of a module whose trained parameters are `trained`."""
+    """Returns the shape of a module whose trained parameters are `trained`."""
     weight = trained.get("weight")
     shape = weight.shape if weight is not None and weight.dim() > 1 else None
     bias = trained["bias"].numel() if "bias" in trained else 0
@@ -170,7 +141,7 @@ def _flash_clip_refusal(model: "weakref.ref[nn.Module]") -> str | None:
 def record_optimizer(optimizer: Optimizer) -> None:
     """Records how many state tensors and temporaries the optimizer has."""
     original = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
-    shapes, class_name, defaults = layer_shapes.current(), type(original).__name__, original.defaults
+    shapes, class_name, defaults = observations.layer_shapes(), type(original).__name__, original.defaults
     states, temporaries = _STATES.get(class_name, (0, 0))
     shapes.optimizer = class_name
     shapes.state_tensors = states + sum(bool(defaults.get(option)) for option in _STATE_OPTIONS)
@@ -178,9 +149,9 @@ def record_optimizer(optimizer: Optimizer) -> None:
     shapes.step_temporaries = temporaries if foreach else 0
 
 
-def observe_zero_grad(optimizer: Optimizer) -> Observation:
+def observe_zero_grad(optimizer: Optimizer) -> CallHook:
     """Records whether zero_grad keeps gradients that exist."""
-    shapes = layer_shapes.current()
+    shapes = observations.layer_shapes()
     parameter = None
     if shapes.keeps_gradients is None:
         of_optimizer = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -190,89 +161,46 @@ def observe_zero_grad(optimizer: Optimizer) -> Observation:
         shapes.keeps_gradients = parameter.grad is not None
 
 
-def watch_model(
-    attachment: Attachment, root: nn.Module, named: Sequence[tuple[str, nn.Module]], probed: Collection[nn.Module]
-) -> None:
-    """Probes the forward passes of the model whose shapes were recorded last, until it is detached.
+def capture_shape(module: nn.Module, inputs: Any, output: Any) -> CaptureShape | None:
+    """Returns the shape of a module's input and output; None if they are not tensors."""
+    tensors = [value for value in inputs if isinstance(value, Tensor) and value.dim()]
+    if not tensors or not isinstance(output, Tensor) or not output.numel():
+        return None
+    samples = tensors[0].shape[0]
+    channels = output.shape[1 if isinstance(module, _ConvNd) else -1] if output.dim() > 1 else 1
+    return CaptureShape(
+        samples=samples,
+        tokens=max(output.numel() // max(samples * channels, 1), 1),
+        input_bytes=sum(tensor.nbytes for tensor in tensors),
+        output_bytes=output.nbytes,
+        element_bytes=output.element_size(),
+        from_leaf=not any(tensor.requires_grad for tensor in tensors),
+        layout_copied=isinstance(module, _ConvNd) and needs_layout_copy(module, output),
+    )
 
-    Args:
-        attachment: of the model.
-        root: the outermost module.
-        named: the user's modules with their names, the model itself first.
-        probed: the modules whose forward can be probed.
+
+def needs_layout_copy(module: _ConvNd, output: Tensor) -> bool:
+    """Returns whether cuDNN or oneDNN copies this convolution's operands and results into another memory layout.
+
+    cuDNN copies them if it uses tensor cores, which need channels last; oneDNN, because it blocks channels. Tensors
+    that are channels-last already are not copied. A 1x1 convolution is a matmul, and for depthwise convolutions cuDNN
+    has kernels that need no copies.
     """
-    global _watched
-    if _watched is not None:
-        _watched.remove_probes()
-    shapes = layer_shapes.current()
-    modules = [(name, weakref.ref(module)) for name, module in named if name in shapes.modules and module in probed]
-    _watched = WatchedModel(weakref.ref(root), modules, FakeForward(named))
-    attachment.on_detach(partial(_unwatch, _watched))
-    shapes.whole_forward = partial(_watched.forward.run, shapes.modules, captures=bool(shapes.mode))
+    is_1x1 = max(module.kernel_size) == 1
+    if not output.is_contiguous() or output.dtype == torch.float64:
+        return False
+    if not output.is_cuda:
+        return bool(torch._C._get_mkldnn_enabled()) and not (is_1x1 and max(module.stride) == 1)
+    if is_1x1 or module.groups == module.in_channels > 1 or not torch.backends.cudnn.enabled:
+        return False
+    return output.dtype != torch.float32 or _convolutions_use_tf32()
 
 
-def _unwatch(model: WatchedModel) -> None:
-    global _watched
-    model.remove_probes()
-    if _watched is model:
-        _watched = None
-
-
-def unwatch_modules(removed: set[nn.Module]) -> None:
-    """Stops probing these modules, which are about to be compiled."""
-    if _watched is not None:
-        _watched.modules[:] = [(name, reference) for name, reference in _watched.modules if reference() not in removed]
-
-
-def on_batch(root: nn.Module, samples: int, elements: int, inputs: tuple[Any, Any], captures_outstanding: bool) -> None:
-    """Records the batch of a forward pass that begins, and probes the modules if it is the largest batch so far. Other
-    models than the one that is watched are left out.
-
-    Args:
-        root: the model's outermost module.
-        samples: the first dimension of the model's first input.
-        elements: of all inputs.
-        inputs: positional and keyword arguments.
-        captures_outstanding: no backward has released Opacus' captures of an earlier forward pass.
-    """
-    model, shapes = _watched, layer_shapes.current()
-    if model is None or model.root() is not root:
-        return
-    batches = shapes.batches
-    if not captures_outstanding:
-        shapes.released = max(shapes.released, len(shapes.unreleased))
-        shapes.unreleased.clear()
-    if torch.is_grad_enabled():
-        shapes.unreleased.append(samples)
-    if not batches or batches[-1][1] != samples:
-        batches.append((native.step()[0], samples))
-    model.remove_probes()  # the previous forward pass may have raised
-    if elements > model.largest_batch:
-        model.largest_batch = elements
-        model.forward.record_inputs(inputs)
-        alive = [(name, reference()) for name, reference in model.modules]
-        model.probe_handles[:] = [
-            module.register_forward_hook(ShapeProbe(name)) for name, module in alive if module is not None
-        ]
-
-
-def remove_probes(root: nn.Module) -> None:
-    """Removes the probes of this model's forward pass, which has ended."""
-    if _watched is not None and _watched.root() is root:
-        _watched.remove_probes()
-
-
-class ShapeProbe:
-    """A forward hook that records a module's CaptureShape. It is there for one pass, as it would slow every other."""
-
-    __slots__ = ("_name", "_seen")
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._seen: CaptureShape | None = None
-
-    @contain("recording the shapes of a forward pass")
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not is_compiling() and (shape := capture_shape(module, inputs, output)) is not None:
-            self._seen = shape if self._seen is None else self._seen.with_call(shape)
-            layer_shapes.current().forwards[self._name] = self._seen
+def _convolutions_use_tf32() -> bool:
+    precision = getattr(getattr(torch.backends.cudnn, "conv", None), "fp32_precision", "none")
+    if precision != "none":
+        return bool(precision == "tf32")
+    try:
+        return bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:  # torch raises it where the old and the new setting contradict each other
+        return True

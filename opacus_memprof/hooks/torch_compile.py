@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows models through torch.compile and torch.jit.script.
 
-What they trace must be the program's own code, or their graphs would break. So scoped forwards are removed from what is
-compiled, and the model's two forward hooks run around the compiled call instead of inside it.
+They must trace the program's own code only, or their graphs would break. So scoped forwards are removed from compiled
+modules, and the model's two forward hooks run around the compiled call instead of inside it.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from typing import Any
 from torch import nn
 from torch.compiler import is_compiling
 
-from opacus_memprof.hooks import shapes
+from opacus_memprof.hooks import forward_shapes
 from opacus_memprof.hooks.vocabulary import FORWARD, IDLE
 from opacus_memprof.recording import native, tracing
 from opacus_memprof.recording.attachment import Attachment
-from opacus_memprof.recording.faults import CallError, Observation, call_observed, contain, observe
+from opacus_memprof.recording.faults import CallError, CallHook, call_observed, contain, observe
 
 # A model's forward pre-hook and forward hook.
 ModelHooks = tuple[Callable[[nn.Module, Any, Any], None], Callable[[nn.Module, Any, Any], None]]
@@ -34,13 +34,13 @@ _running_calls = 0  # compiled calls of followed models that have not returned
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile traces the inside of `module`, where hooks would break its graphs."""
+    """Returns whether torch.compile traces the inside of `module`, where hooks would break its graphs."""
     return tracing.is_compiled(module) or bool(_compiled_results.get(module))
 
 
 def hooks_suspended() -> bool:
-    """Whether the model's hooks must do nothing: they are being traced, or a wrapper around the compiled call has
-    called them already."""
+    """Returns whether the model's hooks must do nothing: they are being traced, or a wrapper around the compiled call
+    has called them already."""
     return is_compiling() or _running_calls > 0
 
 
@@ -55,7 +55,7 @@ def follow(attachment: Attachment, root: nn.Module, hooks: ModelHooks) -> None:
 
 def wrap_torch_compile(attachment: Attachment) -> None:
     """Patches torch.compile, nn.Module.compile and torch.jit.script. A program that has imported `compile` by name
-    before gets the same results, from more graphs."""
+    before gets the same results, with more graphs."""
     for path, wrap in (
         ("torch:compile", _wrap_compile),
         ("torch.nn:Module.compile", lambda compile: observe(compile, _observe_module_compile)),
@@ -83,7 +83,7 @@ def _wrap_compile(compile: Any) -> Any:
 
 @contain("removing the profiler's hooks from what torch.compile traces")
 def _remove_reachable_wrappers(model: Any) -> list[nn.Module]:
-    """The modules that `model` can reach, without the profiler's wrappers."""
+    """Returns the modules that `model` can reach, after removing the profiler's wrappers from them."""
     modules = tracing.reachable_modules(model)
     for module in modules:
         _remove_wrappers(module)
@@ -104,7 +104,7 @@ def _follow_result(model: Any, modules: list[nn.Module], result: Any) -> Any:
     return result
 
 
-def _observe_module_compile(module: nn.Module, *args: Any, **kwargs: Any) -> Observation:
+def _observe_module_compile(module: nn.Module, *args: Any, **kwargs: Any) -> CallHook:
     yield
     if module in _followed:
         _wrap_compiled_call(_followed[module][0], module, "_compiled_call_impl", module)
@@ -114,7 +114,7 @@ def _remove_wrappers(module: nn.Module) -> None:
     modules = set(module.modules())
     for each in modules:
         tracing.remove_scoped_forwards(each)
-    shapes.unwatch_modules(modules)
+    forward_shapes.unwatch_modules(modules)
 
 
 def _wrap_compiled_call(attachment: Attachment, holder: nn.Module, name: str, root: nn.Module) -> None:
@@ -144,7 +144,7 @@ def _call_hooks_around(
     return wrapper
 
 
-def _observe_compiled_call(root: nn.Module, tag: AbstractContextManager[Any], args: Any, kwargs: Any) -> Observation:
+def _observe_compiled_call(root: nn.Module, tag: AbstractContextManager[Any], args: Any, kwargs: Any) -> CallHook:
     global _running_calls
     forward_pre_hook, forward_hook = _followed[root][1]
     forward_pre_hook(root, args, kwargs)

@@ -74,7 +74,7 @@ def with_adapters(model: Any, rank: int, alpha: int, **options: Any) -> Any:
 
 
 def short_message(error: BaseException, token: str | None = None) -> str:
-    """The first line of the error's message. The token, or HF_TOKEN, is replaced by ***."""
+    """Returns the first line of the error's message, with the token, or HF_TOKEN, replaced by ***."""
     reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
     token = token or os.environ.get("HF_TOKEN")
     return reason.replace(token, "***") if token else reason

@@ -13,7 +13,7 @@ class MemprofCallback(TrainerCallback):
     """Attaches the Trainer's model and optimizer to the running session, takes a snapshot at the end of each epoch, and
     logs memory by category.
 
-    It changes nothing of the training. The Trainer does not clear a private optimizer, as Opacus requires between
+    It does not change the training. The Trainer does not clear a private optimizer, as Opacus requires between
     steps: the program does that, as examples/huggingface_trainer.py shows.
 
     Args:
@@ -38,5 +38,5 @@ class MemprofCallback(TrainerCallback):
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside accelerate's wrapper."""
+    """Returns the optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)

@@ -49,7 +49,7 @@ class WandbLogger:
 
 
 def scalars() -> dict[str, int]:
-    """The live bytes now and those at the peak so far, by device and category.
+    """Returns the live bytes now and at the peak so far, by device and category.
 
     Returns:
         Bytes by name: `memory/cuda:0/live/gradients`, `memory/cuda:0/peak/gradients`, `…/live/total`, `…/peak/total`.
@@ -74,7 +74,7 @@ def log_steps(profile: Profile, loggers: Iterable[Logger]) -> None:
 
     Args:
         profile: returned by `Session.close`, or by `load_profile`.
-        loggers: that receive the values of each step.
+        loggers: receive the values of each step.
     """
     for name, device in profile.devices.items():
         for step in device.steps:
@@ -85,7 +85,7 @@ def log_steps(profile: Profile, loggers: Iterable[Logger]) -> None:
 
 
 class StepLog:
-    """The common part of the callbacks: the running session, and logging at every so many steps.
+    """The common part of the callbacks: the running session, and logging every few steps.
 
     Args:
         loggers: receive `scalars()`.
@@ -97,12 +97,12 @@ class StepLog:
 
     def __init__(self, loggers: Iterable[Logger], every: int) -> None:
         if every < 1:
-            raise MemprofError(f"every={every} is no number of steps: give 1 or more")
+            raise MemprofError(f"every={every} is not a number of steps: give 1 or more")
         self._loggers = list(loggers)
         self._every = every
 
     def session(self) -> Session:
-        """The running session. Raises MemprofError if there is none."""
+        """Returns the running session. Raises MemprofError if no session is running."""
         running = current()
         if running is None:
             raise MemprofError(

@@ -88,7 +88,7 @@ class RunFacts:
     def _of_gpu(self) -> dict[str, Any]:
         import torch
 
-        from opacus_memprof.recording import layer_shapes
+        from opacus_memprof.recording import observations
 
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return {}
@@ -102,7 +102,7 @@ class RunFacts:
             "context": total - free - reserved,
             "retries": stats.get("num_alloc_retries", 0),
             "steps": self._steps,
-            "samples": max((samples for _, samples in layer_shapes.current().batches), default=None),
+            "samples": max((samples for _, samples in observations.layer_shapes().batches), default=None),
         }
 
 
@@ -125,7 +125,7 @@ def main() -> None:
         gpus = virtual_gpu.local_world_size(ranks)
         virtual_gpu.start(configuration.gpu, memory=configuration.memory, count=gpus)
         if ranks > 1:
-            virtual_gpu.play_rank(0, ranks, gpus=gpus)
+            virtual_gpu.simulate_rank(0, ranks, gpus=gpus)
         ProgramRecording(ProfileDirectory(directory / PROFILE_OF_RUN), "cuda", DEFAULT_MAX_EVENTS).record(running)
     except MemprofError as error:
         facts.refused = str(error)

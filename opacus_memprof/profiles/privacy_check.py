@@ -2,10 +2,13 @@
 """The structure of privacy_check.json: what was proved of private models while they were trained. docs/flash_clip.md
 explains it."""
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from opacus_memprof.profiles.json_object import FORMAT, JsonObject, read_json_object
+from opacus_memprof.profiles.files import write_text
+from opacus_memprof.profiles.json_object import FORMAT, JsonObject, read_json_object, to_json
 
 
 class CheckedSpan(JsonObject):
@@ -151,3 +154,23 @@ class PrivacyCheck(JsonObject, kw_only=True):
 def read_privacy_check(path: Path) -> PrivacyCheck | None:
     """Reads privacy_check.json; None without the file. Raises MemprofError as read_json_object does."""
     return read_json_object(path, PrivacyCheck, "remove it") if path.is_file() else None
+
+
+def write_privacy_checks(checks: Sequence[dict[str, Any]], path: str | os.PathLike[str]) -> Path | None:
+    """Writes privacy_check.json for the models of several engines, atomically.
+
+    Args:
+        checks: the results of each engine's `privacy_check`.
+        path: of the file.
+
+    Returns:
+        The path; None without a check, and on all ranks but the first.
+
+    Raises:
+        MemprofError: the file cannot be written.
+    """
+    if not checks or any(check["rank"] > 0 for check in checks):
+        return None
+    models = [model for check in checks for model in check["models"]]
+    earlier = [each for check in checks for each in check["earlier"]]
+    return write_text(path, to_json({**checks[0], "models": models, "earlier": earlier}, indent=1))

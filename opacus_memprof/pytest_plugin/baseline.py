@@ -29,7 +29,7 @@ _RESTORE = "restore it from version control, or remove it and write it anew with
 
 
 def path_of(name: str, folder: Path) -> Path:
-    """The path of a baseline. Raises MemprofError if the name is not a plain file name."""
+    """Returns the path of a baseline. Raises MemprofError if the name is not a plain file name."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
         raise MemprofError(f"{name!r} cannot name a baseline: use letters, digits, _, - and .")
     return folder / f"{name}.json"
@@ -92,7 +92,7 @@ def compare(entries: list[Baseline], measured: Baseline, rel: float, file: Path)
     before = next((entry for entry in entries if entry.key == measured.key), None)
     if before is None:
         known = "; ".join(_describe_key(entry.key) for entry in entries) or "nothing"
-        raise MemprofError(f"{file} has no baseline for {_describe_key(measured.key)}, but for {known}: {_UPDATE}")
+        raise MemprofError(f"{file} has no baseline for {_describe_key(measured.key)}, only for {known}: {_UPDATE}")
     rows = []
     old_peak, new_peak = before.peak_bytes, measured.peak_bytes
     if _has_grown(old_peak, new_peak, rel):
@@ -132,7 +132,7 @@ def _row(name: str, old: int, new: int) -> str:
 
 
 def _by_category(modules: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
-    """Bytes by category and module, from bytes by module and category."""
+    """Returns bytes by category and module, from bytes by module and category."""
     result: dict[str, dict[str, int]] = {}
     for module, sizes in modules.items():
         for category, size in sizes.items():
@@ -145,7 +145,7 @@ def _describe_key(key: BaselineKey) -> str:
 
 
 def _where(before: Baseline, measured: Baseline) -> str:
-    """A phrase that says which of the two was measured on a virtual GPU."""
+    """Returns a phrase that says which of the two was measured on a virtual GPU."""
     names = [name for name, entry in (("baseline", before), ("this run", measured)) if "virtual_gpu" in entry]
     return f" ({' and '.join(names)} on a virtual GPU)" if names else ""
 

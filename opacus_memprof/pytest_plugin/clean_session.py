@@ -1,28 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session for one test, whose profile contains the test's own memory only: it begins clean, leaves blocks of earlier
-tests out, and affects no later test."""
+"""A session for one test, whose profile contains only the test's own memory, and which affects no later test.
+
+A block from before the test (of earlier tests, wider fixtures or the test's module) is in the event file as a seed. It
+counts if the test retags it, as attaching a model does with parameters. Otherwise all of its events are left out, so
+that the replay is the same as in a process in which only this test has run.
+"""
 
 import contextlib
 import gc
 import importlib
 import sys
+import tempfile
 import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from opacus.grad_sample import AbstractGradSampleHooks, GradSampleModule
 
+from opacus_memprof.analysis.events import FREE, RETAG, ROW, SEED, Events, Rows
+from opacus_memprof.analysis.profile import build_profile
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.hooks import Attachment
-from opacus_memprof.hooks.privacy_engine import observe_make_private
+from opacus_memprof.hooks.opacus_hooks import observe_make_private
 from opacus_memprof.hooks.vocabulary import UNATTRIBUTED
 from opacus_memprof.profiles.categories import reported_name
-from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS
-from opacus_memprof.profiles.profile import Device
-from opacus_memprof.pytest_plugin.event_filter import BlockKey, TestEvents
+from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS, EVENT_BYTES, EVENT_HEADER_BYTES, EVENTS, META
+from opacus_memprof.profiles.profile import Device, Profile
 from opacus_memprof.recording import native
+from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.session import Session
+
+BlockKey = tuple[int, int]  # number of the device in the event file, address
+
+# See docs/format.md.
+_COUNT, _FIRST_EVENT, _SEEDS = slice(16, 24), slice(96, 104), slice(104, 112)
+_SETTLED = 9
+
+
+class TestEvents:
+    """The events so far of a test that is running.
+
+    Args:
+        directory: of the profile.
+
+    Attributes:
+        earlier_blocks: blocks from before the test that are still live.
+        foreign_blocks: the earlier blocks that the test has not retagged.
+
+    Raises:
+        MemprofError: the events cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        rows = _rows_of_seeded_blocks(Events(directory))
+        block, kind = rows["block"], rows["kind"]
+        retagged = block[kind == RETAG]
+        live = rows[(kind == SEED) & ~np.isin(block, block[kind == FREE])]
+        self.earlier_blocks = _keys(live)
+        self.foreign_blocks = _keys(live[~np.isin(live["block"], retagged)])
+        self._excluded: npt.NDArray[np.uint64] = np.unique(rows["event"][~np.isin(block, retagged)])
+
+    def profile(self) -> Profile:
+        """Returns the profile of the test's own memory, without a timeline.
+
+        Raises MemprofError as build_profile does.
+        """
+        if not self._excluded.size:
+            return build_profile(self._directory, status="running", exit_code=None, timeline_points=1)
+        header, records = _read_records(self._directory)
+        kept = np.delete(records, self._excluded)
+        header[_COUNT] = len(kept).to_bytes(8, "little")
+        with tempfile.TemporaryDirectory(prefix="memprof_") as folder:
+            (Path(folder) / META).write_bytes((self._directory / META).read_bytes())
+            (Path(folder) / EVENTS).write_bytes(bytes(header) + kept.tobytes())
+            return build_profile(folder, status="running", exit_code=None, timeline_points=1)
+
+
+def _read_records(directory: Path) -> tuple[bytearray, npt.NDArray[np.void]]:
+    """Returns the header of the first piece of events, and the records of all pieces without their live sets."""
+    pieces = []
+    for path in [directory / EVENTS, *directory.glob("events.*.bin")]:
+        with open(path, "rb") as file:
+            header = bytearray(file.read(EVENT_HEADER_BYTES))
+            records = np.fromfile(file, f"V{EVENT_BYTES}")
+        first, seeds = (int.from_bytes(header[field], "little") for field in (_FIRST_EVENT, _SEEDS))
+        events = records[seeds:]
+        events = events[events.view("<u8").reshape(-1, 4)[:, 0] >> 48 & 255 != _SETTLED]
+        pieces.append((first, header, events))
+    pieces.sort(key=lambda piece: piece[0])
+    return pieces[0][1], np.concatenate([events for _, _, events in pieces])
+
+
+def _rows_of_seeded_blocks(events: Events) -> Rows:
+    """Returns the rows of all blocks from before the test, from seed to free."""
+    chunks: list[Rows] = [np.empty(0, ROW)]
+    seeded: npt.NDArray[np.int64] = np.empty(0, "<i8")
+
+    def keep(rows: Rows) -> None:
+        nonlocal seeded
+        seeded = np.append(seeded, rows["block"][rows["kind"] == SEED])
+        chunks.append(rows[np.isin(rows["block"], seeded)])
+
+    events.for_each_chunk(keep)
+    return np.concatenate(chunks)
+
+
+def _keys(rows: Rows) -> set[BlockKey]:
+    return set(zip(rows["device"].tolist(), rows["address"].tolist(), strict=True))
+
 
 _MODES = {
     "GradSampleModule": "hooks",
@@ -82,12 +170,12 @@ class CleanSession(Session):
         observe_make_private(self._engines, self._follow)
 
     def attach(self, *objects: Any) -> None:
-        """Attaches as Session.attach does. A PrivacyEngine is attached already."""
+        """Attaches as `Session.attach` does. PrivacyEngines are attached already."""
         self.modes.update(_mode(target) for target in objects if isinstance(target, AbstractGradSampleHooks))
         super().attach(*objects)
 
     def devices_so_far(self) -> dict[str, Device]:
-        """The devices of profile.json so far, for the test's own memory.
+        """Returns the devices of profile.json so far, for the test's own memory.
 
         Raises:
             MemprofError: events were lost.
@@ -99,7 +187,10 @@ class CleanSession(Session):
         return self._test_events().profile().devices
 
     def breakdown(self) -> dict[str, dict[str, int]]:
-        """As Session.breakdown, for the test's own memory. The two categories of captured activations are added up."""
+        """Returns the live bytes of the test, as `Session.breakdown`.
+
+        The two categories of captured activations are added.
+        """
         result: dict[str, dict[str, int]] = {}
         for block in _without(self._test_events().foreign_blocks):
             category = reported_name(block["category"])
@@ -108,7 +199,7 @@ class CleanSession(Session):
         return result
 
     def leaked_blocks(self) -> list[dict[str, Any]]:
-        """The live blocks that did not exist when the test began."""
+        """Returns the live blocks that did not exist when the test began."""
         return _without(self._test_events().earlier_blocks)
 
     def end(self, status: str, exit_code: int, error: str | None = None) -> None:
@@ -163,7 +254,7 @@ def _without(blocks: set[BlockKey]) -> list[dict[str, Any]]:
 
 
 def _number(device: str) -> int:
-    """The number of a device in the event file: 0 is the CPU, 1 + i is cuda:i."""
+    """Returns the number of a device in the event file: 0 is the CPU, 1 + i is cuda:i."""
     return 0 if device == "cpu" else 1 + int(device.removeprefix("cuda:"))
 
 

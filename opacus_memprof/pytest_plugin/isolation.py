@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`@pytest.mark.memprof_isolated` and `fits`: runs a test in a new process, and reports as if it had run here.
+"""Runs tests that are marked `memprof_isolated` or `fits` in a new process, and reports as if they had run here.
 
-The process is not forked, because a fork of a process that has used CUDA cannot use CUDA, and a fork of a process with
-threads may hang.
+The process is not forked: after a fork, CUDA cannot be used if the parent has used it, and a parent with threads may
+leave a lock that nobody releases. The new process loads this file as a pytest plugin, which passes the reports back.
 """
 
 import json
@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from opacus_memprof.pytest_plugin import report_writer
-from opacus_memprof.pytest_plugin.fits import Fits
+from opacus_memprof.pytest_plugin.on_virtual_gpu import Fits
+
+REPORTS = "OPACUS_MEMPROF_PYTEST_REPORTS"  # environment variable: the path of a file of JSON lines
 
 
 def is_child(config: pytest.Config) -> bool:
-    """Whether this is the process of an isolated test."""
-    return config.pluginmanager.hasplugin(report_writer.__name__)
+    """Returns whether this is the process of an isolated test."""
+    return config.pluginmanager.hasplugin(__name__)
 
 
 def run(item: pytest.Item) -> None:
@@ -32,7 +33,7 @@ def run(item: pytest.Item) -> None:
         reports.touch()
         environment = {
             **os.environ,
-            report_writer.REPORTS: str(reports),
+            REPORTS: str(reports),
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
         environment.pop("PYTEST_ADDOPTS", None)
@@ -63,8 +64,9 @@ def run(item: pytest.Item) -> None:
 
 
 def _command(item: pytest.Item) -> list[str]:
-    """The command that runs pytest for this test alone, with the same root, configuration, plugins and memory options.
-    The project's `addopts` are left out: parallel runs, reports and filters are for the parent process only."""
+    """Returns the command that runs pytest for this test only, with the same root, configuration, plugins and memory
+    options. The project's `addopts` are left out: parallel runs, reports and filters are for the parent process
+    only."""
     config = item.config
     command = [
         sys.executable,
@@ -95,4 +97,18 @@ def _command(item: pytest.Item) -> list[str]:
     for option in ("--memprof", "--memprof-update-baselines"):
         if config.getoption(option):
             command.append(option)
-    return [*command, "-p", report_writer.__name__]
+    return [*command, "-p", __name__]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Writer(config))
+
+
+class _Writer:
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        with open(os.environ[REPORTS], "a", encoding="utf-8") as file:
+            file.write(json.dumps(data, default=str) + "\n")

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pytest's hooks around each profiled test. They are registered if any test is profiled.
+"""pytest's hooks around each profiled test, and its `memprof` fixture. They are registered if any test is profiled.
 
-The profile of a test begins with its first fixture of function scope, after those of wider scope, so that it does not
-depend on which test ran first. Memory limits are checked when the test function has returned, leak limits after
+The profile of a test begins with its first fixture of function scope, after fixtures of wider scope, so that it does
+not depend on which test ran first. Memory limits are checked when the test function has returned, leak limits after
 teardown.
 """
 
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -19,10 +20,100 @@ import pytest
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS, EVENT_BYTES
-from opacus_memprof.pytest_plugin import clean_session, isolation, limits, summary
+from opacus_memprof.profiles.live_memory import Snapshot
+from opacus_memprof.pytest_plugin import baseline, clean_session, isolation, limits, summary
 from opacus_memprof.pytest_plugin.clean_session import CleanSession
-from opacus_memprof.pytest_plugin.fixture import Memprof
 from opacus_memprof.session import current, one_line, outcome
+
+
+class Memprof:
+    """The profile of a test so far. Blocks from before the test count only if the test attaches them.
+
+    Results of any PrivacyEngine's `make_private` are attached automatically; attach other models and optimizers.
+    """
+
+    def __init__(self, session: CleanSession, item: pytest.Item) -> None:
+        self._session = session
+        self._item = item
+
+    def attach(self, *objects: Any) -> None:
+        """Attaches models and optimizers that are not from `make_private`; see `Session.attach`."""
+        self._session.attach(*objects)
+
+    def snapshot(self, name: str) -> Snapshot:
+        """Takes a snapshot of all live bytes, compared with the allocator's own figures. See `Session.snapshot`."""
+        return self._session.snapshot(name)
+
+    def breakdown(self) -> dict[str, dict[str, int]]:
+        """Returns the test's live bytes now.
+
+        Returns:
+            {device: {category: bytes}}, as `Session.breakdown`.
+
+        Raises:
+            MemprofError: the test's events cannot be read.
+        """
+        return self._session.breakdown()
+
+    def peak(self, category: str | None = None, *, module: str | None = None, phase: str | None = None) -> int:
+        """Returns the requested bytes at the test's peak so far, or at the peak of a phase; the highest of several
+        devices.
+
+        Args:
+            category: count this category only.
+            module: count this module and those inside it only.
+            phase: at the peak of this phase.
+
+        Raises:
+            MemprofError: there is no such category, module or phase, or both a module and a phase are given.
+        """
+        limits.check_filters(category, module, phase)
+        devices = self._session.devices_so_far().values()
+        return max((limits.select(device, category, module, phase)[0] for device in devices), default=0)
+
+    def assert_within(
+        self, limit: str | int, *, category: str | None = None, module: str | None = None, phase: str | None = None
+    ) -> None:
+        """Fails the test if `peak` with these arguments is more than `limit`, such as "1.2 GB", on any device.
+
+        Raises:
+            MemprofError: as `peak`; or the limit is not a size, or is 0.
+        """
+        __tracebackhide__ = True
+        parsed = limits.Limit.parse(limit, category=category, module=module, phase=phase)
+        message = parsed.check(self._session.devices_so_far())
+        if message:
+            pytest.fail(f"assert_within: {message}")
+
+    def check_baseline(self, name: str, *, rel: float = 0.02) -> None:
+        """Fails the test if its peak, or any category at the peak, has grown by `rel` of the baseline or more. With
+        --memprof-update-baselines it writes the baseline instead.
+
+        Args:
+            name: of the baseline and of its file: letters, digits, `_`, `-` and `.`.
+            rel: 0.02 is 2 %; with 0 any growth fails.
+
+        Raises:
+            MemprofError: there is no such baseline for this device, torch, Opacus and mode; it cannot be read; or
+                `name` or `rel` is invalid.
+        """
+        __tracebackhide__ = True
+        if not isinstance(rel, (int, float)) or not math.isfinite(rel) or rel < 0:
+            raise MemprofError(f"rel={rel!r} is not a tolerance: give a part of the baseline, such as 0.02 for 2 %")
+        file = baseline.path_of(name, self._folder())
+        measured = baseline.measure(self._session.devices_so_far(), self._session.modes)
+        if self._item.config.getoption("--memprof-update-baselines"):
+            baseline.update(file, measured)
+            return
+        message = baseline.compare(baseline.read(file), measured, rel, file)
+        if message:
+            pytest.fail(message)
+
+    def _folder(self) -> Any:
+        given = self._item.config.getoption("--memprof-baseline-dir")
+        if given is not None:
+            return self._item.config.invocation_params.dir / given
+        return self._item.path.parent / "memprof_baselines"
 
 
 class ProfiledTest(CleanSession):
@@ -41,7 +132,7 @@ _KEY = pytest.StashKey[ProfiledTest]()
 
 
 def profiled_test_of(item: pytest.Item) -> ProfiledTest:
-    """The ProfiledTest of a pytest item. Raises MemprofError if the test is not profiled."""
+    """Returns the ProfiledTest of a pytest item. Raises MemprofError if the test is not profiled."""
     test = item.stash.get(_KEY, None)
     if test is None:
         raise MemprofError(
@@ -185,8 +276,10 @@ class Lifecycle:
 
 
 def _scratch_parent() -> Path | None:
-    """The parent of the scratch directory: /dev/shm if event files fit into it, because creating and removing one on a
-    disk takes longer than a short test. None: the default."""
+    """Returns the parent of the scratch directory, or None for the default.
+
+    It is /dev/shm if event files fit into it: creating and removing one on a disk takes longer than a short test.
+    """
     shared_memory = Path("/dev/shm")
     try:
         fits = shutil.disk_usage(shared_memory).free > 2 * DEFAULT_MAX_EVENTS * EVENT_BYTES
@@ -196,6 +289,6 @@ def _scratch_parent() -> Path | None:
 
 
 def folder_of(nodeid: str) -> str:
-    """The name of a test's profile directory: readable, short and unique."""
+    """Returns the name of a test's profile directory: readable, short and unique."""
     readable = re.sub(r"[^A-Za-z0-9_.-]+", "_", nodeid).strip("._")[-80:]
     return f"{readable}-{hashlib.sha256(nodeid.encode()).hexdigest()[:8]}"

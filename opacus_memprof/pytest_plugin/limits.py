@@ -11,8 +11,8 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.categories import FORWARD_UNDECIDED, REPORTED, reported_name
 from opacus_memprof.profiles.profile import Device
 from opacus_memprof.profiles.units import format_bytes, parse_size
-from opacus_memprof.pytest_plugin.fits import Fits
-from opacus_memprof.pytest_plugin.marker_names import FITS, LIMITS
+from opacus_memprof.pytest_plugin import FITS, LIMITS
+from opacus_memprof.pytest_plugin.on_virtual_gpu import Fits
 from opacus_memprof.recording import native
 
 _TOP = 5  # categories and modules listed in a message
@@ -38,7 +38,7 @@ class Limit:
     def parse(
         cls, limit: str | int, *, category: str | None = None, module: str | None = None, phase: str | None = None
     ) -> "Limit":
-        """A limit such as "1.2 GB". Raises MemprofError if it is not a size or is 0, and as `check_filters`."""
+        """Parses a limit such as "1.2 GB". Raises MemprofError if it is not a size or is 0, and as `check_filters`."""
         check_filters(category, module, phase)
         return cls(_positive(limit), category, module, phase)
 
@@ -61,8 +61,8 @@ class Limit:
 
 
 def check_filters(category: str | None, module: str | None, phase: str | None) -> None:
-    """Raises MemprofError if a category or phase does not exist, or if a module and a phase are given: modules are
-    known at the peak only."""
+    """Raises MemprofError if a category or phase does not exist, or if both a module and a phase are given: modules
+    are known at the peak only."""
     names = native.names()
     categories = sorted({*REPORTED, *(reported_name(name) for name in names["categories"])} - {FORWARD_UNDECIDED})
     if category is not None and category not in categories:

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--memprof-virtual-gpu`: starts a virtual GPU in pytest's process before a conftest or a test imports torch."""
+"""Tests on a virtual GPU: the option `--memprof-virtual-gpu`, and the marker `fits`."""
 
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import ModuleType
 
 import pytest
 
 from opacus_memprof import virtual_gpu
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.profile import Device
 from opacus_memprof.profiles.units import format_bytes, parse_size
+from opacus_memprof.pytest_plugin import FITS
+from opacus_memprof.virtual_gpu.devices import find_gpu
 
 OPTION = "memprof_virtual_gpu"
 MEMORY_OPTION = "memprof_virtual_memory"
 
 
 def kind_of(config: pytest.Config) -> str:
-    """The kind of GPU from the command line or, by default, from the ini file; empty for none."""
+    """Returns the kind of GPU from the command line or, by default, from the ini file; empty for none."""
     option = getattr(config.known_args_namespace, OPTION, None)
     return str(config.getini(OPTION) if option is None else option)
 
@@ -46,7 +51,7 @@ def start(config: pytest.Config) -> None:
 
 
 def header() -> str | None:
-    """The line of pytest's header that names the virtual GPU."""
+    """Returns the line of pytest's header that names the virtual GPU."""
     running = virtual_gpu.active()
     if running is None:
         return None
@@ -55,7 +60,7 @@ def header() -> str | None:
 
 
 def _torch_came_first(config: pytest.Config) -> str:
-    """The message if torch has been imported, with the names of the plugins that have imported it."""
+    """Returns the message if torch has been imported, with the names of plugins that have imported it."""
     importers = [
         name
         for name, plugin in config.pluginmanager.list_name_plugin()
@@ -67,3 +72,66 @@ def _torch_came_first(config: pytest.Config) -> str:
         "leave them out with -p no:NAME, and let pytest load this plugin by itself or with -p opacus_memprof, not from "
         "a conftest.py"
     )
+
+
+_TOP = 5  # categories in a message
+
+
+@dataclass(frozen=True)
+class Fits:
+    """The marker's arguments: the kind of GPU, and the most bytes that torch may reserve there, if limited."""
+
+    gpu: str
+    below: int | None = None
+
+    @classmethod
+    def from_item(cls, item: pytest.Item) -> "Fits | None":
+        """Reads the closest marker of a test; None without one."""
+        mark = item.get_closest_marker(FITS)
+        return None if mark is None else cls.read(mark)
+
+    @classmethod
+    def read(cls, mark: pytest.Mark) -> "Fits":
+        """Reads a marker.
+
+        Raises MemprofError if the kind or the size `below` is invalid, TypeError for other arguments.
+        """
+        return cls._of_arguments(*mark.args, **mark.kwargs)
+
+    @classmethod
+    def _of_arguments(cls, gpu: str, below: str | int | None = None) -> "Fits":
+        find_gpu(gpu)
+        return cls(gpu, None if below is None else parse_size(below))
+
+    def check(self, devices: Mapping[str, Device]) -> str | None:
+        """Returns a message if memory ran out on a device of the test, or torch has reserved more than `below`.
+
+        Raises:
+            MemprofError: the test has allocated nothing on the GPU.
+        """
+        import torch
+
+        name = find_gpu(self.gpu).name
+        for device in devices.values():
+            if device.out_of_memory:
+                request = device.out_of_memory[0]
+                return (
+                    f"fits: memory of the virtual {name} ran out, at {format_bytes(request.requested_bytes)} of "
+                    f"{request.category} in {request.phase}, which the test has caught"
+                )
+        if not any(device.peak.requested_bytes for key, device in devices.items() if key.startswith("cuda")):
+            raise MemprofError("fits: the test has allocated nothing on the GPU: let it train on cuda")
+        for key, device in devices.items():
+            reserved = torch.cuda.max_memory_reserved(key) if key.startswith("cuda") else 0
+            if self.below is not None and reserved > self.below:
+                sizes = sorted(device.peak.categories.items(), key=lambda pair: -pair[1])[:_TOP]
+                rows = [f"  {format_bytes(size):>11}  {category}" for category, size in sizes if size]
+                return "\n".join(
+                    [
+                        f"fits: {format_bytes(reserved)} ({reserved} bytes) reserved on a virtual {name}, which is "
+                        f"{format_bytes(reserved - self.below)} more than the limit of {format_bytes(self.below)}",
+                        f"at the peak, in {device.peak.phase} of step {device.peak.step}:",
+                        *rows,
+                    ]
+                )
+        return None

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from opacus_memprof.pytest_plugin.marker_names import FITS, ISOLATED, LIMITS
+from opacus_memprof.pytest_plugin import FITS, ISOLATED, LIMITS
 
 if TYPE_CHECKING:
     from opacus_memprof.profiles.plan import PlanVerdict
-    from opacus_memprof.pytest_plugin.fixture import Memprof
+    from opacus_memprof.pytest_plugin.lifecycle import Memprof
 
 _MARKERS = (
     'limit_gpu_memory(limit, category=None, module=None, phase=None): fail above this peak, such as "1.2 GB"; '

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The summary of all tests: a table in the terminal, as Markdown and as JSON, made from properties of each test.
 
-The properties are part of pytest's reports, so that pytest-xdist passes them on, and JUnit XML contains them.
+The properties are part of pytest's reports: pytest-xdist passes them on, and JUnit XML contains them.
 """
 
 import json
@@ -24,8 +24,8 @@ _TITLES = ("test", "device", "peak", "in", "mostly", "left", "outcome")
 
 
 def properties(devices: Mapping[str, Device]) -> Properties:
-    """The properties of a test, from the devices of its profile: `memprof.cuda:0.peak_bytes`, `.phase`, `.step`, and
-    the bytes of each category at the peak as `memprof.cuda:0.categories.gradients`."""
+    """Returns the properties of a test, from the devices of its profile: `memprof.cuda:0.peak_bytes`, `.phase`,
+    `.step`, and the bytes of each category at the peak as `memprof.cuda:0.categories.gradients`."""
     result: Properties = []
     for name, device in devices.items():
         peak = device.peak
@@ -39,7 +39,8 @@ def properties(devices: Mapping[str, Device]) -> Properties:
 
 
 def leaks(blocks: Iterable[Mapping[str, Any]]) -> Properties:
-    """The property `memprof.cuda:0.left_bytes`, from the blocks that outlive a test and its fixtures, if any."""
+    """Returns the property `memprof.cuda:0.left_bytes`, from the blocks that outlive a test and its fixtures, if
+    any."""
     sizes: dict[str, int] = {}
     for block in blocks:
         sizes[block["device"]] = sizes.get(block["device"], 0) + block["bytes"]
@@ -47,7 +48,7 @@ def leaks(blocks: Iterable[Mapping[str, Any]]) -> Properties:
 
 
 def out_of_memory(devices: Mapping[str, Device]) -> str | None:
-    """A text about the last allocation that failed, and what was live then. None if none failed."""
+    """Returns a text about the last failed allocation and what was live then, or None."""
     for name, device in devices.items():
         if device.out_of_memory:
             last = device.out_of_memory[-1]
@@ -64,7 +65,7 @@ def out_of_memory(devices: Mapping[str, Device]) -> str | None:
 
 
 def report_folder(config: pytest.Config) -> Path | None:
-    """The directory of --memprof-report, or None."""
+    """Returns the directory of --memprof-report, or None."""
     option = config.getoption("--memprof-report")
     return None if option is None else config.invocation_params.dir / option
 
@@ -86,7 +87,7 @@ class Summary:
                 self._folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise pytest.UsageError(
-                    f"--memprof-report: {self._folder} is no directory ({error.strerror})"
+                    f"--memprof-report: {self._folder} is not a directory ({error.strerror})"
                 ) from error
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -123,7 +124,7 @@ class Summary:
             terminalreporter.write_line(f"profiles and summary of memory: {self._folder}")
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """A row for each test and device, the highest peak first."""
+        """Returns a row for each test and device, the highest peak first."""
         rows = []
         for test, found in self._tests.items():
             for device, entry in found["devices"].items():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Installs and uninstalls the recording allocators.
 
-A recording allocator replaces torch's own, delegates every call to it, and records the call. The training run is the
-same with it as without. Source: csrc/allocators.
+A recording allocator wraps torch's own: it passes every call on and records it. It does not change the training run.
+Source: csrc/allocators.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ class Allocator:
     """The argument of `torch.cuda.memory.change_current_allocator`."""
 
     def allocator(self) -> Any:
-        """The `torch._C._cuda_CUDAAllocator` that delegates to torch's caching allocator."""
+        """Returns the `torch._C._cuda_CUDAAllocator` that delegates to torch's caching allocator."""
         return native.cuda_allocator()
 
 
@@ -88,8 +88,10 @@ def library_path() -> str:
 
 
 def refuse_after_fork() -> None:
-    """Raises MemprofError in a child that was forked from a process which had loaded the extension: the allocator's
-    locks and counts there are those of the parent's threads, and nothing is recorded."""
+    """Raises MemprofError in a process that was forked after the extension had been loaded.
+
+    There, the allocator's locks and counts belong to the parent's threads, and nothing is recorded.
+    """
     if os.getpid() != _PID:
         raise MemprofError(
             "this process was forked after opacus_memprof had been used, and records nothing: start it by spawn "
@@ -98,7 +100,7 @@ def refuse_after_fork() -> None:
 
 
 def resolve_device(device: str) -> str:
-    """The device to record: "cuda" or "cpu" for "auto", "cuda" or "cpu". Never initialises CUDA.
+    """Returns the device to record: "cuda" or "cpu" for "auto", "cuda" or "cpu". Never initialises CUDA.
 
     Raises:
         MemprofError: the device is unknown or not available.
@@ -114,8 +116,25 @@ def resolve_device(device: str) -> str:
 
 
 def is_installed(device: str) -> bool:
-    """Whether the recording allocator of `device` ("cuda" or "cpu") is torch's current one."""
+    """Returns whether the recording allocator of `device` ("cuda" or "cpu") is torch's current one."""
     return native.cpu_installed() if device == "cpu" else native.cuda_installed()
+
+
+def allocator_warnings(device: str) -> list[str]:
+    """Returns warnings about what cannot be measured with torch's current allocator of `device`."""
+    if device == "cpu":
+        return []
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
+        return [
+            "PYTORCH_NO_CUDA_MEMORY_CACHING is set: torch counts nothing itself, so the categories cannot be "
+            "reconciled, and rounding and cached are unknown"
+        ]
+    backend = native.cuda_current_name().removeprefix("opacus_memprof over ")
+    if backend == "cudaMallocAsync":
+        return ["the backend is cudaMallocAsync: the driver does not tell its rounding, which counts as cached"]
+    if backend != "native":
+        return [f"the allocator in place is {backend}, which counts nothing: the categories cannot be reconciled"]
+    return []
 
 
 def _cuda_available() -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attachment: the list of changes that the profiler has made to a program, and how each is undone.
+"""Attachment: the changes that the profiler has made to a program, and how each is undone.
 
 Nothing here holds a strong reference to a model, an optimizer or a tensor: the profiler must not keep alive what the
 program drops.
@@ -25,7 +25,7 @@ class Attachment:
     """The changes that one call of `attach` made; `detach` undoes them. Dropping the object leaves them in place.
 
     Args:
-        name: what was changed, for the sentence on a change that could not be undone.
+        name: what is changed, for the sentence about a change that could not be undone.
     """
 
     def __init__(self, name: str = "a change") -> None:
@@ -33,13 +33,18 @@ class Attachment:
         self._undo: list[Callable[[], object]] = []
 
     def on_detach(self, undo: Callable[[], object]) -> None:
-        """Registers `undo` to be called by `detach`, in reverse order. It must refer weakly to what it changes, and do
-        nothing where there is nothing to undo: it is registered before the change is made."""
+        """Registers `undo` to be called by `detach`, in reverse order.
+
+        It must refer weakly to what it changes. It is registered before the change is made, so it must do nothing if
+        the change was not made.
+        """
         self._undo.append(undo)
 
     def detach(self) -> None:
-        """Restores everything that was changed. A second call does nothing. An undo that fails is tried once more
-        after all others; if it fails again, the profile has a sentence on it. Never raises."""
+        """Restores everything that was changed. A second call does nothing. Never raises.
+
+        An undo that fails is tried once more after all others; if it fails again, the profile has a sentence on it.
+        """
         failed = []
         while self._undo:
             undo = self._undo.pop()
@@ -52,11 +57,11 @@ class Attachment:
                 undo()
 
     def apply(self, name: str, change: "Callable[[Attachment], object]") -> None:
-        """Makes one change, wholly or not at all.
+        """Makes one change, completely or not at all.
 
         Args:
             name: what is changed. If the change fails, as with an Opacus or a torch that lacks it, the profile has a
-                sentence with this name, and the other changes are made all the same.
+                sentence with this name, and other changes are still made.
             change: makes the change, and registers with its argument how it is undone.
 
         Raises:
@@ -75,15 +80,15 @@ class Attachment:
                 f"{torch.__version__}): what depends on it may be unattributed"
             )
 
-    def observe(self, path: str, observation: Callable[..., faults.Observation]) -> None:
-        """Applies the change that the function at `path`, "package.module:Class.method", is observed."""
+    def observe(self, path: str, observation: Callable[..., faults.CallHook]) -> None:
+        """Observes the function at `path`, "package.module:Class.method", as one change."""
         self.apply(path, lambda unit: unit.wrap(path, lambda function: faults.observe(function, observation)))
 
     def wrap(self, path: str, wrap: Callable[[Any], Any]) -> None:
         """Replaces the function at `path`, "package.module:Class.method", by `wrap(function)`.
 
         Raises:
-            ImportError, AttributeError, KeyError: there is no such function, or its class inherits it.
+            ImportError, AttributeError, KeyError: the function does not exist, or its class inherits it.
         """
         module, _, attributes = path.partition(":")
         *owners, name = attributes.split(".")
@@ -139,7 +144,7 @@ class SharedPatch:
 
     Args:
         patch: makes the changes; called for the first attachment. They are undone after the last one is detached.
-        repeat: call `patch` for every attachment, because there may be more to patch by then.
+        repeat: call `patch` for every attachment, because there may be more to patch later.
     """
 
     def __init__(self, patch: Callable[[Attachment], None], *, repeat: bool = False) -> None:

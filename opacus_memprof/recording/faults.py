@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contains what the profiler itself raises while a program runs, so that it never ends or changes a training.
+"""Contains exceptions of the profiler itself, so that they never end or change a training.
 
-Whatever of the profiler runs inside a training stands in `contain`, or is an observation, which runs around a call of
-the program's. A fault becomes a warning and a sentence in the profile, and the training goes on. MemprofError, which a
-user can mend, is raised only where the user has called the profiler.
+All code of the profiler that runs inside a training is in a `contain` block or is a call hook, which runs around a call
+of the program. A fault becomes a warning and a sentence in the profile, and the training goes on. MemprofError, which
+the user can fix, is raised only from functions that the user has called.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from torch.compiler import is_compiling
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What stands before its `yield` runs before the observed call, and what follows runs after it, with the call's result.
-Observation = Generator[None, Any, None]
+# A generator around a call: it runs to its `yield` before the call, and goes on with the call's result.
+CallHook = Generator[None, Any, None]
 
 _MOST_SENTENCES = 100
 _sentences: dict[str, None] = {}
 
 
 class CallError(Exception):
-    """Raised at the `yield` of an observation, where the observed call has raised `error`."""
+    """Raised at the `yield` of a call hook when the call has raised `error`."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
@@ -39,7 +39,7 @@ def clear() -> None:
 
 
 def recorded() -> list[str]:
-    """A sentence on each fault of the session, in their order."""
+    """Returns a sentence for each fault of the session, in order."""
     return list(_sentences)
 
 
@@ -53,7 +53,7 @@ def record(sentence: str) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The exception's type and message, in a line."""
+    """Returns the exception's type and message, in one line."""
     try:
         message = " ".join(str(error).split())
     except Exception:  # an exception that cannot be printed
@@ -106,41 +106,45 @@ def contain(doing: str) -> Containment:
     return Containment(doing)
 
 
-def observe(function: Callable[..., R], observation: Callable[..., Observation]) -> Callable[..., R]:
-    """Wraps a function of the program's: `observation` is called with its arguments. What torch.compile traces is the
-    function alone."""
+def observe(function: Callable[..., R], hook: Callable[..., CallHook]) -> Callable[..., R]:
+    """Wraps a function of the program in a call hook, which is called with its arguments.
+
+    torch.compile traces only the function.
+    """
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> R:
         if is_compiling():
             return function(*args, **kwargs)
-        return call_observed(function, args, kwargs, lambda: observation(*args, **kwargs))
+        return call_observed(function, args, kwargs, lambda: hook(*args, **kwargs))
 
     return wrapper
 
 
-def call_observed(function: Callable[..., R], args: Any, kwargs: Any, observe: Callable[[], Observation]) -> R:
-    """Calls a function of the program's inside the observation that `observe` returns. What the function returns or
-    raises passes unchanged, and what the observation raises is contained."""
+def call_observed(function: Callable[..., R], args: Any, kwargs: Any, observe: Callable[[], CallHook]) -> R:
+    """Calls a function of the program inside the call hook that `observe` returns.
+
+    The function's result and exceptions pass unchanged. Exceptions of the hook are contained.
+    """
     name = getattr(function, "__qualname__", type(function).__name__)
-    observation: Observation | None = None
+    hook: CallHook | None = None
     try:
-        observation = observe()
-        next(observation)
+        hook = observe()
+        next(hook)
     except StopIteration:
-        observation = None
+        hook = None
     except Exception as error:
-        observation = None
+        hook = None
         record_fault(f"following {name}", error)
     try:
         result = function(*args, **kwargs)
     except BaseException as error:
-        if observation is not None:
-            _fail(name, observation, error)
+        if hook is not None:
+            _fail(name, hook, error)
         raise
-    if observation is not None:
+    if hook is not None:
         try:
-            observation.send(result)
+            hook.send(result)
         except StopIteration:
             pass
         except Exception as error:
@@ -148,11 +152,11 @@ def call_observed(function: Callable[..., R], args: Any, kwargs: Any, observe: C
     return result
 
 
-def _fail(name: str, observation: Observation, error: BaseException) -> None:
-    """Raises CallError in an observation whose call has raised `error`."""
+def _fail(name: str, hook: CallHook, error: BaseException) -> None:
+    """Raises CallError in a call hook whose call has raised `error`."""
     failure = CallError(error)
     try:
-        observation.throw(failure)
+        hook.throw(failure)
     except (StopIteration, CallError):
         pass
     except Exception as fault:

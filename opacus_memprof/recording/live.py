@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the live counters, for everything that shows memory while it is recorded. It costs microseconds and writes no
-event."""
+"""Reads what is live now: the counters, which costs microseconds and writes no event, and reconciled snapshots.
 
+A snapshot has, for every device and in bytes: the sum of `categories` is `requested_bytes`; adding `rounding` gives
+what the allocator has handed out, adding `cached` what it has reserved, and adding `outside_pytorch` what is used on
+the device. `remainder` is torch's count of requested bytes minus the sum of `categories`: if it is not 0, there is a
+bug, or one of the session's warnings explains it. What cannot be measured is None.
+"""
+
+import gc
 import os
 from collections.abc import Mapping
+from typing import Any
+
+import torch
 
 from opacus_memprof.profiles.categories import PARTS, add_parts
 from opacus_memprof.profiles.launch import Launch
-from opacus_memprof.profiles.live_memory import LiveDevice, LiveMemory, LivePeak
+from opacus_memprof.profiles.live_memory import DeviceCount, LiveDevice, LiveMemory, LivePeak, Snapshot
 from opacus_memprof.profiles.profile import HookedActivations, Sizes
 from opacus_memprof.recording import native
 
 
 def read_live() -> LiveMemory:
-    """What is live now, on every device that has had a block."""
+    """Returns what is live now, on every device that has had a block."""
     launch = Launch.from_environment()
     counters = native.counters()
     return LiveMemory(
@@ -36,14 +45,14 @@ def read_live() -> LiveMemory:
 
 
 def read_breakdown() -> dict[str, Sizes]:
-    """The live bytes by device and category, without those that have none."""
+    """Returns the live bytes by device and category, without empty categories."""
     devices = read_live().devices.items()
     live = {name: {key: size for key, size in device.categories.items() if size} for name, device in devices}
     return {name: categories for name, categories in live.items() if categories}
 
 
 def read_peaks() -> dict[str, LivePeak]:
-    """The highest instant of each device since recording began."""
+    """Returns the peak of each device since recording began."""
     return {
         name: LivePeak(
             requested_bytes=counts["requested_bytes"],
@@ -61,10 +70,94 @@ def read_peaks() -> dict[str, LivePeak]:
 
 
 def hooked_activations(counted: Mapping[str, int]) -> HookedActivations:
-    """The parts of activation_hooks, from the bytes by the counters' own categories."""
+    """Returns the parts of activation_hooks, from bytes by the counters' categories."""
     return HookedActivations(**{part: counted.get(category, 0) for category, part in PARTS.items()})
 
 
 def _known(size: int) -> int | None:
-    """None for -1, which the counters have for unknown sizes."""
+    """Returns None for -1, which the counters use for unknown sizes."""
     return None if size < 0 else size
+
+
+def take_snapshot(name: str) -> Snapshot:
+    """Takes a snapshot of every device that has had a block, and writes a snapshot event."""
+    gc_was_enabled = gc.isenabled()
+    gc.disable()  # a collection between our count and torch's would make them differ
+    try:
+        pending = _pending_free()
+        counted = native.snapshot(name)
+        devices = {
+            device: _count(device, counts, pending.get(device, 0)) for device, counts in counted["devices"].items()
+        }
+        return Snapshot(**{**counted, "devices": devices})
+    finally:
+        if gc_was_enabled:
+            gc.enable()
+
+
+def _count(device: str, counts: Mapping[str, Any], pending: int) -> DeviceCount:
+    """Counts one device. `pending` is the bytes of blocks that the program has freed while a side stream uses them: the
+    ledger has dropped these blocks, torch's allocator has not."""
+    categories = add_parts(counts["categories"])
+    if pending:
+        categories["pending_free"] = pending
+    requested = counts["requested_bytes"] + pending
+    return DeviceCount(
+        requested_bytes=requested,
+        categories=categories,
+        activation_hooks=hooked_activations(counts["categories"]),
+        **_reconcile(device, requested),
+    )
+
+
+def _pending_free() -> dict[str, int]:
+    """Returns the pending-free bytes of each device. The ledger also drops blocks that were freed unrecorded."""
+    if not native.HAS_CUDA or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    try:
+        return {f"cuda:{index}": native.cuda_refresh(index) for index in range(torch.cuda.device_count())}
+    except RuntimeError:  # torch's allocator has no memory snapshot (cudaMallocAsync)
+        return {}
+
+
+def _reconcile(device: str, requested: int) -> dict[str, int | None]:
+    if device == "cpu":
+        counted = reserved = active = allocated = native.cpu_reported_bytes()
+        used = None
+    else:
+        stats = _memory_stats(device)
+        counted = stats.get("requested_bytes.all.current", 0)
+        # "active" is "allocated" plus the pending-free blocks.
+        active = stats.get("active_bytes.all.current", 0)
+        allocated = stats.get("allocated_bytes.all.current", 0)
+        reserved = stats.get("reserved_bytes.all.current", 0)
+        if counted == active == 0 < allocated:  # cudaMallocAsync counts only these two, without rounding
+            counted = active = allocated
+        used = _used_bytes(device)
+    if requested > 0 == counted:  # torch counts nothing: PYTORCH_NO_CUDA_MEMORY_CACHING, or a pluggable allocator
+        return dict.fromkeys(
+            ("allocated_bytes", "reserved_bytes", "rounding", "cached", "outside_pytorch", "remainder")
+        )
+    return {
+        "allocated_bytes": allocated,
+        "reserved_bytes": reserved,
+        "rounding": active - counted,
+        "cached": reserved - active,
+        "outside_pytorch": None if used is None else used - reserved,
+        "remainder": counted - requested,
+    }
+
+
+def _memory_stats(device: str) -> dict[str, int]:
+    try:
+        return torch.cuda.memory_stats(device)
+    except RuntimeError:  # a pluggable allocator of the program's is current, and counts nothing
+        return {}
+
+
+def _used_bytes(device: str) -> int | None:
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError:  # the device is in an error state, which the program's own calls will report
+        return None
+    return total - free

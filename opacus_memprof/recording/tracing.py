@@ -11,18 +11,18 @@ from typing import Any
 from torch import nn
 
 from opacus_memprof.recording import native
-from opacus_memprof.recording.faults import Observation, observe
+from opacus_memprof.recording.faults import CallHook, observe
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def is_compile_result(module: nn.Module) -> bool:
-    """Whether `module` is what `torch.compile(other_module)` has returned."""
+    """Returns whether `module` is the result of `torch.compile(other_module)`."""
     return "_orig_mod" in module._modules
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `module` is compiled, as far as its own attributes show."""
+    """Returns whether `module` is compiled, as far as its own attributes show."""
     return (
         is_compile_result(module)
         or module._compiled_call_impl is not None
@@ -31,8 +31,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def reachable_modules(target: Any) -> list[nn.Module]:
-    """The modules that `target` can reach: itself, the object that it is a method of, and what is in its attributes,
-    closure or globals. Modules that it receives as arguments are unknown until it runs."""
+    """Returns the modules that `target` can reach: itself, the object that it is a method of, and its attributes,
+    closure and globals. Modules that it receives as arguments are unknown until it runs."""
     owner = getattr(target, "__self__", target)
     reachable = [target, owner, *getattr(owner, "__dict__", {}).values()]
     with contextlib.suppress(TypeError, ValueError):  # not a function, or a closure variable without a value yet
@@ -53,19 +53,19 @@ def remove_scoped_forward(module: nn.Module) -> None:
 
 
 def remove_scoped_forwards(module: nn.Module) -> None:
-    """Removes all scoped forwards of `module`: it has one for each attached model that it is a part of."""
+    """Removes all scoped forwards of `module`: it has one for each attached model that contains it."""
     while isinstance(module.__dict__.get("forward"), native.ScopedForward):
         remove_scoped_forward(module)
 
 
 def hide_profiler_hooks(create: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps torch.jit._recursive.create_script_module, which compiles a module with its hooks and its instance's
-    `forward`: the profiler's are removed for the duration of the call."""
+    `forward`. The profiler's are removed for the duration of the call."""
 
     return observe(create, _observe_create)
 
 
-def _observe_create(model: nn.Module, *args: Any, **kwargs: Any) -> Observation:
+def _observe_create(model: nn.Module, *args: Any, **kwargs: Any) -> CallHook:
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             stack.enter_context(_without_profiler_hooks(module))

@@ -21,8 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
-from opacus_memprof.recording import layer_shapes, tracing
-from opacus_memprof.recording.faults import Observation, contain, observe
+from opacus_memprof.recording import observations, tracing
+from opacus_memprof.recording.faults import CallHook, contain, observe
 from opacus_memprof.running.model_index import ModelIndex, instances
 from opacus_memprof.session import Session
 
@@ -39,18 +39,18 @@ class FollowWithoutEngine:
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._attached: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()  # by this object
         self._waiting: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
-        self._modules_when_attached = layer_shapes.current().modules  # hooks replace it when they attach a model
+        self._modules_when_attached = observations.layer_shapes().modules  # hooks replace it when they attach a model
         self._index = ModelIndex()
         Optimizer.__init__ = observe(Optimizer.__init__, self._observe_init)  # type: ignore[method-assign]
         register_optimizer_step_pre_hook(self._on_step)
         torch.compile = observe(torch.compile, self._observe_compile)
         _recursive.create_script_module = tracing.hide_profiler_hooks(_recursive.create_script_module)
 
-    def _observe_init(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Observation:
+    def _observe_init(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> CallHook:
         yield
         self._on_new_optimizer(optimizer)
 
-    def _observe_compile(self, model: Any = None, *args: Any, fullgraph: bool = False, **kwargs: Any) -> Observation:
+    def _observe_compile(self, model: Any = None, *args: Any, fullgraph: bool = False, **kwargs: Any) -> CallHook:
         if model is not None:  # None if torch.compile is used as a decorator with arguments: it is called again
             self._compiled.append((weakref.ref(getattr(model, "__self__", model)), fullgraph))
         yield
@@ -106,7 +106,7 @@ class FollowWithoutEngine:
         return self._index.models_of(trained)
 
     def _attached_by_others(self) -> bool:
-        return layer_shapes.current().modules is not self._modules_when_attached
+        return observations.layer_shapes().modules is not self._modules_when_attached
 
     def _is_traced(self, model: nn.Module) -> bool:
         """Whether code that was compiled before may call the model: hooks on it would break its graphs. What is
@@ -152,7 +152,7 @@ class FollowWithoutEngine:
             self._stop_waiting(module)
         self._session.attach(model if opacus_model is None else opacus_model, *_dp_optimizers(optimizers))
         self._attached.update((root, *optimizers))
-        self._modules_when_attached = layer_shapes.current().modules
+        self._modules_when_attached = observations.layer_shapes().modules
         for iterator in instances(_BaseDataLoaderIter):  # later ones are tagged by hooks.inputs
             tag_dataset(iterator._dataset)
         return root

@@ -175,10 +175,10 @@ class ProgramRecording:
             elif self._start_error is not None:
                 _print_note(str(self._start_error))
             return
-        from opacus_memprof.recording import layer_shapes
+        from opacus_memprof.recording import observations
         from opacus_memprof.session import one_line, outcome
 
-        if not layer_shapes.current().modules:
+        if not observations.layer_shapes().modules:
             self._session.warnings.append(
                 "no PrivacyEngine.make_private was seen, and no training of a model without it: nothing is attributed "
                 "to Opacus or to modules (a model can be passed to opacus_memprof.session.current().attach)"

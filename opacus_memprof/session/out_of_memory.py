@@ -27,9 +27,9 @@ from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.meta import NameLists
 from opacus_memprof.profiles.oom_report import OomReport
-from opacus_memprof.recording import faults, hook_facts, layer_shapes, native
+from opacus_memprof.recording import faults, native, observations
 from opacus_memprof.recording.attachment import Attachment
-from opacus_memprof.recording.faults import Observation, observe
+from opacus_memprof.recording.faults import CallHook, observe
 from opacus_memprof.reports.html.oom import build_oom_page
 from opacus_memprof.reports.oom_text import exception_note, print_oom
 
@@ -40,7 +40,7 @@ class Forensics:
     """Explains the failed allocations of a session.
 
     Attributes:
-        report: of the latest failure that was explained, or None.
+        report: the report of the latest explained failure, or None.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -52,12 +52,12 @@ class Forensics:
         self._printed = False
 
     def patch(self, attachment: Attachment) -> None:
-        """Has torch.OutOfMemoryError explained when it is constructed, until `attachment` is detached."""
+        """Makes torch.OutOfMemoryError explain itself when it is constructed, until `attachment` is detached."""
         error_class: Any = torch.OutOfMemoryError
         is_inherited = "__init__" not in vars(error_class)
         original = error_class.__init__
 
-        def observation(error: BaseException, *args: Any, **kwargs: Any) -> Observation:
+        def observation(error: BaseException, *args: Any, **kwargs: Any) -> CallHook:
             yield
             self.explain(error)
 
@@ -85,7 +85,7 @@ class Forensics:
             failed = native.failures()
             explained = error if is_out_of_memory(error) else None
             if explained is None:
-                # Without an exception, failures on a GPU are trials of torch's, such as cuDNN's of its workspaces.
+                # Without an exception, failures on a GPU are torch's trials, such as those of cuDNN's workspaces.
                 failed = [failure for failure in failed if failure["device"] == "cpu"]
             if failed and failed[-1]["number"] >= self._explained:
                 self._explained = failed[-1]["number"] + 1
@@ -113,14 +113,14 @@ class Forensics:
             replayed = core.replay(str(self._directory), _TIMELINE_POINTS)
         except RuntimeError:  # the event file cannot be read: the report uses what the failure itself contains
             replayed = None
-        piled_up = any(fact["kind"] == "captures" for fact in hook_facts.recorded())
-        captures = hook_facts.captures() if piled_up else None
+        piled_up = any(each["kind"] == "captures" for each in observations.recorded())
+        captures = observations.captures() if piled_up else None
         device = failed[-1]["device"]
         if device != "cpu":
-            layer_shapes.current().multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+            observations.layer_shapes().multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         virtual = virtual_gpu.describe_run()
         return build_report(
-            failed, layer_shapes.current(), captures, replayed, NameLists(**native.names()), virtual or UNSET
+            failed, observations.layer_shapes(), captures, replayed, NameLists(**native.names()), virtual or UNSET
         )
 
     def _write(self, report: OomReport) -> None:
@@ -132,7 +132,7 @@ class Forensics:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether this exception, or one that caused it, is an out-of-memory error."""
+    """Returns whether this exception, or one of its causes, is an out-of-memory error."""
     chain, seen = [error], set[int]()
     while chain:
         link = chain.pop()

@@ -9,19 +9,19 @@ import opacus
 from msgspec import to_builtins
 
 from opacus_memprof.clipping import FlashClipEngineMixin
-from opacus_memprof.hooks.privacy_engine import in_setup_phase
+from opacus_memprof.hooks.opacus_hooks import in_setup_phase
 from opacus_memprof.profiles.directory import PRIVACY_CHECK
-from opacus_memprof.profiles.privacy_check import read_privacy_check
-from opacus_memprof.recording.faults import Observation, observe
-from opacus_memprof.session.privacy_checks import write_privacy_checks
+from opacus_memprof.profiles.privacy_check import read_privacy_check, write_privacy_checks
+from opacus_memprof.recording.faults import CallHook, observe
 from opacus_memprof.session.session import current
 
 
 class PrivacyEngine(FlashClipEngineMixin, opacus.PrivacyEngine):  # type: ignore[misc]
-    """Opacus' PrivacyEngine, except that the session that is recording follows what `make_private` (or
-    `make_private_with_epsilon`) returns, and that there are two modes more: `grad_sample_mode="flash_clip"`
-    and "auto" (docs/flash_clip.md). Steps of any mode can be compared with clipping by hand (`check`), and
-    `privacy_check.json` says what was proved. Otherwise, and without a session, it is Opacus' own.
+    """Opacus' PrivacyEngine with profiling and exact clipping.
+
+    A recording session follows the results of `make_private` and `make_private_with_epsilon`. There are two more modes,
+    `grad_sample_mode="flash_clip"` and "auto" (docs/flash_clip.md). Steps of any mode can be compared with clipping by
+    hand (`check`), and `privacy_check.json` says what was proved. Otherwise it behaves as Opacus' engine.
     """
 
     def _make_private(self, given: dict[str, Any], own: dict[str, Any]) -> Any:
@@ -32,7 +32,7 @@ class PrivacyEngine(FlashClipEngineMixin, opacus.PrivacyEngine):  # type: ignore
         return prepared
 
     def save_privacy_check(self, path: str | os.PathLike[str]) -> None:
-        """Writes what has been proved of the models that this engine has made private. Of several ranks the first
+        """Writes what was proved of the models that this engine has made private. Of several ranks, the first
         writes it.
 
         Args:
@@ -44,29 +44,29 @@ class PrivacyEngine(FlashClipEngineMixin, opacus.PrivacyEngine):  # type: ignore
         write_privacy_checks([self.privacy_check()], path)
 
     def save_checkpoint(self, *, path: Any, **kwargs: Any) -> None:
-        """As Opacus' save_checkpoint; also writes `privacy_check.json` into the directory of the checkpoint.
+        """Saves a checkpoint as Opacus does, and writes `privacy_check.json` into the directory of the checkpoint.
 
         Args:
             path: of the checkpoint, or a file object, beside which nothing is written.
             kwargs: see Opacus.
 
         Raises:
-            MemprofError: privacy_check.json cannot be written. The checkpoint is written then.
+            MemprofError: privacy_check.json cannot be written. The checkpoint has been written.
         """
         super().save_checkpoint(path=path, **kwargs)
         if self._record.models and isinstance(path, (str, os.PathLike)):
             self.save_privacy_check(_beside(path))
 
     def load_checkpoint(self, *, path: Any, **kwargs: Any) -> Any:
-        """As Opacus' load_checkpoint; before the first step, also keeps the content of `privacy_check.json` beside the
-        checkpoint, under `earlier`.
+        """Loads a checkpoint as Opacus does. Before the first step, it also keeps the content of `privacy_check.json`
+        beside the checkpoint, under `earlier`.
 
         Args:
             path: of the checkpoint, or a file object.
             kwargs: see Opacus.
 
         Raises:
-            MemprofError: privacy_check.json cannot be read. Nothing is loaded then.
+            MemprofError: privacy_check.json cannot be read. Nothing has been loaded.
         """
         continues = isinstance(path, (str, os.PathLike)) and not any(each.steps for each in self._record.models)
         before = read_privacy_check(_beside(path)) if continues else None
@@ -81,6 +81,6 @@ def _beside(path: str | os.PathLike[str]) -> Path:
     return Path(path).with_name(PRIVACY_CHECK)
 
 
-def _observe_make_private(given: dict[str, Any], own: dict[str, Any]) -> Observation:
+def _observe_make_private(given: dict[str, Any], own: dict[str, Any]) -> CallHook:
     session = current()
     return in_setup_phase(lambda prepared: None if session is None else session.attach(*prepared))

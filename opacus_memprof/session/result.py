@@ -1,26 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds a session's profile: while it records, at its end, and from what there is where a part has failed."""
+"""Describes a run: its metadata, how the program has ended, and the session's profile, complete or so far."""
 
 import os
+import platform
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from opacus_memprof import virtual_gpu
 from opacus_memprof.analysis.profile import build_profile, build_profile_from_counters, write_profile
+from opacus_memprof.profiles.launch import Launch
 from opacus_memprof.profiles.live_memory import LivePeak
 from opacus_memprof.profiles.profile import Profile, Sizes
-from opacus_memprof.recording import faults, hook_facts, live, native
+from opacus_memprof.profiles.versions import VERSION, installed_version
+from opacus_memprof.recording import faults, live, native, observations
 from opacus_memprof.recording.faults import contain
+from opacus_memprof.session.out_of_memory import is_out_of_memory
 
 
 class Result:
-    """What a session knows of its profile.
+    """What a session knows about its profile.
 
     Attributes:
         profile: the content of profile.json, once it is written.
         live_at_end: the bytes by device and category that were live at the end of the recording; None before.
-        warnings: sentences on what the profile cannot know.
+        warnings: sentences about what the profile cannot know.
         pid: of the process that records.
     """
 
@@ -36,13 +43,13 @@ class Result:
         self._so_far: tuple[tuple[int, int], Profile] | None = None  # by events written and dropped until then
 
     def read_figures(self) -> None:
-        """Keeps what only the recording process can read, before anything is undone. Each figure is read for itself."""
+        """Keeps what only the recording process can read, before anything is undone. Each figure is read separately."""
         with contain("reading the live bytes"):
             self.live_at_end = live.read_breakdown()
         with contain("reading the peaks"):
             self._peaks = live.read_peaks()
         with contain("reading what the hooks have recorded"):
-            self._facts = hook_facts.recorded()
+            self._facts = observations.recorded()
         with contain("reading how many events were written"):
             events = native.events_status()
             if events["error"] and events["dropped"]:
@@ -69,7 +76,7 @@ class Result:
         return profile
 
     def write_from_counters(self, status: str, exit_code: int, error: str | None) -> Profile:
-        """Builds the profile from the live counters alone and writes profile.json, where `write` has failed.
+        """Builds the profile from the live counters only and writes profile.json, after `write` has failed.
 
         Raises:
             MemprofError: profile.json cannot be written.
@@ -79,7 +86,7 @@ class Result:
         return self.profile
 
     def so_far(self) -> Profile:
-        """The profile, or before the end what it would be now."""
+        """Returns the profile; before the end of the session, the profile so far."""
         if self.profile is not None:
             return self.profile
         with contain("building the profile so far"):
@@ -118,3 +125,41 @@ class Result:
         with contain("describing what a virtual GPU cannot know"):
             limits += virtual_gpu.describe_limits()
         return [*self.warnings, *limits, *faults.recorded()]
+
+
+def outcome(error: BaseException | None) -> tuple[str, int]:
+    """Returns a program's status and exit code, from the exception that ended it, if any."""
+    code = 1
+    if error is None:
+        code = 0
+    elif isinstance(error, KeyboardInterrupt):
+        return "killed", 130
+    elif isinstance(error, SystemExit):
+        code = 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
+    if code == 0:
+        return "finished", 0
+    return "out_of_memory" if is_out_of_memory(error) else "failed", code
+
+
+def one_line(error: BaseException | None) -> str | None:
+    """Returns the exception's type and the first line of its message, for people."""
+    if error is None or (isinstance(error, SystemExit) and not isinstance(error.code, str)):
+        return None
+    message = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def describe_run(device: str, launch: Launch | None) -> dict[str, Any]:
+    """Returns the entries of meta.json that the recorder does not write itself. Never initialises CUDA."""
+    return {
+        "versions": {
+            "opacus_memprof": VERSION,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "opacus": installed_version("opacus"),
+            "python": platform.python_version(),
+        },
+        "device": device,
+        "command": sys.argv,
+        "launch": None if launch is None else dict(launch),
+    }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A profiling session: the recording allocator, the hooks and the event file, from a start to an end."""
+"""A profiling session: starts and stops the recording allocator, the hooks and the event file."""
 
 import contextlib
 import html
@@ -25,21 +25,20 @@ from opacus_memprof.profiles.directory import (
 from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.live_memory import Snapshot
+from opacus_memprof.profiles.privacy_check import write_privacy_checks
 from opacus_memprof.profiles.profile import Peak, Profile
-from opacus_memprof.recording import allocators, faults, hook_facts, live, native, run_metadata, snapshots
+from opacus_memprof.recording import allocators, faults, live, native, observations
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import contain
 from opacus_memprof.recording.stream import Stream, Target, make_sinks
 from opacus_memprof.session.out_of_memory import Forensics
-from opacus_memprof.session.outcome import one_line, outcome
-from opacus_memprof.session.privacy_checks import write_privacy_checks
-from opacus_memprof.session.result import Result
+from opacus_memprof.session.result import Result, describe_run, one_line, outcome
 
 _current: "Session | None" = None
 
 
 def current() -> "Session | None":
-    """The session that is recording in this process, or None."""
+    """Returns the session that is recording in this process, or None."""
     session = _current
     if session is None or session._result is None or session._result.pid != os.getpid():  # the parent's, after a fork
         return None
@@ -54,14 +53,14 @@ def profile(
     stream: Target | Iterable[Target] | None = None,
     stream_interval: float = 10.0,
 ) -> "Session":
-    """A session for a `with` block: `with opacus_memprof.profile("memprof_profile") as session:`.
+    """Returns a session for a `with` block: `with opacus_memprof.profile("memprof_profile") as session:`.
 
     Args:
-        directory: where the profile goes; an earlier profile there is replaced. Of several processes that a launcher
-            has started each writes into its own directory in it, `rank_0`, `rank_1` …
+        directory: where the profile goes; an earlier profile there is replaced. If a launcher has started several
+            processes, each writes into a directory of its own in it: `rank_0`, `rank_1` …
         device: "auto" (CUDA if there is a GPU, else the CPU), "cuda" or "cpu".
-        max_events: the event files' bound, at 32 bytes an event. Of a longer run they have the beginning, the peak and
-            the end.
+        max_events: the most events in the event files, at 32 bytes each. For a longer run they contain the beginning,
+            the peak and the end.
         stream: where live memory by category, device, step and phase goes while the session runs: a file that ends in
             .jsonl or .prom, an address such as "http://127.0.0.1:9464" for Prometheus, or several of these.
         stream_interval: seconds between two readings.
@@ -75,14 +74,14 @@ def profile(
 
 
 class Session:
-    """Records from `start` to `close`, or for the length of a `with` block. One at a time in a process.
+    """Records from `start` to `close`, or during a `with` block. A process has one running session at a time.
 
     Attributes:
         directory: the profile's directory.
         result: the content of profile.json, once the session has ended.
         device: "cuda" or "cpu", once started.
         warnings: sentences on what this profile cannot know; they end up in profile.json.
-        job: the content of ranks.json, after the end, in that process of a distributed job which ended last; else None.
+        job: the content of ranks.json, in the process of a distributed job that ends last, after its end; else None.
     """
 
     def __init__(
@@ -113,8 +112,8 @@ class Session:
     # --- the whole ---
 
     def start(self) -> None:
-        """Starts recording; see `profile` for what is refused. What else goes wrong is no reason to end the program:
-        the profile has a sentence on it."""
+        """Starts recording; raises MemprofError as `profile` says. Other failures do not end the program: the
+        profile has a sentence on them."""
         global _current
         if (running := current()) is not None:
             raise MemprofError(
@@ -131,7 +130,7 @@ class Session:
         self.directory = self._claimed.path
         self._result = Result(self.directory, self.warnings)
         with contain("looking for what torch's allocator cannot count"):
-            self.warnings += run_metadata.allocator_warnings(self.device)
+            self.warnings += allocators.allocator_warnings(self.device)
         apply = self._changes.apply
         is_empty = False
         try:
@@ -140,7 +139,7 @@ class Session:
                 self._claimed.clear()
             is_empty = True
             apply("the event file", self._start_events)
-            for reset in (native.reset_peaks, hook_facts.clear, virtual_gpu.begin_run):
+            for reset in (native.reset_peaks, observations.clear, virtual_gpu.begin_run):
                 with contain("beginning a recording"):
                     reset()
             apply("torch.OutOfMemoryError", self._start_forensics)
@@ -154,15 +153,15 @@ class Session:
         _current = self
 
     def close(self, status: str = "finished", exit_code: int = 0, error: str | None = None) -> Profile:
-        """Stops recording, takes everything out again, writes profile.json and returns its content.
+        """Stops recording, undoes all changes, writes profile.json and returns its content.
 
         Args:
             status: "finished", "failed", "out_of_memory" or "killed".
             exit_code: the program's, as a shell would see it.
-            error: what ended the program, in a line.
+            error: what ended the program, in one line.
 
         Raises:
-            MemprofError: profile.json could not be written. Everything is stopped and taken out all the same.
+            MemprofError: profile.json could not be written. Recording is stopped and all changes are undone.
         """
         global _current
         _current = None
@@ -189,7 +188,7 @@ class Session:
                 self._finish_job()
 
     def discard(self) -> None:
-        """Stops recording and takes everything out again, as `close`, but makes no profile.json of it."""
+        """Stops recording and undoes all changes, as `close` does, but writes no profile.json."""
         global _current
         _current = None
         try:
@@ -225,25 +224,25 @@ class Session:
         """Follows these until the session ends.
 
         Args:
-            objects: a PrivacyEngine (follows whatever make_private will return, of any engine), a model, an
-                optimizer, or all that make_private has returned. A criterion or a data loader needs nothing.
+            objects: a PrivacyEngine (follows the results of every engine's make_private), a model, an optimizer, or all
+                results of make_private. A criterion or a data loader has no effect.
 
         Raises:
-            MemprofError: an object of another kind.
+            MemprofError: an object has another type.
         """
         changes: list[tuple[str, Callable[[Attachment], None]]] = []
         try:
             # Only what attaches needs Opacus. It comes first, because `run` attaches PrivacyEngine when it is imported.
             import opacus  # noqa: F401
 
-            from opacus_memprof.hooks import dispatch
+            from opacus_memprof import hooks
 
             for target in objects:
-                if dispatch.is_privacy_engine(target):
+                if hooks.is_privacy_engine(target):
                     if self._follows_engines:  # all of them at once
                         continue
                     self._follows_engines = True
-                changes.append((f"a {type(target).__name__}", dispatch.change_for(target)))
+                changes.append((f"a {type(target).__name__}", hooks.change_for(target)))
         except MemprofError:
             raise
         except Exception as error:
@@ -261,8 +260,8 @@ class Session:
         the result to snapshots.jsonl.
 
         Returns:
-            The snapshot: `taken.devices["cuda:0"].categories`, or by keys. Its `remainder` is 0 unless one of the
-            session's warnings says why.
+            The snapshot: `taken.devices["cuda:0"].categories`, or by keys. Its `remainder` is 0, unless one of the
+            session's warnings explains it.
 
         Raises:
             MemprofError: the session is not recording.
@@ -274,10 +273,10 @@ class Session:
         return Snapshot(name=name, index=-1, unix_ns=time.time_ns(), step=0, logical_step=0, devices={})
 
     def breakdown(self) -> dict[str, dict[str, int]]:
-        """The bytes that are live now: device → category → bytes, without the categories that have none. It costs
-        microseconds. After the end of the session, what was live then.
+        """Returns the bytes that are live now, by device and category, without empty categories. It costs
+        microseconds. After the end of the session, it returns what was live at the end.
 
-        Whether what a forward pass has made is an activation or a temporary shows only when it dies; until then
+        Whether a tensor of a forward pass is an activation or a temporary is known only when it is freed. Until then
         it is `forward_undecided`.
         """
         if self._result is not None and self._result.live_at_end is not None:
@@ -287,8 +286,8 @@ class Session:
         return {}
 
     def peak(self) -> dict[str, Peak]:
-        """The instant of each device's highest requested bytes so far: `session.peak()["cuda:0"].categories`, or by
-        keys. It is the `peak` of profile.json, during the session and after its end.
+        """Returns the instant of each device's highest requested bytes so far: `session.peak()["cuda:0"].categories`,
+        or by keys. It is the `peak` of profile.json, during the session and after its end.
 
         While the session records, a call reads all events again if there are new ones, which takes some tenths of a
         second for each million: in a loop use `breakdown`, or `profile(stream=...)`, which has the highest bytes too.
@@ -301,7 +300,7 @@ class Session:
         return {name: device.peak for name, device in self._result.so_far().devices.items()}
 
     def _repr_html_(self) -> str | None:
-        """The report of the session, or of the part so far, in a frame of its own for notebooks."""
+        """Returns the report of the session so far, in a frame of its own for notebooks."""
         if self._result is None:
             return None
         from opacus_memprof.reports.html.page import build_html  # only a notebook needs it
@@ -326,7 +325,7 @@ class Session:
     def _start_events(self, changes: Attachment) -> None:
         run: dict[str, Any] = {}
         with contain("describing the run"):
-            run.update(run_metadata.describe_run(self.device, self._claimed.launch))
+            run.update(describe_run(self.device, self._claimed.launch))
             if (gpus := virtual_gpu.describe_gpus()) is not None:
                 run["virtual"] = gpus
         changes.on_detach(native.stop_events)
@@ -354,7 +353,7 @@ class Session:
 
     def _snapshot(self, name: str) -> Snapshot:
         self._look_for_swap()
-        snapshot = snapshots.take(name)
+        snapshot = live.take_snapshot(name)
         try:
             with open(self.directory / SNAPSHOTS, "a", encoding="utf-8") as file:
                 file.write(to_json(snapshot))
@@ -384,7 +383,7 @@ class Session:
 
 @contextlib.contextmanager
 def _directory_errors(directory: Path) -> Iterator[None]:
-    """Makes an OSError one of the user's, who can choose another directory."""
+    """Converts OSError to MemprofError: the user can choose another directory."""
     try:
         yield
     except OSError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For a look in the middle of a training run: snapshots, checkpoints, stages, findings. docs/toolkit.md shows them.
+"""Functions for inspecting a running training: snapshots, checkpoints, stages, findings. See docs/toolkit.md.
 
-Thin faces of the session and the allocators' counters: `readings` is where every figure comes from.
+They are thin wrappers around the session and the allocators' counters: `readings` reads every figure.
 """

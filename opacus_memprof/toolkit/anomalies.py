@@ -17,16 +17,15 @@ from torch import nn
 
 from opacus_memprof.profiles.profile import Finding
 from opacus_memprof.toolkit.output import LOGGER, MB
-from opacus_memprof.toolkit.readings import RESIDENT
-from opacus_memprof.toolkit.structures import MemorySnapshot
+from opacus_memprof.toolkit.readings import RESIDENT, MemorySnapshot
 
 MONITOR = "monitor"  # the name of readings that are taken at an interval, at no particular point of a step
 
-# A leak: leaving out the first readings of a name (optimizer states and workspaces come to be in them), the rest is cut
+# A leak: without the first readings of a name (when optimizer states and workspaces are created), the readings are cut
 # into eight equal windows, and from each to the next both the lowest and the highest reading rise. Readings that only
-# vary do that by chance less than once in ten million. What came once and lives on is no leak, however large it is: it
-# falls into at most two of the rises between windows, so the other five alone must come to the threshold. (Resident
-# memory grows while an allocation is being filled. Its windows last long enough for that.)
+# vary do that by chance less than once in ten million. A single allocation that stays is not a leak, however large: it
+# falls into at most two of the rises between windows, so the other five alone must reach the threshold. (Resident
+# memory grows while an allocation is being filled. Its windows are long enough for that.)
 WARM_UP_READINGS = 2
 LEAK_WINDOWS = 8
 LEAK_READINGS = 16  # beyond warm-up; of readings at an interval, LEAK_MONITOR_READINGS
@@ -44,7 +43,7 @@ GROWTH_MB = 200.0
 
 OVERUSE_RATIO = 0.9  # of the device's memory
 
-# Fragmentation: what the allocator had to reserve at its peak beyond what was ever in use at once.
+# Fragmentation: bytes that the allocator had to reserve at its peak beyond the most that was ever in use at once.
 FRAGMENTATION_RATIO = 0.3  # of what is reserved
 FRAGMENTATION_MB = 256.0
 
@@ -105,7 +104,7 @@ def find_in_snapshot(snapshot: MemorySnapshot, threshold_mb: float | None = None
 def find_in_model(model: nn.Module) -> list[Finding]:
     """Finds parameters that are very large or not finite, and gradients that are not finite, very large or unused.
 
-    Allocates a few numbers for each parameter, no copy of it.
+    Allocates a few numbers for each parameter, but no copy of it.
     """
     findings = []
     parameters = dict(model.named_parameters())
@@ -138,7 +137,7 @@ def largest(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """A tensor's bytes; of a sparse one, those of its indices and values."""
+    """Returns a tensor's bytes; for a sparse tensor, the bytes of its indices and values."""
     if not tensor.is_sparse:
         return tensor.nbytes
     return tensor._indices().nbytes + tensor._values().nbytes
@@ -202,7 +201,7 @@ def _sudden_growth(device: str, name: str, sizes: Sequence[float]) -> list[Findi
 def _growth_between(history: Sequence[MemorySnapshot], growth_mb: float) -> list[Finding]:
     """Finds growth by more than `growth_mb` to a snapshot. A name that occurred before is compared with the lowest
     snapshot of that name, at the same point of a step; a new name with the lowest snapshot of all. After a finding,
-    its snapshot is compared with. Of several findings of one name, the largest is returned."""
+    later snapshots are compared with its snapshot. Of several findings of one name, the largest is returned."""
     found: dict[tuple[str, str], Finding] = {}
     lowest: dict[tuple[str, str, str | None], tuple[str, float]] = {}
     for snapshot in history:

@@ -14,11 +14,16 @@ from types import TracebackType
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.profile import Finding
-from opacus_memprof.toolkit import anomalies, journal
+from opacus_memprof.toolkit import anomalies, output
 from opacus_memprof.toolkit.output import LOGGER, LineFile, LineFileHandler
-from opacus_memprof.toolkit.report import describe_reading, report_text
-from opacus_memprof.toolkit.snapshots import check_threshold, compare_snapshots, take_snapshot
-from opacus_memprof.toolkit.structures import MemorySnapshot, SnapshotDifference
+from opacus_memprof.toolkit.readings import MemorySnapshot, SnapshotDifference
+from opacus_memprof.toolkit.snapshots import (
+    check_threshold,
+    compare_snapshots,
+    describe_reading,
+    report_text,
+    take_snapshot,
+)
 
 DEFAULT_LOG_DIR = "logs/memory_debug"
 DEFAULT_INTERVAL = 1.0  # seconds
@@ -28,10 +33,10 @@ _MAX_SNAPSHOTS = 100_000  # in memory; the file has all
 def create_memory_debugger(
     log_dir: str | os.PathLike[str] = DEFAULT_LOG_DIR, enable_real_time: bool = False
 ) -> "MemoryDebugger":
-    """A debugger for a `with` block, or for as long as it is needed and then `stop`.
+    """Returns a debugger for a `with` block; without one, call `stop` at the end.
 
     Args:
-        log_dir: where the log, the history and the report go; made when the first is written.
+        log_dir: the directory of the log, the history and the report, created with the first of them.
         enable_real_time: whether to monitor from now on, once a second.
     """
     debugger = MemoryDebugger(Path(log_dir))
@@ -80,7 +85,7 @@ class MemoryDebugger:
         snapshot = take_snapshot(name)
         self._checkpoints[name] = snapshot
         self._add(snapshot)
-        journal.add("snapshot", snapshot)
+        output.add_to_journal("snapshot", snapshot)
         LOGGER.info(f"checkpoint: {name}")
         for reading in snapshot["devices"]:
             LOGGER.info(f"  {describe_reading(reading)}")
@@ -97,7 +102,7 @@ class MemoryDebugger:
     def _checkpoint(self, name: str) -> MemorySnapshot:
         if name not in self._checkpoints:
             known = ", ".join(f'"{checkpoint}"' for checkpoint in self._checkpoints) or "none yet"
-            raise MemprofError(f'there is no checkpoint "{name}": those there are: {known}')
+            raise MemprofError(f'there is no checkpoint "{name}": the checkpoints are: {known}')
         return self._checkpoints[name]
 
     def start_real_time_monitoring(self, interval: float = DEFAULT_INTERVAL) -> None:
@@ -130,7 +135,7 @@ class MemoryDebugger:
         self._threshold_mb = check_threshold(threshold_mb)
         findings = anomalies.find_in_history(self._history(), self._threshold_mb)
         anomalies.log(findings)
-        journal.add("finding", *findings)
+        output.add_to_journal("finding", *findings)
         return findings
 
     _check_memory_anomalies = check_memory_anomalies  # the name that scripts know it by

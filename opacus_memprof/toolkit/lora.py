@@ -20,7 +20,7 @@ from opacus_memprof.profiles.optional import require
 TINY = "tiny"
 _PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _MODES = ("hooks", "functorch", "ew", "ghost", "flash_clip")
-# A Llama of 115 thousand parameters and random weights, for where no model is at hand.
+# A Llama with 115 thousand parameters and random weights.
 _TINY_CONFIG: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -33,16 +33,16 @@ _TINY_CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that are used of a configuration.
+    """The settings of a configuration that are used.
 
     Attributes:
         model: "tiny" (built in, random weights), a model's id on the Hugging Face hub or a local path, or a causal
             language model.
         r, alpha, dropout, target_modules: of LoRA; None lets peft choose the modules.
-        batch_size, sequence_length, steps: of synthetic batches, where there is no data loader.
-        learning_rate: AdamW's.
+        batch_size, sequence_length, steps: of synthetic batches, if no data loader is given.
+        learning_rate: of AdamW.
         noise_multiplier: trains privately with Opacus; None trains plainly.
-        max_grad_norm, grad_sample_mode: Opacus', or "flash_clip".
+        max_grad_norm, grad_sample_mode: of Opacus; the mode may also be "flash_clip".
     """
 
     model: Any = TINY
@@ -94,7 +94,7 @@ def create_model(settings: Settings, precision: str = "fp32", token: str | None 
     """Creates the model with its adapters, on the GPU if there is one. Frozen weights have `precision`, adapters fp32.
 
     Args:
-        token: of the Hugging Face hub; HF_TOKEN without it. Written nowhere.
+        token: of the Hugging Face hub. Default: HF_TOKEN. It is written to no file.
 
     Raises:
         MemprofError: transformers or peft is missing, or the model cannot be loaded or adapted.
@@ -160,7 +160,7 @@ def prepare_training(model: nn.Module, batches: Iterable[Any], settings: Setting
     from opacus_memprof.clipping import FlashClipEngineMixin
 
     class Engine(FlashClipEngineMixin, PrivacyEngine):  # type: ignore[misc]
-        """The engine for flash_clip without a session: that of the package needs the extension."""
+        """An engine for flash_clip that works without the compiled extension, which the package's engine needs."""
 
     if not isinstance(batches, DataLoader):
         raise MemprofError(

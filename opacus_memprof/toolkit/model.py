@@ -1,15 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
 """Analyzes the memory of a model's parameters, buffers and gradients. Sizes in MB of 2**20 bytes."""
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.toolkit import anomalies, journal
+from opacus_memprof.profiles.profile import Finding
+from opacus_memprof.toolkit import anomalies, output
 from opacus_memprof.toolkit.output import LOGGER, MB
-from opacus_memprof.toolkit.structures import LayerSize, ModelAnalysis, ParameterSize
+
+
+class ParameterSize(TypedDict):
+    """One parameter of a model."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    device: str
+    numel: int
+    memory_mb: float
+    trainable: bool
+
+
+class LayerSize(TypedDict):
+    """The numbers of all and of trainable parameters of a layer, and their memory."""
+
+    total: int
+    trainable: int
+    memory_mb: float
+
+
+class ModelMemory(TypedDict):
+    """The memory of a model: `total_memory_mb` is the sum of parameters, buffers, gradients and grad_sample."""
+
+    total_memory_mb: float
+    parameters_mb: float
+    buffers_mb: float
+    gradients_mb: float
+    per_sample_gradients_mb: float
+
+
+class ModelAnalysis(TypedDict):
+    """The numbers of all and of trainable parameters of a model, its memory, and its anomalies."""
+
+    name: str
+    total: int
+    trainable: int
+    memory_mb: float
+    param_efficiency: float
+    parameters: list[ParameterSize]
+    layers: dict[str, LayerSize]
+    summary: ModelMemory
+    findings: list[Finding]
 
 
 def analyze_model(model: nn.Module, name: str = "model") -> ModelAnalysis:
@@ -33,7 +77,7 @@ def analyze_model(model: nn.Module, name: str = "model") -> ModelAnalysis:
     LOGGER.info(f"  memory: {analysis['memory_mb']:.2f} MB")
     LOGGER.info(f"  parameter efficiency: {analysis['param_efficiency']:.2f}%")
     anomalies.log(analysis["findings"])
-    journal.add("model", analysis)
+    output.add_to_journal("model", analysis)
     return analysis
 
 

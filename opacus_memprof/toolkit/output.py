@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The toolkit's logger, and its log files."""
+"""The toolkit's logger, its log files, and the journal that its reports show."""
 
 import logging
 import sys
 import threading
+import time
+from collections import deque
 from datetime import datetime
 from pathlib import Path
+from typing import Any, Literal
 
 from opacus_memprof.errors import MemprofError
 
@@ -135,3 +138,31 @@ def create_file(directory: Path, prefix: str, suffix: str) -> Path:
 
 def _cannot_write(path: Path, error: OSError) -> MemprofError:
     return MemprofError(f"cannot write {path} ({error.strerror}): choose another place")
+
+
+JournalKind = Literal["snapshot", "model", "difference", "finding"]
+
+# Only the latest of each kind are kept. A model's table has an entry for each of its parameters.
+_journal: dict[JournalKind, deque[tuple[float, Any]]] = {
+    "snapshot": deque(maxlen=1000),
+    "model": deque(maxlen=100),
+    "difference": deque(maxlen=1000),
+    "finding": deque(maxlen=1000),
+}
+
+
+def add_to_journal(kind: JournalKind, *entries: Any) -> None:
+    """Adds entries to the journal of this process, which reports show."""
+    now = time.monotonic()
+    _journal[kind].extend((now, entry) for entry in entries)
+
+
+def journal_since(kind: JournalKind, since: float = 0.0) -> list[Any]:
+    """Returns the journal's entries since a time of time.monotonic(), oldest first."""
+    return [entry for time_added, entry in list(_journal[kind]) if time_added >= since]
+
+
+def clear_journal() -> None:
+    """Removes all entries of the journal."""
+    for entries in _journal.values():
+        entries.clear()

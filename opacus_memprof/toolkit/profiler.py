@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from rich.cells import cell_len
@@ -20,12 +20,32 @@ from opacus_memprof.profiles.profile import Finding
 from opacus_memprof.toolkit import anomalies, readings
 from opacus_memprof.toolkit.model import analyze
 from opacus_memprof.toolkit.output import MB, LineFile, create_file, echo, make_logger
-from opacus_memprof.toolkit.report import describe_reading, format_findings
-from opacus_memprof.toolkit.snapshots import check_threshold, take_snapshot
-from opacus_memprof.toolkit.structures import EventRecord, MemorySnapshot, Sizes
+from opacus_memprof.toolkit.readings import MemorySnapshot
+from opacus_memprof.toolkit.snapshots import check_threshold, describe_reading, format_findings, take_snapshot
 
 INITIAL = "initialization"  # the timeline's first line
 _NAME_WIDTH = 20  # columns of an event's name in the timeline
+
+
+class Sizes(TypedDict):
+    """The four sizes of a device, in MB of 2**20 bytes."""
+
+    allocated: float
+    reserved: float
+    max_allocated: float
+    max_reserved: float
+
+
+class _SizesOfDevices(TypedDict, total=False):
+    devices: dict[str, Sizes]
+
+
+class EventRecord(Sizes, _SizesOfDevices):
+    """One record of an event: seconds since the first record, the sizes of the device in use, and those of all devices
+    if there are several. `timestamp` is in ISO 8601."""
+
+    time: float
+    timestamp: str
 
 
 class GPUMemoryProfiler:

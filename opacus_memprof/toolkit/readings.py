@@ -12,16 +12,16 @@ Nothing here initialises CUDA.
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 
 from opacus_memprof.profiles.live_memory import DeviceCount, LivePeak
 from opacus_memprof.toolkit.output import MB
-from opacus_memprof.toolkit.structures import Reading
 
 try:
     from opacus_memprof import session
-    from opacus_memprof.recording import allocators, snapshots
+    from opacus_memprof.recording import allocators, live
     from opacus_memprof.recording.live import read_peaks
     from opacus_memprof.recording.native import HAS_CUDA, cpu_reported_bytes
 except ImportError:  # the extension is missing or broken: nothing can be installed, and the rest still works
@@ -35,6 +35,62 @@ RESIDENT = "the process' resident memory (the recording allocator is not install
 
 _STATUS = Path("/proc/self/status")
 _MEMINFO = Path("/proc/meminfo")
+
+
+class Reading(TypedDict):
+    """One device at one moment; docs/toolkit.md explains `source`. `total_mb` and `utilization_percent` are None as
+    long as CUDA is not initialised."""
+
+    device: str
+    source: str
+    allocated_mb: float
+    reserved_mb: float
+    max_allocated_mb: float
+    max_reserved_mb: float
+    total_mb: float | None
+    utilization_percent: float | None
+    categories_mb: dict[str, float]
+
+
+class MachineMemory(TypedDict):
+    """The memory of the machine, and how much of it is in use."""
+
+    total_mb: float
+    available_mb: float
+    used_percent: float
+
+
+class MemorySnapshot(TypedDict):
+    """The memory of all devices at one moment. `timestamp` is in ISO 8601."""
+
+    name: str
+    timestamp: str
+    devices: list[Reading]
+    system: MachineMemory
+
+
+class DeviceChange(TypedDict):
+    """The change of one device between two snapshots; `utilization_change` in percentage points, or None."""
+
+    device: str
+    memory_change_mb: float
+    reserved_change_mb: float
+    peak_change_mb: float
+    utilization_change: float | None
+    categories_change_mb: dict[str, float]
+
+
+class _OptionalChanges(TypedDict, total=False):
+    system_change_mb: float
+    duration_s: float
+
+
+class SnapshotDifference(_OptionalChanges):
+    """The change between the snapshots named `before` and `after`; of a function's call, also its duration."""
+
+    before: str
+    after: str
+    gpu_changes: list[DeviceChange]
 
 
 def read_devices(name: str | None = None) -> list[Reading]:
@@ -104,7 +160,7 @@ def _snapshot(name: str) -> dict[str, DeviceCount]:
         return {}
     name = name.encode("utf-8", "backslashreplace").decode()  # the event file takes no lone surrogates
     running = session.current()
-    return (snapshots.take(name) if running is None else running.snapshot(name)).devices
+    return (live.take_snapshot(name) if running is None else running.snapshot(name)).devices
 
 
 def _cpu(count: DeviceCount | None) -> Reading:

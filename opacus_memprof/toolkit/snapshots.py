@@ -2,21 +2,23 @@
 """Takes, compares and reports memory snapshots. Sizes in MB of 2**20 bytes."""
 
 import gc
+import io
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import ParamSpec, TypeVar
 
 import torch
+from rich.console import Console
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.profile import Finding
-from opacus_memprof.toolkit import anomalies, journal, readings
+from opacus_memprof.reports.findings import print_findings
+from opacus_memprof.toolkit import anomalies, model, output, readings
 from opacus_memprof.toolkit.output import LOGGER, MB
-from opacus_memprof.toolkit.report import describe_difference, describe_reading, report_text
-from opacus_memprof.toolkit.structures import DeviceChange, MemorySnapshot, Reading, SnapshotDifference
+from opacus_memprof.toolkit.readings import DeviceChange, MemorySnapshot, Reading, SnapshotDifference
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,11 +30,11 @@ def memory_snapshot(name: str = "snapshot") -> MemorySnapshot:
     Returns:
         {"name", "timestamp", "devices": [{"device", "source", "allocated_mb", "reserved_mb", "max_allocated_mb",
         "max_reserved_mb", "total_mb", "utilization_percent", "categories_mb"}], "system": {"total_mb",
-        "available_mb", "used_percent"}}, sizes in MB of 2**20 bytes. `source` says who counted: the recording
+        "available_mb", "used_percent"}}, sizes in MB of 2**20 bytes. `source` is what counted: the recording
         allocator, torch.cuda.memory_stats, or the process' resident memory.
     """
     snapshot = take_snapshot(name)
-    journal.add("snapshot", snapshot)
+    output.add_to_journal("snapshot", snapshot)
     LOGGER.info(f"memory snapshot: {name}")
     for reading in snapshot["devices"]:
         LOGGER.info(f"  {describe_reading(reading)}")
@@ -52,7 +54,7 @@ def compare_snapshots(before: MemorySnapshot, after: MemorySnapshot) -> Snapshot
         MemprofError: not two snapshots, or ones of different devices or sources.
     """
     changes = difference(before, after)
-    journal.add("difference", changes)
+    output.add_to_journal("difference", changes)
     LOGGER.info(f"memory snapshots compared: {before['name']} vs {after['name']}")
     for line in describe_difference(changes):
         LOGGER.info(f"  {line}")
@@ -69,11 +71,11 @@ def check_memory_status(threshold_mb: float = 1000.0) -> list[Finding]:
         The findings, with `kind`, `device`, `bytes`, `evidence` and `remedy`.
 
     Raises:
-        MemprofError: the threshold is negative or no number.
+        MemprofError: the threshold is negative or not a number.
     """
     findings = anomalies.find_in_snapshot(take_snapshot(), check_threshold(threshold_mb))
     anomalies.log(findings)
-    journal.add("finding", *findings)
+    output.add_to_journal("finding", *findings)
     if not findings:
         LOGGER.info(f"memory use is within {threshold_mb:.1f}MB")
     return findings
@@ -125,7 +127,7 @@ def generate_report(output_file: str | os.PathLike[str] | None = None) -> str:
     Raises:
         MemprofError: the file cannot be written.
     """
-    history = [*journal.entries_since("snapshot"), take_snapshot("now")]
+    history = [*output.journal_since("snapshot"), take_snapshot("now")]
     report = report_text("memory report", history, anomalies.find_in_history(history))
     if output_file is not None:
         write_text(output_file, report)
@@ -206,3 +208,73 @@ def _change(before: Reading, after: Reading) -> DeviceChange:
         "utilization_change": None if old is None or new is None else new - old,
         "categories_change_mb": {category: change for category, change in categories.items() if change},
     }
+
+
+_WIDTH = 120
+
+
+def report_text(title: str, history: Iterable[MemorySnapshot], findings: Sequence[Finding], since: float = 0.0) -> str:
+    """The text of a report: all snapshots, the source and categories of the last one, and the models, differences and
+    findings of the journal.
+
+    Args:
+        history: snapshots, oldest first.
+        findings: of the snapshots.
+        since: a time of time.monotonic(); older entries of the journal are left out.
+    """
+    lines = [title, "=" * len(title), "sizes in MB of 2^20 bytes"]
+    last: MemorySnapshot | None = None
+    sources: dict[str, str] = {}
+    for last in history:
+        lines.append(f"{last['timestamp']}  {last['name']}")
+        for reading in last["devices"]:
+            source = sources.get(reading["device"], reading["source"])
+            sources[reading["device"]] = reading["source"]
+            changed = f", counted by {reading['source']} from here on" if source != reading["source"] else ""
+            lines.append(f"  {describe_reading(reading)}{changed}")
+    for reading in last["devices"] if last else ():
+        lines += ["", f"{anomalies.device_label(reading['device'])}, counted by {reading['source']}"]
+        largest = sorted(reading["categories_mb"].items(), key=lambda item: -item[1])
+        lines += [f"  {category:<28}{size:>12.2f}MB" for category, size in largest]
+    if last:
+        system = last["system"]
+        lines += [f"machine: {system['available_mb']:.1f}MB of {system['total_mb']:.1f}MB available"]
+    models = output.journal_since("model", since)
+    for analysis in {analysis["name"]: analysis for analysis in models}.values():  # of one name the latest
+        lines += ["", *model.describe_model(analysis)]
+    differences = output.journal_since("difference", since)
+    if differences:
+        lines += ["", "differences"]
+    for difference in differences:
+        lines += [f"  {difference['before']} -> {difference['after']}"]
+        lines += [f"    {line}" for line in describe_difference(difference)]
+    of_models = [finding for analysis in models for finding in analysis["findings"]]
+    return "\n".join([*lines, format_findings([*findings, *output.journal_since("finding", since), *of_models])])
+
+
+def format_findings(findings: Iterable[Finding]) -> str:
+    """The text of findings, without repetitions, with their evidence and remedies."""
+    distinct = {(finding.kind, finding.device, finding.evidence): finding for finding in findings}
+    if not distinct:
+        return "\nno anomalies\n"
+    text = io.StringIO()
+    print_findings(list(distinct.values()), Console(file=text, width=_WIDTH, force_jupyter=False), count=len(distinct))
+    return text.getvalue()
+
+
+def describe_reading(reading: Reading) -> str:
+    """ "GPU 0: 1234.5MB / 11264.0MB (10.9%)"."""
+    share = f" / {reading['total_mb']:.1f}MB ({reading['utilization_percent']:.1f}%)" if reading["total_mb"] else ""
+    return f"{anomalies.device_label(reading['device'])}: {reading['allocated_mb']:.1f}MB{share}"
+
+
+def describe_difference(difference: SnapshotDifference) -> list[str]:
+    """ "GPU 0: memory change +456.7MB, utilization change +4.1%", a line for each device."""
+    lines = []
+    for change in difference["gpu_changes"]:
+        utilization = change["utilization_change"]
+        suffix = "" if utilization is None else f", utilization change {utilization:+.1f}%"
+        lines.append(
+            f"{anomalies.device_label(change['device'])}: memory change {change['memory_change_mb']:+.1f}MB{suffix}"
+        )
+    return lines

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar
 
 import torch
 from msgspec import to_builtins
@@ -26,9 +26,8 @@ from opacus_memprof.profiles.profile import Finding, Profile
 from opacus_memprof.toolkit import anomalies, lora
 from opacus_memprof.toolkit.model import analyze_model
 from opacus_memprof.toolkit.output import LOGGER, MB
-from opacus_memprof.toolkit.report import report_text
-from opacus_memprof.toolkit.snapshots import difference_around_call, memory_snapshot, take_snapshot
-from opacus_memprof.toolkit.structures import MemorySnapshot, Stage
+from opacus_memprof.toolkit.readings import MemorySnapshot, SnapshotDifference
+from opacus_memprof.toolkit.snapshots import difference_around_call, memory_snapshot, report_text, take_snapshot
 
 if TYPE_CHECKING:
     from opacus_memprof.session import Session
@@ -37,6 +36,15 @@ DEFAULT_LOG_DIR = "logs/training_debug"
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Stage(TypedDict):
+    """One stage of a training run, and what the memory in use changed by."""
+
+    name: str
+    duration_s: float
+    failed: bool
+    change: SnapshotDifference
 
 
 def memory_profiled_training(log_dir: str | os.PathLike[str] = DEFAULT_LOG_DIR) -> "TrainingProfiler":

@@ -7,9 +7,8 @@ a virtual GPU by accident.
 """
 
 from opacus_memprof.virtual_gpu.describe import begin_run, describe_gpus, describe_limits, describe_run
-from opacus_memprof.virtual_gpu.no_weights import load_no_weights
-from opacus_memprof.virtual_gpu.played_rank import check_ranks, local_world_size, play_rank, played
-from opacus_memprof.virtual_gpu.process import active, choose_gpu, default_answers, start
+from opacus_memprof.virtual_gpu.process import active, choose_gpu, default_answers, load_no_weights, start
+from opacus_memprof.virtual_gpu.simulated_rank import check_ranks, local_world_size, simulate_rank
 
 __all__ = [
     "active",
@@ -22,7 +21,6 @@ __all__ = [
     "describe_run",
     "load_no_weights",
     "local_world_size",
-    "play_rank",
-    "played",
+    "simulate_rank",
     "start",
 ]

@@ -38,7 +38,7 @@ def _replace_object_collectives(c10d: Any) -> None:
     exchanges: dict[str, int] = {}  # number of exchanges so far, by the group's name
 
     def exchange(group: Any, source: int, value: Any) -> Any:
-        """The value of rank `source`; on a rank that is played without the others, `value`."""
+        """Returns the value of rank `source`; on a rank that is simulated without the others, `value`."""
         name = c10d._get_process_group_name(group)
         exchanges[name] = exchanges.get(name, 0) + 1
         key = f"virtual_gpu/objects/{name}/{exchanges[name]}"
@@ -46,7 +46,7 @@ def _replace_object_collectives(c10d: Any) -> None:
         if c10d.get_rank(group) == source:
             store.set(key, pickle.dumps(value))
             return value
-        return pickle.loads(store.get(key)) if store.check([key]) or not _plays_one_rank() else value
+        return pickle.loads(store.get(key)) if store.check([key]) or not _simulates_one_rank() else value
 
     def root(group: Any, rank: int | None, group_rank: int | None) -> int:
         rank = 0 if rank is None and group_rank is None else rank
@@ -103,10 +103,10 @@ def _replace_object_collectives(c10d: Any) -> None:
         setattr(c10d, name, functools.wraps(getattr(c10d, name))(replacement))
 
 
-def _plays_one_rank() -> bool:
-    from opacus_memprof.virtual_gpu.played_rank import played
+def _simulates_one_rank() -> bool:
+    from opacus_memprof.virtual_gpu.simulated_rank import simulated_rank
 
-    return played() is not None
+    return simulated_rank() is not None
 
 
 def _pass_split_sizes(c10d: Any, library: ctypes.CDLL) -> None:

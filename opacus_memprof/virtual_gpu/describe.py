@@ -53,15 +53,15 @@ _at_begin = _Counts()
 
 
 def begin_run() -> None:
-    """Makes `describe_run` and `describe_limits` count from now on, because a process may record several profiles.
-    Imports torch."""
+    """Makes `describe_run` and `describe_limits` count from now on: a process may record several profiles. Imports
+    torch."""
     global _at_begin
     if active() is not None:
         _at_begin = _Counts.now()
 
 
 def describe_gpus() -> VirtualGpus | None:
-    """The virtual GPUs of this process, for `virtual` in meta.json; None in a process without."""
+    """Returns the virtual GPUs of this process, for `virtual` in meta.json, or None."""
     gpus = active()
     if gpus is None:
         return None
@@ -74,8 +74,10 @@ def describe_gpus() -> VirtualGpus | None:
 
 
 def describe_run() -> VirtualGpus | None:
-    """The virtual GPUs of this process and what the run has used since `begin_run` that they do not know, for `virtual`
-    in profile.json. Imports torch."""
+    """Returns the virtual GPUs of this process, with the unknown values that the run has used since `begin_run`.
+
+    For `virtual` in profile.json. Imports torch.
+    """
     gpus = describe_gpus()
     if gpus is None:
         return None
@@ -90,20 +92,20 @@ def describe_run() -> VirtualGpus | None:
 
 
 def describe_limits() -> list[str]:
-    """A sentence for each thing that this run could not know, or that may differ on a real GPU. Imports torch."""
+    """Returns a sentence for each use of an unknown value, and for what may differ on a real GPU. Imports torch."""
     gpus = active()
     if gpus is None:
         return []
     counts = _Counts.now().since(_at_begin)
     reads = _sentences(
         counts.unknown_reads,
-        "read what the virtual GPU does not compute, and got zeros: what the program decides by them may be otherwise "
-        "on a real GPU",
+        "read values that the virtual GPU does not compute, and got zeros: on a real GPU the program may branch "
+        "differently here",
     )
     shapes = _sentences(
         counts.assumed_shapes,
-        "took its shape or its indices from what the virtual GPU does not compute: a bound stands for them, and a real "
-        "GPU may allocate less",
+        "took its shape or its indices from values that the virtual GPU does not compute: an upper bound is used, and "
+        "a real GPU may allocate less",
     )
     return [*_kernel_warnings(gpus.gpu), *reads, *shapes]
 
@@ -127,7 +129,7 @@ def _kernel_warnings(gpu: Gpu) -> list[str]:
     return [
         f"torch {torch.__version__} has kernels for {', '.join(kernels)} and none that runs on a real {gpu.name} "
         f"(compute capability {gpu.major}.{gpu.minor}): there this training needs another build of torch, which may "
-        "allocate otherwise"
+        "allocate differently"
     ]
 
 

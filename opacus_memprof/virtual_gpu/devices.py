@@ -7,9 +7,9 @@ Sources of the figures:
   CUDA 12.9.
 - multiprocessors, L2 cache, bus and clocks: published output of CUDA's `deviceQuery` on that GPU. Of the B200:
   `cudaGetDeviceProperties` and nvidia-smi (https://github.com/pytorch/ao/pull/4002).
-- total_memory: `torch.cuda.get_device_properties(0).total_memory`, which is also what `deviceQuery` prints. It is a
-  little less than the name says, since ECC and the driver reserve some, and differs by up to 0.4 % between drivers. The
-  comment of each row names the driver, by the CUDA version that it supports.
+- total_memory: `torch.cuda.get_device_properties(0).total_memory`, which `deviceQuery` also prints. It is a little less
+  than the name says, because ECC and the driver reserve some, and differs by up to 0.4 % between drivers. The comment
+  of each row names the driver by the CUDA version that it supports.
 - context_memory: measured on the H200 only; see `Gpu.context_memory`.
 
 The H200's row was read from `torch.cuda.get_device_properties` on one.
@@ -74,10 +74,10 @@ class Gpu:
         return self.capability[1]
 
     def kernel_architecture(self, kernels: Sequence[int]) -> int:
-        """The architecture, such as 90, of the kernels that torch runs on this GPU.
+        """Returns the architecture, such as 90, of the kernels that torch runs on this GPU.
 
-        It is the newest one of the GPU's major version that is not newer than the GPU, or the oldest of all if a real
-        GPU of this kind could run none.
+        This is the newest one of the GPU's major version that is not newer than the GPU. If a real GPU of this kind
+        could run none of the kernels, it is the oldest one.
 
         Args:
             kernels: the architectures that torch has kernels for.
@@ -140,7 +140,7 @@ GPUS = {
 
 
 def find_gpu(kind: str) -> Gpu:
-    """The GPU of a kind. Raises MemprofError if there is none."""
+    """Returns the GPU of a kind. Raises MemprofError if there is none."""
     if kind not in GPUS:
         raise MemprofError(f'there is no virtual GPU "{kind}": use one of {", ".join(GPUS)}')
     return GPUS[kind]

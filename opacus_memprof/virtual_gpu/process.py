@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces CUDA by the virtual GPU in this process."""
+"""Replaces CUDA by the virtual GPU in this process, and in the processes that multiprocessing starts from it."""
 
+import atexit
 import ctypes
+import importlib
+import os
 import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.recording.after_import import AfterImport
-from opacus_memprof.virtual_gpu import collectives, compilers, spawned_processes, wait_at_exit
+from opacus_memprof.virtual_gpu import collectives
 from opacus_memprof.virtual_gpu.devices import Gpu, find_gpu
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES, check_machine
 
@@ -16,6 +25,14 @@ _DRIVER_VERSION = 13020
 _MAX_DEVICES = 64  # torch and the event file cannot number more
 _MAX_MEMORY = 2**40  # bytes of a device: all devices must fit into the address space of a process
 _MIN_MEMORY = 2**28  # bytes of a device, in addition to its context
+
+_EXIT_TIMEOUT_S = 1.0
+_EXIT_PAUSE_S = 0.005
+_THREADS = Path("/proc/self/task")
+
+_PACKAGES = str(Path(__file__).parents[2])
+# The beginning of the code that multiprocessing passes to `python -c`.
+_CODE_PREFIXES = ("from multiprocessing.spawn import", "from multiprocessing.forkserver import")
 
 
 @dataclass(frozen=True)
@@ -32,7 +49,7 @@ _library: ctypes.CDLL | None = None
 
 
 def active() -> VirtualGpu | None:
-    """The virtual GPUs of this process, or None."""
+    """Returns the virtual GPUs of this process, or None."""
     return _active
 
 
@@ -71,9 +88,9 @@ def start(kind: str, *, memory: int | None = None, count: int = 1) -> VirtualGpu
     _active = VirtualGpu(kind, gpu, count)
     AfterImport("torch", _install_values)
     collectives.install(_library)
-    compilers.configure(LIBRARIES)
-    wait_at_exit.wait_for_threads_at_exit()
-    spawned_processes.pass_to_children(kind, gpu.total_memory, count)
+    _configure_compilers(LIBRARIES)
+    _wait_for_threads_at_exit()
+    _pass_to_children(kind, gpu.total_memory, count)
     return _active
 
 
@@ -86,8 +103,19 @@ def _install_values() -> None:
         raise MemprofError(str(error)) from None
 
 
+def load_no_weights() -> None:
+    """Makes `from_pretrained` of transformers' models load no weights in this process from now on."""
+
+    def patch() -> None:
+        from opacus_memprof.virtual_gpu import no_weights  # loads torch
+
+        no_weights.patch_from_pretrained()
+
+    AfterImport("transformers.modeling_utils", patch)
+
+
 def choose_gpu(kind: str, memory: int | None, count: int) -> Gpu:
-    """The properties of the kind, with `memory` if it is not None. Raises MemprofError as `start` does."""
+    """Returns the properties of a kind, with `memory` if it is not None. Raises MemprofError as `start` does."""
     gpu = find_gpu(kind)
     if not 1 <= count <= _MAX_DEVICES:
         raise MemprofError(f"a process cannot have {count} virtual GPUs: give a number from 1 to {_MAX_DEVICES}")
@@ -103,8 +131,7 @@ def choose_gpu(kind: str, memory: int | None, count: int) -> Gpu:
 
 
 def default_answers() -> dict[str, int]:
-    """The number of calls of each CUDA function that the virtual GPU answers by a default. Those never called are left
-    out."""
+    """Returns the number of calls, by name, of CUDA functions for which the virtual GPU has only a default result."""
     if _library is None:
         return {}
     answer = _library.memprof_virtual_gpu_default
@@ -118,3 +145,111 @@ def default_answers() -> dict[str, int]:
             result[name.decode()] = calls.value
         index += 1
     return result
+
+
+def _configure_compilers(libraries: Path) -> None:
+    """Configures Triton, Inductor and flash_clip when the program imports them. Child processes do not inherit this."""
+    _on_import("triton.knobs", lambda knobs: _set_libcuda_path(knobs, libraries))
+    _on_import("torch._inductor.runtime.cache_dir_utils", _use_separate_cache)
+    _on_import("torch._inductor.config", _use_one_compile_thread)
+    _on_import("opacus_memprof.clipping.kernels.noise", _believe_noise_kernel)
+    _on_import("opacus_memprof.clipping.proof.situations", _leave_proofs_out)
+
+
+def _on_import(name: str, set_up: Callable[[Any], None]) -> None:
+    AfterImport(name, lambda: set_up(importlib.import_module(name)))
+
+
+def _set_libcuda_path(knobs: Any, libraries: Path) -> None:
+    """Makes Triton link its kernels to the virtual libcuda.so.1. By default it asks ldconfig for the library."""
+    propagate, knobs.propagate_env = knobs.propagate_env, False  # do not set an environment variable
+    knobs.nvidia.libcuda_path = str(libraries)
+    knobs.propagate_env = propagate
+
+
+def _use_separate_cache(cache: Any) -> None:
+    """Gives Inductor a separate cache. The cache stores which kernels were fastest: measured on a virtual GPU, that is
+    meaningless, and must not be used on a real one.
+
+    torch itself sets TORCHINDUCTOR_CACHE_DIR to its default folder if the program does not.
+    """
+    default = cache.default_cache_dir
+    cache.default_cache_dir = lambda: default() + "_virtual_gpu"
+    if chosen := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = chosen.removesuffix("_virtual_gpu") + "_virtual_gpu"
+
+
+def _believe_noise_kernel(noise: Any) -> None:
+    """Makes flash_clip use its noise kernel, although its values cannot be compared with torch's here."""
+    compare = noise.draws_as_torch
+    noise.draws_as_torch = lambda device: compare(device) or True
+
+
+def _leave_proofs_out(situations: Any) -> None:
+    """Makes flash_clip skip its proofs, which compare values that a virtual GPU does not compute."""
+    situations.knows_numbers = False
+
+
+def _use_one_compile_thread(config: Any) -> None:
+    """Compiles in this process, because Inductor's worker processes have no virtual GPU."""
+    config.compile_threads = 1
+
+
+def _wait_for_threads_at_exit() -> None:
+    """Makes the process wait at exit, for at most a second, until none of its other threads runs.
+
+    A thread of autograd drops Python objects shortly after the backward pass that it worked for has returned. If Python
+    finalizes at that moment, the thread aborts the process. With a real GPU the program is then still waiting for its
+    last kernels. With a virtual GPU there is nothing else to wait for.
+
+    Call it before torch is imported: exit handlers run in reverse order, and torch's must run first.
+    """
+    atexit.register(_wait, os.getpid())
+
+
+def _wait(pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child, which has none of these threads
+    end = time.monotonic() + _EXIT_TIMEOUT_S
+    idle_checks = 0
+    while idle_checks < 2 and time.monotonic() < end:
+        time.sleep(_EXIT_PAUSE_S)  # releases the GIL, which such a thread waits for
+        idle_checks = 0 if _other_threads_run() else idle_checks + 1
+
+
+def _other_threads_run() -> bool:
+    current = str(threading.get_native_id())
+    return any(_state(thread) == "R" for thread in _THREADS.iterdir() if thread.name != current)
+
+
+def _state(thread: Path) -> str:
+    """Returns the state of a thread as in proc(5): R if it runs or is runnable. Empty if the thread has ended."""
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _pass_to_children(kind: str, memory: int, count: int) -> None:
+    """Gives these virtual GPUs to the processes that multiprocessing spawns from now on.
+
+    With the start methods `spawn` and `forkserver` these are new Python processes, which import torch when they
+    unpickle their arguments. The virtual GPU must start before that, so its start is prepended to the `python -c` code
+    that multiprocessing runs in them. No environment variable is used, so other programs get no virtual GPU.
+
+    Args:
+        kind: a key of `GPUS`.
+        memory: bytes of each GPU.
+        count: the number of GPUs.
+    """
+    spawn = util.spawnv_passfds
+    start_code = (
+        f"import sys; sys.path.append({_PACKAGES!r}); from opacus_memprof import virtual_gpu; "
+        f"virtual_gpu.start({kind!r}, memory={memory}, count={count}); "
+    )
+
+    def spawn_with_gpus(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
+        args = [start_code + arg if isinstance(arg, str) and arg.startswith(_CODE_PREFIXES) else arg for arg in args]
+        return spawn(path, args, passfds)
+
+    vars(util)["spawnv_passfds"] = spawn_with_gpus

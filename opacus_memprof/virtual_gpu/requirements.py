@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the requirements of a virtual GPU: Linux, and a torch with the CUDA version that the libraries were built for.
-Does not import torch."""
+"""Checks whether a virtual GPU works here: its requirements, and a trial in a new process. Does not import torch.
+
+It requires Linux, and a torch with the CUDA version that its libraries were built for.
+"""
 
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +19,26 @@ BUILT_FOR = "built_for.json"  # beside the libraries, from csrc/virtual_gpu/buil
 _WHEEL = "the wheel of `pip install torch` from PyPI for Linux has CUDA"
 _RUNTIME = re.compile(rb"libcudart(?:-[0-9a-f]+)?\.so\.(\d+)")
 
+_TRIAL_TIMEOUT_S = 120
+_TRIAL_REFUSED = 2  # exit code
+_TRIAL = f"""
+import sys
+sys.path.append({str(Path(__file__).parents[2])!r})
+from opacus_memprof import virtual_gpu
+from opacus_memprof.errors import MemprofError
+try:
+    virtual_gpu.start("h200")
+except MemprofError as error:
+    sys.exit(print(error) or {_TRIAL_REFUSED})
+import torch
+matrix = torch.ones(512, 512, device="cuda")
+product = matrix @ matrix
+requested = torch.cuda.memory_stats()["requested_bytes.all.current"]
+assert torch.cuda.get_device_name() == "NVIDIA H200", torch.cuda.get_device_name()
+assert product.shape == matrix.shape
+assert requested >= 2 * matrix.nbytes, f"two matrices of 1 MiB are counted as {{requested}} bytes"
+"""
+
 
 def check_machine() -> list[int]:
     """Checks that a virtual GPU works here.
@@ -24,13 +47,12 @@ def check_machine() -> list[int]:
         The architectures that torch has kernels for, such as 90.
 
     Raises:
-        MemprofError: the system is not Linux; torch is missing, or a build without CUDA or with a statically linked
-        CUDA;
+        MemprofError: the system is not Linux; torch is missing, was built without CUDA or has CUDA linked statically;
             or the libraries were not built, or were built for another CUDA.
     """
     if sys.platform != "linux":
         raise MemprofError(
-            f"a virtual GPU takes the place of CUDA's libraries for Linux, and this is {sys.platform}: use Linux, or a "
+            f"a virtual GPU replaces CUDA's libraries for Linux, and this is {sys.platform}: use Linux, or a "
             "container or virtual machine with it"
         )
     major = _cuda_of_torch()
@@ -49,7 +71,7 @@ def check_machine() -> list[int]:
 
 
 def _cuda_of_torch() -> int:
-    """The major version of the CUDA runtime library that torch loads."""
+    """Returns the major version of the CUDA runtime library that torch loads."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise MemprofError(f"a virtual GPU needs torch, which is not installed: {_WHEEL}")
@@ -63,3 +85,27 @@ def _cuda_of_torch() -> int:
             f"{_WHEEL} as libraries of its own"
         )
     return int(match[1])
+
+
+def find_failure() -> tuple[str, bool] | None:
+    """Runs a small computation on a virtual GPU, in a new process: there torch is not imported yet.
+
+    Returns:
+        None if it works. Otherwise a sentence, and whether it comes from a MemprofError and so says what to do.
+    """
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-c", _TRIAL],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TRIAL_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"a trial did not end within {_TRIAL_TIMEOUT_S} s", False
+    if ran.returncode == 0:
+        return None
+    if ran.returncode == _TRIAL_REFUSED and ran.stdout.strip():
+        return ran.stdout.strip(), True
+    last = ran.stderr.strip().rpartition("\n")[2]
+    return f"a trial ended with exit code {ran.returncode}" + (f" ({last})" if last else ""), False

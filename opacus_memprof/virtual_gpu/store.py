@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store for a rank that is played without the others, instead of torch.distributed's TCPStore."""
+"""A store for a rank that is simulated without the others, instead of torch.distributed's TCPStore."""
 
 import re
 from collections.abc import Sequence
@@ -13,11 +13,10 @@ _NUMBER = re.compile(r"\d+")
 
 
 class SingleRankStore(Store):
-    """A store that answers as if every rank had called what this rank has. It never waits, and counters count all
-    ranks.
+    """A store that behaves as if every rank had made this rank's calls. It never waits, and counters count all ranks.
 
-    A key that only another rank would set has the value of this rank's key of the same pattern (`host/7` that of
-    `host/0`); without one, it is taken for the id by which NCCL's ranks find each other.
+    A key that only another rank would set has the value of this rank's key of the same pattern: `host/7` has that of
+    `host/0`. Without such a key, the value is an ncclUniqueId, by which NCCL's ranks find each other.
     """
 
     def __init__(self, world_size: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries operations on small tensors of the virtual GPU out on the CPU, so that they have real values.
+"""Executes operations on small tensors of the virtual GPU on the CPU, so that they have real values.
 
 The virtual GPU computes nothing. But its memory is host memory, so an operation all of whose tensors are small (at most
 1 MiB each) is computed there, after the CUDA operation has allocated what it allocates. Labels, token ids, masks,
@@ -15,8 +15,8 @@ Values that were not computed read as zero, and what depends on them is reported
 * Floating-point results that were not computed are finite, so `isfinite(x).all()` is True, and a GradScaler finds no
   overflow.
 
-Random values come from a CPU generator that is seeded by the state of CUDA's: the same seed gives the same values, but
-not those of a real GPU.
+Random values come from a CPU generator that is seeded by the state of CUDA's generator. The same seed gives the same
+values, but not the values of a real GPU.
 
 Imports torch, so it must be imported after the program has imported torch.
 """
@@ -35,8 +35,8 @@ try:
     from opacus_memprof import _virtual
 except ImportError as error:
     raise ImportError(
-        f"what computes on the virtual GPU cannot be loaded ({error}): in opacus-memprof's source tree run "
-        f"`{native.rebuild_command()}`"
+        f"the extension that computes values on the virtual GPU cannot be loaded ({error}): in opacus-memprof's "
+        f"source tree run `{native.rebuild_command()}`"
     ) from error
 
 _installed = False
@@ -82,17 +82,17 @@ def _patch_threads() -> None:
 
 
 def unknown_reads() -> list[Use]:
-    """The reads, by the host, of values that the virtual GPU has not computed; they returned zeros."""
+    """Returns the host's reads of values that the virtual GPU has not computed. They read zeros."""
     return _uses(_virtual.unknown_reads())
 
 
 def assumed_shapes() -> list[Use]:
-    """The shapes and index choices that depend on values that the virtual GPU has not computed."""
+    """Returns the shapes and index choices that depend on values that the virtual GPU has not computed."""
     return _uses(_virtual.assumed_shapes())
 
 
 def failures() -> dict[str, int]:
-    """How often the CPU could not carry an operation out, by operation. Its results count as not computed."""
+    """Returns how often the CPU could not execute an operation, by operation. The results count as not computed."""
     return _virtual.failures()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import opacus_memprof
-from opacus_memprof.recording import native, snapshots
+from opacus_memprof.recording import live, native
 
 pytestmark = pytest.mark.cuda
 
@@ -28,7 +28,7 @@ def test_blocks_that_another_thread_allocates_meanwhile() -> None:
         opacus_memprof.install("cuda")
         backward.join()
         try:
-            device = snapshots.take("after").devices["cuda:0"]
+            device = live.take_snapshot("after").devices["cuda:0"]
             assert device.remainder == 0
             assert device.requested_bytes == torch.cuda.memory_stats()["requested_bytes.all.current"]
         finally:

@@ -21,7 +21,7 @@ from torch import nn
 import opacus_memprof
 from opacus_memprof.experiments import process
 from opacus_memprof.experiments.configuration import Configuration
-from opacus_memprof.toolkit import journal
+from opacus_memprof.toolkit import output
 
 pytest.importorskip("peft")  # before anything is recorded: its default arguments are tensors
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ def aliased_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in MODULES:
         monkeypatch.setitem(sys.modules, name, opacus_memprof)
     monkeypatch.chdir(tmp_path)
-    journal.clear()
+    output.clear_journal()
 
 
 def create_model() -> nn.Module:

@@ -15,8 +15,8 @@ from opacus import GradSampleModule
 from torch import Tensor, nn
 
 import opacus_memprof
-from opacus_memprof.hooks.fake_forward import FakeForward
-from opacus_memprof.recording import layer_shapes
+from opacus_memprof.hooks.forward_shapes import FakeForward
+from opacus_memprof.recording import observations
 from tests.planted_models import Transformer, ValueDependent, adapters, convolutions, llama
 
 pytestmark = pytest.mark.usefixtures("clean_process")
@@ -46,7 +46,7 @@ class Checkpointed(Transformer):
 
 
 def whole_forward() -> Any:
-    return layer_shapes.current().whole_forward()
+    return observations.layer_shapes().whole_forward()
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -154,7 +154,7 @@ def test_it_keeps_no_model_alive() -> None:
 LATER = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from opacus_memprof.hooks.fake_forward import FakeForward
+from opacus_memprof.hooks.forward_shapes import FakeForward
 
 layer = torch.nn.Linear(3, 2)
 forward = FakeForward([("", layer)])

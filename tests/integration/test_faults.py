@@ -298,7 +298,7 @@ def test_what_the_program_raises_passes_and_is_not_kept() -> None:
         alive.append(weakref.ref(large))
         raise StopIteration("of the program")
 
-    def observation() -> faults.Observation:
+    def observation() -> faults.CallHook:
         try:
             yield
         except faults.CallError as failed:
@@ -321,7 +321,7 @@ def test_what_the_program_raises_passes_and_is_not_kept() -> None:
 
 
 def test_warnings_that_are_errors_stay_the_profilers() -> None:
-    def observation(value: int) -> faults.Observation:
+    def observation(value: int) -> faults.CallHook:
         yield
         raise KeyError(value)
 

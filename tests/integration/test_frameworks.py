@@ -190,7 +190,7 @@ def test_scalars_are_what_is_live_and_what_was_at_the_peak() -> None:
         }
         assert found["memory/cpu/peak/total"] == 2**20 + found["memory/cpu/live/total"]
         assert found["memory/cpu/peak/model_parameters"] == 4 * (64 * 64 + 64)
-    with pytest.raises(opacus_memprof.MemprofError, match="every=0 is no number of steps"):
+    with pytest.raises(opacus_memprof.MemprofError, match="every=0 is not a number of steps"):
         StepLog([], 0)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import opacus_memprof
 from opacus_memprof.hooks import attach_model
-from opacus_memprof.recording import layer_shapes
+from opacus_memprof.recording import observations
 
 pytestmark = pytest.mark.usefixtures("clean_process")
 
@@ -26,7 +26,7 @@ def test_a_model_that_comes_and_goes_beside_it(tmp_path: Path) -> None:
         session.attach(private)
         attachment = attach_model(teacher)
         teacher(torch.randn(64, 8))
-        shapes = layer_shapes.current()
+        shapes = observations.layer_shapes()
         assert (dict(shapes.forwards), list(shapes.batches)) == ({}, [])
         private(torch.randn(2, 8)).sum().backward()
         assert shapes.forwards["0"].output_bytes == 2 * 16 * 4
@@ -54,7 +54,7 @@ def test_a_model_inside_of_the_forward_of_another(tmp_path: Path) -> None:
         session.attach(teacher)
         session.attach(private)
         private(torch.randn(2, 8))
-        assert list(layer_shapes.current().forwards) == ["first", "second"]
+        assert list(observations.layer_shapes().forwards) == ["first", "second"]
 
 
 class Tied(nn.Module):
@@ -75,7 +75,7 @@ def test_parameters_of_several_modules_count_once(tmp_path: Path) -> None:
     with opacus_memprof.profile(tmp_path, device="cpu") as session:
         session.attach(private)
         private(torch.randn(2, 5, 8))
-        shapes = layer_shapes.current()
+        shapes = observations.layer_shapes()
     sizes = {name: (module.weight, module.bias, module.tied_to) for name, module in shapes.modules.items()}
     assert sizes == {
         "cell.l0.ih": (4 * 8 * 8, 4 * 8, ""),

@@ -17,6 +17,7 @@ from torch import nn
 
 from opacus_memprof import hooks
 from opacus_memprof.recording import faults, native
+from opacus_memprof.recording.attachment import Attachment
 from tests.integration.opacus_training import MODES, Training, attached, categories, cpu, prepare  # noqa: F401
 
 # Opacus warns of first layers whose input needs no gradient, functorch of float64 under autocast.
@@ -234,7 +235,7 @@ def test_a_part_that_fails_is_left_out(part: str, name: str, monkeypatch: pytest
 @pytest.mark.parametrize("fails", ["always", "once"])
 def test_every_undo_is_attempted(fails: str) -> None:
     undone = []
-    attachment = hooks.Attachment("a patch")
+    attachment = Attachment("a patch")
 
     def fail() -> None:
         if fails == "always" or "failed" not in undone:

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package as a whole, in processes that import nothing else first: its names, and what it hands to torch and C."""
 
+import ast
 import ctypes
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import opacus_memprof
+from opacus_memprof import clipping
 from opacus_memprof.recording import native
 
 
@@ -23,11 +27,23 @@ def test_importing_the_package_is_cheap() -> None:
     )
 
 
-def test_every_public_name_is_there() -> None:
-    for name in opacus_memprof.__all__:
-        assert getattr(opacus_memprof, name).__doc__
+@pytest.mark.parametrize("package", [opacus_memprof, clipping])
+def test_every_public_name_is_there(package: ModuleType) -> None:
+    assert package.__all__
+    for name in package.__all__:
+        assert getattr(package, name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        opacus_memprof.nothing  # noqa: B018
+        package.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("package", [opacus_memprof, clipping])
+def test_type_checkers_know_every_public_name(package: ModuleType) -> None:
+    """They read the imports under TYPE_CHECKING; Python reads the table of modules."""
+    assert package.__file__ is not None
+    tree = ast.parse(Path(package.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    assert sorted(alias.name for node in imports for alias in node.names) == sorted(package.__all__)
 
 
 def test_too_many_categories_are_refused() -> None:

@@ -137,7 +137,7 @@ def test_a_training_that_decides_by_unknown_values_is_named_and_can_be_fixed(tmp
     line = next(i for i, text in enumerate(script.read_text().splitlines(), 1) if "bool(" in text)
     asked = plan(tmp_path / "unknown", script)
     assert f"train_deciding.py:{line}" in asked.stdout
-    assert "read what the virtual GPU does not compute, and got zeros" in asked.stdout
+    assert "read values that the virtual GPU does not compute, and got zeros" in asked.stdout
     assert "opacus_memprof.virtual_gpu.active() is not None" in asked.stdout
     fixed = plan(tmp_path / "fixed", script, "--planned")
     assert "note:" not in fixed.stdout

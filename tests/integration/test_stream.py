@@ -18,7 +18,7 @@ from opacus_memprof.profiles.live_memory import LiveDevice, LiveMemory
 from opacus_memprof.profiles.profile import HookedActivations
 from opacus_memprof.recording import native
 from opacus_memprof.recording.live import read_live
-from opacus_memprof.recording.stream.json_lines import JsonLines
+from opacus_memprof.recording.stream import JsonLines
 
 MIB = 2**20
 

@@ -19,7 +19,7 @@ from torch import nn
 import opacus_memprof
 from opacus_memprof import MemprofError
 from opacus_memprof.recording import native
-from opacus_memprof.toolkit import journal, readings
+from opacus_memprof.toolkit import output, readings
 from opacus_memprof.toolkit.anomalies import MONITOR
 
 MB = 2**20
@@ -120,7 +120,7 @@ def test_status_cleanup_and_report(tmp_path: Path) -> None:
     del tensors_in_use
     [change] = opacus_memprof.cleanup_memory()["gpu_changes"]
     assert change["memory_change_mb"] == -2  # the cycle
-    journal.clear()
+    output.clear_journal()
     opacus_memprof.memory_snapshot("阶段")
     report = opacus_memprof.generate_report(tmp_path / "deep" / "report.txt")
     assert (tmp_path / "deep" / "report.txt").read_text(encoding="utf-8") == report
@@ -212,7 +212,7 @@ def test_checkpoints(tmp_path: Path) -> None:
         debugger.create_memory_checkpoint("之后")
         [change] = debugger.compare_checkpoints("开始", "之后")["gpu_changes"]
         report = debugger.generate_memory_report()
-        with pytest.raises(MemprofError, match='there is no checkpoint "x": those there are: "开始", "之后"'):
+        with pytest.raises(MemprofError, match='there is no checkpoint "x": the checkpoints are: "开始", "之后"'):
             debugger.compare_checkpoints("开始", "x")
     assert change["memory_change_mb"] == 4 == tensors_in_use.nbytes / MB
     assert (tmp_path / "logs" / "memory_report.txt").read_text(encoding="utf-8") == report

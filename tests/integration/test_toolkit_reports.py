@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import opacus_memprof
-from opacus_memprof.toolkit import journal
+from opacus_memprof.toolkit import output
 
 ROOT = Path(__file__).parents[2]
 MB = 2**20
@@ -22,9 +22,9 @@ MB = 2**20
 
 @pytest.fixture(autouse=True)
 def empty_journal() -> Iterator[None]:
-    journal.clear()
+    output.clear_journal()
     yield
-    journal.clear()
+    output.clear_journal()
 
 
 def block(mib: int) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process plays a rank of a large job on a virtual GPU; and torchrun's processes with a virtual GPU each."""
+"""One process simulates a rank of a large job on a virtual GPU; and torchrun's processes with a virtual GPU each."""
 
 import json
 import os
@@ -45,27 +45,27 @@ def sharded_elements(shape: list[int], ranks: int, rank: int) -> int:
     return rows * (1 if len(shape) == 1 else shape[1])
 
 
-@pytest.mark.parametrize(("ranks", "played"), [(2, 1), (8, 0), (64, 63), (1024, 0)])
-def test_what_fsdp2_holds_of_each_parameter(ranks: int, played: int) -> None:
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 1), (8, 0), (64, 63), (1024, 0)])
+def test_what_fsdp2_holds_of_each_parameter(ranks: int, rank: int) -> None:
     """Storage of the shards, which all ranks have alike; the ones at the end have rows that are padding."""
-    (found,) = printed(python(SCRIPTS / "virtual_fsdp2.py", played, ranks))
+    (found,) = printed(python(SCRIPTS / "virtual_fsdp2.py", rank, ranks))
     assert found["parameters"], "no parameter was seen"
     for shape, storage in found["parameters"]:
-        assert storage == 4 * sharded_elements(shape, ranks, played), shape
-    assert (found["rank"], found["ranks"]) == (played, ranks)
+        assert storage == 4 * sharded_elements(shape, ranks, rank), shape
+    assert (found["rank"], found["ranks"]) == (rank, ranks)
     assert found["losses"] == 2
 
 
-@pytest.mark.parametrize(("ranks", "played"), [(8, 7), (64, 0), (1024, 0)])
-def test_what_flash_clip_holds_under_fsdp2(tmp_path: Path, ranks: int, played: int) -> None:
+@pytest.mark.parametrize(("ranks", "rank"), [(8, 7), (64, 0), (1024, 0)])
+def test_what_flash_clip_holds_under_fsdp2(tmp_path: Path, ranks: int, rank: int) -> None:
     """By category: shards of parameters, sums and optimizer states; one whole layer at a time while it runs."""
-    many = ("--virtual-ranks", str(ranks), "--rank", str(played))
+    many = ("--virtual-ranks", str(ranks), "--rank", str(rank))
     python(*RUN, *many, "-o", tmp_path, SCRIPTS / "train_ranks.py", "fsdp2/flash_clip/flat")
-    profile = json.loads((tmp_path / f"rank_{played}/profile.json").read_text())
+    profile = json.loads((tmp_path / f"rank_{rank}/profile.json").read_text())
     (device,) = (found for name, found in profile["devices"].items() if name.startswith("cuda"))
     layers = [[[WIDTH, FEATURES], [WIDTH]], [[WIDTH, WIDTH], [WIDTH]], [[CLASSES, WIDTH], [CLASSES]]]
-    shards = [4 * sharded_elements(shape, ranks, played) for layer in layers for shape in layer]
-    whole = [ranks * sum(4 * sharded_elements(shape, ranks, played) for shape in layer) for layer in layers]
+    shards = [4 * sharded_elements(shape, ranks, rank) for layer in layers for shape in layer]
+    whole = [ranks * sum(4 * sharded_elements(shape, ranks, rank) for shape in layer) for layer in layers]
     highest = {name: max(sizes) for name, sizes in device["timeline"]["categories"].items()}
     assert highest["model_parameters"] == highest["gradients"] == highest["summed_gradients"] == sum(shards)
     assert highest["optimizer_states"] == 2 * sum(shards)

@@ -129,8 +129,8 @@ def test_what_was_not_known_is_named_with_its_line(tmp_path: Path) -> None:
     assert [use["line"] for use in profile["virtual"]["assumed_shapes"]] == [f"{program}:9"]
     warned = [warning for warning in profile["warnings"] if str(program) in warning]
     assert len(warned) == 2
-    assert f"item at {program}:7, 3 times, read what the virtual GPU does not compute" in warned[0]
-    assert f"nonzero at {program}:9 took its shape or its indices from what" in warned[1]
+    assert f"item at {program}:7, 3 times, read values that the virtual GPU does not compute" in warned[0]
+    assert f"nonzero at {program}:9 took its shape or its indices from values" in warned[1]
     for warning in warned:
         assert warning in completed.stdout
 

@@ -210,7 +210,7 @@ def test_a_report_that_cannot_be_written(run: Run, pytester: pytest.Pytester) ->
     (pytester.path / "out").write_text("")
     result = run("def test_it(memprof): pass", "--memprof-report=out")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --memprof-report: *out is no directory (File exists)"])
+    result.stderr.fnmatch_lines(["ERROR: --memprof-report: *out is not a directory (File exists)"])
 
 
 def test_baselines_that_are_no_directory(run: Run, pytester: pytest.Pytester) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof.hooks.capture_shape import needs_layout_copy
+from opacus_memprof.hooks.shapes import needs_layout_copy
 
 CONVOLUTION = nn.Conv2d(16, 32, 3)
 

@@ -19,7 +19,7 @@ import typer
 
 from opacus_memprof.cli.doctor import Check, doctor, examine
 from opacus_memprof.profiles.versions import LOWEST_OPACUS, TORCH_MINORS
-from opacus_memprof.virtual_gpu import trial
+from opacus_memprof.virtual_gpu import requirements
 from opacus_memprof.virtual_gpu.devices import GPUS
 
 GIB = 2**30
@@ -64,7 +64,7 @@ class Machine:
         monkeypatch.setattr(importlib.metadata, "version", self._version)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: "a spec" if name in self.versions else None)
         monkeypatch.setattr(ctypes, "CDLL", self._load)
-        monkeypatch.setattr(trial, "find_failure", lambda: self.virtual_gpu_fails)
+        monkeypatch.setattr(requirements, "find_failure", lambda: self.virtual_gpu_fails)
         for variable in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             monkeypatch.delenv(variable, raising=False)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -275,8 +275,8 @@ def test_a_virtual_gpu_that_cannot_be_is_explained(machine: Machine) -> None:
     ],
 )
 def test_how_a_trial_ends(monkeypatch: pytest.MonkeyPatch, program: str, failed: tuple[str, bool] | None) -> None:
-    monkeypatch.setattr(trial, "_PROGRAM", program)
-    assert trial.find_failure() == failed
+    monkeypatch.setattr(requirements, "_TRIAL", program)
+    assert requirements.find_failure() == failed
 
 
 def test_rmm(machine: Machine) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from opacus_memprof import hooks
 from opacus_memprof.hooks.modules import named_modules
-from opacus_memprof.recording import hook_facts, layer_shapes, native
+from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.attachment import Attachment, SharedPatch
 
 
@@ -199,14 +199,14 @@ def test_raising_forward_leaves_no_tag_behind(error: type[Exception]) -> None:
 
 def test_batches_are_noted_where_their_samples_change() -> None:
     """Empty ones too, as Poisson sampling draws them."""
-    hook_facts.clear()  # as a session does: shapes of an earlier test's private model would stay
+    observations.clear()  # as a session does: shapes of an earlier test's private model would stay
     model = nn.Linear(3, 2)
     attachment = hooks.attach_model(model)
     for samples in (4, 4, 0, 6, 6):
         model(torch.zeros(samples, 3))
     model(torch.zeros(3))  # a sample alone: its first dimension is all there is to go by
     attachment.detach()
-    assert [samples for _, samples in layer_shapes.current().batches] == [4, 0, 6, 3]
+    assert [samples for _, samples in observations.layer_shapes().batches] == [4, 0, 6, 3]
 
 
 def test_states_that_an_optimizer_computes_anew_are_its_states() -> None:

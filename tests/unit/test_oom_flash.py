@@ -15,8 +15,9 @@ from opacus_memprof.analysis.oom.layers import Layer
 from opacus_memprof.clipping.layers import LAYERS
 from opacus_memprof.clipping.layers.base import KeptTensors
 from opacus_memprof.clipping.workspace import Workspace
-from opacus_memprof.hooks.shapes import ShapeProbe, layer_shape_of
-from opacus_memprof.recording.layer_shapes import current
+from opacus_memprof.hooks.forward_shapes import ShapeProbe
+from opacus_memprof.hooks.shapes import layer_shape_of
+from opacus_memprof.recording.observations import layer_shapes
 from tests.oracle.meter import WINDOW, storage_bytes, window_peaks
 
 BATCH = 6
@@ -49,7 +50,8 @@ def test_a_layer(name: str, ceiling: int, monkeypatch: pytest.MonkeyPatch) -> No
     module, x = build(), torch.randn(BATCH, *shape, requires_grad=True)
     y = module(x)
     ShapeProbe("layer")(module, (x,), y)
-    seen = Layer("layer", layer_shape_of(module, dict(module.named_parameters())), current().forwards.pop("layer"), 0)
+    parameters = dict(module.named_parameters())
+    seen = Layer("layer", layer_shape_of(module, parameters), layer_shapes().forwards.pop("layer"), 0)
     predicted = flash.FlashClip(seen, in_registers=False)
     layer, workspace = LAYERS[type(module)]("layer", module), Workspace(ceiling)
     x, g, factors = x.detach(), torch.randn_like(y), torch.ones(BATCH)
@@ -89,7 +91,8 @@ def test_norms_of_which_nothing_is_kept(samples: int) -> None:
     module, x = nn.Conv2d(8, 16, 3, padding=1), torch.randn(samples, 8, 40, 40)
     y = module(x)
     ShapeProbe("layer")(module, (x,), y)
-    seen = Layer("layer", layer_shape_of(module, dict(module.named_parameters())), current().forwards.pop("layer"), 0)
+    parameters = dict(module.named_parameters())
+    seen = Layer("layer", layer_shape_of(module, parameters), layer_shapes().forwards.pop("layer"), 0)
     layer, workspace, g = LAYERS[nn.Conv2d]("layer", module), Workspace(flash.WORKSPACE_BYTES), torch.randn_like(y)
 
     def norms() -> None:

@@ -28,10 +28,9 @@ from opacus_memprof.clipping.proof.certificate import (
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import PRIVACY_CHECK
 from opacus_memprof.profiles.json_object import convert_json
-from opacus_memprof.profiles.privacy_check import PrivacyCheck, read_privacy_check
+from opacus_memprof.profiles.privacy_check import PrivacyCheck, read_privacy_check, write_privacy_checks
 from opacus_memprof.reports.html.page import build_html
 from opacus_memprof.reports.privacy_check import describe_model, privacy_sentences
-from opacus_memprof.session.privacy_checks import write_privacy_checks
 from tests.unit.event_files import EventFile
 
 ROOT = Path(__file__).parents[2]

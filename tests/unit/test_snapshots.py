@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from opacus_memprof.profiles.live_memory import DeviceCount
-from opacus_memprof.recording import native, snapshots
+from opacus_memprof.recording import live, native
 
 LEDGER = {"model_parameters": 3000, "noise": 1000, "pending_free": 0}
 
@@ -59,7 +59,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def snapshot_of_gpu() -> DeviceCount:
     assert gc.isenabled()
-    device = snapshots.take("now").devices["cuda:0"]
+    device = live.take_snapshot("now").devices["cuda:0"]
     assert gc.isenabled()
     assert sum(device["categories"].values()) == device["requested_bytes"]
     return device

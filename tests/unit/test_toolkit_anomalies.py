@@ -12,7 +12,7 @@ from torch import nn
 
 from opacus_memprof.toolkit import anomalies
 from opacus_memprof.toolkit.readings import MEMORY_STATS, RECORDER, RESIDENT
-from opacus_memprof.toolkit.report import format_findings
+from opacus_memprof.toolkit.snapshots import format_findings
 
 GPU_MB = 10_000.0
 START = datetime(2024, 1, 15, 10, 30)

@@ -62,7 +62,7 @@ def test_with_the_allocator_there_are_categories(monkeypatch: pytest.MonkeyPatch
     taken = Snapshot(index=0, name="name", unix_ns=0, step=0, logical_step=0, devices=devices)
     monkeypatch.setattr(readings, "_recorded", lambda device: device == "cuda")
     monkeypatch.setattr(readings.session, "current", lambda: None)
-    monkeypatch.setattr(readings.snapshots, "take", lambda name: taken)
+    monkeypatch.setattr(readings.live, "take_snapshot", lambda name: taken)
     found = by_device("name")
     assert found["cuda:0"]["categories_mb"] == {"gradients": 60 / 2**20, "inputs": 40 / 2**20}
     assert found["cuda:0"]["allocated_mb"] == 100 / 2**20

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RANK RANKS [large]: plays a rank, and prints what collectives give it."""
+"""RANK RANKS [large]: simulates a rank, and prints what collectives give it."""
 
 import json
 import resource
@@ -10,7 +10,7 @@ from opacus_memprof import virtual_gpu
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 virtual_gpu.start("h100", count=8)
-virtual_gpu.play_rank(RANK, RANKS)
+virtual_gpu.simulate_rank(RANK, RANKS)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RANK RANKS: plays a rank that trains two steps under FSDP2, and prints what it holds of each parameter."""
+"""RANK RANKS: simulates a rank that trains two steps under FSDP2, and prints what it holds of each parameter."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ import sys
 from opacus_memprof import virtual_gpu
 
 virtual_gpu.start("h100", count=8)
-virtual_gpu.play_rank(int(sys.argv[1]), int(sys.argv[2]))
+virtual_gpu.simulate_rank(int(sys.argv[1]), int(sys.argv[2]))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

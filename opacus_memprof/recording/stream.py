@@ -2,23 +2,25 @@
 """Streams a running session's memory counters to files or Prometheus, for monitoring long runs (docs/frameworks.md).
 
 A thread reads the counters every few seconds and passes them to the sinks. The program waits only while the counters
-are copied, which takes microseconds. Nothing is added to the profile.
-"""
+are copied, which takes microseconds. Nothing is added to the profile."""
 
 import math
 import os
 import threading
 from collections.abc import Callable, Iterable
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
+
+import msgspec
+from msgspec.structs import replace
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.launch import Launch
 from opacus_memprof.profiles.live_memory import LiveMemory
 from opacus_memprof.recording.faults import contain
 from opacus_memprof.recording.live import read_live
-from opacus_memprof.recording.stream.json_lines import JsonLines
 
 
 class Sink(Protocol):
@@ -126,7 +128,7 @@ def _make_sink(target: Any) -> Sink:
         sink: Sink = target
         return sink
     if str(target).startswith("http://"):
-        from opacus_memprof.recording.stream.prometheus import PrometheusServer
+        from opacus_memprof.recording.prometheus import PrometheusServer
 
         address = urlsplit(str(target))
         try:
@@ -142,7 +144,7 @@ def _make_sink(target: Any) -> Sink:
     if path.suffix == ".jsonl":
         return JsonLines(path)
     if path.suffix == ".prom":
-        from opacus_memprof.recording.stream.prometheus import PrometheusFile
+        from opacus_memprof.recording.prometheus import PrometheusFile
 
         return PrometheusFile(path)
     raise _unknown_target(target)
@@ -153,3 +155,49 @@ def _unknown_target(target: Any) -> MemprofError:
         f"cannot stream to {target!r}: give a file that ends in .jsonl or .prom, or an address such as "
         "http://127.0.0.1:9464"
     )
+
+
+class JsonLines:
+    """A sink that appends to a file. When the file is full it is renamed to `path.1`, replacing an older one, so that
+    both together never exceed twice `max_bytes`. Categories without bytes are left out.
+
+    Args:
+        path: of the file.
+        max_bytes: of one file. The default holds about a day of readings, one every ten seconds.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], max_bytes: int = 8 * 2**20) -> None:
+        self._path = Path(path).absolute()  # the program may change its working directory
+        self._max_bytes = max_bytes
+        self._file: FileIO | None = None
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def open(self) -> None:
+        """Opens the file, creating its directory. Raises MemprofError if it cannot be written."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (until close)
+        except OSError as error:
+            raise MemprofError(f"cannot stream to {self._path} ({error.strerror}): choose another file") from error
+
+    def write(self, reading: LiveMemory) -> None:
+        """Appends a line in one write, so that readers of the file never see an incomplete line unless the disk is
+        full. Raises OSError."""
+        devices = {
+            name: replace(device, categories={key: size for key, size in device.categories.items() if size})
+            for name, device in reading.devices.items()
+        }
+        line = msgspec.json.encode(replace(reading, devices=devices)) + b"\n"
+        assert self._file is not None
+        if self._file.tell() + len(line) > self._max_bytes and self._file.tell():
+            self._file.close()
+            os.replace(self._path, f"{self._path}.1")
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+        self._file.write(line)
+
+    def close(self) -> None:
+        """Closes the file, which stays."""
+        if self._file is not None:
+            self._file.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays one rank of a job in this process, without the other ranks, and without waiting for them.
+"""Simulates one rank of a job in this process, without the other ranks and without waiting for them.
 
 The environment variables are those that torchrun would set. torch.distributed gets a store that answers for the other
 ranks, NCCL is the virtual one, and gloo, which would connect to the others, is replaced by torch's fake backend.
@@ -21,7 +21,7 @@ MAX_LOCAL_RANKS = 8  # GPUs of a machine, if their number is not given
 
 
 @dataclass(frozen=True)
-class PlayedRank:
+class SimulatedRank:
     """A rank of a job whose machines have `local_world_size` ranks each."""
 
     rank: int
@@ -33,7 +33,7 @@ class PlayedRank:
         return self.rank % self.local_world_size
 
     def environment(self) -> dict[str, str]:
-        """The environment variables that torchrun sets, but TORCHELASTIC_USE_AGENT_STORE: there is no agent."""
+        """The environment variables that torchrun sets, except TORCHELASTIC_USE_AGENT_STORE: there is no agent."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -47,16 +47,16 @@ class PlayedRank:
         }
 
 
-_played: PlayedRank | None = None
+_simulated: SimulatedRank | None = None
 
 
-def played() -> PlayedRank | None:
-    """The rank that this process plays, or None."""
-    return _played
+def simulated_rank() -> SimulatedRank | None:
+    """Returns the rank that this process simulates, or None."""
+    return _simulated
 
 
 def check_ranks(ranks: list[int], world_size: int) -> list[int]:
-    """The ranks to play, sorted and without duplicates; rank 0 if `ranks` is empty.
+    """Returns the ranks to simulate, sorted and without duplicates; rank 0 if `ranks` is empty.
 
     Raises:
         MemprofError: there is no such rank, or this process is a rank of a real job.
@@ -71,14 +71,14 @@ def check_ranks(ranks: list[int], world_size: int) -> list[int]:
     real = launch.Launch.from_environment()
     if real is not None:
         raise MemprofError(
-            f"this process is rank {real.rank} of the {real.world_size} that its launcher has started, and cannot play "
-            "a rank of another job: leave --virtual-ranks out, or start it without the launcher"
+            f"this process is rank {real.rank} of the {real.world_size} that its launcher has started, and cannot "
+            "simulate a rank of another job: leave --virtual-ranks out, or start it without the launcher"
         )
     return sorted(set(ranks)) or [0]
 
 
 def local_world_size(world_size: int, gpus: int | None = None) -> int:
-    """The number of ranks on each machine, which is also its number of GPUs.
+    """Returns the number of ranks on each machine, which is also its number of GPUs.
 
     Raises:
         MemprofError: `world_size` is not a multiple of `gpus`.
@@ -89,39 +89,43 @@ def local_world_size(world_size: int, gpus: int | None = None) -> int:
             local -= 1
     elif world_size % local:
         raise MemprofError(
-            f"{world_size} ranks cannot be on machines of {gpus} GPUs each: make the one a multiple of the other"
+            f"{world_size} ranks cannot be on machines of {gpus} GPUs each: make the number of ranks a "
+            "multiple of the number of GPUs"
         )
     return local
 
 
-def play_rank(
+def simulate_rank(
     rank: int, world_size: int, *, gpus: int | None = None, job: str = "", ranks: list[int] | None = None
 ) -> None:
-    """Makes this process a rank of a job. Call it after `virtual_gpu.start`, and before torch.distributed is imported.
+    """Makes this process simulate a rank of a job.
+
+    Call it after `virtual_gpu.start`, and before torch.distributed is imported.
 
     Args:
         rank: the rank.
         world_size: the number of ranks of the job.
         gpus: the number of GPUs of one machine.
-        job: an id that is the same for all ranks of the job that are played. Default: a new one.
-        ranks: all ranks of the job that are played. Default: this one.
+        job: an id that all simulated ranks of the job share. Default: a new one.
+        ranks: all ranks of the job that are simulated. Default: this one.
 
     Raises:
-        MemprofError: as `check_ranks` and `local_world_size`; or this process plays a rank already.
+        MemprofError: as `check_ranks` and `local_world_size`; or this process simulates a rank already.
     """
-    global _played
-    if _played is not None:
+    global _simulated
+    if _simulated is not None:
         raise MemprofError(
-            f"this process plays rank {_played.rank} of {_played.world_size} already, and cannot be another"
+            f"this process simulates rank {_simulated.rank} of {_simulated.world_size} already, and cannot simulate "
+            "another"
         )
-    played_ranks = check_ranks([*(ranks or []), rank], world_size)
-    _played = PlayedRank(rank, world_size, local_world_size(world_size, gpus))
+    simulated_ranks = check_ranks([*(ranks or []), rank], world_size)
+    _simulated = SimulatedRank(rank, world_size, local_world_size(world_size, gpus))
     # NCCL's monitor thread would look for failures of the other ranks in the store.
-    os.environ |= _played.environment() | {
+    os.environ |= _simulated.environment() | {
         "TORCHELASTIC_RUN_ID": job or uuid.uuid4().hex,
         "TORCH_NCCL_ENABLE_MONITORING": "0",
     }
-    launch.set_played_ranks(played_ranks)
+    launch.set_played_ranks(simulated_ranks)
     AfterImport("torch.distributed.rendezvous", _replace_rendezvous)
     AfterImport("torch.distributed.distributed_c10d", _replace_groups)
     AfterImport("torch.distributed", _replace_stores)
@@ -131,19 +135,19 @@ _store: Any = None
 
 
 def _single_store() -> Any:
-    """The store of this process. Groups refer to it from C++, which does not keep the Python object alive."""
+    """Returns the store of this process. Groups refer to it from C++, which does not keep the Python object alive."""
     global _store
     from opacus_memprof.virtual_gpu.store import SingleRankStore
 
-    assert _played is not None
-    _store = _store or SingleRankStore(_played.world_size)
+    assert _simulated is not None
+    _store = _store or SingleRankStore(_simulated.world_size)
     return _store
 
 
 def _replace_rendezvous() -> None:
     """Makes every rendezvous return the single-rank store, whichever address the program gives."""
-    assert _played is not None
-    default = _played
+    assert _simulated is not None
+    default = _simulated
     # torch.distributed has a function of this name too.
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
 
@@ -190,7 +194,7 @@ def _replace_groups() -> None:
 
 
 class _GlooInstanceCheck(type):
-    """Makes isinstance(FakeProcessGroup(), GlooWithoutPeers) true: torch checks the type of the group it has
+    """Makes isinstance(FakeProcessGroup(), GlooWithoutPeers) true: torch checks the type of the group that it has
     created."""
 
     def __instancecheck__(cls, instance: Any) -> bool:

@@ -1,30 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repeats a forward pass that ran out of memory, on a copy of the model whose tensors are fake: they have shapes and no
-memory. So it is known what all modules keep for backward, also those that the real pass did not reach.
+"""Records the shapes of forward passes, and repeats a forward pass that ran out of memory on fake tensors.
 
-It runs the model's own code a second time, after the failure. What that code does to the model stays in the copy; what
-it prints is printed twice."""
+Modules are probed in the forward pass of each batch that is larger than all before it. After a failure, the pass is
+repeated on a copy of the model whose tensors have shapes and no memory. This tells what every module keeps for
+backward, including modules that the real pass did not reach. The model's own code runs a second time then: changes to
+the model stay in the copy, and output is printed twice.
+"""
 
 import copy
 import random
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.compiler import is_compiling
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
-from opacus_memprof.hooks.capture_shape import capture_shape
+from opacus_memprof.hooks.shapes import capture_shape
 from opacus_memprof.profiles.layer_shapes import CaptureShape, WholeForward
-from opacus_memprof.recording import tracing
+from opacus_memprof.recording import native, observations, tracing
+from opacus_memprof.recording.attachment import Attachment
+from opacus_memprof.recording.faults import contain
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,8 @@ class FakeForward:
         self._call = Call(shapes, structure, autocast) if plain else None
 
     def run(self, layers: Iterable[str], *, captures: bool) -> WholeForward | None:
-        """What a whole forward pass keeps; None if it cannot be repeated, as with shapes that depend on values, or on
-        one of several ranks.
+        """Returns what a whole forward pass keeps; None if it cannot be repeated, as with shapes that depend on values,
+        or on one of several ranks.
 
         Args:
             layers: the names of the modules whose parameters are trained.
@@ -142,7 +148,8 @@ def _run(named: Sequence[tuple[str, nn.Module]], call: Call, layers: frozenset[s
 
 
 def _copy(named: Sequence[tuple[str, nn.Module]], fake: FakeTensorMode) -> tuple[nn.Module, list[Any]]:
-    """A copy of the model with fake tensors and without hooks, and the copies of its modules with their names."""
+    """Returns a copy of the model with fake tensors and without hooks, and the copies of its modules with their
+    names."""
     memo: dict[int, Any] = {}
     for _, module in named:
         for key, value in vars(module).items():
@@ -163,7 +170,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records which module allocates each storage, and which storages are kept.
 
     Args:
-        excluded: tensors that are there before.
+        excluded: tensors that exist before the pass.
         layers, captures: see FakeForward.run.
     """
 
@@ -184,8 +191,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def keep(self, tensor: Any) -> None:
-        """Hook of autograd that keeps nothing in the place of the tensor: a node that held its own output would
-        never be freed."""
+        """Pack hook of autograd. It returns None instead of the tensor: a node that held its own output would never be
+        freed."""
         if isinstance(tensor, Tensor):
             self._kept.add(id_of(tensor))
 
@@ -216,5 +223,120 @@ def _unpack(kept: Any) -> Tensor:
 
 
 def id_of(tensor: Tensor) -> int:
-    """The address of a tensor's storage object."""
+    """Returns the address of a tensor's storage object."""
     return int(tensor.untyped_storage()._cdata)
+
+
+@dataclass
+class WatchedModel:
+    """The model whose shapes are recorded.
+
+    Attributes:
+        root: its outermost module.
+        modules: the modules whose forward passes are probed, with their names.
+        forward: repeats its largest forward pass on fake tensors.
+        largest_batch: elements of the largest batch whose shapes were recorded.
+        probe_handles: of the probes of the running forward pass.
+    """
+
+    root: "weakref.ref[nn.Module]"
+    modules: "list[tuple[str, weakref.ref[nn.Module]]]"
+    forward: FakeForward
+    largest_batch: int = 0
+    probe_handles: list[RemovableHandle] = field(default_factory=list)
+
+    def remove_probes(self) -> None:
+        while self.probe_handles:
+            self.probe_handles.pop().remove()
+
+
+_watched: WatchedModel | None = None
+
+
+def watch_model(
+    attachment: Attachment, root: nn.Module, named: Sequence[tuple[str, nn.Module]], probed: Collection[nn.Module]
+) -> None:
+    """Probes the forward passes of the model whose shapes were recorded last, until it is detached.
+
+    Args:
+        attachment: of the model.
+        root: the outermost module.
+        named: the user's modules with their names, the model itself first.
+        probed: the modules whose forward can be probed.
+    """
+    global _watched
+    if _watched is not None:
+        _watched.remove_probes()
+    shapes = observations.layer_shapes()
+    modules = [(name, weakref.ref(module)) for name, module in named if name in shapes.modules and module in probed]
+    _watched = WatchedModel(weakref.ref(root), modules, FakeForward(named))
+    attachment.on_detach(partial(_unwatch, _watched))
+    shapes.whole_forward = partial(_watched.forward.run, shapes.modules, captures=bool(shapes.mode))
+
+
+def _unwatch(model: WatchedModel) -> None:
+    global _watched
+    model.remove_probes()
+    if _watched is model:
+        _watched = None
+
+
+def unwatch_modules(removed: set[nn.Module]) -> None:
+    """Stops probing these modules, which are about to be compiled."""
+    if _watched is not None:
+        _watched.modules[:] = [(name, reference) for name, reference in _watched.modules if reference() not in removed]
+
+
+def on_batch(root: nn.Module, samples: int, elements: int, inputs: tuple[Any, Any], captures_outstanding: bool) -> None:
+    """Records the batch of a forward pass that begins, and probes the modules if it is the largest batch so far.
+
+    Models other than the watched one are ignored.
+
+    Args:
+        root: the model's outermost module.
+        samples: the first dimension of the model's first input.
+        elements: of all inputs.
+        inputs: positional and keyword arguments.
+        captures_outstanding: no backward has released Opacus' captures of an earlier forward pass.
+    """
+    model, shapes = _watched, observations.layer_shapes()
+    if model is None or model.root() is not root:
+        return
+    batches = shapes.batches
+    if not captures_outstanding:
+        shapes.released = max(shapes.released, len(shapes.unreleased))
+        shapes.unreleased.clear()
+    if torch.is_grad_enabled():
+        shapes.unreleased.append(samples)
+    if not batches or batches[-1][1] != samples:
+        batches.append((native.step()[0], samples))
+    model.remove_probes()  # the previous forward pass may have raised
+    if elements > model.largest_batch:
+        model.largest_batch = elements
+        model.forward.record_inputs(inputs)
+        alive = [(name, reference()) for name, reference in model.modules]
+        model.probe_handles[:] = [
+            module.register_forward_hook(ShapeProbe(name)) for name, module in alive if module is not None
+        ]
+
+
+def remove_probes(root: nn.Module) -> None:
+    """Removes the probes of this model's forward pass, which has ended."""
+    if _watched is not None and _watched.root() is root:
+        _watched.remove_probes()
+
+
+class ShapeProbe:
+    """A forward hook that records a module's CaptureShape. It is registered for one pass only, because it is slow."""
+
+    __slots__ = ("_name", "_seen")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._seen: CaptureShape | None = None
+
+    @contain("recording the shapes of a forward pass")
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not is_compiling() and (shape := capture_shape(module, inputs, output)) is not None:
+            self._seen = shape if self._seen is None else self._seen.with_call(shape)
+            observations.layer_shapes().forwards[self._name] = self._seen
