@@ -3,24 +3,24 @@
 
 from collections.abc import Callable, Iterator
 
-from opacus_memprof.analysis.oom.advice import allocator, batch, defects, modes, training
-from opacus_memprof.analysis.oom.advice.base import Suggestion
+from opacus_memprof.analysis.oom.advice import changes, waste
+from opacus_memprof.analysis.oom.advice.suggestion import Suggestion
 from opacus_memprof.analysis.oom.predict import Case
 
 __all__ = ["Suggestion", "advise"]
 
 ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
-    defects.release_leftovers,
-    allocator.expandable_segments,
-    allocator.other_processes,
-    defects.drop_unused_gradients,
-    defects.set_gradients_to_none,
-    modes.norms_without_squares,
-    modes.adopted_samples,
-    batch.physical_batch,
-    modes.another_mode,
-    training.checkpoints,
-    training.optimizer_states,
+    waste.release_leftovers,
+    waste.expandable_segments,
+    waste.other_processes,
+    waste.drop_unused_gradients,
+    waste.set_gradients_to_none,
+    changes.norms_without_squares,
+    changes.adopted_samples,
+    changes.physical_batch,
+    changes.another_mode,
+    changes.checkpoints,
+    changes.optimizer_states,
 )
 
 

@@ -11,7 +11,7 @@ from opacus_memprof.analysis.names import Names
 from opacus_memprof.analysis.oom import failure as failures
 from opacus_memprof.analysis.oom import history as histories
 from opacus_memprof.analysis.oom.advice import advise
-from opacus_memprof.analysis.oom.advice.batch import bytes_per_sample, largest_that_fits
+from opacus_memprof.analysis.oom.advice.changes import bytes_per_sample, largest_that_fits
 from opacus_memprof.analysis.oom.capacity import device_memory_at
 from opacus_memprof.analysis.oom.estimate import estimate_step
 from opacus_memprof.analysis.oom.failure import Failure
