@@ -282,16 +282,6 @@ def _allocator_figures(counted: DeviceCount) -> dict[str, Any]:
     return {key: getattr(counted, key) for key in _ALLOCATOR_FIGURES}
 
 
-def thin_timeline(timeline: Timeline, group_size: int) -> Timeline:
-    """A timeline of every highest row among `group_size` rows, so that it still contains the peak."""
-    sizes = timeline.bytes
-    groups = (range(first, min(first + group_size, len(sizes))) for first in range(0, len(sizes), group_size))
-    kept = [max(rows, key=sizes.__getitem__) for rows in groups]
-    columns = {name: [column[row] for row in kept] for name, column in timeline.items() if name != "categories"}
-    categories = {name: [column[row] for row in kept] for name, column in timeline.categories.items()}
-    return Timeline(**columns, categories=categories)
-
-
 def build_timeline(instants: Sequence[Replayed], names: Names) -> Timeline:
     """Builds a Timeline from the rows of core.replay's `timeline`."""
     rows = [names.categories(instant["categories"]) for instant in instants]

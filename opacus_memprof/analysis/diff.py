@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from opacus_memprof.analysis.virtual import compare_virtual
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.difference import DeviceDiff, Diff, DiffPeak, DiffPhase, PeakDifference
-from opacus_memprof.profiles.profile import Device, Groups, Peak, PhasePeak, Profile
+from opacus_memprof.profiles.profile import Device, Groups, Peak, PhasePeak, Profile, Virtual, virtual_gpu_of
 from opacus_memprof.profiles.units import format_bytes, parse_size
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.ASCII)
@@ -87,14 +86,25 @@ def peak_difference(before: Peak, after: Peak) -> PeakDifference:
     )
 
 
+def compare_virtual(which: tuple[str, str], first: Virtual, second: Virtual) -> list[str]:
+    """Notes about two runs that are compared, if one of them was on a virtual GPU.
+
+    Args:
+        which: names of the two runs, such as ("first", "second").
+        first, second: `virtual` of their profiles.
+    """
+    names = virtual_gpu_of(first), virtual_gpu_of(second)
+    if names == (None, None):
+        return []
+    if names[0] == names[1]:
+        return [f"both runs were on a {names[0]}"]
+    places = [f"the {run} run was on a {name or 'real device'}" for run, name in zip(which, names, strict=True)]
+    return [f"{places[0]} and {places[1]}: they differ by more than the code"]
+
+
 def join_names(devices: Iterable[str]) -> str:
     """The devices' names, sorted, with commas between."""
     return ", ".join(sorted(devices))
-
-
-def percent_change(total: int, before: int) -> str:
-    """A change of `total` bytes in percent: `+2.3 %`; "" where there was nothing."""
-    return f"{100 * total / before:+.1f} %" if before else ""
 
 
 def exceeded_limits(diff: Diff, limit: GrowthLimit) -> list[str]:

@@ -3,9 +3,14 @@
 
 from msgspec.structs import replace
 
-from opacus_memprof.analysis.diff import join_names, modules_of, peak_difference, refuse_without_devices
+from opacus_memprof.analysis.diff import (
+    compare_virtual,
+    join_names,
+    modules_of,
+    peak_difference,
+    refuse_without_devices,
+)
 from opacus_memprof.analysis.names import as_without_dp
-from opacus_memprof.analysis.virtual import compare_virtual
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.difference import DeviceTax, Tax
 from opacus_memprof.profiles.profile import Peak, Profile

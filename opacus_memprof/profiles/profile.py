@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from opacus_memprof.profiles.json_object import FORMAT, JsonObject
 from opacus_memprof.profiles.launch import Launch
+from opacus_memprof.profiles.units import format_bytes
 
 Sizes = dict[str, int]  # bytes by category
 Groups = dict[str, Sizes]  # by module, phase, op … what each has
@@ -166,6 +167,15 @@ class Timeline(JsonObject):
     phase: list[str]
     categories: dict[str, list[int]]
 
+    def thinned(self, group_size: int) -> "Timeline":
+        """The highest row of each `group_size` rows, which still include the peak."""
+        sizes = self.bytes
+        groups = (range(first, min(first + group_size, len(sizes))) for first in range(0, len(sizes), group_size))
+        kept = [max(rows, key=sizes.__getitem__) for rows in groups]
+        columns = {name: [column[row] for row in kept] for name, column in self.items() if name != "categories"}
+        categories = {name: [column[row] for row in kept] for name, column in self.categories.items()}
+        return Timeline(**columns, categories=categories)
+
 
 class Device(JsonObject):
     """One device.
@@ -287,6 +297,22 @@ class VirtualGpus(JsonObject):
     assumed_shapes: list[UnknownUse] | UnsetType = UNSET
     not_computed: dict[str, int] | UnsetType = UNSET
     default_answers: dict[str, int] | UnsetType = UNSET
+
+
+Virtual = VirtualGpus | UnsetType  # UNSET for a run on real devices
+
+
+def virtual_gpu_of(virtual: Virtual) -> str | None:
+    """The virtual GPU of a run, as `virtual NVIDIA H200 (139.80 GiB)`; None for a run on real devices."""
+    return None if virtual is UNSET else f"virtual {virtual.name} ({format_bytes(virtual.memory_bytes)})"
+
+
+def virtual_mark(virtual: Virtual) -> str | None:
+    """The sentence with which every report of a run on virtual GPUs begins; None for a run on real devices."""
+    name = virtual_gpu_of(virtual)
+    if name is None:
+        return None
+    return f"on a {name}: memory is counted as on a real one, and values of large tensors were not computed"
 
 
 class Profile(JsonObject, kw_only=True):

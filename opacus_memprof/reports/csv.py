@@ -3,18 +3,19 @@
 
 import csv
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import UNSET
 
+from opacus_memprof.analysis.view import ProfileView
 from opacus_memprof.profiles.files import replacing
-from opacus_memprof.profiles.profile import Device, Profile
+from opacus_memprof.profiles.profile import Device, EventGap
 
 COLUMNS = ("device", "table", "name", "step", "phase", "category", "bytes")
 
 
-def write_csv(profile: Profile, path: str | os.PathLike[str]) -> None:
+def write_csv(view: ProfileView, path: str | os.PathLike[str]) -> None:
     """Writes the bytes by category at the peak and at the peaks of phases and steps; those without bytes are left out.
 
     `table` is what a row belongs to: `peak`, `module` and `component` (each a part of the peak, by `name`), `phase` and
@@ -28,17 +29,18 @@ def write_csv(profile: Profile, path: str | os.PathLike[str]) -> None:
     Raises:
         MemprofError: `path` cannot be written.
     """
+    profile = view.profile
     virtual_gpu = {} if profile.virtual is UNSET else {"virtual_gpu": profile.virtual.gpu}
     with replacing(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow((*COLUMNS, *virtual_gpu))
         for name, device in profile.devices.items():
-            writer.writerows((name, *row, *virtual_gpu.values()) for row in _gap_rows(profile))
+            writer.writerows((name, *row, *virtual_gpu.values()) for row in _gap_rows(profile.events.gaps))
             writer.writerows((name, *row, *virtual_gpu.values()) for row in _rows(device))
 
 
-def _gap_rows(profile: Profile) -> Iterator[tuple[Any, ...]]:
-    for gap in profile.events.gaps:
+def _gap_rows(gaps: Sequence[EventGap]) -> Iterator[tuple[Any, ...]]:
+    for gap in gaps:
         yield "gap", f"{gap.events} events after event {gap.first_event}", gap.step, "", "", 0
 
 

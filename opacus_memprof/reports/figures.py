@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from opacus_memprof.profiles.categories import stack_order
 from opacus_memprof.profiles.files import replacing
 from opacus_memprof.profiles.optional import require
-from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.profiles.units import format_bytes, shorten_name
 from opacus_memprof.reports.palette import CATEGORY_COLORS, PHASE_COLORS, THEMES, Theme, category_color
-from opacus_memprof.reports.tables import shorten_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 from msgspec import UNSET, to_builtins
 
-from opacus_memprof.analysis.events import FREE, OOM, RETAG, Events, Rows
+from opacus_memprof.analysis.events import FREE, OOM, RETAG, Rows, Window, around_peak
 from opacus_memprof.analysis.names import Names
-from opacus_memprof.analysis.window import Window, around_peak
+from opacus_memprof.analysis.view import ProfileView
 from opacus_memprof.profiles.files import replacing
-from opacus_memprof.profiles.profile import Profile
 
 MAX_EVENTS = 200_000  # of a device: the viewer holds each of them
 _PROTOCOL = 4  # the newest that the viewer reads
@@ -40,22 +39,19 @@ class _Block(NamedTuple):
     step: int
 
 
-def write_memory_viz(profile: Profile, directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Writes the snapshot as a pickle. `cuda:i` is device i, the CPU the device after those (0 where there are none).
+def write_memory_viz(view: ProfileView, path: str | os.PathLike[str]) -> None:
+    """Writes the snapshot as a pickle, and replaces `path` atomically.
 
-    Of a device with more than MAX_EVENTS events of blocks those around its peak are shown, and what was live before
-    them as allocated at their beginning. The event file knows no segments: the snapshot's are the ranges of addresses
-    that the blocks took. It does not know either what the device had free when an allocation failed: 0 stands there.
+    `cuda:i` is device i, and the CPU is the device after those (0 without a GPU). A device with more than MAX_EVENTS
+    events of blocks is shown around its peak, with what was live before as allocated at the beginning.
 
-    Args:
-        profile: the content of profile.json.
-        directory: of the profile.
-        path: replaced atomically.
+    The event file has no segments: the snapshot's are the ranges of addresses that the blocks took. It does not have
+    the device's free memory at a failed allocation either, which is 0 in the snapshot.
 
     Raises:
         MemprofError: events.bin is not readable, or `path` cannot be written.
     """
-    events = Events(directory)
+    profile, events = view.profile, view.events()
     windows = around_peak(events, MAX_EVENTS)
     gpus = max(windows, default=0)
     traces: list[list[Entry]] = [[] for _ in range(gpus + 1)]

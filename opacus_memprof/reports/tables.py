@@ -5,8 +5,6 @@ from collections.abc import Mapping
 
 from rich.table import Table
 
-from opacus_memprof.profiles.units import format_bytes
-
 _BAR = 20  # characters of the longest bar
 
 
@@ -27,26 +25,6 @@ def bar(part: int, whole: int) -> str:
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
-def share(part: int, whole: int) -> str:
-    """A part in percent: `12.3 %`; "" of nothing."""
-    return f"{100 * part / whole:.1f} %" if whole else ""
-
-
-def largest_first(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
-    """The items with the largest size first, without zeros."""
-    return sorted(((key, size) for key, size in sizes.items() if size), key=lambda item: (-item[1], item[0]))
-
-
 def largest_changes(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
     """The items with the largest absolute size first, without zeros."""
     return sorted((row for row in sizes.items() if row[1]), key=lambda row: (-abs(row[1]), row[0]))
-
-
-def signed_bytes(size: int) -> str:
-    """A size with its sign: `+1.50 MiB`."""
-    return f"+{format_bytes(size)}" if size > 0 else format_bytes(size)
-
-
-def shorten_name(name: str, length: int = 36) -> str:
-    """A module's name, of which at most the last `length` characters are kept."""
-    return name if len(name) <= length else "…" + name[-(length - 1) :]

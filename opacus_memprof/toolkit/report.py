@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 
 from opacus_memprof.profiles.profile import Finding
-from opacus_memprof.reports.findings import print_findings
+from opacus_memprof.reports.text import print_findings
 from opacus_memprof.toolkit import anomalies, journal, model
 from opacus_memprof.toolkit.structures import MemorySnapshot, Reading, SnapshotDifference
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from opacus_memprof.analysis.oom import build_report
 from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape, TrainingShapes
-from opacus_memprof.reports.oom_text import exception_note, print_oom
+from opacus_memprof.reports.oom import exception_note, print_oom
 
 G = 2**30
 DEVICE = 80 * G

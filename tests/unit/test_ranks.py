@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from opacus_memprof.analysis import job_directory
-from opacus_memprof.analysis.job import list_ranks
+from opacus_memprof.analysis.view import view_job
 from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import ProfileDirectory, claim, rank_directories
@@ -22,7 +22,8 @@ from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.launch import Launch
 from opacus_memprof.profiles.schemas import schema_of
-from opacus_memprof.reports.job_text import print_job
+from opacus_memprof.profiles.units import format_ranks
+from opacus_memprof.reports.text import print_job
 from tests.unit.event_files import EventFile
 from tests.unit.made_profiles import a_device, a_peak, a_profile
 
@@ -63,7 +64,7 @@ def change(path: Path, rank: int, **keys: Any) -> None:
 
 def printed(summary: JobSummary) -> str:
     console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    print_job(summary, console)
+    print_job(view_job(summary, ""), console)
     return console.export_text()
 
 
@@ -276,4 +277,4 @@ def test_ranks_that_a_smaller_job_does_not_have_go(tmp_path: Path) -> None:
     [([3], "rank 3"), ([0, 1, 2, 5], "ranks 0-2, 5"), ([4, 0], "ranks 0, 4"), ([7, 6], "ranks 6-7")],
 )
 def test_ranks_in_words(numbers: list[int], words: str) -> None:
-    assert list_ranks(numbers) == words
+    assert format_ranks(numbers) == words

@@ -20,7 +20,6 @@ from opacus_memprof.analysis.oom.layers import Layer
 from opacus_memprof.analysis.oom.leftovers import find_leftovers
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.step import Step
-from opacus_memprof.analysis.virtual import Virtual
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.profiles.meta import NameLists
 from opacus_memprof.profiles.oom_report import (
@@ -34,7 +33,7 @@ from opacus_memprof.profiles.oom_report import (
     OomReport,
     Request,
 )
-from opacus_memprof.profiles.profile import Groups
+from opacus_memprof.profiles.profile import Groups, Virtual
 
 _TOP = 20
 
