@@ -61,7 +61,7 @@ def report(
     Each option writes a file: the one that follows it, or memprof.html, memprof.png … in DIRECTORY. Of a job of several
     ranks, DIRECTORY shows all of them, and DIRECTORY/rank_0 one.
     """
-    from opacus_memprof.analysis.view import JobView, load_view
+    from opacus_memprof.analysis.job_view import JobView, load_view
     from opacus_memprof.reports.text import print_report
 
     given = {"html": html, "png": png, "csv": csv, "json": json, "latex": latex, "perfetto": perfetto}
@@ -69,7 +69,7 @@ def report(
     wanted = {name: file or None for name, file in given.items() if file is not None}
     if vanilla and html is None:
         raise MemprofError("--vanilla is for the page: add --html")
-    view = load_view(directory, vanilla)
+    view = load_view(directory, vanilla, whole="html" in wanted)
     if isinstance(view, JobView) and (wanted.keys() - {"html"} or vanilla):
         raise MemprofError(
             f"{directory} holds the {len(view.summary.ranks)} ranks of a job, and there is a page of them alone: use "

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from opacus_memprof.analysis.view import ProfileView
+from opacus_memprof.analysis.profile_view import ProfileView
 from opacus_memprof.profiles.files import replacing
 from opacus_memprof.profiles.profile import Device, EventGap
 

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from opacus_memprof.profiles.difference import DeviceDiff, Diff, DiffPhase
 from opacus_memprof.profiles.units import format_bytes, format_moment, format_signed_bytes, shorten_name
-from opacus_memprof.reports.tables import largest_changes, table_of
+from opacus_memprof.reports.text import table_of
 
 _TOP_MODULES = 10
 _NONE = "none"
@@ -32,6 +32,11 @@ def print_diff(diff: Diff, console: Console, exceeded: Sequence[str] = ()) -> No
         console.print(f"\n[yellow]note:[/] {escape(note)}", highlight=False)
     for sentence in exceeded:
         console.print(f"\n[bold red]{escape(sentence)}[/]", highlight=False)
+
+
+def largest_changes(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """The items with the largest absolute size first, without zeros."""
+    return sorted((row for row in sizes.items() if row[1]), key=lambda row: (-abs(row[1]), row[0]))
 
 
 def diff_markdown(diff: Diff, exceeded: Sequence[str] = ()) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from opacus_memprof.analysis.view import JobView, ProfileView
+from opacus_memprof.analysis.job_view import JobView
+from opacus_memprof.analysis.profile_view import ProfileView
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import EVENTS, META, OOM_REPORTS, PROFILE, RANKS, REPORT, SNAPSHOTS
 from opacus_memprof.profiles.files import write_text

@@ -4,7 +4,7 @@
 import os
 from collections.abc import Iterable, Sequence
 
-from opacus_memprof.analysis.view import DeviceView, Part, ProfileView
+from opacus_memprof.analysis.profile_view import DeviceView, Part, ProfileView
 from opacus_memprof.profiles.files import write_text
 
 _ESCAPED = {character: f"\\{character}" for character in "&%$#_{}"} | {

@@ -17,7 +17,7 @@ from msgspec import UNSET, to_builtins
 
 from opacus_memprof.analysis.events import FREE, OOM, RETAG, Rows, Window, around_peak
 from opacus_memprof.analysis.names import Names
-from opacus_memprof.analysis.view import ProfileView
+from opacus_memprof.analysis.profile_view import ProfileView
 from opacus_memprof.profiles.files import replacing
 
 MAX_EVENTS = 200_000  # of a device: the viewer holds each of them

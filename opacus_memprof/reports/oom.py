@@ -9,7 +9,7 @@ from opacus_memprof.profiles.oom_report import LeftBehind, OomReport, SuggestedC
 from opacus_memprof.profiles.profile import virtual_mark
 from opacus_memprof.profiles.units import format_bytes, format_count, format_moment
 from opacus_memprof.reports.html.page_builder import build_page
-from opacus_memprof.reports.tables import table_of
+from opacus_memprof.reports.text import table_of
 
 _TOP = 8
 _TOP_SUGGESTIONS = 4

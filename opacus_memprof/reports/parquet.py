@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from opacus_memprof.analysis.events import ALLOC, FREE, GAP, KINDS, SEED, SNAPSHOT, STEP, Events, Rows, encode_names
-from opacus_memprof.analysis.view import ProfileView
+from opacus_memprof.analysis.profile_view import ProfileView
 from opacus_memprof.profiles.files import replacing
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.optional import require

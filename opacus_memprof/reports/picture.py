@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opacus_memprof.analysis.view import DeviceView, Part, ProfileView
+from opacus_memprof.analysis.profile_view import DeviceView, Part, ProfileView
 from opacus_memprof.profiles.profile import Device, EventGap, FailedAllocation, Peak, Timeline
 from opacus_memprof.profiles.units import format_bytes, format_moment, shorten_name
 from opacus_memprof.reports.figures import (

@@ -8,7 +8,8 @@ from rich.markup import escape
 
 from opacus_memprof.profiles.difference import Tax
 from opacus_memprof.profiles.units import format_bytes, format_signed_bytes
-from opacus_memprof.reports.tables import largest_changes, table_of
+from opacus_memprof.reports.diff import largest_changes
+from opacus_memprof.reports.text import table_of
 
 _TOP_MODULES = 9
 

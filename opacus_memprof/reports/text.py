@@ -1,29 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints profiles, and jobs of several ranks, to a terminal."""
+"""Prints profiles, and jobs of several ranks, to a terminal. Its tables and bars are those of all reports there."""
 
 import io
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from msgspec import UNSET
-from msgspec.structs import replace
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from opacus_memprof.analysis.view import DeviceView, JobView, Part, ProfileView
-from opacus_memprof.profiles.job_summary import Imbalance, JobSummary, Rank, Spread, Straggler
+from opacus_memprof.analysis.job_view import Columns, JobView
+from opacus_memprof.analysis.profile_view import Check, DeviceView, Part, ProfileView
+from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.profile import Finding, Profile
-from opacus_memprof.profiles.units import format_bytes, format_count, format_ranks, format_share, shorten_name
-from opacus_memprof.reports.tables import bar, table_of
+from opacus_memprof.profiles.units import format_bytes, format_count, shorten_name
 
+_BAR = 20  # characters of the longest bar
 _STATUS_STYLE = {"finished": "green", "running": "cyan"}
 _CHECK_STYLE = {True: "green", False: "red", None: "yellow"}
 _FINDINGS = 3  # of one kind; profile.json has all
 _WIDEST = 100
-_MOST_RANKS = 16  # beyond, the highest and the lowest are shown
-_LOWEST = 4
-_EVEN = 1.0005  # as printed, max / mean is 1.000
+_STATUS = ""  # the title of the column of ranks that did not finish
 
 
 def print_report(view: ProfileView | JobView, console: Console) -> None:
@@ -56,28 +53,24 @@ def print_profile(view: ProfileView, console: Console) -> None:
 
 def print_job(view: JobView, console: Console) -> None:
     """Prints the peaks of a job's ranks, what makes them differ, and the findings."""
-    summary = view.summary
-    played = summary.played  # a job of which only some ranks ran, without the others
-    title = f"{summary.world_size} ranks" if played is UNSET else f"{format_ranks(played)} of {summary.world_size}"
-    _print_header(f"{title}, {_status(summary)}", summary, view.virtual_mark, console)
-    imbalance = summary.imbalance
-    if imbalance is None:
+    _print_header(f"{view.title}, {_status(view.summary)}", view.summary, view.virtual_mark, console)
+    if not view.ranks:
         console.print("No memory was allocated on a device that was profiled.")
     else:
-        _print_ranks(summary.ranks, imbalance.mean_bytes, console)
-        _print_imbalance(imbalance, console)
-        _print_spread(imbalance.categories, console)
-        _print_stragglers(summary.stragglers, console)
-        total = format_bytes(summary.total.peaks_bytes)
-        whose = "All peaks" if played is UNSET else "The peaks of these ranks"
-        console.print(f"\n{whose} together: [bold]{total}[/]", highlight=False)
-        _print_rank_check(summary.ranks, console)
-    findings = [
-        replace(finding, evidence=f"{format_ranks(finding.ranks or ())}: {finding.evidence}")
-        for finding in summary.findings
-    ]
-    print_findings(findings, console)
-    _print_warnings(summary.warnings, console)
+        _print_columns(view.ranks, ("phase", "mostly", "device", "host", _STATUS), console)
+        if view.left_out:
+            console.print(view.left_out, style="dim")
+        ratio, cause = view.imbalance
+        console.print(f"\nimbalance (max / mean): [bold]{ratio}[/]{cause}", highlight=False)
+        _print_columns(view.categories, ("at the peak",), console)
+        ranks, effect = view.stragglers
+        if ranks:
+            console.print(f"\n[yellow]{ranks}[/] {effect}", highlight=False)
+        whose, size = view.total
+        console.print(f"\n{whose} together: [bold]{size}[/]", highlight=False)
+        _print_check(view.check, console)
+    print_findings(view.findings, console)
+    _print_warnings(view.summary.warnings, console)
 
 
 def print_findings(findings: Sequence[Finding], console: Console, count: int = _FINDINGS) -> None:
@@ -129,6 +122,23 @@ def _print_warnings(warnings: Sequence[str], console: Console) -> None:
         console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False)
 
 
+def table_of(name: str, numbers: tuple[str, ...], words: tuple[str, ...]) -> Table:
+    """A table without borders: a first column `name`, columns of numbers, columns of words."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(name, overflow="ellipsis", no_wrap=True)
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in words:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def bar(part: int, whole: int) -> str:
+    """A bar of eighths of a character, at most _BAR characters long."""
+    eighths = max(0, min(round(8 * _BAR * part / whole), 8 * _BAR)) if whole else 0
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
 # --- one profile ---
 
 
@@ -152,8 +162,7 @@ def _print_device(name: str, view: DeviceView, console: Console) -> None:
         console.print(f"\n[red]out of memory:[/] {escape(view.failure)}", highlight=False)
     console.print()
     for check in view.checks:
-        style = _CHECK_STYLE[check.agrees]
-        console.print(f"[{style}]{escape(check.claim)}[/]{escape(check.details)}", highlight=False)
+        _print_check(check, console)
 
 
 def _print_categories(view: DeviceView, console: Console) -> None:
@@ -191,97 +200,22 @@ def _print_phases(view: DeviceView, console: Console) -> None:
     console.print(view.phases_note, style="dim", highlight=False)
 
 
-# --- a job of several ranks ---
+def _print_check(check: Check, console: Console) -> None:
+    style = _CHECK_STYLE[check.agrees]
+    console.print(f"[{style}]{escape(check.claim)}[/]{escape(check.details)}", highlight=False)
 
 
-def _print_table(columns: Mapping[str, list[str]], words: tuple[str, ...], console: Console) -> None:
+def _print_columns(columns: Columns, words: tuple[str, ...], console: Console) -> None:
     """Prints a table of columns without those that are empty. Those named in `words` are aligned to the left, and
     shortened if the terminal is too narrow."""
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name, cells in shown.items():
         if name in words:
-            table.add_column(name, no_wrap=True)
+            table.add_column(name, no_wrap=True, style="red" if name == _STATUS else None)
         else:
             table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, [name, *cells])))
     for row in zip(*shown.values(), strict=True):
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     console.print()
     console.print(table)
-
-
-def _bytes(size: int | None) -> str:
-    return "" if size is None else format_bytes(size)
-
-
-def _print_ranks(rows: list[Rank], mean: int, console: Console) -> None:
-    """Prints the peak of each rank; of more than _MOST_RANKS, the highest and the lowest."""
-    measured = [(row, row.peak) for row in rows if row.peak]
-    left_out = 0
-    if len(measured) > _MOST_RANKS:
-        measured.sort(key=lambda pair: (-pair[1].requested_bytes, pair[0].rank))
-        left_out = len(measured) - _MOST_RANKS
-        del measured[_MOST_RANKS - _LOWEST : -_LOWEST]
-    several_hosts = len({row.host for row in rows}) > 1
-    shown, peaks = [row for row, _ in measured], [peak for _, peak in measured]
-    columns = {
-        "rank": [str(row.rank) for row in shown],
-        "peak": [_bytes(peak.requested_bytes) for peak in peaks],
-        "of mean": [format_share(peak.requested_bytes, mean) for peak in peaks],
-        "reserved": [_bytes(peak.reserved_bytes) for peak in peaks],
-        "outside": [_bytes(row.outside_pytorch) for row in shown],
-        "steps": [str(row.steps) for row in shown],
-        "phase": [peak.phase for peak in peaks],
-        "mostly": [escape(max(peak.categories, key=peak.categories.__getitem__, default="")) for peak in peaks],
-        "device": [str(row.device) for row in shown],
-        "host": [escape(str(row.host)) if several_hosts else "" for row in shown],
-        "": ["" if row.status == "finished" else f"[red]{row.status.replace('_', ' ')}[/]" for row in shown],
-    }
-    _print_table(columns, ("phase", "mostly", "device", "host", ""), console)
-    if left_out:
-        highest = _MOST_RANKS - _LOWEST
-        console.print(f"the {highest} highest and the {_LOWEST} lowest; {left_out} more lie between", style="dim")
-
-
-def _print_imbalance(imbalance: Imbalance, console: Console) -> None:
-    above = imbalance.max_bytes - imbalance.mean_bytes
-    line = f"\nimbalance (max / mean): [bold]{imbalance.ratio:.3f}[/]"
-    if above > 0 and imbalance.cause_bytes > 0:
-        line += (
-            f", rank {imbalance.rank} has {format_bytes(above)} more than the mean; of {imbalance.cause} it has "
-            f"{format_bytes(imbalance.cause_bytes)} more"
-        )
-    console.print(line, highlight=False)
-
-
-def _print_spread(categories: Mapping[str, Spread], console: Console) -> None:
-    rows = sorted(categories.items(), key=lambda item: (-item[1].mean_bytes, item[0]))
-    columns = {
-        "at the peak": [escape(category) for category, _ in rows],
-        "mean": [format_bytes(spread.mean_bytes) for _, spread in rows],
-        "max": [format_bytes(spread.max_bytes) for _, spread in rows],
-        "max / mean": [f"{spread.ratio:.3f}" for _, spread in rows],
-        "on rank": [str(spread.rank) if spread.ratio > _EVEN else "" for _, spread in rows],
-    }
-    _print_table(columns, ("at the peak",), console)
-
-
-def _print_stragglers(stragglers: list[Straggler], console: Console) -> None:
-    if not stragglers:
-        return
-    names, verb = format_ranks(row.rank for row in stragglers), "set" if len(stragglers) > 1 else "sets"
-    console.print(
-        f"\n[yellow]{names}[/] {verb} what batch fits everywhere: the highest has "
-        f"{format_bytes(stragglers[0].above_median)} more than the median rank",
-        highlight=False,
-    )
-
-
-def _print_rank_check(rows: list[Rank], console: Console) -> None:
-    wrong = [row.rank for row in rows if row.peak and row.peak.remainder_bytes]
-    if wrong:
-        console.print(
-            f"[red]Σ categories misses bytes of the requested ones on {format_ranks(wrong)}[/]", highlight=False
-        )
-    else:
-        console.print("[green]Σ categories = requested bytes on every rank: exact[/]", highlight=False)

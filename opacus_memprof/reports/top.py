@@ -8,10 +8,10 @@ from rich.markup import escape
 from rich.text import Text
 
 from opacus_memprof.analysis.live import RunningDevice, RunningProfile
-from opacus_memprof.analysis.view import groups_of, parts_of
+from opacus_memprof.analysis.profile_view import groups_of, parts_of
 from opacus_memprof.profiles.profile import virtual_mark
 from opacus_memprof.profiles.units import format_bytes, shorten_name
-from opacus_memprof.reports.tables import bar, table_of
+from opacus_memprof.reports.text import bar, table_of
 
 _TOP_MODULES = 8
 _SPARKS = "▁▂▃▄▅▆▇█"

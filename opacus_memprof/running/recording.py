@@ -194,7 +194,8 @@ class ProgramRecording:
 
     def _print_result(self, session: "Session", profile: Profile) -> None:
         """Prints the summary. Of several ranks, the last one to end prints that of all."""
-        from opacus_memprof.analysis.view import view_job, view_profile  # not before the program itself is imported
+        from opacus_memprof.analysis.job_view import view_job
+        from opacus_memprof.analysis.profile_view import view_profile  # not before the program itself is imported
         from opacus_memprof.reports.text import print_job, print_profile
 
         launch = self._directory.launch

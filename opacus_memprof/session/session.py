@@ -304,7 +304,7 @@ class Session:
         """The report of the session, or of the part so far, in a frame of its own for notebooks."""
         if self._result is None:
             return None
-        from opacus_memprof.analysis.view import view_profile  # only a notebook needs it
+        from opacus_memprof.analysis.profile_view import view_profile  # only a notebook needs it
         from opacus_memprof.reports.html.report_page import build_html
 
         source = html.escape(build_html([view_profile(self._result.so_far(), self.directory)]))

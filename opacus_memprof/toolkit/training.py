@@ -293,7 +293,7 @@ def _elements(container: object) -> Iterable[object]:
 
 
 def _summary(profile: Profile) -> str:
-    from opacus_memprof.analysis.view import view_profile
+    from opacus_memprof.analysis.profile_view import view_profile
     from opacus_memprof.reports.text import print_profile
 
     text = io.StringIO()

@@ -12,7 +12,7 @@ from torch.cuda import _memory_viz
 
 import opacus_memprof
 from opacus_memprof.analysis.profile import load_profile
-from opacus_memprof.analysis.view import view_profile
+from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.reports.memory_viz import write_memory_viz
 from opacus_memprof.reports.perfetto import write_perfetto
 

@@ -17,7 +17,7 @@ from random_profile import Oracle, write_random_profile
 from typer.testing import CliRunner
 
 from opacus_memprof.analysis.profile import build_profile, load_profile, write_profile
-from opacus_memprof.analysis.view import view_profile
+from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.cli import app
 from opacus_memprof.cli.report import _SUFFIXES
 from opacus_memprof.errors import MemprofError

@@ -13,7 +13,7 @@ from html_pages import MODULES, failed_training
 from large_event_files import one_step, write_repeated
 
 from opacus_memprof.analysis.profile import build_profile
-from opacus_memprof.analysis.view import view_profile
+from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.html.report_page import write_html
 

@@ -15,7 +15,7 @@ from random_profile import Oracle, write_random_profile
 from torch.cuda import _memory_viz
 
 from opacus_memprof.analysis.profile import build_profile, load_profile
-from opacus_memprof.analysis.view import view_profile
+from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.reports import memory_viz
 from opacus_memprof.reports.memory_viz import write_memory_viz
 

@@ -14,7 +14,7 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as proto
 from random_profile import PHASES, Oracle, write_random_profile
 
 from opacus_memprof.analysis.profile import load_profile
-from opacus_memprof.analysis.view import view_profile
+from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.reports import perfetto
 from opacus_memprof.reports.perfetto import write_perfetto
 

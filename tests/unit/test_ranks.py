@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from opacus_memprof.analysis import job_directory
-from opacus_memprof.analysis.view import view_job
+from opacus_memprof.analysis.job_view import view_job
 from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import ProfileDirectory, claim, rank_directories

@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from opacus_memprof.analysis.profile import build_profile
-from opacus_memprof.analysis.view import view_profile
+from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.profile import Device, Profile

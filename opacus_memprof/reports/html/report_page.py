@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the page of a profile, and that of a job: a table of all ranks, and the whole profiles of a few of them."""
+"""Builds the page of a profile, and that of a job: a table of all ranks, and the whole profiles of a few of them.
 
+A page has the parts of profiles that it shows, and timelines as fine as its size allows.
+"""
+
+import json
 import os
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
-from opacus_memprof.analysis.view import JobView, ProfileView
+from opacus_memprof.analysis.job_view import JobView
+from opacus_memprof.analysis.profile import TIMELINE_POINTS
+from opacus_memprof.analysis.profile_view import DeviceView, ProfileView
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.job_summary import JobSummary, Rank
+from opacus_memprof.profiles.json_object import JsonObject
+from opacus_memprof.profiles.oom_report import OomReport
+from opacus_memprof.profiles.profile import DeviceSnapshot, FailedAllocation, Groups, Timeline
 from opacus_memprof.reports.html.page_builder import build_page
-from opacus_memprof.reports.html.payload import build_payload, named_categories
+from opacus_memprof.reports.palette import CATEGORY_COLORS
 
 _SCRIPTS = [
     "base.js",
@@ -36,17 +46,29 @@ _SCRIPTS = [
     "header.js",
     "report.js",
 ]
+_MOST_RANKS = 2000  # of a job: beyond, those with the highest peaks are shown
+# Of the page's 5 MB; the rest is for everything else, and the scripts.
+_TIMELINE_BYTES = 2_000_000
+# Of one device's timeline.
+_MOST_ROWS = 20_000
+# Of all devices together: what is beyond is summed up or counted.
+_MOST_MODULES = 4000
+_MOST_STEPS = 4000
+_MOST_SNAPSHOTS = 2000
+_MOST_FAILURES = 500
 
-# Ranks whose whole profiles are on the page: those with the highest peaks, and those with the lowest.
-_HIGHEST, _LOWEST = 12, 4
-_MOST_ROWS = 2000
+_PROFILE_KEYS = ("status", "exit_code", "error", "launch", "versions", "pid", "started_unix_ns", "events", "warnings")
+_FINDING_KEYS = ("kind", "module", "bytes", "evidence", "remedy", "device")
+_SUGGESTION_KEYS = ("title", "code", "computed", "predicted_peak_bytes", "saved_bytes", "fits")
+_HIDDEN_PEAK_KEYS = {"modules", "module_tree", "unix_ns", "source"}
+_HIDDEN_INSTANT_KEYS = {"unix_ns"}
 
 
 def write_html(view: ProfileView | JobView, path: str | os.PathLike[str]) -> None:
     """Writes the page of a profile or a job to `path`, atomically.
 
     Raises:
-        MemprofError: no rank has a peak, a rank's profile cannot be read, or the file cannot be written.
+        MemprofError: no rank has a peak, or the file cannot be written.
     """
     write_text(path, build_html([view]) if isinstance(view, ProfileView) else _build_job_html(view))
 
@@ -58,17 +80,16 @@ def build_html(views: Sequence[ProfileView], job: Mapping[str, Any] | None = Non
         views: at least one.
         job: of ranks, what the page shows of the whole job.
     """
-    runs = build_payload(views)
+    runs = _runs(views)
     content = {"runs": runs, "job": job}
-    return build_page(views[0].name, _SCRIPTS, content, named_categories(runs), "opacus-memprof report DIRECTORY")
+    return build_page(views[0].name, _SCRIPTS, content, _named_categories(runs), "opacus-memprof report DIRECTORY")
 
 
 def _build_job_html(view: JobView) -> str:
-    rows = sorted((row for row in view.summary.ranks if row.peak), key=_peak_bytes, reverse=True)
-    if not rows:
+    if not view.profiles:
         raise MemprofError("no rank has allocated memory on a device that was profiled: there is nothing to draw")
-    chosen = rows if len(rows) <= _HIGHEST + _LOWEST else [*rows[:_HIGHEST], *rows[-_LOWEST:]]
-    return build_html(list(view.profiles(chosen)), job=_job(view.summary, rows[:_MOST_ROWS]))
+    highest = sorted((row for row in view.summary.ranks if row.peak), key=_peak_bytes, reverse=True)
+    return build_html(view.profiles, job=_job(view.summary, highest[:_MOST_RANKS]))
 
 
 def _peak_bytes(row: Rank) -> int:
@@ -89,3 +110,139 @@ def _job(summary: JobSummary, rows: list[Rank]) -> dict[str, Any]:
         "imbalance": summary.imbalance,
         "warnings": summary.warnings,
     }
+
+
+def _runs(views: Sequence[ProfileView]) -> list[dict[str, Any]]:
+    """The value of `REPORT.runs` in the page's scripts."""
+    share = 1 / max(sum(len(view.devices) for view in views), 1)  # of each device in what the page may hold
+    return [_run(view, share) for view in views]
+
+
+def _run(view: ProfileView, share: float) -> dict[str, Any]:
+    profile = view.profile
+    start = profile.started_unix_ns
+    timelines = _timelines(view, int(share * _TIMELINE_BYTES))
+    return {
+        "name": view.name,
+        "profile": {
+            **{key: profile.get(key) for key in _PROFILE_KEYS},
+            "virtual_mark": view.virtual_mark,
+            "duration_ns": profile.ended_unix_ns - start,
+            "findings": [
+                {key: finding[key] for key in _FINDING_KEYS if key in finding} for finding in profile.findings
+            ],
+            "devices": {name: _device(device, timelines[name], start, share) for name, device in view.devices.items()},
+        },
+        "advice": None if view.out_of_memory is None else _advice(view.out_of_memory),
+        "privacy_check": view.privacy,
+        "tax": view.tax,
+    }
+
+
+def _advice(report: OomReport) -> dict[str, Any]:
+    suggestions = [{key: suggestion[key] for key in _SUGGESTION_KEYS} for suggestion in report.suggestions]
+    return {"device": report.device, "needed_bytes": report.needed.bytes, "suggestions": suggestions}
+
+
+def _device(view: DeviceView, timeline: dict[str, Any], start: int, share: float) -> dict[str, Any]:
+    device = view.device
+    peak, snapshots, failures = device.peak, device.snapshots, device.out_of_memory
+    snapshots = snapshots[: int(share * _MOST_SNAPSHOTS)]
+    failures = failures[-max(int(share * _MOST_FAILURES), 1) :]
+    highest = sorted(device.steps, key=lambda step: -step.peak_bytes)[: int(share * _MOST_STEPS)]
+    steps = sorted(highest, key=lambda step: step.step)
+    return {
+        "peak": {
+            **_without(peak, _HIDDEN_PEAK_KEYS),
+            "modules": _largest_modules(peak.modules, int(share * _MOST_MODULES)),
+        },
+        "phases": {name: _without(moment, _HIDDEN_INSTANT_KEYS) for name, moment in device.phases.items()},
+        "explanation": view.steps_note,
+        "steps": [_without(step, {*_HIDDEN_INSTANT_KEYS, "categories"}) for step in steps],
+        "steps_left_out": device.steps_left_out + len(device.steps) - len(steps),
+        "snapshots": [_with_time(snapshot, start, {"categories"}) for snapshot in snapshots],
+        "snapshots_left_out": len(device.snapshots) - len(snapshots),
+        "out_of_memory": [_with_time(failure, start) for failure in failures],
+        "out_of_memory_left_out": len(device.out_of_memory) - len(failures),
+        "timeline": timeline,
+        "end_bytes": device.end_bytes,
+    }
+
+
+def _without(fields: JsonObject, unwanted: set[str]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key not in unwanted}
+
+
+def _with_time(
+    moment: DeviceSnapshot | FailedAllocation, start: int, unwanted: frozenset[str] | set[str] = frozenset()
+) -> dict[str, Any]:
+    """The fields of an instant, with nanoseconds since the start: JavaScript's numbers cannot hold those since 1970."""
+    return {**_without(moment, {"unix_ns", *unwanted}), "time_ns": moment.unix_ns - start}
+
+
+def _largest_modules(modules: Groups, count: int) -> Groups:
+    """The largest modules, and one entry for all others, so that the sum stays the peak."""
+    ordered = sorted(modules, key=lambda name: -sum(modules[name].values()))
+    kept = {name: modules[name] for name in ordered[:count]}
+    if rest := ordered[count:]:
+        total: dict[str, int] = {}
+        for name in rest:
+            for category, size in modules[name].items():
+                total[category] = total.get(category, 0) + size
+        kept[f"({len(rest)} small modules)"] = total
+    return kept
+
+
+def _timelines(view: ProfileView, max_bytes: int) -> dict[str, dict[str, Any]]:
+    """The encoded timelines of a run's devices, of about `max_bytes` bytes each: those of the profile, or finer ones
+    from the events of a run that has ended."""
+    profile = view.profile
+    events = profile.events.recorded
+    timelines = {name: device.timeline for name, device in profile.devices.items()}
+    events_per_row = max(-(-events // TIMELINE_POINTS), 1)
+    coarse = {name: _encode(timeline, events_per_row) for name, timeline in timelines.items()}
+    longest = max((len(json.dumps(timeline, separators=(",", ":"))) for timeline in coarse.values()), default=1)
+    points = min(_MOST_ROWS, TIMELINE_POINTS * max_bytes // longest)
+    if points < TIMELINE_POINTS:
+        group_size = -(-TIMELINE_POINTS // max(points, 1))
+        return {
+            name: _encode(timeline.thinned(group_size), group_size * events_per_row)
+            for name, timeline in timelines.items()
+        }
+    if view.directory is None or profile.status == "running" or min(points, events) <= TIMELINE_POINTS:
+        return coarse
+    try:
+        fine = view.timelines(points)
+    except MemprofError:  # profile.json alone was kept
+        return coarse
+    return {name: _encode(fine[name], -(-events // points)) if name in fine else coarse[name] for name in coarse}
+
+
+def _encode(timeline: Timeline, events_per_row: int) -> dict[str, Any]:
+    """A timeline as differences from row to row, mostly 0. A row is the highest of `events_per_row` events."""
+    phases = list(dict.fromkeys(timeline.phase))
+    return {
+        **{key: _differences(timeline[key]) for key in ("event", "time_ns", "step", "logical_step")},
+        "events_a_row": events_per_row,
+        "phases": phases,
+        "phase": _differences([phases.index(phase) for phase in timeline.phase]),
+        "categories": [[name, _differences(sizes)] for name, sizes in timeline.categories.items()],
+    }
+
+
+def _differences(values: Sequence[int]) -> list[int]:
+    return [after - before for before, after in pairwise([0, *values])]
+
+
+def _named_categories(runs: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The categories that a page names: the built-in ones, and the program's own."""
+    found = set(CATEGORY_COLORS)
+    for run in runs:
+        for device in run["profile"]["devices"].values():
+            moments = [device["peak"], *device["phases"].values(), *device["out_of_memory"]]
+            found.update(*(moment["categories"] for moment in moments))
+            found.update(name for name, _ in device["timeline"]["categories"])
+            found.update(failure["category"] for failure in device["out_of_memory"])
+        for difference in (run["tax"] or {"devices": {}})["devices"].values():
+            found.update(difference["categories"])
+    return found

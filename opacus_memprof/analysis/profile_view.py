@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares what reports and exports show of a profile, or of a job's ranks.
-
-`load_view` loads and analyses once. Every output is a function of the view alone.
-"""
+"""Prepares what reports and exports show of a profile. Every output is a function of the view alone."""
 
 import contextlib
 import os
@@ -11,14 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opacus_memprof.analysis.events import Events
-from opacus_memprof.analysis.job_directory import load_ranks
 from opacus_memprof.analysis.privacy_sentences import privacy_sentences
-from opacus_memprof.analysis.profile import load_profile, read_timelines
+from opacus_memprof.analysis.profile import read_timelines
 from opacus_memprof.analysis.tax import dp_tax
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.difference import Tax
-from opacus_memprof.profiles.directory import OOM_REPORTS, rank_directories
-from opacus_memprof.profiles.job_summary import JobSummary, Rank
+from opacus_memprof.profiles.directory import OOM_REPORTS
 from opacus_memprof.profiles.json_object import read_json_object
 from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.profiles.profile import (
@@ -162,52 +157,6 @@ class ProfileView:
         if self.directory is None:
             raise MemprofError("a profile without a directory has no events: give the directory of a profile")
         return self.directory
-
-
-@dataclass(frozen=True)
-class JobView:
-    """The profiles of a job's ranks. Each whole profile is read when a page asks for it.
-
-    Attributes:
-        directory: of the job.
-        summary: the content of ranks.json.
-        virtual_mark: the sentence on virtual GPUs; None for real ones.
-        privacy: a sentence for each model in privacy_check.json, which the first rank writes.
-    """
-
-    directory: Path
-    summary: JobSummary
-    virtual_mark: str | None
-    privacy: Sequence[str]
-
-    def profiles(self, ranks: Iterable[Rank]) -> Iterator[ProfileView]:
-        """Views of the profiles of these ranks, by their numbers. Raises MemprofError as load_profile does."""
-        for rank in sorted(ranks, key=lambda rank: rank.rank):
-            folder = self.directory / rank.directory
-            yield view_profile(load_profile(folder), folder, name=f"rank {rank.rank}")
-
-
-def load_view(
-    directory: str | os.PathLike[str], vanilla: str | os.PathLike[str] | None = None
-) -> ProfileView | JobView:
-    """The view of a profile, or of a job whose directory holds the profiles of its ranks.
-
-    Args:
-        directory: of the profile or job.
-        vanilla: the directory of the profile of the same training without privacy.
-
-    Raises:
-        MemprofError: there is no readable profile, or the two cannot be compared.
-    """
-    path = Path(directory)
-    if ranks := rank_directories(path):
-        return view_job(load_ranks(path), path, privacy_sentences(ranks[min(ranks)]))
-    return view_profile(load_profile(path), path, load_profile(vanilla) if vanilla else None)
-
-
-def view_job(summary: JobSummary, directory: str | os.PathLike[str], privacy: Sequence[str] = ()) -> JobView:
-    """The view of a job; the attributes of JobView describe the arguments."""
-    return JobView(Path(directory), summary, virtual_mark(summary.virtual), privacy)
 
 
 def view_profile(
