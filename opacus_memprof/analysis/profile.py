@@ -203,28 +203,13 @@ def _replay(directory: Path, points: int) -> Replayed:
 def _file_warnings(replayed: Replayed, meta: Meta) -> list[str]:
     messages = []
     header = replayed["header"]
-    if header["version"] == 1:
-        messages += _whole_file_warnings(header, replayed["events"])
-    elif gaps := [EventGap(**gap) for gap in replayed["gaps"]]:
+    if gaps := [EventGap(**gap) for gap in replayed["gaps"]]:
         messages += _gap_warnings(header, gaps)
     if wrong := {kind: count for kind, count in replayed["contradictions"].items() if count}:
         listed = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in wrong.items())
         messages.append(f"{EVENTS} contradicts itself ({listed}): its figures are doubtful")
     if not meta.names.categories:
         messages.append(f"there is no {META}: modules, ops and categories of the program's own have no names")
-    return messages
-
-
-def _whole_file_warnings(header: Replayed, events: int) -> list[str]:
-    """The warnings on an event file of version 1, which kept the beginning alone."""
-    messages = []
-    if header["dropped"]:
-        messages.append(
-            f"the event file was full after {events} events and {header['dropped']} more were dropped: "
-            "all figures but the counters' peak are of the part before"
-        )
-    if events < header["count"]:
-        messages.append(f"{EVENTS} is truncated: {header['count']} events were written and {events} can be read")
     return messages
 
 
