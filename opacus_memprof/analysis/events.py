@@ -51,7 +51,7 @@ class Events:
         self.names = Names(read_meta(self._path / META).names, builtin)
 
     def for_each_chunk(self, callback: Callable[[Rows], object]) -> None:
-        """Calls `callback` with all rows, in arrays (of dtype ROW) of some ten thousand rows.
+        """Calls `callback` with all rows, in arrays of dtype ROW and some ten thousand rows.
 
         Raises:
             MemprofError: events.bin is missing, truncated, not an event file or of another version.
@@ -77,8 +77,8 @@ class Window:
     """The events around the peak of one device.
 
     Attributes:
-        already_live: the allocations, and the latest retags, of the blocks that are live when the window begins.
-        rows: the events of blocks from then on, and allocations that failed.
+        already_live: the allocations and latest retags of the blocks that are live when the window begins.
+        rows: the window's events of blocks, and its failed allocations.
     """
 
     already_live: Rows = field(default_factory=lambda: np.empty(0, ROW))
@@ -86,11 +86,11 @@ class Window:
 
 
 def around_peak(events: Events, max_rows: int) -> dict[int, Window]:
-    """The windows by device id. Reads the file twice.
+    """Returns the windows by device id. Reads the file twice.
 
     Args:
         events: of the profile.
-        max_rows: of a window. Its peak is in the middle, or as near to it as the file's ends allow.
+        max_rows: the most rows of a window, with the peak as near to the middle as the file's ends allow.
 
     Raises:
         MemprofError: the event file cannot be read.
@@ -149,7 +149,7 @@ def _by_device(rows: Rows) -> list[tuple[int, Rows]]:
 
 
 def _still_live(rows: Rows) -> Rows:
-    """The allocations, and the latest retags, of the blocks that are live after these rows."""
+    """Returns the allocations and latest retags of the blocks that are live after these rows."""
     rows = rows[rows["block"] >= 0]
     rows = rows[~np.isin(rows["block"], rows["block"][rows["kind"] == FREE])]
     kept: npt.NDArray[np.bool_] = rows["kind"] != RETAG

@@ -13,8 +13,7 @@ from opacus_memprof.analysis.names import Names
 from opacus_memprof.profiles.profile import Device, Finding, GrowthSite
 from opacus_memprof.profiles.units import format_bytes, format_count
 
-# Wasted memory is reported from this share of the peak on: a smaller part is less than the rounding of blocks, and
-# equals a small change of the batch.
+# Findings below this share of the peak are not reported: rounding of blocks and small changes of the batch take more.
 MATERIAL = 0.01
 
 
@@ -23,10 +22,10 @@ class Run:
     """One profiled run.
 
     Attributes:
-        devices: as in profile.json.
-        replayed: core.replay's devices, by the same names.
-        facts: what hooks have recorded (hook_facts.recorded()), with ids of modules.
-        names: of the ids.
+        devices: devices of profile.json, by name.
+        replayed: devices of core.replay, by the same names.
+        facts: facts that hooks recorded (hook_facts.recorded()), with ids of modules.
+        names: translates the ids.
     """
 
     devices: Mapping[str, Device]
@@ -35,16 +34,16 @@ class Run:
     names: Names
 
     def facts_of(self, kind: str) -> list[tuple[str, Mapping[str, Any]]]:
-        """The facts of a kind, with the names of their modules."""
+        """Returns the facts of a kind, with the names of their modules."""
         return [(self.names.module(fact["module"]), fact) for fact in self.facts if fact["kind"] == kind]
 
     def is_material(self, device: str, size: int) -> bool:
-        """Whether `size` bytes are a material part of this device's peak."""
+        """Returns whether `size` bytes are at least MATERIAL of the device's peak."""
         return size > 0 and size >= MATERIAL * self.devices[device].peak.requested_bytes
 
 
 def common_module(modules: Iterable[str]) -> str:
-    """The innermost module that contains all of them; "" for the model itself."""
+    """Returns the innermost module that contains all modules; "" is the model itself."""
     paths = [module.split(".") for module in modules]
     shared = []
     for parts in zip(*paths, strict=False):
@@ -55,7 +54,7 @@ def common_module(modules: Iterable[str]) -> str:
 
 
 def largest(sizes: Mapping[str, int], count: int = 3) -> str:
-    """A phrase with the largest modules and their bytes."""
+    """Formats the largest modules and their bytes: `fc1 2.00 MiB, fc2 1.00 MiB, 3 more`."""
     rows = sorted(((size, name) for name, size in sizes.items() if size), key=lambda row: (-row[0], row[1]))
     shown = [f"{name or '(no module)'} {format_bytes(size)}" for size, name in rows[:count]]
     more = [f"{len(rows) - count} more"] if len(rows) > count else []
@@ -63,17 +62,17 @@ def largest(sizes: Mapping[str, int], count: int = 3) -> str:
 
 
 _EVALUATE = (
-    "run forwards that no backward follows under torch.no_grad() or in model.eval(); to go on after one, delete "
-    "`module.activations` and set `parameter._forward_counter` to 0, for zero_grad does neither"
+    "run forward passes without a backward pass under torch.no_grad() or in model.eval(); to continue after one, "
+    "delete `module.activations` and set `parameter._forward_counter` to 0, because zero_grad does neither"
 )
 _CHECKPOINT = (
-    "checkpoint with use_reentrant=True, which Opacus can follow, or train without checkpointing: Opacus captures in "
-    "the forward and again in its repetition, and the backward releases one of the two"
+    "checkpoint with use_reentrant=True, which Opacus supports, or train without checkpointing: Opacus captures in the "
+    "forward pass and again in the recomputation, and backward releases only one of the two"
 )
 
 
 def captures_without_backward(run: Run) -> Iterator[Finding]:
-    """Finds captures that were outstanding through several forwards, or when an optimizer step failed."""
+    """Finds captured activations that no backward pass released in several forward passes, or before a failed step."""
     facts = run.facts_of("captures")
     if not facts:
         return
@@ -84,9 +83,9 @@ def captures_without_backward(run: Run) -> Iterator[Finding]:
     checkpointing = any(fact["recomputed"] for fact in captured.values())
     failed = any(fact["failed"] for fact in captured.values())
     if any(fact["refused"] for fact in captured.values()):
-        consequence = "ghost clipping refuses to capture once more, in words that speak of tied parameters"
+        consequence = "the next ghost-clipping forward fails, with an error about tied parameters"
     elif failed:
-        consequence = "the step failed, because grad_sample stays None until every capture has met its backward"
+        consequence = "the step failed, because grad_sample stays None until every capture has had its backward pass"
     else:
         consequence = "the next optimizer step will fail, because grad_sample stays None"
     places = format_count(len(captured), "module")
@@ -94,7 +93,7 @@ def captures_without_backward(run: Run) -> Iterator[Finding]:
         "checkpoint_captures" if checkpointing else "captures_without_backward",
         common_module(captured),
         total,
-        f"{count} captures in {places} await a backward pass that does not come, and keep {format_bytes(total)} of "
+        f"{count} captures in {places} wait for a backward pass that never came, and keep {format_bytes(total)} of "
         f"activations alive ({largest(sizes)}); {consequence}",
         _CHECKPOINT if checkpointing else _EVALUATE,
         captures={module: fact["captures"] for module, fact in captured.items()},
@@ -103,7 +102,7 @@ def captures_without_backward(run: Run) -> Iterator[Finding]:
 
 
 def ghost_matrices(run: Run) -> Iterator[Finding]:
-    """Finds norm samplers whose T x T matrices are larger than per-sample gradients would be.
+    """Finds norm samplers whose T x T matrices are larger than the per-sample gradients that they avoid.
 
     For a Linear of p outputs and d inputs, B samples of T tokens and s bytes per element, the norm sampler allocates
     s·B·T² bytes three times (twice without a bias), to avoid per-sample gradients of s·B·(p·d + p) bytes.
@@ -112,61 +111,59 @@ def ghost_matrices(run: Run) -> Iterator[Finding]:
     if not facts:
         return
     sizes = {module: fact["bytes"] for module, fact in facts}
-    # The matrices of a layer are freed before those of the next one are allocated, so the largest count.
+    # A layer frees its matrices before the next layer allocates, so only the largest count.
     _, fact = max(facts, key=lambda named_fact: named_fact[1]["bytes"])
     p, d = fact["features"]
-    layers = f", and likewise in {format_count(len(sizes) - 1, 'more layer')}" if len(sizes) > 1 else ""
+    layers = f", and the same holds for {format_count(len(sizes) - 1, 'more layer')}" if len(sizes) > 1 else ""
     yield Finding(
         "ghost_matrices",
         common_module(sizes),
         fact["bytes"],
-        f"matrices of tokens by tokens take {format_bytes(fact['bytes'])} for "
-        f"{format_count(fact['samples'], 'sample')} of {fact['tokens']} tokens; the per-sample gradient "
-        f"of {p} by {d} that they avoid would take {format_bytes(fact['gradient_bytes'])}{layers} ({largest(sizes)})",
-        'use grad_sample_mode="flash_clip", which makes neither, or "hooks", which makes the gradient',
+        f"T x T matrices take {format_bytes(fact['bytes'])} for "
+        f"{format_count(fact['samples'], 'sample')} of {fact['tokens']} tokens; the {p} x {d} per-sample "
+        f"gradients that they avoid would take {format_bytes(fact['gradient_bytes'])}{layers} ({largest(sizes)})",
+        'use grad_sample_mode="flash_clip", which makes neither, or "hooks", which makes only the gradients',
         gradient_bytes=fact["gradient_bytes"],
         modules=sizes,
     )
 
 
 def stale_norm_samples(run: Run) -> Iterator[Finding]:
-    """Finds Linear layers without norms: their norm sampler returns none for backprops of more than three
-    dimensions."""
+    """Finds Linear layers whose norm sampler returns no norms, because the outputs have more than three dimensions."""
     for module, fact in run.facts_of("norms_missing"):
-        what = "it keeps an earlier batch's" if fact["bytes"] else "it has none, and clipping fails"
+        what = "the layer keeps those of an earlier batch" if fact["bytes"] else "clipping fails"
         yield Finding(
             "stale_norm_samples",
             module,
             fact["bytes"],
-            f"Opacus computes no norms for outputs of {fact['dimensions']} dimensions: {what}. What this layer adds to "
-            "a sample's gradient is not bounded by max_grad_norm, and the privacy guarantee does not hold",
-            "flatten all dimensions between the first and the last into one before this layer, or use "
-            'grad_sample_mode="hooks"',
+            f"Opacus computes no norms for outputs of {fact['dimensions']} dimensions: {what}. The "
+            "layer's part of a sample's gradient is not bounded by max_grad_norm, and the privacy guarantee does not "
+            "hold",
+            'flatten all dimensions between the first and the last before this layer, or use grad_sample_mode="hooks"',
         )
 
 
-# Phases in which p.grad is what autograd has accumulated. From the phase noise on, it is what the update uses.
+# In these phases p.grad is the sum that autograd accumulated. From noise on, it is the gradient of the update.
 _BEFORE_NOISE = ("forward", "backward", "second_backward", "clip")
 _COPIES = "create_or_accumulate_grad_sample"
 
 
 def frozen_per_sample_gradients(run: Run) -> Iterator[Finding]:
-    """Finds per-sample gradients of frozen parameters: functorch computes them for all parameters of a module that has
-    one to train."""
+    """Finds per-sample gradients of frozen parameters, which functorch computes beside those of trainable ones."""
     for module, fact in run.facts_of("frozen_samples"):
         yield Finding(
             "frozen_per_sample_gradients",
             module,
             fact["bytes"],
-            f"functorch computed gradients of {format_count(fact['samples'], 'sample')} for parameters that require "
-            f"none: {format_bytes(fact['bytes'])} in every backward pass, dropped when the hook returned",
+            f"functorch computed gradients of {format_count(fact['samples'], 'sample')} for frozen "
+            f"parameters: {format_bytes(fact['bytes'])} in every backward pass, freed when the hook returned",
             'use grad_sample_mode="hooks" where Opacus has a sampler for the layer, or keep the frozen parameters in a '
             "module of their own",
         )
 
 
 def discarded_gradients(run: Run) -> Iterator[Finding]:
-    """Finds p.grad of autograd that nothing reads before add_noise replaces it."""
+    """Finds gradients that autograd accumulates in p.grad and add_noise replaces unread."""
     built = {module: int(fact["bytes"]) for module, fact in run.facts_of("replaced_gradients")}
     for device, entry in run.devices.items():
         peak = entry.peak
@@ -184,10 +181,10 @@ def discarded_gradients(run: Run) -> Iterator[Finding]:
                 "discarded_gradients",
                 common_module(built),
                 total,
-                f"autograd accumulates {format_bytes(sum(built.values()))} of p.grad in backward, which nobody reads: "
-                f"clipping uses grad_sample, and add_noise replaces p.grad. {format_bytes(total)} of it lived at the "
-                f"peak of {device} ({largest(sizes)})",
-                "drop each gradient as it is made: after make_private, for every parameter that is trained, "
+                f"autograd accumulates {format_bytes(sum(built.values()))} of p.grad in backward, which is never "
+                f"read: clipping uses grad_sample, and add_noise replaces p.grad. {format_bytes(total)} of it was live "
+                f"at the peak of {device} ({largest(sizes)})",
+                "free each gradient as soon as it is accumulated: after make_private, for every trainable parameter, "
                 'p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))',
                 device=device,
                 modules={module: size for module, size in sizes.items() if size},
@@ -195,8 +192,7 @@ def discarded_gradients(run: Run) -> Iterator[Finding]:
 
 
 def copied_per_sample_gradients(run: Run) -> Iterator[Finding]:
-    """Finds copies of per-sample gradients: create_or_accumulate_grad_sample copies a grad sampler's result into zeros
-    of the same size."""
+    """Finds per-sample gradients that create_or_accumulate_grad_sample copies into zeros of the same size."""
     for device, entry in run.devices.items():
         peak = entry.peak
         gradients = [block for block in peak.newest_blocks if block.category == "per_sample_gradients"]
@@ -208,18 +204,17 @@ def copied_per_sample_gradients(run: Run) -> Iterator[Finding]:
                 "copied_per_sample_gradients",
                 copies[0].module,
                 size,
-                f"at the peak of {device}, Opacus holds per-sample gradients twice: it copies what its grad sampler "
-                f"has returned into new zeros, {format_bytes(size)}",
-                "opacus_memprof.clipping.adopt_grad_samples() before training: Opacus then keeps what the sampler has "
-                "returned, where a parameter is used once in a forward; or use "
-                'grad_sample_mode="flash_clip", which makes neither',
+                f"at the peak of {device}, Opacus holds per-sample gradients twice: it copies the grad sampler's "
+                f"result into new zeros, {format_bytes(size)}",
+                "call opacus_memprof.clipping.adopt_grad_samples() before training, and Opacus keeps the sampler's "
+                "result if a parameter is used once in a forward pass; or use "
+                'grad_sample_mode="flash_clip", which allocates neither',
                 device=device,
             )
 
 
 def noise_allocated_twice(run: Run) -> Iterator[Finding]:
-    """Finds zeros beside the noise: _generate_noise allocates zeros of the parameter's shape and then, unless std is 0,
-    noise of the same shape."""
+    """Finds the zeros that _generate_noise allocates before noise of the same shape, and needs only if std is 0."""
     for device, entry in run.devices.items():
         newest = entry.peak.newest_blocks[:2]
         drawn = [block for block in newest if (block.category, block.op) == ("noise", "_generate_noise")]
@@ -233,16 +228,15 @@ def noise_allocated_twice(run: Run) -> Iterator[Finding]:
                 module,
                 size,
                 f"the peak of {device} is in add_noise, where the last two blocks have {format_bytes(size)} each: "
-                "zeros that nobody reads, and the noise",
-                "in opacus.optimizers.optimizer._generate_noise, make the zeros only where std is 0; or lower what "
-                "lives beside the noise, which is largest for the parameter with the most elements",
+                "zeros that are never read, and the noise",
+                "in opacus.optimizers.optimizer._generate_noise, allocate the zeros only if std is 0; or reduce what "
+                "is live beside the noise of the parameter with the most elements",
                 device=device,
             )
 
 
 def noise_of_whole_parameters(run: Run) -> Iterator[Finding]:
-    """Finds noise for whole parameters under FSDP, where each rank has a shard: _generate_noise uses the shape of the
-    DTensor, which is that of the whole parameter."""
+    """Finds noise for whole parameters under FSDP: _generate_noise uses the shape of the DTensor, not of the shard."""
     sharded = run.facts_of("sharded_parameter")
     if not sharded:
         return
@@ -254,10 +248,10 @@ def noise_of_whole_parameters(run: Run) -> Iterator[Finding]:
                 "noise_of_whole_parameters",
                 module,
                 2 * (whole - shard),
-                f"add_noise makes zeros and noise of a whole parameter on every rank of {device}: "
+                f"add_noise allocates zeros and noise for a whole parameter on every rank of {device}: "
                 f"{format_bytes(2 * whole)} for the largest one, of which this rank holds {format_bytes(shard)}",
-                "in opacus.optimizers.optimizer._generate_noise, draw the noise for reference.to_local() where the "
-                "reference is a DTensor, from a generator that has another seed on each rank",
+                "in opacus.optimizers.optimizer._generate_noise, draw the noise for reference.to_local() if the "
+                "reference is a DTensor, from a generator with a different seed on each rank",
                 device=device,
                 parameter_bytes=whole,
                 shard_bytes=shard,
@@ -265,7 +259,7 @@ def noise_of_whole_parameters(run: Run) -> Iterator[Finding]:
 
 
 def gradients_reduced_twice(run: Run) -> Iterator[Finding]:
-    """Finds DDP's buckets, which reduce p.grad in backward, where Opacus' optimizer reduces the gradients again."""
+    """Finds DDP's buckets for gradients that Opacus' optimizer reduces again."""
     if not run.facts_of("gradients_reduced"):
         return
     for device, entry in run.devices.items():
@@ -276,16 +270,21 @@ def gradients_reduced_twice(run: Run) -> Iterator[Finding]:
                 "",
                 size,
                 f"DistributedDataParallel reduces p.grad in every backward pass, and Opacus' optimizer reduces the "
-                f"gradients again when it has added the noise: DDP's buckets took {format_bytes(size)} at the peak of "
+                f"gradients again after adding noise: DDP's buckets took {format_bytes(size)} at the peak of "
                 f"{device}",
-                "wrap the model in opacus.distributed.DifferentiallyPrivateDistributedDataParallel in the place of "
-                "torch's DistributedDataParallel: the same result, without buckets",
+                "wrap the model in opacus.distributed.DifferentiallyPrivateDistributedDataParallel instead of "
+                "torch's DistributedDataParallel: the result is the same, without buckets",
                 device=device,
             )
 
 
-# Blocks of one site (the module, category, phase and op of their allocation) count if this many steps, and this share
-# of the steps that the replay considers (all but the first two and the last two), have allocated some.
+# Memory grows if many different steps allocated blocks at one site (module, category, phase and op) that are live at
+# the end of the last step. Differences between steps would vary with the batch. In steady training, a step's blocks
+# are freed by the end of the next step, and parameters, optimizer states, workspaces and caches are allocated in few
+# steps. A tensor that each step replaces by a longer one is allocated in one step too, and is not found.
+
+# A site counts if this many steps, and this share of the steps that the replay considers (all but the first two and the
+# last two), allocated blocks there.
 MIN_STEPS = 3
 MIN_SHARE = 0.25
 # A site that grows in nearly every one of at least this many steps is reported however small it is: it never stops.
@@ -295,20 +294,20 @@ _MARGIN = 4  # kWarmUpSteps + kRecentSteps of csrc/core/replay.h
 
 _REMEDY = {
     "activations": "something keeps the autograd graph of each step: keep loss.item() or loss.detach(), not loss",
-    "activation_hooks": "something keeps what Opacus has captured: run forwards that no backward follows under "
-    "torch.no_grad() or in model.eval()",
-    "per_sample_gradients": "nobody drops the samples' gradients: call optimizer.zero_grad() after each "
+    "activation_hooks": "something keeps the activations that Opacus captured: run forward passes without a backward "
+    "pass under torch.no_grad() or in model.eval()",
+    "per_sample_gradients": "per-sample gradients are never freed: call optimizer.zero_grad() after each "
     "optimizer.step()",
-    "inputs": "something keeps each batch: let go of it at the end of the step",
+    "inputs": "something keeps each batch: delete its references at the end of the step",
 }
 _DEFAULT_REMEDY = (
-    "something keeps a tensor of each step: look for lists, dictionaries and attributes that are appended to, and for "
-    "objects that refer to each other (gc.collect() at the end of a step frees those)"
+    "something keeps a tensor of each step: look for lists, dictionaries and attributes that grow, and for "
+    "reference cycles (gc.collect() at the end of a step frees those)"
 )
 
 
 def growing_memory(run: Run) -> Iterator[Finding]:
-    """Finds categories of blocks that steps leave behind."""
+    """Finds categories of which many steps left blocks behind."""
     for device, replayed in run.replayed.items():
         considered = replayed["last_step_end"]["step"] - _MARGIN
         sites: dict[str, list[dict[str, Any]]] = {}
@@ -335,9 +334,9 @@ def _growth(run: Run, device: str, category: str, found: Sequence[dict[str, Any]
         "growing_memory",
         common_module(modules),
         total,
-        f"{format_bytes(total)} of {category} that {steps} of the steps {first} to {last} made still lived at the end "
+        f"{format_bytes(total)} of {category} from {steps} of the steps {first} to {last} were still live at the end "
         f"of step {end}: about {format_bytes(total // steps)} more each time ({largest(modules)}); "
-        f"made in {_where(sites[0])}",
+        f"allocated in {_where(sites[0])}",
         _REMEDY.get(category, _DEFAULT_REMEDY),
         device=device,
         category=category,
@@ -358,13 +357,13 @@ def _site(run: Run, residue: dict[str, Any]) -> GrowthSite:
 
 
 def _where(site: GrowthSite) -> str:
-    """A phrase for the phase, op and module of a site."""
+    """Formats a site: `backward by aten::mm of fc1`."""
     op = f" by {site.op}" if site.op else ""
     module = f" of {site.module}" if site.module else ", outside every module"
     return f"{site.phase}{op}{module}"
 
 
-# Defects that make a run fail, or its privacy guarantee wrong, come first.
+# Defects that make a run fail or break its privacy guarantee come first.
 DETECTORS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     stale_norm_samples,
     captures_without_backward,
@@ -380,7 +379,7 @@ DETECTORS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
 
 
 def find(run: Run) -> list[Finding]:
-    """All findings in the order of DETECTORS; of each detector, the largest first."""
+    """Returns all findings in the order of DETECTORS; of each detector, the largest first."""
     return [
         finding
         for detector in DETECTORS

@@ -116,10 +116,10 @@ class Job:
         messages = _early_ends(self.rows)
         if missing:
             left = "has" if len(missing) == 1 else "have"
-            messages.append(f"{format_ranks(missing)} of {self._launch_size()} {left} left no profile here")
+            messages.append(f"{format_ranks(missing)} of {self._launch_size()} {left} no profile here")
         earlier = [rank for rank in self._left_out if rank >= self._launch_size()]
         if earlier:
-            messages.append(f"what lies here of {format_ranks(earlier)} is of an earlier job, and is left out")
+            messages.append(f"the profiles of {format_ranks(earlier)} are of an earlier job, and are left out")
         if len(self._versions) > 1:
             messages.append(_differing_versions(self._versions))
         if len(self._virtual) > 1:

@@ -29,9 +29,9 @@ class Format:
     """One format: its file name suffixes, and the function that writes it.
 
     Attributes:
-        suffixes: of its files; the first is that of a file that nobody named.
-        write: returns the files that it wrote, or None for the path that it was given.
-        needs: arguments for profiles.optional.require: a module that this format alone needs, and what needs it.
+        suffixes: file name suffixes; the first is the default.
+        write: writes a view to a path, and returns the files if they are not just that path.
+        needs: arguments for profiles.optional.require: a module that only this format needs, and what needs it.
     """
 
     suffixes: tuple[str, ...]
@@ -83,13 +83,13 @@ def export(view: ProfileView | JobView, wanted: Mapping[str, str | os.PathLike[s
 
 
 def output_path(name: str, path: str | os.PathLike[str] | None, home: Path) -> Path:
-    """The file of the format `name` for the profile in `home`. `path` and errors are those of `export`."""
+    """Returns the file of the format `name` for the profile in `home`. `path` and errors are those of `export`."""
     format = FORMATS.get(name)
     if format is None:
-        raise MemprofError(f"{name!r} is no format of a report: choose one of {', '.join(FORMATS)}")
+        raise MemprofError(f"{name!r} is not a format of a report: choose one of {', '.join(FORMATS)}")
     file = home / f"{REPORT}{format.suffixes[0]}" if path is None else Path(path)
     if file.suffix not in format.suffixes:
-        raise MemprofError(f"{file} is no name for {name}: end it with {' or '.join(format.suffixes)}")
+        raise MemprofError(f"{file} is not a name for {name}: end it with {' or '.join(format.suffixes)}")
     if file.name in _PROFILE_FILES and file.resolve().parent == home.resolve():
         raise MemprofError(f"{file} is a file of the profile itself: choose another name")
     if file.is_dir():

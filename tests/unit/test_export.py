@@ -76,7 +76,7 @@ def test_the_command_line_knows_the_suffixes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--png=a.gif"], "a.gif is no name for png: end it with .png"),
+        (["--png=a.gif"], "a.gif is not a name for png: end it with .png"),
         (["--json=profile/profile.json"], "is a file of the profile itself"),
         (["--html=profile/oom_report.html"], "is a file of the profile itself"),
         (["--csv=taken.csv"], "is a directory"),

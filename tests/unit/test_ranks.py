@@ -131,7 +131,7 @@ def test_ranks_that_are_missing_or_cannot_be_read(tmp_path: Path, foreign: str) 
     found = job_directory.load_ranks(tmp_path)
     assert [row["rank"] for row in found["ranks"]] == [0, 2]
     assert found["missing"] == [3]
-    assert "rank 3 of 4 has left no profile here" in found["warnings"]
+    assert "rank 3 of 4 has no profile here" in found["warnings"]
     assert any(warning.startswith("rank 1 is left out: ") for warning in found["warnings"])
     assert found["status"] == "killed"
     change(tmp_path, 2, status="out_of_memory")
@@ -145,7 +145,7 @@ def test_ranks_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
         write(tmp_path, rank, launch=replace(JOB, world_size=2), activations=100)
     found = job_directory.load_ranks(tmp_path)
     assert found["imbalance"]["max_bytes"] == 100
-    assert found["warnings"] == ["what lies here of rank 2 is of an earlier job, and is left out"]
+    assert found["warnings"] == ["the profiles of rank 2 are of an earlier job, and are left out"]
 
 
 def test_what_does_not_fit_together_is_said(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_memory_on_another_ranks_gpu(tmp_path: Path) -> None:
     [
         (["--csv"], "there is a page of them alone: use --html, or give one, as "),
         (["--html", "--vanilla", "elsewhere"], "there is a page of them alone"),
-        (["--html=summary.txt"], "summary.txt is no name for html: end it with .html"),
+        (["--html=summary.txt"], "summary.txt is not a name for html: end it with .html"),
     ],
 )
 def test_what_a_job_s_report_cannot_do_is_refused(

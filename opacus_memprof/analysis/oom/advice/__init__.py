@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suggestions of what to change so that the run fits, with the bytes that each saves and how they were computed."""
+"""Suggests changes that make a run fit, with the bytes that each saves and how they were computed."""
 
 from collections.abc import Callable, Iterator
 
@@ -25,8 +25,8 @@ ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
 
 
 def advise(case: Case) -> list[Suggestion]:
-    """All suggestions that save memory. First those that fit, the smallest change of the program first; then those that
-    do not fit alone, the one that saves the most first."""
+    """Returns all suggestions that save memory: first those that fit, smallest change of the program first; then the
+    others, largest saving first."""
     found = [each for adviser in ADVISERS for each in adviser(case) if each.saved > 0]
     return sorted(
         found, key=lambda each: (each.fits is False, each.change if each.fits is not False else 0, -each.saved)

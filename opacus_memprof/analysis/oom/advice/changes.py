@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suggestions that train differently: a smaller physical batch, another mode, checkpointing or another optimizer."""
+"""Suggests training differently: a smaller physical batch, another mode, checkpointing or another optimizer."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from opacus_memprof.profiles.units import format_bytes, format_count
 
 def physical_batch(case: Case) -> Iterator[Suggestion]:
     """Suggests BatchMemoryManager with the largest physical batch whose predicted peak fits. If batch sizes vary, as in
-    Poisson sampling, it also bounds larger batches that may come."""
+    Poisson sampling, this also bounds later, larger batches."""
     found = largest_that_fits(case, case.peak)
     if found is None or case.samples is None or not case.shapes.mode:
         return
@@ -39,7 +39,7 @@ def physical_batch(case: Case) -> Iterator[Suggestion]:
         case,
         instant,
         VARYING if varies else BATCH if 2 * n >= case.samples else SMALL_BATCH,
-        f"a physical batch of at most {format_count(n, 'sample')} in the place of {case.samples}, and the same logical "
+        f"a physical batch of at most {format_count(n, 'sample')} instead of {case.samples}, and the same logical "
         "batch",
         batch_code(n),
         f"In this run a sample takes {format_bytes(slope)} at the peak, and the rest does not grow with the batch.",
@@ -59,8 +59,10 @@ def batch_code(n: int) -> str:
 
 
 def largest_that_fits(case: Case, peak: Callable[[int], Instant]) -> tuple[int, Instant] | None:
-    """The largest physical batch whose peak fits, and that peak. BatchMemoryManager splits a logical batch into the
-    fewest parts of equal sizes. If the capacity is unknown, half of the batch. None if not even one sample fits.
+    """Returns the largest physical batch whose peak fits, and that peak. None if not even one sample fits.
+
+    BatchMemoryManager splits a logical batch into the fewest parts of equal sizes. If the capacity is unknown, half of
+    the batch is returned.
 
     The clipped sums of the previous physical batch may fragment the memory that the next one needs. A fifth of the
     peak, or the largest block if that is more, is left free for this, as long as at least one sample fits."""
@@ -77,7 +79,7 @@ def largest_that_fits(case: Case, peak: Callable[[int], Instant]) -> tuple[int, 
 
 
 def bytes_per_sample(case: Case, peak: Callable[[int], Instant]) -> int:
-    """The bytes per sample, from the peaks of the whole batch and of half of it."""
+    """Returns the bytes per sample, from the peaks of the whole batch and of half the batch."""
     whole = case.samples or 1
     half = max(whole // 2, 1)
     return (peak(whole).bytes - peak(half).bytes) // max(whole - half, 1) if whole > half else peak(whole).bytes
@@ -99,7 +101,7 @@ def norms_without_squares(case: Case) -> Iterator[Suggestion]:
         case,
         instant,
         LINE,
-        f"norms without matrices of tokens by tokens in {format_count(len(costly), 'layer')}",
+        f"norms without T x T matrices in {format_count(len(costly), 'layer')}",
         "opacus_memprof.clipping.register_norm_samplers()  # before training; ghost clipping stays",
         f"Norms of {largest} make T x T matrices of {format_bytes(costly[largest])} (s n T^2, three with a bias, two "
         "without); these samplers work in tiles.",
@@ -108,7 +110,7 @@ def norms_without_squares(case: Case) -> Iterator[Suggestion]:
 
 
 def adopted_samples(case: Case) -> Iterator[Suggestion]:
-    """Suggests per-sample gradients without the copy that Opacus makes of what its grad samplers return."""
+    """Suggests keeping the results of Opacus' grad samplers, which Opacus copies."""
     step = case.step
     if step is None or step.mode not in ("hooks", "functorch") or not step.layers:
         return
@@ -119,8 +121,8 @@ def adopted_samples(case: Case) -> Iterator[Suggestion]:
         LINE,
         "per-sample gradients without a copy of each",
         "opacus_memprof.clipping.adopt_grad_samples()  # before training",
-        f"Opacus copies what its grad samplers return into zeros of the same size, {format_bytes(size)} for {name}; "
-        "without the copy, backward holds a layer's once.",
+        f"Opacus copies the results of its grad samplers into zeros of the same size, {format_bytes(size)} for {name}; "
+        "without the copy, backward holds a layer's gradients once.",
         Action(kind="adopt_grad_samples"),
     )
 
@@ -182,18 +184,17 @@ def _why(step: Step, mode: str) -> str:
         kept = sum(FlashClip(layer, in_registers=step.on_gpu).kept_bytes(n) for layer in step.layers)
         return (
             f"Per-sample gradients of all layers would be {format_bytes(samples)} (s n w); this mode keeps "
-            f"{format_bytes(kept)}, of each layer whichever is less of its gradients and what they are made of, and no "
-            "p.grad."
+            f"{format_bytes(kept)}: for each layer its gradients or their factors, whichever is smaller, and no p.grad."
         )
     return (
-        f"Per-sample gradients of all layers are {format_bytes(samples)} (s n w), which this mode does not keep; what "
-        "autograd saves lives through a second backward pass instead."
+        f"Per-sample gradients of all layers are {format_bytes(samples)} (s n w), which this mode does not keep; "
+        "instead, autograd's saved tensors stay live through a second backward pass."
     )
 
 
 def checkpoints(case: Case) -> Iterator[Suggestion]:
-    """Suggests activation checkpointing of repeated units: each keeps only its input, and backward recomputes its
-    activations, one unit at a time. Not for ghost clipping, which runs backward twice."""
+    """Suggests activation checkpointing of repeated units: each unit keeps only its input, and backward recomputes its
+    activations, one unit at a time. Ghost clipping is excluded, because it runs backward twice."""
     step = case.step
     if step is None or step.mode not in ("", "hooks", "functorch"):
         return
@@ -221,7 +222,7 @@ def checkpoints(case: Case) -> Iterator[Suggestion]:
         max(instants, key=lambda each: each.bytes),
         TRAINING,
         f"checkpoints around {len(activations)} repeated blocks",
-        "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)  # Opacus supports no other kind",
+        "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)  # the only kind that Opacus supports",
         f"Blocks hold {format_bytes(sum(activations.values()))} of activations; with checkpoints each keeps its input, "
         f"and one at a time recomputes the rest, up to {format_bytes(max(activations.values()))}.",
         Action(kind="checkpoint", modules=list(activations)),
@@ -238,9 +239,9 @@ def optimizer_states(case: Case) -> Iterator[Suggestion]:
         case,
         instant,
         TRAINING,
-        "SGD without momentum in the place of " + case.shapes.optimizer,
+        "SGD without momentum instead of " + case.shapes.optimizer,
         "torch.optim.SGD(model.parameters(), lr=...)",
-        f"{case.shapes.optimizer} keeps {format_bytes(step.states)}, and its step makes {format_bytes(step.update)} "
-        "more for a time.",
+        f"{case.shapes.optimizer} keeps {format_bytes(step.states)}, and its step temporarily allocates "
+        f"{format_bytes(step.update)} more.",
         Action(kind="optimizer", value="SGD"),
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suggestions that save memory which nobody needs: leftovers, unused gradients, fragments, other processes."""
+"""Suggests freeing memory that serves no purpose: leftovers, unused gradients, fragments, other processes."""
 
 from collections.abc import Iterator
 
@@ -15,22 +15,22 @@ _CONTEXT = 600 * 2**20  # the approximate size of this process' CUDA context
 
 
 def release_leftovers(case: Case) -> Iterator[Suggestion]:
-    """Suggests releasing what earlier steps, or forwards without a backward, have left behind."""
+    """Suggests freeing blocks of earlier steps, or of forward passes without a backward pass."""
     left = case.leftovers
     if not left.bytes:
         return
     instant = case.peak(with_leftovers=False)
     size = f"{format_bytes(left.bytes)} ({largest(left.by_module)})"
     if left.are_captures:
-        computed = f"Opacus holds {size} that it captured in forwards whose backward has not come."
+        computed = f"Opacus holds {size} of activations from forward passes without a backward pass."
         if left.stray_samples:
             computed += _sized_by_strays(case)
         yield suggest(
             case,
             instant,
             DEFECT,
-            "forwards that no backward follows under torch.no_grad(), or in model.eval()",
-            "with torch.no_grad():  # around every forward that no backward follows",
+            "forward passes without a backward pass under torch.no_grad(), or in model.eval()",
+            "with torch.no_grad():  # around every forward pass without a backward pass",
             computed,
             Action(kind="no_grad", modules=list(left.by_module)),
         )
@@ -38,35 +38,36 @@ def release_leftovers(case: Case) -> Iterator[Suggestion]:
     steps = left.steps
     categories = ", ".join(name.replace("_", " ") for name in left.by_category)
     code = (
-        "losses.append(loss.item())  # not the tensor, which keeps memory of its step; or .detach().cpu()"
+        "losses.append(loss.item())  # not the tensor, which keeps its step's memory alive; or .detach().cpu()"
         if "activations" in left.by_category
-        else "# look for lists, dictionaries and attributes that tensors of each step are put into"
+        else "# look for lists, dictionaries and attributes that keep tensors of each step"
     )
     yield suggest(
         case,
         instant,
         DEFECT,
-        f"letting go of what each step leaves behind: {categories}",
+        f"freeing what each step leaves behind: {categories}",
         code,
-        f"{size} that {len(steps)} steps from {steps[0]} to {steps[-1]} made are alive still, about "
+        f"{size} from {len(steps)} steps between {steps[0]} and {steps[-1]} are still live, about "
         f"{format_bytes(left.bytes // len(steps))} of each.",
         Action(kind="let_go", categories=list(left.by_category), modules=list(left.by_module)),
     )
 
 
 def _sized_by_strays(case: Case) -> str:
-    """A sentence about the effect of a stray forward with a larger batch on per-sample gradients."""
+    """Describes how a stray forward pass with a larger batch enlarges per-sample gradients."""
     most, now = max(case.leftovers.stray_samples), case.samples or 1
     gradients = sum(layer.per_sample_gradients(now) for layer in case.step.layers) if case.step is not None else 0
     return (
-        f" One had {format_count(most, 'sample')}, and the forward after it {now}: as long as it is held, Opacus sizes "
-        f"the per-sample gradients of every layer for {most}, {format_bytes(gradients * most // now)} instead of "
+        f" One had {format_count(most, 'sample')}, and the forward pass after it {now}: as long as the "
+        f"activations are held, Opacus sizes the per-sample gradients of every layer for {most}, "
+        f"{format_bytes(gradients * most // now)} instead of "
         f"{format_bytes(gradients)}."
     )
 
 
 def drop_unused_gradients(case: Case) -> Iterator[Suggestion]:
-    """Suggests dropping autograd's p.grad, which clipping of per-sample gradients does not use."""
+    """Suggests freeing autograd's p.grad, which clipping of per-sample gradients does not use."""
     if case.shapes.mode not in PER_SAMPLE_MODES or not case.shapes.trained_bytes:
         return
     instant = case.peak(gradients="dropped")
@@ -74,9 +75,9 @@ def drop_unused_gradients(case: Case) -> Iterator[Suggestion]:
         case,
         instant,
         LINE,
-        "dropping each p.grad as autograd makes it",
+        "freeing each p.grad as soon as autograd accumulates it",
         'for p in model.parameters(): p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))',
-        f"p.grad takes {format_bytes(case.shapes.trained_bytes)} in backward, and nobody reads it: clipping uses "
+        f"p.grad takes {format_bytes(case.shapes.trained_bytes)} in backward and is never read: clipping uses "
         "grad_sample, and add_noise replaces it.",
         Action(kind="drop_gradients"),
     )
@@ -90,16 +91,16 @@ def set_gradients_to_none(case: Case) -> Iterator[Suggestion]:
         case,
         case.peak(gradients="zeroed"),
         LINE,
-        "letting zero_grad drop p.grad",
+        "letting zero_grad free p.grad",
         "optimizer.zero_grad(set_to_none=True)",
-        f"Opacus' zero_grad fills p.grad with zeros, {format_bytes(case.shapes.trained_bytes)} that live through the "
-        "next forward.",
+        f"Opacus' zero_grad fills p.grad with zeros, {format_bytes(case.shapes.trained_bytes)} that stay live through "
+        "the next forward pass.",
         Action(kind="set_to_none"),
     )
 
 
 def expandable_segments(case: Case) -> Iterator[Suggestion]:
-    """Suggests expandable segments, which grow and shrink by pages and hardly fragment, if memory is fragmented."""
+    """Suggests expandable segments if memory is fragmented: they grow and shrink by pages, and hardly fragment."""
     memory = case.memory
     if not is_fragmented(memory, case.failure) or memory.may_reserve is None:
         return
@@ -119,7 +120,7 @@ def expandable_segments(case: Case) -> Iterator[Suggestion]:
 
 
 def other_processes(case: Case) -> Iterator[Suggestion]:
-    """Suggests ending other processes on the device, if this run lacks the memory that they use."""
+    """Suggests ending other processes on the device if this run needs the memory that they use."""
     memory = case.memory
     if (
         not is_crowded_by_others(memory)
@@ -135,7 +136,7 @@ def other_processes(case: Case) -> Iterator[Suggestion]:
         return
     yield Suggestion(
         actions=(Action(kind="other_processes", bytes=memory.others, lacking_bytes=lacking),),
-        title="ending what else runs on this device",
+        title="ending the other processes on this device",
         code="nvidia-smi  # shows it",
         computed=f"others use {format_bytes(memory.others)} of the device's {format_bytes(memory.device or 0)}; this "
         f"run lacks {format_bytes(lacking)}: {format_sum(instant)}",
