@@ -217,7 +217,7 @@ class Finding(JsonObject):
         evidence: a sentence on what was observed. `remedy`: what to change.
         device: where it costs memory. `category`: of growing memory.
         modules: bytes by module. `captures`: captures by module. `sites`: of growing memory.
-        gradient_bytes: gradients that ghost clipping avoids. `parameter_bytes`, `shard_bytes`: of the largest parameter.
+        gradient_bytes: gradients that ghost avoids. `parameter_bytes`, `shard_bytes`: of the largest parameter.
         ranks: in a job's summary, the ranks with this finding.
         severity: of the toolkit's findings.
     """

@@ -16,15 +16,15 @@ COLUMNS = ("device", "table", "name", "step", "phase", "category", "bytes")
 
 
 def write_csv(view: ProfileView, path: str | os.PathLike[str]) -> None:
-    """Writes the bytes by category at the peak and at the peaks of phases and steps; those without bytes are left out.
+    """Writes the bytes by category at the peak and at the peaks of phases and steps, without empty categories.
 
-    `table` is what a row belongs to: `peak`, `module` and `component` (each a part of the peak, by `name`), `phase` and
-    `step` (at the peak of each). The sum of a table's rows with one name, or of the peak's three tables, is the
-    requested bytes at that instant.
+    The column `table` is `peak`, `module` or `component` (parts of the peak, by `name`), or `phase` or `step` (the peak
+    of each). The rows of a phase or step, or of one of the peak's three tables, add up to the requested bytes at that
+    instant.
 
-    A row of table `gap` says how many events are missing, and the step in which they begin; it has no bytes.
+    A row of the table `gap` has the number of missing events and the step in which the gap begins, and no bytes.
 
-    The rows of a run on a virtual GPU end with its kind, as column `virtual_gpu`.
+    Rows of a run on a virtual GPU have the column `virtual_gpu`, with its kind.
 
     Raises:
         MemprofError: `path` cannot be written.

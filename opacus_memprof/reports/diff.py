@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changed between two profiles, for a terminal and for a pull request."""
+"""Shows the differences between two profiles in a terminal or a pull request."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -35,12 +35,12 @@ def print_diff(diff: Diff, console: Console, exceeded: Sequence[str] = ()) -> No
 
 
 def largest_changes(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
-    """The items with the largest absolute size first, without zeros."""
+    """Sorts items by absolute size, the largest first, without zeros."""
     return sorted((row for row in sizes.items() if row[1]), key=lambda row: (-abs(row[1]), row[0]))
 
 
 def diff_markdown(diff: Diff, exceeded: Sequence[str] = ()) -> str:
-    """The same as GitHub's Markdown, for a comment on a pull request: modules and phases are folded."""
+    """Formats the same as GitHub's Markdown, for a comment on a pull request, with modules and phases folded."""
     parts = ["### GPU memory"] if any("cuda" in name for name in diff.devices) else ["### Memory"]
     parts += [f"**{_escape_markdown(sentence)}**" for sentence in exceeded]
     for name, device in diff.devices.items():
@@ -102,7 +102,7 @@ def _total_change(sizes: Mapping[str, int]) -> int:
 
 
 def _largest_change(sizes: Mapping[str, int]) -> str:
-    """The category that changed most, with the sign of its change."""
+    """Returns the category that changed most, with the sign of its change."""
     return "".join(f"{'+' if size > 0 else '-'}{category}" for category, size in largest_changes(sizes)[:1])
 
 
@@ -117,10 +117,10 @@ def _fold(title: str, content: str) -> str:
 
 
 def _markdown_code(text: str) -> str:
-    """A name as code, within a table's cell."""
+    """Formats a name as code, within a table's cell."""
     return f"`{text.replace('|', chr(92) + '|').replace('`', chr(39))}`"
 
 
 def _escape_markdown(text: str) -> str:
-    """Text that Markdown shows as it is, within a table's cell."""
+    """Escapes text for a cell of a Markdown table."""
     return "".join(f"\\{letter}" if letter in "\\`*_[]<>|#" else letter for letter in text)

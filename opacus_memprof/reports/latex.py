@@ -18,12 +18,12 @@ _TRANSLATION = str.maketrans(_ESCAPED)
 
 
 def escape(text: str) -> str:
-    """Text that LaTeX prints as it is, within a paragraph."""
+    """Escapes text for a paragraph of LaTeX."""
     return " ".join(text.split()).translate(_TRANSLATION)
 
 
 def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A `table` environment: the first column is text, the others are aligned to the right. Everything is escaped."""
+    """Formats a `table` environment, with text in the first column and all cells escaped."""
     lines = [
         r"\begin{table}",
         r"\centering",

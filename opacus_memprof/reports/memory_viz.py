@@ -70,7 +70,7 @@ def write_memory_viz(view: ProfileView, path: str | os.PathLike[str]) -> None:
     }
     if profile.events.gaps:
         snapshot["gaps"] = to_builtins(profile.events.gaps)
-    if profile.virtual is not UNSET:  # the viewer passes over what it does not know
+    if profile.virtual is not UNSET:  # the viewer ignores unknown keys
         snapshot["virtual_gpu"] = to_builtins(profile.virtual)
     with replacing(path) as temporary, open(temporary, "wb") as file:
         pickle.dump(snapshot, file, protocol=_PROTOCOL)
@@ -95,7 +95,7 @@ class _Trace:
             self._alloc(number, block, begin)
         for row in _python_rows(window.rows):
             self._add(row)
-        # Some versions of the viewer add this category for what has none, and fail.
+        # Some versions of the viewer add this category for entries without one, and fail.
         self.entries.append({"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "category": "unknown"})
 
     def _add(self, row: dict[str, int]) -> None:
@@ -199,7 +199,7 @@ def _frame(kind: str, name: str) -> Entry:
 
 
 def _python_rows(rows: Rows) -> Iterator[dict[str, int]]:
-    """Rows as dicts of Python's own numbers, which a pickle needs."""
+    """Converts rows to dicts of Python numbers, which a pickle needs."""
     fields = rows.dtype.names or ()
     for values in zip(*(rows[field].tolist() for field in fields), strict=True):
         yield dict(zip(fields, values, strict=True))
@@ -211,7 +211,7 @@ def _block(row: Mapping[str, int]) -> _Block:
 
 
 def _blocks(rows: Rows) -> Iterator[tuple[int, _Block]]:
-    """The blocks of these births and retags, with their numbers, in the order of their births."""
+    """The blocks of these births and retags, with their numbers, in order of birth."""
     last = {row["block"]: row for row in _python_rows(rows[rows["kind"] == RETAG])}
     for row in _python_rows(rows[rows["kind"] != RETAG]):
         later = last.get(row["block"], row)
@@ -219,7 +219,7 @@ def _blocks(rows: Rows) -> Iterator[tuple[int, _Block]]:
 
 
 def _merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges in order, with those that overlap or are nearer than _SEGMENT_GAP merged."""
+    """Sorts ranges, and merges those that overlap or are nearer than _SEGMENT_GAP."""
     result: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         if result and start <= result[-1][1] + _SEGMENT_GAP:

@@ -17,7 +17,7 @@ _SCRIPTS = ["base.js", "data.js", "theme.js", "table.js", "frame.js", "suggestio
 
 
 def print_oom(report: OomReport, console: Console) -> None:
-    """Prints the report of an allocation that failed (analysis.oom.build_report)."""
+    """Prints the report of a failed allocation."""
     console.print(f"[bold red]out of memory[/] {escape(headline(report))}", highlight=False)
     if mark := virtual_mark(report.virtual):
         console.print(f"[bold magenta]{escape(mark)}[/]", highlight=False)
@@ -28,14 +28,14 @@ def print_oom(report: OomReport, console: Console) -> None:
 
 
 def build_oom_page(report: OomReport) -> str:
-    """The HTML page of a report of an allocation that failed, from analysis.oom.build_report."""
+    """Builds the HTML page of a failed allocation."""
     categories = {*report.holders.categories, *report.needed.parts}
     content = {"headline": headline(report), "failure": report, "virtual_mark": virtual_mark(report.virtual)}
     return build_page("out of memory", _SCRIPTS, content, categories, fallback="oom_report.txt")
 
 
 def headline(report: OomReport) -> str:
-    """One sentence on the allocation that failed, and the bytes that were live."""
+    """Describes the failed allocation and the live bytes in a sentence."""
     request = report.request
     what = request.category.replace("_", " ")
     module = f" of {request.module}" if request.module else ""
@@ -48,7 +48,7 @@ def headline(report: OomReport) -> str:
 
 
 def exception_note(report: OomReport, path: str) -> str:
-    """The note that is added to the exception of the failed allocation; `path` is that of the report."""
+    """Formats the note on the exception of the failed allocation; `path` is that of the report."""
     largest = list(report.holders.categories.items())[:3]
     lines = [f"opacus-memprof: {headline(report)}"]
     if mark := virtual_mark(report.virtual):
@@ -116,7 +116,7 @@ def _print_leftovers(leftovers: LeftBehind, console: Console) -> None:
 
 
 def _select_suggestions(suggestions: list[SuggestedChange]) -> list[SuggestedChange]:
-    """The first suggestions that fit; if none does, those that save the most."""
+    """Returns the first suggestions that fit, or else those that save the most."""
     fitting = [suggestion for suggestion in suggestions if suggestion.fits is not False]
     return (fitting or suggestions)[:_TOP_SUGGESTIONS]
 

@@ -32,8 +32,8 @@ _LABELLED_STEPS = 15
 
 
 def picture_paths(view: ProfileView, path: str | os.PathLike[str]) -> dict[tuple[str, str], Path]:
-    """The files that write_pictures writes, by device and theme: `a.png` and `a-dark.png`, or with the device's name
-    between where there are several."""
+    """Returns the files of write_pictures by device and theme: `a.png` and `a-dark.png`, with the device's name between
+    if there are several."""
     target = Path(path)
     devices = list(view.devices) or [""]
     paths = {}
@@ -86,7 +86,7 @@ def _draw_device(view: DeviceView, gaps: Sequence[EventGap], theme: str, file: P
 
 
 def _visible_timeline(timeline: Timeline, gaps: Sequence[EventGap]) -> Timeline:
-    """The timeline with at most _COLUMNS rows, and one more at the end of the last."""
+    """Thins the timeline to _COLUMNS rows, and repeats the last one at its end."""
     rows = timeline.thinned(max(-(-len(timeline.bytes) // _COLUMNS), 1))
     columns = {name: [*column, *column[-1:]] for name, column in rows.items() if name != "categories"}
     columns["event"] = [_place_event(event, gaps) for event in columns["event"]]
@@ -96,7 +96,7 @@ def _visible_timeline(timeline: Timeline, gaps: Sequence[EventGap]) -> Timeline:
 
 
 def _place_event(event: int, gaps: Sequence[EventGap]) -> int:
-    """How many events the profile has before the event with this number: those of gaps have no place in the picture."""
+    """Returns the number of recorded events before an event. The picture's axis leaves out gaps."""
     return event - sum(gap.events for gap in gaps if gap.first_event + gap.events <= event)
 
 

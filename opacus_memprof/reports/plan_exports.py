@@ -45,14 +45,14 @@ _LEAST = 1e-12  # probabilities below it are not drawn
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration.
+    """A configuration of a plan.
 
     Attributes:
         label: how it differs from the others.
-        gpu: the kind.
-        value: of the argument that was searched, None without one.
-        run: of the largest value that fits, or of the one that there is.
-        room: bytes that may be reserved on the GPU that the plan is for; None where that is not known.
+        gpu: the kind of GPU.
+        value: value of the searched argument; None without one.
+        run: the run with the largest value that fits, or the only run.
+        room: bytes that may be reserved on the plan's GPU; None if it is unknown.
     """
 
     label: str
@@ -63,8 +63,8 @@ class Candidate:
 
 
 def _candidates(plan: Plan) -> list[Candidate]:
-    """The candidates that have an answer, in the order of the table. Of one configuration it is itself, the same with
-    more memory, and each advice that was tried."""
+    """Returns the candidates with an answer, in the order of the table. A plan of a single configuration has the
+    configuration itself, the same with more memory, and each tried advice."""
     if plan.verdict is not UNSET:
         verdict = plan.verdict
         runs = {"as it is": verdict.run, "with more memory": verdict.with_more_memory}
@@ -79,12 +79,13 @@ def _candidates(plan: Plan) -> list[Candidate]:
 
 
 def _cells(plan: Plan) -> list[PlanCell]:
-    """The lines of the table; [] of a plan of one configuration."""
+    """Returns the lines of the table; [] for a plan of a single configuration."""
     return [] if plan.cells is UNSET else plan.cells
 
 
 def _answer(plan: Plan, cell: PlanCell) -> RunOfValue | None:
-    """The run of the largest value that fits; where none is searched the only one. None where there is no answer."""
+    """Returns the run with the largest value that fits, or the only run if no value is searched; None without an
+    answer."""
     searched = plan.search is not UNSET and plan.search is not None
     wanted = cell.largest if searched else 0
     return next((run for run in cell.runs if run.value == wanted), None)
@@ -98,13 +99,13 @@ def _cell_label(cell: PlanCell) -> str:
 
 
 def _title(plan: Plan) -> str:
-    """The program and its arguments."""
+    """Formats the program and its arguments."""
     ranks = f" on {plan.ranks} GPUs" if plan.ranks > 1 else ""
     return f"{' '.join([plan.program, *plan.arguments])}{ranks}"
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, str, PlannedRun]]:
-    """All runs that plan.json has: what it is, its kind of GPU and the run."""
+    """Yields label, kind of GPU and run for all runs in plan.json."""
     if plan.verdict is not UNSET:
         yield from ((candidate.label, candidate.gpu, candidate.run) for candidate in _candidates(plan))
     if plan.draws is not UNSET and plan.draws.with_it is not None and plan.verdict is not UNSET:
@@ -120,7 +121,7 @@ def write_plan_html(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def _plan_page(plan: Plan) -> str:
-    """A plan as one page: candidates against what may be reserved, the largest values, advice and drawn batches."""
+    """Builds the page of a plan: candidates beside the reservable memory, largest values, advice and drawn batches."""
     shown = _candidates(plan)
     content = {
         "title": _title(plan),
@@ -148,7 +149,7 @@ def _candidate_object(candidate: Candidate) -> dict[str, Any]:
 
 
 def _lead(plan: Plan) -> str:
-    """The answer in a sentence."""
+    """Formats the answer as a sentence."""
     if plan.verdict is not UNSET:
         verdict = plan.verdict
         if verdict.fits:
@@ -205,7 +206,7 @@ def _draw_candidates(axes: "Axes", shown: list[Candidate], theme: Theme) -> None
 
 
 def _name(candidate: Candidate) -> str:
-    """A candidate's label of two lines: what it is and whether it fits, and its size."""
+    """Formats a candidate in two lines: what it is and whether it fits; its size."""
     value = "" if candidate.value is None else f": {candidate.value}"
     fits = "" if candidate.run.fits else ", does not fit"
     label = shorten_name(f"{candidate.label}{value}", _LABEL)
@@ -237,7 +238,7 @@ def _draw_draws(axes: "Axes", draws: PlanDraws, theme: Theme) -> None:
 def write_plan_csv(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Writes a row for each run: COLUMNS, and the bytes by category at its peak as `CATEGORY_bytes`.
 
-    `value` is that of the argument that is searched, and empty where none is.
+    `value` is that of the searched argument, and empty without one.
 
     Raises:
         MemprofError: `path` cannot be written.

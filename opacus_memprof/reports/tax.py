@@ -15,7 +15,7 @@ _TOP_MODULES = 9
 
 
 def print_tax(tax: Tax, console: Console) -> None:
-    """Prints what privacy costs (analysis.tax.dp_tax)."""
+    """Prints the DP tax of each device."""
     for name, device in tax.devices.items():
         console.print(
             f"[bold]{escape(name)}[/]: privacy takes [bold]{format_signed_bytes(device.total)}[/] at the peak: "

@@ -20,7 +20,7 @@ _STYLE = {"running": "cyan", "ended": "green", "killed": "red"}
 
 
 def live_view(live: RunningProfile) -> RenderableType:
-    """The view of a running profile, from analysis.live.ProfileFollower.read."""
+    """Renders a running profile, from analysis.live.ProfileFollower.read."""
     parts: list[RenderableType] = [
         Text.from_markup(
             f"[bold]opacus-memprof[/]  process {live.pid} [{_STYLE[live.status]}]{live.status}[/]  "
@@ -68,7 +68,7 @@ def _device(name: str, device: RunningDevice) -> list[RenderableType]:
 
 
 def _trend(ends: Sequence[int], slope: int | None) -> str:
-    """A line with the bytes at the ends of the newest steps, and their growth per step."""
+    """Formats the bytes at the ends of the newest steps as a line, with their growth per step."""
     if slope is None:
         return ""
     shown = ends[-_NEWEST_STEPS:]
