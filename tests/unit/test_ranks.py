@@ -209,7 +209,7 @@ def test_what_a_job_s_report_cannot_do_is_refused(
 
 def test_no_ranks_at_all(tmp_path: Path) -> None:
     (tmp_path / "rank_0").mkdir()
-    with pytest.raises(MemprofError, match="no rank's profile"):
+    with pytest.raises(MemprofError, match="no readable profile of a rank"):
         job_directory.load_ranks(tmp_path)
 
 
