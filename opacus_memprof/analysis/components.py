@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums up modules: into their parent modules, and into components such as attention, mlp or embedding.
+"""Sums up modules by parent module, and by component such as attention, mlp or embedding.
 
-The component of a module follows from what it is, where the hooks have seen it (opacus_memprof.hooks.components), else
-from its name, by rules for the names that torch, transformers, peft, timm and Opacus give their layers. Rules of the
-user come before both.
+Hooks recognise a module's component (opacus_memprof.hooks.components). Without hooks, rules for the names of layers in
+torch, transformers, peft, timm and Opacus decide. The user's own rules come first.
 """
 
 import re
@@ -62,11 +61,11 @@ class Components:
                 self._rules.append((re.compile(expression, re.IGNORECASE), component))
             except re.error as error:
                 raise MemprofError(
-                    f"the rule {expression!r} for the component {component!r} is no regular expression ({error})"
+                    f"the rule {expression!r} for the component {component!r} is not a regular expression ({error})"
                 ) from error
 
     def __call__(self, module: str) -> str:
-        """The component of a module's fully qualified name; "other" if neither rules nor hooks know it."""
+        """Returns the component of a module's fully qualified name; "other" if neither rules nor hooks know it."""
         name = _MODEL.sub("", module)
         return _first_match(self._rules, name) or self._known.get(module) or _first_match(_RULES, name) or OTHER
 
@@ -94,6 +93,6 @@ def _first_match(rules: Sequence[tuple[re.Pattern[str], str]], name: str) -> str
 
 
 def _with_ancestors(module: str) -> list[str]:
-    """The module and all modules that contain it: "", "a" and "a.b" for "a.b"."""
+    """Returns the module and all modules that contain it: "", "a" and "a.b" for "a.b"."""
     parts = module.split(".") if module else []
     return [".".join(parts[:length]) for length in range(len(parts) + 1)]

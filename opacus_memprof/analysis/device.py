@@ -97,7 +97,7 @@ def build_device(
 def build_device_from_counters(
     name: str, live: LivePeak, component_of: Components, snapshots: Mapping[int, Snapshot]
 ) -> tuple[Device, list[str]]:
-    """As build_device, for a device of which the event files have nothing."""
+    """Builds the entry of a device without events. Returns it with warnings."""
     peak, warnings = _with_counters(name, None, live, component_of, missing=True)
     empty = Timeline(event=[], time_ns=[], step=[], logical_step=[], bytes=[], phase=[], categories={})
     device = Device(
@@ -123,7 +123,7 @@ def _when(instant: Replayed, start: int) -> dict[str, Any]:
 
 
 def _instant(instant: Replayed, names: Names, start: int) -> dict[str, Any]:
-    """The attributes of an instant: when it was, and the live bytes by category."""
+    """Returns the attributes of an instant: its time, and the live bytes by category."""
     phase, categories = names.phase(instant["phase"]), names.categories(instant["categories"])
     return {**_when(instant, start), "phase": phase, "categories": categories}
 
@@ -181,7 +181,7 @@ def _largest(sizes: Groups, count: int) -> Groups:
 def _with_counters(
     name: str, peak: Peak | None, live: LivePeak, component_of: Components, *, missing: bool
 ) -> tuple[Peak, list[str]]:
-    """Adds to the peak what the allocator counted then. Returns it with a warning if events and counters differ."""
+    """Adds the allocator's own counts to the peak. Returns it with a warning if events and counters differ."""
     warnings = []
     counted, recorded = live.requested_bytes, 0 if peak is None else peak.requested_bytes
     if peak is None or (counted > recorded and missing):
@@ -197,7 +197,7 @@ def _with_counters(
         return peak, warnings
     if live.allocated_bytes is not None:
         peak.counted_bytes = live.counted_bytes
-        # Both without what the program has freed and a side stream still uses.
+        # Neither includes blocks that the program freed and a side stream still uses.
         peak.allocated_bytes = live.allocated_bytes
         peak.rounding = live.allocated_bytes - counted
         if live.reserved_bytes is not None:
@@ -234,7 +234,7 @@ def _counters_peak(live: LivePeak, component_of: Components) -> Peak:
 def _snapshots(
     name: str, instants: Sequence[Replayed], names: Names, start: int, recorded: Mapping[int, Snapshot]
 ) -> list[DeviceSnapshot]:
-    """The snapshots of the event file, with what the allocator counted, and those of `_with_unrecorded_snapshots`."""
+    """Builds all snapshots of a device, with the allocator's own counts."""
     snapshots = []
     for instant in instants:
         snapshot = DeviceSnapshot(
@@ -257,8 +257,8 @@ def _snapshots(
 def _with_unrecorded_snapshots(
     name: str, snapshots: Sequence[DeviceSnapshot], recorded: Mapping[int, Snapshot]
 ) -> list[DeviceSnapshot]:
-    """Adds, by number, the snapshots that only snapshots.jsonl has of this device: those that a full event file has
-    dropped, from the live counters, and those before the device's first block, which are empty."""
+    """Adds the snapshots that only snapshots.jsonl has: those that a full event file dropped, with the live counters'
+    bytes, and those before the device's first block, which are empty."""
     by_index = {snapshot.index: snapshot for snapshot in snapshots}
     for index, line in recorded.items():
         if index not in by_index:
@@ -280,16 +280,6 @@ def _with_unrecorded_snapshots(
 
 def _allocator_figures(counted: DeviceCount) -> dict[str, Any]:
     return {key: getattr(counted, key) for key in _ALLOCATOR_FIGURES}
-
-
-def thin_timeline(timeline: Timeline, group_size: int) -> Timeline:
-    """A timeline of every highest row among `group_size` rows, so that it still contains the peak."""
-    sizes = timeline.bytes
-    groups = (range(first, min(first + group_size, len(sizes))) for first in range(0, len(sizes), group_size))
-    kept = [max(rows, key=sizes.__getitem__) for rows in groups]
-    columns = {name: [column[row] for row in kept] for name, column in timeline.items() if name != "categories"}
-    categories = {name: [column[row] for row in kept] for name, column in timeline.categories.items()}
-    return Timeline(**columns, categories=categories)
 
 
 def build_timeline(instants: Sequence[Replayed], names: Names) -> Timeline:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changed between two profiles: at the peak and in each phase, by category and module."""
+"""Compares two profiles: at the peak and in each phase, by category and module."""
 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from opacus_memprof.analysis.virtual import compare_virtual
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.difference import DeviceDiff, Diff, DiffPeak, DiffPhase, PeakDifference
-from opacus_memprof.profiles.profile import Device, Groups, Peak, PhasePeak, Profile
+from opacus_memprof.profiles.profile import Device, Groups, Peak, PhasePeak, Profile, Virtual, virtual_gpu_of
 from opacus_memprof.profiles.units import format_bytes, parse_size
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.ASCII)
@@ -17,7 +16,7 @@ _PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.ASCII)
 
 @dataclass(frozen=True)
 class GrowthLimit:
-    """The most that a peak may grow by: `percent` of what it was, or `size` bytes."""
+    """The largest allowed growth of a peak: `percent` of the earlier peak, or `size` bytes."""
 
     text: str
     percent: Fraction | None = None
@@ -25,23 +24,25 @@ class GrowthLimit:
 
     @staticmethod
     def parse(text: str) -> "GrowthLimit":
-        """Reads a limit from `2%` or a size as units.parse_size reads it. Raises MemprofError for anything else."""
+        """Parses a limit: `2%`, or a size as units.parse_size parses it. Raises MemprofError for anything else."""
         if match := _PERCENT.fullmatch(text):
             return GrowthLimit(text.strip(), percent=Fraction(match[1]))
         try:
             return GrowthLimit(text.strip(), size=parse_size(text))
         except MemprofError as error:
-            raise MemprofError(f"{text!r} is no limit: write a percentage, as 2%, or a size, as 50MiB") from error
+            raise MemprofError(
+                f"{text!r} is not a limit: write a percentage such as 2%, or a size such as 50MiB"
+            ) from error
 
     def allows(self, before: int, after: int) -> bool:
-        """Whether a peak of `after` bytes is within the limit of one of `before`."""
+        """Returns whether growth from `before` to `after` bytes is within the limit."""
         allowed = self.size if self.percent is None else self.percent * before / 100
         return after - before <= allowed
 
 
 def diff_profiles(before: Profile, after: Profile) -> Diff:
-    """What changed from one profile to another. Where the two have one device each, of different names, they are
-    compared, and a note says so.
+    """Compares two profiles, device by device. If each has a single device, of different names, these are compared, and
+    a note says so.
 
     Raises:
         MemprofError: a profile has no device, or the two have no device in common.
@@ -71,13 +72,13 @@ def diff_profiles(before: Profile, after: Profile) -> Diff:
 
 
 def refuse_without_devices(which: str, profile: Profile) -> None:
-    """Raises MemprofError for a profile without devices. `which` of two profiles it is goes into the message."""
+    """Raises MemprofError for a profile without devices, which the message calls the `which` profile."""
     if not profile.devices:
         raise MemprofError(f"the {which} profile has no device that allocated memory: profile a training run")
 
 
 def peak_difference(before: Peak, after: Peak) -> PeakDifference:
-    """`after` less `before`."""
+    """Returns the difference `after` - `before`."""
     old, new = modules_of(before), modules_of(after)
     modules = {module: _subtract(new.get(module, {}), old.get(module, {})) for module in {**new, **old}}
     return PeakDifference(
@@ -87,18 +88,29 @@ def peak_difference(before: Peak, after: Peak) -> PeakDifference:
     )
 
 
+def compare_virtual(which: tuple[str, str], first: Virtual, second: Virtual) -> list[str]:
+    """Returns notes on the devices of two compared runs, if one of them was on a virtual GPU.
+
+    Args:
+        which: names of the two runs, such as ("first", "second").
+        first, second: `virtual` of their profiles.
+    """
+    names = virtual_gpu_of(first), virtual_gpu_of(second)
+    if names == (None, None):
+        return []
+    if names[0] == names[1]:
+        return [f"both runs were on a {names[0]}"]
+    places = [f"the {run} run was on a {name or 'real device'}" for run, name in zip(which, names, strict=True)]
+    return [f"{places[0]} and {places[1]}: they differ by more than the code"]
+
+
 def join_names(devices: Iterable[str]) -> str:
-    """The devices' names, sorted, with commas between."""
+    """Joins the devices' names, sorted, with commas."""
     return ", ".join(sorted(devices))
 
 
-def percent_change(total: int, before: int) -> str:
-    """A change of `total` bytes in percent: `+2.3 %`; "" where there was nothing."""
-    return f"{100 * total / before:+.1f} %" if before else ""
-
-
 def exceeded_limits(diff: Diff, limit: GrowthLimit) -> list[str]:
-    """A sentence for each device whose peak has grown beyond the limit."""
+    """Returns a sentence for each device whose peak grew beyond the limit."""
     return [
         f"the peak of {name} grew by {format_bytes(device.total)}, more than {limit.text}"
         for name, device in diff.devices.items()
@@ -133,7 +145,7 @@ def _diff_phase(before: PhasePeak | None, after: PhasePeak | None) -> DiffPhase:
 
 
 def modules_of(peak: Peak) -> Groups:
-    """The peak's bytes by module. Of a peak that only the live counters saw, all of it without a module."""
+    """Returns the peak's bytes by module. A peak from the live counters alone has no modules: all of it is under ""."""
     return peak.modules or {"": peak.categories}
 
 

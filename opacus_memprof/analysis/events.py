@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads every event of a profile, with settled categories and names, for exports that need more than profile.json."""
+"""Reads the events of a profile, with settled categories and names: all of them, or those around each peak.
+
+Events are read in chunks, because a file may hold more than memory does.
+"""
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +51,7 @@ class Events:
         self.names = Names(read_meta(self._path / META).names, builtin)
 
     def for_each_chunk(self, callback: Callable[[Rows], object]) -> None:
-        """Calls `callback` with all rows, in arrays (of dtype ROW) of some ten thousand rows.
+        """Calls `callback` with all rows, in arrays of dtype ROW and some ten thousand rows.
 
         Raises:
             MemprofError: events.bin is missing, truncated, not an event file or of another version.
@@ -66,3 +70,90 @@ def encode_names(ids: npt.NDArray[Any], name: Callable[[int], str]) -> tuple[npt
     """Encodes ids as indices into a list of the names that occur, for a dictionary column."""
     used, indices = np.unique(ids, return_inverse=True)
     return indices.astype(np.int32), [name(int(id)) for id in used]
+
+
+@dataclass
+class Window:
+    """The events around the peak of one device.
+
+    Attributes:
+        already_live: the allocations and latest retags of the blocks that are live when the window begins.
+        rows: the window's events of blocks, and its failed allocations.
+    """
+
+    already_live: Rows = field(default_factory=lambda: np.empty(0, ROW))
+    rows: Rows = field(default_factory=lambda: np.empty(0, ROW))
+
+
+def around_peak(events: Events, max_rows: int) -> dict[int, Window]:
+    """Returns the windows by device id. Reads the file twice.
+
+    Args:
+        events: of the profile.
+        max_rows: the most rows of a window, with the peak as near to the middle as the file's ends allow.
+
+    Raises:
+        MemprofError: the event file cannot be read.
+    """
+    peaks: dict[int, _PeakFinder] = {}
+
+    def find(rows: Rows) -> None:
+        for id, device_rows in _by_device(rows):
+            peaks.setdefault(id, _PeakFinder()).add(device_rows)
+
+    events.for_each_chunk(find)
+    firsts = {
+        id: int(np.clip(peak.index - max_rows // 2, 0, max(peak.count - max_rows, 0))) for id, peak in peaks.items()
+    }
+    windows = {id: Window() for id in peaks}
+    counts = dict.fromkeys(peaks, 0)
+
+    def keep(rows: Rows) -> None:
+        for id, device_rows in _by_device(rows):
+            window, begin = windows[id], max(firsts[id] - counts[id], 0)
+            end = max(firsts[id] + max_rows - counts[id], 0)
+            window.already_live = _still_live(np.concatenate([window.already_live, device_rows[:begin]]))
+            window.rows = np.concatenate([window.rows, device_rows[begin:end]])
+            counts[id] += len(device_rows)
+
+    events.for_each_chunk(keep)
+    return windows
+
+
+class _PeakFinder:
+    """Finds the row of a device's peak.
+
+    Attributes:
+        count: number of rows so far.
+        index: of the row with the most live bytes.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.index = 0
+        self._live = self._highest = 0
+
+    def add(self, rows: Rows) -> None:
+        sign = np.select([np.isin(rows["kind"], (ALLOC, SEED)), rows["kind"] == FREE], [1, -1])
+        live = self._live + np.cumsum(sign * rows["bytes"].astype(np.int64))
+        highest = int(np.argmax(live))
+        if live[highest] > self._highest:
+            self._highest, self.index = int(live[highest]), self.count + highest
+        self._live = int(live[-1])
+        self.count += len(rows)
+
+
+def _by_device(rows: Rows) -> list[tuple[int, Rows]]:
+    rows = rows[(rows["block"] >= 0) | (rows["kind"] == OOM)]
+    return [(id, rows[rows["device"] == id]) for id in np.unique(rows["device"]).tolist()]
+
+
+def _still_live(rows: Rows) -> Rows:
+    """Returns the allocations and latest retags of the blocks that are live after these rows."""
+    rows = rows[rows["block"] >= 0]
+    rows = rows[~np.isin(rows["block"], rows["block"][rows["kind"] == FREE])]
+    kept: npt.NDArray[np.bool_] = rows["kind"] != RETAG
+    retags = np.flatnonzero(~kept)[::-1]
+    kept[retags[np.unique(rows["block"][retags], return_index=True)[1]]] = True
+    result: Rows = rows[kept]
+    return result

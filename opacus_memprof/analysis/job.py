@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from opacus_memprof.analysis.virtual import Virtual, virtual_gpu_of
 from opacus_memprof.profiles.job_summary import Imbalance, JobSummary, Rank, RankPeak, Spread, Straggler, TotalPeaks
 from opacus_memprof.profiles.launch import Launch
-from opacus_memprof.profiles.profile import Device, Finding, Peak, Profile, Sizes
-from opacus_memprof.profiles.units import format_count
+from opacus_memprof.profiles.profile import Device, Finding, Peak, Profile, Sizes, Virtual, virtual_gpu_of
+from opacus_memprof.profiles.units import format_count, format_ranks
 
 # A rank whose peak is this many times the median is a straggler: it alone decides which batch fits.
 STRAGGLER = 1.05
@@ -111,27 +110,27 @@ class Job:
         self._findings[key] = replace(largest, ranks=ranks)
 
     def _warnings_of_ranks(self) -> list[str]:
-        return [f"{list_ranks(ranks)}: {warning}" for warning, ranks in self._warnings.items()]
+        return [f"{format_ranks(ranks)}: {warning}" for warning, ranks in self._warnings.items()]
 
     def _inconsistencies(self, missing: list[int]) -> list[str]:
         messages = _early_ends(self.rows)
         if missing:
             left = "has" if len(missing) == 1 else "have"
-            messages.append(f"{list_ranks(missing)} of {self._launch_size()} {left} left no profile here")
+            messages.append(f"{format_ranks(missing)} of {self._launch_size()} {left} no profile here")
         earlier = [rank for rank in self._left_out if rank >= self._launch_size()]
         if earlier:
-            messages.append(f"what lies here of {list_ranks(earlier)} is of an earlier job, and is left out")
+            messages.append(f"the profiles of {format_ranks(earlier)} are of an earlier job, and are left out")
         if len(self._versions) > 1:
             messages.append(_differing_versions(self._versions))
         if len(self._virtual) > 1:
-            places = [f"{list_ranks(ranks)} on a {name or 'real device'}" for name, ranks in self._virtual.items()]
+            places = [f"{format_ranks(ranks)} on a {name or 'real device'}" for name, ranks in self._virtual.items()]
             messages.append(f"the ranks ran on different devices: {'; '.join(places)}")
         for modules, ranks in self._other_models.items():
             assert self._model is not None
             first, reference = self._model
             only = sorted(modules ^ reference)
             messages.append(
-                f"{list_ranks(ranks)} trained another model than rank {first}: {len(only)} modules are not in both, "
+                f"{format_ranks(ranks)} trained another model than rank {first}: {len(only)} modules are not in both, "
                 f"such as {only[0]!r}"
             )
         return messages + _clock_warnings(self.rows)
@@ -158,21 +157,8 @@ def _early_ends(rows: Iterable[Rank]) -> list[str]:
         when = f"after {format_count(steps, 'step')}" if steps else "before the end of the first step"
         why = f" ({error})" if error else ""
         figures = f"{'their' if several else 'its'} figures are those until then"
-        messages.append(f"{list_ranks(ranks)} {how} {when}{why}: {figures}")
+        messages.append(f"{format_ranks(ranks)} {how} {when}{why}: {figures}")
     return messages
-
-
-def list_ranks(ranks: Iterable[int]) -> str:
-    """`rank 3`, or `ranks 0-3, 5`."""
-    ordered = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank{'s' if len(ordered) > 1 else ''} {shown}"
 
 
 def _row(rank: int, directory: str, profile: Profile) -> Rank:
@@ -301,7 +287,7 @@ def _differing_versions(versions: Mapping[tuple[tuple[str, str | None], ...], li
     parts = []
     for known, ranks in versions.items():
         listed = ", ".join(f"{name} {dict(known).get(name)}" for name in names)
-        parts.append(f"{list_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {listed}")
+        parts.append(f"{format_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {listed}")
     return f"the ranks ran different versions: {'; '.join(parts)}"
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merges the profiles in a job's directory into ranks.json, whose fields docs/format.md documents.
 
-Profiles are read one after the other and only a row of each is kept, so that memory does not grow with what the ranks
-have recorded.
+Profiles are read one after the other and only a row of each is kept, so that memory stays small for any number of
+ranks.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from opacus_memprof.profiles.meta import Meta, read_meta
 
 
 def load_ranks(directory: str | os.PathLike[str]) -> JobSummary:
-    """The summary of all ranks whose profiles are in `directory`. What a killed rank has recorded counts as far as it
-    got. Ranks that are of an earlier job, unreadable or missing are named in the summary's warnings.
+    """Summarizes all ranks whose profiles are in `directory`. A killed rank counts up to its last event. The summary's
+    warnings name ranks of an earlier job, unreadable and missing ones.
 
     Raises:
-        MemprofError: there is no rank's profile.
+        MemprofError: no rank has a readable profile.
     """
     path = Path(directory)
     directories = rank_directories(path)
@@ -41,13 +41,14 @@ def load_ranks(directory: str | os.PathLike[str]) -> JobSummary:
         except MemprofError as error:
             job.add_unreadable(rank, str(error))
     if not job.rows:
-        raise MemprofError(f"{path} holds no rank's profile that can be read: give the directory of a profile")
+        raise MemprofError(f"{path} holds no readable profile of a rank: give the directory of a profile")
     return job.summary()
 
 
 def write_job_summary(claimed: ProfileDirectory) -> JobSummary | None:
-    """Writes ranks.json and returns its content, if this rank is the last of its job to end; else returns None. Each
-    rank calls it when its own profile is written.
+    """Writes ranks.json and returns its content if this rank is the last of its job to end, else returns None.
+
+    Each rank calls it after writing its own profile.
 
     Raises:
         MemprofError: ranks.json cannot be written.
@@ -75,7 +76,7 @@ def write_job_summary(claimed: ProfileDirectory) -> JobSummary | None:
 
 
 def _has_ended(folder: Path, launch: Launch) -> bool:
-    """Whether that rank has taken part in the job of `launch` and no longer does."""
+    """Returns whether the rank took part in the job of `launch` and has ended."""
     if not launch.same_job(_launch(folder)):
         return False
     return (folder / PROFILE).exists() or not is_being_written(folder)
@@ -97,7 +98,7 @@ def _modules(folder: Path) -> frozenset[str]:
 
 
 def _modified_at(folder: Path) -> float:
-    """The time at which its meta.json was last written, in seconds since 1970; 0 without one."""
+    """Returns when its meta.json was last written, in seconds since 1970; 0 without one."""
     try:
         return (folder / META).stat().st_mtime
     except OSError:

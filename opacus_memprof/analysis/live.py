@@ -50,7 +50,7 @@ class RunningProfile(JsonObject, kw_only=True):
     Attributes:
         virtual: as in meta.json.
         status: "running", "ended" or "killed".
-        events, dropped: events so far, and those that were lost on their way to the disk.
+        events, dropped: events so far, and events that were lost before they reached the disk.
         out_of_memory: allocations that failed.
     """
 
@@ -69,7 +69,7 @@ class RunningProfile(JsonObject, kw_only=True):
 
 
 class ProfileFollower:
-    """Follows the profile in `directory`; each `read` takes up the events that were written since the one before.
+    """Follows the profile in `directory`. Each `read` processes the events written since the last one.
 
     Raises:
         MemprofError: there is no readable profile.
@@ -83,7 +83,7 @@ class ProfileFollower:
             raise MemprofError(f"there is no readable profile in {directory}: {error}") from error
 
     def read(self) -> RunningProfile:
-        """The live bytes of all devices now."""
+        """Returns the live bytes of all devices now."""
         running = is_being_written(self.directory)  # before reading: if it has ended, all of it is then read
         state = self._follower.advance()
         meta = read_meta(self.directory / META)
@@ -121,10 +121,10 @@ def _device(device: Mapping[str, Any], names: Names) -> RunningDevice:
 
 
 def directory_of_process(pid: int) -> Path:
-    """The directory into which a running process writes its profile. Source: it has its event file open.
+    """Returns the directory into which a running process writes its profile, from its open event file.
 
     Raises:
-        MemprofError: there is no such process, it is somebody else's, or it is not profiled.
+        MemprofError: the process does not exist, is another user's, or is not profiled.
     """
     try:
         files = list(Path(f"/proc/{pid}/fd").iterdir())

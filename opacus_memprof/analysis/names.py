@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names: translates the ids in an event file to names, and bytes by category id to bytes by reported category."""
+"""Translates the ids of an event file to names, and bytes by category id to bytes by reported category."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,15 +12,15 @@ from opacus_memprof.profiles.profile import HookedActivations
 class Names:
     """The names of one profile.
 
-    A killed process may have left ids without a name in its last meta.json. They read like "module 17". Built-in
-    categories and phases always have names.
+    Ids that the last meta.json of a killed process does not name read "module 17". Built-in categories and phases
+    always have names.
 
     Args:
         names: of meta.json, or native.names().
         replayed: the result of core.replay.
 
     Attributes:
-        components: module → the component that hooks have recognised it as, or "".
+        components: module → the component that hooks recognised, or "".
     """
 
     def __init__(self, names: NameLists, replayed: Mapping[str, Any]) -> None:

@@ -41,26 +41,26 @@ def build_profile(
     timeline_points: int = TIMELINE_POINTS,
     dropped: int = 0,
 ) -> Profile:
-    """The content of profile.json, from events.bin, meta.json and snapshots.jsonl.
+    """Builds the content of profile.json from events.bin, meta.json and snapshots.jsonl.
 
     Args:
         directory: the profile directory; the process may still be writing events.
         status: "finished", "failed", "out_of_memory" or "killed".
-        exit_code: the program's; None where nobody knows.
-        error: what ended the program, in a line; None where nothing went wrong or nobody knows.
+        exit_code: exit code of the program; None if it is unknown.
+        error: a line on what ended the program; None if nothing went wrong or it is unknown.
         peaks: the live counters' peaks (recording.live.read_peaks()), which know what the allocator itself counted at
             the peak, and the peak of what a full event file has dropped.
-        warnings: sentences on what this profile cannot know.
-        facts: what hooks have recorded (hook_facts.recorded()), for the findings.
+        warnings: sentences on what this profile lacks.
+        facts: facts that hooks recorded (hook_facts.recorded()), for the findings.
         components: the user's own rules, regular expression → component; see analysis.components.
         virtual: of a run on virtual GPUs, what they were and could not know (virtual_gpu.describe_run()); without it
             what meta.json has, which was written at the start.
         timeline_points: rows of a device's timeline, at most.
-        dropped: events that found no room so far; of a process that is writing, the file's header is late.
+        dropped: events lost so far; while a process is writing, the file's header lags behind.
 
     Raises:
-        MemprofError: a rule is no regular expression, or events.bin or meta.json is missing, truncated, foreign or of
-            another version.
+        MemprofError: a rule is not a regular expression, or events.bin or meta.json is missing, truncated, foreign or
+            of another version.
     """
     path = Path(directory)
     replayed = _replay(path, timeline_points)
@@ -119,8 +119,8 @@ def build_profile_from_counters(
     peaks: Mapping[str, LivePeak],
     warnings: Iterable[str],
 ) -> Profile:
-    """Builds what there is of a profile whose events cannot be read: the peaks of the live counters, and the snapshots.
-    The arguments are those of `build_profile`."""
+    """Builds a profile without readable events: the peaks of the live counters, and the snapshots. The arguments are
+    those of `build_profile`."""
     path = Path(directory)
     meta, snapshots, sentences = Meta(), dict[int, Snapshot](), list(warnings)
     try:
@@ -153,12 +153,13 @@ def build_profile_from_counters(
 
 
 def load_profile(directory: str | os.PathLike[str]) -> Profile:
-    """The profile of a directory. One that has no profile.json was killed ("killed"), or is still being written
-    ("running"), and is built from its events.
+    """Loads the profile of a directory.
+
+    Without profile.json, the process was killed or is still running: the profile is then built from the events, with
+    the status "killed" or "running".
 
     Raises:
-        MemprofError: there is no such directory, it holds no profile, one of another version, or one that lacks a field
-            or has one of another type.
+        MemprofError: the directory does not exist, or holds no profile of this version with all fields.
     """
     path = Path(directory)
     if not path.is_dir():
@@ -173,8 +174,8 @@ def load_profile(directory: str | os.PathLike[str]) -> Profile:
 
 
 def read_timelines(directory: str | os.PathLike[str], points: int) -> dict[str, Timeline]:
-    """The timelines of a profile by device, with up to `points` rows instead of TIMELINE_POINTS. The peak is always
-    among them.
+    """Returns the timelines of a profile by device, with up to `points` rows instead of TIMELINE_POINTS. Each includes
+    the peak.
 
     Raises:
         MemprofError: events.bin or meta.json is missing, truncated, foreign or of another version.
@@ -203,9 +204,7 @@ def _replay(directory: Path, points: int) -> Replayed:
 def _file_warnings(replayed: Replayed, meta: Meta) -> list[str]:
     messages = []
     header = replayed["header"]
-    if header["version"] == 1:
-        messages += _whole_file_warnings(header, replayed["events"])
-    elif gaps := [EventGap(**gap) for gap in replayed["gaps"]]:
+    if gaps := [EventGap(**gap) for gap in replayed["gaps"]]:
         messages += _gap_warnings(header, gaps)
     if wrong := {kind: count for kind, count in replayed["contradictions"].items() if count}:
         listed = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in wrong.items())
@@ -215,29 +214,18 @@ def _file_warnings(replayed: Replayed, meta: Meta) -> list[str]:
     return messages
 
 
-def _whole_file_warnings(header: Replayed, events: int) -> list[str]:
-    """The warnings on an event file of version 1, which kept the beginning alone."""
-    messages = []
-    if header["dropped"]:
-        messages.append(
-            f"the event file was full after {events} events and {header['dropped']} more were dropped: "
-            "all figures but the counters' peak are of the part before"
-        )
-    if events < header["count"]:
-        messages.append(f"{EVENTS} is truncated: {header['count']} events were written and {events} can be read")
-    return messages
-
-
 def _gap_warnings(header: Replayed, gaps: Sequence[EventGap]) -> list[str]:
     missing, count = sum(gap.events for gap in gaps), header["count"]
     listed = ", ".join(_describe_gap(gap) for gap in gaps)
     messages = [
-        f"{missing} of {max(count, gaps[-1].first_event + gaps[-1].events)} events are not in the event files, whose "
-        f"bound is {header['capacity']} records: {listed}. The peak and the end of the run are there; what else was "
-        "highest in the gaps is not known"
+        f"{missing} of {max(count, gaps[-1].first_event + gaps[-1].events)} events are not in the event files, which "
+        f"hold at most {header['capacity']} records: {listed}. The peak and the end of the run are recorded; other "
+        "highs in the gaps are unknown"
     ]
     if header["dropped"]:
-        messages.append(f"{header['dropped']} events were lost on their way to the disk, for it was full or too slow")
+        messages.append(
+            f"{header['dropped']} events were lost on their way to the disk, because it was full or too slow"
+        )
     at_end = gaps[-1].first_event + gaps[-1].events >= count
     if at_end and gaps[-1].events > header["dropped"]:
         messages.append(f"an event file is truncated or missing: the last {gaps[-1].events} events cannot be read")
@@ -250,7 +238,7 @@ def _describe_gap(gap: EventGap) -> str:
 
 
 def _read_snapshots(path: Path) -> dict[int, Snapshot]:
-    """The snapshots of snapshots.jsonl by their numbers, without the half line that a killed process may leave."""
+    """Reads snapshots.jsonl by number, without the incomplete last line of a killed process."""
     if not path.exists():
         return {}
     snapshots = {}
@@ -262,7 +250,7 @@ def _read_snapshots(path: Path) -> dict[int, Snapshot]:
 
 
 def is_being_written(directory: Path) -> bool:
-    """Whether a profiler holds the directory's lock."""
+    """Returns whether a profiler holds the directory's lock."""
     try:
         with open(directory / LOCK, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DP tax: what privacy adds to the peak of the same model on the same batch."""
+"""The DP tax: the memory that privacy adds to the peak of the same model on the same batch."""
 
 from msgspec.structs import replace
 
-from opacus_memprof.analysis.diff import join_names, modules_of, peak_difference, refuse_without_devices
+from opacus_memprof.analysis.diff import (
+    compare_virtual,
+    join_names,
+    modules_of,
+    peak_difference,
+    refuse_without_devices,
+)
 from opacus_memprof.analysis.names import as_without_dp
-from opacus_memprof.analysis.virtual import compare_virtual
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.difference import DeviceTax, Tax
 from opacus_memprof.profiles.profile import Peak, Profile
 
 
 def dp_tax(private: Profile, vanilla: Profile) -> Tax:
-    """The peak of the private run less the peak of the one without DP, device by device.
+    """Returns the peak of the private run minus the peak of the run without DP, device by device.
 
     Args:
-        private: from analysis.profile.load_profile.
-        vanilla: likewise, of the same model and batch, trained without Opacus.
+        private: the profile of the private run.
+        vanilla: the profile of the same model and batch, trained without Opacus.
 
     Raises:
         MemprofError: a profile has no device, the two are of different devices, or the second one clips or noises
@@ -32,7 +37,7 @@ def dp_tax(private: Profile, vanilla: Profile) -> Tax:
         )
     if any(phase in device.phases for device in vanilla_devices.values() for phase in ("clip", "noise")):
         raise MemprofError(
-            "the vanilla run is private as well, for it clips or noises gradients: profile the same model and batch "
+            "the vanilla run is private as well: it clips or noises gradients. Profile the same model and batch "
             "without Opacus, or compare two private runs with `opacus-memprof diff`"
         )
     return Tax(
@@ -42,7 +47,7 @@ def dp_tax(private: Profile, vanilla: Profile) -> Tax:
 
 
 def peak_tax(private: Peak, vanilla: Peak) -> DeviceTax:
-    """What privacy adds to the peak of one device."""
+    """Returns what privacy adds to the peak of one device."""
     shared = private.shared_captures
     without_dp = replace(
         private,

@@ -61,43 +61,25 @@ def report(
     Each option writes a file: the one that follows it, or memprof.html, memprof.png … in DIRECTORY. Of a job of several
     ranks, DIRECTORY shows all of them, and DIRECTORY/rank_0 one.
     """
-    from opacus_memprof.analysis.job_directory import load_ranks
-    from opacus_memprof.analysis.profile import load_profile
-    from opacus_memprof.profiles.directory import rank_directories
-    from opacus_memprof.reports.job_text import print_job
-    from opacus_memprof.reports.privacy_check import print_privacy_check
-    from opacus_memprof.reports.text import print_summary
+    from opacus_memprof.analysis.job_view import JobView, load_view
+    from opacus_memprof.reports.text import print_report
 
     given = {"html": html, "png": png, "csv": csv, "json": json, "latex": latex, "perfetto": perfetto}
     given |= {"memory_viz": memory_viz, "parquet": parquet}
     wanted = {name: file or None for name, file in given.items() if file is not None}
     if vanilla and html is None:
         raise MemprofError("--vanilla is for the page: add --html")
+    view = load_view(directory, vanilla, whole="html" in wanted)
+    if isinstance(view, JobView) and (wanted.keys() - {"html"} or vanilla):
+        raise MemprofError(
+            f"{directory} holds the {len(view.summary.ranks)} ranks of a job, and there is a page of them alone: use "
+            f"--html, or give one, as {directory / 'rank_0'}"
+        )
     console = Console()
-    if ranks := rank_directories(directory):
-        if wanted.keys() - {"html"} or vanilla:
-            raise MemprofError(
-                f"{directory} holds the {len(ranks)} ranks of a job, and there is a page of them alone: use --html, or "
-                f"give one, as {directory / 'rank_0'}"
-            )
-        summary = load_ranks(directory)
-        print_job(summary, console)
-        print_privacy_check(ranks[min(ranks)], console)  # the first rank writes it
-        if wanted:
-            from opacus_memprof.reports.export import output_path
-            from opacus_memprof.reports.html.job_page import write_job_html
-
-            path = output_path("html", wanted["html"], directory)
-            write_job_html(summary, directory, path)
-            console.print(f"\nwrote {path}", highlight=False, markup=False, soft_wrap=True)
-        return
-    profile = load_profile(directory)
-    print_summary(profile, console)
-    print_privacy_check(directory, console)
+    print_report(view, console)
     if wanted:
-        from opacus_memprof.reports.export import Source, export
+        from opacus_memprof.reports.export import export
 
-        source = Source(profile, directory, load_profile(vanilla) if vanilla else None)
         console.print()
-        for path in export(source, wanted):
+        for path in export(view, wanted):
             console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)

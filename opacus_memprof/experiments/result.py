@@ -12,7 +12,6 @@ import torch
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from opacus_memprof.analysis.device import thin_timeline
 from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
@@ -208,7 +207,7 @@ def _short_timeline(timeline: Timeline) -> RunTimeline:
     """The timeline with about _TIMELINE_ROWS rows, without categories that never have a byte."""
     used = {name: sizes for name, sizes in timeline.categories.items() if any(sizes)}
     rows = max(1, -(-len(timeline.bytes) // _TIMELINE_ROWS))
-    return RunTimeline(**thin_timeline(replace(timeline, categories=used), rows))
+    return RunTimeline(**replace(timeline, categories=used).thinned(rows))
 
 
 def _error_message(error: BaseException, progress: ProgressLog) -> str:

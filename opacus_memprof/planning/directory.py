@@ -11,9 +11,7 @@ from opacus_memprof.profiles.directory import PLAN, PROFILE
 from opacus_memprof.profiles.files import read_object, write_text
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.plan import Plan
-from opacus_memprof.reports.html.plan import write_plan_html
-from opacus_memprof.reports.plan_csv import write_plan_csv
-from opacus_memprof.reports.plan_picture import write_plan_pictures
+from opacus_memprof.reports.plan_exports import write_plan_csv, write_plan_html, write_plan_pictures
 
 
 def adopt(runs: PlannedRuns, run: VirtualRun) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of categories: what each one means, how it is drawn, and what is known of it.
+"""The table of categories: their meaning, colours and properties.
 
-Everything that knows a category by name reads this table. csrc/core/vocabulary.h, whose numbers are part of the event
+All code that names a category reads this table. csrc/core/vocabulary.h, whose numbers are part of the event
 file's format, and the table in docs/categories.md are checked against it by tests/unit/test_categories.py.
 
 Related categories have related hues: model state is blue, what autograd saves green, what only privacy needs red to
@@ -23,16 +23,16 @@ class Category:
     """One row of the table.
 
     Attributes:
-        name: as reports, profile.json and `tag` have it.
+        name: its name in reports, profile.json and `tag`.
         color: `#rrggbb`.
-        meaning: a phrase for somebody who sees the name for the first time.
+        meaning: a phrase that explains the name.
         per_sample: whether it grows with the number of samples in the batch.
-        private: whether training without privacy never has it.
-        resident: whether it stays from step to step and is as large whatever is trained with.
-        part: of a category that the live counters keep apart and reports add to activation_hooks, what profile.json
-            calls that part; else None.
-        live: whether only live views have it, since a profile says what became of these bytes.
-        core: whether the C++ core knows it; the others get their ids as a program's own categories do.
+        private: whether only private training has it.
+        resident: whether it stays from step to step, with the same size for every mode.
+        part: the name in profile.json of a part of activation_hooks, which the live counters count separately; else
+            None.
+        live: whether only live views have it, because a profile knows what became of these bytes.
+        core: whether the C++ core has an id for it; others get ids like a program's own categories.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Category:
     core: bool = True
 
 
-# In the order of a stack, from the bottom: what stays first, what comes and goes above it.
+# In the order of a stack, from the bottom: lasting memory first, temporary memory above.
 CATEGORIES: Final = (
     # model state
     Category("model_parameters", "#7bbff7", "the model's parameters", resident=True),
@@ -136,25 +136,25 @@ REPORTED: Final = tuple(category.name for category in CATEGORIES if category.par
 PER_SAMPLE: Final = frozenset(category.name for category in CATEGORIES if category.per_sample)
 PRIVATE: Final = frozenset(category.name for category in CATEGORIES if category.private)
 RESIDENT: Final = frozenset(category.name for category in CATEGORIES if category.resident)
-# What the core has no ids for, though programs and hooks may name it.
+# Categories without ids in the core, which programs and hooks may use.
 NOT_IN_CORE: Final = tuple(
     category.name for category in CATEGORIES if not category.core and category.name != ACTIVATION_HOOKS
 )
 
 
 def reported_name(category: str) -> str:
-    """The name in reports of a category of the live counters: both parts of activation_hooks have one name."""
+    """Returns a live counters' category as reports name it: both parts of activation_hooks have one name."""
     return ACTIVATION_HOOKS if category in PARTS else category
 
 
 def name_at_failure(category: str) -> str:
-    """The name in reports of a category of the live counters when memory ran out: what a forward has made and still
-    holds then counts as activations."""
+    """Returns a live counters' category as reports of failures name it: live blocks of a forward pass count as
+    activations."""
     return "activations" if category == FORWARD_UNDECIDED else reported_name(category)
 
 
 def add_parts(live: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by category of reports, from bytes by category of the live counters."""
+    """Converts bytes by category of the live counters to bytes by category of reports."""
     sums: dict[str, int] = {}
     for category, size in live.items():
         name = reported_name(category)
@@ -163,6 +163,6 @@ def add_parts(live: Mapping[str, int]) -> dict[str, int]:
 
 
 def stack_order(categories: Iterable[str]) -> list[str]:
-    """The categories from the bottom of a stack to its top: those of the table as listed, then the program's own."""
+    """Sorts categories from the bottom of a stack to its top: in the order of the table, then the program's own."""
     place = {name: index for index, name in enumerate(BY_NAME)}
     return sorted(set(categories), key=lambda category: (place.get(category, len(place)), category))

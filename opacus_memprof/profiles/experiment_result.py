@@ -131,7 +131,7 @@ class ExperimentResult(JsonObject, kw_only=True):
     Attributes:
         experiment: the mode.
         status: "finished", "out_of_memory", "failed" or "killed".
-        error: a sentence on why it did not finish, or None. `refused`: whether the user can mend it.
+        error: a sentence on why it did not finish, or None. `refused`: whether the user can fix it.
         parameters: `total` and `trainable`.
         tax: what privacy costs, as analysis.tax.dp_tax returns it, where there was a run without.
         avg_time_ms, step_times_ms: of the measured steps.

@@ -13,7 +13,7 @@ from opacus_memprof.errors import MemprofError
 
 @contextlib.contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """A context manager that turns an OSError into a MemprofError which names `target`."""
+    """Converts an OSError to a MemprofError that names `target`."""
     try:
         yield
     except OSError as error:
@@ -22,7 +22,7 @@ def writing(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A context manager that gives a temporary file, which replaces `path` when the block ends without an exception.
+    """Yields a temporary file, which replaces `path` if the block ends without an exception.
 
     Makes the directory of `path`. Raises MemprofError if `path` cannot be written.
     """

@@ -26,13 +26,13 @@ class Rank(JsonObject):
     """A rank's row.
 
     Attributes:
-        host, local_rank: None where its profile does not say.
-        directory: its name within the job's.
-        events, dropped: records of its event file, and those that found no room.
-        device: with its highest peak, which is `peak`; None where it has none.
-        steps: that have ended.
-        outside_pytorch: the most bytes that were used on the device at a snapshot and torch knows nothing of.
-        other_devices: its peaks there.
+        host, local_rank: None if its profile does not contain them.
+        directory: name of its directory in the job's.
+        events, dropped: recorded and lost events.
+        device: the device with its highest peak, `peak`; None without one.
+        steps: optimizer steps that have ended.
+        outside_pytorch: the most bytes used on the device outside PyTorch, at a snapshot.
+        other_devices: peaks on other devices.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Rank(JsonObject):
 
 
 class Spread(JsonObject):
-    """The highest of the ranks' figures, their mean, the ratio of the two, and the rank with the highest."""
+    """The ranks' maximum and mean, their ratio, and the rank with the maximum."""
 
     max_bytes: int
     mean_bytes: int
@@ -63,8 +63,11 @@ class Spread(JsonObject):
 
 
 class Imbalance(JsonObject):
-    """The spread of the ranks' peaks, the category of which the highest has most above the mean, by how many bytes,
-    and the spread of each category at the peaks."""
+    """The spread of the ranks' peaks, and of each category at the peaks.
+
+    Attributes:
+        cause: the category in which the highest peak exceeds the mean most, by `cause_bytes`.
+    """
 
     max_bytes: int
     mean_bytes: int
@@ -94,14 +97,14 @@ class JobSummary(JsonObject, kw_only=True):
     """The content of ranks.json.
 
     Attributes:
-        launch: of one of the ranks.
-        status: the worst of the ranks', of which a missing one was killed.
-        versions, virtual: of the first rank.
-        played: of a job of which only some ranks ran, which.
-        missing: ranks that have left no profile.
-        imbalance: of the ranks that have ended a step where some have; None where no rank has a peak.
-        findings: of the ranks; of what several have found in one module the one with most bytes.
-        warnings: what does not fit together, and the ranks' own.
+        launch: launch of one of the ranks.
+        status: the worst status of the ranks; a missing rank counts as killed.
+        versions, virtual: those of the first rank.
+        played: the ranks that ran, if only some ranks of a simulated job did.
+        missing: ranks without a profile.
+        imbalance: of the ranks that ended a step, or of all ranks if none did; None if no rank has a peak.
+        findings: findings of the ranks; if several ranks have the same one, the one with the most bytes.
+        warnings: contradictions between ranks, and the ranks' own warnings.
     """
 
     format: Literal[1] = FORMAT

@@ -63,7 +63,7 @@ class JsonObject(msgspec.Struct, kw_only=True, eq=False):
 
 
 def to_json(content: Any, indent: int | None = None) -> str:
-    """One JSON document and a newline. Text that is not Unicode, as in some file names, is escaped."""
+    """Serializes to one JSON document and a newline. Text that is not Unicode, as in some file names, is escaped."""
     separators = (",", ":") if indent is None else None
     return json.dumps(content, indent=indent, separators=separators, default=msgspec.to_builtins) + "\n"
 
@@ -81,8 +81,11 @@ def read_json_object(path: Path, kind: type[T], remedy: str = REMEDY) -> T:
 
 
 def convert_json(content: Any, kind: type[T], source: str, remedy: str = REMEDY) -> T:
-    """The structure of type `kind` in `content`, parsed JSON. Raises MemprofError, which names `source`, if a field is
-    missing or of another type."""
+    """Converts parsed JSON to a structure of type `kind`.
+
+    Raises:
+        MemprofError: a field is missing or of another type; the message names `source`.
+    """
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:

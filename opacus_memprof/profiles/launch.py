@@ -26,23 +26,23 @@ _played: list[int] | None = None
 
 
 def set_played_ranks(ranks: list[int]) -> None:
-    """Sets the ranks that run, of a job that is played."""
+    """Sets which ranks of a simulated job run."""
     global _played
     _played = ranks
 
 
 class Launch(JsonObject):
-    """One process of a job of several, as meta.json and profile.json have it.
+    """One process of a job of several processes, as in meta.json and profile.json.
 
     Attributes:
         rank: 0 to world_size - 1.
         world_size: processes in the job, at least 2.
-        local_rank: its number on its machine; `rank` where the launcher does not say.
+        local_rank: its number on its machine; `rank` if the launcher does not set it.
         host: the machine.
-        job: what the launcher calls the job.
-        launcher: the id of the parent process, which the processes of one machine share.
-        restart: how often the launcher has started the job's processes anew.
-        played: of a job of which only some ranks run, on virtual GPUs and without the others, which; else None.
+        job: the launcher's name for the job.
+        launcher: the id of the parent process, which all processes of one machine share.
+        restart: how often the launcher restarted the job's processes.
+        played: the ranks that run, if a job is simulated by some of its ranks on virtual GPUs; else None.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class Launch(JsonObject):
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that leave a profile."""
+        """The ranks that write a profile."""
         return list(range(self.world_size)) if self.played is None else self.played
 
     @classmethod
@@ -85,7 +85,7 @@ class Launch(JsonObject):
         return cls(rank, world_size, local_rank, socket.gethostname(), job, os.getppid(), restart, _played)
 
     def same_job(self, other: "Launch | None") -> bool:
-        """Whether both are of the same job, and of the same attempt."""
+        """Returns whether both belong to the same attempt of the same job."""
         if other is None or (self.host == other.host and self.launcher != other.launcher):
             return False
         return (self.job, self.world_size, self.restart) == (other.job, other.world_size, other.restart)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structures of what is live in a running process: a reading of the live counters, as a stream writes it; a
-snapshot, as session.snapshot returns it and snapshots.jsonl has it; and the counters' peaks.
+"""The structures of live memory: readings of the live counters, as a stream writes them; snapshots, as
+session.snapshot returns them and snapshots.jsonl stores them; and the counters' peaks.
 
-Units are those of profiles.profile, categories those of reports. What a forward pass has made is forward_undecided
-until it dies.
+Units are those of profiles.profile, categories those of reports. Blocks that a forward pass allocated are
+forward_undecided until they are freed.
 """
 
 from msgspec import UNSET, UnsetType
@@ -41,10 +41,10 @@ class LiveMemory(JsonObject):
 
 
 class LivePeak(JsonObject):
-    """The peak of one device, as the live counters have it.
+    """The peak of one device in the live counters.
 
     Attributes:
-        counted_bytes, allocated_bytes, reserved_bytes: as of profiles.profile.Peak; None where nobody counts.
+        counted_bytes, allocated_bytes, reserved_bytes: as in profiles.profile.Peak; None if they are not counted.
     """
 
     requested_bytes: int
@@ -61,8 +61,8 @@ class LivePeak(JsonObject):
 class DeviceCount(JsonObject):
     """One device's live bytes, compared with what the allocator itself counts.
 
-    The sums go on: requested_bytes is the sum of `categories`; with `rounding` it is what the allocator has handed out,
-    with `cached` what it has reserved, with `outside_pytorch` what is used on the device. What nobody counts is None.
+    requested_bytes is the sum of `categories`. Adding `rounding` gives the bytes that the allocator handed out, adding
+    `cached` those that it reserved, adding `outside_pytorch` those used on the device. Unknown counts are None.
 
     Attributes:
         activation_hooks: the two parts of that category.

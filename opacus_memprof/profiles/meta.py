@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure of meta.json: what the numbers in events.bin stand for, and where they come from."""
+"""The structure of meta.json: the names of the ids in events.bin, and the origin of the profile."""
 
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,7 @@ class NameLists(JsonObject):
     """A name's id is its index in the list of its kind.
 
     Attributes:
-        components: what each of `modules` is ("attention"), as hooks have seen it; "" where that does not tell.
+        components: the component of each module, such as "attention", as hooks recognised it; "" if they did not.
     """
 
     categories: list[str] = []
@@ -30,10 +30,10 @@ class NameLists(JsonObject):
 
 
 class Meta(JsonObject):
-    """What readers need of meta.json; profiles.profile describes the fields that profile.json has as well.
+    """The fields of meta.json that readers need; profiles.profile describes those that profile.json has as well.
 
     Attributes:
-        names: what the ids in events.bin stand for; of a killed process they may be older than its last events.
+        names: names of the ids in events.bin; those of a killed process may lack the ids of its last events.
     """
 
     format: Literal[1] = FORMAT
@@ -45,5 +45,5 @@ class Meta(JsonObject):
 
 
 def read_meta(path: Path) -> Meta:
-    """Reads meta.json; without the file, an empty one. Raises MemprofError as read_json_object does."""
+    """Reads meta.json, or returns an empty one without the file. Raises MemprofError as read_json_object does."""
     return read_json_object(path, Meta, "remove it, or profile again") if path.exists() else Meta()

@@ -10,7 +10,7 @@ from opacus_memprof.profiles.profile import Groups, Sizes, VirtualGpus
 
 
 class Request(JsonObject):
-    """An allocation that failed: how many bytes, and for what."""
+    """A failed allocation: its size, and what it was for."""
 
     bytes: int
     category: str
@@ -23,7 +23,7 @@ class Request(JsonObject):
 
 
 class NeededPeak(JsonObject):
-    """The peak of the whole step, of which the request was a part, as a sum of named parts."""
+    """The peak of the step to which the request belongs, as a sum of named parts."""
 
     bytes: int
     phase: str
@@ -32,7 +32,7 @@ class NeededPeak(JsonObject):
 
 
 class HeldSince(JsonObject):
-    """What the step `step`, `age` steps ago, has made and was live."""
+    """Live bytes that the step `step` allocated, `age` steps ago."""
 
     step: int
     age: int
@@ -40,7 +40,7 @@ class HeldSince(JsonObject):
 
 
 class HeldBlocks(JsonObject):
-    """Live blocks of one origin: their sum, number and largest, where they were made, and how many steps ago."""
+    """Live blocks of one origin: their bytes, number and largest block, allocated `age` steps ago."""
 
     bytes: int
     blocks: int
@@ -54,7 +54,7 @@ class HeldBlocks(JsonObject):
 
 
 class Holders(JsonObject):
-    """Who held what, the largest first: by category, by module and category, by step, and of one origin."""
+    """Live bytes, the largest first: by category, by module and category, by step, and by origin."""
 
     categories: Sizes
     modules: Groups
@@ -63,7 +63,7 @@ class Holders(JsonObject):
 
 
 class LeftBehind(JsonObject):
-    """What earlier steps should have freed; with `captures` what forwards without a backward did."""
+    """Bytes that earlier steps should have freed; with `captures`, those of forward passes without a backward pass."""
 
     bytes: int
     categories: Sizes
@@ -73,17 +73,17 @@ class LeftBehind(JsonObject):
 
 
 class RoomBytes(JsonObject):
-    """The bytes that would have fitted; None where nobody counts.
+    """The memory of the device at the failure, in bytes; None if it is unknown.
 
     Attributes:
-        capacity_bytes: requested bytes that fit at once, as this run's blocks round and fragment, less a margin.
-        may_reserve_bytes: what the allocator could reserve in all, with other processes as they are.
-        cached_bytes: reserved, and used by nobody. `largest_free_bytes`: of it in one block.
-        unreserved_bytes: what it could still take from the device.
-        free_segments_bytes: what empty_cache would give back. `free_expandable_bytes`: free in expandable segments.
-        others_bytes: used on the device by others.
-        device_bytes: the device's memory. `limit_bytes`: what this process was allowed of it, if less.
-        rounding: bytes of blocks for each requested one.
+        capacity_bytes: requested bytes that fit, with this run's rounding and fragments, less a margin.
+        may_reserve_bytes: bytes that the allocator could reserve in total, with other processes as they are.
+        cached_bytes: reserved bytes that are free. `largest_free_bytes`: their largest block.
+        unreserved_bytes: bytes that it could still reserve.
+        free_segments_bytes: bytes that empty_cache would free. `free_expandable_bytes`: free in expandable segments.
+        others_bytes: bytes used by other processes and CUDA itself.
+        device_bytes: the device's memory. `limit_bytes`: the limit of this process, if lower.
+        rounding: allocated bytes divided by requested bytes.
     """
 
     capacity_bytes: int | None
@@ -102,8 +102,8 @@ class RoomBytes(JsonObject):
 
 
 class FittingBatch(JsonObject):
-    """Samples of the failing step, bytes of one at the peak, and how many at a time would fit, with the peak that is
-    predicted then; None where that is not known, 0 where not even one would."""
+    """The samples of the failed step, the bytes of one at the peak, and the largest batch that fits with its predicted
+    peak. None is unknown; 0 means that not even one sample fits."""
 
     samples: int | None
     bytes_per_sample: int | None
@@ -112,7 +112,7 @@ class FittingBatch(JsonObject):
 
 
 class LayerCost(JsonObject):
-    """What a layer keeps for backward, and what privacy takes for it in each mode."""
+    """The activations of a layer, and the memory of privacy for it in each mode."""
 
     module: str
     kind: str
@@ -125,7 +125,7 @@ class LayerCost(JsonObject):
 
 
 class Action(JsonObject):
-    """What to change, for programs; docs/oom.md lists the kinds and what each has."""
+    """A change, for programs; docs/oom.md lists the kinds and their fields."""
 
     kind: str
     value: str | int | UnsetType = UNSET
@@ -136,12 +136,12 @@ class Action(JsonObject):
 
 
 class SuggestedChange(JsonObject):
-    """What to change.
+    """A change that saves memory.
 
     Attributes:
-        title: for people. `code`: as they would write it. `computed`: how the prediction was made.
-        saved_bytes: against `needed`.
-        fits: whether it does then; None where nobody knows how much fits.
+        title: the change, for people. `code`: the same as code. `computed`: how the prediction was computed.
+        saved_bytes: compared with `needed`.
+        fits: whether the run fits with the change; None if the capacity is unknown.
     """
 
     title: str
@@ -157,10 +157,10 @@ class OomReport(JsonObject, kw_only=True):
     """The content of oom_report.json.
 
     Attributes:
-        live_bytes: when the request failed.
+        live_bytes: live bytes when the request failed.
         mode: Opacus' grad_sample_mode; "" without Opacus.
-        layers: those for which privacy takes the most.
-        earlier_failures: the oldest first.
+        layers: the layers for which privacy takes the most memory.
+        earlier_failures: earlier failed allocations, the oldest first.
         virtual: of a run on virtual GPUs; absent for real ones.
     """
 

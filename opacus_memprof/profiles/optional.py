@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports packages that only some parts need."""
+"""Imports optional packages."""
 
 import importlib
 from typing import Any

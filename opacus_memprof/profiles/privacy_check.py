@@ -86,7 +86,7 @@ class NotPrivate(JsonObject):
 
     Attributes:
         note: says so.
-        largest_sum: the largest norm of a clipped sum, relative to the sum of its samples' bounds: at most 1 but for
+        largest_sum: the largest norm of a clipped sum, relative to the sum of its samples' bounds: at most 1 except for
             rounding. null if it was not measured.
         dropped_samples: the number of samples that flash_clip_nonfinite="drop" has dropped.
         refused: the number of forwards and steps that were refused.

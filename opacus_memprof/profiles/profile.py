@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure of profile.json, the one summary that every report reads.
+"""The structure of profile.json, the summary that every report reads.
 
 Sizes are bytes; `unix_ns` are nanoseconds since 1970, `time_ns` since recording began; steps count from 0. `step` is a
 physical one (a call of optimizer.step), `logical_step` one of the privacy accountant. `event` is the number of a record
@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from opacus_memprof.profiles.json_object import FORMAT, JsonObject
 from opacus_memprof.profiles.launch import Launch
+from opacus_memprof.profiles.units import format_bytes
 
 Sizes = dict[str, int]  # bytes by category
 Groups = dict[str, Sizes]  # by module, phase, op … what each has
@@ -45,11 +46,11 @@ class Peak(JsonObject, kw_only=True):
 
     Attributes:
         requested_bytes: the sum of `categories`.
-        counted_bytes: what the allocator itself counted as requested then; None where nobody counts.
-        allocated_bytes, reserved_bytes: what the allocator counted then, or None.
+        counted_bytes: requested bytes in the allocator's own count; None if it does not count them.
+        allocated_bytes, reserved_bytes: the allocator's own counts, or None.
         rounding: allocated_bytes less requested_bytes, or None.
         cached: reserved_bytes less allocated_bytes, or None.
-        source: "events", or "counters" where the event files do not have the peak: then without modules, and with
+        source: "events", or "counters" if the event files lack the peak: then it has no modules, and has
             forward_undecided.
         categories: every built-in category, and the program's own that have bytes.
         remainder_bytes: requested_bytes less the sum of `categories`: 0, or a defect of the profiler.
@@ -101,7 +102,7 @@ class PhasePeak(JsonObject):
 
 
 class StepPeak(JsonObject):
-    """The highest instant of a physical step, the bytes that it leaves at its end, and whether it has ended."""
+    """The highest instant of a physical step, the live bytes at its end, and whether it is complete."""
 
     peak_bytes: int
     end_bytes: int
@@ -140,7 +141,7 @@ class DeviceSnapshot(JsonObject):
 
 
 class FailedAllocation(JsonObject):
-    """An allocation of requested_bytes that failed, for `category`, `module` and `op`, and what was live then."""
+    """A failed allocation of requested_bytes for `category`, `module` and `op`, and the live bytes at that instant."""
 
     requested_bytes: int
     live_bytes: int
@@ -166,6 +167,15 @@ class Timeline(JsonObject):
     phase: list[str]
     categories: dict[str, list[int]]
 
+    def thinned(self, group_size: int) -> "Timeline":
+        """The highest row of each `group_size` rows, which still include the peak."""
+        sizes = self.bytes
+        groups = (range(first, min(first + group_size, len(sizes))) for first in range(0, len(sizes), group_size))
+        kept = [max(rows, key=sizes.__getitem__) for rows in groups]
+        columns = {name: [column[row] for row in kept] for name, column in self.items() if name != "categories"}
+        categories = {name: [column[row] for row in kept] for name, column in self.categories.items()}
+        return Timeline(**columns, categories=categories)
+
 
 class Device(JsonObject):
     """One device.
@@ -188,7 +198,7 @@ class Device(JsonObject):
 
 
 class GrowthSite(JsonObject):
-    """Where a finding's blocks were made: `blocks` of them by so many `steps`, with `bytes` in all."""
+    """A place where growing memory is allocated: `blocks` blocks by `steps` steps, `bytes` in total."""
 
     module: str
     phase: str
@@ -202,13 +212,13 @@ class Finding(JsonObject):
     """A defect of the run.
 
     Attributes:
-        module: the innermost one that holds all of it; "" is the model, or no module.
-        bytes: what it costs.
-        evidence: a sentence on what was seen. `remedy`: what to change.
-        device: on which it costs them. `category`: of growing memory.
-        modules: bytes by module. `captures`: their number by module. `sites`: where growing memory is made.
-        gradient_bytes: what ghost clipping avoids. `parameter_bytes`, `shard_bytes`: of the largest parameter.
-        ranks: of a job's summary, who has found it.
+        module: the innermost module that contains the defect; "" is the model, or no module.
+        bytes: memory that it costs.
+        evidence: a sentence on what was observed. `remedy`: what to change.
+        device: where it costs memory. `category`: of growing memory.
+        modules: bytes by module. `captures`: captures by module. `sites`: of growing memory.
+        gradient_bytes: gradients that ghost avoids. `parameter_bytes`, `shard_bytes`: of the largest parameter.
+        ranks: in a job's summary, the ranks with this finding.
         severity: of the toolkit's findings.
     """
 
@@ -230,12 +240,12 @@ class Finding(JsonObject):
 
 
 class EventGap(JsonObject):
-    """Events that no file has: removed from a run that is longer than the bound, or lost.
+    """Events that are in no file: removed because the run exceeded the bound, or lost.
 
     Attributes:
-        first_event: how many events there were before it. `events`: how many are missing.
-        time_ns: when the last event before it was, since recording began. `end_ns`: when it ends.
-        step: physical steps that had ended before it. `end_step`: after it, as far as known.
+        first_event: number of events before the gap. `events`: number of missing events.
+        time_ns: time of the last event before it, since recording began. `end_ns`: its end.
+        step: physical steps that ended before it. `end_step`: and by its end, as far as known.
     """
 
     first_event: int
@@ -247,9 +257,14 @@ class EventGap(JsonObject):
 
 
 class EventCounts(JsonObject):
-    """The numbers of events in the event files: those that they have, those that they do not have (the sum of `gaps`),
-    how many records they may hold, whether recording ended in good order, and by kind what contradicts itself (0 in a
-    whole file)."""
+    """Counts of events.
+
+    Attributes:
+        recorded: events in the event files. `dropped`: events that are missing there, the sum of `gaps`.
+        capacity: the most records that the files may hold.
+        closed: whether recording ended properly.
+        contradictions: contradictory events by kind; 0 in an intact file.
+    """
 
     recorded: int
     dropped: int
@@ -260,8 +275,8 @@ class EventCounts(JsonObject):
 
 
 class UnknownUse(JsonObject):
-    """An operation that needed what a virtual GPU does not compute: at which line ("file:line"; "" where no line of the
-    program called it), and how often."""
+    """An operation that needed a value that a virtual GPU does not compute, `count` times at `line` ("file:line"; "" if
+    no line of the program called it)."""
 
     operation: str
     line: str
@@ -269,14 +284,15 @@ class UnknownUse(JsonObject):
 
 
 class VirtualGpus(JsonObject):
-    """The virtual GPUs of a run, and what they could not know. meta.json, of a killed run the profile too, has only the
-    first four.
+    """The virtual GPUs of a run, and the values that they did not compute.
+
+    meta.json, and the profile of a killed run, have the first four fields only.
 
     Attributes:
-        gpu: the kind, as h200. `name`: what torch calls it. `memory_bytes`: of one. `devices`: how many there are.
-        unknown_reads: what the host read that was not computed. `assumed_shapes`: shapes that a bound stands for.
-        not_computed: by operation, how often the CPU could not carry it out.
-        default_answers: by symbol, calls that were answered with success and nothing else.
+        gpu: the kind, such as h200. `name`: torch's name. `memory_bytes`: memory of each. `devices`: their number.
+        unknown_reads: values that the host read and that were not computed. `assumed_shapes`: shapes set to a bound.
+        not_computed: by operation, how often the CPU could not execute it.
+        default_answers: by symbol, calls that returned success and did nothing.
     """
 
     gpu: str
@@ -289,21 +305,37 @@ class VirtualGpus(JsonObject):
     default_answers: dict[str, int] | UnsetType = UNSET
 
 
+Virtual = VirtualGpus | UnsetType  # UNSET for a run on real devices
+
+
+def virtual_gpu_of(virtual: Virtual) -> str | None:
+    """The virtual GPU of a run, as `virtual NVIDIA H200 (139.80 GiB)`; None for a run on real devices."""
+    return None if virtual is UNSET else f"virtual {virtual.name} ({format_bytes(virtual.memory_bytes)})"
+
+
+def virtual_mark(virtual: Virtual) -> str | None:
+    """The sentence with which every report of a run on virtual GPUs begins; None for a run on real devices."""
+    name = virtual_gpu_of(virtual)
+    if name is None:
+        return None
+    return f"on a {name}: memory is counted as on a real one, and values of large tensors were not computed"
+
+
 class Profile(JsonObject, kw_only=True):
     """The content of profile.json.
 
     Attributes:
         format: 1.
         versions: by package; None where there is none.
-        virtual: of a run on virtual GPUs; absent for real ones.
+        virtual: the virtual GPUs of the run; absent for real ones.
         status: "finished", "failed", "out_of_memory", "killed" or "running".
-        exit_code: the program's; None where nobody knows.
-        error: what ended the program, in a line, or None.
+        exit_code: exit code of the program; None if it is unknown.
+        error: a line on what ended the program, or None.
         command: the program's sys.argv.
-        launch: which of several ranks this is; None for one process.
+        launch: the rank of the process; None for a single process.
         devices: by name, as "cuda:0".
         components: the user's own rules, regular expression → component.
-        warnings: sentences on what the profile cannot know.
+        warnings: sentences on what the profile lacks.
     """
 
     format: Literal[1] = FORMAT

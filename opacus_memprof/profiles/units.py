@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses and formats sizes in bytes; formats numbers of things.
+"""Parses sizes in bytes, and formats sizes, shares, counts, instants, ranks and names for people.
 
-Read: decimal units are powers of 1000 (1 MB = 1 000 000 bytes), binary ones powers of 1024 (1 MiB = 1 048 576
-bytes), as IEC 80000-13 has them. Written: always binary, as torch and nvidia-smi do.
+Parsing follows IEC 80000-13: decimal units are powers of 1000 (1 MB = 1 000 000 bytes), binary ones powers of 1024
+(1 MiB = 1 048 576 bytes). Formatting uses binary units, as torch and nvidia-smi do.
 """
 
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 
 from opacus_memprof.errors import MemprofError
@@ -20,9 +21,12 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.ASCII | re.IGNO
 
 
 def parse_size(size: str | int) -> int:
-    """A size in bytes from `123`, `"123"`, `"1.2 GB"` or `"512MiB"`; the unit's case does not matter.
+    """Parses a size in bytes from `123`, `"123"`, `"1.2 GB"` or `"512MiB"`.
 
-    A fraction of a byte is dropped. Raises MemprofError for anything else, negative sizes included.
+    Units are case-insensitive, and a fraction of a byte is dropped.
+
+    Raises:
+        MemprofError: `size` is not a size, or negative.
     """
     text = str(size)
     match = _SIZE.fullmatch(text)
@@ -35,7 +39,7 @@ def parse_size(size: str | int) -> int:
 
 
 def format_bytes(size: int) -> str:
-    """A size for people, in binary units with two decimals: `0 B`, `512 B`, `1.50 MiB`, `-2.00 GiB`."""
+    """Formats a size in binary units with two decimals: `0 B`, `512 B`, `1.50 MiB`, `-2.00 GiB`."""
     if abs(size) < 1024:
         return f"{size} B"
     value = size / 1024
@@ -47,5 +51,40 @@ def format_bytes(size: int) -> str:
 
 
 def format_count(count: int, noun: str) -> str:
-    """A number of things: `1 step`, `2 steps`, `0 steps`."""
+    """Formats a number of things: `1 step`, `2 steps`, `0 steps`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def format_signed_bytes(size: int) -> str:
+    """Formats a difference of sizes with its sign: `+1.50 MiB`."""
+    return f"+{format_bytes(size)}" if size > 0 else format_bytes(size)
+
+
+def format_share(part: int, whole: int) -> str:
+    """Formats a part of a whole in percent: `12.3 %`; "" if the whole is 0."""
+    return f"{100 * part / whole:.1f} %" if whole else ""
+
+
+def format_moment(phase: str, step: int | str, logical_step: int | None = None) -> str:
+    """Formats an instant of a run: `backward of step 5 (logical step 2)`, without the logical step if it is the same
+    number."""
+    logical = "" if logical_step is None or logical_step == step else f" (logical step {logical_step})"
+    return f"{'idle time' if phase == 'idle' else phase.replace('_', ' ')} of step {step}{logical}"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Formats ranks, with consecutive ones as a range: `rank 3`, `ranks 0-3, 5`."""
+    ordered = sorted(ranks)
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'s' if len(ordered) > 1 else ''} {shown}"
+
+
+def shorten_name(name: str, length: int = 36) -> str:
+    """Shortens a module's name to its last `length` characters, with an ellipsis before them."""
+    return name if len(name) <= length else "…" + name[-(length - 1) :]

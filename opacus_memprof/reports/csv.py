@@ -3,42 +3,44 @@
 
 import csv
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import UNSET
 
+from opacus_memprof.analysis.profile_view import ProfileView
 from opacus_memprof.profiles.files import replacing
-from opacus_memprof.profiles.profile import Device, Profile
+from opacus_memprof.profiles.profile import Device, EventGap
 
 COLUMNS = ("device", "table", "name", "step", "phase", "category", "bytes")
 
 
-def write_csv(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Writes the bytes by category at the peak and at the peaks of phases and steps; those without bytes are left out.
+def write_csv(view: ProfileView, path: str | os.PathLike[str]) -> None:
+    """Writes the bytes by category at the peak and at the peaks of phases and steps, without empty categories.
 
-    `table` is what a row belongs to: `peak`, `module` and `component` (each a part of the peak, by `name`), `phase` and
-    `step` (at the peak of each). The sum of a table's rows with one name, or of the peak's three tables, is the
-    requested bytes at that instant.
+    The column `table` is `peak`, `module` or `component` (parts of the peak, by `name`), or `phase` or `step` (the peak
+    of each). The rows of a phase or step, or of one of the peak's three tables, add up to the requested bytes at that
+    instant.
 
-    A row of table `gap` says how many events are missing, and the step in which they begin; it has no bytes.
+    A row of the table `gap` has the number of missing events and the step in which the gap begins, and no bytes.
 
-    The rows of a run on a virtual GPU end with its kind, as column `virtual_gpu`.
+    Rows of a run on a virtual GPU have the column `virtual_gpu`, with its kind.
 
     Raises:
         MemprofError: `path` cannot be written.
     """
+    profile = view.profile
     virtual_gpu = {} if profile.virtual is UNSET else {"virtual_gpu": profile.virtual.gpu}
     with replacing(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow((*COLUMNS, *virtual_gpu))
         for name, device in profile.devices.items():
-            writer.writerows((name, *row, *virtual_gpu.values()) for row in _gap_rows(profile))
+            writer.writerows((name, *row, *virtual_gpu.values()) for row in _gap_rows(profile.events.gaps))
             writer.writerows((name, *row, *virtual_gpu.values()) for row in _rows(device))
 
 
-def _gap_rows(profile: Profile) -> Iterator[tuple[Any, ...]]:
-    for gap in profile.events.gaps:
+def _gap_rows(gaps: Sequence[EventGap]) -> Iterator[tuple[Any, ...]]:
+    for gap in gaps:
         yield "gap", f"{gap.events} events after event {gap.first_event}", gap.step, "", "", 0
 
 

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changed between two profiles, for a terminal and for a pull request."""
+"""Shows the differences between two profiles in a terminal or a pull request."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 
-from opacus_memprof.analysis.diff import percent_change
 from opacus_memprof.profiles.difference import DeviceDiff, Diff, DiffPhase
-from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.reports.moments import describe_time
-from opacus_memprof.reports.tables import largest_changes, shorten_name, signed_bytes, table_of
+from opacus_memprof.profiles.units import format_bytes, format_moment, format_signed_bytes, shorten_name
+from opacus_memprof.reports.text import table_of
 
 _TOP_MODULES = 10
 _NONE = "none"
@@ -36,8 +34,13 @@ def print_diff(diff: Diff, console: Console, exceeded: Sequence[str] = ()) -> No
         console.print(f"\n[bold red]{escape(sentence)}[/]", highlight=False)
 
 
+def largest_changes(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Sorts items by absolute size, the largest first, without zeros."""
+    return sorted((row for row in sizes.items() if row[1]), key=lambda row: (-abs(row[1]), row[0]))
+
+
 def diff_markdown(diff: Diff, exceeded: Sequence[str] = ()) -> str:
-    """The same as GitHub's Markdown, for a comment on a pull request: modules and phases are folded."""
+    """Formats the same as GitHub's Markdown, for a comment on a pull request, with modules and phases folded."""
     parts = ["### GPU memory"] if any("cuda" in name for name in diff.devices) else ["### Memory"]
     parts += [f"**{_escape_markdown(sentence)}**" for sentence in exceeded]
     for name, device in diff.devices.items():
@@ -55,9 +58,9 @@ def _headline(device: DeviceDiff) -> str:
     if not device.total:
         change = "no change"
     else:
-        percent = percent_change(device.total, old.requested_bytes)
-        change = signed_bytes(device.total) + (f", {percent}" if percent else "")
-    times = [describe_time(moment.phase, moment.step) for moment in (old, new)]
+        before = old.requested_bytes
+        change = format_signed_bytes(device.total) + (f", {100 * device.total / before:+.1f} %" if before else "")
+    times = [format_moment(moment.phase, moment.step) for moment in (old, new)]
     where = times[0] if times[0] == times[1] else f"{times[0]} → {times[1]}"
     return f"peak {sizes} ({change}), in {where}"
 
@@ -75,23 +78,23 @@ def _tables(device: DeviceDiff) -> Iterator[Table]:
 def _category_rows(device: DeviceDiff) -> Iterator[Row]:
     for category, change in largest_changes(device.categories):
         sizes = [run.categories.get(category, 0) for run in (device.before, device.after)]
-        yield category, *map(format_bytes, sizes), signed_bytes(change)
+        yield category, *map(format_bytes, sizes), format_signed_bytes(change)
 
 
 def _module_rows(modules: Mapping[str, Mapping[str, int]]) -> Iterator[Row]:
     # A module whose categories change while its sum stays is a change as well.
     ordered = sorted(modules.items(), key=lambda item: (-abs(sum(item[1].values())), -_total_change(item[1]), item[0]))
     for module, sizes in ordered[:_TOP_MODULES]:
-        yield module or "(no module)", signed_bytes(sum(sizes.values())), _largest_change(sizes)
+        yield module or "(no module)", format_signed_bytes(sum(sizes.values())), _largest_change(sizes)
     if rest := ordered[_TOP_MODULES:]:
-        yield f"{len(rest)} more", signed_bytes(sum(sum(sizes.values()) for _, sizes in rest)), ""
+        yield f"{len(rest)} more", format_signed_bytes(sum(sum(sizes.values()) for _, sizes in rest)), ""
 
 
 def _phase_row(name: str, phase: DiffPhase) -> Row | None:
     if not phase.total and not phase.categories:
         return None
     sizes = [_NONE if size is None else format_bytes(size) for size in (phase.before_bytes, phase.after_bytes)]
-    return name, *sizes, signed_bytes(phase.total), _largest_change(phase.categories)
+    return name, *sizes, format_signed_bytes(phase.total), _largest_change(phase.categories)
 
 
 def _total_change(sizes: Mapping[str, int]) -> int:
@@ -99,7 +102,7 @@ def _total_change(sizes: Mapping[str, int]) -> int:
 
 
 def _largest_change(sizes: Mapping[str, int]) -> str:
-    """The category that changed most, with the sign of its change."""
+    """Returns the category that changed most, with the sign of its change."""
     return "".join(f"{'+' if size > 0 else '-'}{category}" for category, size in largest_changes(sizes)[:1])
 
 
@@ -114,10 +117,10 @@ def _fold(title: str, content: str) -> str:
 
 
 def _markdown_code(text: str) -> str:
-    """A name as code, within a table's cell."""
+    """Formats a name as code, within a table's cell."""
     return f"`{text.replace('|', chr(92) + '|').replace('`', chr(39))}`"
 
 
 def _escape_markdown(text: str) -> str:
-    """Text that Markdown shows as it is, within a table's cell."""
+    """Escapes text for a cell of a Markdown table."""
     return "".join(f"\\{letter}" if letter in "\\`*_[]<>|#" else letter for letter in text)

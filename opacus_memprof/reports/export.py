@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from opacus_memprof.analysis.job_view import JobView
+from opacus_memprof.analysis.profile_view import ProfileView
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import EVENTS, META, OOM_REPORTS, PROFILE, RANKS, REPORT, SNAPSHOTS
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.optional import require
-from opacus_memprof.profiles.profile import Profile
 from opacus_memprof.reports.csv import write_csv
-from opacus_memprof.reports.html.page import write_html
+from opacus_memprof.reports.html.report_page import write_html
 from opacus_memprof.reports.latex import write_latex
 from opacus_memprof.reports.memory_viz import write_memory_viz
 from opacus_memprof.reports.parquet import write_parquet
@@ -24,92 +25,71 @@ _PROFILE_FILES = {EVENTS, META, PROFILE, SNAPSHOTS, RANKS, *OOM_REPORTS}
 
 
 @dataclass(frozen=True)
-class Source:
-    """The profile to export.
-
-    Attributes:
-        profile: the content of profile.json.
-        directory: of the profile.
-        without_dp: the profile of the same training without privacy, for what shows the cost of it.
-    """
-
-    profile: Profile
-    directory: Path
-    without_dp: Profile | None = None
-
-
-@dataclass(frozen=True)
 class Format:
     """One format: its file name suffixes, and the function that writes it.
 
     Attributes:
-        suffixes: of its files; the first is that of a file that nobody named.
-        write: returns the files that it wrote, or None for the path that it was given.
-        needs: arguments for profiles.optional.require: a module that this format alone needs, and what needs it.
+        suffixes: file name suffixes; the first is the default.
+        write: writes a view to a path, and returns the files if they are not just that path.
+        needs: arguments for profiles.optional.require: a module that only this format needs, and what needs it.
     """
 
     suffixes: tuple[str, ...]
-    write: Callable[[Source, Path], list[Path] | None]
+    write: Callable[[ProfileView, Path], list[Path] | None]
     needs: tuple[str, str] | None = None
 
 
-def _write_json(source: Source, path: Path) -> None:
-    write_text(path, to_json(source.profile))
+def _write_json(view: ProfileView, path: Path) -> None:
+    write_text(path, to_json(view.profile))
 
 
 FORMATS = {
-    "html": Format(
-        (".html",), lambda source, path: write_html(source.profile, source.directory, path, source.without_dp)
-    ),
-    "png": Format((".png",), lambda source, path: write_pictures(source.profile, path), ("matplotlib", "pictures")),
-    "csv": Format((".csv",), lambda source, path: write_csv(source.profile, path)),
+    "html": Format((".html",), write_html),
+    "png": Format((".png",), write_pictures, ("matplotlib", "pictures")),
+    "csv": Format((".csv",), write_csv),
     "json": Format((".json",), _write_json),
-    "latex": Format((".tex",), lambda source, path: write_latex(source.profile, path)),
-    "perfetto": Format(
-        (".pftrace", ".perfetto-trace"),
-        lambda source, path: write_perfetto(source.profile, source.directory, path),
-        ("perfetto", "Perfetto traces"),
-    ),
-    "memory_viz": Format(
-        (".pickle", ".pkl"), lambda source, path: write_memory_viz(source.profile, source.directory, path)
-    ),
-    "parquet": Format(
-        (".parquet",),
-        lambda source, path: write_parquet(source.profile, source.directory, path),
-        ("pyarrow", "Parquet tables"),
-    ),
+    "latex": Format((".tex",), write_latex),
+    "perfetto": Format((".pftrace", ".perfetto-trace"), write_perfetto, ("perfetto", "Perfetto traces")),
+    "memory_viz": Format((".pickle", ".pkl"), write_memory_viz),
+    "parquet": Format((".parquet",), write_parquet, ("pyarrow", "Parquet tables")),
 }
 
 
-def export(source: Source, wanted: Mapping[str, str | os.PathLike[str] | None]) -> list[Path]:
+def export(view: ProfileView | JobView, wanted: Mapping[str, str | os.PathLike[str] | None]) -> list[Path]:
     """Writes a profile in several formats, each file atomically, and returns the files.
 
+    A job can be written as "html" only.
+
     Args:
-        source: the profile.
+        view: the profile, with its directory, or the job.
         wanted: by format the file; None is `memprof` with the format's suffix, in the profile's directory.
 
     Raises:
         MemprofError: before anything is written, for an unknown format, another suffix than the format's, one of the
             profile's own files, or a package that is missing; and where a file cannot be written.
     """
-    paths = {name: output_path(name, path, source.directory) for name, path in wanted.items()}
+    assert view.directory is not None
+    paths = {name: output_path(name, path, view.directory) for name, path in wanted.items()}
     for name in wanted:
         if needs := FORMATS[name].needs:
             require(*needs)
+    if isinstance(view, JobView):
+        write_html(view, paths["html"])
+        return [paths["html"]]
     written: list[Path] = []
     for name, path in paths.items():
-        written += FORMATS[name].write(source, path) or [path]
+        written += FORMATS[name].write(view, path) or [path]
     return written
 
 
 def output_path(name: str, path: str | os.PathLike[str] | None, home: Path) -> Path:
-    """The file of the format `name` for the profile in `home`. `path` and errors are those of `export`."""
+    """Returns the file of the format `name` for the profile in `home`. `path` and errors are those of `export`."""
     format = FORMATS.get(name)
     if format is None:
-        raise MemprofError(f"{name!r} is no format of a report: choose one of {', '.join(FORMATS)}")
+        raise MemprofError(f"{name!r} is not a format of a report: choose one of {', '.join(FORMATS)}")
     file = home / f"{REPORT}{format.suffixes[0]}" if path is None else Path(path)
     if file.suffix not in format.suffixes:
-        raise MemprofError(f"{file} is no name for {name}: end it with {' or '.join(format.suffixes)}")
+        raise MemprofError(f"{file} is not a name for {name}: end it with {' or '.join(format.suffixes)}")
     if file.name in _PROFILE_FILES and file.resolve().parent == home.resolve():
         raise MemprofError(f"{file} is a file of the profile itself: choose another name")
     if file.is_dir():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of all pictures: figures in two themes, saved atomically; axes in bytes; stacks by category.
 
-matplotlib's Agg canvas draws into files: no display, no pyplot, no state that outlives a picture.
+matplotlib's Agg canvas draws into files, without a display, pyplot or global state.
 """
 
 import contextlib
@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from opacus_memprof.profiles.categories import stack_order
 from opacus_memprof.profiles.files import replacing
 from opacus_memprof.profiles.optional import require
-from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.profiles.units import format_bytes, shorten_name
 from opacus_memprof.reports.palette import CATEGORY_COLORS, PHASE_COLORS, THEMES, Theme, category_color
-from opacus_memprof.reports.tables import shorten_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +32,7 @@ _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 def saved_figure(
     path: str | os.PathLike[str], theme: str = "light", size: tuple[float, float] = (11, 6)
 ) -> Iterator["Figure"]:
-    """A context manager that gives a new figure, and saves it to `path` as a PNG at the end of the block.
+    """Yields a new figure, and saves it to `path` as a PNG at the end of the block.
 
     Args:
         path: replaced atomically; its directory is made.
@@ -48,7 +47,7 @@ def saved_figure(
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # not the user's own style, which the figure's colours would not suit
+        matplotlib.rcdefaults()  # the figure's colours do not suit the user's own style
         matplotlib.rcParams.update(_style(THEMES[theme]))
         figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
         FigureCanvasAgg(figure)
@@ -76,7 +75,7 @@ def _style(theme: Theme) -> dict[Any, Any]:
         "grid.color": theme.grid,
         "grid.linewidth": 0.8,
         "text.color": theme.text,
-        "text.parse_math": False,  # module names are no formulas
+        "text.parse_math": False,  # module names are not formulas
         "xtick.color": theme.muted,
         "ytick.color": theme.muted,
         "xtick.labelcolor": theme.text,
@@ -140,7 +139,7 @@ def stacked_bars(
 
     Args:
         colors: by part, in the order of the stack, if the parts of bars are not categories.
-        texts: at the ends of the bars, instead of their sums.
+        texts: texts at the ends of the bars, instead of their sums.
     """
     ends = [0] * len(rows)
     parts = stack_order(part for row in rows for part in row) if colors is None else colors
@@ -227,5 +226,5 @@ def legend(figure: "Figure | SubFigure", *axes: "Axes") -> None:
 
 
 def category_label(category: str) -> str:
-    """A category's name in a picture: `per sample gradients`."""
+    """Formats a category's name for a picture: `per sample gradients`."""
     return shorten_name(category.replace("_", " "), _LABEL_LENGTH)

@@ -4,14 +4,9 @@
 import os
 from collections.abc import Iterable, Sequence
 
-from opacus_memprof.analysis.virtual import virtual_gpu_of
+from opacus_memprof.analysis.profile_view import DeviceView, Part, ProfileView
 from opacus_memprof.profiles.files import write_text
-from opacus_memprof.profiles.profile import Device, Profile
-from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.reports.moments import describe_time
-from opacus_memprof.reports.tables import largest_first
 
-_TOP_MODULES = 10
 _ESCAPED = {character: f"\\{character}" for character in "&%$#_{}"} | {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
@@ -23,12 +18,12 @@ _TRANSLATION = str.maketrans(_ESCAPED)
 
 
 def escape(text: str) -> str:
-    """Text that LaTeX prints as it is, within a paragraph."""
+    """Escapes text for a paragraph of LaTeX."""
     return " ".join(text.split()).translate(_TRANSLATION)
 
 
 def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A `table` environment: the first column is text, the others are aligned to the right. Everything is escaped."""
+    """Formats a `table` environment, with text in the first column and all cells escaped."""
     lines = [
         r"\begin{table}",
         r"\centering",
@@ -49,41 +44,36 @@ def _line(cells: Sequence[str]) -> str:
     return " & ".join(map(escape, cells)) + r" \\"
 
 
-def write_latex(profile: Profile, path: str | os.PathLike[str]) -> None:
+def write_latex(view: ProfileView, path: str | os.PathLike[str]) -> None:
     """Writes three tables for each device: the peak by category, by module, and the peak of each phase.
 
     Raises:
         MemprofError: `path` cannot be written.
     """
-    virtual = virtual_gpu_of(profile.virtual)
-    names = {name: name if virtual is None else f"{name}, a {virtual}" for name in profile.devices}
-    tables = [text for name, device in profile.devices.items() for text in _tables(names[name], device)]
+    tables = [text for device in view.devices.values() for text in _tables(device)]
     head = "% \\usepackage{booktabs} goes into the preamble.\n"
     write_text(path, "\n".join([head, *tables]))
 
 
-def _tables(name: str, device: Device) -> list[str]:
-    peak = device.peak
-    whole = peak.requested_bytes
-    highest = f"{format_bytes(whole)} in {describe_time(peak.phase, peak.step, peak.logical_step)}"
-    categories = largest_first(peak.categories)
+def _tables(view: DeviceView) -> list[str]:
+    total = ("total", view.peak_size, "100.0%" if view.device.peak.requested_bytes else "")
     tables = [
         table(
-            f"Requested memory at the peak of {name}, {highest}, by category",
+            f"Requested memory at the peak of {view.title}, {view.peak_size} in {view.peak_moment}, by category",
             ("Category", "Memory", "Share"),
-            [*(_row(category, size, whole) for category, size in categories), _row("total", whole, whole)],
+            [*map(_row, view.categories), total],
         )
     ]
-    modules = largest_first({module: sum(sizes.values()) for module, sizes in peak.modules.items()})
-    if modules:
-        rows = [_row(module or "(no module)", size, whole) for module, size in modules[:_TOP_MODULES]]
-        if rest := modules[_TOP_MODULES:]:
-            rows.append(_row(f"{len(rest)} more", sum(size for _, size in rest), whole))
-        tables.append(table(f"The same by module: {name}", ("Module", "Memory", "Share"), rows))
-    phases = [(phase, format_bytes(moment.peak_bytes), str(moment.step)) for phase, moment in device.phases.items()]
-    tables.append(table(f"Requested memory of {name} at the peak of each phase", ("Phase", "Memory", "Step"), phases))
+    if view.modules:
+        tables.append(
+            table(f"The same by module: {view.title}", ("Module", "Memory", "Share"), map(_row, view.modules))
+        )
+    phases = [(row.name, row.size, str(row.step)) for row in view.phases]
+    tables.append(
+        table(f"Requested memory of {view.title} at the peak of each phase", ("Phase", "Memory", "Step"), phases)
+    )
     return tables
 
 
-def _row(name: str, size: int, whole: int) -> tuple[str, str, str]:
-    return name, format_bytes(size), f"{100 * size / whole:.1f}%" if whole else ""
+def _row(part: Part) -> tuple[str, str, str]:
+    return part.name or "(no module)", part.size, part.share.replace(" ", "")

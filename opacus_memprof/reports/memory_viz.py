@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 from msgspec import UNSET, to_builtins
 
-from opacus_memprof.analysis.events import FREE, OOM, RETAG, Events, Rows
+from opacus_memprof.analysis.events import FREE, OOM, RETAG, Rows, Window, around_peak
 from opacus_memprof.analysis.names import Names
-from opacus_memprof.analysis.window import Window, around_peak
+from opacus_memprof.analysis.profile_view import ProfileView
 from opacus_memprof.profiles.files import replacing
-from opacus_memprof.profiles.profile import Profile
 
 MAX_EVENTS = 200_000  # of a device: the viewer holds each of them
 _PROTOCOL = 4  # the newest that the viewer reads
@@ -40,22 +39,19 @@ class _Block(NamedTuple):
     step: int
 
 
-def write_memory_viz(profile: Profile, directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Writes the snapshot as a pickle. `cuda:i` is device i, the CPU the device after those (0 where there are none).
+def write_memory_viz(view: ProfileView, path: str | os.PathLike[str]) -> None:
+    """Writes the snapshot as a pickle, and replaces `path` atomically.
 
-    Of a device with more than MAX_EVENTS events of blocks those around its peak are shown, and what was live before
-    them as allocated at their beginning. The event file knows no segments: the snapshot's are the ranges of addresses
-    that the blocks took. It does not know either what the device had free when an allocation failed: 0 stands there.
+    `cuda:i` is device i, and the CPU is the device after those (0 without a GPU). A device with more than MAX_EVENTS
+    events of blocks is shown around its peak, with what was live before as allocated at the beginning.
 
-    Args:
-        profile: the content of profile.json.
-        directory: of the profile.
-        path: replaced atomically.
+    The event file has no segments: the snapshot's are the ranges of addresses that the blocks took. It does not have
+    the device's free memory at a failed allocation either, which is 0 in the snapshot.
 
     Raises:
         MemprofError: events.bin is not readable, or `path` cannot be written.
     """
-    events = Events(directory)
+    profile, events = view.profile, view.events()
     windows = around_peak(events, MAX_EVENTS)
     gpus = max(windows, default=0)
     traces: list[list[Entry]] = [[] for _ in range(gpus + 1)]
@@ -74,7 +70,7 @@ def write_memory_viz(profile: Profile, directory: str | os.PathLike[str], path: 
     }
     if profile.events.gaps:
         snapshot["gaps"] = to_builtins(profile.events.gaps)
-    if profile.virtual is not UNSET:  # the viewer passes over what it does not know
+    if profile.virtual is not UNSET:  # the viewer ignores unknown keys
         snapshot["virtual_gpu"] = to_builtins(profile.virtual)
     with replacing(path) as temporary, open(temporary, "wb") as file:
         pickle.dump(snapshot, file, protocol=_PROTOCOL)
@@ -99,7 +95,7 @@ class _Trace:
             self._alloc(number, block, begin)
         for row in _python_rows(window.rows):
             self._add(row)
-        # Some versions of the viewer add this category for what has none, and fail.
+        # Some versions of the viewer add this category for entries without one, and fail.
         self.entries.append({"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "category": "unknown"})
 
     def _add(self, row: dict[str, int]) -> None:
@@ -203,7 +199,7 @@ def _frame(kind: str, name: str) -> Entry:
 
 
 def _python_rows(rows: Rows) -> Iterator[dict[str, int]]:
-    """Rows as dicts of Python's own numbers, which a pickle needs."""
+    """Converts rows to dicts of Python numbers, which a pickle needs."""
     fields = rows.dtype.names or ()
     for values in zip(*(rows[field].tolist() for field in fields), strict=True):
         yield dict(zip(fields, values, strict=True))
@@ -215,7 +211,7 @@ def _block(row: Mapping[str, int]) -> _Block:
 
 
 def _blocks(rows: Rows) -> Iterator[tuple[int, _Block]]:
-    """The blocks of these births and retags, with their numbers, in the order of their births."""
+    """The blocks of these births and retags, with their numbers, in order of birth."""
     last = {row["block"]: row for row in _python_rows(rows[rows["kind"] == RETAG])}
     for row in _python_rows(rows[rows["kind"] != RETAG]):
         later = last.get(row["block"], row)
@@ -223,7 +219,7 @@ def _blocks(rows: Rows) -> Iterator[tuple[int, _Block]]:
 
 
 def _merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges in order, with those that overlap or are nearer than _SEGMENT_GAP merged."""
+    """Sorts ranges, and merges those that overlap or are nearer than _SEGMENT_GAP."""
     result: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         if result and start <= result[-1][1] + _SEGMENT_GAP:

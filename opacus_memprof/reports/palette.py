@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from opacus_memprof.profiles.categories import CATEGORIES
 
 CATEGORY_COLORS = {category.name: category.color for category in CATEGORIES} | {
-    # what is no category of requested bytes
+    # bytes beyond the requested ones
     "rounding": "#a9adb3",
     "cached": "#c3c7cc",
     "outside_pytorch": "#d9dce0",
 }
 
-# Of phases: the hue of what each of them makes. Idle has none.
+# A phase has the hue of the category that it allocates. Idle has none.
 PHASE_COLORS = {
     "setup": "#7bbff7",
     "forward": "#92c27f",
@@ -47,6 +47,6 @@ THEMES = {
 
 
 def category_color(category: str) -> str:
-    """`#rrggbb` of a category. One of the program's own gets the same colour wherever its name appears; two of them may
-    share one."""
+    """Returns the colour of a category, `#rrggbb`. A category of the program's own has the same colour in every report;
+    two of them may share one."""
     return CATEGORY_COLORS.get(category) or _OWN_COLORS[zlib.crc32(category.encode()) % len(_OWN_COLORS)]

@@ -9,19 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from opacus_memprof.analysis.events import ALLOC, FREE, GAP, KINDS, SEED, SNAPSHOT, STEP, Events, Rows, encode_names
+from opacus_memprof.analysis.profile_view import ProfileView
 from opacus_memprof.profiles.files import replacing
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.optional import require
-from opacus_memprof.profiles.profile import Profile
 
 
-def write_parquet(profile: Profile, directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Writes one row for each event of `directory`; docs/reports.md names the columns.
-
-    Args:
-        profile: the content of profile.json, for the table's metadata.
-        directory: of the profile.
-        path: replaced atomically.
+def write_parquet(view: ProfileView, path: str | os.PathLike[str]) -> None:
+    """Writes one row for each event, and replaces `path` atomically; docs/reports.md names the columns.
 
     Raises:
         MemprofError: pyarrow is not installed, events.bin is not readable, or `path` cannot be written.
@@ -29,8 +24,8 @@ def write_parquet(profile: Profile, directory: str | os.PathLike[str], path: str
     pa = require("pyarrow", "Parquet tables")
     parquet = require("pyarrow.parquet", "Parquet tables")
     keys = ("format", "versions", "status", "started_unix_ns", "virtual")
-    metadata = {key: profile[key] for key in keys if key in profile}
-    events = Events(directory)
+    metadata = {key: view.profile[key] for key in keys if key in view.profile}
+    events = view.events()
     live = np.zeros(256, np.int64)
     with replacing(path) as temporary:
         schema = _schema(pa).with_metadata({"opacus_memprof": to_json(metadata)})

@@ -3,18 +3,16 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from opacus_memprof.analysis.events import ALLOC, FREE, OOM, PHASE, ROW, STEP, Events, Rows
-from opacus_memprof.analysis.profile import read_timelines
-from opacus_memprof.analysis.virtual import virtual_gpu_of
+from opacus_memprof.analysis.profile_view import ProfileView
 from opacus_memprof.profiles.categories import stack_order
 from opacus_memprof.profiles.files import replacing
 from opacus_memprof.profiles.optional import require
-from opacus_memprof.profiles.profile import Profile, Timeline
+from opacus_memprof.profiles.profile import Timeline
 from opacus_memprof.profiles.units import format_bytes
 
 TIMELINE_ROWS = 20_000  # of a device; the peak is always among them
@@ -25,37 +23,32 @@ _SEQUENCE = 1
 _PROCESS = 1  # uuids of tracks count from here
 
 
-def write_perfetto(profile: Profile, directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Writes a Perfetto trace (protobuf). Times are nanoseconds since recording started.
+def write_perfetto(view: ProfileView, path: str | os.PathLike[str]) -> None:
+    """Writes a Perfetto trace (protobuf) and replaces `path` atomically. Times are nanoseconds since recording started.
 
     For each device a counter of its requested bytes and one for each category, exact at up to TIMELINE_ROWS instants
     that are chosen as profile.json's timeline is; each value holds until the next. A track of steps, and one of phases
     for each thread. Instants: allocations that failed, snapshots, the peaks, and at the first device's peak the
     findings.
 
-    Args:
-        profile: the content of profile.json.
-        directory: of the profile.
-        path: replaced atomically.
-
     Raises:
         MemprofError: perfetto is not installed, events.bin is not readable, or `path` cannot be written.
     """
     proto = require("perfetto.protos.perfetto.trace.perfetto_trace_pb2", "Perfetto traces")
-    trace = _Trace(proto, profile)
+    trace = _Trace(proto, view)
     with replacing(path) as temporary, open(temporary, "wb") as file:
-        for packet in trace.packets(Path(directory)):
+        for packet in trace.packets():
             # A trace is the concatenation of traces: a packet at a time never holds the whole.
             file.write(proto.Trace(packet=[packet]).SerializeToString())
 
 
 class _Trace:
-    def __init__(self, proto: Any, profile: Profile) -> None:
+    def __init__(self, proto: Any, view: ProfileView) -> None:
         self._proto = proto
-        self._profile = profile
+        self._view, self._profile = view, view.profile
         self._uuid = _PROCESS
 
-    def packets(self, directory: Path) -> Iterator[Any]:
+    def packets(self) -> Iterator[Any]:
         yield self._process()
         instants = self._track("memory events")
         yield instants
@@ -63,8 +56,8 @@ class _Trace:
         gaps = self._profile.events.gaps
         begins, ends = [gap.time_ns for gap in gaps], [gap.end_ns for gap in gaps]
         yield from self._row_of_slices("gaps", begins, ends, [f"{gap.events} events are missing" for gap in gaps])
-        yield from self._slices(Events(directory))
-        for device, timeline in read_timelines(directory, TIMELINE_ROWS).items():
+        yield from self._slices(self._view.events())
+        for device, timeline in self._view.timelines(TIMELINE_ROWS).items():
             yield from self._counters(device, timeline)
 
     def _packet(self, time_ns: int = 0) -> Any:
@@ -77,7 +70,7 @@ class _Trace:
         packet.track_descriptor.uuid = _PROCESS
         packet.track_descriptor.process.pid = self._profile.pid
         name = " ".join(self._profile.command) or "training"
-        virtual = virtual_gpu_of(self._profile.virtual)
+        virtual = self._view.virtual_gpu
         packet.track_descriptor.process.process_name = name if virtual is None else f"{name}, on a {virtual}"
         return packet
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opacus_memprof.analysis.device import thin_timeline
-from opacus_memprof.analysis.virtual import virtual_gpu_of
-from opacus_memprof.profiles.profile import Device, EventGap, FailedAllocation, Groups, Peak, Profile, Timeline
-from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.analysis.profile_view import DeviceView, Part, ProfileView
+from opacus_memprof.profiles.profile import Device, EventGap, FailedAllocation, Peak, Timeline
+from opacus_memprof.profiles.units import format_bytes, format_moment, shorten_name
 from opacus_memprof.reports.figures import (
     byte_axis,
     event_axis,
@@ -20,27 +19,23 @@ from opacus_memprof.reports.figures import (
     stacked_areas,
     stacked_bars,
 )
-from opacus_memprof.reports.gaps import place_event, place_gap
-from opacus_memprof.reports.moments import describe_time
 from opacus_memprof.reports.palette import THEMES, Theme
-from opacus_memprof.reports.tables import largest_first, shorten_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SIZE = (13.0, 10.0)  # inches
-_TOP = 10  # modules
 _LABEL_LENGTH = 28  # characters of a name
 _COLUMNS = 1000  # of the timeline: about one for each dot
 _MOST_STEPS = 60  # more lines than these would hide the picture
 _LABELLED_STEPS = 15
 
 
-def picture_paths(profile: Profile, path: str | os.PathLike[str]) -> dict[tuple[str, str], Path]:
-    """The files that write_pictures writes, by device and theme: `a.png` and `a-dark.png`, or with the device's name
-    between where there are several."""
+def picture_paths(view: ProfileView, path: str | os.PathLike[str]) -> dict[tuple[str, str], Path]:
+    """Returns the files of write_pictures by device and theme: `a.png` and `a-dark.png`, with the device's name between
+    if there are several."""
     target = Path(path)
-    devices = list(profile.devices) or [""]
+    devices = list(view.devices) or [""]
     paths = {}
     for device in devices:
         device_part = f"-{device.replace(':', '')}" if len(devices) > 1 else ""
@@ -50,69 +45,59 @@ def picture_paths(profile: Profile, path: str | os.PathLike[str]) -> dict[tuple[
     return paths
 
 
-def write_pictures(profile: Profile, path: str | os.PathLike[str]) -> list[Path]:
+def write_pictures(view: ProfileView, path: str | os.PathLike[str]) -> list[Path]:
     """Draws each device in light and in dark, and returns the files.
 
     Raises:
         MemprofError: matplotlib is not installed, or a file cannot be written.
     """
-    paths = picture_paths(profile, path)
+    paths = picture_paths(view, path)
     for (name, theme), file in paths.items():
         if name:
-            virtual = virtual_gpu_of(profile.virtual)
-            title = name if virtual is None else f"{name}, a {virtual}"
-            _draw_device(title, profile.devices[name], profile.events.gaps, theme, file)
+            _draw_device(view.devices[name], view.profile.events.gaps, theme, file)
         else:
             with saved_figure(file, theme, (8, 2)) as figure:
                 figure.text(0.5, 0.5, "No memory was allocated on a device that was profiled.", ha="center")
     return list(paths.values())
 
 
-def _draw_device(title: str, device: Device, gaps: Sequence[EventGap], theme: str, file: Path) -> None:
-    peak = device.peak
-    modules, components = _top_groups(peak.modules), _top_groups(peak.components)
+def _draw_device(view: DeviceView, gaps: Sequence[EventGap], theme: str, file: Path) -> None:
+    modules, components = view.modules, view.components
     with saved_figure(file, theme, _SIZE) as figure:
         grid = figure.add_gridspec(4, 2, height_ratios=(20, 1.5, 8 + len(modules), 8 + len(components)))
         timeline = figure.add_subplot(grid[0, :])
-        timeline.set_title(f"Requested memory of {title}, event by event")
-        rows = _visible_timeline(device.timeline, gaps)
-        _draw_timeline(timeline, device, rows, gaps, THEMES[theme])
+        timeline.set_title(f"Requested memory of {view.title}, event by event")
+        rows = _visible_timeline(view.device.timeline, gaps)
+        _draw_timeline(timeline, view.device, rows, gaps, THEMES[theme])
         _draw_phases(figure.add_subplot(grid[1, :], sharex=timeline), rows)
-        categories = {name: {name: size} for name, size in largest_first(peak.categories)}
-        parts: list[tuple[Any, str, Groups]] = [
-            (grid[2:, 0], "category", categories),
+        places: list[tuple[Any, str, Sequence[Part]]] = [
+            (grid[2:, 0], "category", view.categories),
             (grid[2, 1], "module", modules),
             (grid[3, 1], "component", components),
         ]
         bars = []
-        for cell, title, groups in (part for part in parts if part[2]):  # one that counters saw has no modules
+        for cell, title, parts in (place for place in places if place[2]):  # one that counters saw has no modules
             axes = figure.add_subplot(cell)
             axes.set_title(f"At the peak, by {title}")
-            stacked_bars(axes, [shorten_name(name, _LABEL_LENGTH) for name in groups], list(groups.values()))
+            names = [shorten_name(part.name or "(no module)", _LABEL_LENGTH) for part in parts]
+            stacked_bars(axes, names, [part.categories for part in parts])
             bars.append(axes)
         legend(figure, timeline, *bars)
 
 
-def _top_groups(groups: Groups) -> Groups:
-    """The largest groups, and the sum of the others as one more."""
-    names = [name for name, _ in largest_first({name: sum(sizes.values()) for name, sizes in groups.items()})]
-    shown = {name or "(no module)": groups[name] for name in names[:_TOP]}
-    if left_out := names[_TOP:]:
-        categories = {category for name in left_out for category in groups[name]}
-        shown[f"{len(left_out)} more"] = {
-            category: sum(groups[name].get(category, 0) for name in left_out) for category in categories
-        }
-    return shown
-
-
 def _visible_timeline(timeline: Timeline, gaps: Sequence[EventGap]) -> Timeline:
-    """The timeline with at most _COLUMNS rows, and one more at the end of the last."""
-    rows = thin_timeline(timeline, max(-(-len(timeline.bytes) // _COLUMNS), 1))
+    """Thins the timeline to _COLUMNS rows, and repeats the last one at its end."""
+    rows = timeline.thinned(max(-(-len(timeline.bytes) // _COLUMNS), 1))
     columns = {name: [*column, *column[-1:]] for name, column in rows.items() if name != "categories"}
-    columns["event"] = [place_event(event, gaps) for event in columns["event"]]
+    columns["event"] = [_place_event(event, gaps) for event in columns["event"]]
     columns["event"][-1:] = [event + 1 for event in columns["event"][-1:]]
     categories = {category: [*column, *column[-1:]] for category, column in rows.categories.items()}
     return Timeline(**columns, categories=categories)
+
+
+def _place_event(event: int, gaps: Sequence[EventGap]) -> int:
+    """Returns the number of recorded events before an event. The picture's axis leaves out gaps."""
+    return event - sum(gap.events for gap in gaps if gap.first_event + gap.events <= event)
 
 
 def _draw_timeline(axes: "Axes", device: Device, timeline: Timeline, gaps: Sequence[EventGap], theme: Theme) -> None:
@@ -134,14 +119,14 @@ def _draw_timeline(axes: "Axes", device: Device, timeline: Timeline, gaps: Seque
             theme.text,
         )
     else:
-        _mark(axes, place_event(peak.event, gaps), highest, f"peak: {_describe_instant(highest, peak)}", theme.text)
+        _mark(axes, _place_event(peak.event, gaps), highest, f"peak: {_describe_instant(highest, peak)}", theme.text)
     for failure in device.out_of_memory[-1:]:
         text = f"out of memory: {_describe_instant(failure.requested_bytes, failure)}"
         _mark(
-            axes, place_event(failure.event, gaps), failure.live_bytes, text, theme.accent, line=1
+            axes, _place_event(failure.event, gaps), failure.live_bytes, text, theme.accent, line=1
         )  # it is near the peak, mostly
     for gap in gaps:
-        place = place_gap(gap, gaps)
+        place = _place_event(gap.first_event, gaps)
         axes.axvline(place, color=theme.accent, linewidth=1.2, linestyle="--")
         label = f" {gap.events:,} events are missing"
         axes.annotate(
@@ -162,7 +147,7 @@ def _draw_timeline(axes: "Axes", device: Device, timeline: Timeline, gaps: Seque
 
 
 def _describe_instant(size: int, moment: Peak | FailedAllocation) -> str:
-    return f"{format_bytes(size)} in {describe_time(moment.phase, moment.step, moment.logical_step)}"
+    return f"{format_bytes(size)} in {format_moment(moment.phase, moment.step, moment.logical_step)}"
 
 
 def _mark(axes: "Axes", event: int, size: int, text: str, color: str, line: int = 0) -> None:

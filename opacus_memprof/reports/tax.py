@@ -7,17 +7,18 @@ from rich.console import Console
 from rich.markup import escape
 
 from opacus_memprof.profiles.difference import Tax
-from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.reports.tables import largest_changes, signed_bytes, table_of
+from opacus_memprof.profiles.units import format_bytes, format_signed_bytes
+from opacus_memprof.reports.diff import largest_changes
+from opacus_memprof.reports.text import table_of
 
 _TOP_MODULES = 9
 
 
 def print_tax(tax: Tax, console: Console) -> None:
-    """Prints what privacy costs (analysis.tax.dp_tax)."""
+    """Prints the DP tax of each device."""
     for name, device in tax.devices.items():
         console.print(
-            f"[bold]{escape(name)}[/]: privacy takes [bold]{signed_bytes(device.total)}[/] at the peak: "
+            f"[bold]{escape(name)}[/]: privacy takes [bold]{format_signed_bytes(device.total)}[/] at the peak: "
             f"{format_bytes(device.private_bytes)} with it, {format_bytes(device.vanilla_bytes)} without",
             highlight=False,
         )
@@ -38,8 +39,8 @@ def _print_table(title: str, sizes: Mapping[str, int], console: Console, top: in
         return
     table = table_of(title, ("difference",), ())
     for name, size in rows[:top]:
-        table.add_row(escape(name) or "(no module)", signed_bytes(size))
+        table.add_row(escape(name) or "(no module)", format_signed_bytes(size))
     if rest := rows[len(rows) if top is None else top :]:
-        table.add_row(f"{len(rest)} more", signed_bytes(sum(size for _, size in rest)), style="dim")
+        table.add_row(f"{len(rest)} more", format_signed_bytes(sum(size for _, size in rest)), style="dim")
     console.print()
     console.print(table)

@@ -1,181 +1,221 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints the summary of a profile to a terminal."""
+"""Prints profiles, and jobs of several ranks, to a terminal. Its tables and bars are those of all reports there."""
 
 import io
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from opacus_memprof.profiles.profile import Device, DeviceSnapshot, FailedAllocation, Groups, Peak, PhasePeak, Profile
-from opacus_memprof.profiles.units import format_bytes, format_count
-from opacus_memprof.reports.findings import print_findings
-from opacus_memprof.reports.header import print_header, print_warnings, status_markup
-from opacus_memprof.reports.moments import describe_time, steps_note
-from opacus_memprof.reports.tables import bar, largest_first, share, shorten_name, table_of
+from opacus_memprof.analysis.job_view import Columns, JobView
+from opacus_memprof.analysis.profile_view import Check, DeviceView, Part, ProfileView
+from opacus_memprof.profiles.job_summary import JobSummary
+from opacus_memprof.profiles.profile import Finding, Profile
+from opacus_memprof.profiles.units import format_bytes, format_count, shorten_name
 
-_TOP_MODULES = 10
-_MEANING = {
-    "requested_bytes": "what the program asked for",
-    "rounding": "blocks are larger than what was asked for",
-    "allocated_bytes": "what the allocator had handed out",
-    "cached": "kept by the allocator for later",
-    "reserved_bytes": "what the allocator had taken from the device",
-}
-_LABEL = {
-    "requested_bytes": "requested",
-    "rounding": "+ rounding",
-    "allocated_bytes": "= allocated",
-    "cached": "+ cached",
-    "reserved_bytes": "= reserved",
-}
-_SPLIT_LABEL = {"shared_with_autograd": "autograd holds them as well", "opacus_only": "only Opacus holds them"}
+_BAR = 20  # characters of the longest bar
+_STATUS_STYLE = {"finished": "green", "running": "cyan"}
+_CHECK_STYLE = {True: "green", False: "red", None: "yellow"}
+_FINDINGS = 3  # of one kind; profile.json has all
+_WIDEST = 100
+_STATUS = ""  # the title of the column of ranks that did not finish
 
 
-def print_summary(profile: Profile, console: Console) -> None:
-    """Prints the summary of a profile."""
+def print_report(view: ProfileView | JobView, console: Console) -> None:
+    """Prints a profile or a job, and what is known of its privacy."""
+    if isinstance(view, JobView):
+        print_job(view, console)
+    else:
+        print_profile(view, console)
+    for sentence in view.privacy:
+        console.print(f"\n[bold]Privacy check:[/] {escape(sentence)}", highlight=False)
+
+
+def print_profile(view: ProfileView, console: Console) -> None:
+    """Prints the peak of each device by category, component, module and phase, and the findings."""
     if isinstance(console.file, io.TextIOWrapper):
         console.file.reconfigure(errors="replace")  # an ASCII terminal shows "?" for a bar
-    _print_header(profile, console)
-    if not profile.devices:
+    profile = view.profile
+    code = profile.exit_code
+    title = _status(profile) if code is None else f"{_status(profile)}, exit code {code}"
+    if launch := profile.launch:
+        title = f"rank {launch.rank} of {launch.world_size}, {title}"
+    _print_header(title, profile, view.virtual_mark, console)
+    if not view.devices:
         console.print("No memory was allocated on a device that was profiled.")
-    for name, device in profile.devices.items():
+    for name, device in view.devices.items():
         _print_device(name, device, console)
     print_findings(profile.findings, console)
-    print_warnings(profile.warnings, console)
+    _print_warnings(profile.warnings, console)
 
 
-def _print_header(profile: Profile, console: Console) -> None:
-    code = profile.exit_code
-    ended = status_markup(profile) if code is None else f"{status_markup(profile)}, exit code {code}"
-    if launch := profile.launch:
-        ended = f"rank {launch.rank} of {launch.world_size}, {ended}"
-    print_header(ended, profile, console)
+def print_job(view: JobView, console: Console) -> None:
+    """Prints the peaks of a job's ranks, what makes them differ, and the findings."""
+    _print_header(f"{view.title}, {_status(view.summary)}", view.summary, view.virtual_mark, console)
+    if not view.ranks:
+        console.print("No memory was allocated on a device that was profiled.")
+    else:
+        _print_columns(view.ranks, ("phase", "mostly", "device", "host", _STATUS), console)
+        if view.left_out:
+            console.print(view.left_out, style="dim")
+        ratio, cause = view.imbalance
+        console.print(f"\nimbalance (max / mean): [bold]{ratio}[/]{cause}", highlight=False)
+        _print_columns(view.categories, ("at the peak",), console)
+        ranks, effect = view.stragglers
+        if ranks:
+            console.print(f"\n[yellow]{ranks}[/] {effect}", highlight=False)
+        whose, size = view.total
+        console.print(f"\n{whose} together: [bold]{size}[/]", highlight=False)
+        _print_check(view.check, console)
+    print_findings(view.findings, console)
+    _print_warnings(view.summary.warnings, console)
 
 
-def _print_device(name: str, device: Device, console: Console) -> None:
-    peak, requested = device.peak, device.peak.requested_bytes
-    time = f"in {describe_time(peak.phase, peak.step, peak.logical_step)}"
-    console.print(
-        f"\n[bold]{escape(name)}[/]: peak of [bold]{format_bytes(requested)}[/] {escape(time)}", highlight=False
-    )
-    _print_sums(peak, console)
-    _print_categories(peak, requested, console)
-    _print_modules(peak, requested, console)
-    _print_phases(device.phases, requested, console)
-    _print_failures(device.out_of_memory, console)
-    _print_reconciliation(peak, device.snapshots, console)
+def print_findings(findings: Sequence[Finding], console: Console, count: int = _FINDINGS) -> None:
+    """Prints findings: of each kind the first `count` in full, and the number of the others."""
+    kinds: dict[str, list[Finding]] = {}
+    for finding in findings:
+        kinds.setdefault(finding.kind, []).append(finding)
+    for kind, found in kinds.items():
+        for finding in found[:count]:
+            _print_finding(kind.replace("_", " "), finding, console)
+        if rest := found[count:]:
+            size = format_bytes(sum(finding.bytes for finding in rest))
+            modules = format_count(len(rest), "more module")
+            console.print(f"  and in {modules}, {size}", style="dim", highlight=False)
 
 
-def _print_sums(peak: Peak, console: Console) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2), show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim")
-    for key, label in _LABEL.items():
-        if (size := getattr(peak, key)) is not None:
-            table.add_row(label, format_bytes(size), _MEANING[key])
-    console.print(table)
+def _print_finding(kind: str, finding: Finding, console: Console) -> None:
+    where = f" in {finding.module}" if finding.module else ""
+    size = f", {format_bytes(finding.bytes)}" if finding.bytes else ""
+    console.print(f"\n[bold yellow]{escape(kind)}[/]{escape(where)}{size}", highlight=False)
+    for name, text in (("evidence", finding.evidence), ("remedy", finding.remedy)):
+        width = min(console.width, _WIDEST)
+        lines = textwrap.fill(
+            text, width, initial_indent=f"  {name}: ", subsequent_indent="    ", break_on_hyphens=False
+        )
+        console.print(escape(lines), highlight=False, soft_wrap=True)
 
 
-def _print_categories(peak: Peak, requested: int, console: Console) -> None:
-    rows = largest_first(peak.categories)
-    if not rows:
+def _print_header(title: str, profile: Profile | JobSummary, mark: str | None, console: Console) -> None:
+    """Prints the first lines: the title, which is markup, the mark of virtual GPUs, and versions."""
+    console.print(f"[bold]opacus-memprof[/]  {title}", highlight=False)
+    if mark:
+        console.print(f"[bold magenta]{escape(mark)}[/]", highlight=False)
+    versions = profile.versions
+    if known := [f"{name} {versions[name]}" for name in ("torch", "opacus", "cuda") if versions.get(name)]:
+        console.print(escape(", ".join(known)), style="dim", highlight=False)
+
+
+def _status(profile: Profile | JobSummary) -> str:
+    """The status as markup, in its colour."""
+    status = profile.status
+    return f"[{_STATUS_STYLE.get(status, 'red')}]{escape(status.replace('_', ' '))}[/]"
+
+
+def _print_warnings(warnings: Sequence[str], console: Console) -> None:
+    if warnings:
+        console.print()
+    for warning in warnings:
+        console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False)
+
+
+def table_of(name: str, numbers: tuple[str, ...], words: tuple[str, ...]) -> Table:
+    """A table without borders: a first column `name`, columns of numbers, columns of words."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(name, overflow="ellipsis", no_wrap=True)
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in words:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def bar(part: int, whole: int) -> str:
+    """A bar of eighths of a character, at most _BAR characters long."""
+    eighths = max(0, min(round(8 * _BAR * part / whole), 8 * _BAR)) if whole else 0
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+# --- one profile ---
+
+
+def _print_device(name: str, view: DeviceView, console: Console) -> None:
+    peak = f"peak of [bold]{view.peak_size}[/] in {escape(view.peak_moment)}"
+    console.print(f"\n[bold]{escape(name)}[/]: {peak}", highlight=False)
+    totals = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2), show_header=False)
+    totals.add_column(no_wrap=True)
+    totals.add_column(justify="right", no_wrap=True)
+    totals.add_column(style="dim")
+    for row in view.totals:
+        totals.add_row(*row)
+    console.print(totals)
+    _print_categories(view, console)
+    if len(view.device.peak.components) > 1:
+        _print_parts("component", view.components, console)
+    if any(part.name for part in view.modules):
+        _print_parts("module", view.modules, console)
+    _print_phases(view, console)
+    if view.failure:
+        console.print(f"\n[red]out of memory:[/] {escape(view.failure)}", highlight=False)
+    console.print()
+    for check in view.checks:
+        _print_check(check, console)
+
+
+def _print_categories(view: DeviceView, console: Console) -> None:
+    if not view.categories:
         return
     table = table_of("at the peak", ("bytes", "share"), ("",))
-    largest = max(size for _, size in rows)
-    for category, size in rows:
-        table.add_row(escape(category), format_bytes(size), share(size, requested), bar(size, largest))
-        if category == "activation_hooks":
-            for part, part_bytes in largest_first(dict(peak.activation_hooks)):
-                table.add_row(f"  {_SPLIT_LABEL.get(part, part)}", format_bytes(part_bytes), "", "", style="dim")
+    largest = view.categories[0].bytes
+    for part in view.categories:
+        table.add_row(escape(part.name), part.size, part.share, bar(part.bytes, largest))
+        if part.name == "activation_hooks":
+            for holder, size in view.holders:
+                table.add_row(f"  {holder}", size, "", "", style="dim")
     console.print()
     console.print(table)
 
 
-def _print_modules(peak: Peak, requested: int, console: Console) -> None:
-    if len(peak.components) > 1:
-        _print_groups("component", peak.components, requested, console)
-    if any(name and any(sizes.values()) for name, sizes in peak.modules.items()):
-        _print_groups("module", peak.modules, requested, console)
-
-
-def _print_groups(title: str, groups: Groups, requested: int, console: Console) -> None:
-    """Prints the largest modules or components, and the sum of the others."""
-    totals = largest_first({name: sum(sizes.values()) for name, sizes in groups.items()})
+def _print_parts(title: str, parts: Sequence[Part], console: Console) -> None:
     table = table_of(title, ("bytes", "share"), ("mostly",))
-    for name, size in totals[:_TOP_MODULES]:
-        mostly = escape(largest_first(groups[name])[0][0])
-        table.add_row(escape(shorten_name(name)) or "(no module)", format_bytes(size), share(size, requested), mostly)
-    rest = totals[_TOP_MODULES:]
-    if rest:
-        size = sum(size for _, size in rest)
-        table.add_row(f"{len(rest)} more", format_bytes(size), share(size, requested), "", style="dim")
+    for part in parts:
+        name = escape(shorten_name(part.name)) or "(no module)"
+        table.add_row(name, part.size, part.share, escape(part.mostly), style="dim" if part.is_rest else None)
     console.print()
     console.print(table)
 
 
-def _print_phases(phases: Mapping[str, PhasePeak], requested: int, console: Console) -> None:
-    if not phases:
+def _print_phases(view: DeviceView, console: Console) -> None:
+    if not view.phases:
         return
     table = table_of("phase", ("peak", "step"), ("", "mostly"))
-    for name, phase in phases.items():
-        categories = largest_first(phase.categories)
-        mostly = categories[0][0] if categories else ""
-        peak = phase.peak_bytes
-        table.add_row(escape(name), format_bytes(peak), str(phase.step), bar(peak, requested), escape(mostly))
+    whole = view.device.peak.requested_bytes
+    for row in view.phases:
+        table.add_row(escape(row.name), row.size, str(row.step), bar(row.bytes, whole), escape(row.mostly))
     console.print()
     console.print(table)
-    steps = [(phase.step, phase.logical_step) for phase in phases.values()]
-    console.print(steps_note(phases, steps), style="dim", highlight=False)
+    console.print(view.phases_note, style="dim", highlight=False)
 
 
-def _print_failures(failures: list[FailedAllocation], console: Console) -> None:
-    if not failures:
-        return
-    last = failures[-1]
-    where = f" for {last.module}" if last.module else ""
-    more = f" ({len(failures)} allocations failed; this is the last)" if len(failures) > 1 else ""
-    moment = describe_time(last.phase, last.step, last.logical_step)
-    console.print(
-        f"\n[red]out of memory:[/] {format_bytes(last.requested_bytes)} of {escape(last.category + where)} in "
-        f"{escape(moment)}, with {format_bytes(last.live_bytes)} live{more}",
-        highlight=False,
-    )
+def _print_check(check: Check, console: Console) -> None:
+    style = _CHECK_STYLE[check.agrees]
+    console.print(f"[{style}]{escape(check.claim)}[/]{escape(check.details)}", highlight=False)
 
 
-def _print_reconciliation(peak: Peak, snapshots: list[DeviceSnapshot], console: Console) -> None:
-    if remainder := peak.remainder_bytes:
-        console.print(f"\n[red]Σ categories misses {remainder} bytes of the requested ones[/]", highlight=False)
-    else:
-        console.print("\n[green]Σ categories = requested bytes: exact[/]", highlight=False)
-    _print_counted(peak, console)
-    compared = [(snapshot.remainder, snapshot.name) for snapshot in snapshots if isinstance(snapshot.remainder, int)]
-    wrong = [row for row in compared if row[0]]
-    if wrong:
-        worst, name = max(wrong, key=lambda row: abs(row[0]))
-        console.print(
-            f"[red]{len(wrong)} of {len(compared)} snapshots differ from what the allocator counts[/], "
-            f'"{escape(name)}" by {worst} bytes',
-            highlight=False,
-        )
-    elif compared:
-        instants = format_count(len(compared), "snapshot")
-        console.print(f"[green]and what the allocator itself counts, at {instants}: exact[/]", highlight=False)
-
-
-def _print_counted(peak: Peak, console: Console) -> None:
-    """Prints whether the allocator itself counted the same at the peak."""
-    counted = peak.counted_bytes
-    if counted is None:
-        return
-    excess = counted - peak.requested_bytes
-    if excess == 0:
-        console.print("[green]and what the allocator itself counts, at the peak: exact[/]", highlight=False)
-    else:
-        console.print(
-            f"[yellow]the allocator itself counts {excess:+} bytes at the peak[/]: what the program has freed and a "
-            "side stream still uses counts there",
-            highlight=False,
-        )
+def _print_columns(columns: Columns, words: tuple[str, ...], console: Console) -> None:
+    """Prints the columns that have a cell with text. Columns named in `words` are aligned to the left, and shortened if
+    the terminal is too narrow."""
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name, cells in shown.items():
+        if name in words:
+            table.add_column(name, no_wrap=True, style="red" if name == _STATUS else None)
+        else:
+            table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, [name, *cells])))
+    for row in zip(*shown.values(), strict=True):
+        table.add_row(*map(escape, row))
+    console.print()
+    console.print(table)

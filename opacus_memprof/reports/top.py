@@ -8,9 +8,10 @@ from rich.markup import escape
 from rich.text import Text
 
 from opacus_memprof.analysis.live import RunningDevice, RunningProfile
-from opacus_memprof.analysis.virtual import virtual_mark
-from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.reports.tables import bar, largest_first, share, shorten_name, table_of
+from opacus_memprof.analysis.profile_view import groups_of, parts_of
+from opacus_memprof.profiles.profile import virtual_mark
+from opacus_memprof.profiles.units import format_bytes, shorten_name
+from opacus_memprof.reports.text import bar, table_of
 
 _TOP_MODULES = 8
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -19,7 +20,7 @@ _STYLE = {"running": "cyan", "ended": "green", "killed": "red"}
 
 
 def live_view(live: RunningProfile) -> RenderableType:
-    """The view of a running profile, from analysis.live.ProfileFollower.read."""
+    """Renders a running profile, from analysis.live.ProfileFollower.read."""
     parts: list[RenderableType] = [
         Text.from_markup(
             f"[bold]opacus-memprof[/]  process {live.pid} [{_STYLE[live.status]}]{live.status}[/]  "
@@ -52,24 +53,22 @@ def _device(name: str, device: RunningDevice) -> list[RenderableType]:
     ]
     if trend := _trend(device.step_ends, device.bytes_per_step):
         parts.append(Text(trend, "dim"))
-    categories = largest_first(device.categories)
-    if categories:
+    if categories := parts_of(device.categories, requested):
         table = table_of("category", ("bytes", "share"), ("",))
-        for category, size in categories:
-            table.add_row(escape(category), format_bytes(size), share(size, requested), bar(size, categories[0][1]))
+        for part in categories:
+            table.add_row(escape(part.name), part.size, part.share, bar(part.bytes, categories[0].bytes))
         parts += ["", table]
-    modules = largest_first({module: sum(sizes.values()) for module, sizes in device.modules.items() if module})
-    if modules:
+    named = {module: sizes for module, sizes in device.modules.items() if module}
+    if modules := groups_of(named, requested, _TOP_MODULES):
         table = table_of("module", ("bytes", "share"), ("mostly",))
-        for module, size in modules[:_TOP_MODULES]:
-            mostly = largest_first(device.modules[module])[0][0]
-            table.add_row(escape(shorten_name(module)), format_bytes(size), share(size, requested), escape(mostly))
+        for part in modules[:_TOP_MODULES]:
+            table.add_row(escape(shorten_name(part.name)), part.size, part.share, escape(part.mostly))
         parts += ["", table]
     return parts
 
 
 def _trend(ends: Sequence[int], slope: int | None) -> str:
-    """A line with the bytes at the ends of the newest steps, and their growth per step."""
+    """Formats the bytes at the ends of the newest steps as a line, with their growth per step."""
     if slope is None:
         return ""
     shown = ends[-_NEWEST_STEPS:]

@@ -19,7 +19,6 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import ProfileDirectory
 from opacus_memprof.profiles.profile import Profile
 from opacus_memprof.recording.after_import import AfterImport
-from opacus_memprof.reports.text import print_summary
 from opacus_memprof.running.program import Program, print_exception
 from opacus_memprof.running.signals import BackgroundSignalHandler, die_of
 
@@ -195,15 +194,17 @@ class ProgramRecording:
 
     def _print_result(self, session: "Session", profile: Profile) -> None:
         """Prints the summary. Of several ranks, the last one to end prints that of all."""
+        from opacus_memprof.analysis.job_view import view_job
+        from opacus_memprof.analysis.profile_view import view_profile  # not before the program itself is imported
+        from opacus_memprof.reports.text import print_job, print_profile
+
         launch = self._directory.launch
         if launch is None or launch.played == [launch.rank]:
-            _print_summary(print_summary, profile)
+            _print_summary(print_profile, view_profile(profile))
             which = "" if launch is None else f" of rank {launch.rank} of {launch.world_size}"
             _print_note(f"the profile{which} is in {session.directory}")
         elif session.job is not None:
-            from opacus_memprof.reports.job_text import print_job
-
-            _print_summary(print_job, session.job)
+            _print_summary(print_job, view_job(session.job, session.directory.parent))
             _print_note(f"the profiles of all ranks are in {session.directory.parent}")
         elif profile.status != "finished":
             _print_note(
@@ -212,12 +213,12 @@ class ProgramRecording:
             )
 
 
-def _print_summary(render: Callable[[T, Console], None], profile: T) -> None:
+def _print_summary(render: Callable[[T, Console], None], view: T) -> None:
     """Prints to the original stdout. The program may have replaced or closed sys.stdout, or its pipe may be broken."""
     stdout = sys.__stdout__
     console = Console(file=stdout)
     with console.capture() as summary:  # written below, because rich would exit the process at a broken pipe
-        render(profile, console)
+        render(view, console)
     try:
         sys.stdout.flush()
         if stdout is not None:

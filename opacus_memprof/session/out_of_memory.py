@@ -30,8 +30,7 @@ from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.recording import faults, native, observations
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import CallHook, observe
-from opacus_memprof.reports.html.oom import build_oom_page
-from opacus_memprof.reports.oom_text import exception_note, print_oom
+from opacus_memprof.reports.oom import build_oom_page, exception_note, print_oom
 
 _TIMELINE_POINTS = 16384  # enough to show what a forward pass has saved at its end
 

@@ -303,9 +303,10 @@ class Session:
         """Returns the report of the session so far, in a frame of its own for notebooks."""
         if self._result is None:
             return None
-        from opacus_memprof.reports.html.page import build_html  # only a notebook needs it
+        from opacus_memprof.analysis.profile_view import view_profile  # only a notebook needs it
+        from opacus_memprof.reports.html.report_page import build_html
 
-        source = html.escape(build_html(self._result.so_far(), self.directory))
+        source = html.escape(build_html([view_profile(self._result.so_far(), self.directory)]))
         return f'<iframe srcdoc="{source}" sandbox="allow-scripts" style="width:100%;height:48em;border:0"></iframe>'
 
     def explain(self, error: BaseException) -> None:

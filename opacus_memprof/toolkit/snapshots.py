@@ -15,7 +15,7 @@ from rich.console import Console
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.profile import Finding
-from opacus_memprof.reports.findings import print_findings
+from opacus_memprof.reports.text import print_findings
 from opacus_memprof.toolkit import anomalies, model, output, readings
 from opacus_memprof.toolkit.output import LOGGER, MB
 from opacus_memprof.toolkit.readings import DeviceChange, MemorySnapshot, Reading, SnapshotDifference

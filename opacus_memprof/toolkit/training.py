@@ -301,8 +301,9 @@ def _elements(container: object) -> Iterable[object]:
 
 
 def _summary(profile: Profile) -> str:
-    from opacus_memprof.reports.text import print_summary
+    from opacus_memprof.analysis.profile_view import view_profile
+    from opacus_memprof.reports.text import print_profile
 
     text = io.StringIO()
-    print_summary(profile, Console(file=text, width=100, force_jupyter=False))
+    print_profile(view_profile(profile), Console(file=text, width=100, force_jupyter=False))
     return text.getvalue()

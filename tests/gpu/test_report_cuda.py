@@ -12,6 +12,7 @@ from torch.cuda import _memory_viz
 
 import opacus_memprof
 from opacus_memprof.analysis.profile import load_profile
+from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.reports.memory_viz import write_memory_viz
 from opacus_memprof.reports.perfetto import write_perfetto
 
@@ -40,11 +41,11 @@ def test_the_live_blocks_are_torchs(tmp_path: Path) -> None:
         torch.cuda.synchronize()
         theirs = live_blocks(torch.cuda.memory._snapshot())
     profile = load_profile(tmp_path / "profile")
-    write_memory_viz(profile, tmp_path / "profile", tmp_path / "snapshot.pickle")
+    write_memory_viz(view_profile(profile, tmp_path / "profile"), tmp_path / "snapshot.pickle")
     snapshot = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
     assert live_blocks(snapshot) == theirs
     live = sum(_memory_viz.calc_active(segment) for segment in snapshot["segments"])
     assert live == sum(size for _, size in theirs) == profile["devices"]["cuda:0"]["end_bytes"]
     assert f"total_allocated: {_memory_viz.Bytes(live)}\n" in _memory_viz.segsum(snapshot)
-    write_perfetto(profile, tmp_path / "profile", tmp_path / "a.pftrace")
+    write_perfetto(view_profile(profile, tmp_path / "profile"), tmp_path / "a.pftrace")
     assert b"cuda:0 requested bytes" in (tmp_path / "a.pftrace").read_bytes()

@@ -22,7 +22,7 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     What an earlier test has allocated under a session and still keeps counts at this one's peak, so that no share of
     the peak decides here whether a finding is made.
     """
-    monkeypatch.setattr(findings.run, "MATERIAL", 0.0)
+    monkeypatch.setattr(findings, "MATERIAL", 0.0)
     gc.collect()
     yield
     if (left := opacus_memprof.session.current()) is not None:

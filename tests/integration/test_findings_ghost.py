@@ -75,7 +75,7 @@ def test_norms_that_are_stale(tmp_path: Path) -> None:
     assert found["module"] == "layer"
     assert found["bytes"] == 2 * BATCH * FLOAT  # weight and bias
     assert "4 dimensions" in found["evidence"]
-    assert "an earlier batch's" in found["evidence"]
+    assert "those of an earlier batch" in found["evidence"]
 
 
 def test_norms_that_are_missing(tmp_path: Path) -> None:
@@ -85,4 +85,4 @@ def test_norms_that_are_missing(tmp_path: Path) -> None:
     profile = profiled(tmp_path, run, AttributeError)
     (found,) = of_kind(profile, "stale_norm_samples")
     assert found["bytes"] == 0
-    assert "it has none" in found["evidence"]
+    assert "clipping fails" in found["evidence"]

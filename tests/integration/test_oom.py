@@ -71,7 +71,7 @@ def test_a_prediction_that_rests_on_no_whole_block_says_so(limit: int, guessed: 
     assert report is not None
     assert report["request"]["module"].startswith("blocks.0") == guessed
     (clipped,) = (suggestion for suggestion in report["suggestions"] if suggestion["actions"] == [FLASH_CLIP])
-    assert ("what they keep is a guess" in clipped["computed"]) == guessed
+    assert ("what the others keep is a guess" in clipped["computed"]) == guessed
 
 
 @pytest.mark.parametrize("plan", FIRST_BLOCK_PLANS, ids=str)

@@ -90,9 +90,9 @@ class EventFile:
         header = struct.pack(
             "<8sII9Q",
             b"OMEMPROF",
-            1,
+            2,
             32,
-            len(self.records),
+            len(self.records) + self.dropped,
             self.dropped,
             2**20,
             4321,

@@ -56,7 +56,7 @@ def write_repeated(file: EventFile, times: int, directory: Path) -> tuple[int, n
     words[of_middle, 2] += np.uint64(256 * 2**20)
     ticks = TICKS * (len(words) + 1)
     header = struct.pack(
-        "<8sII9Q", b"OMEMPROF", 1, 32, len(words), 0, 2**25, 4321, 1000, START, 1000 + ticks, START + TICK_NS * ticks, 1
+        "<8sII9Q", b"OMEMPROF", 2, 32, len(words), 0, 2**25, 4321, 1000, START, 1000 + ticks, START + TICK_NS * ticks, 1
     )
     (directory / "events.bin").write_bytes(header.ljust(4096, b"\0") + words.tobytes())
     meta = {"format": 1, "versions": {"torch": "2.15.0"}, "command": ["train.py"], "names": file.names()}

@@ -194,7 +194,7 @@ def test_the_user_s_rules_come_first(tmp_path: Path) -> None:
 
 
 def test_a_rule_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(MemprofError, match=r"the rule '\(' for the component 'mine' is no regular expression"):
+    with pytest.raises(MemprofError, match=r"the rule '\(' for the component 'mine' is not a regular expression"):
         build_profile(a_file().write(tmp_path), status="finished", exit_code=0, components={"(": "mine"})
 
 

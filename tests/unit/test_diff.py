@@ -128,7 +128,7 @@ def test_less_memory_is_within_every_limit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["2 percent", "-1%", "%", "", "nan%", "1e3", "2%%"])
 def test_what_is_no_limit_is_refused(text: str) -> None:
-    with pytest.raises(MemprofError, match="is no limit"):
+    with pytest.raises(MemprofError, match="is not a limit"):
         GrowthLimit.parse(text)
 
 

@@ -17,6 +17,7 @@ from random_profile import Oracle, write_random_profile
 from typer.testing import CliRunner
 
 from opacus_memprof.analysis.profile import build_profile, load_profile, write_profile
+from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.cli import app
 from opacus_memprof.cli.report import _SUFFIXES
 from opacus_memprof.errors import MemprofError
@@ -75,7 +76,7 @@ def test_the_command_line_knows_the_suffixes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--png=a.gif"], "a.gif is no name for png: end it with .png"),
+        (["--png=a.gif"], "a.gif is not a name for png: end it with .png"),
         (["--json=profile/profile.json"], "is a file of the profile itself"),
         (["--html=profile/oom_report.html"], "is a file of the profile itself"),
         (["--csv=taken.csv"], "is a directory"),
@@ -128,7 +129,7 @@ def test_events_that_cannot_be_read_leave_the_old_file(directory: Path) -> None:
 
 def test_csv_adds_up_to_the_events(directory: Path, tmp_path: Path) -> None:
     profile = load_profile(directory)
-    write_csv(profile, tmp_path / "a.csv")
+    write_csv(view_profile(profile), tmp_path / "a.csv")
     with open(tmp_path / "a.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     for number, device in ((1, "cuda:0"), (2, "cuda:1")):
@@ -151,7 +152,9 @@ def test_csv_adds_up_to_the_events(directory: Path, tmp_path: Path) -> None:
 
 def test_latex_tables_are_whole_and_escaped(tmp_path: Path) -> None:
     file = EventFile().add("alloc", 0x1000, 2048, "teacher_&_100%", module=r"a_b.$x^2~{y}\z#<>")
-    latex.write_latex(build_profile(file.write(tmp_path), status="finished", exit_code=0), tmp_path / "a.tex")
+    latex.write_latex(
+        view_profile(build_profile(file.write(tmp_path), status="finished", exit_code=0)), tmp_path / "a.tex"
+    )
     text = (tmp_path / "a.tex").read_text()
     assert r"teacher\_\&\_100\% & 2.00 KiB & 100.0\% \\" in text.splitlines()
     assert r"a\_b.\$x\textasciicircum{}2\textasciitilde{}\{y\}\textbackslash{}z\#\textless{}\textgreater{}" in text
@@ -164,7 +167,7 @@ def test_latex_tables_are_whole_and_escaped(tmp_path: Path) -> None:
 
 
 def test_pictures_of_every_device_in_both_themes(directory: Path, tmp_path: Path) -> None:
-    files = write_pictures(load_profile(directory), tmp_path / "a.png")
+    files = write_pictures(view_profile(load_profile(directory)), tmp_path / "a.png")
     assert [file.name for file in files] == ["a-cuda0.png", "a-cuda0-dark.png", "a-cuda1.png", "a-cuda1-dark.png"]
     light, dark = (imread(file)[..., :3].mean() for file in files[:2])
     assert light > 0.7 > 0.4 > dark

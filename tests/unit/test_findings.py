@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from opacus_memprof.analysis.findings.run import Run
+from opacus_memprof.analysis.findings import Run
 from opacus_memprof.analysis.names import Names
 
 

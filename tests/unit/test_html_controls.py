@@ -13,8 +13,9 @@ from html_pages import MODULES, failed_training
 from large_event_files import one_step, write_repeated
 
 from opacus_memprof.analysis.profile import build_profile
+from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.reports.html.page import write_html
+from opacus_memprof.reports.html.report_page import write_html
 
 Open = Callable[..., Opened]
 
@@ -24,7 +25,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     """The page of a run that ended out of memory, and its profile."""
     directory = tmp_path_factory.mktemp("trained")
     profile = failed_training(directory)
-    write_html(profile, directory, directory / "report.html")
+    write_html(view_profile(profile, directory), directory / "report.html")
     return directory / "report.html", profile
 
 
@@ -34,7 +35,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     directory = tmp_path_factory.mktemp("steps")
     _, live = write_repeated(one_step(60, MODULES), 10, directory)
     profile = build_profile(directory, status="finished", exit_code=0)
-    write_html(profile, directory, directory / "report.html")
+    write_html(view_profile(profile, directory), directory / "report.html")
     return directory / "report.html", profile, live
 
 
@@ -135,7 +136,7 @@ def test_the_chart_shows_each_category_as_high_as_its_bytes(open_page: Open, tmp
     file = EventFile().add("alloc", 0x1000, 300_000, "model_parameters")
     file.add("alloc", 0x2000, 100_000, "noise").add("alloc", 0x3000, 1, "buffers")
     profile = build_profile(file.write(tmp_path), status="finished", exit_code=0)
-    write_html(profile, tmp_path, tmp_path / "report.html")
+    write_html(view_profile(profile, tmp_path), tmp_path / "report.html")
     report = open_page(tmp_path / "report.html")
     colors = report.page.locator(".chart canvas").evaluate(
         """(canvas) => {
@@ -198,7 +199,7 @@ def test_many_modules_are_as_wide_as_their_bytes(open_page: Open, tmp_path: Path
         file.add("alloc", 0x1000 + layer, size, "noise", module=f"model.layers.{layer}")
     file.add("alloc", 0x9000, sum(sizes), "noise", module="head")
     profile = build_profile(file.write(tmp_path), status="finished", exit_code=0)
-    write_html(profile, tmp_path, tmp_path / "report.html")
+    write_html(view_profile(profile, tmp_path), tmp_path / "report.html")
     cells = (
         open_page(tmp_path / "report.html")
         .page.locator(".cell")

@@ -11,8 +11,9 @@ from browser import Opened
 from event_files import EventFile
 
 from opacus_memprof.analysis.job_directory import load_ranks
+from opacus_memprof.analysis.job_view import load_view
 from opacus_memprof.analysis.profile import build_profile, write_profile
-from opacus_memprof.reports.html.job_page import write_job_html
+from opacus_memprof.reports.html.report_page import write_html
 
 Open = Callable[..., Opened]
 ACTIVATIONS = [1000, 2000, 1000, 9000]
@@ -35,7 +36,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
         failed = rank == 1
         write_profile(build_profile(folder, status="failed" if failed else "finished", exit_code=int(failed)), folder)
     summary = load_ranks(path)
-    write_job_html(summary, path, path / "ranks.html")
+    write_html(load_view(path), path / "ranks.html")
     return path / "ranks.html", summary
 
 

@@ -17,10 +17,10 @@ from large_event_files import one_step, write_repeated
 from msgspec.structs import replace
 
 from opacus_memprof.analysis.profile import build_profile
+from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.profile import DeviceSnapshot, Profile
-from opacus_memprof.reports.html.page import build_html, build_runs_html, write_html
-from opacus_memprof.reports.html.payload import PageRun
+from opacus_memprof.reports.html.report_page import build_html, write_html
 
 BOUND = 5_000_000  # bytes of a page
 LORA = [f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.default" for layer in range(40)]
@@ -47,7 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Profile, np
 
 def test_a_timeline_is_as_fine_as_the_events(trained: tuple[Path, Profile, np.ndarray]) -> None:
     directory, profile, live = trained
-    timeline = device_of(build_html(profile, directory))["timeline"]
+    timeline = device_of(build_html([view_profile(profile, directory)]))["timeline"]
     a_row = timeline["events_a_row"]
     assert 1 <= a_row <= 2
     expected = [int(live[start : start + a_row].max()) for start in range(0, len(live), a_row)]
@@ -64,7 +64,7 @@ def test_without_events_the_profiles_own_timeline_is_drawn(trained: tuple[Path, 
     _, profile, live = trained
     given = profile["devices"]["cuda:0"]["timeline"]
     for directory in (None, Path("nowhere")):
-        timeline = device_of(build_html(profile, directory))["timeline"]
+        timeline = device_of(build_html([view_profile(profile, directory)]))["timeline"]
         assert list(accumulate(timeline["event"])) == given["event"]
         assert [timeline["phases"][phase] for phase in accumulate(timeline["phase"])] == given["phase"]
         for name, differences in timeline["categories"]:
@@ -90,7 +90,7 @@ def test_the_largest_profiles_stay_within_the_bound(trained: tuple[Path, Profile
     device.snapshots = [DeviceSnapshot(index=number, **place, unix_ns=10, categories={}) for number in range(30_000)]
     device.steps = [replace(device.steps[0], step=number, peak_bytes=number) for number in range(600)]
     large.devices = {f"cuda:{index}": device for index in range(8)}
-    page = build_runs_html([PageRun(f"rank {rank}", large, directory) for rank in range(8)])
+    page = build_html([view_profile(large, directory, name=f"rank {rank}") for rank in range(8)])
     assert len(page.encode()) <= BOUND
     for shown in embedded(page)["runs"][7]["profile"]["devices"].values():
         columns = [list(accumulate(differences)) for _, differences in shown["timeline"]["categories"]]
@@ -113,14 +113,14 @@ def test_names_cannot_leave_their_element(tmp_path: Path) -> None:
     file = EventFile().add("alloc", 0x1000, 100, name, module=name, op=name)
     profile = build_profile(file.write(tmp_path), status="finished", exit_code=0)
     profile.command = [name]
-    page = build_html(profile, tmp_path)
+    page = build_html([view_profile(profile, tmp_path)])
     assert page.count("<script") == page.count("</script") == 2
     assert page.count("<!--") == 1  # the template's own
     assert name in device_of(page)["peak"]["modules"]
 
 
 def test_only_the_pages_own_scripts_and_styles_may_run(trained: tuple[Path, Profile, np.ndarray]) -> None:
-    page = build_html(trained[1])
+    page = build_html([view_profile(trained[1])])
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy is not None
     assert policy[1].startswith("default-src 'none';")
@@ -134,13 +134,15 @@ def test_the_page_explains_every_category_of_the_document(trained: tuple[Path, P
     document = (Path(__file__).parents[2] / "docs" / "categories.md").read_text(encoding="utf-8")
     names = set(re.findall(r"^\| `(\w+)` \|", document, re.MULTILINE))
     directory, profile, _ = trained
-    meanings = embedded(build_runs_html([PageRun("a run", profile, directory)]))["meanings"]
+    meanings = embedded(build_html([view_profile(profile, directory, name="a run")]))["meanings"]
     assert {"dataset", "noise"} <= names <= set(meanings)
 
 
 def test_several_runs_share_a_page(trained: tuple[Path, Profile, np.ndarray]) -> None:
     directory, profile, _ = trained
-    runs = embedded(build_runs_html([PageRun("rank 0", profile, directory), PageRun("rank 1", profile)]))["runs"]
+    runs = embedded(
+        build_html([view_profile(profile, directory, name="rank 0"), view_profile(profile, name="rank 1")])
+    )["runs"]
     assert [run["name"] for run in runs] == ["rank 0", "rank 1"]
     rows = [len(run["profile"]["devices"]["cuda:0"]["timeline"]["event"]) for run in runs]
     assert rows[0] > rows[1]
@@ -153,14 +155,16 @@ def test_two_runs_that_cannot_be_compared_are_refused(
     page = tmp_path / "report.html"
     page.write_text("an earlier one")
     with pytest.raises(MemprofError, match="profile both on the same devices"):
-        write_html(profile, None, page, replace(profile, devices={"cpu": profile.devices["cuda:0"]}))
+        view_profile(profile, None, replace(profile, devices={"cpu": profile.devices["cuda:0"]}))
     assert page.read_text() == "an earlier one"
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
 
 
 def test_the_page_is_written_where_it_is_asked_for(trained: tuple[Path, Profile, np.ndarray], tmp_path: Path) -> None:
     directory, profile, _ = trained
-    write_html(profile, directory, tmp_path / "new" / "report.html")
-    assert (tmp_path / "new" / "report.html").read_text(encoding="utf-8") == build_html(profile, directory)
+    write_html(view_profile(profile, directory), tmp_path / "new" / "report.html")
+    assert (tmp_path / "new" / "report.html").read_text(encoding="utf-8") == build_html(
+        [view_profile(profile, directory)]
+    )
     with pytest.raises(MemprofError, match="cannot write"):
-        write_html(profile, directory, directory / "meta.json" / "report.html")
+        write_html(view_profile(profile, directory), directory / "meta.json" / "report.html")

@@ -13,11 +13,11 @@ from large_event_files import one_step, write_repeated
 from msgspec.structs import replace
 
 from opacus_memprof.analysis.profile import build_profile
+from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.analysis.tax import dp_tax
 from opacus_memprof.profiles.profile import Finding, Profile
 from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.reports.html.page import build_runs_html, write_html
-from opacus_memprof.reports.html.payload import PageRun
+from opacus_memprof.reports.html.report_page import build_html, write_html
 from opacus_memprof.reports.palette import category_color
 
 Open = Callable[..., Opened]
@@ -28,7 +28,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Profile]:
     """The page of a run that ended out of memory, and its profile."""
     directory = tmp_path_factory.mktemp("trained")
     profile = failed_training(directory)
-    write_html(profile, directory, directory / "report.html", half_of(profile))
+    write_html(view_profile(profile, directory, half_of(profile)), directory / "report.html")
     return directory / "report.html", profile
 
 
@@ -118,7 +118,7 @@ def test_devices_and_runs_are_chosen(open_page: Open, trained: tuple[Path, Profi
     only = {"cuda:1": profile.devices["cuda:1"]}
     other = replace(profile, devices=only, status="finished", exit_code=0)
     page = tmp_path / "ranks.html"
-    page.write_text(build_runs_html([PageRun("rank 0", profile), PageRun("rank 1", other)]))
+    page.write_text(build_html([view_profile(profile, name="rank 0"), view_profile(other, name="rank 1")]))
     report = open_page(page)
     largest = profile["devices"]["cuda:0"]["peak"]["requested_bytes"]
     assert report.bytes('[data-figure="peak"]') == [largest]
@@ -138,7 +138,7 @@ def test_a_million_events(open_page: Open, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     profile = build_profile(tmp_path, status="finished", exit_code=0)
     peak = profile["devices"]["cuda:0"]["peak"]
-    write_html(profile, tmp_path, path)
+    write_html(view_profile(profile, tmp_path), path)
     assert path.stat().st_size <= 5_000_000
     report = open_page(path)
     loaded = []
@@ -200,7 +200,7 @@ def test_names_are_never_markup(open_page: Open, tmp_path: Path) -> None:
     profile = build_profile(file.write(tmp_path), status="finished", exit_code=0, warnings=[evil])
     profile.command = [evil]
     profile.findings = [Finding(kind=evil, module=evil, bytes=1, evidence=evil, remedy=evil)]
-    write_html(profile, tmp_path, tmp_path / "report.html", half_of(profile))
+    write_html(view_profile(profile, tmp_path, half_of(profile)), tmp_path / "report.html")
     report = open_page(tmp_path / "report.html")
     assert report.page.evaluate("window.hacked") is None
     assert report.page.locator("img").count() == 0
@@ -212,7 +212,7 @@ def test_names_are_never_markup(open_page: Open, tmp_path: Path) -> None:
 
 def test_pieces_that_are_not_there(open_page: Open, trained: tuple[Path, Profile], tmp_path: Path) -> None:
     _, profile = trained
-    write_html(replace(profile, devices={}, findings=[]), None, tmp_path / "empty.html")
+    write_html(view_profile(replace(profile, devices={}, findings=[]), None), tmp_path / "empty.html")
     report = open_page(tmp_path / "empty.html")
     assert "No memory was allocated" in report.texts("main")[0]
     assert report.texts("#warnings li") == ["mind the gap"]
@@ -222,7 +222,9 @@ def test_pieces_that_are_not_there(open_page: Open, trained: tuple[Path, Profile
     unknown: dict[str, Any] = {"modules": {}, "components": {}, "ops": {}, "born_in": {}, "streams": {}, "threads": {}}
     blocks: dict[str, Any] = {"largest_blocks": [], "newest_blocks": []}
     peak = replace(device.peak, **unknown, **blocks, event=None, logical_step=None)
-    write_html(replace(profile, devices={"cuda:1": replace(device, peak=peak)}), None, tmp_path / "counters.html")
+    write_html(
+        view_profile(replace(profile, devices={"cuda:1": replace(device, peak=peak)}), None), tmp_path / "counters.html"
+    )
     report = open_page(tmp_path / "counters.html")
     assert report.bytes('[data-figure="peak"]') == [4321]
     assert "not among the recorded events" in report.texts("#timeline .caption")[0]

@@ -15,6 +15,7 @@ from random_profile import Oracle, write_random_profile
 from torch.cuda import _memory_viz
 
 from opacus_memprof.analysis.profile import build_profile, load_profile
+from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.reports import memory_viz
 from opacus_memprof.reports.memory_viz import write_memory_viz
 
@@ -23,7 +24,7 @@ ALLOC, FREE, RETAG, OOM = 1, 2, 3, 8
 
 def written(directory: Path) -> dict[str, Any]:
     profile = load_profile(directory)
-    write_memory_viz(profile, directory, directory / "snapshot.pickle")
+    write_memory_viz(view_profile(profile, directory), directory / "snapshot.pickle")
     snapshot: dict[str, Any] = pickle.loads((directory / "snapshot.pickle").read_bytes())
     return snapshot
 
@@ -134,7 +135,7 @@ def test_of_many_events_those_around_the_peak_are_kept(
 def test_the_cpu_is_device_0_where_it_is_alone(tmp_path: Path) -> None:
     file = EventFile().add("seed", 0x1000, 100, "model_parameters", device=0, step=0).add("alloc", 0, 0, device=0)
     profile = build_profile(file.write(tmp_path), status="finished", exit_code=0)
-    write_memory_viz(profile, tmp_path, tmp_path / "cpu.pickle")
+    write_memory_viz(view_profile(profile, tmp_path), tmp_path / "cpu.pickle")
     snapshot = pickle.loads((tmp_path / "cpu.pickle").read_bytes())
     assert [segment["device"] for segment in snapshot["segments"]] == [0]
     assert sum(_memory_viz.calc_active(segment) for segment in snapshot["segments"]) == 100
@@ -143,7 +144,7 @@ def test_the_cpu_is_device_0_where_it_is_alone(tmp_path: Path) -> None:
 
 def test_an_empty_profile_is_an_empty_snapshot(tmp_path: Path) -> None:
     profile = build_profile(EventFile().write(tmp_path), status="finished", exit_code=0)
-    write_memory_viz(profile, tmp_path, tmp_path / "empty.pickle")
+    write_memory_viz(view_profile(profile, tmp_path), tmp_path / "empty.pickle")
     snapshot = pickle.loads((tmp_path / "empty.pickle").read_bytes())
     assert (snapshot["segments"], [entry for trace in snapshot["device_traces"] for entry in trace]) == ([], [])
     assert "total_allocated: 0.0B" in _memory_viz.segsum(snapshot)
@@ -157,7 +158,7 @@ def test_a_window_over_several_pieces_begins_with_what_is_live(tmp_path: Path, m
         file.add("alloc", 2**12 * number, 5, "gradients").add("free", 2**12 * number, 5, "gradients")
     file.retag(2**30, "noise", "gradients", size=10).add("alloc", 2**31, 7, "inputs")
     profile = build_profile(file.write(tmp_path), status="finished", exit_code=0)
-    write_memory_viz(profile, tmp_path, tmp_path / "a.pickle")
+    write_memory_viz(view_profile(profile, tmp_path), tmp_path / "a.pickle")
     entries = pickle.loads((tmp_path / "a.pickle").read_bytes())["device_traces"][0]
     blocks = [entry for entry in entries if entry["action"] != "snapshot"]
     assert [(entry["action"], entry["addr"], entry["category"]) for entry in (blocks[0], blocks[-2], blocks[-1])] == [

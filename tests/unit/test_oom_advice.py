@@ -10,7 +10,7 @@ from rich.console import Console
 
 from opacus_memprof.analysis.oom import build_report
 from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape, TrainingShapes
-from opacus_memprof.reports.oom_text import exception_note, print_oom
+from opacus_memprof.reports.oom import exception_note, print_oom
 
 G = 2**30
 DEVICE = 80 * G
@@ -89,7 +89,7 @@ def test_the_physical_batch_that_fits() -> None:
         if suggestion["actions"][0]["kind"] == "max_physical_batch_size"
     )
     assert chosen["actions"] == [{"kind": "max_physical_batch_size", "value": best}]
-    assert f"at most {best} samples in the place of {n}" in chosen["title"]  # which may be a part of the logical batch
+    assert f"at most {best} samples instead of {n}" in chosen["title"]  # which may be a part of the logical batch
     assert chosen["saved_bytes"] == report["needed"]["bytes"] - chosen["predicted_peak_bytes"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from browser import Opened
 from made_profiles import an_oom_report
 
-from opacus_memprof.reports.html.oom import build_oom_page
+from opacus_memprof.reports.oom import build_oom_page
 from opacus_memprof.reports.palette import category_color
 
 Open = Callable[..., Opened]

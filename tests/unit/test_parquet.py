@@ -15,13 +15,14 @@ from random_profile import Oracle, write_random_profile
 from test_events import a_run
 
 from opacus_memprof.analysis.profile import build_profile, load_profile
+from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.reports.parquet import write_parquet
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_random_profile(tmp_path_factory.mktemp("profile"), 1500)
-    write_parquet(load_profile(directory), directory, directory / "events.parquet")
+    write_parquet(view_profile(load_profile(directory), directory), directory / "events.parquet")
     return directory
 
 
@@ -79,7 +80,7 @@ def test_duckdb_adds_up_categories(directory: Path) -> None:
 
 def test_categories_are_settled_and_the_tag_is_the_record_s(tmp_path: Path) -> None:
     profile = build_profile(a_run().write(tmp_path), status="finished", exit_code=0)
-    write_parquet(profile, tmp_path, tmp_path / "a.parquet")
+    write_parquet(view_profile(profile, tmp_path), tmp_path / "a.parquet")
     table = pd.read_parquet(tmp_path / "a.parquet")
     born = table[(table["kind"] == "alloc") & (table["device"] == "cuda:0")]
     assert born[["tag", "category"]].to_numpy().tolist() == [
@@ -96,7 +97,7 @@ def test_the_file_says_whose_it_is(directory: Path) -> None:
 
 def test_an_empty_profile_is_an_empty_table(tmp_path: Path) -> None:
     profile = build_profile(EventFile().write(tmp_path), status="finished", exit_code=0)
-    write_parquet(profile, tmp_path, tmp_path / "a.parquet")
+    write_parquet(view_profile(profile, tmp_path), tmp_path / "a.parquet")
     assert (len(pd.read_parquet(tmp_path / "a.parquet")), pq.read_schema(tmp_path / "a.parquet").names[0]) == (
         0,
         "event",

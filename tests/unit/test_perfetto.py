@@ -14,6 +14,7 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as proto
 from random_profile import PHASES, Oracle, write_random_profile
 
 from opacus_memprof.analysis.profile import load_profile
+from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.reports import perfetto
 from opacus_memprof.reports.perfetto import write_perfetto
 
@@ -22,7 +23,7 @@ class Parsed:
     def __init__(self, directory: Path) -> None:
         self.profile = load_profile(directory)
         path = directory / "trace.pftrace"
-        write_perfetto(self.profile, directory, path)
+        write_perfetto(view_profile(self.profile, directory), path)
         self.trace = proto.Trace.FromString(path.read_bytes())
         tracks = [packet.track_descriptor for packet in self.trace.packet if packet.HasField("track_descriptor")]
         self.tracks = {track.uuid: track for track in tracks}

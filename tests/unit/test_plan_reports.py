@@ -12,9 +12,7 @@ from browser import Opened
 from made_plans import MIB, ROOM, a_run, a_search, a_verdict
 
 from opacus_memprof.profiles.plan import Plan
-from opacus_memprof.reports.html.plan import write_plan_html
-from opacus_memprof.reports.plan_csv import COLUMNS, write_plan_csv
-from opacus_memprof.reports.plan_picture import write_plan_pictures
+from opacus_memprof.reports.plan_exports import COLUMNS, write_plan_csv, write_plan_html, write_plan_pictures
 
 Open = Callable[..., Opened]
 

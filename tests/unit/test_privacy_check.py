@@ -14,7 +14,9 @@ from msgspec import to_builtins
 from torch import nn
 from typer.testing import CliRunner
 
+from opacus_memprof.analysis.privacy_sentences import describe_model, privacy_sentences
 from opacus_memprof.analysis.profile import load_profile
+from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.cli import app
 from opacus_memprof.clipping.layers import GenericLayer, layer_for
 from opacus_memprof.clipping.proof.certificate import (
@@ -29,8 +31,7 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import PRIVACY_CHECK
 from opacus_memprof.profiles.json_object import convert_json
 from opacus_memprof.profiles.privacy_check import PrivacyCheck, read_privacy_check, write_privacy_checks
-from opacus_memprof.reports.html.page import build_html
-from opacus_memprof.reports.privacy_check import describe_model, privacy_sentences
+from opacus_memprof.reports.html.report_page import build_html
 from tests.unit.event_files import EventFile
 
 ROOT = Path(__file__).parents[2]
@@ -285,7 +286,7 @@ def test_the_page_has_the_sentences(tmp_path: Path) -> None:
         EventFile(closed=False).add("alloc", 64, 2048, "gradients", phase="backward", module="fc").write(tmp_path)
     )
     write_privacy_checks([content(certificate())], tmp_path / PRIVACY_CHECK)
-    page = build_html(load_profile(directory), directory)
+    page = build_html([view_profile(load_profile(directory), directory)])
     assert '"privacy_check":["flash_clip on Linear; 0 steps; 0 situations proved; nothing refused."]' in page
 
 

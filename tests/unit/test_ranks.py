@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from opacus_memprof.analysis import job_directory
-from opacus_memprof.analysis.job import list_ranks
+from opacus_memprof.analysis.job_view import view_job
 from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import ProfileDirectory, claim, rank_directories
@@ -22,7 +22,8 @@ from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.launch import Launch
 from opacus_memprof.profiles.schemas import schema_of
-from opacus_memprof.reports.job_text import print_job
+from opacus_memprof.profiles.units import format_ranks
+from opacus_memprof.reports.text import print_job
 from tests.unit.event_files import EventFile
 from tests.unit.made_profiles import a_device, a_peak, a_profile
 
@@ -63,7 +64,7 @@ def change(path: Path, rank: int, **keys: Any) -> None:
 
 def printed(summary: JobSummary) -> str:
     console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    print_job(summary, console)
+    print_job(view_job(summary, ""), console)
     return console.export_text()
 
 
@@ -130,7 +131,7 @@ def test_ranks_that_are_missing_or_cannot_be_read(tmp_path: Path, foreign: str) 
     found = job_directory.load_ranks(tmp_path)
     assert [row["rank"] for row in found["ranks"]] == [0, 2]
     assert found["missing"] == [3]
-    assert "rank 3 of 4 has left no profile here" in found["warnings"]
+    assert "rank 3 of 4 has no profile here" in found["warnings"]
     assert any(warning.startswith("rank 1 is left out: ") for warning in found["warnings"])
     assert found["status"] == "killed"
     change(tmp_path, 2, status="out_of_memory")
@@ -144,7 +145,7 @@ def test_ranks_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
         write(tmp_path, rank, launch=replace(JOB, world_size=2), activations=100)
     found = job_directory.load_ranks(tmp_path)
     assert found["imbalance"]["max_bytes"] == 100
-    assert found["warnings"] == ["what lies here of rank 2 is of an earlier job, and is left out"]
+    assert found["warnings"] == ["the profiles of rank 2 are of an earlier job, and are left out"]
 
 
 def test_what_does_not_fit_together_is_said(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_memory_on_another_ranks_gpu(tmp_path: Path) -> None:
     [
         (["--csv"], "there is a page of them alone: use --html, or give one, as "),
         (["--html", "--vanilla", "elsewhere"], "there is a page of them alone"),
-        (["--html=summary.txt"], "summary.txt is no name for html: end it with .html"),
+        (["--html=summary.txt"], "summary.txt is not a name for html: end it with .html"),
     ],
 )
 def test_what_a_job_s_report_cannot_do_is_refused(
@@ -208,7 +209,7 @@ def test_what_a_job_s_report_cannot_do_is_refused(
 
 def test_no_ranks_at_all(tmp_path: Path) -> None:
     (tmp_path / "rank_0").mkdir()
-    with pytest.raises(MemprofError, match="no rank's profile"):
+    with pytest.raises(MemprofError, match="no readable profile of a rank"):
         job_directory.load_ranks(tmp_path)
 
 
@@ -276,4 +277,4 @@ def test_ranks_that_a_smaller_job_does_not_have_go(tmp_path: Path) -> None:
     [([3], "rank 3"), ([0, 1, 2, 5], "ranks 0-2, 5"), ([4, 0], "ranks 0, 4"), ([7, 6], "ranks 6-7")],
 )
 def test_ranks_in_words(numbers: list[int], words: str) -> None:
-    assert list_ranks(numbers) == words
+    assert format_ranks(numbers) == words

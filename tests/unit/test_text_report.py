@@ -11,17 +11,18 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from opacus_memprof.analysis.profile import build_profile
+from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.profile import Device, Profile
-from opacus_memprof.reports.text import print_summary
+from opacus_memprof.reports.text import print_profile
 
 LONG = "base_model.model.model.layers.31.self_attn.q_proj.lora_A.default"
 
 
 def printed(profile: Profile, width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    print_summary(profile, console)
+    print_profile(view_profile(profile), console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -209,7 +210,7 @@ def test_of_nothing_something_is_printed(devices: dict[str, Device]) -> None:
 
 def test_a_terminal_without_unicode() -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    print_summary(profile_of(), Console(file=stream, width=80))
+    print_profile(view_profile(profile_of()), Console(file=stream, width=80))
     stream.seek(0)
     assert "3.00 MiB  75.0 %  " + "?" * 20 in stream.read()
 

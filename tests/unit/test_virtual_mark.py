@@ -15,19 +15,19 @@ from rich.console import Console
 
 from opacus_memprof.analysis.diff import diff_profiles
 from opacus_memprof.analysis.job import Job
+from opacus_memprof.analysis.job_view import view_job
 from opacus_memprof.analysis.live import ProfileFollower
 from opacus_memprof.analysis.oom import build_report
 from opacus_memprof.analysis.profile import build_profile, load_profile
+from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.analysis.tax import dp_tax
-from opacus_memprof.analysis.virtual import virtual_mark
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
-from opacus_memprof.profiles.profile import Profile, VirtualGpus
+from opacus_memprof.profiles.profile import Profile, VirtualGpus, virtual_mark
 from opacus_memprof.reports.diff import diff_markdown
-from opacus_memprof.reports.export import FORMATS, Source
-from opacus_memprof.reports.job_text import print_job
-from opacus_memprof.reports.oom_text import exception_note
+from opacus_memprof.reports.export import FORMATS
+from opacus_memprof.reports.oom import exception_note
 from opacus_memprof.reports.tax import print_tax
-from opacus_memprof.reports.text import print_summary
+from opacus_memprof.reports.text import print_job, print_profile
 from opacus_memprof.reports.top import live_view
 from tests.unit.event_files import EventFile
 
@@ -65,10 +65,10 @@ def test_a_killed_run_and_its_summary(killed: Path, real: Profile) -> None:
     profile = load_profile(killed)
     assert profile["status"] == "killed"
     assert profile["virtual"] == H200
-    assert f"on a {NAME}: " in printed(print_summary, profile)
+    assert f"on a {NAME}: " in printed(print_profile, view_profile(profile))
     assert "virtual" not in real
     assert virtual_mark(real.virtual) is None
-    assert "virtual" not in printed(print_summary, real)
+    assert "virtual" not in printed(print_profile, view_profile(real))
 
 
 def test_what_the_end_knows_replaces_what_the_start_knew(killed: Path) -> None:
@@ -87,9 +87,9 @@ def test_files(killed: Path, real: Profile, tmp_path: Path) -> None:
 
     def contents(profile: Profile, folder: Path) -> dict[str, bytes]:
         folder.mkdir()
-        source = Source(profile, killed)
+        view = view_profile(profile, killed)
         for name in set(FORMATS) - {"png", "parquet"}:
-            FORMATS[name].write(source, folder / name)
+            FORMATS[name].write(view, folder / name)
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
     marked = contents(load_profile(killed), tmp_path / "marked")
@@ -115,13 +115,13 @@ def test_the_picture_s_title(killed: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         matplotlib.Axes, "set_title", lambda axes, text, **more: titles.append(text) or set_title(axes, text, **more)
     )
-    FORMATS["png"].write(Source(load_profile(killed), killed), tmp_path / "a.png")
+    FORMATS["png"].write(view_profile(load_profile(killed), killed), tmp_path / "a.png")
     assert f"Requested memory of cuda:0, a {NAME}, event by event" in titles
 
 
 def test_parquet(killed: Path, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    FORMATS["parquet"].write(Source(load_profile(killed), killed), tmp_path / "events.parquet")
+    FORMATS["parquet"].write(view_profile(load_profile(killed), killed), tmp_path / "events.parquet")
     metadata = parquet.read_schema(tmp_path / "events.parquet").metadata[b"opacus_memprof"]
     assert json.loads(metadata)["virtual"] == H200
 
@@ -143,7 +143,7 @@ def test_ranks(killed: Path, real: Profile) -> None:
     job = Job(None)
     job.add(0, "rank_0", load_profile(killed), frozenset())
     assert job.summary()["virtual"] == H200
-    assert f"on a {NAME}: " in printed(print_job, job.summary())
+    assert f"on a {NAME}: " in printed(print_job, view_job(job.summary(), ""))
     assert not [note for note in job.summary()["warnings"] if "different devices" in note]
     job.add(1, "rank_1", real, frozenset())
     (note,) = [note for note in job.summary()["warnings"] if "different devices" in note]

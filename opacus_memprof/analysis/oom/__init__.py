@@ -7,9 +7,9 @@ capacity              what would have fitted
 layers, flash, step   the memory of a training step, from shapes; estimate: of the run's own
 predict               the peak, unchanged and after a change
 advice                the changes
-report                all of it, as oom_report.json
+failure_report              all of it, as oom_report.json
 """
 
-from opacus_memprof.analysis.oom.report import build_report
+from opacus_memprof.analysis.oom.failure_report import build_report
 
 __all__ = ["build_report"]

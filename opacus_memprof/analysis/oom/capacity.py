@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The capacity of the device when an allocation failed: how much memory was free, and how much of it could be used."""
+"""The memory of the device when an allocation failed: free, usable, and lost to fragments or other processes."""
 
 from dataclasses import dataclass
 
 from opacus_memprof.analysis.oom.failure import Failure
 from opacus_memprof.profiles.oom_report import RoomBytes
 
-MARGIN = 0.03  # the part of what may be reserved that predictions leave free
+MARGIN = 0.03  # the part of the reservable memory that predictions leave free
 _BLOCK = 2 * 2**20  # the caching allocator takes whole blocks of this size from the device
 _WORTH_A_SUGGESTION = 64 * 2**20
 
@@ -16,18 +16,18 @@ class DeviceMemory:
     """The memory of the device when an allocation failed, in bytes. None: unknown.
 
     Attributes:
-        capacity: requested bytes that fit at once, with the rounding and the fragments of this run, less a margin.
-        may_reserve: what the allocator could reserve in total, if other processes stay as they are.
-        reserved: what it had reserved.
-        allocated: what it had handed out.
-        cached: what it had reserved and not handed out.
+        capacity: requested bytes that fit, with the rounding and fragments of this run, less a margin.
+        may_reserve: bytes that the allocator could reserve in total, if other processes stay as they are.
+        reserved: bytes that it had reserved.
+        allocated: bytes that it had handed out.
+        cached: reserved bytes that were not handed out.
         largest_free: the largest free block of `cached`.
-        unreserved: what it could still reserve.
-        free_segments: what empty_cache would give back.
-        free_expandable: what was free in expandable segments.
-        others: what others used on the device: other processes, and CUDA itself.
+        unreserved: bytes that it could still reserve.
+        free_segments: bytes that empty_cache would free.
+        free_expandable: free bytes in expandable segments.
+        others: bytes used by other processes and CUDA itself.
         device: the device's total memory.
-        limit: what this process was allowed to use, if less.
+        limit: the limit of this process, if lower.
         rounding: allocated bytes divided by requested bytes.
     """
 
@@ -47,7 +47,7 @@ class DeviceMemory:
 
     @property
     def fragments(self) -> bool:
-        """Whether memory fragments: a caching allocator hands out parts of segments, which do not grow."""
+        """Whether memory can fragment: the caching allocator splits segments, which do not grow."""
         return self.cached is not None and not self.free_expandable
 
     def for_report(self) -> RoomBytes:
@@ -55,7 +55,7 @@ class DeviceMemory:
 
 
 def device_memory_at(failure: Failure) -> DeviceMemory:
-    """The device's memory at a failure, from what allocator and device counted."""
+    """Returns the device's memory at a failure, from the counts of allocator and device."""
     upstream = failure.upstream
     reserved, allocated = upstream.get("reserved"), upstream.get("allocated")
     free, total, limit = upstream.get("device_free"), upstream.get("device_total"), upstream.get("limit")
@@ -83,14 +83,14 @@ def device_memory_at(failure: Failure) -> DeviceMemory:
 
 
 def is_fragmented(memory: DeviceMemory, failure: Failure) -> bool:
-    """Whether cached and unreserved memory together would have been enough, but no single block was."""
+    """Returns whether cached and unreserved memory would have been enough together, but no single block was."""
     if memory.cached is None or memory.unreserved is None or memory.cached < _WORTH_A_SUGGESTION:
         return False
     return memory.cached + memory.unreserved >= failure.requested * memory.rounding and not memory.free_expandable
 
 
 def is_crowded_by_others(memory: DeviceMemory) -> bool:
-    """Whether others use much of the device, and no lower limit applies to this process."""
+    """Returns whether other processes use much of the device, and no lower limit applies to this one."""
     return (
         memory.others is not None
         and memory.device is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An allocation that failed, and the blocks that were live then, with the category names of reports."""
+"""A failed allocation and the blocks that were live then, with the category names of reports."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ class Failure:
 
     Attributes:
         requested: the size of the allocation, which was for `category`, `module`, `op`, `phase` and `step`.
-        block_groups: what was live on `device`, the largest first.
-        upstream: what torch's allocator and the device counted (see native.failures).
+        block_groups: the live blocks on `device`, the largest first.
+        upstream: the counts of torch's allocator and the device (see native.failures).
     """
 
     number: int
@@ -58,12 +58,12 @@ class Failure:
         return sum(group.bytes for group in self.block_groups)
 
     def sum_by(self, key: Callable[[BlockGroup], Any]) -> dict[Any, int]:
-        """Live bytes by `key`, the largest first."""
+        """Returns live bytes by `key`, the largest first."""
         return sum_by(self.block_groups, key)
 
 
 def sum_by(block_groups: Iterable[BlockGroup], key: Callable[[BlockGroup], Any]) -> dict[Any, int]:
-    """The bytes of groups by `key`, the largest first."""
+    """Returns the bytes of groups by `key`, the largest first."""
     sizes: dict[Any, int] = {}
     for group in block_groups:
         sizes[key(group)] = sizes.get(key(group), 0) + group.bytes
@@ -71,8 +71,8 @@ def sum_by(block_groups: Iterable[BlockGroup], key: Callable[[BlockGroup], Any])
 
 
 def read_failure(native: Mapping[str, Any]) -> Failure:
-    """Reads one of native.failures(). What a forward has allocated counts as activations, if it is live when memory
-    runs out."""
+    """Reads one of native.failures(). Blocks that a forward pass allocated count as activations if they are live when
+    memory runs out."""
     groups = [
         BlockGroup(**{**group, "category": name_at_failure(group["category"])})
         for group in native["holdings"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The history of a run before an allocation failed: the peaks of its steps and phases, from its events."""
+"""The peaks of a run's steps and phases before an allocation failed, from its events."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ class RecordedInstant:
 
 @dataclass(frozen=True)
 class History:
-    """What one device reached.
+    """The peaks of one device.
 
     Attributes:
         step_peaks: the peak of each physical step that ended before the failure.
         peaks: the peaks of all phases and of all steps, including that of the failed step so far.
         most_activations: the most bytes of activations that were live at once. That is after the peak if an operation's
-            temporaries are larger than what it saves.
+            temporaries are larger than its saved tensors.
     """
 
     step_peaks: tuple[RecordedInstant, ...] = ()

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from opacus_memprof.analysis.oom.failure import BlockGroup, Failure, sum_by
 from opacus_memprof.profiles.categories import ACTIVATION_HOOKS, PER_SAMPLE
 
-# Categories that a step allocates and that the next step has released, unless a reference keeps them alive.
+# Blocks of these categories are allocated by a step and freed by the next, unless a reference keeps them alive.
 _OF_A_STEP = PER_SAMPLE | {"unattributed", "noise", "summed_gradients", "optimizer_temporaries"}
 _MIN_STEPS = 3
-# Those whose size depends on the batch. Not inputs, because data loaders load batches ahead.
+# Categories whose size depends on the batch, without inputs, because data loaders load batches ahead.
 _OF_A_BATCH = PER_SAMPLE - {"inputs"}
 SIZED_BY_CAPTURES = "create_or_accumulate_grad_sample"  # Opacus sizes its result by the largest batch captured
 _MIN_SHARE = 0.02  # of all live bytes, for each of two steps
@@ -66,9 +66,9 @@ def find_leftovers(
 ) -> Leftovers:
     """Finds leftovers among the blocks that were live at a failure.
 
-    Of Opacus' captures, they are all but the latest of each module. Otherwise they are blocks of a category of which at
-    least three earlier steps have left some, not counting the step right before; two steps are enough if there were
-    only two and they have left much of a batch-sized category.
+    Leftovers of Opacus' captures are all but the latest of each module. Other leftovers are blocks of a category of
+    which at least three earlier steps, without the last one, left some. Two steps are enough if there were only two and
+    both left much of a batch-sized category.
 
     Args:
         failure: the failure.

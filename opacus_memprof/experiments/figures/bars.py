@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from opacus_memprof.experiments.rows import Row, find_vanilla, overhead
 from opacus_memprof.profiles.categories import stack_order
-from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.profiles.units import format_bytes, format_signed_bytes, shorten_name
 from opacus_memprof.reports.figures import byte_axis, category_label, label_bars, legend, saved_figure, stacked_bars
 from opacus_memprof.reports.palette import THEMES, Theme, category_color
-from opacus_memprof.reports.tables import shorten_name, signed_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,7 +98,7 @@ def overheads(axes: "Axes", rows: Sequence[Row], theme: Theme) -> None:
         more = [end + max(size, 0) for end, size in zip(more, sizes, strict=True)]
         less = [end + min(size, 0) for end, size in zip(less, sizes, strict=True)]
     for place, (row, change) in enumerate(zip(rows, changes, strict=True)):
-        text = row.outcome if not row.finished else "" if row is vanilla else signed_bytes(sum(change.values()))
+        text = row.outcome if not row.finished else "" if row is vanilla else format_signed_bytes(sum(change.values()))
         if text and row.finished:
             total = sum(change.values())
             ends = [place - 0.45, place + 0.45]

@@ -1,38 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints an oom_report.json to a terminal, and sums it up for the note of an exception."""
+"""Shows an oom_report.json: in a terminal, as a page, and as the note of an exception."""
 
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
-from opacus_memprof.analysis.virtual import virtual_mark
 from opacus_memprof.profiles.oom_report import LeftBehind, OomReport, SuggestedChange
-from opacus_memprof.profiles.units import format_bytes, format_count
-from opacus_memprof.reports.header import print_virtual_mark
-from opacus_memprof.reports.moments import describe_time
-from opacus_memprof.reports.tables import table_of
+from opacus_memprof.profiles.profile import virtual_mark
+from opacus_memprof.profiles.units import format_bytes, format_count, format_moment
+from opacus_memprof.reports.html.page_builder import build_page
+from opacus_memprof.reports.text import table_of
 
 _TOP = 8
 _TOP_SUGGESTIONS = 4
+_SCRIPTS = ["base.js", "data.js", "theme.js", "table.js", "frame.js", "suggestions.js", "oom.js"]
 
 
 def print_oom(report: OomReport, console: Console) -> None:
-    """Prints the report of an allocation that failed (analysis.oom.build_report)."""
+    """Prints the report of a failed allocation."""
     console.print(f"[bold red]out of memory[/] {escape(headline(report))}", highlight=False)
-    print_virtual_mark(report.virtual, console)
+    if mark := virtual_mark(report.virtual):
+        console.print(f"[bold magenta]{escape(mark)}[/]", highlight=False)
     console.print(f"  {escape(_describe_room(report))}", style="dim", highlight=False)
     _print_holders(report, console)
     _print_leftovers(report.left_behind, console)
     _print_suggestions(report, console)
 
 
+def build_oom_page(report: OomReport) -> str:
+    """Builds the HTML page of a failed allocation."""
+    categories = {*report.holders.categories, *report.needed.parts}
+    content = {"headline": headline(report), "failure": report, "virtual_mark": virtual_mark(report.virtual)}
+    return build_page("out of memory", _SCRIPTS, content, categories, fallback="oom_report.txt")
+
+
 def headline(report: OomReport) -> str:
-    """One sentence on the allocation that failed, and the bytes that were live."""
+    """Describes the failed allocation and the live bytes in a sentence."""
     request = report.request
     what = request.category.replace("_", " ")
     module = f" of {request.module}" if request.module else ""
     op = f" ({request.op})" if request.op else ""
-    moment = describe_time(request.phase, request.step, request.logical_step)
+    moment = format_moment(request.phase, request.step, request.logical_step)
     return (
         f"{report.device}: {format_bytes(request.bytes)} of {what}{module}{op} in {moment}, with "
         f"{format_bytes(report.live_bytes)} live"
@@ -40,7 +48,7 @@ def headline(report: OomReport) -> str:
 
 
 def exception_note(report: OomReport, path: str) -> str:
-    """The note that is added to the exception of the failed allocation; `path` is that of the report."""
+    """Formats the note on the exception of the failed allocation; `path` is that of the report."""
     largest = list(report.holders.categories.items())[:3]
     lines = [f"opacus-memprof: {headline(report)}"]
     if mark := virtual_mark(report.virtual):
@@ -108,7 +116,7 @@ def _print_leftovers(leftovers: LeftBehind, console: Console) -> None:
 
 
 def _select_suggestions(suggestions: list[SuggestedChange]) -> list[SuggestedChange]:
-    """The first suggestions that fit; if none does, those that save the most."""
+    """Returns the first suggestions that fit, or else those that save the most."""
     fitting = [suggestion for suggestion in suggestions if suggestion.fits is not False]
     return (fitting or suggestions)[:_TOP_SUGGESTIONS]
 

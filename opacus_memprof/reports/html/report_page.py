@@ -1,28 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the data of an HTML report: the parts of profiles that it shows, and timelines as fine as its size allows."""
+"""Builds the page of a profile, and that of a job: a table of all ranks, and the whole profiles of a few of them.
 
-import contextlib
+A page has the parts of profiles that it shows, and timelines as fine as its size allows.
+"""
+
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from opacus_memprof.analysis.device import thin_timeline
-from opacus_memprof.analysis.profile import TIMELINE_POINTS, read_timelines
-from opacus_memprof.analysis.tax import dp_tax
-from opacus_memprof.analysis.virtual import virtual_mark
+from opacus_memprof.analysis.job_view import JobView
+from opacus_memprof.analysis.profile import TIMELINE_POINTS
+from opacus_memprof.analysis.profile_view import DeviceView, ProfileView
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.profiles.directory import OOM_REPORTS
-from opacus_memprof.profiles.json_object import JsonObject, read_json_object
+from opacus_memprof.profiles.files import write_text
+from opacus_memprof.profiles.job_summary import JobSummary, Rank
+from opacus_memprof.profiles.json_object import JsonObject
 from opacus_memprof.profiles.oom_report import OomReport
-from opacus_memprof.profiles.profile import Device, DeviceSnapshot, FailedAllocation, Groups, Profile, Timeline
-from opacus_memprof.reports.moments import steps_note
+from opacus_memprof.profiles.profile import DeviceSnapshot, FailedAllocation, Groups, Timeline
+from opacus_memprof.reports.html.page_builder import build_page
 from opacus_memprof.reports.palette import CATEGORY_COLORS
-from opacus_memprof.reports.privacy_check import privacy_sentences
 
+_SCRIPTS = [
+    "base.js",
+    "data.js",
+    "theme.js",
+    "table.js",
+    "window.js",
+    "chart.js",
+    "readout.js",
+    "pointer.js",
+    "timeline.js",
+    "meanings.js",
+    "breakdown.js",
+    "module_tree.js",
+    "modules.js",
+    "groups.js",
+    "tax.js",
+    "suggestions.js",
+    "history.js",
+    "findings.js",
+    "job.js",
+    "frame.js",
+    "header.js",
+    "report.js",
+]
+_MOST_RANKS = 2000  # of a job: beyond, those with the highest peaks are shown
 # Of the page's 5 MB; the rest is for everything else, and the scripts.
 _TIMELINE_BYTES = 2_000_000
 # Of one device's timeline.
@@ -40,68 +64,88 @@ _HIDDEN_PEAK_KEYS = {"modules", "module_tree", "unix_ns", "source"}
 _HIDDEN_INSTANT_KEYS = {"unix_ns"}
 
 
-@dataclass(frozen=True)
-class PageRun:
-    """One profile of a page.
+def write_html(view: ProfileView | JobView, path: str | os.PathLike[str]) -> None:
+    """Writes the page of a profile or a job to `path`, atomically.
 
-    Attributes:
-        name: of the run, by which the reader chooses it.
-        profile: the content of its profile.json.
-        directory: that of the profile, for a finer timeline from its events; None if there is none.
-        without_dp: the profile of the same training without privacy, for what privacy costs.
+    Raises:
+        MemprofError: no rank has a peak, or the file cannot be written.
     """
-
-    name: str
-    profile: Profile
-    directory: str | os.PathLike[str] | None = None
-    without_dp: Profile | None = None
+    write_text(path, build_html([view]) if isinstance(view, ProfileView) else _build_job_html(view))
 
 
-def build_payload(runs: Sequence[PageRun]) -> list[dict[str, Any]]:
-    """The value of `REPORT.runs` in the page's scripts.
+def build_html(views: Sequence[ProfileView], job: Mapping[str, Any] | None = None) -> str:
+    """The page of one or several profiles, between which the reader chooses, of at most 5 MB.
 
-    Raises MemprofError where a run cannot be compared with the one without privacy (see analysis.tax.dp_tax).
+    Args:
+        views: at least one.
+        job: of ranks, what the page shows of the whole job.
     """
-    share = 1 / max(sum(len(run.profile.devices) for run in runs), 1)  # of each device in what the page may hold
-    return [_run(run, share) for run in runs]
+    runs = _runs(views)
+    content = {"runs": runs, "job": job}
+    return build_page(views[0].name, _SCRIPTS, content, _named_categories(runs), "opacus-memprof report DIRECTORY")
 
 
-def _run(run: PageRun, share: float) -> dict[str, Any]:
-    profile = run.profile
-    start = profile.started_unix_ns
-    timelines = _timelines(run, int(share * _TIMELINE_BYTES))
+def _build_job_html(view: JobView) -> str:
+    if not view.profiles:
+        raise MemprofError("no rank has allocated memory on a device that was profiled: there is nothing to draw")
+    highest = sorted((row for row in view.summary.ranks if row.peak), key=_peak_bytes, reverse=True)
+    return build_html(view.profiles, job=_job(view.summary, highest[:_MOST_RANKS]))
+
+
+def _peak_bytes(row: Rank) -> int:
+    return row.peak.requested_bytes if row.peak else 0
+
+
+def _job(summary: JobSummary, rows: list[Rank]) -> dict[str, Any]:
     return {
-        "name": run.name,
+        "ranks": [
+            {
+                **{key: row[key] for key in ("rank", "host", "status", "steps")},
+                "peak_bytes": _peak_bytes(row),
+                "categories": row.peak.categories if row.peak else {},
+            }
+            for row in sorted(rows, key=lambda row: row.rank)
+        ],
+        "world_size": summary.world_size,
+        "imbalance": summary.imbalance,
+        "warnings": summary.warnings,
+    }
+
+
+def _runs(views: Sequence[ProfileView]) -> list[dict[str, Any]]:
+    """The value of `REPORT.runs` in the page's scripts."""
+    share = 1 / max(sum(len(view.devices) for view in views), 1)  # of each device in what the page may hold
+    return [_run(view, share) for view in views]
+
+
+def _run(view: ProfileView, share: float) -> dict[str, Any]:
+    profile = view.profile
+    start = profile.started_unix_ns
+    timelines = _timelines(view, int(share * _TIMELINE_BYTES))
+    return {
+        "name": view.name,
         "profile": {
             **{key: profile.get(key) for key in _PROFILE_KEYS},
-            "virtual_mark": virtual_mark(profile.virtual),
+            "virtual_mark": view.virtual_mark,
             "duration_ns": profile.ended_unix_ns - start,
             "findings": [
                 {key: finding[key] for key in _FINDING_KEYS if key in finding} for finding in profile.findings
             ],
-            "devices": {
-                name: _device(device, timelines[name], start, share) for name, device in profile.devices.items()
-            },
+            "devices": {name: _device(device, timelines[name], start, share) for name, device in view.devices.items()},
         },
-        "advice": _advice(run),
-        "privacy_check": privacy_sentences(run.directory),
-        "tax": None if run.without_dp is None else dp_tax(profile, run.without_dp),
+        "advice": None if view.out_of_memory is None else _advice(view.out_of_memory),
+        "privacy_check": view.privacy,
+        "tax": view.tax,
     }
 
 
-def _advice(run: PageRun) -> dict[str, Any] | None:
-    """The suggestions of the run's oom_report.json; None without one."""
-    path = None if run.directory is None else Path(run.directory) / OOM_REPORTS[1]
-    if path is None or not path.is_file():
-        return None
-    with contextlib.suppress(MemprofError):
-        report = read_json_object(path, OomReport)
-        suggestions = [{key: suggestion[key] for key in _SUGGESTION_KEYS} for suggestion in report.suggestions]
-        return {"device": report.device, "needed_bytes": report.needed.bytes, "suggestions": suggestions}
-    return None
+def _advice(report: OomReport) -> dict[str, Any]:
+    suggestions = [{key: suggestion[key] for key in _SUGGESTION_KEYS} for suggestion in report.suggestions]
+    return {"device": report.device, "needed_bytes": report.needed.bytes, "suggestions": suggestions}
 
 
-def _device(device: Device, timeline: dict[str, Any], start: int, share: float) -> dict[str, Any]:
+def _device(view: DeviceView, timeline: dict[str, Any], start: int, share: float) -> dict[str, Any]:
+    device = view.device
     peak, snapshots, failures = device.peak, device.snapshots, device.out_of_memory
     snapshots = snapshots[: int(share * _MOST_SNAPSHOTS)]
     failures = failures[-max(int(share * _MOST_FAILURES), 1) :]
@@ -113,11 +157,7 @@ def _device(device: Device, timeline: dict[str, Any], start: int, share: float) 
             "modules": _largest_modules(peak.modules, int(share * _MOST_MODULES)),
         },
         "phases": {name: _without(moment, _HIDDEN_INSTANT_KEYS) for name, moment in device.phases.items()},
-        "explanation": steps_note(
-            device.phases,
-            [(phase.step, phase.logical_step) for phase in device.phases.values()]
-            + [(step.step, step.logical_step) for step in device.steps],
-        ),
+        "explanation": view.steps_note,
         "steps": [_without(step, {*_HIDDEN_INSTANT_KEYS, "categories"}) for step in steps],
         "steps_left_out": device.steps_left_out + len(device.steps) - len(steps),
         "snapshots": [_with_time(snapshot, start, {"categories"}) for snapshot in snapshots],
@@ -153,10 +193,10 @@ def _largest_modules(modules: Groups, count: int) -> Groups:
     return kept
 
 
-def _timelines(run: PageRun, max_bytes: int) -> dict[str, dict[str, Any]]:
+def _timelines(view: ProfileView, max_bytes: int) -> dict[str, dict[str, Any]]:
     """The encoded timelines of a run's devices, of about `max_bytes` bytes each: those of the profile, or finer ones
     from the events of a run that has ended."""
-    profile = run.profile
+    profile = view.profile
     events = profile.events.recorded
     timelines = {name: device.timeline for name, device in profile.devices.items()}
     events_per_row = max(-(-events // TIMELINE_POINTS), 1)
@@ -166,13 +206,13 @@ def _timelines(run: PageRun, max_bytes: int) -> dict[str, dict[str, Any]]:
     if points < TIMELINE_POINTS:
         group_size = -(-TIMELINE_POINTS // max(points, 1))
         return {
-            name: _encode(thin_timeline(timeline, group_size), group_size * events_per_row)
+            name: _encode(timeline.thinned(group_size), group_size * events_per_row)
             for name, timeline in timelines.items()
         }
-    if run.directory is None or profile.status == "running" or min(points, events) <= TIMELINE_POINTS:
+    if view.directory is None or profile.status == "running" or min(points, events) <= TIMELINE_POINTS:
         return coarse
     try:
-        fine = read_timelines(run.directory, points)
+        fine = view.timelines(points)
     except MemprofError:  # profile.json alone was kept
         return coarse
     return {name: _encode(fine[name], -(-events // points)) if name in fine else coarse[name] for name in coarse}
@@ -194,7 +234,7 @@ def _differences(values: Sequence[int]) -> list[int]:
     return [after - before for before, after in pairwise([0, *values])]
 
 
-def named_categories(runs: Sequence[Mapping[str, Any]]) -> set[str]:
+def _named_categories(runs: Sequence[Mapping[str, Any]]) -> set[str]:
     """The categories that a page names: the built-in ones, and the program's own."""
     found = set(CATEGORY_COLORS)
     for run in runs:

@@ -11,7 +11,7 @@ from opacus_memprof.analysis.names import Names
 from opacus_memprof.analysis.oom import failure as failures
 from opacus_memprof.analysis.oom import history as histories
 from opacus_memprof.analysis.oom.advice import advise
-from opacus_memprof.analysis.oom.advice.batch import bytes_per_sample, largest_that_fits
+from opacus_memprof.analysis.oom.advice.changes import bytes_per_sample, largest_that_fits
 from opacus_memprof.analysis.oom.capacity import device_memory_at
 from opacus_memprof.analysis.oom.estimate import estimate_step
 from opacus_memprof.analysis.oom.failure import Failure
@@ -20,7 +20,6 @@ from opacus_memprof.analysis.oom.layers import Layer
 from opacus_memprof.analysis.oom.leftovers import find_leftovers
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.step import Step
-from opacus_memprof.analysis.virtual import Virtual
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.profiles.meta import NameLists
 from opacus_memprof.profiles.oom_report import (
@@ -34,7 +33,7 @@ from opacus_memprof.profiles.oom_report import (
     OomReport,
     Request,
 )
-from opacus_memprof.profiles.profile import Groups
+from opacus_memprof.profiles.profile import Groups, Virtual
 
 _TOP = 20
 

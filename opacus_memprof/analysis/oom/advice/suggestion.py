@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suggestion, and how it is made from a predicted peak."""
+"""Suggestion, and its construction from a predicted peak."""
 
 from dataclasses import dataclass
 
@@ -8,21 +8,21 @@ from opacus_memprof.analysis.oom.step import Instant
 from opacus_memprof.profiles.oom_report import Action, SuggestedChange
 from opacus_memprof.profiles.units import format_bytes
 
-# How much of the program a suggestion changes. Suggestions that fit are sorted by it.
+# How much of the program a suggestion changes, smallest first. Suggestions that fit are sorted by it.
 DEFECT, VARYING, SETTING, LINE, BATCH, MODE, SMALL_BATCH, OTHER_MODE, MODE_AND_BATCH, TRAINING = range(10)
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Bytes throughout.
+    """A change of the program, and its effect on the peak. Sizes are in bytes.
 
     Attributes:
-        actions: what to change, for programs.
-        title: the same for people.
-        code: the same as code.
-        computed: how the prediction was made.
-        peak: predicted with the change.
-        saved: the peak that is predicted without the change, less `peak`.
+        actions: the change, for programs.
+        title: the change, for people.
+        code: the change, as code.
+        computed: how the prediction was computed.
+        peak: the predicted peak with the change.
+        saved: the predicted peak without the change, less `peak`.
         fits: whether `peak` fits; None if the capacity is unknown.
         change: how much of the program changes (DEFECT … TRAINING).
     """
@@ -51,10 +51,12 @@ class Suggestion:
 def suggest(
     case: Case, instant: Instant, change: int, title: str, code: str, computed: str, *actions: Action
 ) -> Suggestion:
-    """Makes a suggestion after which the step's peak is `instant`."""
+    """Builds a suggestion after which the step's peak is `instant`."""
     peak = instant.bytes
     if case.step is not None and case.step.is_guessed:
-        computed += " The run ended in the first of the layers that repeat: what they keep is a guess, and may be more."
+        computed += (
+            " The run ended in the first of the repeated layers: what the others keep is a guess, and may be more."
+        )
     return Suggestion(
         actions=actions,
         title=title,
@@ -74,7 +76,7 @@ def phase_and_module(instant: Instant) -> str:
 
 
 def format_sum(instant: Instant) -> str:
-    """The parts of an instant as a sum, the largest first: `gradients 2.00 GiB + … = 5.00 GiB`."""
+    """Formats the parts of an instant as a sum, the largest first: `gradients 2.00 GiB + … = 5.00 GiB`."""
     parts = sorted(((size, name) for name, size in instant.parts.items() if size > 0), reverse=True)
     shown = [f"{name.replace('_', ' ')} {format_bytes(size)}" for size, name in parts[:6]]
     if rest := sum(size for size, _ in parts[6:]):

@@ -5,9 +5,6 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import PRIVACY_CHECK
 from opacus_memprof.profiles.privacy_check import CheckedSpan, ModelCheck, read_privacy_check
@@ -20,12 +17,6 @@ _WORDS = {
     "explained": "gradients explained by the outputs",
     "clipped_sum": "clipped sums compared with those by hand",
 }
-
-
-def print_privacy_check(directory: str | os.PathLike[str], console: Console) -> None:
-    """Prints what was proved of the private models of a run, if its directory says so."""
-    for sentence in privacy_sentences(directory):
-        console.print(f"\n[bold]Privacy check:[/] {escape(sentence)}", highlight=False)
 
 
 def privacy_sentences(directory: str | os.PathLike[str] | None) -> list[str]:

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Suggests training differently: a smaller physical batch, another mode, checkpointing or another optimizer."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import accumulate
+
+from opacus_memprof.analysis.oom.advice.suggestion import (
+    BATCH,
+    LINE,
+    MODE,
+    MODE_AND_BATCH,
+    OTHER_MODE,
+    SMALL_BATCH,
+    TRAINING,
+    VARYING,
+    Suggestion,
+    suggest,
+)
+from opacus_memprof.analysis.oom.flash import FlashClip
+from opacus_memprof.analysis.oom.model_structure import repeated_units
+from opacus_memprof.analysis.oom.predict import Case
+from opacus_memprof.analysis.oom.step import PER_SAMPLE_MODES, Instant, Step
+from opacus_memprof.profiles.oom_report import Action
+from opacus_memprof.profiles.units import format_bytes, format_count
+
+
+def physical_batch(case: Case) -> Iterator[Suggestion]:
+    """Suggests BatchMemoryManager with the largest physical batch whose predicted peak fits. If batch sizes vary, as in
+    Poisson sampling, this also bounds later, larger batches."""
+    found = largest_that_fits(case, case.peak)
+    if found is None or case.samples is None or not case.shapes.mode:
+        return
+    n, instant = found
+    varies = len({samples for _, samples in case.shapes.batches}) > 1
+    slope = bytes_per_sample(case, case.peak)
+    yield suggest(
+        case,
+        instant,
+        VARYING if varies else BATCH if 2 * n >= case.samples else SMALL_BATCH,
+        f"a physical batch of at most {format_count(n, 'sample')} instead of {case.samples}, and the same logical "
+        "batch",
+        batch_code(n),
+        f"In this run a sample takes {format_bytes(slope)} at the peak, and the rest does not grow with the batch.",
+        batch_action(n),
+    )
+
+
+def batch_action(n: int) -> Action:
+    return Action(kind="max_physical_batch_size", value=n)
+
+
+def batch_code(n: int) -> str:
+    return (
+        "with opacus.utils.batch_memory_manager.BatchMemoryManager("
+        f"data_loader=loader, max_physical_batch_size={n}, optimizer=optimizer) as loader:"
+    )
+
+
+def largest_that_fits(case: Case, peak: Callable[[int], Instant]) -> tuple[int, Instant] | None:
+    """Returns the largest physical batch whose peak fits, and that peak. None if not even one sample fits.
+
+    BatchMemoryManager splits a logical batch into the fewest parts of equal sizes. If the capacity is unknown, half of
+    the batch is returned.
+
+    The clipped sums of the previous physical batch may fragment the memory that the next one needs. A fifth of the
+    peak, or the largest block if that is more, is left free for this, as long as at least one sample fits."""
+    if case.samples is None:
+        return None
+    parts = [math.ceil(case.samples / count) for count in range(2, case.samples + 1)]
+    sizes = {n: peak(n) for n in dict.fromkeys(parts)}
+    for spares in (case.memory.fragments, False):
+        for n, instant in sizes.items():
+            spare = max(instant.bytes // 5, case.largest_block(n)) if spares else 0
+            if case.fits(instant.bytes + spare) is not False:
+                return n, instant
+    return None
+
+
+def bytes_per_sample(case: Case, peak: Callable[[int], Instant]) -> int:
+    """Returns the bytes per sample, from the peaks of the whole batch and of half the batch."""
+    whole = case.samples or 1
+    half = max(whole // 2, 1)
+    return (peak(whole).bytes - peak(half).bytes) // max(whole - half, 1) if whole > half else peak(whole).bytes
+
+
+def norms_without_squares(case: Case) -> Iterator[Suggestion]:
+    """Suggests ghost clipping with norm samplers that form no T x T matrices."""
+    step = case.step
+    if step is None or step.mode != "ghost" or not step.forms_squares:
+        return
+    n = step.samples
+    costly = {layer.name: layer.ghost_norms(n) for layer in step.layers if layer.forward.tokens > 1}
+    costly = {name: size for name, size in costly.items() if size > 64 * 2**20 or size > case.peak().bytes // 20}
+    if not costly or case.shapes.flash_clip_refusal() is not None:
+        return
+    instant = case.peak_of(step.with_changes(forms_squares=False))
+    largest = max(costly, key=lambda name: costly[name])
+    yield suggest(
+        case,
+        instant,
+        LINE,
+        f"norms without T x T matrices in {format_count(len(costly), 'layer')}",
+        "opacus_memprof.clipping.register_norm_samplers()  # before training; ghost clipping stays",
+        f"Norms of {largest} make T x T matrices of {format_bytes(costly[largest])} (s n T^2, three with a bias, two "
+        "without); these samplers work in tiles.",
+        Action(kind="register_norm_samplers"),
+    )
+
+
+def adopted_samples(case: Case) -> Iterator[Suggestion]:
+    """Suggests keeping the results of Opacus' grad samplers, which Opacus copies."""
+    step = case.step
+    if step is None or step.mode not in ("hooks", "functorch") or not step.layers:
+        return
+    size, name = max((layer.per_sample_gradients(step.samples), layer.name) for layer in step.layers)
+    yield suggest(
+        case,
+        case.peak_of(step.with_changes(copies_samples=False)),
+        LINE,
+        "per-sample gradients without a copy of each",
+        "opacus_memprof.clipping.adopt_grad_samples()  # before training",
+        f"Opacus copies the results of its grad samplers into zeros of the same size, {format_bytes(size)} for {name}; "
+        "without the copy, backward holds a layer's gradients once.",
+        Action(kind="adopt_grad_samples"),
+    )
+
+
+def another_mode(case: Case) -> Iterator[Suggestion]:
+    """Suggests flash_clip, ghost or hooks instead of the current mode; with a smaller physical batch if the mode alone
+    does not fit."""
+    step = case.step
+    if step is None or step.mode not in (*PER_SAMPLE_MODES, "ghost", "fast"):
+        return
+    for mode, change in (("flash_clip", MODE), ("ghost", OTHER_MODE), ("hooks", OTHER_MODE)):
+        if mode == step.mode or (mode == "hooks" and step.mode in PER_SAMPLE_MODES):
+            continue
+        if mode == "flash_clip" and case.shapes.flash_clip_refusal() is not None:
+            continue
+        other = step.with_changes(mode=mode, keeps_gradients=step.keeps_gradients and mode != "flash_clip")
+        instant = case.peak_of(other)
+        yield suggest(case, instant, change, f'grad_sample_mode="{mode}"', _code(mode), _why(step, mode), _action(mode))
+        if case.fits(instant.bytes) is False:
+            found = largest_that_fits(case, lambda n, other=other: case.peak_of(other, n))  # type: ignore[misc]
+            if found is not None:
+                yield suggest(
+                    case,
+                    found[1],
+                    MODE_AND_BATCH,
+                    f'grad_sample_mode="{mode}", and a physical batch of at most {format_count(found[0], "sample")}',
+                    f"{_code(mode)}\n{batch_code(found[0])}",
+                    _why(step, mode),
+                    _action(mode),
+                    batch_action(found[0]),
+                )
+
+
+def _action(mode: str) -> Action:
+    return Action(kind="grad_sample_mode", value=mode)
+
+
+def _code(mode: str) -> str:
+    if mode == "flash_clip":
+        return 'opacus_memprof.PrivacyEngine().make_private(..., grad_sample_mode="flash_clip")'
+    if mode == "ghost":
+        return (
+            "model, optimizer, criterion, loader = engine.make_private(..., criterion=criterion, "
+            'grad_sample_mode="ghost")'
+        )
+    return f'engine.make_private(..., grad_sample_mode="{mode}")'
+
+
+def _why(step: Step, mode: str) -> str:
+    n = step.samples
+    samples = sum(layer.per_sample_gradients(n) for layer in step.layers)
+    if mode == "hooks":
+        squares = max((layer.ghost_norms(n) for layer in step.layers), default=0)
+        return (
+            f"Per-sample gradients of all layers are {format_bytes(samples)} (s n w), and norms of a single layer "
+            f"take {format_bytes(squares)} here."
+        )
+    if mode == "flash_clip":
+        kept = sum(FlashClip(layer, in_registers=step.on_gpu).kept_bytes(n) for layer in step.layers)
+        return (
+            f"Per-sample gradients of all layers would be {format_bytes(samples)} (s n w); this mode keeps "
+            f"{format_bytes(kept)}: for each layer its gradients or their factors, whichever is smaller, and no p.grad."
+        )
+    return (
+        f"Per-sample gradients of all layers are {format_bytes(samples)} (s n w), which this mode does not keep; "
+        "instead, autograd's saved tensors stay live through a second backward pass."
+    )
+
+
+def checkpoints(case: Case) -> Iterator[Suggestion]:
+    """Suggests activation checkpointing of repeated units: each unit keeps only its input, and backward recomputes its
+    activations, one unit at a time. Ghost clipping is excluded, because it runs backward twice."""
+    step = case.step
+    if step is None or step.mode not in ("", "hooks", "functorch"):
+        return
+    units = repeated_units(case.shapes.modules)
+    inside = {prefix: [layer for layer in step.layers if layer.name.startswith(f"{prefix}.")] for prefix in units}
+    activations = {prefix: sum(layer.activations for layer in layers) for prefix, layers in inside.items() if layers}
+    if not activations:
+        return
+    inputs = {layers[0].name: layers[0].forward.input_bytes for layers in inside.values() if layers}
+    recomputed: dict[str, int] = {}  # by layer: activations of its unit that are recomputed and not used yet
+    for layers in inside.values():
+        for layer, size in zip(layers, accumulate(layer.activations for layer in layers), strict=True):
+            recomputed[layer.name] = size
+    kept = [
+        replace(layer, activations=inputs.get(layer.name, 0)) if layer.name in recomputed else layer
+        for layer in step.layers
+    ]
+    left = {"left_behind": case.leftovers.bytes} if case.leftovers.bytes else {}
+    instants = [
+        replace(each, parts={**each.parts, **left, "recomputed_activations": recomputed.get(each.module, 0)})
+        for each in step.with_changes(layers=tuple(kept)).instants(step.samples)
+    ]
+    yield suggest(
+        case,
+        max(instants, key=lambda each: each.bytes),
+        TRAINING,
+        f"checkpoints around {len(activations)} repeated blocks",
+        "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)  # the only kind that Opacus supports",
+        f"Blocks hold {format_bytes(sum(activations.values()))} of activations; with checkpoints each keeps its input, "
+        f"and one at a time recomputes the rest, up to {format_bytes(max(activations.values()))}.",
+        Action(kind="checkpoint", modules=list(activations)),
+    )
+
+
+def optimizer_states(case: Case) -> Iterator[Suggestion]:
+    """Suggests an optimizer without states."""
+    step = case.step
+    if step is None or not step.states or case.history.step_peaks:
+        return
+    instant = case.peak_of(step.with_changes(states=0, update=0))
+    yield suggest(
+        case,
+        instant,
+        TRAINING,
+        "SGD without momentum instead of " + case.shapes.optimizer,
+        "torch.optim.SGD(model.parameters(), lr=...)",
+        f"{case.shapes.optimizer} keeps {format_bytes(step.states)}, and its step temporarily allocates "
+        f"{format_bytes(step.update)} more.",
+        Action(kind="optimizer", value="SGD"),
+    )

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Suggests freeing memory that serves no purpose: leftovers, unused gradients, fragments, other processes."""
+
+from collections.abc import Iterator
+
+from opacus_memprof.analysis.findings import largest
+from opacus_memprof.analysis.oom.advice.suggestion import DEFECT, LINE, SETTING, Suggestion, format_sum, suggest
+from opacus_memprof.analysis.oom.capacity import MARGIN, is_crowded_by_others, is_fragmented
+from opacus_memprof.analysis.oom.predict import Case
+from opacus_memprof.analysis.oom.step import PER_SAMPLE_MODES
+from opacus_memprof.profiles.oom_report import Action
+from opacus_memprof.profiles.units import format_bytes, format_count
+
+_CONTEXT = 600 * 2**20  # the approximate size of this process' CUDA context
+
+
+def release_leftovers(case: Case) -> Iterator[Suggestion]:
+    """Suggests freeing blocks of earlier steps, or of forward passes without a backward pass."""
+    left = case.leftovers
+    if not left.bytes:
+        return
+    instant = case.peak(with_leftovers=False)
+    size = f"{format_bytes(left.bytes)} ({largest(left.by_module)})"
+    if left.are_captures:
+        computed = f"Opacus holds {size} of activations from forward passes without a backward pass."
+        if left.stray_samples:
+            computed += _sized_by_strays(case)
+        yield suggest(
+            case,
+            instant,
+            DEFECT,
+            "forward passes without a backward pass under torch.no_grad(), or in model.eval()",
+            "with torch.no_grad():  # around every forward pass without a backward pass",
+            computed,
+            Action(kind="no_grad", modules=list(left.by_module)),
+        )
+        return
+    steps = left.steps
+    categories = ", ".join(name.replace("_", " ") for name in left.by_category)
+    code = (
+        "losses.append(loss.item())  # not the tensor, which keeps its step's memory alive; or .detach().cpu()"
+        if "activations" in left.by_category
+        else "# look for lists, dictionaries and attributes that keep tensors of each step"
+    )
+    yield suggest(
+        case,
+        instant,
+        DEFECT,
+        f"freeing what each step leaves behind: {categories}",
+        code,
+        f"{size} from {len(steps)} steps between {steps[0]} and {steps[-1]} are still live, about "
+        f"{format_bytes(left.bytes // len(steps))} of each.",
+        Action(kind="let_go", categories=list(left.by_category), modules=list(left.by_module)),
+    )
+
+
+def _sized_by_strays(case: Case) -> str:
+    """Describes how a stray forward pass with a larger batch enlarges per-sample gradients."""
+    most, now = max(case.leftovers.stray_samples), case.samples or 1
+    gradients = sum(layer.per_sample_gradients(now) for layer in case.step.layers) if case.step is not None else 0
+    return (
+        f" One had {format_count(most, 'sample')}, and the forward pass after it {now}: as long as the "
+        f"activations are held, Opacus sizes the per-sample gradients of every layer for {most}, "
+        f"{format_bytes(gradients * most // now)} instead of "
+        f"{format_bytes(gradients)}."
+    )
+
+
+def drop_unused_gradients(case: Case) -> Iterator[Suggestion]:
+    """Suggests freeing autograd's p.grad, which clipping of per-sample gradients does not use."""
+    if case.shapes.mode not in PER_SAMPLE_MODES or not case.shapes.trained_bytes:
+        return
+    instant = case.peak(gradients="dropped")
+    yield suggest(
+        case,
+        instant,
+        LINE,
+        "freeing each p.grad as soon as autograd accumulates it",
+        'for p in model.parameters(): p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))',
+        f"p.grad takes {format_bytes(case.shapes.trained_bytes)} in backward and is never read: clipping uses "
+        "grad_sample, and add_noise replaces it.",
+        Action(kind="drop_gradients"),
+    )
+
+
+def set_gradients_to_none(case: Case) -> Iterator[Suggestion]:
+    """Suggests zero_grad(set_to_none=True), if zero_grad keeps p.grad as zeros through the next forward."""
+    if case.step is None or not case.step.keeps_gradients:
+        return
+    yield suggest(
+        case,
+        case.peak(gradients="zeroed"),
+        LINE,
+        "letting zero_grad free p.grad",
+        "optimizer.zero_grad(set_to_none=True)",
+        f"Opacus' zero_grad fills p.grad with zeros, {format_bytes(case.shapes.trained_bytes)} that stay live through "
+        "the next forward pass.",
+        Action(kind="set_to_none"),
+    )
+
+
+def expandable_segments(case: Case) -> Iterator[Suggestion]:
+    """Suggests expandable segments if memory is fragmented: they grow and shrink by pages, and hardly fragment."""
+    memory = case.memory
+    if not is_fragmented(memory, case.failure) or memory.may_reserve is None:
+        return
+    instant = case.peak()
+    yield Suggestion(
+        actions=(Action(kind="allocator_setting", value="expandable_segments:True"),),
+        title="expandable segments",
+        code="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # in the environment, before the program starts",
+        computed=f"{format_bytes(memory.cached or 0)} are reserved and free, but the largest block is "
+        f"{format_bytes(memory.largest_free or 0)}; with {format_bytes(memory.unreserved or 0)} that the device still "
+        f"has, they make room for the {format_bytes(case.failure.requested)} asked for: {format_sum(instant)}",
+        peak=instant.bytes,
+        saved=memory.cached or 0,
+        fits=instant.bytes * memory.rounding <= memory.may_reserve * (1 - MARGIN),
+        change=SETTING,
+    )
+
+
+def other_processes(case: Case) -> Iterator[Suggestion]:
+    """Suggests ending other processes on the device if this run needs the memory that they use."""
+    memory = case.memory
+    if (
+        not is_crowded_by_others(memory)
+        or memory.others is None
+        or memory.may_reserve is None
+        or memory.limit is not None
+    ):
+        return
+    instant = case.peak()
+    without_others = memory.may_reserve + memory.others - _CONTEXT
+    lacking = int(instant.bytes * memory.rounding / (1 - MARGIN)) - memory.may_reserve
+    if lacking <= 0:
+        return
+    yield Suggestion(
+        actions=(Action(kind="other_processes", bytes=memory.others, lacking_bytes=lacking),),
+        title="ending the other processes on this device",
+        code="nvidia-smi  # shows it",
+        computed=f"others use {format_bytes(memory.others)} of the device's {format_bytes(memory.device or 0)}; this "
+        f"run lacks {format_bytes(lacking)}: {format_sum(instant)}",
+        peak=instant.bytes,
+        saved=memory.others,
+        fits=instant.bytes * memory.rounding <= without_others * (1 - MARGIN),
+        change=SETTING,
+    )
