@@ -1,29 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """`opacus-memprof plan`: whether a training fits on a GPU, the largest batch that does, and in which mode."""
 
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from opacus_memprof.cli.option_groups import with_groups
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.jobs.progress import ProgressBoard
 from opacus_memprof.planning import report
 from opacus_memprof.planning.arguments import Range, parse_modes, parse_search, parse_settings
+from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
 from opacus_memprof.planning.content import cell_content, draws_content, verdict_content
 from opacus_memprof.planning.directory import adopt, write_plan
 from opacus_memprof.planning.draws import TOLERATED, assess_draws
 from opacus_memprof.planning.grid import make_cells
 from opacus_memprof.planning.runs import PlannedRuns, open_runs
-from opacus_memprof.planning.table import Cell, fill
+from opacus_memprof.planning.table import PlannedCell, fill
 from opacus_memprof.planning.verdict import judge
-from opacus_memprof.planning.virtual_run import Configuration, Program, VirtualRun
 from opacus_memprof.profiles.plan import SearchedArgument
-from opacus_memprof.profiles.units import format_bytes, parse_size
+from opacus_memprof.profiles.units import parse_size
 from opacus_memprof.virtual_gpu.devices import find_gpu
 
 _DOES_NOT_FIT = 3  # exit code
@@ -94,8 +93,8 @@ def plan(
         raise MemprofError(f"the script {script} {'is a directory' if Path(script).is_dir() else 'does not exist'}")
     asked = parse_search(search or ())
     named = None if modes is None else parse_modes(modes)
-    base = Configuration(
-        Program(script, tuple(arguments or ()), module),
+    base = PlannedConfiguration(
+        PlannedProgram(script, tuple(arguments or ()), module),
         gpu,
         None if memory is None else parse_size(memory),
         ranks=gpus,
@@ -111,7 +110,8 @@ def plan(
     if steps is not None and not is_single:
         raise MemprofError("--steps is for one configuration: leave --search and --modes out, and name one GPU")
     console = Console()
-    with _Board(console) as board, open_runs(output, resume=resume, on_end=board.on_end) as runs:
+    board = ProgressBoard(console, "runs", transient=True)
+    with board, open_runs(output, resume=resume, on_end=partial(report.show_run, board)) as runs:
         if runs.kept:
             console.print(f"{runs.kept} runs are there already", highlight=False)
         if is_single:
@@ -125,13 +125,13 @@ def plan(
 
 def _judge(
     runs: PlannedRuns,
-    configuration: Configuration,
+    configuration: PlannedConfiguration,
     mode_argument: str | None,
     steps: int | None,
-    board: "_Board",
+    board: ProgressBoard,
     console: Console,
 ) -> bool:
-    board.on_round(1)
+    board.add(1)
     verdict = judge(runs, configuration, mode_argument)
     board.stop()
     profile = adopt(runs, verdict.run)
@@ -140,7 +140,7 @@ def _judge(
     report.print_doubts(profile["warnings"], console)
     fits = verdict.run.fits
     if steps is not None:
-        draws = assess_draws(runs, configuration, verdict.run, steps, board.on_round)
+        draws = assess_draws(runs, configuration, verdict.run, steps, board.add)
         content["draws"] = draws_content(draws)
         report.print_draws(draws, console)
         fits = draws.probability <= TOLERATED
@@ -150,13 +150,13 @@ def _judge(
 
 def _compare(
     runs: PlannedRuns,
-    base: Configuration,
-    cells: list[Cell],
+    base: PlannedConfiguration,
+    cells: list[PlannedCell],
     searched: Range | None,
-    board: "_Board",
+    board: ProgressBoard,
     console: Console,
 ) -> bool:
-    fill(runs, cells, searched, board.on_round)
+    fill(runs, cells, searched, board.add)
     board.stop()
     fitting = [cell for cell in cells if cell.answer is not None and cell.answer.fits]
     chosen = (fitting or [cell for cell in cells if cell.answer is not None])[0].answer
@@ -176,42 +176,3 @@ def _kinds(listed: str) -> list[str]:
     for kind in kinds:
         find_gpu(kind)
     return kinds
-
-
-class _Board:
-    """A line for each run that has ended, and a bar with an estimate of the time left for those that are started."""
-
-    def __init__(self, console: Console) -> None:
-        columns = [BarColumn(), MofNCompleteColumn(), TextColumn("runs,"), TimeElapsedColumn()]
-        self._progress = Progress(*columns, TextColumn("{task.fields[left]}"), console=console, transient=True)
-        self._task = self._progress.add_task("", total=0, left="")
-        self._total = self._ended = 0
-
-    def __enter__(self) -> "_Board":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        self._progress.stop()
-
-    def on_round(self, started: int) -> None:
-        self._total += started
-        self._progress.update(self._task, total=self._total)
-
-    def on_end(self, configuration: Configuration, run: VirtualRun) -> None:
-        self._ended += 1
-        self._total = max(self._total, self._ended)
-        elapsed = self._progress.tasks[self._task].elapsed or 0.0
-        left = timedelta(seconds=round(elapsed / self._ended * (self._total - self._ended)))
-        self._progress.update(self._task, completed=self._ended, total=self._total, left=f"about {left} left")
-        peak = f", peak {format_bytes(run.requested)}" if run.fits and run.requested is not None else ""
-        words = " ".join([configuration.gpu, *configuration.program.arguments])
-        changes = ", ".join(f"{change['kind']} {change.get('value', '')}".strip() for change in configuration.changes)
-        status = "fits" if run.fits else run.status.replace("_", " ")
-        line = Text(f"{words}{f' with {changes}' if changes else ''}  ")
-        line.append(f"{status}{peak}", "green" if run.fits else "magenta")
-        line.append(f"  {run.seconds:.0f} s", "dim")
-        self._progress.console.print(line, soft_wrap=True)

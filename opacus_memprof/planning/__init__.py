@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planning: what fits on a GPU, from runs of the program on virtual ones.
 
-virtual_run      one run in a process of its own, and what came of it
-forked_runs      the same in a process forked from one that has imported torch
+configuration    a program and its virtual GPU
+virtual_run      one run in a process of its own, new or forked, and its outcome
 changes          in that process: what a suggestion changes, and what Opacus was set up with
 arguments        values for the program's arguments
 grid             the cells of a plan, the least change first
 search           the largest value that fits, by few runs
-runs             many runs side by side, kept in runs.jsonl
+runs             many runs at once, kept in runs.jsonl
 verdict          whether one configuration fits, and what would make it fit
 table            the largest value for each mode and GPU
 poisson, draws   how probable it is that memory runs out where batch sizes are drawn

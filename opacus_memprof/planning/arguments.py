@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.planning.virtual_run import Configuration
+from opacus_memprof.planning.configuration import PlannedConfiguration
 
 _VALUES = re.compile(r"(?P<name>[^=\s]+)=(?P<values>\d+(?:,\d+)*)")
 _RANGE = re.compile(r"(?P<name>[^=\s]+)=(?P<low>-?\d+)\.\.(?P<high>-?\d+)")
@@ -21,7 +21,7 @@ class Range:
     low: int
     high: int
 
-    def apply(self, configuration: Configuration, value: int) -> Configuration:
+    def apply(self, configuration: PlannedConfiguration, value: int) -> PlannedConfiguration:
         """The configuration with this value of the argument."""
         program = configuration.program
         arguments = with_argument(program.arguments, self.name, value)

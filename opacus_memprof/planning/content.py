@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from opacus_memprof.planning.draws import Draws
-from opacus_memprof.planning.table import Cell
+from opacus_memprof.planning.table import PlannedCell
 from opacus_memprof.planning.verdict import Verdict
 from opacus_memprof.planning.virtual_run import VirtualRun
 from opacus_memprof.profiles.plan import (
@@ -70,7 +70,7 @@ def draws_content(draws: Draws) -> PlanDraws:
     )
 
 
-def cell_content(cell: Cell) -> PlanCell:
+def cell_content(cell: PlannedCell) -> PlanCell:
     line = cell.line
     return PlanCell(
         mode=cell.mode,

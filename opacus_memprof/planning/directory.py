@@ -5,8 +5,9 @@ import importlib.util
 import shutil
 from typing import Any
 
+from opacus_memprof.planning.configuration import PlannedConfiguration
 from opacus_memprof.planning.runs import PlannedRuns
-from opacus_memprof.planning.virtual_run import Configuration, VirtualRun
+from opacus_memprof.planning.virtual_run import VirtualRun
 from opacus_memprof.profiles.directory import PLAN, PROFILE
 from opacus_memprof.profiles.files import read_object, write_text
 from opacus_memprof.profiles.json_object import to_json
@@ -22,7 +23,7 @@ def adopt(runs: PlannedRuns, run: VirtualRun) -> dict[str, Any]:
     return read_object(runs.directory / PROFILE)
 
 
-def write_plan(runs: PlannedRuns, base: Configuration, **content: Any) -> Plan:
+def write_plan(runs: PlannedRuns, base: PlannedConfiguration, **content: Any) -> Plan:
     """Writes plan.json, plan.html, plan.csv and, where matplotlib is installed, plan.png and plan-dark.png.
 
     `content` are the fields of Plan that are not the configuration's.

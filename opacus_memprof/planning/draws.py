@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning.arguments import Range
+from opacus_memprof.planning.configuration import PlannedConfiguration
 from opacus_memprof.planning.poisson import LargestBatch
 from opacus_memprof.planning.runs import PlannedRuns
-from opacus_memprof.planning.table import Cell, fill
-from opacus_memprof.planning.virtual_run import Configuration, VirtualRun
+from opacus_memprof.planning.table import PlannedCell, fill
+from opacus_memprof.planning.virtual_run import VirtualRun
 
 TOLERATED = 1e-6  # probability that a training runs out of memory
 _NEGLIGIBLE = 1e-9  # of larger batches than are looked at
@@ -46,11 +47,13 @@ class Draws:
 class DrawnBatch(Range):
     """The size of all drawn batches, instead of an argument of the program."""
 
-    def apply(self, configuration: Configuration, value: int) -> Configuration:
+    def apply(self, configuration: PlannedConfiguration, value: int) -> PlannedConfiguration:
         return with_drawn_batch(configuration, value)
 
 
-def with_drawn_batch(configuration: Configuration, size: int, physical: int | None = None) -> Configuration:
+def with_drawn_batch(
+    configuration: PlannedConfiguration, size: int, physical: int | None = None
+) -> PlannedConfiguration:
     changes = [*configuration.changes, {"kind": "drawn_batch", "value": size}]
     if physical is not None:
         changes.append({"kind": "max_physical_batch_size", "value": physical})
@@ -58,7 +61,11 @@ def with_drawn_batch(configuration: Configuration, size: int, physical: int | No
 
 
 def assess_draws(
-    runs: PlannedRuns, configuration: Configuration, run: VirtualRun, steps: int, on_round: Callable[[int], object]
+    runs: PlannedRuns,
+    configuration: PlannedConfiguration,
+    run: VirtualRun,
+    steps: int,
+    on_round: Callable[[int], object],
 ) -> Draws:
     """The probability of running out of memory in `steps` logical steps of the program that `run` has run.
 
@@ -74,7 +81,7 @@ def assess_draws(
     most = max(1, largest.quantile(1 - _NEGLIGIBLE))
     # Batches are about as large as the mean; whether that many fit, the run has shown, or not.
     least = min(most, max(1, int(largest.samples * largest.rate))) if run.fits else 1
-    cell = Cell(None, configuration)
+    cell = PlannedCell(None, configuration)
     try:
         fill(runs, [cell], DrawnBatch("the drawn batch", least, most), on_round)
     except MemprofError:
@@ -101,7 +108,7 @@ def assess_draws(
 
 def _physical_batch(
     runs: PlannedRuns,
-    configuration: Configuration,
+    configuration: PlannedConfiguration,
     fits: int,
     most: int,
     samples: int,

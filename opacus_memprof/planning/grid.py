@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from opacus_memprof.planning.arguments import with_argument
-from opacus_memprof.planning.table import Cell
-from opacus_memprof.planning.virtual_run import Configuration
+from opacus_memprof.planning.configuration import PlannedConfiguration
+from opacus_memprof.planning.table import PlannedCell
 
 _DEFAULT = "expandable_segments:False"  # what torch does without settings
 # What it takes to change them: an environment variable, an argument, another machine.
@@ -15,13 +15,13 @@ _OF_SETTINGS, _OF_MODE, _OF_GPU = 1, 2, 4
 
 
 def make_cells(
-    base: Configuration,
+    base: PlannedConfiguration,
     gpus: Sequence[str],
     *,
     modes: tuple[str, Sequence[str]] | None = None,
     settings: Sequence[str] = (),
     values: Mapping[str, Sequence[int]] | None = None,
-) -> list[Cell]:
+) -> list[PlannedCell]:
     """All combinations. Of the same values of arguments those come first that change least of what was named first.
 
     Args:
@@ -46,7 +46,7 @@ def make_cells(
                 program = replace(program, arguments=with_argument(program.arguments, name, value))
             changes = () if setting is None else ({"kind": "allocator_setting", "value": setting},)
             configuration = replace(base, program=program, gpu=gpu, changes=changes)
-            cells.append(Cell(mode, configuration, setting, chosen))
+            cells.append(PlannedCell(mode, configuration, setting, chosen))
     return cells
 
 

@@ -20,7 +20,7 @@ from msgspec import UnsetType
 
 from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.planning.runs import usable_workers
+from opacus_memprof.jobs.pool import usable_workers
 from opacus_memprof.planning.verdict import LARGEST_MEMORY
 from opacus_memprof.profiles.directory import rank_directories
 from opacus_memprof.profiles.files import read_object

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning.arguments import Range
-from opacus_memprof.planning.runs import PlannedRuns, Waiting
+from opacus_memprof.planning.configuration import PlannedConfiguration
+from opacus_memprof.planning.runs import PendingRuns, PlannedRuns
 from opacus_memprof.planning.search import Line, Point, largest, next_values, requested_line
 from opacus_memprof.planning.verdict import check_run
-from opacus_memprof.planning.virtual_run import Configuration, VirtualRun
+from opacus_memprof.planning.virtual_run import VirtualRun
 from opacus_memprof.profiles.units import format_bytes
 
 # What argparse, click and others print of an argument that they do not know.
@@ -17,7 +18,7 @@ _REFUSALS = ("unrecognized arguments", "no such option", "unknown option", "unre
 
 
 @dataclass
-class Cell:
+class PlannedCell:
     """A mode on a GPU.
 
     Attributes:
@@ -30,7 +31,7 @@ class Cell:
     """
 
     mode: str | None
-    configuration: Configuration
+    configuration: PlannedConfiguration
     settings: str | None = None
     fixed: Mapping[str, int] = field(default_factory=dict)
     runs: dict[int, VirtualRun] = field(default_factory=dict)
@@ -67,7 +68,9 @@ class Cell:
         return requested_line(self.points)
 
 
-def fill(runs: PlannedRuns, cells: Sequence[Cell], searched: Range | None, on_round: Callable[[int], object]) -> None:
+def fill(
+    runs: PlannedRuns, cells: Sequence[PlannedCell], searched: Range | None, on_round: Callable[[int], object]
+) -> None:
     """Runs what the cells need, side by side.
 
     Args:
@@ -78,7 +81,7 @@ def fill(runs: PlannedRuns, cells: Sequence[Cell], searched: Range | None, on_ro
         MemprofError: of the only cell, or of each: the program has no such argument, its memory does not depend on it,
             nothing fits, or as check_run does.
     """
-    waiting = Waiting[tuple[int, int]](runs)
+    pending_runs = PendingRuns[tuple[int, int]](runs)
     pending = [0] * len(cells)
     unfinished = set(range(len(cells)))
 
@@ -90,7 +93,9 @@ def fill(runs: PlannedRuns, cells: Sequence[Cell], searched: Range | None, on_ro
             values = next_values(cell.points, searched.low, searched.high, width)
         for value in values:
             configuration = cell.configuration
-            waiting.add((index, value), configuration if searched is None else searched.apply(configuration, value))
+            pending_runs.add(
+                (index, value), configuration if searched is None else searched.apply(configuration, value)
+            )
         pending[index] = len(values)
         if not values:
             unfinished.discard(index)
@@ -98,7 +103,7 @@ def fill(runs: PlannedRuns, cells: Sequence[Cell], searched: Range | None, on_ro
 
     for index in range(len(cells)):
         start(index)
-    for (index, value), run in waiting.ended():
+    for (index, value), run in pending_runs.as_completed():
         cell = cells[index]
         pending[index] -= 1
         try:
@@ -115,7 +120,7 @@ def fill(runs: PlannedRuns, cells: Sequence[Cell], searched: Range | None, on_ro
         raise MemprofError(cells[0].error)
 
 
-def _check(cell: Cell, searched: Range | None, run: VirtualRun) -> None:
+def _check(cell: PlannedCell, searched: Range | None, run: VirtualRun) -> None:
     """As check_run, with a sentence of its own for an argument that the program does not have."""
     program = cell.configuration.program
     if searched is not None and run.status == "failed":
@@ -128,7 +133,7 @@ def _check(cell: Cell, searched: Range | None, run: VirtualRun) -> None:
     check_run(program, run)
 
 
-def _why_no_answer(cell: Cell, searched: Range) -> str:
+def _why_no_answer(cell: PlannedCell, searched: Range) -> str:
     if cell.largest is None:
         run = cell.runs[searched.low]
         report = run.oom_report() or {}

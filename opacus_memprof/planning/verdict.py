@@ -8,8 +8,9 @@ from typing import Any
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning.arguments import with_argument
+from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
 from opacus_memprof.planning.runs import PlannedRuns
-from opacus_memprof.planning.virtual_run import LOG, Configuration, Program, VirtualRun
+from opacus_memprof.planning.virtual_run import LOG, VirtualRun
 
 LARGEST_MEMORY = 2**40  # the most that a virtual GPU can have: where it does not run out, it tells the whole peak
 _MOST_ADVICE = 4
@@ -40,7 +41,7 @@ class Advice:
     predicted: int
     tried: VirtualRun | None
     failure: str = ""
-    applied: Configuration | None = None
+    applied: PlannedConfiguration | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Verdict:
         needed: bytes to reserve: measured where there is `whole`, and else what the OOM report computed.
     """
 
-    configuration: Configuration
+    configuration: PlannedConfiguration
     run: VirtualRun
     whole: VirtualRun | None = None
     needed: int = 0
@@ -64,7 +65,7 @@ class Verdict:
         return (self.run.may_reserve or 0) - self.needed
 
 
-def check_run(program: Program, run: VirtualRun) -> None:
+def check_run(program: PlannedProgram, run: VirtualRun) -> None:
     """Refuses a run that tells nothing about memory.
 
     Raises:
@@ -84,7 +85,7 @@ def check_run(program: Program, run: VirtualRun) -> None:
         )
 
 
-def judge(runs: PlannedRuns, configuration: Configuration, mode_argument: str | None = None) -> Verdict:
+def judge(runs: PlannedRuns, configuration: PlannedConfiguration, mode_argument: str | None = None) -> Verdict:
     """Runs a configuration, and tries advice where it does not fit.
 
     Args:
@@ -129,8 +130,8 @@ def _is_applicable(actions: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _applied(
-    configuration: Configuration, actions: Sequence[Mapping[str, Any]], mode_argument: str | None
-) -> Configuration | None:
+    configuration: PlannedConfiguration, actions: Sequence[Mapping[str, Any]], mode_argument: str | None
+) -> PlannedConfiguration | None:
     """The configuration with these changes; None where that takes an edit of the program."""
     if not _is_applicable(actions):
         return None
