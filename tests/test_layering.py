@@ -145,12 +145,12 @@ def test_there_are_no_other_sources() -> None:
     [
         ("import torch, os", []),
         ("import opacus_memprof", []),
-        ("import opacus_memprof.cli.run as r", ["opacus_memprof.cli.run"]),
+        ("import opacus_memprof.cli.profile as r", ["opacus_memprof.cli.profile"]),
         ("from opacus_memprof import hooks, errors", ["opacus_memprof.hooks", "opacus_memprof.errors"]),
-        ("def f():\n    from opacus_memprof.cli.run import run", ["opacus_memprof.cli.run.run"]),
+        ("def f():\n    from opacus_memprof.cli.profile import run", ["opacus_memprof.cli.profile.run"]),
         ("from . import capture", ["opacus_memprof.hooks.capture"]),
         ("from .. import _C", ["opacus_memprof._C"]),
-        ("from ..cli.run import run", ["opacus_memprof.cli.run.run"]),
+        ("from ..cli.profile import run", ["opacus_memprof.cli.profile.run"]),
         ("from opacus_memprofile import x", []),
     ],
 )

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`opacus-memprof plan`: whether a training fits on a GPU, the largest batch that does, and in which mode."""
+"""`opacus-memprof plan` and `replay`: whether a training fits on a GPU, before it runs there or from its profile."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from opacus_memprof.cli.option_groups import with_groups
+from opacus_memprof.cli.options import with_groups
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.jobs.progress import ProgressBoard
 from opacus_memprof.planning import report
@@ -18,11 +20,12 @@ from opacus_memprof.planning.content import cell_content, draws_content, verdict
 from opacus_memprof.planning.directory import adopt, write_plan
 from opacus_memprof.planning.draws import TOLERATED, assess_draws
 from opacus_memprof.planning.grid import make_cells
+from opacus_memprof.planning.replay import Recording, Replay, read_recording, replay
 from opacus_memprof.planning.runs import PlannedRuns, open_runs
 from opacus_memprof.planning.table import PlannedCell, fill
 from opacus_memprof.planning.verdict import judge
 from opacus_memprof.profiles.plan import SearchedArgument
-from opacus_memprof.profiles.units import parse_size
+from opacus_memprof.profiles.units import format_bytes, parse_size
 from opacus_memprof.virtual_gpu.devices import find_gpu
 
 _DOES_NOT_FIT = 3  # exit code
@@ -31,25 +34,30 @@ _DOES_NOT_FIT = 3  # exit code
 @with_groups
 def plan(
     *,
-    script: Annotated[str, typer.Argument(metavar="SCRIPT.py", show_default=False, help="The script, or the module.")],
+    script: Annotated[str, typer.Argument(metavar="SCRIPT.py", show_default=False, help="The script or module.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGS]...", show_default=False, help="Arguments of the script.")
     ] = None,
-    module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
-    gpu: Annotated[str, typer.Option(metavar="KIND,...", help="Kinds of GPU, see `doctor`.")] = "h100",
+    module: Annotated[bool, typer.Option("-m", help="Run a module, like `python -m`.")] = False,
+    gpu: Annotated[str, typer.Option(metavar="KIND,...", help="Kinds of GPU; `doctor` lists them.")] = "h100",
     memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Their memory, such as 24GiB, instead of the kind's.", show_default=False),
+        typer.Option(
+            metavar="SIZE", help="Memory of each GPU, such as 24GiB. Default: that of the kind.", show_default=False
+        ),
     ] = None,
     gpus: Annotated[
-        int, typer.Option(min=1, metavar="N", help="GPUs of the whole job, each with a process; the first is run.")
+        int,
+        typer.Option(
+            min=1, metavar="N", help="GPUs of the whole job, one process each. Only the first process is run."
+        ),
     ] = 1,
     search: Annotated[
         list[str] | None,
         typer.Option(
             metavar="ARG=LOW..HIGH",
-            help="Find the largest value of an argument of the script that fits: batch-size=1..4096. Further ones, as "
-            "seq-length=128,256, make a grid.",
+            help="Find the largest value of a script argument that fits: batch-size=1..4096. Further arguments, "
+            "such as seq-length=128,256, make a grid.",
             show_default=False,
         ),
     ] = None,
@@ -57,7 +65,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="[ARG=]MODE,...",
-            help="Compare values of the script's argument for the mode (default: mode): hooks,ghost,flash_clip.",
+            help="Compare grad-sample modes: hooks,ghost,flash_clip. ARG is the script's argument. Default: mode.",
             show_default=False,
         ),
     ] = None,
@@ -74,20 +82,20 @@ def plan(
         typer.Option(
             min=1,
             metavar="N",
-            help="Steps of the whole training, of which Poisson sampling draws the batches: how probable is it that "
-            "memory runs out?",
+            help="Steps of a training with Poisson sampling: compute the probability that a batch is too large for the "
+            "memory.",
             show_default=False,
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep the runs that are there, and run the others.")] = False,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where the plan goes.")] = Path(
+    resume: Annotated[bool, typer.Option("--resume", help="Keep existing runs, and run the missing ones.")] = False,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Directory of the plan.")] = Path(
         "memprof_plan"
     ),
 ) -> None:
-    """Tell whether a training fits on a GPU, by running it on a virtual one.
+    """Find out whether a training fits on a GPU, by running it on a virtual GPU.
 
-    Exits with 0 if it fits and with 3 if it does not, or with --steps if it may run out of memory with a probability
-    above 1e-6.
+    Exits with 0 if it fits and with 3 if it does not. With --steps, also exits with 3 if it runs out of memory with a
+    probability above 1e-6.
     """
     if not module and not Path(script).is_file():
         raise MemprofError(f"the script {script} {'is a directory' if Path(script).is_dir() else 'does not exist'}")
@@ -176,3 +184,75 @@ def _kinds(listed: str) -> list[str]:
     for kind in kinds:
         find_gpu(kind)
     return kinds
+
+
+def replay_command(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="Directory of the profile.")],
+    settings: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY:VALUE,...",
+            help="Allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF. A setting can have several values: "
+            "expandable_segments:True,False.",
+            show_default=False,
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="KIND", help="Kind of GPU; `doctor` lists them. Default: the virtual GPU of the run."),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Memory of the GPU, such as 24GiB. Default: that of the kind.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Repeat the allocations of a recorded run with torch's allocator on a virtual GPU, without the program.
+
+    Exits with 0 if it fits with at least one of the settings, else with 3.
+    """
+    tried = ["", *(parse_settings(settings) if settings is not None else ())]
+    recording = read_recording(directory, gpu, None if memory is None else parse_size(memory))
+    replays = replay(recording, tried)
+    _print_replays(recording, replays, Console())
+    if not any(result.fits for result in replays):
+        raise typer.Exit(_DOES_NOT_FIT)
+
+
+def _print_replays(recording: Recording, replays: Sequence[Replay], console: Console) -> None:
+    first = replays[0]
+    console.print(
+        f"{recording.directory} on {report.gpu_name(recording.gpu, recording.memory)}, of which it may reserve "
+        f"{format_bytes(first.may_reserve)}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print(f"it requests {format_bytes(max(result.requested for result in replays))} at most\n", highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("settings", "fits", "reserves", "to spare"):
+        table.add_column(column, overflow="fold")
+    for result in replays:
+        spare = None if result.needed is None else result.may_reserve - result.needed
+        needed = "unknown" if result.needed is None else format_bytes(result.needed)
+        lacking = "" if spare is None else format_bytes(spare) if result.fits else f"-{format_bytes(max(-spare, 0))}"
+        color = "green" if result.fits else "red"
+        table.add_row(result.settings or "(defaults)", f"[{color}]{'yes' if result.fits else 'no'}[/]", needed, lacking)
+    console.print(table)
+    for result in replays:
+        if result.failed is not None:
+            module = f" of {result.failed['module']}" if result.failed["module"] else ""
+            console.print(
+                f"{result.settings or '(defaults)'}: memory runs out in step {result.failed['step']}, at "
+                f"{format_bytes(result.failed['bytes'])} for {result.failed['category'].replace('_', ' ')}{module} in "
+                f"{result.failed['phase'].replace('_', ' ')}",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
+    if recording.status != "finished":
+        console.print(
+            f"The run is {recording.status.replace('_', ' ')}: what would have come after is not known.",
+            highlight=False,
+        )

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import opacus_memprof
 from opacus_memprof import cli
-from opacus_memprof.cli.option_groups import with_groups
+from opacus_memprof.cli.options import with_groups
 from opacus_memprof.errors import MemprofError
 
 COMMANDS: Any = typer.main.get_command(cli.app)
