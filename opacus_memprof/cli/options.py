@@ -22,7 +22,7 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration, Device, Dtype, Mode
 from opacus_memprof.experiments.shapes import BUILT_IN, shape_of
 from opacus_memprof.profiles.units import parse_size
-from opacus_memprof.running.fork import fork_for_each
+from opacus_memprof.running.program import fork_for_each
 
 # Panel of --help → parameters of any command. Other options are in the panel "Options".
 PANELS = {

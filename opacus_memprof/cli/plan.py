@@ -16,8 +16,7 @@ from opacus_memprof.jobs.progress import ProgressBoard
 from opacus_memprof.planning import report
 from opacus_memprof.planning.arguments import Range, parse_modes, parse_search, parse_settings
 from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
-from opacus_memprof.planning.content import cell_content, draws_content, verdict_content
-from opacus_memprof.planning.directory import adopt, write_plan
+from opacus_memprof.planning.directory import cell_content, copy_profile, draws_content, verdict_content, write_plan
 from opacus_memprof.planning.draws import TOLERATED, assess_draws
 from opacus_memprof.planning.grid import make_cells
 from opacus_memprof.planning.replay import Recording, Replay, read_recording, replay
@@ -142,7 +141,7 @@ def _judge(
     board.add(1)
     verdict = judge(runs, configuration, mode_argument)
     board.stop()
-    profile = adopt(runs, verdict.run)
+    profile = copy_profile(runs, verdict.run)
     content: dict[str, Any] = {"verdict": verdict_content(verdict)}
     report.print_verdict(verdict, console)
     report.print_doubts(profile["warnings"], console)
@@ -169,7 +168,7 @@ def _compare(
     fitting = [cell for cell in cells if cell.answer is not None and cell.answer.fits]
     chosen = (fitting or [cell for cell in cells if cell.answer is not None])[0].answer
     assert chosen is not None
-    profile = adopt(runs, chosen)
+    profile = copy_profile(runs, chosen)
     search = (
         None if searched is None else SearchedArgument(argument=searched.name, low=searched.low, high=searched.high)
     )

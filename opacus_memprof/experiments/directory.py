@@ -151,11 +151,10 @@ class ResultsDirectory:
             raise MemprofError(f"{self.path} holds results: add --resume to go on, or choose another --results-dir")
 
     def _refuse_other_settings(self, shared: Mapping[str, Any]) -> None:
-        shared = {**Configuration().to_json(), **shared}  # an earlier release knew fewer
-        differs = [key for key in self._shared if shared[key] != self._shared[key]]
+        differs = [key for key in self._shared if shared.get(key) != self._shared[key]]
         if differs:
             key = differs[0]
             raise MemprofError(
-                f"{self.path} holds results with {key} {shared[key]!r}, and this call has {self._shared[key]!r}: "
+                f"{self.path} holds results with {key} {shared.get(key)!r}, and this call has {self._shared[key]!r}: "
                 "they cannot be compared, so choose another --results-dir"
             )

@@ -10,8 +10,7 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning import call
 from opacus_memprof.planning.arguments import Range
 from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
-from opacus_memprof.planning.content import cell_content, verdict_content
-from opacus_memprof.planning.directory import adopt, write_plan
+from opacus_memprof.planning.directory import cell_content, copy_profile, verdict_content, write_plan
 from opacus_memprof.planning.runs import PlannedRuns, open_runs
 from opacus_memprof.planning.table import PlannedCell, fill
 from opacus_memprof.planning.verdict import judge
@@ -54,7 +53,7 @@ def plan(
         program = _program(runs, train, packed)
         configuration = PlannedConfiguration(program, gpu, size)
         verdict = judge(runs, configuration)
-        adopt(runs, verdict.run)
+        copy_profile(runs, verdict.run)
         content = verdict_content(verdict)
         write_plan(runs, configuration, verdict=content)
     return content
@@ -96,7 +95,7 @@ def largest_physical_batch(
         fill(runs, [cell], _CalledWith("the physical batch", low, high), _ignore)
         assert cell.answer is not None
         assert cell.largest is not None
-        adopt(runs, cell.answer)
+        copy_profile(runs, cell.answer)
         search = SearchedArgument(argument="physical batch", low=low, high=high)
         write_plan(runs, cell.configuration, search=search, cells=[cell_content(cell)])
     return cell.largest
