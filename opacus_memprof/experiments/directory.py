@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory of a grid's results, whose manifest keeps other results from being mixed in.
+"""The directory of a grid's results. Its manifest prevents mixing them with others.
 
 manifest.json   the command, what all configurations share, and their names
 and of each run, as the preset has it: its result, and a directory with configuration.json, log.txt, profile/

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a grid of configurations, each in a process of its own, and writes the tables and pictures of their results."""
+"""Runs a grid of configurations, each in a new process, and writes tables and pictures of their results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -37,7 +37,7 @@ def run_grid(
     token: str | None = None,
     on_line: Callable[[str], object] = lambda line: None,
 ) -> list[Row]:
-    """Runs cells, whose results go to the directory `path`, and draws all that are there. Returns the cells' own rows.
+    """Runs cells, and draws all results in their directory. Returns the rows of the cells.
 
     Args:
         resume: keep existing results, and run the other cells.

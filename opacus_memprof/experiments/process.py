@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a configuration in a fresh process, so that no run affects another's memory. This process needs no torch."""
+"""Runs a configuration in a new process, so that no run affects the memory of another. This process needs no torch."""
 
 import contextlib
 import os
@@ -30,10 +30,10 @@ def run(
     on_line: Callable[[str], object] = lambda line: None,
     processes: Processes | None = None,
 ) -> ExperimentResult:
-    """Trains in a process of its own and returns the result, which is also in `directory`/result.json.
+    """Trains in a new process and returns the result, which is also in `directory`/result.json.
 
-    Everything that can go wrong with the training is a result: `status` is "finished", "out_of_memory", "failed" or
-    "killed", and `error` a sentence. docs/experiments.md describes the keys.
+    A training that fails has a result, too: `status` is "finished", "out_of_memory", "failed" or "killed", and `error`
+    is a sentence. docs/experiments.md describes the keys.
 
     Args:
         directory: of this run alone: configuration.json, result.json, log.txt (what the process printed) and profile/
@@ -87,7 +87,7 @@ def run_to_file(output: str | os.PathLike[str], configuration: Configuration, **
     """
     path = Path(output).absolute()
     if path.suffix != ".json" or path.is_dir():
-        raise MemprofError(f"{output} is no place for a result: give the name of a file that ends in .json")
+        raise MemprofError(f"{output} is not a file name for a result: give one that ends in .json")
     directory = path.with_suffix(".run")
     result = run(configuration, directory, **options)
     if result.refused:

@@ -49,7 +49,7 @@ class Processes:
             yield child
 
     def kill(self) -> None:
-        """Kills all processes, and those that are started later."""
+        """Kills all processes, also any that are started later."""
         self._killed.set()
         for child in list(self._children):
             child.kill()  # does nothing if it has ended

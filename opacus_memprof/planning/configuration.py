@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan runs: a program, and the virtual GPU that it runs on."""
+"""What a plan runs: a program on a virtual GPU."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -2,7 +2,7 @@
 """The probability that a training with Poisson sampling runs out of memory, and a physical batch size that prevents it.
 
 Poisson sampling includes each of `samples` samples in a batch with probability `rate`, independently, so the batch size
-is binomial. Virtual runs with fixed batch sizes find the largest that fits; that of larger ones is computed.
+is binomial. Virtual runs find the largest batch size that fits; the probability of a larger batch is computed.
 """
 
 import math

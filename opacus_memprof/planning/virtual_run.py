@@ -31,20 +31,20 @@ class VirtualRun:
     """The outcome of a run. Sizes are in bytes; None where the run did not get so far.
 
     Attributes:
-        fits: it came to its end, and memory did not run out on the way.
-        status: "finished", "out_of_memory", "failed" or "killed". `error`: the program's last words, in a line.
-        steps: calls of an optimizer's step that have ended.
-        samples: of the largest physical batch that was seen.
+        fits: whether the program finished without running out of memory.
+        status: "finished", "out_of_memory", "failed" or "killed". `error`: the program's last message, in one line.
+        steps: number of finished optimizer steps.
+        samples: in the largest physical batch.
         requested, reserved: the peaks.
-        may_reserve: the GPU's memory less what CUDA's context and libraries take.
-        context: what these take.
-        retries: how often torch had to give cached memory back to the GPU before an allocation went well.
-        category, module, phase: of the most bytes at the peak; of a run that ran out of memory, of what was asked for.
-        categories: requested bytes at the peak.
-        poisson: of a loader that draws batch sizes its "samples", "rate" and "steps"; {} of another.
-        seconds: of the whole process.
-        directory: of its profile and its log.
-        packages: that it has imported, in an environment that it had not changed: others can be forked with these.
+        may_reserve: the GPU's memory without that of CUDA's context and libraries.
+        context: memory of CUDA's context and libraries.
+        retries: how often torch had to return cached memory to the GPU before an allocation succeeded.
+        category, module, phase: of the most bytes at the peak; if memory ran out, of the failed allocation.
+        categories: requested bytes at the peak, by category.
+        poisson: "samples", "rate" and "steps" of a loader with Poisson sampling; {} without one.
+        seconds: duration of the process.
+        directory: of the profile and the log.
+        packages: that the program imported before it changed its environment; forked processes can import them early.
     """
 
     fits: bool
@@ -71,12 +71,12 @@ class VirtualRun:
         return Path(self.directory) / PROFILE_OF_RUN
 
     def oom_report(self) -> dict[str, Any] | None:
-        """oom_report.json of a run that ran out of memory; else None."""
+        """Returns oom_report.json if the run ran out of memory, else None."""
         file = self.profile / OOM_REPORTS[1]
         return read_object(file) if file.exists() else None
 
     def last_words(self) -> str:
-        """The last line that the program has printed; "" where it has printed none."""
+        """Returns the last line that the program printed; "" if it printed none."""
         text = (Path(self.directory) / LOG).read_text(encoding="utf-8", errors="replace")
         own = text.partition(_SUMMARY)[0] if _SUMMARY in text else text
         return next((line.strip() for line in reversed(own.splitlines()) if line.strip()), "")
@@ -157,7 +157,7 @@ def run_virtually(
 
 
 def run_environment(configuration: PlannedConfiguration, threads: int | None) -> dict[str, str]:
-    """The environment variables of a run."""
+    """Returns the environment variables of a run."""
     environment = dict(os.environ)
     settings = [change["value"] for change in configuration.changes if change["kind"] == "allocator_setting"]
     if settings:
