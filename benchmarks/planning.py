@@ -48,15 +48,17 @@ def plan(output: Path, kind: str, names: Sequence[Name]) -> dict[str, Any]:
     """The planned side: by "MODEL MODE" the largest batch, and the first advice for twice as many samples."""
     from opacus_memprof.errors import MemprofError
     from opacus_memprof.planning.arguments import Range
+    from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
     from opacus_memprof.planning.runs import open_runs
-    from opacus_memprof.planning.table import Cell, fill
+    from opacus_memprof.planning.table import PlannedCell, fill
     from opacus_memprof.planning.verdict import judge
-    from opacus_memprof.planning.virtual_run import Configuration, Program
 
     begun = time.monotonic()
     searched = Range("batch-size", 1, HIGH)
-    programs = [Program(str(CASE), tuple(arguments_of(name))) for name in names]
-    cells = [Cell(name[1], Configuration(program, kind)) for name, program in zip(names, programs, strict=True)]
+    programs = [PlannedProgram(str(CASE), tuple(arguments_of(name))) for name in names]
+    cells = [
+        PlannedCell(name[1], PlannedConfiguration(program, kind)) for name, program in zip(names, programs, strict=True)
+    ]
     results: dict[str, Any] = {}
     with open_runs(output / "plan", resume=True, on_end=dot) as runs:
         fill(runs, cells, searched, lambda started: None)

@@ -22,7 +22,7 @@ from tests.rooms import (
     unit_imports,
 )
 
-MOST_ROOMS, MOST_FLOORS = 26, 10
+MOST_ROOMS, MOST_FLOORS = 27, 10
 MOST_FLOORS_INSIDE = {"clipping": 9}
 MOST_FLOORS_INSIDE_OTHERS = 10
 
@@ -30,7 +30,7 @@ MOST_FLOORS_INSIDE_OTHERS = 10
 FLOORS = [
     {"errors"},
     {"profiles", "clipping"},
-    {"analysis", "recording"},
+    {"analysis", "recording", "jobs"},
     {"reports", "hooks", "virtual_gpu"},
     {"session"},
     {"integrations", "running"},
@@ -157,12 +157,12 @@ def test_there_are_no_other_sources() -> None:
     [
         ("import torch, os", []),
         ("import opacus_memprof", []),
-        ("import opacus_memprof.cli.run as r", ["opacus_memprof.cli.run"]),
+        ("import opacus_memprof.cli.profile as r", ["opacus_memprof.cli.profile"]),
         ("from opacus_memprof import hooks, errors", ["opacus_memprof.hooks", "opacus_memprof.errors"]),
-        ("def f():\n    from opacus_memprof.cli.run import run", ["opacus_memprof.cli.run.run"]),
+        ("def f():\n    from opacus_memprof.cli.profile import run", ["opacus_memprof.cli.profile.run"]),
         ("from . import capture", ["opacus_memprof.hooks.capture"]),
         ("from .. import _C", ["opacus_memprof._C"]),
-        ("from ..cli.run import run", ["opacus_memprof.cli.run.run"]),
+        ("from ..cli.profile import run", ["opacus_memprof.cli.profile.run"]),
         ("from opacus_memprofile import x", []),
     ],
 )

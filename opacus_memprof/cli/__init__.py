@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: its commands, and exit code 2 with one sentence for whatever the user can mend."""
+"""The command line. Errors that the user can fix end it with exit code 2 and one sentence."""
 
 import sys
 from typing import Annotated
@@ -7,21 +7,11 @@ from typing import Annotated
 import typer
 
 from opacus_memprof.cli.debug import debug
-from opacus_memprof.cli.diff import diff
-from opacus_memprof.cli.doctor import doctor
-from opacus_memprof.cli.draw import draw
-from opacus_memprof.cli.experiment import experiment
-from opacus_memprof.cli.experiments import experiments
-from opacus_memprof.cli.list_options import ListOptionsCommand
-from opacus_memprof.cli.plan import plan
-from opacus_memprof.cli.replay import replay_command
-from opacus_memprof.cli.report import ReportCommand, report
-from opacus_memprof.cli.run import run
-from opacus_memprof.cli.single_gpu import single_gpu
-from opacus_memprof.cli.sweep import sweep
-from opacus_memprof.cli.tax import tax
-from opacus_memprof.cli.top import top
-from opacus_memprof.cli.training_options import current_name
+from opacus_memprof.cli.experiments import ListOptionsCommand, draw, experiment, experiments, single_gpu, sweep
+from opacus_memprof.cli.look import ReportCommand, diff, report, tax
+from opacus_memprof.cli.options import current_name
+from opacus_memprof.cli.plan import plan, replay_command
+from opacus_memprof.cli.profile import doctor, run, top
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.versions import VERSION
 
@@ -35,10 +25,10 @@ PROFILE_PANEL, LOOK_PANEL, COMPARE_PANEL, EXPERIMENTS_PANEL, DEBUG_PANEL = (
 
 app = typer.Typer(
     no_args_is_help=True,
-    # Options and their choices are the same with _ and with -. What follows a script is not looked at.
+    # Options and their choices may be written with _ or -. Arguments of a script stay as they are.
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
 )
-# What follows the script belongs to the script.
+# Options after the script are the script's.
 app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=PROFILE_PANEL)(run)
 app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=PROFILE_PANEL)(plan)
 app.command("replay", rich_help_panel=PROFILE_PANEL)(replay_command)
@@ -66,13 +56,13 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Where the memory of DP-SGD training goes."""
+    """Show where the memory of DP-SGD training goes."""
 
 
 def main() -> None:
-    """Runs the command that sys.argv names, and exits."""
+    """Runs the command in sys.argv, and exits."""
     try:
-        # Not app() itself, which would install typer's excepthook in the profiled script's process.
+        # Not app(), which would install typer's excepthook in the process of the profiled script.
         typer.main.get_command(app)()
     except MemprofError as error:
         print(f"opacus-memprof: {error}", file=sys.stderr)

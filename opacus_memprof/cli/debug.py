@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`opacus-memprof debug`: the memory of LoRA training, debugged from the command line."""
+"""`opacus-memprof debug`: debugs the memory of LoRA training."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
-from opacus_memprof.cli.training_options import Token, hide_token
+from opacus_memprof.cli.options import Token, hide_token
 from opacus_memprof.experiments.configuration import Dtype
 from opacus_memprof.integrations.hub import use_cache_if_hub_unreachable
 from opacus_memprof.profiles.files import write_text, writing
@@ -30,24 +30,24 @@ def debug(
         typer.Option(
             "--level",
             "--debug-level",
-            help="model_only: the model. full: a training run. custom: its stages. comparison: three LoRA ranks.",
+            help="model_only: the model. full: a training. custom: its stages. comparison: three LoRA ranks.",
         ),
     ] = "full",
     model: Annotated[
         str, typer.Option(help="tiny (built in, random weights), a Hugging Face id, or a local path.")
     ] = "tiny",
-    precision: Annotated[Dtype, typer.Option(help="Of the frozen weights and of autocast.")] = "fp32",
-    pkg: Annotated[str | None, typer.Option(help="A label of the results: the data's package.")] = None,
-    version: Annotated[str | None, typer.Option(help="A label of the results: its version.")] = None,
-    knowledge_type: Annotated[str | None, typer.Option(help="A label of the results: its kind.")] = None,
-    log_dir: Annotated[Path, typer.Option(metavar="DIR", help="Where report, results and profile go.")] = Path(
+    precision: Annotated[Dtype, typer.Option(help="Data type of the frozen weights and of autocast.")] = "fp32",
+    pkg: Annotated[str | None, typer.Option(help="Label of the results: package of the data.")] = None,
+    version: Annotated[str | None, typer.Option(help="Label of the results: version of the data.")] = None,
+    knowledge_type: Annotated[str | None, typer.Option(help="Label of the results: kind of the data.")] = None,
+    log_dir: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the report, results and profile.")] = Path(
         "logs/memory_debug"
     ),
     token: Token = None,
 ) -> None:
     """Debug the memory of LoRA training, on random tokens."""
     hide_token(sys.argv)
-    with writing(log_dir):  # before the training, whose results could not be written
+    with writing(log_dir):  # fails before the training, not after it
         log_dir.mkdir(parents=True, exist_ok=True)
     if model != "tiny":
         use_cache_if_hub_unreachable()

@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`opacus-memprof plan`: whether a training fits on a GPU, the largest batch that does, and in which mode."""
+"""`opacus-memprof plan` and `replay`: whether a training fits on a GPU, before it runs there or from its profile."""
 
-from datetime import timedelta
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.text import Text
+from rich.table import Table
 
-from opacus_memprof.cli.option_groups import with_groups
+from opacus_memprof.cli.options import with_groups
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.jobs.progress import ProgressBoard
 from opacus_memprof.planning import report
 from opacus_memprof.planning.arguments import Range, parse_modes, parse_search, parse_settings
-from opacus_memprof.planning.content import cell_content, draws_content, verdict_content
-from opacus_memprof.planning.directory import adopt, write_plan
+from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
+from opacus_memprof.planning.directory import cell_content, copy_profile, draws_content, verdict_content, write_plan
 from opacus_memprof.planning.draws import TOLERATED, assess_draws
 from opacus_memprof.planning.grid import make_cells
+from opacus_memprof.planning.replay import Recording, Replay, read_recording, replay
 from opacus_memprof.planning.runs import PlannedRuns, open_runs
-from opacus_memprof.planning.table import Cell, fill
+from opacus_memprof.planning.table import PlannedCell, fill
 from opacus_memprof.planning.verdict import judge
-from opacus_memprof.planning.virtual_run import Configuration, Program, VirtualRun
 from opacus_memprof.profiles.plan import SearchedArgument
 from opacus_memprof.profiles.units import format_bytes, parse_size
 from opacus_memprof.virtual_gpu.devices import find_gpu
@@ -32,25 +33,30 @@ _DOES_NOT_FIT = 3  # exit code
 @with_groups
 def plan(
     *,
-    script: Annotated[str, typer.Argument(metavar="SCRIPT.py", show_default=False, help="The script, or the module.")],
+    script: Annotated[str, typer.Argument(metavar="SCRIPT.py", show_default=False, help="The script or module.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGS]...", show_default=False, help="Arguments of the script.")
     ] = None,
-    module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
-    gpu: Annotated[str, typer.Option(metavar="KIND,...", help="Kinds of GPU, see `doctor`.")] = "h100",
+    module: Annotated[bool, typer.Option("-m", help="Run a module, like `python -m`.")] = False,
+    gpu: Annotated[str, typer.Option(metavar="KIND,...", help="Kinds of GPU; `doctor` lists them.")] = "h100",
     memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Their memory, such as 24GiB, instead of the kind's.", show_default=False),
+        typer.Option(
+            metavar="SIZE", help="Memory of each GPU, such as 24GiB. Default: that of the kind.", show_default=False
+        ),
     ] = None,
     gpus: Annotated[
-        int, typer.Option(min=1, metavar="N", help="GPUs of the whole job, each with a process; the first is run.")
+        int,
+        typer.Option(
+            min=1, metavar="N", help="GPUs of the whole job, one process each. Only the first process is run."
+        ),
     ] = 1,
     search: Annotated[
         list[str] | None,
         typer.Option(
             metavar="ARG=LOW..HIGH",
-            help="Find the largest value of an argument of the script that fits: batch-size=1..4096. Further ones, as "
-            "seq-length=128,256, make a grid.",
+            help="Find the largest value of a script argument that fits: batch-size=1..4096. Further arguments, "
+            "such as seq-length=128,256, make a grid.",
             show_default=False,
         ),
     ] = None,
@@ -58,7 +64,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="[ARG=]MODE,...",
-            help="Compare values of the script's argument for the mode (default: mode): hooks,ghost,flash_clip.",
+            help="Compare grad-sample modes: hooks,ghost,flash_clip. ARG is the script's argument. Default: mode.",
             show_default=False,
         ),
     ] = None,
@@ -75,27 +81,27 @@ def plan(
         typer.Option(
             min=1,
             metavar="N",
-            help="Steps of the whole training, of which Poisson sampling draws the batches: how probable is it that "
-            "memory runs out?",
+            help="Steps of a training with Poisson sampling: compute the probability that a batch is too large for the "
+            "memory.",
             show_default=False,
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep the runs that are there, and run the others.")] = False,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where the plan goes.")] = Path(
+    resume: Annotated[bool, typer.Option("--resume", help="Keep existing runs, and run the missing ones.")] = False,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Directory of the plan.")] = Path(
         "memprof_plan"
     ),
 ) -> None:
-    """Tell whether a training fits on a GPU, by running it on a virtual one.
+    """Find out whether a training fits on a GPU, by running it on a virtual GPU.
 
-    Exits with 0 if it fits and with 3 if it does not, or with --steps if it may run out of memory with a probability
-    above 1e-6.
+    Exits with 0 if it fits and with 3 if it does not. With --steps, also exits with 3 if it runs out of memory with a
+    probability above 1e-6.
     """
     if not module and not Path(script).is_file():
         raise MemprofError(f"the script {script} {'is a directory' if Path(script).is_dir() else 'does not exist'}")
     asked = parse_search(search or ())
     named = None if modes is None else parse_modes(modes)
-    base = Configuration(
-        Program(script, tuple(arguments or ()), module),
+    base = PlannedConfiguration(
+        PlannedProgram(script, tuple(arguments or ()), module),
         gpu,
         None if memory is None else parse_size(memory),
         ranks=gpus,
@@ -111,7 +117,8 @@ def plan(
     if steps is not None and not is_single:
         raise MemprofError("--steps is for one configuration: leave --search and --modes out, and name one GPU")
     console = Console()
-    with _Board(console) as board, open_runs(output, resume=resume, on_end=board.on_end) as runs:
+    board = ProgressBoard(console, "runs", transient=True)
+    with board, open_runs(output, resume=resume, on_end=partial(report.show_run, board)) as runs:
         if runs.kept:
             console.print(f"{runs.kept} runs are there already", highlight=False)
         if is_single:
@@ -125,22 +132,22 @@ def plan(
 
 def _judge(
     runs: PlannedRuns,
-    configuration: Configuration,
+    configuration: PlannedConfiguration,
     mode_argument: str | None,
     steps: int | None,
-    board: "_Board",
+    board: ProgressBoard,
     console: Console,
 ) -> bool:
-    board.on_round(1)
+    board.add(1)
     verdict = judge(runs, configuration, mode_argument)
     board.stop()
-    profile = adopt(runs, verdict.run)
+    profile = copy_profile(runs, verdict.run)
     content: dict[str, Any] = {"verdict": verdict_content(verdict)}
     report.print_verdict(verdict, console)
     report.print_doubts(profile["warnings"], console)
     fits = verdict.run.fits
     if steps is not None:
-        draws = assess_draws(runs, configuration, verdict.run, steps, board.on_round)
+        draws = assess_draws(runs, configuration, verdict.run, steps, board.add)
         content["draws"] = draws_content(draws)
         report.print_draws(draws, console)
         fits = draws.probability <= TOLERATED
@@ -150,18 +157,18 @@ def _judge(
 
 def _compare(
     runs: PlannedRuns,
-    base: Configuration,
-    cells: list[Cell],
+    base: PlannedConfiguration,
+    cells: list[PlannedCell],
     searched: Range | None,
-    board: "_Board",
+    board: ProgressBoard,
     console: Console,
 ) -> bool:
-    fill(runs, cells, searched, board.on_round)
+    fill(runs, cells, searched, board.add)
     board.stop()
     fitting = [cell for cell in cells if cell.answer is not None and cell.answer.fits]
     chosen = (fitting or [cell for cell in cells if cell.answer is not None])[0].answer
     assert chosen is not None
-    profile = adopt(runs, chosen)
+    profile = copy_profile(runs, chosen)
     search = (
         None if searched is None else SearchedArgument(argument=searched.name, low=searched.low, high=searched.high)
     )
@@ -178,40 +185,73 @@ def _kinds(listed: str) -> list[str]:
     return kinds
 
 
-class _Board:
-    """A line for each run that has ended, and a bar with an estimate of the time left for those that are started."""
+def replay_command(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="Directory of the profile.")],
+    settings: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY:VALUE,...",
+            help="Allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF. A setting can have several values: "
+            "expandable_segments:True,False.",
+            show_default=False,
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="KIND", help="Kind of GPU; `doctor` lists them. Default: the virtual GPU of the run."),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Memory of the GPU, such as 24GiB. Default: that of the kind.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Repeat the allocations of a recorded run with torch's allocator on a virtual GPU, without the program.
 
-    def __init__(self, console: Console) -> None:
-        columns = [BarColumn(), MofNCompleteColumn(), TextColumn("runs,"), TimeElapsedColumn()]
-        self._progress = Progress(*columns, TextColumn("{task.fields[left]}"), console=console, transient=True)
-        self._task = self._progress.add_task("", total=0, left="")
-        self._total = self._ended = 0
+    Exits with 0 if it fits with at least one of the settings, else with 3.
+    """
+    tried = ["", *(parse_settings(settings) if settings is not None else ())]
+    recording = read_recording(directory, gpu, None if memory is None else parse_size(memory))
+    replays = replay(recording, tried)
+    _print_replays(recording, replays, Console())
+    if not any(result.fits for result in replays):
+        raise typer.Exit(_DOES_NOT_FIT)
 
-    def __enter__(self) -> "_Board":
-        self._progress.start()
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        self._progress.stop()
-
-    def on_round(self, started: int) -> None:
-        self._total += started
-        self._progress.update(self._task, total=self._total)
-
-    def on_end(self, configuration: Configuration, run: VirtualRun) -> None:
-        self._ended += 1
-        self._total = max(self._total, self._ended)
-        elapsed = self._progress.tasks[self._task].elapsed or 0.0
-        left = timedelta(seconds=round(elapsed / self._ended * (self._total - self._ended)))
-        self._progress.update(self._task, completed=self._ended, total=self._total, left=f"about {left} left")
-        peak = f", peak {format_bytes(run.requested)}" if run.fits and run.requested is not None else ""
-        words = " ".join([configuration.gpu, *configuration.program.arguments])
-        changes = ", ".join(f"{change['kind']} {change.get('value', '')}".strip() for change in configuration.changes)
-        status = "fits" if run.fits else run.status.replace("_", " ")
-        line = Text(f"{words}{f' with {changes}' if changes else ''}  ")
-        line.append(f"{status}{peak}", "green" if run.fits else "magenta")
-        line.append(f"  {run.seconds:.0f} s", "dim")
-        self._progress.console.print(line, soft_wrap=True)
+def _print_replays(recording: Recording, replays: Sequence[Replay], console: Console) -> None:
+    first = replays[0]
+    console.print(
+        f"{recording.directory} on {report.gpu_name(recording.gpu, recording.memory)}, of which it may reserve "
+        f"{format_bytes(first.may_reserve)}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print(f"it requests {format_bytes(max(result.requested for result in replays))} at most\n", highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("settings", "fits", "reserves", "to spare"):
+        table.add_column(column, overflow="fold")
+    for result in replays:
+        spare = None if result.needed is None else result.may_reserve - result.needed
+        needed = "unknown" if result.needed is None else format_bytes(result.needed)
+        lacking = "" if spare is None else format_bytes(spare) if result.fits else f"-{format_bytes(max(-spare, 0))}"
+        color = "green" if result.fits else "red"
+        table.add_row(result.settings or "(defaults)", f"[{color}]{'yes' if result.fits else 'no'}[/]", needed, lacking)
+    console.print(table)
+    for result in replays:
+        if result.failed is not None:
+            module = f" of {result.failed['module']}" if result.failed["module"] else ""
+            console.print(
+                f"{result.settings or '(defaults)'}: memory runs out in step {result.failed['step']}, at "
+                f"{format_bytes(result.failed['bytes'])} for {result.failed['category'].replace('_', ' ')}{module} in "
+                f"{result.failed['phase'].replace('_', ' ')}",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
+    if recording.status != "finished":
+        console.print(
+            f"The run is {recording.status.replace('_', ' ')}: what would have come after is not known.",
+            highlight=False,
+        )

@@ -32,13 +32,13 @@ class Configuration:
         pretrained: whether `model` is such an id or path.
         task: "language_model" (next token) or "classification" (of sequences, three classes as SNLI has).
         mode: "vanilla" trains without privacy; the others are grad-sample modes.
-        seq_length: tokens of a sample.
-        batch_size: samples of a step of the optimizer (logical).
-        max_physical_batch_size: samples that go through the model at once; None is all of them.
+        seq_length: tokens per sample.
+        batch_size: samples per optimizer step (logical batch).
+        max_physical_batch_size: samples per forward pass; None for the whole batch.
         lora_rank: None trains all parameters.
         dtype: of the weights. LoRA's adapters are what peft makes them, fp32.
         num_steps: the optimizer's steps that are measured, after `warmup_steps` more.
-        learning_rate: Adam's.
+        learning_rate: learning rate of Adam.
         sigma: the noise multiplier.
         max_grad_norm: the clipping bound.
         seed: of weights and data.
@@ -48,8 +48,8 @@ class Configuration:
         checkpointing: blocks keep only their inputs, and recompute their activations in backward. Not for "ew".
         virtual_gpu: the kind of virtual GPU to run on, which computes nothing: times are not measured then.
         virtual_memory: its bytes; None for the kind's.
-        dataset: the user's own instead of SNLI: a file of texts, or a function that makes a data set; see data.py.
-        vocab_size, hidden_dim, num_layers, num_heads: in place of a built-in configuration's own.
+        dataset: instead of SNLI: a file of texts, or a function that makes a dataset; see data.py.
+        vocab_size, hidden_dim, num_layers, num_heads: override the sizes of a built-in configuration.
     """
 
     model: str = "tiny"

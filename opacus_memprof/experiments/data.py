@@ -166,7 +166,7 @@ def _read_texts(path: Path, configuration: Configuration) -> list[dict[str, Any]
 def _import_function(name: str) -> Any:
     module, colon, function = name.rpartition(":")
     if not colon:
-        raise MemprofError(f"{name} is no data set: give a .jsonl or .csv file, MODULE:FUNCTION or FILE.py:FUNCTION")
+        raise MemprofError(f"{name} is not a dataset: give a .jsonl or .csv file, MODULE:FUNCTION or FILE.py:FUNCTION")
     if module.endswith(".py"):
         sys.path.insert(0, str(Path(module).parent))
         module = Path(module).stem

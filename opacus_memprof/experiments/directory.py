@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory of a grid's results, whose manifest keeps other results from being mixed in.
+"""The directory of a grid's results. Its manifest prevents mixing them with others.
 
 manifest.json   the command, what all configurations share, and their names
 and of each run, as the preset has it: its result, and a directory with configuration.json, log.txt, profile/
@@ -19,7 +19,8 @@ from opacus_memprof.experiments.files import MANIFEST, read_json, read_result, w
 from opacus_memprof.experiments.grid import Cell
 from opacus_memprof.experiments.presets import Preset
 from opacus_memprof.experiments.rows import Row, sort_by_mode
-from opacus_memprof.profiles.directory import LOCK, lock
+from opacus_memprof.jobs.directory import locked_directory
+from opacus_memprof.profiles.directory import LOCK
 from opacus_memprof.profiles.experiment_result import ExperimentResult
 from opacus_memprof.profiles.json_object import FORMAT
 
@@ -56,18 +57,13 @@ class ResultsDirectory:
         self._rows: dict[str, Row] = {}
 
     def __enter__(self) -> "ResultsDirectory":
-        self._refuse_other_files()
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = lock(self.path)
-            try:
-                self._refuse_other_files()  # which another process may have written until now
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(locked_directory(self.path, self._refuse_other_files))
                 self._new = not (self.path / MANIFEST).exists()
                 manifest = {"format": FORMAT, "command": self._preset.command, "shared": self._shared}
                 write_json(self.path / MANIFEST, {**manifest, "names": self.names})
-            except BaseException:
-                self._release()
-                raise
+                self._locked = stack.pop_all()
         except OSError as error:
             raise MemprofError(
                 f"cannot write results to {self.path} ({error.strerror}): choose another --results-dir"
@@ -81,16 +77,11 @@ class ResultsDirectory:
                 shutil.rmtree(self.run_directory(name), ignore_errors=True)
                 self._result(name).unlink(missing_ok=True)
             (self.path / MANIFEST).unlink(missing_ok=True)
-        self._release()
+        self._locked.close()
         if refused:
             for folder in (self.path / "runs", self.path):
                 with contextlib.suppress(OSError):
                     folder.rmdir()  # where it is empty
-
-    def _release(self) -> None:
-        with contextlib.suppress(OSError):
-            (self.path / LOCK).unlink()
-        os.close(self._lock)
 
     def run_directory(self, name: str) -> Path:
         return self.path / self._preset.run.format(name)
@@ -160,11 +151,10 @@ class ResultsDirectory:
             raise MemprofError(f"{self.path} holds results: add --resume to go on, or choose another --results-dir")
 
     def _refuse_other_settings(self, shared: Mapping[str, Any]) -> None:
-        shared = {**Configuration().to_json(), **shared}  # an earlier release knew fewer
-        differs = [key for key in self._shared if shared[key] != self._shared[key]]
+        differs = [key for key in self._shared if shared.get(key) != self._shared[key]]
         if differs:
             key = differs[0]
             raise MemprofError(
-                f"{self.path} holds results with {key} {shared[key]!r}, and this call has {self._shared[key]!r}: "
+                f"{self.path} holds results with {key} {shared.get(key)!r}, and this call has {self._shared[key]!r}: "
                 "they cannot be compared, so choose another --results-dir"
             )

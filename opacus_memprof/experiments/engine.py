@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a grid of configurations, each in a process of its own, and writes the tables and pictures of their results."""
+"""Runs a grid of configurations, each in a new process, and writes tables and pictures of their results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -7,18 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from opacus_memprof.analysis.tax import peak_tax
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.directory import ResultsDirectory
 from opacus_memprof.experiments.grid import Cell
-from opacus_memprof.experiments.launcher import Launcher, choose_device, local_launcher
+from opacus_memprof.experiments.launcher import Launcher, LocalLauncher, choose_device, cluster_launcher
 from opacus_memprof.experiments.presets import Preset
-from opacus_memprof.experiments.progress import progress_board
 from opacus_memprof.experiments.rows import Row, find_vanilla
+from opacus_memprof.experiments.summary import describe_outcome
+from opacus_memprof.jobs.progress import ProgressBoard
 from opacus_memprof.profiles.difference import Tax
 from opacus_memprof.profiles.experiment_result import ExperimentResult
 from opacus_memprof.profiles.optional import require
+
+_STYLE = {"finished": "green", "out_of_memory": "magenta"}
 
 
 def run_grid(
@@ -33,7 +37,7 @@ def run_grid(
     token: str | None = None,
     on_line: Callable[[str], object] = lambda line: None,
 ) -> list[Row]:
-    """Runs cells, whose results go to the directory `path`, and draws all that are there. Returns the cells' own rows.
+    """Runs cells, and draws all results in their directory. Returns the rows of the cells.
 
     Args:
         resume: keep existing results, and run the other cells.
@@ -43,7 +47,7 @@ def run_grid(
         on_line: called with each line on a run's progress, on this machine.
 
     Raises:
-        MemprofError: see ResultsDirectory, choose_device and SubmititLauncher; or the first cell was refused, as all
+        MemprofError: see ResultsDirectory, choose_device and SubmititExecutor; or the first cell was refused, as all
             others would be, such as for an unknown model.
     """
     require("matplotlib", "pictures", "pictures")  # now, not after hours of training
@@ -54,11 +58,9 @@ def run_grid(
         if cluster is None:
             together = preset.side_by_side or cells[0].configuration.virtual_gpu is not None  # which has no times
             chosen = gpus if together else gpus[:1]
-            launcher: Launcher = local_launcher(directory, chosen, token, pause, on_line)
+            launcher: Launcher = LocalLauncher(directory, chosen, token, pause, on_line)
         else:
-            from opacus_memprof.experiments.submitit_launcher import SubmititLauncher
-
-            launcher = SubmititLauncher(directory, "slurm", cluster, token)
+            launcher = cluster_launcher(directory, "slurm", cluster, token)
         _run_missing(directory, preset, launcher, console)
         rows = directory.rows()
         preset.draw(rows, directory.outputs)
@@ -72,18 +74,27 @@ def _run_missing(directory: ResultsDirectory, preset: Preset, launcher: Launcher
     if kept := len(directory.names) - len(cells):
         console.print(f"{kept} of {len(directory.names)} configurations have a result already", highlight=False)
     if cells:  # a bar of nothing would wait for its first result
-        with progress_board(console, len(cells), launcher.workers) as show_row, closing(launcher.run(cells)) as results:
+        at_once = f", {launcher.workers} at once" if launcher.workers > 1 else ""
+        board = ProgressBoard(console, f"configurations{at_once}", len(cells))
+        with board, closing(launcher.run(cells)) as results:
             for cell, result in results:
                 # The others share what is wrong with the first; a later one may meet layers that its mode cannot train.
                 if result.refused and all(row.result.refused for row in directory.rows()):
                     refused = result.error or ""
                     break
                 result.tax = _tax(result, find_vanilla(directory.rows()))
-                show_row(directory.add(cell, result))
+                show_row(board, directory.add(cell, result))
                 preset.write_tables(directory.rows(), directory.outputs)
     if refused:
         raise MemprofError(refused)
     preset.write_tables(directory.rows(), directory.outputs)
+
+
+def show_row(board: ProgressBoard, row: Row) -> None:
+    """Shows on a board that a run has ended."""
+    board.advance()
+    message = Text(f"{row.name}  ").append(describe_outcome(row), _STYLE.get(row.result.status, "red"))
+    board.print(message.append(f"  [{board.position}]", "dim"))
 
 
 def _tax(result: ExperimentResult, vanilla: Row | None) -> Tax | None:

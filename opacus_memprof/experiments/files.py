@@ -52,7 +52,7 @@ def read_results(directory: Path) -> dict[str, ExperimentResult]:
         MemprofError: there is none, or one of another version, or a JSON file that is not a result.
     """
     if not directory.is_dir():
-        raise MemprofError(f"{directory} is no directory: give one with the results of experiments, *.json")
+        raise MemprofError(f"{directory} is not a directory: give one with the results of experiments, *.json")
     results = {}
     for path in sorted(directory.glob("*.json")):
         if path.name == MANIFEST:

@@ -1,80 +1,158 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launchers, which run cells and return their results as they come; and the one that runs them on this machine."""
+"""Launchers, which run cells and yield their results: on this machine, or as calls of an executor, such as jobs of a
+cluster."""
 
-import queue
-import subprocess
-import threading
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import contextlib
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments import process
-from opacus_memprof.experiments.configuration import Device
+from opacus_memprof.experiments.configuration import Configuration, Device
 from opacus_memprof.experiments.directory import ResultsDirectory
+from opacus_memprof.experiments.files import read_result, write_json
 from opacus_memprof.experiments.grid import Cell
-from opacus_memprof.planning.runs import usable_workers
+from opacus_memprof.jobs.pool import DevicePool, PendingJobs, usable_workers
+from opacus_memprof.jobs.processes import Processes
+from opacus_memprof.jobs.submitit import SubmititExecutor
 from opacus_memprof.profiles.experiment_result import ExperimentResult
+
+JOBS = "jobs"  # submitit's files, in the directory of the results
+
+Results = Generator[tuple[Cell, ExperimentResult], None, None]
 
 
 class Launcher(Protocol):
-    """Runs cells, `workers` of them at once. `run` yields each cell with its result when it has ended; closing the
+    """Runs cells, `workers` of them at once. `run` yields each cell with its result when it has ended. Closing the
     generator ends the cells that still run."""
 
     workers: int
 
-    def run(self, cells: Sequence[Cell]) -> Generator[tuple[Cell, ExperimentResult], None, None]: ...
+    def run(self, cells: Sequence[Cell]) -> Results: ...
 
 
 class LocalLauncher:
     """A launcher that runs cells on this machine: one at a time on each GPU, or a single one on the CPU.
 
     Args:
-        run_cell: runs a cell in a process of its own, on the given GPU (None: wherever the cell says), and returns its
-            result. Called from several threads.
-        stop: ends the processes that `run_cell` waits for.
+        directory: for the results.
+        gpus: the numbers of the GPUs to use, as this process sees them; empty for the CPU.
+        token: of the Hugging Face hub.
         pause: seconds between two cells on a GPU.
-        gpus: the numbers of those to use, as this process sees them; empty is the CPU.
+        on_line: see `process.run`.
     """
 
     def __init__(
         self,
-        run_cell: Callable[[Cell, int | None], ExperimentResult],
-        stop: Callable[[], object],
+        directory: ResultsDirectory,
         gpus: Sequence[int | None],
-        pause: float = 0,
+        token: str | None,
+        pause: float,
+        on_line: Callable[[str], object],
     ) -> None:
-        self.workers = max(1, len(gpus))
-        self._run_cell, self._stop, self._pause = run_cell, stop, pause
-        self._stopped = threading.Event()
-        self._free: queue.SimpleQueue[tuple[int | None, float]] = (
-            queue.SimpleQueue()
-        )  # with the pause before the next cell
-        for gpu in gpus or (None,):
-            self._free.put((gpu, 0.0))
+        self._directory, self._token, self._on_line = directory, token, on_line
+        self._processes = Processes()
+        self._pool = DevicePool[int | None](gpus or [None], pause=pause, stop=self._processes.kill)
+        self.workers = self._pool.workers
 
-    def run(self, cells: Sequence[Cell]) -> Generator[tuple[Cell, ExperimentResult], None, None]:
-        pool = ThreadPoolExecutor(self.workers)
+    def run(self, cells: Sequence[Cell]) -> Results:
+        """Runs the cells. Raises MemprofError if one cannot be run."""
+        pending = PendingJobs[Cell, ExperimentResult]()
         try:
-            futures = {pool.submit(self._run_on_free_gpu, cell): cell for cell in cells}
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except BaseException:  # the generator was closed, a cell could not be run, or Ctrl-C
-            pool.shutdown(wait=False, cancel_futures=True)
-            self._stopped.set()
-            self._stop()
-            raise
+            for cell in cells:
+                pending.add(cell, self._pool.submit(partial(self._run_cell, cell)))
+            for cell, future in pending.as_completed():
+                yield cell, future.result()
         finally:
-            pool.shutdown()
+            self._pool.close()
 
-    def _run_on_free_gpu(self, cell: Cell) -> ExperimentResult:
-        gpu, pause = self._free.get()
-        self._stopped.wait(pause)
+    def _run_cell(self, cell: Cell, gpu: int | None) -> ExperimentResult:
+        return process.run(
+            cell.configuration,
+            self._directory.run_directory(cell.name),
+            token=self._token,
+            gpu=gpu,
+            on_line=self._on_line,
+            processes=self._processes,
+        )
+
+
+class ExecutorLauncher:
+    """A launcher that runs each cell as a call of an executor.
+
+    Args:
+        directory: for the results, on a disk that the executor's processes see.
+        executor: any; its calls run in other processes.
+        workers: how many of its calls run at once.
+        batch: makes a context manager within which all cells are submitted.
+    """
+
+    def __init__(
+        self,
+        directory: ResultsDirectory,
+        executor: Executor,
+        workers: int,
+        batch: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._directory, self._executor, self._batch = directory, executor, batch
+        self.workers = workers
+
+    def run(self, cells: Sequence[Cell]) -> Results:
+        """Submits all cells. Raises MemprofError if they cannot be submitted."""
+        for cell in cells:  # an earlier result, which would be taken for that of a job that dies before it begins
+            with contextlib.suppress(FileNotFoundError):
+                (self._directory.run_directory(cell.name) / process.RESULT).unlink()
+        pending = PendingJobs[Cell, None]()
         try:
-            return self._run_cell(cell, gpu)
+            with self._batch():
+                for cell in cells:
+                    path = str(self._directory.run_directory(cell.name))
+                    pending.add(cell, self._executor.submit(train, cell.configuration.to_json(), path))
+            for cell, future in pending.as_completed():
+                yield cell, self._result(cell, future.exception())
         finally:
-            self._free.put((gpu, self._pause))
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _result(self, cell: Cell, error: BaseException | None) -> ExperimentResult:
+        """Returns the result of a cell. If its job left none (cancelled, out of time), makes one from its events."""
+        path = self._directory.run_directory(cell.name)
+        if not (path / process.RESULT).exists():
+            from opacus_memprof.experiments.result import result_from_events  # loads torch
+
+            result = result_from_events(cell.configuration, path / process.PROFILE_DIRECTORY, 1, "")
+            result.status, result.error = "killed", str(error or "the job ended without a result")
+            write_json(path / process.RESULT, result)
+        return read_result(path / process.RESULT)
+
+
+def train(configuration: Mapping[str, Any], directory: str) -> None:
+    """Runs a job: trains in a process of its own, which writes result.json in `directory`."""
+    process.run(Configuration.from_json(configuration), directory)
+
+
+def cluster_launcher(
+    directory: ResultsDirectory, cluster: str, options: Mapping[str, Any], token: str | None = None
+) -> ExecutorLauncher:
+    """Makes a launcher that submits each cell as a job. submitit's own files go to `jobs` in the directory.
+
+    Args:
+        directory: for the results.
+        cluster: see SubmititExecutor.
+        options: see SubmititExecutor.
+        token: of the Hugging Face hub. Jobs inherit it in their environment; it is written to no file.
+
+    Raises:
+        MemprofError: see SubmititExecutor.
+    """
+    if token:
+        os.environ["HF_TOKEN"] = token
+    executor = SubmititExecutor(directory.path / JOBS, cluster, options)
+    return ExecutorLauncher(directory, executor, executor.workers, executor.batch)
 
 
 def choose_device(cells: Sequence[Cell]) -> tuple[list[Cell], Sequence[int | None]]:
@@ -100,31 +178,3 @@ def choose_device(cells: Sequence[Cell]) -> tuple[list[Cell], Sequence[int | Non
     device: Device = "cuda" if resolve_device(device_name) == "cuda" else "cpu"
     gpus = range(torch.cuda.device_count()) if device == "cuda" else []
     return [replace(cell, configuration=replace(cell.configuration, device=device)) for cell in cells], list(gpus)
-
-
-def local_launcher(
-    directory: ResultsDirectory,
-    gpus: Sequence[int | None],
-    token: str | None,
-    pause: float,
-    on_line: Callable[[str], object],
-) -> LocalLauncher:
-    """A LocalLauncher that runs cells by `process.run`. Arguments are those of `process.run` and LocalLauncher."""
-    children: set[subprocess.Popen[str]] = set()
-    stopping = threading.Event()
-
-    def add_child(child: "subprocess.Popen[str]") -> None:
-        children.add(child)
-        if stopping.is_set():  # too late for `stop` to see it
-            child.kill()
-
-    def run_cell(cell: Cell, gpu: int | None) -> ExperimentResult:
-        path = directory.run_directory(cell.name)
-        return process.run(cell.configuration, path, token=token, gpu=gpu, on_line=on_line, on_start=add_child)
-
-    def stop() -> None:
-        stopping.set()
-        for child in list(children):
-            child.kill()  # harmless where it has ended
-
-    return LocalLauncher(run_cell, stop, gpus, pause)

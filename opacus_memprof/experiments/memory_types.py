@@ -28,7 +28,7 @@ _TYPE_OF = {category: name for name, categories in MEMORY_TYPES.items() for cate
 
 
 def memory_types(peak: Peak) -> Sizes:
-    """The bytes of a peak by type of memory, whose sum is its requested bytes."""
+    """Returns the bytes of a peak by type of memory. Their sum is the requested bytes."""
     split = peak.activation_hooks
     categories = {
         **{name: size for name, size in peak.categories.items() if name != "activation_hooks"},

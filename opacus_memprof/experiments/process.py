@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a configuration in a fresh process, so that no run affects another's memory. This process needs no torch."""
+"""Runs a configuration in a new process, so that no run affects the memory of another. This process needs no torch."""
 
 import contextlib
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.files import PROGRESS, read_result, write_json
+from opacus_memprof.jobs.processes import Processes
 from opacus_memprof.profiles.directory import RANKS, ProfileDirectory, rank_directories, refuse_foreign_files
 from opacus_memprof.profiles.experiment_result import ExperimentResult
 
@@ -28,12 +28,12 @@ def run(
     token: str | None = None,
     gpu: int | None = None,
     on_line: Callable[[str], object] = lambda line: None,
-    on_start: Callable[["subprocess.Popen[str]"], object] = lambda child: None,
+    processes: Processes | None = None,
 ) -> ExperimentResult:
-    """Trains in a process of its own and returns the result, which is also in `directory`/result.json.
+    """Trains in a new process and returns the result, which is also in `directory`/result.json.
 
-    Everything that can go wrong with the training is a result: `status` is "finished", "out_of_memory", "failed" or
-    "killed", and `error` a sentence. docs/experiments.md describes the keys.
+    A training that fails has a result, too: `status` is "finished", "out_of_memory", "failed" or "killed", and `error`
+    is a sentence. docs/experiments.md describes the keys.
 
     Args:
         directory: of this run alone: configuration.json, result.json, log.txt (what the process printed) and profile/
@@ -42,7 +42,7 @@ def run(
             and no file.
         gpu: the number of the only GPU that the process sees, of those that this process sees; None: all.
         on_line: called with each line on the run's progress; everything else that the process prints is in the log.
-        on_start: called with the process, so that another thread can end it.
+        processes: starts the process, so that another thread can kill it.
 
     Raises:
         MemprofError: the directory cannot be written.
@@ -61,7 +61,7 @@ def run(
             "opacus_memprof.experiments",
             str(path),
         ]
-        code, last_line = _run_child(command, path, _environment(token, gpu), token, on_line, on_start)
+        code, last_line = _run_child(command, path, _environment(token, gpu), token, on_line, processes or Processes())
     except OSError as error:
         raise MemprofError(f"cannot write the experiment to {path} ({error.strerror}): choose another place") from error
     if configuration.nproc > 1:
@@ -87,7 +87,7 @@ def run_to_file(output: str | os.PathLike[str], configuration: Configuration, **
     """
     path = Path(output).absolute()
     if path.suffix != ".json" or path.is_dir():
-        raise MemprofError(f"{output} is no place for a result: give the name of a file that ends in .json")
+        raise MemprofError(f"{output} is not a file name for a result: give one that ends in .json")
     directory = path.with_suffix(".run")
     result = run(configuration, directory, **options)
     if result.refused:
@@ -150,38 +150,22 @@ def _run_child(
     environment: Mapping[str, str],
     token: str | None,
     on_line: Callable[[str], object],
-    on_start: Callable[["subprocess.Popen[str]"], object],
+    processes: Processes,
 ) -> tuple[int, str]:
     """Runs a command. Returns its exit code (negative: the signal that killed it) and the last line that it printed."""
     secret = token or environment.get("HF_TOKEN")
     last_line = ""
-    with (
-        open(path / LOG, "w", encoding="utf-8") as log,
-        subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            errors="backslashreplace",
-        ) as child,
-    ):
+    with open(path / LOG, "w", encoding="utf-8") as log, processes.lines(command, environment) as child:
         assert child.stdout is not None
-        try:
-            on_start(child)
-            for line in child.stdout:
-                line = line.rstrip("\n")
-                if secret:
-                    line = line.replace(secret, "***")
-                log.write(line + "\n")
-                log.flush()
-                message = line.removeprefix(PROGRESS)
-                if message and not message.startswith(" "):  # indented are the details of the one before
-                    last_line = message
-                if line.startswith(PROGRESS):
-                    on_line(message)
-            return child.wait(), last_line
-        except BaseException:  # Ctrl-C, most of all
-            child.kill()
-            raise
+        for line in child.stdout:
+            line = line.rstrip("\n")
+            if secret:
+                line = line.replace(secret, "***")
+            log.write(line + "\n")
+            log.flush()
+            message = line.removeprefix(PROGRESS)
+            if message and not message.startswith(" "):  # indented are the details of the one before
+                last_line = message
+            if line.startswith(PROGRESS):
+                on_line(message)
+        return child.wait(), last_line

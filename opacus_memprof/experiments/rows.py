@@ -22,7 +22,7 @@ OPERATIONS = ("forward", "backward", "second_backward", "clip", "noise", "optimi
 
 
 class SetUpStage(NamedTuple):
-    """A stage before training: its highest bytes (None in results of earlier releases), and those live at its end."""
+    """A stage before training: its highest bytes (None if events are missing), and the live bytes at its end."""
 
     name: str
     peak_bytes: int | None

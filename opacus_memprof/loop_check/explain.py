@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explains errors of Opacus with the names of the parameters and their cause."""
+"""Explains errors of Opacus with their cause and the names of the parameters, and finds modes without the error."""
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-from opacus_memprof.loop_check.records import PrivateModel, first_line, listed
+from opacus_memprof.loop_check.records import Call, PrivateModel, first_line, listed
+
+_MODES = ("flash_clip", "functorch", "ghost", "hooks")
 
 
 def explain(error: BaseException, roots: list[PrivateModel]) -> str | None:
@@ -157,3 +160,34 @@ def _tied(root: PrivateModel) -> str:
         seen.setdefault(id(p), name)
     which = f"Tied are {listed(pairs)}." if pairs else "A layer is called several times in one forward."
     return f"{which} Use grad_sample_mode='hooks' or 'flash_clip'."
+
+
+def exact_modes(call: Call, mode: str) -> list[str]:
+    """The other modes that clip the inputs of a call exactly.
+
+    Args:
+        call: a recorded call.
+        mode: the mode of the script.
+    """
+    from opacus_memprof.clipping import verify
+
+    plain, exact = call.root.plain, []
+    assert plain is not None  # it was run
+    for other in _MODES:
+        try:
+            if other != mode and verify(plain, _arguments(plain, call), other).exact:
+                exact.append(other)
+        except Exception:  # a mode that cannot run this model is not advised
+            continue
+    return exact
+
+
+def _arguments(model: nn.Module, call: Call) -> Any:
+    """The inputs as `verify` takes them: by position, or all by name."""
+    if not call.kwargs:
+        return call.args
+    signature = inspect.signature(model.forward)
+    named: dict[str, Any] = {}
+    for name, value in signature.bind(*call.args, **call.kwargs).arguments.items():
+        named |= value if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return named

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constant factors of a loss: those of a GradScaler, and those that a script multiplies it by."""
+"""Constant factors of a loss, from a GradScaler or from the script."""
 
 from typing import Any
 

@@ -26,7 +26,7 @@ class Findings:
     Attributes:
         defects: one or more sentences each.
         unchecked: one sentence each.
-        notes: what is no defect, but worth knowing; one sentence each.
+        notes: what is not a defect, but worth knowing; one sentence each.
         failure: the error that ended a check, in one line; None if every check ended.
     """
 

@@ -28,7 +28,7 @@ class ScriptVerdict:
         steps: the measurements of the logical steps.
         defects: sentences; empty if all that was checked is right.
         unchecked: what was not checked.
-        notes: what is no defect, but worth knowing.
+        notes: what is not a defect, but worth knowing.
         failure: the error that ended a check, in one line; None if every check ended.
     """
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from opacus.optimizers import DPOptimizer
 
-from opacus_memprof.loop_check.advice import exact_modes
 from opacus_memprof.loop_check.by_hand import (
     Batch,
     Gradients,
@@ -18,6 +17,7 @@ from opacus_memprof.loop_check.by_hand import (
     mixing_module,
     size_of,
 )
+from opacus_memprof.loop_check.explain import exact_modes
 from opacus_memprof.loop_check.noise_check import check_noise
 from opacus_memprof.loop_check.records import (
     Findings,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.planning.virtual_run import Configuration
+from opacus_memprof.planning.configuration import PlannedConfiguration
 
 _VALUES = re.compile(r"(?P<name>[^=\s]+)=(?P<values>\d+(?:,\d+)*)")
 _RANGE = re.compile(r"(?P<name>[^=\s]+)=(?P<low>-?\d+)\.\.(?P<high>-?\d+)")
@@ -21,14 +21,14 @@ class Range:
     low: int
     high: int
 
-    def apply(self, configuration: Configuration, value: int) -> Configuration:
-        """The configuration with this value of the argument."""
+    def apply(self, configuration: PlannedConfiguration, value: int) -> PlannedConfiguration:
+        """Returns the configuration with this value of the argument."""
         program = configuration.program
         arguments = with_argument(program.arguments, self.name, value)
         return replace(configuration, program=replace(program, arguments=arguments))
 
     def doubled(self) -> list[int]:
-        """The values from `low` on, each twice the one before, and `high`."""
+        """Returns `low`, values that are each twice the one before, and `high`."""
         values = [self.low]
         while 2 * values[-1] < self.high:
             values.append(2 * values[-1])
@@ -40,8 +40,8 @@ class Search:
     """What --search asks for.
 
     Attributes:
-        searched: the argument whose largest value is searched; None where only values are listed.
-        others: by argument, the values that it is searched with: a grid.
+        searched: the argument whose largest value is searched; None if only values are listed.
+        others: the values of the other arguments of the grid, by argument.
     """
 
     searched: Range | None
@@ -49,11 +49,12 @@ class Search:
 
 
 def parse_search(texts: Sequence[str]) -> Search:
-    """The first `ARGUMENT=LOW..HIGH` is searched. Of what else there is a grid is made: the values of
-    `ARGUMENT=VALUE,VALUE`, and of further ranges those that `Range.doubled` has.
+    """Parses --search. The first `ARGUMENT=LOW..HIGH` is searched.
+
+    The others make a grid: the values of `ARGUMENT=VALUE,VALUE`, and `Range.doubled` of further ranges.
 
     Raises:
-        MemprofError: something is neither, a range has nothing in it, or an argument is named twice.
+        MemprofError: a text has neither form, a range is empty, or an argument is named twice.
     """
     searched, others = None, dict[str, Sequence[int]]()
     for text in texts:
@@ -74,7 +75,7 @@ def parse_search(texts: Sequence[str]) -> Search:
 
 
 def parse_range(text: str) -> Range:
-    """`batch-size=1..4096`. Raises MemprofError for anything else, a range with nothing in it included."""
+    """Parses `batch-size=1..4096`. Raises MemprofError for anything else, or an empty range."""
     match = _RANGE.fullmatch(text.strip())
     if match is None:
         raise MemprofError(
@@ -90,7 +91,7 @@ def parse_range(text: str) -> Range:
 
 
 def parse_modes(text: str) -> tuple[str, list[str]]:
-    """The argument and its values, of `hooks,ghost` (then `mode`) or `clipping=hooks,ghost`."""
+    """Parses --modes: `clipping=hooks,ghost`, or `hooks,ghost` for the argument `mode`. Returns argument and values."""
     name, equals, listed = text.partition("=")
     if not equals:
         name, listed = "mode", text
@@ -101,11 +102,15 @@ def parse_modes(text: str) -> tuple[str, list[str]]:
 
 
 def parse_settings(text: str) -> list[str]:
-    """Settings of torch's allocator, one combination each, of `expandable_segments:True,False`: what has no key is
-    another value of the key before. Commas in brackets belong to a value.
+    """Parses settings of torch's allocator: `expandable_segments:True,False` are two values of one setting.
+
+    Commas in brackets belong to a value.
+
+    Returns:
+        All combinations of values, each as PYTORCH_CUDA_ALLOC_CONF has it.
 
     Raises:
-        MemprofError: something has no key, or a key no value.
+        MemprofError: a value has no key, or a key has no value.
     """
     values: dict[str, list[str]] = {}
     key = ""
@@ -127,8 +132,11 @@ def parse_settings(text: str) -> list[str]:
 
 
 def with_argument(arguments: Sequence[str], name: str, value: object) -> tuple[str, ...]:
-    """The arguments with another value of one: in the place of `--name VALUE`, `--name=VALUE` or `name=VALUE` where
-    that is given (`_` for `-` as well), and else at the end. A name that begins with `-` is the flag itself."""
+    """Returns the arguments with another value of one.
+
+    Replaces `--name VALUE`, `--name=VALUE` or `name=VALUE` (also with `_` for `-`); appends `--name VALUE` if there is
+    none. A name that begins with `-` is the flag itself.
+    """
     flag = name if name.startswith("-") else f"--{name}"
     wanted = {_dashes(flag)} | ({_dashes(name)} if flag != name else set())
     changed = list(arguments)

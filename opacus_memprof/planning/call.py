@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of a plan that was made from Python: `python -m opacus_memprof.planning.call FILE [VALUE]` calls the
-function that `pack` has put into the file, in a process of its own."""
+"""The program of a plan of a function: `python -m opacus_memprof.planning.call FILE [VALUE]`.
+
+Calls the function that `pack` has written to the file.
+"""
 
 import io
 import multiprocessing.process
@@ -15,7 +17,7 @@ from opacus_memprof.errors import MemprofError
 
 
 def pack(function: Callable[..., object]) -> bytes:
-    """The function by its name, and what another process must do to find it, as multiprocessing's spawn does it.
+    """Serializes a function by its name, with what another process needs to find it, like multiprocessing's spawn.
 
     Raises:
         MemprofError: another process cannot find it, or this process is itself importing its main module for a plan.

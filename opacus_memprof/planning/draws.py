@@ -1,37 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How probable it is that a training whose batch sizes are drawn runs out of memory, and the physical batch against it.
+"""The probability that a training with Poisson sampling runs out of memory, and a physical batch size that prevents it.
 
-Virtual runs in which every batch has the same, given size tell the largest size that fits; how often a larger one is
-drawn is computed.
+Poisson sampling includes each of `samples` samples in a batch with probability `rate`, independently, so the batch size
+is binomial. Virtual runs find the largest batch size that fits; the probability of a larger batch is computed.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning.arguments import Range
-from opacus_memprof.planning.poisson import LargestBatch
+from opacus_memprof.planning.configuration import PlannedConfiguration
 from opacus_memprof.planning.runs import PlannedRuns
-from opacus_memprof.planning.table import Cell, fill
-from opacus_memprof.planning.virtual_run import Configuration, VirtualRun
+from opacus_memprof.planning.table import PlannedCell, fill
+from opacus_memprof.planning.virtual_run import VirtualRun
 
 TOLERATED = 1e-6  # probability that a training runs out of memory
-_NEGLIGIBLE = 1e-9  # of larger batches than are looked at
+_NEGLIGIBLE = 1e-9  # probability of batches larger than those considered
 _QUANTILES = (0.5, 0.9, 0.99, 0.999999)
 _PARTS = (1.0, 0.85, 0.7, 0.5)  # of the largest batch that fits, as physical batches: clipped sums need memory too
+_SPREAD = 40  # standard deviations beyond which probabilities are below 1e-300
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The size of the largest batch of `steps` steps."""
+
+    samples: int
+    rate: float
+    steps: int
+
+    @cached_property
+    def _sizes(self) -> tuple[int, list[float]]:
+        """Returns the smallest size considered, and the probability that a batch is larger, from this size on."""
+        mean = self.samples * self.rate
+        spread = _SPREAD * (math.sqrt(mean * (1 - self.rate)) + 1)
+        first, last = max(0, int(mean - spread)), min(self.samples, int(mean + spread) + 1)
+        tails = []
+        tail = 0.0
+        for size in range(last, first - 1, -1):  # smallest addends first, for precision
+            tails.append(tail)
+            tail += self._probability_of(size)
+        return first, tails[::-1]
+
+    def _probability_of(self, size: int) -> float:
+        if self.rate in (0.0, 1.0):
+            return float(size == self.samples * self.rate)
+        n, k = self.samples, size
+        ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+        return math.exp(ways + k * math.log(self.rate) + (n - k) * math.log1p(-self.rate))
+
+    def probability_above(self, size: int) -> float:
+        """Returns the probability that at least one of the batches is larger than `size`."""
+        first, tails = self._sizes
+        if size < first:
+            return 1.0
+        tail = tails[size - first] if size - first < len(tails) else 0.0
+        return 1.0 if tail >= 1 else -math.expm1(self.steps * math.log1p(-tail))
+
+    def quantile(self, probability: float) -> int:
+        """Returns the smallest size that the largest batch does not exceed with this probability."""
+        first, tails = self._sizes
+        sizes = range(first, first + len(tails))
+        return next((size for size in sizes if self.probability_above(size) <= 1 - probability), self.samples)
 
 
 @dataclass(frozen=True)
 class Draws:
-    """The batches that are drawn in a planned number of steps.
+    """The batches that Poisson sampling draws in a planned number of steps.
 
     Attributes:
-        fits: the largest drawn batch that has fitted; 0 where none has.
-        ran: the sizes that were run.
-        probability: that a larger one is drawn in one of the steps at least.
-        peaks: by probability, the largest batch that is not exceeded with it, and the requested bytes computed for it.
-        physical: the largest max_physical_batch_size that was tried and fits, where one is needed and was found.
+        largest: the size of the largest batch.
+        fits: the largest batch size that fits; 0 if none does.
+        ran: the batch sizes that were run.
+        probability: that a larger batch is drawn in at least one step.
+        peaks: by probability, the size that no batch exceeds with this probability, and its computed requested bytes.
+        physical: the largest max_physical_batch_size that was tried and fits; None if none is needed or found.
+        physical_run: the run with it.
     """
 
     largest: LargestBatch
@@ -44,13 +91,15 @@ class Draws:
 
 
 class DrawnBatch(Range):
-    """The size of all drawn batches, instead of an argument of the program."""
+    """The size of all batches, searched instead of an argument of the program."""
 
-    def apply(self, configuration: Configuration, value: int) -> Configuration:
+    def apply(self, configuration: PlannedConfiguration, value: int) -> PlannedConfiguration:
         return with_drawn_batch(configuration, value)
 
 
-def with_drawn_batch(configuration: Configuration, size: int, physical: int | None = None) -> Configuration:
+def with_drawn_batch(
+    configuration: PlannedConfiguration, size: int, physical: int | None = None
+) -> PlannedConfiguration:
     changes = [*configuration.changes, {"kind": "drawn_batch", "value": size}]
     if physical is not None:
         changes.append({"kind": "max_physical_batch_size", "value": physical})
@@ -58,12 +107,23 @@ def with_drawn_batch(configuration: Configuration, size: int, physical: int | No
 
 
 def assess_draws(
-    runs: PlannedRuns, configuration: Configuration, run: VirtualRun, steps: int, on_round: Callable[[int], object]
+    runs: PlannedRuns,
+    configuration: PlannedConfiguration,
+    run: VirtualRun,
+    steps: int,
+    on_round: Callable[[int], object],
 ) -> Draws:
-    """The probability of running out of memory in `steps` logical steps of the program that `run` has run.
+    """Computes the probability of running out of memory.
+
+    Args:
+        runs: of the plan.
+        configuration: the program and its GPU.
+        run: the run of this configuration.
+        steps: logical steps of the whole training.
+        on_round: called with the number of runs that are started.
 
     Raises:
-        MemprofError: the program draws no batch sizes, or as fill does.
+        MemprofError: the program does not use Poisson sampling, or see fill.
     """
     if not run.poisson:
         raise MemprofError(
@@ -72,9 +132,9 @@ def assess_draws(
         )
     largest = LargestBatch(run.poisson["samples"], run.poisson["rate"], steps)
     most = max(1, largest.quantile(1 - _NEGLIGIBLE))
-    # Batches are about as large as the mean; whether that many fit, the run has shown, or not.
+    # Most batches are about as large as the mean, which the run has shown to fit or not.
     least = min(most, max(1, int(largest.samples * largest.rate))) if run.fits else 1
-    cell = Cell(None, configuration)
+    cell = PlannedCell(None, configuration)
     try:
         fill(runs, [cell], DrawnBatch("the drawn batch", least, most), on_round)
     except MemprofError:
@@ -101,13 +161,13 @@ def assess_draws(
 
 def _physical_batch(
     runs: PlannedRuns,
-    configuration: Configuration,
+    configuration: PlannedConfiguration,
     fits: int,
     most: int,
     samples: int,
     on_round: Callable[[int], object],
 ) -> tuple[int | None, VirtualRun | None]:
-    """The largest of a few physical batches with which logical batches of `most` samples, cut into whole ones, fit."""
+    """Returns the largest of a few physical batch sizes with which a logical batch of `most` samples fits."""
     sizes = sorted({max(1, int(fits * part)) for part in _PARTS}, reverse=True)
     on_round(len(sizes))
     tried = runs.all(

@@ -1,35 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cells of a plan: one for each combination of what was asked for, the least change first."""
+"""The cells of a plan: one for each combination, smallest change first."""
 
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from opacus_memprof.planning.arguments import with_argument
-from opacus_memprof.planning.table import Cell
-from opacus_memprof.planning.virtual_run import Configuration
+from opacus_memprof.planning.configuration import PlannedConfiguration
+from opacus_memprof.planning.table import PlannedCell
 
 _DEFAULT = "expandable_segments:False"  # what torch does without settings
-# What it takes to change them: an environment variable, an argument, another machine.
+# The effort of a change: an environment variable, an argument, another machine.
 _OF_SETTINGS, _OF_MODE, _OF_GPU = 1, 2, 4
 
 
 def make_cells(
-    base: Configuration,
+    base: PlannedConfiguration,
     gpus: Sequence[str],
     *,
     modes: tuple[str, Sequence[str]] | None = None,
     settings: Sequence[str] = (),
     values: Mapping[str, Sequence[int]] | None = None,
-) -> list[Cell]:
-    """All combinations. Of the same values of arguments those come first that change least of what was named first.
+) -> list[PlannedCell]:
+    """Makes a cell for each combination. For equal values of arguments, the smallest changes of the base come first.
 
     Args:
-        base: the program as it was given.
-        gpus: kinds.
-        modes: the argument that takes the mode, and its values.
-        settings: of torch's allocator; empty for those that there are.
-        values: of further arguments, all of which are tried with all others.
+        base: the program as the user gave it.
+        gpus: kinds of GPU.
+        modes: the argument for the mode, and its values.
+        settings: of torch's allocator; empty to leave them as they are.
+        values: of further arguments.
     """
     argument, names = modes or ("", ())
     values = values or {}
@@ -46,12 +46,12 @@ def make_cells(
                 program = replace(program, arguments=with_argument(program.arguments, name, value))
             changes = () if setting is None else ({"kind": "allocator_setting", "value": setting},)
             configuration = replace(base, program=program, gpu=gpu, changes=changes)
-            cells.append(Cell(mode, configuration, setting, chosen))
+            cells.append(PlannedCell(mode, configuration, setting, chosen))
     return cells
 
 
 def _change(combination: tuple[tuple[int, str], tuple[int, str | None], str | None]) -> int:
-    """A number for how much a combination changes. Sorting keeps the order of equal ones."""
+    """Returns the effort of a combination, for sorting."""
     (gpu, _), (mode, _), settings = combination
     changed = _OF_MODE * (mode > 0) + _OF_SETTINGS * (settings not in (None, _DEFAULT))
     return _OF_GPU * gpu + changed

@@ -9,12 +9,11 @@ from pathlib import Path
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning import call
 from opacus_memprof.planning.arguments import Range
-from opacus_memprof.planning.content import cell_content, verdict_content
-from opacus_memprof.planning.directory import adopt, write_plan
+from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
+from opacus_memprof.planning.directory import cell_content, copy_profile, verdict_content, write_plan
 from opacus_memprof.planning.runs import PlannedRuns, open_runs
-from opacus_memprof.planning.table import Cell, fill
+from opacus_memprof.planning.table import PlannedCell, fill
 from opacus_memprof.planning.verdict import judge
-from opacus_memprof.planning.virtual_run import Configuration, Program
 from opacus_memprof.profiles.files import writing
 from opacus_memprof.profiles.plan import PlanVerdict, SearchedArgument
 from opacus_memprof.profiles.units import parse_size
@@ -52,9 +51,9 @@ def plan(
     packed = call.pack(train)
     with open_runs(Path(directory), resume=False, on_end=_ignore) as runs:
         program = _program(runs, train, packed)
-        configuration = Configuration(program, gpu, size)
+        configuration = PlannedConfiguration(program, gpu, size)
         verdict = judge(runs, configuration)
-        adopt(runs, verdict.run)
+        copy_profile(runs, verdict.run)
         content = verdict_content(verdict)
         write_plan(runs, configuration, verdict=content)
     return content
@@ -92,11 +91,11 @@ def largest_physical_batch(
     packed = call.pack(train)
     with open_runs(Path(directory), resume=False, on_end=_ignore) as runs:
         program = _program(runs, train, packed)
-        cell = Cell(None, Configuration(program, gpu, size))
+        cell = PlannedCell(None, PlannedConfiguration(program, gpu, size))
         fill(runs, [cell], _CalledWith("the physical batch", low, high), _ignore)
         assert cell.answer is not None
         assert cell.largest is not None
-        adopt(runs, cell.answer)
+        copy_profile(runs, cell.answer)
         search = SearchedArgument(argument="physical batch", low=low, high=high)
         write_plan(runs, cell.configuration, search=search, cells=[cell_content(cell)])
     return cell.largest
@@ -105,16 +104,18 @@ def largest_physical_batch(
 class _CalledWith(Range):
     """The number that a function is called with, instead of an argument of a program."""
 
-    def apply(self, configuration: Configuration, value: int) -> Configuration:
+    def apply(self, configuration: PlannedConfiguration, value: int) -> PlannedConfiguration:
         program = configuration.program
         return replace(configuration, program=replace(program, arguments=(*program.arguments, str(value))))
 
 
-def _program(runs: PlannedRuns, train: Callable[..., object], packed: bytes) -> Program:
+def _program(runs: PlannedRuns, train: Callable[..., object], packed: bytes) -> PlannedProgram:
     file = runs.directory / _PACKED
     with writing(file):
         file.write_bytes(packed)
-    return Program(call.__name__, (str(file),), module=True, title=getattr(train, "__qualname__", "the function"))
+    return PlannedProgram(
+        call.__name__, (str(file),), module=True, title=getattr(train, "__qualname__", "the function")
+    )
 
 
 def _checked(gpu: str, memory: str | int | None) -> int | None:

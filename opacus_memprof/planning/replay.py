@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a recorded run would have reserved with other settings of torch's allocator, or on another GPU.
 
-Its allocations and frees are played through torch's own allocator on a virtual GPU, in a process of its own and without
-the program.
+Its allocations and frees are repeated with torch's allocator on a virtual GPU, in a new process, without the program.
 """
 
 import json
@@ -20,7 +19,7 @@ from msgspec import UnsetType
 
 from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.planning.runs import usable_workers
+from opacus_memprof.jobs.pool import usable_workers
 from opacus_memprof.planning.verdict import LARGEST_MEMORY
 from opacus_memprof.profiles.directory import rank_directories
 from opacus_memprof.profiles.files import read_object
@@ -35,12 +34,12 @@ _RESULT = "result.json"
 
 @dataclass(frozen=True)
 class Recording:
-    """A recorded run, and the GPU that it is played on. Bytes.
+    """A recorded run, and the GPU that it is replayed on. Sizes are in bytes.
 
     Attributes:
-        device: whose blocks are played: of several CUDA devices the one with the highest peak.
-        memory: of the GPU, the kind's unless another was asked for.
-        outside: the most that was used on the device beside torch's memory; None where nobody has counted.
+        device: the CUDA device with the highest peak, whose blocks are replayed.
+        memory: of the GPU.
+        outside: the highest use of the device's memory outside torch; None if not measured.
     """
 
     directory: Path
@@ -53,15 +52,15 @@ class Recording:
 
 @dataclass(frozen=True)
 class Replay:
-    """The outcome of playing a run. Sizes are in bytes.
+    """The outcome of a replay. Sizes are in bytes.
 
     Attributes:
         settings: of torch's allocator; "" for its defaults.
         reserved, requested: the peaks.
-        may_reserve: the GPU's memory less what was used beside torch's.
-        needed: to reserve, for all of the run; None where no GPU is large enough.
-        retries: how often cached memory had to be given back to the GPU before an allocation went well.
-        failed: where memory ran out: "bytes", "category", "module", "phase" and "step" of what was asked for.
+        may_reserve: the GPU's memory without that used outside torch.
+        needed: bytes to reserve for the whole run; None if no GPU is large enough.
+        retries: how often torch had to return cached memory to the GPU before an allocation succeeded.
+        failed: "bytes", "category", "module", "phase" and "step" of the allocation that failed; None if none did.
     """
 
     settings: str
@@ -75,10 +74,15 @@ class Replay:
 
 
 def read_recording(directory: Path, gpu: str | None, memory: int | None) -> Recording:
-    """The recording in a profile's directory, for a kind of GPU; None is the virtual GPU that it was recorded on.
+    """Reads the recording in a profile's directory.
+
+    Args:
+        directory: of the profile.
+        gpu: kind of GPU to replay it on; None is the virtual GPU that it was recorded on.
+        memory: of the GPU in bytes; None for that of the kind.
 
     Raises:
-        MemprofError: there is no profile, it has no CUDA device, not all of its events, or no kind of GPU.
+        MemprofError: the profile is missing, has no CUDA device, lacks events, or does not say its kind of GPU.
     """
     if rank_directories(directory):
         raise MemprofError(f"{directory} holds several ranks: name one of them, as {directory / 'rank_0'}")
@@ -101,7 +105,7 @@ def read_recording(directory: Path, gpu: str | None, memory: int | None) -> Reco
 
 
 def replay(recording: Recording, settings: Sequence[str]) -> list[Replay]:
-    """Plays the run once with each of the settings, as PYTORCH_CUDA_ALLOC_CONF has them, side by side.
+    """Replays a run with each of several allocator settings (PYTORCH_CUDA_ALLOC_CONF), several at once.
 
     Raises:
         MemprofError: torch does not know a setting, or a virtual GPU cannot work here or have so little memory.
@@ -149,7 +153,7 @@ def _play(recording: Recording, settings: str, memory: int) -> dict[str, Any]:
 
 
 def _device(directory: Path, profile: Profile) -> str:
-    """The CUDA device with the highest peak."""
+    """Returns the CUDA device with the highest peak."""
     devices = {name: device for name, device in profile.devices.items() if name.startswith("cuda")}
     if not devices:
         raise MemprofError(f"{directory} has no memory of a GPU: record a training on cuda")

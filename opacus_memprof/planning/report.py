@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from opacus_memprof.jobs.progress import ProgressBoard
 from opacus_memprof.planning.arguments import Range
+from opacus_memprof.planning.configuration import PlannedConfiguration
 from opacus_memprof.planning.draws import TOLERATED, Draws
-from opacus_memprof.planning.table import Cell
+from opacus_memprof.planning.table import PlannedCell
 from opacus_memprof.planning.verdict import Advice, Verdict
 from opacus_memprof.planning.virtual_run import VirtualRun
 from opacus_memprof.profiles.units import format_bytes
@@ -22,6 +25,19 @@ _UNKNOWN = "what the virtual GPU does not compute"  # in warnings on values and 
 def gpu_name(kind: str, memory: int | None) -> str:
     """`a virtual NVIDIA H200 (139.80 GiB)`."""
     return f"a virtual {GPUS[kind].name} ({format_bytes(GPUS[kind].total_memory if memory is None else memory)})"
+
+
+def show_run(board: ProgressBoard, configuration: PlannedConfiguration, run: VirtualRun) -> None:
+    """Shows on a board that a run has ended."""
+    board.advance()
+    peak = f", peak {format_bytes(run.requested)}" if run.fits and run.requested is not None else ""
+    words = " ".join([configuration.gpu, *configuration.program.arguments])
+    changes = ", ".join(f"{change['kind']} {change.get('value', '')}".strip() for change in configuration.changes)
+    status = "fits" if run.fits else run.status.replace("_", " ")
+    line = Text(f"{words}{f' with {changes}' if changes else ''}  ")
+    line.append(f"{status}{peak}", "green" if run.fits else "magenta")
+    line.append(f"  {run.seconds:.0f} s", "dim")
+    board.print(line)
 
 
 def print_draws(draws: Draws, console: Console) -> None:
@@ -116,7 +132,7 @@ def _place(run: VirtualRun) -> str:
     return escape(f"{run.category.replace('_', ' ')}{module} in {run.phase.replace('_', ' ')}")
 
 
-def print_cells(cells: Sequence[Cell], searched: Range | None, console: Console) -> None:
+def print_cells(cells: Sequence[PlannedCell], searched: Range | None, console: Console) -> None:
     """A line for each cell: the largest value that fits, and what it takes then."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in columns_of(cells):
@@ -142,7 +158,7 @@ def print_cells(cells: Sequence[Cell], searched: Range | None, console: Console)
             console.print(_explained(cell, searched), highlight=False)
 
 
-def columns_of(cells: Sequence[Cell]) -> dict[str, str]:
+def columns_of(cells: Sequence[PlannedCell]) -> dict[str, str]:
     """The columns in which cells differ: their names, and their values in the first cell."""
     cell = cells[0]
     columns = {name: str(value) for name, value in cell.fixed.items()}
@@ -151,7 +167,7 @@ def columns_of(cells: Sequence[Cell]) -> dict[str, str]:
     return columns | {"gpu": cell.configuration.gpu}
 
 
-def _explained(cell: Cell, searched: Range) -> str:
+def _explained(cell: PlannedCell, searched: Range) -> str:
     best, line, run = cell.largest, cell.line, cell.answer
     assert best is not None
     assert run is not None

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from opacus_memprof import virtual_gpu
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.planning.virtual_run import FACTS, PROFILE_OF_RUN, Configuration
+from opacus_memprof.planning.configuration import PlannedConfiguration
+from opacus_memprof.planning.virtual_run import FACTS, PROFILE_OF_RUN
 from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS, ProfileDirectory
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.recording.after_import import AfterImport
@@ -33,7 +34,7 @@ class RunFacts:
         refused: why the program was not run; "" if it was.
     """
 
-    def __init__(self, configuration: Configuration, directory: Path) -> None:
+    def __init__(self, configuration: PlannedConfiguration, directory: Path) -> None:
         self.refused = ""
         self._configuration = configuration
         self._directory = directory
@@ -115,7 +116,7 @@ def has_changed(environment: Mapping[str, str]) -> bool:
 
 def main() -> None:
     """Runs what sys.argv says, and exits as the program does."""
-    configuration, directory = Configuration.from_json(json.loads(sys.argv[1])), Path(sys.argv[2])
+    configuration, directory = PlannedConfiguration.from_json(json.loads(sys.argv[1])), Path(sys.argv[2])
     program = configuration.program
     # Made first, for the exit handler that writes the facts must run after the recording's own.
     facts = RunFacts(configuration, directory)

@@ -1,174 +1,173 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many virtual runs, side by side, each kept in runs.jsonl as it ends."""
+"""Many virtual runs at once, each kept in runs.jsonl when it ends."""
 
 import hashlib
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.planning.forked_runs import ForkedRuns
-from opacus_memprof.planning.virtual_run import Configuration, VirtualRun, run_environment, run_virtually
-from opacus_memprof.profiles.directory import EVENTS, PLAN, PLANNED_RUNS, RUNS, lock
+from opacus_memprof.jobs.directory import Journal, locked_directory
+from opacus_memprof.jobs.pool import DevicePool, PendingJobs, usable_workers
+from opacus_memprof.jobs.processes import Processes
+from opacus_memprof.planning.configuration import PlannedConfiguration
+from opacus_memprof.planning.virtual_run import ForkedRuns, VirtualRun, run_environment, run_virtually
+from opacus_memprof.profiles.directory import EVENTS, LOCK, PLAN, PLANNED_RUNS, RUNS
 from opacus_memprof.profiles.files import writing
 from opacus_memprof.profiles.versions import VERSION
-
-_MEMORY_OF_RUN = 3 * 2**30  # of this machine: the process with torch, and a model that is made on the CPU
-_MOST_WORKERS = 32
 
 Key = TypeVar("Key")
 
 
-def usable_workers() -> int:
-    """How many virtual runs this machine can carry side by side: one for each core, as far as its memory goes."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(len(os.sched_getaffinity(0)), memory // _MEMORY_OF_RUN, _MOST_WORKERS))
-
-
 class PlannedRuns:
-    """The runs of a plan, in its directory. Runs that are there from an interrupted plan are not run again.
+    """The runs of a plan. Runs that an interrupted plan has left in its directory are not run again.
 
     Args:
-        directory: of the plan; locked by `open_runs`.
+        directory: of the plan, locked by `open_runs`.
+        workers: how many runs there are at once.
         on_end: called with the configuration and the run, whenever one has ended.
+
+    Attributes:
+        kept: number of runs that were in the directory.
     """
 
-    def __init__(self, directory: Path, workers: int, on_end: Callable[[Configuration, VirtualRun], object]) -> None:
+    def __init__(
+        self, directory: Path, workers: int, on_end: Callable[[PlannedConfiguration, VirtualRun], object]
+    ) -> None:
         self.directory = directory
         self.workers = workers
         self._on_end = on_end
-        self._known: dict[str, VirtualRun] = {}
+        self._journal = Journal(directory / PLANNED_RUNS)
+        self._known = self._read_known()
+        self.kept = len(self._known)
         self._packages: tuple[str, ...] = ()  # that the program imports, once a run has shown it
-        self.kept = self._read()
-        self._pool = ThreadPoolExecutor(workers)
+        self._processes = Processes()
+        self._pool = DevicePool(range(workers), stop=self._stop)
         self._threads = max(1, len(os.sched_getaffinity(0)) // workers)
-        self._forked: dict[int, ForkedRuns] = {}  # by thread of the pool
+        self._forked: dict[int, ForkedRuns] = {}  # by worker
 
-    def all(self, configurations: Sequence[Configuration]) -> list[VirtualRun]:
-        """Runs these, side by side, and returns their results in the same order."""
+    def all(self, configurations: Sequence[PlannedConfiguration]) -> list[VirtualRun]:
+        """Runs configurations, several at once. Returns the runs in the order of the configurations."""
         found: dict[int, VirtualRun] = {}
-        waiting = Waiting[int](self)
+        pending = PendingRuns[int](self)
         for index, configuration in enumerate(configurations):
-            waiting.add(index, configuration)
-        for index, run in waiting.ended():
+            pending.add(index, configuration)
+        for index, run in pending.as_completed():
             found[index] = run
         return [found[index] for index in range(len(configurations))]
 
-    def start(self, configuration: Configuration) -> "Future[VirtualRun]":
+    def start(self, configuration: PlannedConfiguration) -> "Future[VirtualRun]":
+        """Starts a run as soon as a worker is free; a known run has ended already."""
         key = _key(configuration)
         if key in self._known:
             done: Future[VirtualRun] = Future()
             done.set_result(self._known[key])
             return done
-        return self._pool.submit(self._run, configuration, self.directory / RUNS / key)
+        directory = self.directory / RUNS / key
+        return self._pool.submit(lambda worker: self._run(configuration, directory, worker))
 
-    def _run(self, configuration: Configuration, directory: Path) -> VirtualRun:
-        return run_virtually(configuration, directory, self._threads, self._forked_runs(configuration))
+    def _run(self, configuration: PlannedConfiguration, directory: Path, worker: int) -> VirtualRun:
+        forked = self._forked_runs(configuration, worker)
+        return run_virtually(configuration, directory, self._threads, forked, self._processes)
 
-    def _forked_runs(self, configuration: Configuration) -> ForkedRuns | None:
-        """The ForkedRuns of this thread; None for the first of the program, and where settings are to be tried."""
+    def _forked_runs(self, configuration: PlannedConfiguration, worker: int) -> ForkedRuns | None:
+        """Returns the worker's ForkedRuns; None for the program's first run, and if allocator settings are tried."""
         environment = run_environment(configuration, self._threads)
         if not self._packages or environment != run_environment(replace(configuration, changes=()), self._threads):
             return None
-        thread = threading.get_ident()
-        if thread not in self._forked:
-            self._forked[thread] = ForkedRuns(self._packages, environment)
-        return self._forked[thread]
+        if worker not in self._forked:
+            self._forked[worker] = ForkedRuns(self._packages, environment)
+        return self._forked[worker]
 
-    def keep(self, configuration: Configuration, run: VirtualRun) -> None:
+    def keep(self, configuration: PlannedConfiguration, run: VirtualRun) -> None:
+        """Writes a run that has ended to the journal, unless it is known."""
         key = _key(configuration)
         self._packages = self._packages or run.packages
         if key in self._known:
             return
         self._known[key] = run
-        with writing(self.directory / PLANNED_RUNS), open(self.directory / PLANNED_RUNS, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"key": key, "configuration": configuration.to_json(), "run": asdict(run)}) + "\n")
+        self._journal.append({"key": key, "configuration": configuration.to_json(), "run": asdict(run)})
         self._on_end(configuration, run)
 
     def close(self) -> None:
-        for forked in self._forked.values():
+        """Kills the runs in progress, and cancels the others."""
+        self._pool.close()
+
+    def _stop(self) -> None:
+        self._processes.kill()
+        for forked in list(self._forked.values()):
             forked.close()
-        self._pool.shutdown(cancel_futures=True)
 
-    def _read(self) -> int:
-        """Reads the runs that are known from before, and returns their number. A plan that was killed may leave half
-        a line at the end."""
-        file = self.directory / PLANNED_RUNS
-        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+    def _read_known(self) -> dict[str, VirtualRun]:
+        known = {}
+        for entry in self._journal.entries():
             try:
-                entry = json.loads(line)
                 run = VirtualRun(**entry["run"])
-            except (ValueError, KeyError, TypeError):
+                if Path(run.directory).is_dir():
+                    known[entry["key"]] = run
+            except (KeyError, TypeError):
                 continue
-            if Path(run.directory).is_dir():
-                self._known[entry["key"]] = run
-        return len(self._known)
+        return known
 
 
-class Waiting(Generic[Key]):
-    """Runs that were started and have not ended, each under a key of the caller's."""
+class PendingRuns(Generic[Key]):
+    """Runs that have not ended, each with a key that the caller chooses."""
 
     def __init__(self, runs: PlannedRuns) -> None:
         self._runs = runs
-        self._started: dict[Future[VirtualRun], tuple[Key, Configuration]] = {}
+        self._jobs = PendingJobs[tuple[Key, PlannedConfiguration], VirtualRun]()
 
-    def add(self, key: Key, configuration: Configuration) -> None:
-        self._started[self._runs.start(configuration)] = key, configuration
+    def add(self, key: Key, configuration: PlannedConfiguration) -> None:
+        """Starts a run."""
+        self._jobs.add((key, configuration), self._runs.start(configuration))
 
-    def __len__(self) -> int:
-        return len(self._started)
-
-    def ended(self) -> Iterator[tuple[Key, VirtualRun]]:
-        """Yields each run as it ends, those included that are added meanwhile."""
-        while self._started:
-            for future in wait(self._started, return_when=FIRST_COMPLETED).done:
-                key, configuration = self._started.pop(future)
-                run = future.result()
-                self._runs.keep(configuration, run)
-                yield key, run
+    def as_completed(self) -> Iterator[tuple[Key, VirtualRun]]:
+        """Yields each run as it ends, including runs that are added meanwhile."""
+        for (key, configuration), job in self._jobs.as_completed():
+            run = job.result()
+            self._runs.keep(configuration, run)
+            yield key, run
 
 
 @contextmanager
 def open_runs(
-    directory: Path, *, resume: bool, on_end: Callable[[Configuration, VirtualRun], object]
+    directory: Path, *, resume: bool, on_end: Callable[[PlannedConfiguration, VirtualRun], object]
 ) -> Iterator[PlannedRuns]:
-    """The runs of the plan in `directory`, which is locked meanwhile.
+    """A context manager that gives the runs of the plan in a directory, which it locks.
 
     Args:
+        directory: of the plan; made if it does not exist.
         resume: keep the runs that are there.
+        on_end: see PlannedRuns.
 
     Raises:
-        MemprofError: the directory cannot be written, is in use, or holds other files than a plan or a profile.
+        MemprofError: the directory cannot be written, is in use, or holds files that are neither a plan nor a profile.
     """
     path = directory.absolute()
-    files = {EVENTS, PLAN, PLANNED_RUNS}
-    with writing(path):
-        if path.is_dir() and any(path.iterdir()) and not any((path / name).exists() for name in files):
-            raise MemprofError(f"{path} holds files that are neither a plan nor a profile: choose another directory")
-        path.mkdir(parents=True, exist_ok=True)
-        descriptor = lock(path)
-    try:
-        if not resume:
-            (path / PLANNED_RUNS).unlink(missing_ok=True)
+    with ExitStack() as stack:
         with writing(path):
-            (path / PLANNED_RUNS).touch()  # from now on the directory is a plan's
+            stack.enter_context(locked_directory(path, lambda: _refuse_other_files(path)))
+        journal = Journal(path / PLANNED_RUNS)
+        if not (resume and journal.exists()):
+            journal.clear()  # from now on the directory is a plan's
         runs = PlannedRuns(path, usable_workers(), on_end)
-        try:
-            yield runs
-        finally:
-            runs.close()
-    finally:
-        os.close(descriptor)
+        stack.callback(runs.close)
+        yield runs
 
 
-def _key(configuration: Configuration) -> str:
-    """The same for the same run: of the same source of the script, under the same release."""
+def _refuse_other_files(path: Path) -> None:
+    entries = {entry.name for entry in path.iterdir()} - {LOCK} if path.is_dir() else set()
+    if entries and not entries & {EVENTS, PLAN, PLANNED_RUNS}:
+        raise MemprofError(f"{path} holds files that are neither a plan nor a profile: choose another directory")
+
+
+def _key(configuration: PlannedConfiguration) -> str:
+    """Returns a key that is equal for equal runs: of the same configuration, source and release."""
     content: dict[str, Any] = {"version": VERSION, **configuration.to_json()}
     if not configuration.program.module:
         content["source"] = Path(configuration.program.target).read_text(encoding="utf-8", errors="replace")

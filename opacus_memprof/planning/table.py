@@ -1,36 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of a plan: a cell for each mode and GPU, with the largest value of an argument that fits there."""
+"""The table of a plan: the largest value of an argument that fits, for each mode and GPU."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning.arguments import Range
-from opacus_memprof.planning.runs import PlannedRuns, Waiting
+from opacus_memprof.planning.configuration import PlannedConfiguration
+from opacus_memprof.planning.runs import PendingRuns, PlannedRuns
 from opacus_memprof.planning.search import Line, Point, largest, next_values, requested_line
 from opacus_memprof.planning.verdict import check_run
-from opacus_memprof.planning.virtual_run import Configuration, VirtualRun
+from opacus_memprof.planning.virtual_run import VirtualRun
 from opacus_memprof.profiles.units import format_bytes
 
-# What argparse, click and others print of an argument that they do not know.
+# What argparse, click and others print for an unknown argument.
 _REFUSALS = ("unrecognized arguments", "no such option", "unknown option", "unrecognized option")
 
 
 @dataclass
-class Cell:
+class PlannedCell:
     """A mode on a GPU.
 
     Attributes:
-        mode: what --modes names; None where it names none.
-        settings: of torch's allocator; None where --settings names none.
-        fixed: the grid's other arguments and their values.
-        configuration: without a value for the argument that is searched.
-        runs: by value of the argument; by 0 where none is searched.
-        error: why the cell has no answer; "" otherwise.
+        mode: a value of --modes; None without --modes.
+        configuration: without a value for the searched argument.
+        settings: of torch's allocator; None without --settings.
+        fixed: the other arguments of the grid, and their values.
+        runs: by value of the searched argument; by 0 if none is searched.
+        error: why there is no answer; "" if there is one.
     """
 
     mode: str | None
-    configuration: Configuration
+    configuration: PlannedConfiguration
     settings: str | None = None
     fixed: Mapping[str, int] = field(default_factory=dict)
     runs: dict[int, VirtualRun] = field(default_factory=dict)
@@ -38,7 +39,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The cell's name, what differs from the others: `seq-length=512, ghost, expandable_segments:True on h100`."""
+        """How the cell differs from others: `seq-length=512, ghost, expandable_segments:True on h100`."""
         values = [f"{name}={value}" for name, value in self.fixed.items()]
         words = [*values, *([self.mode] if self.mode else []), *([self.settings] if self.settings else [])]
         return " on ".join([*([", ".join(words)] if words else []), self.configuration.gpu])
@@ -52,33 +53,37 @@ class Cell:
 
     @property
     def largest(self) -> int | None:
-        """The largest value that fits; None where none does."""
+        """The largest value that fits; None if none does."""
         return largest(self.points)
 
     @property
     def answer(self) -> VirtualRun | None:
-        """The run of the largest value that fits; where none is searched the only run."""
+        """The run of the largest value that fits; the only run if no argument is searched."""
         value = self.largest
         return self.runs.get(0) if value is None else self.runs[value]
 
     @property
     def line(self) -> Line | None:
-        """Requested bytes by value, computed from the runs near the largest."""
+        """Requested bytes by value, from the runs near the largest."""
         return requested_line(self.points)
 
 
-def fill(runs: PlannedRuns, cells: Sequence[Cell], searched: Range | None, on_round: Callable[[int], object]) -> None:
-    """Runs what the cells need, side by side.
+def fill(
+    runs: PlannedRuns, cells: Sequence[PlannedCell], searched: Range | None, on_round: Callable[[int], object]
+) -> None:
+    """Runs what the cells need, several runs at once.
 
     Args:
-        searched: the argument; None runs each cell once, as it is.
-        on_round: called with the number of runs that are started, whenever that has grown.
+        runs: of the plan.
+        cells: to fill with runs.
+        searched: the searched argument; None runs each cell once.
+        on_round: called with the number of runs whenever some are started.
 
     Raises:
-        MemprofError: of the only cell, or of each: the program has no such argument, its memory does not depend on it,
-            nothing fits, or as check_run does.
+        MemprofError: no cell has an answer: the program has no such argument, its memory does not depend on it, nothing
+            fits, or see check_run.
     """
-    waiting = Waiting[tuple[int, int]](runs)
+    pending_runs = PendingRuns[tuple[int, int]](runs)
     pending = [0] * len(cells)
     unfinished = set(range(len(cells)))
 
@@ -90,7 +95,9 @@ def fill(runs: PlannedRuns, cells: Sequence[Cell], searched: Range | None, on_ro
             values = next_values(cell.points, searched.low, searched.high, width)
         for value in values:
             configuration = cell.configuration
-            waiting.add((index, value), configuration if searched is None else searched.apply(configuration, value))
+            pending_runs.add(
+                (index, value), configuration if searched is None else searched.apply(configuration, value)
+            )
         pending[index] = len(values)
         if not values:
             unfinished.discard(index)
@@ -98,7 +105,7 @@ def fill(runs: PlannedRuns, cells: Sequence[Cell], searched: Range | None, on_ro
 
     for index in range(len(cells)):
         start(index)
-    for (index, value), run in waiting.ended():
+    for (index, value), run in pending_runs.as_completed():
         cell = cells[index]
         pending[index] -= 1
         try:
@@ -115,8 +122,8 @@ def fill(runs: PlannedRuns, cells: Sequence[Cell], searched: Range | None, on_ro
         raise MemprofError(cells[0].error)
 
 
-def _check(cell: Cell, searched: Range | None, run: VirtualRun) -> None:
-    """As check_run, with a sentence of its own for an argument that the program does not have."""
+def _check(cell: PlannedCell, searched: Range | None, run: VirtualRun) -> None:
+    """Calls check_run, with an error of its own if the program does not have the searched argument."""
     program = cell.configuration.program
     if searched is not None and run.status == "failed":
         words = run.last_words()
@@ -128,7 +135,7 @@ def _check(cell: Cell, searched: Range | None, run: VirtualRun) -> None:
     check_run(program, run)
 
 
-def _why_no_answer(cell: Cell, searched: Range) -> str:
+def _why_no_answer(cell: PlannedCell, searched: Range) -> str:
     if cell.largest is None:
         run = cell.runs[searched.low]
         report = run.oom_report() or {}

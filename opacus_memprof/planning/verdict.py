@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether one configuration fits, by how much, and what would make it fit, tried on the virtual GPU."""
+"""Whether a configuration fits and by how much, and suggestions to make it fit, tried on the virtual GPU."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,10 +8,11 @@ from typing import Any
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning.arguments import with_argument
+from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
 from opacus_memprof.planning.runs import PlannedRuns
-from opacus_memprof.planning.virtual_run import LOG, Configuration, Program, VirtualRun
+from opacus_memprof.planning.virtual_run import LOG, VirtualRun
 
-LARGEST_MEMORY = 2**40  # the most that a virtual GPU can have: where it does not run out, it tells the whole peak
+LARGEST_MEMORY = 2**40  # the most that a virtual GPU can have; shows the peak of programs that fit in no real GPU
 _MOST_ADVICE = 4
 # Actions that need no change of the program's source; allocator_setting goes through the environment.
 _APPLICABLE = {
@@ -27,12 +28,13 @@ _APPLICABLE = {
 
 @dataclass(frozen=True)
 class Advice:
-    """A suggestion of the OOM report. Bytes.
+    """A suggestion of the OOM report.
 
     Attributes:
-        tried: the run with it; None if it cannot be applied without editing the program.
-        failure: why it could not be tried although it can be applied; "" otherwise.
-        applied: what was tried.
+        predicted: peak in bytes.
+        tried: the run with it; None if it needs an edit of the program.
+        failure: why the run with it failed; "" if it did not.
+        applied: the configuration with it.
     """
 
     title: str
@@ -40,19 +42,19 @@ class Advice:
     predicted: int
     tried: VirtualRun | None
     failure: str = ""
-    applied: Configuration | None = None
+    applied: PlannedConfiguration | None = None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The run as it is; and where it does not fit, the same on a GPU that is large enough, and advice.
+    """The outcome of a configuration; if it does not fit, also its run on a large enough GPU, and advice.
 
     Attributes:
-        whole: the run with more memory; None where the run fits, or where not even LARGEST_MEMORY was enough.
-        needed: bytes to reserve: measured where there is `whole`, and else what the OOM report computed.
+        whole: the run with more memory; None if the configuration fits, or not even in LARGEST_MEMORY.
+        needed: bytes to reserve: measured in `run` or `whole`, else computed in the OOM report.
     """
 
-    configuration: Configuration
+    configuration: PlannedConfiguration
     run: VirtualRun
     whole: VirtualRun | None = None
     needed: int = 0
@@ -60,12 +62,12 @@ class Verdict:
 
     @property
     def spare(self) -> int:
-        """Bytes that are left of what may be reserved; less than 0 where it does not fit."""
+        """The bytes that can be reserved and are not needed; negative if it does not fit."""
         return (self.run.may_reserve or 0) - self.needed
 
 
-def check_run(program: Program, run: VirtualRun) -> None:
-    """Refuses a run that tells nothing about memory.
+def check_run(program: PlannedProgram, run: VirtualRun) -> None:
+    """Refuses a run that shows nothing about memory.
 
     Raises:
         MemprofError: the program failed, used no GPU, or ended before it had trained a step.
@@ -84,11 +86,13 @@ def check_run(program: Program, run: VirtualRun) -> None:
         )
 
 
-def judge(runs: PlannedRuns, configuration: Configuration, mode_argument: str | None = None) -> Verdict:
-    """Runs a configuration, and tries advice where it does not fit.
+def judge(runs: PlannedRuns, configuration: PlannedConfiguration, mode_argument: str | None = None) -> Verdict:
+    """Runs a configuration, and tries advice if it does not fit.
 
     Args:
-        mode_argument: the argument of the program that takes Opacus' grad_sample_mode, if there is one.
+        runs: of the plan.
+        configuration: what is run.
+        mode_argument: the argument of the program for Opacus' grad_sample_mode, if it has one.
 
     Raises:
         MemprofError: see check_run and run_virtually.
@@ -113,12 +117,12 @@ def judge(runs: PlannedRuns, configuration: Configuration, mode_argument: str | 
         advice.append(Advice(suggestion["title"], suggestion["code"], predicted, result, failure, applied))
     computed = report.get("needed", {}).get("bytes", 0)
     needed = (whole.reserved or 0) if whole.fits else max(computed, run.may_reserve or 0)
-    advice.sort(key=lambda each: not (each.tried is not None and each.tried.fits))  # stable: the least change first
+    advice.sort(key=lambda each: not (each.tried is not None and each.tried.fits))  # stable: smallest change first
     return Verdict(configuration, run, whole if whole.fits else None, needed, advice)
 
 
 def _worth_trying(suggestions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The first few that are predicted to fit, and then those that can be tried though they are not."""
+    """Returns the first suggestions: first those predicted to fit, then others that can be tried."""
     fitting = [each for each in suggestions if each["fits"] is not False]
     others = [each for each in suggestions if each["fits"] is False and _is_applicable(each["actions"])]
     return [*fitting, *others][:_MOST_ADVICE]
@@ -129,9 +133,9 @@ def _is_applicable(actions: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _applied(
-    configuration: Configuration, actions: Sequence[Mapping[str, Any]], mode_argument: str | None
-) -> Configuration | None:
-    """The configuration with these changes; None where that takes an edit of the program."""
+    configuration: PlannedConfiguration, actions: Sequence[Mapping[str, Any]], mode_argument: str | None
+) -> PlannedConfiguration | None:
+    """Returns the configuration with these changes; None if they need an edit of the program."""
     if not _is_applicable(actions):
         return None
     changes = []

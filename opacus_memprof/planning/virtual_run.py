@@ -1,77 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a program on a virtual GPU in a process of its own, and says what came of it. Needs no torch in this one."""
+"""Runs a program on a virtual GPU in a process of its own, and reads the outcome. This process needs no torch."""
 
 import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.planning.forked_runs import ForkedRuns
+from opacus_memprof.jobs.processes import Processes
+from opacus_memprof.planning.configuration import PlannedConfiguration
 from opacus_memprof.profiles.directory import OOM_REPORTS, PROFILE
 from opacus_memprof.profiles.files import read_object, writing
 
 LOG = "log.txt"
-FACTS = "facts.json"  # what the process says of itself at its end
+FACTS = "facts.json"  # what the process writes about itself when it ends
 PROFILE_OF_RUN = "profile"
 _SUMMARY = "opacus-memprof  "  # begins what the profiler prints after the program's own words
-
-
-@dataclass(frozen=True)
-class Program:
-    """What is run: a script, or with `module` a module, and its arguments. `title`: what people call it instead."""
-
-    target: str
-    arguments: tuple[str, ...] = ()
-    module: bool = False
-    title: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.title or self.target
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The arguments that people have given."""
-        return () if self.title else self.arguments
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """A program on a kind of virtual GPU.
-
-    Attributes:
-        memory: bytes of the GPU; None for the kind's.
-        ranks: processes of the job, a GPU each, of which the first is run and the others are not.
-        changes: actions of a suggestion (docs/oom.md) that are applied without changing the program.
-    """
-
-    program: Program
-    gpu: str
-    memory: int | None = None
-    changes: tuple[Mapping[str, Any], ...] = ()
-    ranks: int = 1
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "changes": [dict(change) for change in self.changes]}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "Configuration":
-        program = content["program"]
-        return cls(
-            Program(program["target"], tuple(program["arguments"]), program["module"]),
-            content["gpu"],
-            content["memory"],
-            tuple(content["changes"]),
-            content["ranks"],
-        )
 
 
 @dataclass(frozen=True)
@@ -79,20 +31,20 @@ class VirtualRun:
     """The outcome of a run. Sizes are in bytes; None where the run did not get so far.
 
     Attributes:
-        fits: it came to its end, and memory did not run out on the way.
-        status: "finished", "out_of_memory", "failed" or "killed". `error`: the program's last words, in a line.
-        steps: calls of an optimizer's step that have ended.
-        samples: of the largest physical batch that was seen.
+        fits: whether the program finished without running out of memory.
+        status: "finished", "out_of_memory", "failed" or "killed". `error`: the program's last message, in one line.
+        steps: number of finished optimizer steps.
+        samples: in the largest physical batch.
         requested, reserved: the peaks.
-        may_reserve: the GPU's memory less what CUDA's context and libraries take.
-        context: what these take.
-        retries: how often torch had to give cached memory back to the GPU before an allocation went well.
-        category, module, phase: of the most bytes at the peak; of a run that ran out of memory, of what was asked for.
-        categories: requested bytes at the peak.
-        poisson: of a loader that draws batch sizes its "samples", "rate" and "steps"; {} of another.
-        seconds: of the whole process.
-        directory: of its profile and its log.
-        packages: that it has imported, in an environment that it had not changed: others can be forked with these.
+        may_reserve: the GPU's memory without that of CUDA's context and libraries.
+        context: memory of CUDA's context and libraries.
+        retries: how often torch had to return cached memory to the GPU before an allocation succeeded.
+        category, module, phase: of the most bytes at the peak; if memory ran out, of the failed allocation.
+        categories: requested bytes at the peak, by category.
+        poisson: "samples", "rate" and "steps" of a loader with Poisson sampling; {} without one.
+        seconds: duration of the process.
+        directory: of the profile and the log.
+        packages: that the program imported before it changed its environment; forked processes can import them early.
     """
 
     fits: bool
@@ -119,25 +71,73 @@ class VirtualRun:
         return Path(self.directory) / PROFILE_OF_RUN
 
     def oom_report(self) -> dict[str, Any] | None:
-        """oom_report.json of a run that ran out of memory; else None."""
+        """Returns oom_report.json if the run ran out of memory, else None."""
         file = self.profile / OOM_REPORTS[1]
         return read_object(file) if file.exists() else None
 
     def last_words(self) -> str:
-        """The last line that the program has printed; "" where it has printed none."""
+        """Returns the last line that the program printed; "" if it printed none."""
         text = (Path(self.directory) / LOG).read_text(encoding="utf-8", errors="replace")
         own = text.partition(_SUMMARY)[0] if _SUMMARY in text else text
         return next((line.strip() for line in reversed(own.splitlines()) if line.strip()), "")
 
 
-def run_virtually(
-    configuration: Configuration, directory: Path, threads: int | None = None, forked: ForkedRuns | None = None
-) -> VirtualRun:
-    """Runs the program to its end. `directory` is the run's own and is replaced: profile/, log.txt, facts.json.
+class ForkedRuns:
+    """Runs in processes that are forked, one after the other, from a process that has imported torch and Opacus.
 
     Args:
-        threads: of each library that computes on the CPU; None leaves it to them.
-        forked: runs it, with its environment, in the place of a new process.
+        packages: what the runs import.
+        environment: the runs' environment variables.
+    """
+
+    def __init__(self, packages: Sequence[str], environment: dict[str, str]) -> None:
+        self._closed = False
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "opacus_memprof.planning.fork_server", *packages],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def run(self, configuration: str, directory: Path, log: Path) -> int | None:
+        """Runs a configuration. Returns the exit code as subprocess does, or None if this process cannot be forked."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        try:
+            request = [configuration, str(directory.absolute()), str(log.absolute())]
+            self._server.stdin.write(json.dumps(request) + "\n")
+            self._server.stdin.flush()
+            answer = self._server.stdout.readline()
+        except OSError:
+            answer = ""
+        if answer:
+            return int(answer)
+        return -signal.SIGKILL if self._closed else None
+
+    def close(self) -> None:
+        """Kills the process, without waiting for a run in progress."""
+        self._closed = True
+        self._server.kill()
+        self._server.wait()
+
+
+def run_virtually(
+    configuration: PlannedConfiguration,
+    directory: Path,
+    threads: int | None = None,
+    forked: ForkedRuns | None = None,
+    processes: Processes | None = None,
+) -> VirtualRun:
+    """Runs a program to its end.
+
+    Args:
+        configuration: the program and its virtual GPU.
+        directory: is replaced by the files of this run: profile/, log.txt, facts.json.
+        threads: for each library that computes on the CPU; None leaves it to them.
+        forked: runs the program, in its environment, instead of a new process.
+        processes: starts the new process, and can kill it.
 
     Raises:
         MemprofError: a virtual GPU cannot work here, the program cannot be found, or the directory not be written.
@@ -150,12 +150,14 @@ def run_virtually(
     start = time.monotonic()
     exit_code = None if forked is None else forked.run(asked, directory, directory / LOG)
     if exit_code is None:
-        exit_code = _run_in_new_process(asked, directory, run_environment(configuration, threads))
+        command = [sys.executable, "-m", "opacus_memprof.planning.run_process", asked, str(directory.absolute())]
+        environment = run_environment(configuration, threads)
+        exit_code = (processes or Processes()).run(command, environment, directory / LOG)
     return _read(directory, exit_code, time.monotonic() - start)
 
 
-def run_environment(configuration: Configuration, threads: int | None) -> dict[str, str]:
-    """The environment variables of a run."""
+def run_environment(configuration: PlannedConfiguration, threads: int | None) -> dict[str, str]:
+    """Returns the environment variables of a run."""
     environment = dict(os.environ)
     settings = [change["value"] for change in configuration.changes if change["kind"] == "allocator_setting"]
     if settings:
@@ -164,25 +166,6 @@ def run_environment(configuration: Configuration, threads: int | None) -> dict[s
     if threads is not None:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
     return environment
-
-
-def _run_in_new_process(asked: str, directory: Path, environment: dict[str, str]) -> int:
-    # Not an import: the command line stands above this.
-    command = [sys.executable, "-m", "opacus_memprof.planning.run_process", asked, str(directory.absolute())]
-    with open(directory / LOG, "w", encoding="utf-8") as log:
-        child = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            return child.wait()
-        except BaseException:  # Ctrl-C, most of all
-            child.kill()
-            child.wait()
-            raise
 
 
 def _read(directory: Path, exit_code: int, seconds: float) -> VirtualRun:

@@ -7,14 +7,19 @@ are attached in their first forward pass with gradients: a script calls `make_pr
 nothing is left to do. If no such forward pass is seen, the models are attached at the optimizer's first step."""
 
 import copyreg
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.jit import _recursive
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -23,8 +28,9 @@ from torch.utils.hooks import RemovableHandle
 
 from opacus_memprof.recording import observations, tracing
 from opacus_memprof.recording.faults import CallHook, contain, observe
-from opacus_memprof.running.model_index import ModelIndex, instances
 from opacus_memprof.session import Session
+
+T = TypeVar("T")
 
 
 class FollowWithoutEngine:
@@ -211,3 +217,49 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def _ids(tensors: Iterable[Any]) -> set[int]:
     return set(map(id, tensors))
+
+
+def instances(cls: type[T]) -> list[T]:
+    """All live instances of a class. `type(...)` instead of isinstance, which would evaluate weak proxies."""
+    return [instance for instance in gc.get_objects() if issubclass(type(instance), cls)]
+
+
+class ModelIndex:
+    """The outermost modules by the parameters in them. It is made by one look through the heap, and again after a
+    module has got another submodule or parameter: a program may construct an optimizer for each parameter of a large
+    model, and a look through its heap takes a tenth of a second."""
+
+    def __init__(self) -> None:
+        self._is_current = False
+        # By the parameter's id: the module that has it, its name there, and the model around it. Even a weak reference
+        # to a parameter would keep torch from swapping it.
+        self._places: dict[int, list[tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module]]]] = {}
+        register_module_module_registration_hook(self._on_registration)
+        register_module_parameter_registration_hook(self._on_registration)
+
+    def models_of(self, parameters: Iterable[Tensor]) -> list[nn.Module]:
+        """The outermost modules that contain any of these parameters."""
+        if not self._is_current:
+            self._look_through_heap()
+        found: dict[int, nn.Module] = {}
+        for parameter in parameters:
+            for module_ref, name, model_ref in self._places.get(id(parameter), ()):
+                module, model = module_ref(), model_ref()
+                if module is not None and model is not None and module._parameters.get(name) is parameter:
+                    found[id(model)] = model
+        return list(found.values())
+
+    def _on_registration(self, module: nn.Module, name: str, value: Any) -> None:
+        self._is_current = False
+
+    def _look_through_heap(self) -> None:
+        self._is_current = True
+        self._places.clear()
+        modules = [module for module in instances(nn.Module) if isinstance(vars(module).get("_modules"), dict)]
+        children = {id(child) for module in modules for child in module._modules.values()}
+        for model in modules:
+            for module in () if id(model) in children else model.modules():
+                for name, parameter in module._parameters.items():
+                    if parameter is not None:
+                        place = weakref.ref(module), name, weakref.ref(model)
+                        self._places.setdefault(id(parameter), []).append(place)

@@ -88,7 +88,7 @@ def test_beside_other_files_a_profile_stays_as_well(tmp_path: Path, profiles: li
         (["--config=nothing"], 'there is no built-in configuration "nothing": use tiny, transformer, gpt2'),
         (["--config=tiny", "--model_name=x"], "--config tiny and --model-name x are two models"),
         (["--model-name=x", "--hidden-dim=8"], 'hidden_dim cannot be set for the model "x"'),
-        (["--output=result"], "result is no place for a result: give the name of a file that ends in .json"),
+        (["--output=result"], "result is not a file name for a result: give one that ends in .json"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_a_sentence(

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from opacus_memprof.planning.forked_runs import ForkedRuns
-from opacus_memprof.planning.virtual_run import LOG, Configuration, Program, VirtualRun, run_environment, run_virtually
+from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
+from opacus_memprof.planning.virtual_run import LOG, ForkedRuns, VirtualRun, run_environment, run_virtually
 
 SCRIPTS = Path(__file__).parent / "scripts"
 GPU = "t4"
@@ -28,13 +28,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def forked() -> Iterator[ForkedRuns]:
-    environment = run_environment(Configuration(Program(""), GPU), 1)
+    environment = run_environment(PlannedConfiguration(PlannedProgram(""), GPU), 1)
     runs = ForkedRuns(["torch", "opacus"], environment)
     yield runs
     runs.close()
 
 
-def both(configuration: Configuration, forked: ForkedRuns, folder: Path) -> tuple[VirtualRun, VirtualRun]:
+def both(configuration: PlannedConfiguration, forked: ForkedRuns, folder: Path) -> tuple[VirtualRun, VirtualRun]:
     """The run in a new process, and the forked one."""
     new = run_virtually(configuration, folder / "new", 1)
     return new, run_virtually(configuration, folder / "forked", 1, forked)
@@ -59,7 +59,7 @@ def test_a_forked_run_is_the_same(
     script: str, arguments: list[str], memory: int | None, forked: ForkedRuns, tmp_path: Path
 ) -> None:
     changes = ({"kind": "drawn_batch", "value": 7},) if script == "train_poisson.py" else ()
-    configuration = Configuration(Program(str(SCRIPTS / script), tuple(arguments)), GPU, memory, changes)
+    configuration = PlannedConfiguration(PlannedProgram(str(SCRIPTS / script), tuple(arguments)), GPU, memory, changes)
     new, other = both(configuration, forked, tmp_path)
     assert new.status == ("finished" if memory is None else "out_of_memory")
     assert new.requested
@@ -97,7 +97,7 @@ sys.exit(5)
 
 def test_the_program_sees_a_new_process(forked: ForkedRuns, tmp_path: Path) -> None:
     (tmp_path / "sees.py").write_text(SEES)
-    runs = both(Configuration(Program(str(tmp_path / "sees.py"), ("--one", "2")), GPU), forked, tmp_path)
+    runs = both(PlannedConfiguration(PlannedProgram(str(tmp_path / "sees.py"), ("--one", "2")), GPU), forked, tmp_path)
     logs = [(Path(run.directory) / LOG).read_text().replace(run.directory, "DIRECTORY") for run in runs]
     assert logs[0].splitlines()[0].startswith("['--one', '2'] __main__ ")
     assert logs[0].index("after torch") < logs[0].index("before torch")
@@ -114,7 +114,7 @@ def test_variables_that_a_program_sets_count(forked: ForkedRuns, tmp_path: Path)
         "import os, sys\nos.environ['OMP_NUM_THREADS'] = '2'\nimport torch\n"
         "torch.zeros(torch.get_num_threads(), device='cuda')\nprint(torch.get_num_threads(), flush=True)\n"
     )
-    new, other = both(Configuration(Program(str(tmp_path / "sets.py")), GPU), forked, tmp_path)
+    new, other = both(PlannedConfiguration(PlannedProgram(str(tmp_path / "sets.py")), GPU), forked, tmp_path)
     assert new.packages == ()
     for run in (new, other):
         assert (Path(run.directory) / LOG).read_text().startswith("2\n")
@@ -124,15 +124,15 @@ def test_variables_that_a_program_sets_count(forked: ForkedRuns, tmp_path: Path)
 
 def test_a_run_that_is_killed_leaves_the_next_ones(forked: ForkedRuns, tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text("import os, torch\ntorch.zeros(9, device='cuda')\nos.kill(os.getpid(), 9)\n")
-    new, other = both(Configuration(Program(str(tmp_path / "dies.py")), GPU), forked, tmp_path)
+    new, other = both(PlannedConfiguration(PlannedProgram(str(tmp_path / "dies.py")), GPU), forked, tmp_path)
     assert new.status == other.status == "killed"
-    configuration = Configuration(Program(str(SCRIPTS / "train_to_plan.py"), ("--batch-size", "3")), GPU)
+    configuration = PlannedConfiguration(PlannedProgram(str(SCRIPTS / "train_to_plan.py"), ("--batch-size", "3")), GPU)
     assert run_virtually(configuration, tmp_path / "next", 1, forked).status == "finished"
 
 
 def test_without_a_process_to_fork_a_run_has_its_own(tmp_path: Path) -> None:
     runs = ForkedRuns(["no_such_package"], dict(os.environ))
-    configuration = Configuration(Program(str(SCRIPTS / "train_to_plan.py"), ("--batch-size", "3")), GPU)
+    configuration = PlannedConfiguration(PlannedProgram(str(SCRIPTS / "train_to_plan.py"), ("--batch-size", "3")), GPU)
     assert runs.run("{}", tmp_path, tmp_path / "log") is None
     assert run_virtually(configuration, tmp_path / "run", 1, runs).status == "finished"
     runs.close()

@@ -14,9 +14,9 @@ import torch
 from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning.arguments import parse_settings
-from opacus_memprof.planning.forked_runs import ForkedRuns
+from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
 from opacus_memprof.planning.replay import read_recording, replay
-from opacus_memprof.planning.virtual_run import Configuration, Program, VirtualRun, run_environment, run_virtually
+from opacus_memprof.planning.virtual_run import ForkedRuns, VirtualRun, run_environment, run_virtually
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -34,13 +34,13 @@ Ran = Callable[..., VirtualRun]
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     """A function that runs a script with settings of the allocator. Tests that ask for the same run share it."""
-    forked = ForkedRuns(["torch", "opacus"], run_environment(Configuration(Program(""), "a100-40"), 1))
+    forked = ForkedRuns(["torch", "opacus"], run_environment(PlannedConfiguration(PlannedProgram(""), "a100-40"), 1))
 
     @cache
     def ran(settings: str, script: str, *arguments: str, memory: int | None = None) -> VirtualRun:
         changes = ({"kind": "allocator_setting", "value": settings},) if settings else ()
-        program = Program(str(SCRIPTS / script), arguments)
-        configuration = Configuration(program, "a100-40", memory, changes)
+        program = PlannedProgram(str(SCRIPTS / script), arguments)
+        configuration = PlannedConfiguration(program, "a100-40", memory, changes)
         directory = tmp_path_factory.mktemp("run")
         return run_virtually(configuration, directory, threads=1, forked=None if settings else forked)
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import opacus_memprof
 from opacus_memprof import MemprofError
 from opacus_memprof.cli import app
-from opacus_memprof.cli.training_options import hide_token
+from opacus_memprof.cli.options import hide_token
 from opacus_memprof.toolkit import lora
 
 pytest.importorskip("peft")  # before anything is recorded: its default arguments are tensors

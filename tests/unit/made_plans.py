@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from opacus_memprof.planning.poisson import LargestBatch
+from opacus_memprof.planning.draws import LargestBatch
 from opacus_memprof.profiles.plan import (
     ComputedBytes,
     DrawnAbove,

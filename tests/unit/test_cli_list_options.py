@@ -3,8 +3,8 @@
 
 import pytest
 
-from opacus_memprof.cli.list_options import repeat_flags
-from opacus_memprof.cli.training_options import current_name
+from opacus_memprof.cli.experiments import repeat_flags
+from opacus_memprof.cli.options import current_name
 from opacus_memprof.errors import MemprofError
 
 LISTS = {"--sizes", "--lora-ranks", "--mode"}

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import opacus_memprof
 from opacus_memprof import cli
-from opacus_memprof.cli.option_groups import with_groups
+from opacus_memprof.cli.options import with_groups
 from opacus_memprof.errors import MemprofError
 
 COMMANDS: Any = typer.main.get_command(cli.app)
@@ -44,7 +44,7 @@ def test_both_spellings_are_one_option(spelling: str, field: str, letter: str) -
 
 
 def test_the_same_thing_has_the_same_name_in_all_commands() -> None:
-    """And what earlier releases called it is accepted, but not listed."""
+    """Other spellings are accepted, but not listed."""
     for command, given in (("experiments", ("--experiment", "ghost", "ew")), ("sweep", ("--experiment", "ghost"))):
         values = parsed(command, *given, "--output-dir", "there", "--num-iter", "7")
         assert values.get("modes", [values.get("mode")])[0] == "ghost"

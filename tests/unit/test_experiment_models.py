@@ -334,7 +334,7 @@ def test_a_file_of_texts_makes_the_data(saved_gpt2: Path, tmp_path: Path) -> Non
         ("texts.jsonl", "{", "cannot be read"),
         ("texts.csv", "text,label\n", "is empty"),
         ("none.csv", None, "cannot be read"),
-        ("texts.parquet", None, "is no data set: give a .jsonl or .csv file, MODULE:FUNCTION"),
+        ("texts.parquet", None, "is not a dataset: give a .jsonl or .csv file, MODULE:FUNCTION"),
         ("my_samples:absent", None, "cannot be imported"),
         ("no_such_module:samples", None, "cannot be imported"),
         ("my_samples:nothing", None, "returned no list of samples"),

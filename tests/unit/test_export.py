@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from opacus_memprof.analysis.profile import build_profile, load_profile, write_profile
 from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.cli import app
-from opacus_memprof.cli.report import _SUFFIXES
+from opacus_memprof.cli.look import _SUFFIXES
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.reports import latex, picture
 from opacus_memprof.reports.csv import write_csv

@@ -39,7 +39,7 @@ def test_what_cannot_be_followed_is_said(tmp_path: Path) -> None:
     cases = {
         (str(tmp_path / "nowhere"),): "no readable profile",
         ("999999999",): "there is no process 999999999",
-        (str(growing(tmp_path, 0)), "--interval", "0"): "an interval of 0 seconds",
+        (str(growing(tmp_path, 0)), "--interval", "0"): "--interval is 0: give a number above 0",
     }
     for arguments, sentence in cases.items():
         answer = CliRunner().invoke(app, ["top", *arguments])

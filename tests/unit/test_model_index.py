@@ -7,21 +7,21 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof.running import model_index
-from opacus_memprof.running.model_index import ModelIndex
+from opacus_memprof.running import plain_models
+from opacus_memprof.running.plain_models import ModelIndex
 
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     """The classes whose instances were looked for."""
     found: list[type] = []
-    original = model_index.instances
+    original = plain_models.instances
 
     def instances(cls: type) -> list[object]:
         found.append(cls)
         return original(cls)
 
-    monkeypatch.setattr(model_index, "instances", instances)
+    monkeypatch.setattr(plain_models, "instances", instances)
     return found
 
 

@@ -9,16 +9,17 @@ from rich.console import Console
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning.arguments import Range, parse_search
+from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
 from opacus_memprof.planning.grid import make_cells
 from opacus_memprof.planning.report import print_cells
-from opacus_memprof.planning.table import Cell
-from opacus_memprof.planning.virtual_run import Configuration, Program, VirtualRun
+from opacus_memprof.planning.table import PlannedCell
+from opacus_memprof.planning.virtual_run import VirtualRun
 
 EXPANDABLE = ("expandable_segments:True", "expandable_segments:False")
 
 
-def cells_of_everything() -> list[Cell]:
-    base = Configuration(Program("train.py", ("--mode", "hooks")), "a100-40", ranks=8)
+def cells_of_everything() -> list[PlannedCell]:
+    base = PlannedConfiguration(PlannedProgram("train.py", ("--mode", "hooks")), "a100-40", ranks=8)
     return make_cells(
         base, ["a100-40", "h100"], modes=("mode", ["hooks", "ghost"]), settings=EXPANDABLE, values={"seq": [128, 512]}
     )
@@ -87,7 +88,7 @@ def test_the_table_has_80_columns() -> None:
 
 @pytest.mark.parametrize(("retries", "times"), [(0, None), (1, "once"), (4, "4 times")])
 def test_a_batch_at_the_brink_is_said_to_be(retries: int, times: str | None) -> None:
-    (cell,) = make_cells(Configuration(Program("train.py"), "h100"), ["h100"])
+    (cell,) = make_cells(PlannedConfiguration(PlannedProgram("train.py"), "h100"), ["h100"])
     cell.runs = {7: replace(_run(True, 10**10), retries=retries), 8: _run(False, 10**10)}
     out = io.StringIO()
     print_cells([cell], Range("batch-size", 1, 4096), Console(file=out, width=400))

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from opacus_memprof.planning.poisson import LargestBatch
+from opacus_memprof.planning.draws import LargestBatch
 
 
 def test_a_thousand_simulated_trainings() -> None:

@@ -1,112 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How cells are spread over GPUs."""
+"""Cells as jobs: with submitit's own processes instead of a cluster. What the jobs train is made up."""
 
-import threading
+import os
 import time
-from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.experiments import launcher
+from opacus_memprof.experiments.configuration import Configuration
+from opacus_memprof.experiments.directory import ResultsDirectory
+from opacus_memprof.experiments.files import write_json
 from opacus_memprof.experiments.grid import Cell, grid
-from opacus_memprof.experiments.launcher import LocalLauncher
-from tests.unit.sweep_results import BASE
+from opacus_memprof.experiments.launcher import ExecutorLauncher, cluster_launcher
+from opacus_memprof.experiments.presets import SWEEP
+from tests.unit.sweep_results import BASE, finished
+
+pytest.importorskip("submitit")
 
 
 @pytest.fixture
 def cells() -> list[Cell]:
-    return grid(BASE, [16, 32], [8], [1, 2, 4], [0, 8])[0]
+    return grid(BASE, [16], [8], [1, 2, 4], [0])[0]
 
 
-def test_every_cell_runs_once_and_a_gpu_has_one_at_a_time(cells: list[Cell]) -> None:
-    busy, lock = Counter[int | None](), threading.Lock()
-    most, used = 0, set()
-
-    def run_cell(cell: Cell, gpu: int | None) -> dict[str, object]:
-        nonlocal most
-        with lock:
-            busy[gpu] += 1
-            most = max(most, busy[gpu])
-            used.add(gpu)
-        threading.Event().wait(0.01)
-        with lock:
-            busy[gpu] -= 1
-        return {"of": cell.name}
-
-    launcher = LocalLauncher(run_cell, lambda: None, [0, 1, 5])
-    ended = list(launcher.run(cells))
-    assert launcher.workers == 3
-    assert sorted(cell.name for cell, _ in ended) == sorted(cell.name for cell in cells)
-    assert all(result == {"of": cell.name} for cell, result in ended)
-    assert most == 1
-    assert used == {0, 1, 5}
+@pytest.fixture
+def directory(tmp_path: Path, cells: list[Cell]) -> Iterator[ResultsDirectory]:
+    with ResultsDirectory(tmp_path / "results", SWEEP, cells) as directory:
+        yield directory
 
 
-def test_gpus_work_side_by_side(cells: list[Cell]) -> None:
-    together = threading.Barrier(4)  # breaks unless four wait at once
+def replace_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each job leaves a result that says its physical batch; 2 takes a minute, 4 ends without one."""
 
-    def run_cell(cell: Cell, gpu: int | None) -> dict[str, object]:
-        together.wait(timeout=10)
-        return {}
+    def train(configuration: Mapping[str, Any], directory: str) -> None:
+        import json
+        import os
+        import time
 
-    assert len(list(LocalLauncher(run_cell, lambda: None, [0, 1, 2, 3]).run(cells))) == len(cells) == 12
+        os.makedirs(directory)
+        size = configuration["max_physical_batch_size"]
+        if size == 4:
+            os._exit(3)
+        time.sleep(60 * (size == 2))
+        with open(f"{directory}/result.json", "w") as file:
+            json.dump(finished(Configuration.from_json(configuration)) | {"error": os.environ.get("HF_TOKEN")}, file)
 
-
-def test_the_cpu_has_one_at_a_time(cells: list[Cell]) -> None:
-    gpus, lock = set(), threading.Lock()
-
-    def run_cell(cell: Cell, gpu: int | None) -> dict[str, object]:
-        assert lock.acquire(blocking=False)
-        gpus.add(gpu)
-        lock.release()
-        return {}
-
-    launcher = LocalLauncher(run_cell, lambda: None, [])
-    assert launcher.workers == 1
-    assert [cell for cell, _ in launcher.run(cells)] == cells
-    assert gpus == {None}
+    monkeypatch.setattr(launcher, "train", train)
 
 
-def test_closing_ends_what_runs_and_starts_no_more(cells: list[Cell]) -> None:
-    stopped, started = threading.Event(), []
+def test_each_cell_is_a_job(directory: ResultsDirectory, cells: list[Cell], monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_training(monkeypatch)
+    monkeypatch.setenv("HF_TOKEN", "")  # restored at the end
+    jobs = cluster_launcher(directory, "local", {"timeout_min": 2}, token="secret")
+    with closing(jobs.run(cells)) as results:
+        first, second = next(results), next(results)
+    found = {cell.configuration.max_physical_batch_size: result for cell, result in (first, second)}
+    assert (found[1].status, found[1].config.max_physical_batch_size) == ("finished", 1)
+    assert found[1].error == "secret"  # which the job has taken from its environment
+    assert found[4].status == "killed"
+    assert "ended without a result" in found[4].error
+    left = {cell for cell in cells if (directory.run_directory(cell.name) / "result.json").exists()}
+    assert left == {cell for cell, _ in (first, second)}
+    assert [cell.configuration.max_physical_batch_size for cell in directory.pending()] == [1, 2, 4]  # without --resume
+    for folder, _, files in os.walk(directory.path):
+        for name in files:
+            if name != "result.json":
+                assert b"secret" not in Path(folder, name).read_bytes()
 
-    def run_cell(cell: Cell, gpu: int | None) -> dict[str, object]:
-        started.append(cell)
-        if cell is not cells[0]:
-            assert stopped.wait(timeout=10)  # as a process that is waited for until it is killed
-        return {}
 
-    with closing(LocalLauncher(run_cell, stopped.set, [0, 1]).run(cells)) as results:
-        first, _ = next(results)
-    assert first is cells[0]
-    assert stopped.is_set()
-    assert len(started) <= 3
+def test_what_cannot_be_submitted_is_refused_in_a_sentence(directory: ResultsDirectory) -> None:
+    with pytest.raises(MemprofError, match="--launcher-option"):
+        cluster_launcher(directory, "local", {"slurm_colour": "blue"})
+    with pytest.raises(MemprofError, match="no jobs can be submitted"):
+        cluster_launcher(directory, "slurm", {})  # there is no SLURM here
 
 
-def test_a_cell_that_cannot_be_run_ends_the_others(cells: list[Cell]) -> None:
-    stopped = threading.Event()
-
-    def run_cell(cell: Cell, gpu: int | None) -> dict[str, object]:
-        if cell is cells[0]:
+def test_any_executor_runs_cells(
+    directory: ResultsDirectory, cells: list[Cell], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(configuration: Mapping[str, Any], path: str) -> None:
+        time.sleep(0.05 * configuration["max_physical_batch_size"])
+        if configuration["max_physical_batch_size"] == 4:
             raise OSError("the disk is full")
-        assert stopped.wait(timeout=10)
-        return {}
+        os.makedirs(path)
+        write_json(Path(path, "result.json"), finished(Configuration.from_json(configuration)))
 
-    with pytest.raises(OSError, match="the disk is full"):
-        list(LocalLauncher(run_cell, stopped.set, [0, 1]).run(cells))
-    assert stopped.is_set()
-
-
-def test_a_gpu_rests_between_two_cells_and_not_before_the_first(cells: list[Cell]) -> None:
-    times: dict[int | None, list[float]] = {0: [], 1: []}
-
-    def run_cell(cell: Cell, gpu: int | None) -> dict[str, object]:
-        times[gpu].append(time.monotonic())
-        return {}
-
-    begin = time.monotonic()
-    list(LocalLauncher(run_cell, lambda: None, [0, 1], pause=0.2).run(cells[:4]))
-    for begun in times.values():
-        assert begun[0] - begin < 0.15
-        assert all(later - earlier >= 0.2 for earlier, later in pairwise(begun))
+    monkeypatch.setattr(launcher, "train", train)
+    ended = list(ExecutorLauncher(directory, ThreadPoolExecutor(3), 3).run(cells))
+    assert [(cell.configuration.max_physical_batch_size, result.status) for cell, result in ended] == [
+        (1, "finished"),
+        (2, "finished"),
+        (4, "killed"),
+    ]
+    assert ended[2][1].error == "the disk is full"

@@ -7,25 +7,37 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from opacus_memprof.experiments.progress import progress_board, time_left
+from opacus_memprof.experiments.engine import show_row
 from opacus_memprof.experiments.result import ProgressLog
+from opacus_memprof.jobs.progress import ProgressBoard, time_left
 from tests.unit.sweep_results import BASE, a_row, failed, finished, out_of_memory
 
 
 def test_the_others_take_as_long_as_those_before() -> None:
-    assert time_left(elapsed=5, elapsed_at_last=0, ended=0, cells=4) is None
-    assert time_left(elapsed=30, elapsed_at_last=30, ended=3, cells=12) == pytest.approx(90)
-    assert time_left(elapsed=34, elapsed_at_last=30, ended=3, cells=12) == pytest.approx(86)
-    assert time_left(elapsed=500, elapsed_at_last=30, ended=3, cells=12) == 0
-    assert time_left(elapsed=31, elapsed_at_last=30, ended=12, cells=12) == 0
+    assert time_left(elapsed=5, elapsed_at_last=0, ended=0, total=4) is None
+    assert time_left(elapsed=30, elapsed_at_last=30, ended=3, total=12) == pytest.approx(90)
+    assert time_left(elapsed=34, elapsed_at_last=30, ended=3, total=12) == pytest.approx(86)
+    assert time_left(elapsed=500, elapsed_at_last=30, ended=3, total=12) == 0
+    assert time_left(elapsed=31, elapsed_at_last=30, ended=12, total=12) == 0
+
+
+def test_runs_that_are_added_later_count() -> None:
+    text = io.StringIO()
+    with ProgressBoard(Console(file=text, width=200), "runs") as board:
+        board.add(2)
+        board.advance()
+        assert board.position == "1 of 2, about 0:00:00 left"
+        board.add(1)
+        assert board.position.startswith("1 of 3, ")
+    assert "1/3 runs," in text.getvalue()
 
 
 def test_what_is_said_of_a_cell() -> None:
     text = io.StringIO()
-    with progress_board(Console(file=text, width=200), 3, 2) as ended:
-        ended(a_row("one", "", finished(BASE)))
-        ended(a_row("two", "", out_of_memory(BASE)))
-        ended(a_row("three", "", failed(BASE)))
+    with ProgressBoard(Console(file=text, width=200), "configurations, 2 at once", 3) as board:
+        show_row(board, a_row("one", "", finished(BASE)))
+        show_row(board, a_row("two", "", out_of_memory(BASE)))
+        show_row(board, a_row("three", "", failed(BASE)))
     lines = text.getvalue().splitlines()
     line = "one  finished, peak 1.13 GiB in backward, 12.5 ms a step"  # 1 GiB, 128 MiB, 300 B
     assert lines[0] == f"{line}  [1 of 3, about 0:00:00 left]"
@@ -37,8 +49,8 @@ def test_what_is_said_of_a_cell() -> None:
 
 def test_brackets_of_an_error_are_no_markup() -> None:
     text = io.StringIO()
-    with progress_board(Console(file=text, width=200), 1, 1) as ended:
-        ended(a_row("one", "", failed(BASE) | {"error": "IndexError: [/] a[0]"}))
+    with ProgressBoard(Console(file=text, width=200), "configurations", 1) as board:
+        show_row(board, a_row("one", "", failed(BASE) | {"error": "IndexError: [/] a[0]"}))
     assert text.getvalue().startswith("one  failed: IndexError: [/] a[0]")
 
 

@@ -217,11 +217,11 @@ def test_methods_gather_each_with_its_result_beside_its_run(tmp_path: Path) -> N
         run(["hooks"], base=replace(BASE, num_steps=9))
 
 
-def test_a_directory_of_an_earlier_release_has_the_defaults_of_what_it_does_not_name(tmp_path: Path) -> None:
+def test_a_directory_that_does_not_name_a_setting_is_refused(tmp_path: Path) -> None:
     with single(tmp_path, CELLS[:1]):
         pass
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    del manifest["shared"]["checkpointing"], manifest["shared"]["dataset"]
+    del manifest["shared"]["checkpointing"]
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    with single(tmp_path, CELLS[:1]) as directory:
-        assert directory.pending() == CELLS[:1]
+    with pytest.raises(MemprofError, match="holds results with checkpointing None"), single(tmp_path, CELLS[:1]):
+        pass

@@ -11,7 +11,7 @@ import torch
 import typer
 
 from opacus_memprof import cli
-from opacus_memprof.cli.virtual_options import VirtualGpuOptions
+from opacus_memprof.cli.options import VirtualGpuOptions
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.virtual_gpu import describe
 from opacus_memprof.virtual_gpu.devices import GPUS

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`opacus-memprof doctor`: what is installed, what it was built for, what it finds here, and what to do.
+"""Checks whether profiling works in this environment: what is installed, what it was built for, and what to do.
 
-Nothing here may rest on what it examines: torch and the extension are imported inside the checks, so that the
-command still answers where either is broken.
+Torch and the extension are imported inside the checks, so that there is an answer if either is broken.
 """
 
 import ctypes
@@ -14,13 +13,8 @@ import re
 import tempfile
 import warnings
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import typer
-from rich.console import Console
-from rich.text import Text
-
-from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.profiles.versions import LOWEST_OPACUS, TORCH_MINORS, installed_version
 from opacus_memprof.virtual_gpu import requirements
@@ -28,7 +22,6 @@ from opacus_memprof.virtual_gpu.devices import GPUS
 
 Level = Literal["ok", "note", "problem"]
 _TO_RECORD = "profiles can be read here; to record some, install torch, then opacus-memprof anew"
-_COLOURS: dict[Level, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
 @dataclass(frozen=True)
@@ -41,62 +34,13 @@ class Check:
     remedy: str = ""
 
 
-def doctor(
-    target: Annotated[
-        str | None, typer.Argument(metavar="SCRIPT.py", show_default=False, help="With --script: the script.")
-    ] = None,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", show_default=False, help="Arguments of the script.")
-    ] = None,
-    script: Annotated[
-        bool, typer.Option("--script", help="Check the private training of a script instead of this machine.")
-    ] = False,
-) -> None:
-    """Say in plain words whether profiling works here, and what to do where it does not.
-
-    Exits with 0 where it works, with 1 otherwise.
-
-    With --script SCRIPT.py: runs the script until its private optimizer has made two steps. Compares clipping, noise
-    and updates with those computed by hand, one sample at a time, and says what was not checked. Exits with 0 if all
-    that was checked is right, with 1 if there is a defect, with 2 if there is nothing to check.
-    """
-    if script or target is not None:
-        _check_script(script, target, arguments or [])
-        return
-    checks = examine()
-    console = Console(highlight=False)
-    width = max(len(check.name) for check in checks)
-    for check in checks:
-        line = Text.assemble((f"{check.level:<8}", _COLOURS[check.level]), f"{check.name:<{width}}  {check.found}")
-        if check.remedy:
-            line.append(f"\n{'':{8 + width}}  → {check.remedy}", "bold")
-        console.print(line, soft_wrap=True)  # lines are not wrapped, so that commands can be copied
-    problems = sum(check.level == "problem" for check in checks)
-    if problems:
-        console.print(f"\nopacus-memprof cannot profile here: {problems} problem{'s' * (problems > 1)}, see above.")
-        raise typer.Exit(1)
-    ability = "read profiles here, and record none" if _reads_only() else "profile here"
-    console.print(f"\nopacus-memprof can {ability}.")
-
-
-def _check_script(script: bool, target: str | None, arguments: list[str]) -> None:
-    if not script or target is None:
-        raise MemprofError("to check a script: opacus-memprof doctor --script SCRIPT.py [ARGS]")
-    from opacus_memprof.loop_check.script import ScriptCheck, print_verdict
-
-    verdict = ScriptCheck(target, arguments).run()
-    print_verdict(verdict, Console(highlight=False))
-    if not verdict.is_good:
-        raise typer.Exit(1)
-
-
 def examine() -> list[Check]:
     """All checks, in the order in which one rests on another. Initialises CUDA where there is a GPU."""
     python = Check("Python", platform.python_version())
     try:
         torch = importlib.import_module("torch")
     except Exception as error:  # a broken installation raises anything
-        if _reads_only():
+        if reads_only():
             return [python, Check("torch", _sentence(error), "note", _TO_RECORD), _build(), _directory()]
         lacking = Check("torch", _sentence(error), "problem", "install torch first: `pip install torch`")
         return [python, lacking, _opacus(), _build(), *_rmm(), _directory()]
@@ -115,7 +59,7 @@ def examine() -> list[Check]:
     ]
 
 
-def _reads_only() -> bool:
+def reads_only() -> bool:
     """Whether this installation was built without torch, to read profiles alone (OPACUS_MEMPROF_READER=1)."""
     try:
         return importlib.import_module("opacus_memprof._build_info").TORCH_VERSION is None

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`opacus-memprof report`, `diff` and `tax`: look at a profile, and compare two."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand
+
+from opacus_memprof.errors import MemprofError
+
+_BY_DEFAULT = ""  # the value of an option that names no file
+# As in reports.export, which is not imported here because it loads much.
+_SUFFIXES = {
+    "--html": (".html",),
+    "--png": (".png",),
+    "--csv": (".csv",),
+    "--json": (".json",),
+    "--latex": (".tex",),
+    "--perfetto": (".pftrace", ".perfetto-trace"),
+    "--memory-viz": (".pickle", ".pkl"),
+    "--parquet": (".parquet",),
+}
+
+
+class ReportCommand(TyperCommand):
+    """A command whose format options have an optional value.
+
+    The next argument is the option's file only if it has one of the suffixes of the format.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        completed = []
+        for argument, following in pairwise([*args, ""]):
+            suffixes = _SUFFIXES.get(argument.replace("_", "-"))
+            alone = suffixes is not None and not following.endswith(suffixes)
+            completed.append(f"{argument}={_BY_DEFAULT}" if alone else argument)
+        return super().parse_args(ctx, completed)
+
+
+def _file(option: str, help: str) -> Any:
+    return typer.Option(option, metavar=f"[FILE{_SUFFIXES[option][0]}]", help=help, show_default=False)
+
+
+def report(
+    directory: Annotated[Path, typer.Argument(help="Directory of the profile.")],
+    html: Annotated[str | None, _file("--html", "HTML page: timeline, peak, modules, findings.")] = None,
+    png: Annotated[str | None, _file("--png", "Picture, and the same for dark pages as FILE-dark.png.")] = None,
+    csv: Annotated[str | None, _file("--csv", "Bytes by category at the peak, and by module, phase, step.")] = None,
+    json: Annotated[str | None, _file("--json", "Content of profile.json.")] = None,
+    latex: Annotated[str | None, _file("--latex", "LaTeX tables, for booktabs.")] = None,
+    perfetto: Annotated[str | None, _file("--perfetto", "Trace for ui.perfetto.dev.")] = None,
+    memory_viz: Annotated[str | None, _file("--memory-viz", "Snapshot for pytorch.org/memory_viz.")] = None,
+    parquet: Annotated[str | None, _file("--parquet", "All events, for pandas, polars and duckdb.")] = None,
+    vanilla: Annotated[
+        Path | None,
+        typer.Option(help="Profile of the same training without Opacus; adds the cost of privacy to --html."),
+    ] = None,
+) -> None:
+    """Print where the memory went, from a profile. If the process was killed, reads its events instead.
+
+    Each option writes a file: the one that follows it, or memprof.html, memprof.png … in DIRECTORY. For a job of
+    several ranks, DIRECTORY shows all ranks, and DIRECTORY/rank_0 one.
+    """
+    from opacus_memprof.analysis.job_view import JobView, load_view
+    from opacus_memprof.reports.text import print_report
+
+    given = {"html": html, "png": png, "csv": csv, "json": json, "latex": latex, "perfetto": perfetto}
+    given |= {"memory_viz": memory_viz, "parquet": parquet}
+    wanted = {name: file or None for name, file in given.items() if file is not None}
+    if vanilla and html is None:
+        raise MemprofError("--vanilla is for the page: add --html")
+    view = load_view(directory, vanilla, whole="html" in wanted)
+    if isinstance(view, JobView) and (wanted.keys() - {"html"} or vanilla):
+        raise MemprofError(
+            f"{directory} holds the {len(view.summary.ranks)} ranks of a job, and there is a page of them alone: use "
+            f"--html, or give one, as {directory / 'rank_0'}"
+        )
+    console = Console()
+    print_report(view, console)
+    if wanted:
+        from opacus_memprof.reports.export import export
+
+        console.print()
+        for path in export(view, wanted):
+            console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def diff(
+    before: Annotated[Path, typer.Argument(help="Profile of the run to compare with.")],
+    after: Annotated[Path | None, typer.Argument(help="Profile of the changed run.", show_default=False)] = None,
+    vanilla: Annotated[
+        Path | None,
+        typer.Option(help="Profile of the same run without privacy; prints what privacy costs, like `tax`."),
+    ] = None,
+    fail_above: Annotated[
+        str | None,
+        typer.Option(metavar="2%|50MiB", help="Exit with 1 if the peak of a device grew by more.", show_default=False),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for a pull request.")] = False,
+) -> None:
+    """Print what changed from BEFORE to AFTER, at the peak and in each phase, by category and module."""
+    from opacus_memprof.analysis.diff import GrowthLimit, diff_profiles, exceeded_limits
+    from opacus_memprof.analysis.profile import load_profile
+    from opacus_memprof.reports.diff import diff_markdown, print_diff
+
+    if vanilla is not None:
+        if after is not None or fail_above is not None or markdown:
+            raise MemprofError("--vanilla DIR goes with one profile and no other option: diff --vanilla DIR PRIVATE")
+        tax(before, vanilla)
+        return
+    if after is None:
+        raise MemprofError("give two profiles, BEFORE and AFTER, or --vanilla DIR and the private one")
+    limit = None if fail_above is None else GrowthLimit.parse(fail_above)
+    result = diff_profiles(load_profile(before), load_profile(after))
+    beyond = exceeded_limits(result, limit) if limit else []
+    if markdown:
+        typer.echo(diff_markdown(result, beyond), nl=False)
+    else:
+        print_diff(result, Console(), beyond)
+    if beyond:
+        raise typer.Exit(1)
+
+
+def tax(
+    private: Annotated[Path, typer.Argument(help="Profile of the training with Opacus.")],
+    vanilla: Annotated[Path, typer.Argument(help="Profile of the same model and batch without Opacus.")],
+) -> None:
+    """Print what privacy costs at the peak: the difference of two profiles, by category and module."""
+    from opacus_memprof.analysis.profile import load_profile
+    from opacus_memprof.analysis.tax import dp_tax
+    from opacus_memprof.reports.tax import print_tax
+
+    print_tax(dp_tax(load_profile(private), load_profile(vanilla)), Console())

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`opacus-memprof run`, `top` and `doctor`: profile a script, follow a running profile, check what works here."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from opacus_memprof.cli.options import DeviceName, VirtualGpuOptions, with_groups
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, MOST_EVENTS, claim
+from opacus_memprof.running.environment import Level, examine, reads_only
+from opacus_memprof.running.program import Program
+from opacus_memprof.running.recording import ProgramRecording
+
+_COLORS: dict[Level, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
+
+
+@with_groups
+def run(
+    *,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT.py", show_default=False, help="The script or module.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", show_default=False, help="Arguments of the script.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="Run a module, like `python -m`.")] = False,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Directory of the profile.")] = Path(
+        DEFAULT_DIRECTORY
+    ),
+    device: DeviceName = "auto",
+    max_events: Annotated[
+        int, typer.Option(min=1, max=MOST_EVENTS, metavar="N", help="Maximum number of recorded events, 32 bytes each.")
+    ] = DEFAULT_MAX_EVENTS,
+    virtual: VirtualGpuOptions,
+) -> None:
+    """Run a training script like python, and record where its memory goes.
+
+    Prints a summary after the script's output, and exits with the script's exit code. Under torchrun, accelerate or
+    srun, each process records a profile, and the last one to end prints the summary of all.
+    """
+    program = Program(script, arguments or [], module=module)
+    if virtual.start() and device == "auto":
+        device = "cuda"
+    ProgramRecording(claim(output), device, max_events).record(program)
+
+
+def top(
+    target: Annotated[
+        str, typer.Argument(metavar="DIR|PID", help="Directory of a profile, or id of the profiled process.")
+    ],
+    interval: Annotated[float, typer.Option(help="Seconds between updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show the state once and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line, for scripts.")] = False,
+) -> None:
+    """Follow a running profile: live bytes by category and module, step, phase and trend. Does not affect the run."""
+    if interval <= 0:
+        raise MemprofError(f"--interval is {interval:g}: give a number above 0")
+    from opacus_memprof.analysis.live import ProfileFollower, directory_of_process
+    from opacus_memprof.profiles.json_object import to_json
+    from opacus_memprof.reports.top import live_view
+
+    is_process = target.isdecimal() and not Path(target).exists()
+    follower = ProfileFollower(directory_of_process(int(target)) if is_process else target)
+    console = Console()
+    profile = follower.read()
+    if as_json:
+        print(to_json(profile), end="", flush=True)
+        while not once and profile.status == "running":
+            time.sleep(interval)
+            profile = follower.read()
+            print(to_json(profile), end="", flush=True)
+    elif once:
+        console.print(live_view(profile))
+    else:
+        with Live(live_view(profile), console=console, auto_refresh=False) as screen:
+            while profile.status == "running":
+                time.sleep(interval)
+                profile = follower.read()
+                screen.update(live_view(profile), refresh=True)
+
+
+def doctor(
+    target: Annotated[
+        str | None, typer.Argument(metavar="SCRIPT.py", show_default=False, help="Script to check; needs --script.")
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", show_default=False, help="Arguments of the script.")
+    ] = None,
+    script: Annotated[
+        bool, typer.Option("--script", help="Check the private training of a script instead of this environment.")
+    ] = False,
+) -> None:
+    """Check whether profiling works here, and say what to do if it does not.
+
+    Exits with 0 if it works, else with 1.
+
+    With --script SCRIPT.py: runs the script until its private optimizer has made two steps. Compares clipping, noise
+    and updates with a computation by hand, one sample at a time, and lists what was not checked. Exits with 0 if
+    everything that was checked is correct, with 1 if there is a defect, with 2 if there is nothing to check.
+    """
+    if script or target is not None:
+        _check_script(script, target, arguments or [])
+        return
+    checks = examine()
+    console = Console(highlight=False)
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        line = Text.assemble((f"{check.level:<8}", _COLORS[check.level]), f"{check.name:<{width}}  {check.found}")
+        if check.remedy:
+            line.append(f"\n{'':{8 + width}}  → {check.remedy}", "bold")
+        console.print(line, soft_wrap=True)  # lines are not wrapped, so that commands can be copied
+    problems = sum(check.level == "problem" for check in checks)
+    if problems:
+        console.print(f"\nopacus-memprof cannot profile here: {problems} problem{'s' * (problems > 1)}, see above.")
+        raise typer.Exit(1)
+    ability = "read profiles here, and record none" if reads_only() else "profile here"
+    console.print(f"\nopacus-memprof can {ability}.")
+
+
+def _check_script(script: bool, target: str | None, arguments: list[str]) -> None:
+    if not script or target is None:
+        raise MemprofError("to check a script: opacus-memprof doctor --script SCRIPT.py [ARGS]")
+    from opacus_memprof.loop_check.script import ScriptCheck, print_verdict
+
+    verdict = ScriptCheck(target, arguments).run()
+    print_verdict(verdict, Console(highlight=False))
+    if not verdict.is_good:
+        raise typer.Exit(1)

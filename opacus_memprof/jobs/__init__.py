@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs: many runs side by side, each in a process of its own.
+
+directory   the directory of their results: locked while it is written; the journal of what has ended
+pool        worker threads that share devices; jobs that have not ended
+processes   child processes that can be killed together
+progress    a line for each run that has ended, and a bar with the time left
+submitit    jobs on a cluster, as a concurrent.futures.Executor
+"""

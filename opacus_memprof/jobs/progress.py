@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shows the progress of many runs: a line for each that has ended, and a bar with the time left."""
+
+from datetime import timedelta
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+
+def time_left(elapsed: float, elapsed_at_last: float, ended: int, total: int) -> float | None:
+    """Returns the seconds until all runs have ended, at the average time of those before; None before the first ends.
+
+    Args:
+        elapsed: seconds since the start.
+        elapsed_at_last: seconds from the start to the end of the last run.
+        ended: number of runs that have ended.
+        total: number of all runs.
+    """
+    if not ended:
+        return None
+    return max(0.0, elapsed_at_last / ended * total - elapsed)
+
+
+class TimeLeftColumn(ProgressColumn):
+    """A column with the time left of a task, whose field `at_last` is the time when the last run ended."""
+
+    def render(self, task: Task) -> Text:
+        return Text(_format_time_left(task), style="cyan")
+
+
+def _format_time_left(task: Task) -> str:
+    left = time_left(task.elapsed or 0.0, task.fields["at_last"], int(task.completed), int(task.total or 0))
+    return "time left: not known yet" if left is None else f"about {timedelta(seconds=round(left))} left"
+
+
+class ProgressBoard:
+    """The progress of many runs, as a context manager that shows it.
+
+    Args:
+        console: where it is shown.
+        what: what the bar counts, in the plural.
+        total: number of runs that are known at the start.
+        transient: whether the bar disappears at the end.
+    """
+
+    def __init__(self, console: Console, what: str, total: int = 0, *, transient: bool = False) -> None:
+        columns = [BarColumn(), MofNCompleteColumn(), TextColumn(f"{what},"), TimeElapsedColumn(), TimeLeftColumn()]
+        self._progress = Progress(*columns, console=console, transient=transient)
+        self._id = self._progress.add_task("", total=total, at_last=0.0)
+
+    def __enter__(self) -> "ProgressBoard":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Stops showing the bar."""
+        self._progress.stop()
+
+    @property
+    def _task(self) -> Task:
+        return self._progress.tasks[self._id]
+
+    @property
+    def position(self) -> str:
+        """How many runs have ended, and the time left: `3 of 9, about 0:01:00 left`."""
+        return f"{self._task.completed:.0f} of {self._task.total:.0f}, {_format_time_left(self._task)}"
+
+    def add(self, runs: int) -> None:
+        """Adds runs to the total."""
+        self._progress.update(self._id, total=(self._task.total or 0) + runs)
+
+    def advance(self) -> None:
+        """Counts one more run as ended."""
+        ended = self._task.completed + 1
+        total = max(self._task.total or 0, ended)
+        self._progress.update(self._id, completed=ended, total=total, at_last=self._task.elapsed or 0.0)
+
+    def print(self, line: Text) -> None:
+        """Prints a line above the bar."""
+        self._progress.console.print(line, soft_wrap=True)
