@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Small per-sample gradients on the CPU, and norms and clipped sums of many layers' at once: a call
-// into torch for each takes longer than the numbers. On CUDA kernels do it (clipping/kernels/stacks.py).
+// into torch for each takes longer than the numbers. On CUDA kernels do it
+// (clipping/kernels/stacks.py).
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SMALL = 2**20  # bytes; tensors up to this size are written. The same as kSmall of csrc/virtual_gpu/limits.h
+SMALL = 2**20  # bytes; tensors up to this size are written. The same as kSmall of csrc/virtual_gpu/machine/limits.h
 
 _FACTORIES = {
     getattr(torch.ops.aten, name)
