@@ -10,7 +10,8 @@ The same program runs on a real GPU and on a virtual one, so that the two files 
 and what the two found is added to the table of the package, which must be moved away while the second is measured;
 `--held-out` says how well it serves what was not measured:
 
-    python benchmarks/virtual_gpu_workspaces.py opacus_memprof/virtual_gpu/cudnn_workspaces.tsv --table h200.json virtual.json
+    TABLE=opacus_memprof/virtual_gpu/cudnn_workspaces.tsv
+    python benchmarks/virtual_gpu_workspaces.py $TABLE --table h200.json virtual.json
     python benchmarks/virtual_gpu_workspaces.py --held-out h200.json virtual.json
 
 Nothing of the profiler is used on a real GPU: the sizes come from the trace of torch's caching allocator, and for a

@@ -98,8 +98,8 @@ def write(found: dict[str, dict[str, Sizes]], origin: str, output: Path) -> None
     output.write_text(
         f"# Workspaces of cuDNN's convolutions in bytes, measured on an {origin}.\n"
         "# Written by benchmarks/virtual_gpu_workspaces.py; read by csrc/virtual_gpu/cudnn/workspaces.cpp.\n"
-        "# Columns: input, weight, stride, padding, dilation, type and layout of the convolution; then forward, input gradient\n"
-        "# and weight gradient as batch:bytes, or batch= where cuDNN's answer without a GPU is the measured one.\n"
+        "# Columns: input, weight, stride, padding, dilation, type and layout of the convolution; then forward, input\n"
+        "# gradient and weight gradient as batch:bytes, or batch= where cuDNN's answer without a GPU is the same.\n"
         + "\n".join(lines)
         + "\n"
     )
