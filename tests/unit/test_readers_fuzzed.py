@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled readers on damaged event files: they answer, or raise RuntimeError, and never crash or run on."""
 
+import os
 import random
 import struct
 import time
@@ -62,3 +63,23 @@ def test_damaged_event_files(read: Callable[[str], object], profile: str, tmp_pa
         (tmp_path / "events.bin").write_bytes(damage(content, draw))
         with suppress(RuntimeError):
             read(str(tmp_path))
+
+
+@pytest.mark.parametrize("read", [replay, rows, follow])
+def test_a_piece_that_claims_more_live_blocks_than_memory_holds(read: Callable[[str], object], tmp_path: Path) -> None:
+    content = bytearray((DATA / "format_1_hooks" / "events.bin").read_bytes())
+    content[8:12] = struct.pack("<I", 2)  # the version that has pieces
+    (tmp_path / "events.bin").write_bytes(content)
+    piece, first_event, blocks = 1, 2**20, 2**35
+    content[88:112] = struct.pack("<3Q", piece, first_event, blocks)
+    later = tmp_path / "events.1.bin"
+    later.write_bytes(content[:HEADER_BYTES])
+    os.truncate(later, HEADER_BYTES + blocks * RECORD_BYTES)  # takes no disk space
+    read(str(tmp_path))
+
+
+@pytest.mark.parametrize("read", [replay, rows, follow])
+def test_a_fifo_is_refused_and_not_waited_for(read: Callable[[str], object], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "events.bin")
+    with pytest.raises(RuntimeError, match="is not a regular file"):
+        read(str(tmp_path))
