@@ -22,8 +22,8 @@ inline constexpr int kCopyEngines = 3;
 // The driver gives out device memory in pages of this size.
 inline constexpr std::size_t kPage = std::size_t{2} << 20U;
 
-// Copies and fills up to this size are carried out, larger ones are only booked. Operations are
-// carried out up to the same size (csrc/virtual_values).
+// Copies and fills up to this size are executed; larger ones only count. Operations are executed up
+// to the same size (csrc/virtual_values).
 inline constexpr std::size_t kSmall = std::size_t{1} << 20U;
 
 }  // namespace opacus_memprof::virtual_gpu
