@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 # where the environment says otherwise, as in many containers: tests import torch hundreds of times.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install --no-compile
-CXX_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp tests/cpp/*.h tests/cpp/*.cpp tests/cpp/*/*.h tests/cpp/*/*.cpp benchmarks/*.cpp)
+CXX_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cpp tests/cpp/*.h tests/cpp/*.cpp tests/cpp/*/*.h tests/cpp/*/*.cpp)
 export MAX_JOBS := $(JOBS)
 MAKEFLAGS += --no-print-directory
 
@@ -145,7 +145,7 @@ $(VENV)/.opacus-memprof-requirements: $(VENV)/.opacus-memprof-core $(wildcard bu
 	touch $@
 
 # _build_info.py is written by every build: newer than the stamp, the extension is another environment's.
-BUILT_FROM = setup.py pyproject.toml $(wildcard csrc/* csrc/*/* build_backend/*.py opacus_memprof/_build_info.py)
+BUILT_FROM = setup.py pyproject.toml $(wildcard csrc/* csrc/*/* csrc/*/*/* build_backend/*.py opacus_memprof/_build_info.py)
 $(VENV)/.opacus-memprof-built: $(VENV)/.opacus-memprof-requirements $(BUILT_FROM) \
                                $(if $(wildcard opacus_memprof/_C.*.so),,FORCE)
 	$(INSTALL) --no-build-isolation -e '.[test]'

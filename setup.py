@@ -174,7 +174,7 @@ def extension(cuda: Cuda | None) -> Extension:
     return cpp_extension.CppExtension(
         "opacus_memprof._C",
         sources(with_cuda=cuda is not None),
-        # As system headers: their warnings are not ours to fix.
+        # System headers: their warnings are ignored.
         extra_compile_args=[*FLAGS, *(f"-isystem{folder}" for folder in headers)],
         define_macros=torch_has(torch_includes[0]) if cuda else [],
         include_dirs=[str(Path("csrc").resolve())],
@@ -245,7 +245,7 @@ def clipping_extension() -> Extension:
 
 
 def values_extension(cuda: Cuda) -> Extension:
-    """What carries operations on the virtual GPU's tensors out."""
+    """Executes operations on the virtual GPU's tensors."""
     headers = [Path(folder) for folder in cpp_extension.include_paths()]
     headers += [Path(sysconfig.get_path("include")), *cuda.include]
     return cpp_extension.CppExtension(
@@ -258,7 +258,7 @@ def values_extension(cuda: Cuda) -> Extension:
 
 
 def build_virtual_gpu(package: Path, cuda: Cuda) -> None:
-    """The libraries of the virtual GPU, into the package. Needs nm and the headers of cuDNN and NCCL as well."""
+    """Builds the virtual GPU's libraries into the package. Needs nm and the headers of cuDNN and NCCL."""
     spec = importlib.util.spec_from_file_location("virtual_gpu_build", "csrc/virtual_gpu/build.py")
     assert spec is not None
     assert spec.loader is not None

@@ -6,7 +6,7 @@ settle, for the interpreter forgets its specialised code when something is repla
 else a shared machine does only lengthens a step), the garbage collector is off, the ratio is taken within the round and
 the median over rounds is quoted with its standard error: unpaired runs differ by more than what is measured.
 
-    python benchmarks/overhead.py --rounds 60 --output docs/results/overhead_h200.json
+    python benchmarks/overhead.py --rounds 60 --output overhead_h200.json
 
 Writes the JSON file after each mode, and beside it the same as a Markdown table.
 """

@@ -7,10 +7,11 @@ The same program runs on a real GPU and on a virtual one, so that the two files 
     python benchmarks/virtual_gpu_workspaces.py virtual.json --virtual-gpu h200 --cases h200.json
     python benchmarks/virtual_gpu_workspaces.py --compare h200.json virtual.json
 
-and what the two found is added to the table of csrc/virtual_gpu/cudnn_workspaces.inc, which must have had no rows when
-the library was built with which the second was measured; `--held-out` says how well it serves what was not measured:
+and what the two found is added to the table of the package, which must be moved away while the second is measured;
+`--held-out` says how well it serves what was not measured:
 
-    python benchmarks/virtual_gpu_workspaces.py csrc/virtual_gpu/cudnn_workspaces.inc --table h200.json virtual.json
+    TABLE=opacus_memprof/virtual_gpu/cudnn_workspaces.tsv
+    python benchmarks/virtual_gpu_workspaces.py $TABLE --table h200.json virtual.json
     python benchmarks/virtual_gpu_workspaces.py --held-out h200.json virtual.json
 
 Nothing of the profiler is used on a real GPU: the sizes come from the trace of torch's caching allocator, and for a

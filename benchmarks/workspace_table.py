@@ -81,8 +81,8 @@ def text_of(field: Field) -> str:
 
 def read(table: Path) -> dict[str, list[Field]]:
     """The rows of a table, by shape."""
-    rows = re.findall(r'^\{"(.*)", "(.*)", "(.*)", "(.*)"\},$', table.read_text(), re.MULTILINE)
-    return {shape: [*map(read_field, texts)] for shape, *texts in rows}
+    lines = [line.split("\t") for line in table.read_text().splitlines() if not line.startswith("#")]
+    return {shape: [*map(read_field, texts)] for shape, *texts in lines}
 
 
 def write(found: dict[str, dict[str, Sizes]], origin: str, output: Path) -> None:
@@ -93,13 +93,14 @@ def write(found: dict[str, dict[str, Sizes]], origin: str, output: Path) -> None
             before = rows.get(shape, [{} for _ in DIRECTIONS])
             measured = [field_of(sizes.get(direction, {})) for direction in DIRECTIONS]
             rows[shape] = [old | new for old, new in zip(before, measured, strict=True)]
-    lines = [
-        "{" + ", ".join(f'"{text}"' for text in (shape, *map(text_of, rows[shape]))) + "}," for shape in sorted(rows)
-    ]
+    lines = ["\t".join([shape, *map(text_of, rows[shape])]) for shape in sorted(rows)]
     output.write_text(
-        "// SPDX-License-Identifier: Apache-2.0\n"
-        "// Written by benchmarks/virtual_gpu_workspaces.py. Input, weight, stride, padding, dilation, type, layout;\n"
-        f"// forward, input gradient, weight gradient. On an {origin}.\n" + "\n".join(lines) + "\n"
+        f"# Workspaces of cuDNN's convolutions in bytes, measured on an {origin}.\n"
+        "# Written by benchmarks/virtual_gpu_workspaces.py; read by csrc/virtual_gpu/cudnn/workspaces.cpp.\n"
+        "# Columns: input, weight, stride, padding, dilation, type and layout of the convolution; then forward, input\n"
+        "# gradient and weight gradient as batch:bytes, or batch= where cuDNN's answer without a GPU is the same.\n"
+        + "\n".join(lines)
+        + "\n"
     )
 
 

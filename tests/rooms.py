@@ -69,7 +69,7 @@ def module_imports() -> Mapping[str, frozenset[str]]:
 def included_files(folder: Path) -> Iterator[tuple[Path, str]]:
     """(file, what it includes) of a folder of csrc, brackets and quotes as they are written."""
     directive = re.compile(r'^\s*#\s*include\s*(<[^>]+>|"[^"]+")', re.MULTILINE)
-    for file in sorted(folder.iterdir()):
+    for file in sorted(folder.rglob("*")):
         if file.suffix in (".h", ".cpp"):
             yield from ((file, name) for name in directive.findall(file.read_text()))
 

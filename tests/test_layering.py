@@ -49,8 +49,11 @@ EXTENSIONS = {
     "_virtual": "virtual_gpu.values",
 }
 
-# The same of csrc's folders, except the virtual GPU's.
+# The folders of csrc, except for those of the virtual GPU, each includes from the left only.
 CPP_LAYERS = ["core", "allocators", "hooks", "bindings"]
+# A library of the virtual GPU includes from these and from its own folder.
+VIRTUAL_GPU_BASE = ["machine", "defaults", "driver"]
+VIRTUAL_GPU_LIBRARIES = ["cublas", "cudnn", "nccl", "nvml", "runtime"]
 
 CORE_MAY_INCLUDE = re.compile(
     r"<[a-z_]+>|"  # C++
@@ -144,6 +147,19 @@ def test_the_virtual_gpu_includes_nothing_of_torch_or_python() -> None:
     """It is what torch runs on, and knows of nobody who runs on it."""
     others = re.compile(rf'<(?:torch|ATen|c10|caffe2|pybind11)/|<Python\.h>|"(?:{"|".join(CPP_LAYERS)})/')
     assert not [(file.name, name) for file, name in included_files(CSRC / "virtual_gpu") if others.match(name)]
+
+
+@pytest.mark.parametrize("folder", [*VIRTUAL_GPU_BASE, *VIRTUAL_GPU_LIBRARIES])
+def test_a_library_of_the_virtual_gpu_includes_no_other(folder: str) -> None:
+    below = VIRTUAL_GPU_BASE.index(folder) if folder in VIRTUAL_GPU_BASE else len(VIRTUAL_GPU_BASE)
+    allowed = {folder, *VIRTUAL_GPU_BASE[:below]}
+    names = [name.strip('"').split("/") for _, name in included_files(CSRC / "virtual_gpu" / folder)]
+    assert [name for name in names if name[0] == "virtual_gpu" and name[1] not in allowed] == []
+
+
+def test_the_virtual_gpu_has_no_other_folders() -> None:
+    folders = {path.name for path in (CSRC / "virtual_gpu").iterdir() if path.is_dir()}
+    assert folders == {*VIRTUAL_GPU_BASE, *VIRTUAL_GPU_LIBRARIES}
 
 
 def test_there_are_no_other_sources() -> None:

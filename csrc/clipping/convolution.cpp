@@ -40,6 +40,14 @@ at::Tensor padded(const at::Tensor& x, at::IntArrayRef pads) {
 
 at::Tensor unfold(const at::Tensor& input, at::IntArrayRef pads, at::IntArrayRef kernel,
                   at::IntArrayRef stride, at::IntArrayRef dilation) {
+  TORCH_CHECK(input.dim() == static_cast<std::int64_t>(kernel.size()) + 2 &&
+                  stride.size() == kernel.size() && dilation.size() == kernel.size() &&
+                  pads.size() <= 2 * kernel.size() && pads.size() % 2 == 0,
+              "kernel, stride, dilation and pads must be of the input's dimensions");
+  for (std::size_t i = 0; i < kernel.size(); ++i) {
+    TORCH_CHECK(kernel[i] > 0 && stride[i] > 0 && dilation[i] > 0,
+                "kernel, stride and dilation must be positive");
+  }
   const bool is_padded = std::ranges::any_of(pads, [](std::int64_t each) { return each != 0; });
   const at::Tensor x = is_padded ? padded(input, pads) : input;
   Sizes sizes{x.size(0), x.size(1)};
@@ -53,6 +61,7 @@ at::Tensor unfold(const at::Tensor& input, at::IntArrayRef pads, at::IntArrayRef
   for (std::size_t i = 0; i < kernel.size(); ++i) {
     const auto dimension = static_cast<std::int64_t>(i) + 2;
     const std::int64_t reach = dilation[i] * (kernel[i] - 1);
+    TORCH_CHECK(x.size(dimension) > reach, "the kernel is larger than the padded input");
     sizes.push_back((x.size(dimension) - reach - 1) / stride[i] + 1);
     strides.push_back(stride[i] * x.stride(dimension));
     matrix[2] *= sizes.back();

@@ -3,6 +3,7 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <array>
@@ -41,7 +42,7 @@ template <typename T>
 void find_weighted_sum(const at::Tensor& stack, std::span<const T> factors, T* total) {
   constexpr std::size_t kBlock = 512;  // numbers that are added up in the cache
   const T* const numbers = stack.const_data_ptr<T>();
-  const auto size = static_cast<std::size_t>(stack.numel()) / factors.size();
+  const auto size = static_cast<std::size_t>(c10::multiply_integers(stack.sizes().slice(1)));
   for (std::size_t start = 0; start < size; start += kBlock) {
     std::array<double, kBlock> sums{};
     const std::size_t count = std::min(kBlock, size - start);
@@ -80,16 +81,32 @@ void find_layer_norm_gradients(std::span<const T> input, std::span<const T> grad
   }
 }
 
+bool is_on_cpu(const at::Tensor& x, at::ScalarType dtype) {
+  return x.is_cpu() && x.is_contiguous() && x.scalar_type() == dtype;
+}
+
+// Returns the number of samples, which is the size of the first dimension of every stack.
+std::int64_t check_stacks(const std::vector<at::Tensor>& stacks) {
+  TORCH_CHECK(!stacks.empty() && stacks[0].dim() > 0, "stacks must have a dimension of samples");
+  const std::int64_t samples = stacks[0].size(0);
+  for (const at::Tensor& stack : stacks) {
+    TORCH_CHECK(
+        is_on_cpu(stack, stacks[0].scalar_type()) && stack.dim() > 0 && stack.size(0) == samples,
+        "stacks must be contiguous CPU tensors of one dtype with ", samples, " samples");
+  }
+  return samples;
+}
+
 }  // namespace
 
 at::Tensor squared_norms_cpu(const std::vector<at::Tensor>& stacks) {
-  const std::int64_t samples = stacks.at(0).size(0);
+  const std::int64_t samples = check_stacks(stacks);
   at::Tensor found =
       at::empty({static_cast<std::int64_t>(stacks.size()), samples}, stacks[0].options());
   AT_DISPATCH_FLOATING_TYPES(found.scalar_type(), "squared_norms_cpu", [&] {
     auto* next = found.mutable_data_ptr<scalar_t>();
     for (const at::Tensor& stack : stacks) {
-      const auto size = static_cast<std::size_t>(stack.numel() / samples);
+      const auto size = static_cast<std::size_t>(samples == 0 ? 0 : stack.numel() / samples);
       const scalar_t* sample = stack.const_data_ptr<scalar_t>();
       for (std::int64_t n = 0; n < samples; ++n, sample += size)
         *next++ = static_cast<scalar_t>(sum_of<scalar_t>({sample, size}, square));
@@ -100,6 +117,10 @@ at::Tensor squared_norms_cpu(const std::vector<at::Tensor>& stacks) {
 
 std::vector<at::Tensor> weighted_sums_cpu(const std::vector<at::Tensor>& stacks,
                                           const at::Tensor& factors, at::ScalarType dtype) {
+  const std::int64_t samples = check_stacks(stacks);
+  TORCH_CHECK(is_on_cpu(factors, stacks[0].scalar_type()) && factors.numel() == samples,
+              "factors must be a contiguous CPU tensor of the stacks' dtype, one for each of ",
+              samples, " samples");
   const at::ScalarType own = stacks.at(0).scalar_type();
   std::vector<at::Tensor> totals = empty_sums(stacks, own);
   AT_DISPATCH_FLOATING_TYPES(own, "weighted_sums_cpu", [&] {
@@ -116,6 +137,11 @@ std::vector<at::Tensor> weighted_sums_cpu(const std::vector<at::Tensor>& stacks,
 
 std::pair<at::Tensor, at::Tensor> layer_norm_gradients_cpu(const at::Tensor& input,
                                                            const at::Tensor& gradient, double eps) {
+  TORCH_CHECK(
+      input.dim() == 3 && is_on_cpu(input, input.scalar_type()) &&
+          is_on_cpu(gradient, input.scalar_type()) && input.sizes() == gradient.sizes(),
+      "input and gradient must be contiguous CPU tensors [samples, tokens, features] of one "
+      "dtype");
   const std::int64_t samples = input.size(0);
   const std::int64_t features = input.size(2);
   at::Tensor of_weight = at::empty({samples, features}, input.options());

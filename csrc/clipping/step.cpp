@@ -6,6 +6,7 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/normal.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <atomic>
@@ -108,6 +109,11 @@ at::Tensor sum_outer_product(const Pair& pair, const at::Tensor& factors) {
 
 std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
+void check_list(const Tensors& list) {
+  TORCH_CHECK(!list.empty() && list[0].dim() > 0,
+              "a list must begin with a tensor that has a dimension of samples");
+}
+
 struct TablesOfGraph {
   std::mutex mutex;
   std::atomic<bool> is_captured = false;
@@ -152,6 +158,7 @@ std::int64_t address_of(const at::Tensor& tensor) {
 std::vector<std::vector<std::int64_t>> group_alike(
     const std::vector<std::vector<at::Tensor>>& lists, bool whole_shapes) {
   std::vector<std::vector<std::int64_t>> groups;
+  for (const Tensors& list : lists) check_list(list);
   for (std::size_t i = 0; i < lists.size(); ++i) {
     const auto fits = [&](const std::vector<std::int64_t>& group) {
       return are_alike(lists[group.front()], lists[i], whole_shapes);
@@ -164,12 +171,17 @@ std::vector<std::vector<std::int64_t>> group_alike(
 }
 
 at::Tensor address_table(const std::vector<std::vector<at::Tensor>>& lists, bool with_sizes) {
-  const std::size_t columns = lists.at(0).size() + (with_sizes ? 1 : 0);
+  TORCH_CHECK(!lists.empty(), "there must be a list");
+  for (const Tensors& list : lists) {
+    check_list(list);
+    TORCH_CHECK(list.size() == lists[0].size(), "the lists must have the same length");
+  }
+  const std::size_t columns = lists[0].size() + (with_sizes ? 1 : 0);
   std::vector<std::int64_t> numbers;
   numbers.reserve(lists.size() * columns);
   for (const std::vector<at::Tensor>& row : lists) {
     for (const at::Tensor& each : row) numbers.push_back(address_of(each));
-    if (with_sizes) numbers.push_back(row[0].numel() / row[0].size(0));
+    if (with_sizes) numbers.push_back(c10::multiply_integers(row[0].sizes().slice(1)));
   }
   return table_on(lists[0].at(0).device(), numbers, static_cast<std::int64_t>(columns));
 }
@@ -180,7 +192,9 @@ at::Tensor product_table(const std::vector<Pair>& pairs, const std::vector<at::T
   numbers.reserve(pairs.size() * columns);
   for (std::size_t i = 0; i < pairs.size(); ++i) {
     const auto& [left, right] = pairs[i];
-    const std::int64_t tokens = left.numel() / (left.size(0) * left.size(-1));
+    TORCH_CHECK(left.dim() > 1 && right.dim() > 1, "tensors must have samples and features");
+    const auto middle = left.sizes().slice(1, static_cast<std::size_t>(left.dim()) - 2);
+    const std::int64_t tokens = c10::multiply_integers(middle);
     numbers.insert(numbers.end(), {address_of(left), address_of(right), address_of(sums.at(i)),
                                    tokens, left.size(-1), right.size(-1)});
     for (const at::Tensor& each : {left, right})
@@ -217,8 +231,10 @@ std::vector<at::Tensor> sum_outer_products(const std::vector<Pair>& pairs,
 std::vector<at::Tensor> empty_sums(const std::vector<at::Tensor>& stacks, at::ScalarType dtype) {
   std::vector<at::Tensor> sums;
   sums.reserve(stacks.size());
-  for (const at::Tensor& stack : stacks)
+  for (const at::Tensor& stack : stacks) {
+    TORCH_CHECK(stack.dim() > 0, "stacks must have a dimension of samples");
     sums.push_back(at::empty(stack.sizes().slice(1), stack.options().dtype(dtype)));
+  }
   return sums;
 }
 
@@ -227,7 +243,9 @@ NormalNumbers reserve_normal(const std::vector<at::Tensor>& sums,
                              std::int64_t most_threads, std::int64_t threads_of_program) {
   constexpr std::int64_t threads_of_block = 256;  // as torch draws
   constexpr std::int64_t numbers_of_counter = 4;  // for each thread
-  const at::Device device = sums.at(0).device();
+  TORCH_CHECK(!sums.empty(), "there must be a sum");
+  TORCH_CHECK(most_threads > 0 && threads_of_program > 0, "numbers of threads must be positive");
+  const at::Device device = sums[0].device();
   at::Generator source = generator ? *generator : at::globalContext().defaultGenerator(device);
   NormalNumbers reserved;
   std::vector<std::int64_t> numbers;

@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <filesystem>
 #include <iterator>
 #include <ranges>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include "core/event_pieces.h"
@@ -35,6 +37,12 @@ bool is_unwritten(const Event& event) {
 }  // namespace
 
 EventReader::Piece EventReader::open(const std::string& path) {
+  // To open a FIFO waits for its writer, and a device has no end.
+  std::error_code error;
+  const auto status = std::filesystem::status(path, error);
+  if (std::filesystem::exists(status) && !std::filesystem::is_regular_file(status)) {
+    throw std::runtime_error(path + " is not a regular file.");
+  }
   Piece piece{.file = std::ifstream(path, std::ios::binary)};
   if (!piece.file) {
     throw std::runtime_error("cannot open " + path + ": no such file, or no permission.");
@@ -106,6 +114,7 @@ void EventReader::find_later_pieces() {
 void EventReader::measure() {
   for (Piece& piece : std::views::reverse(pieces_)) {
     const std::uint64_t bytes = bytes_of(piece.file);
+    piece.end = ~std::uint64_t{0};
     piece.records = bytes < kHeaderBytes ? 0 : (bytes - kHeaderBytes) / sizeof(Event);
     if (piece.header.version == kWholeFileVersion && piece.header.closed != 0) {
       piece.records = std::min(piece.records, piece.header.count);
@@ -149,18 +158,27 @@ bool EventReader::next() {
   }
 }
 
-// The next records of the piece, up to one that was never written.
+// The next records of the piece, up to one that was never written. The buffer grows with what is
+// there, and not with what a header says that there is.
 std::size_t EventReader::read(Piece& piece, std::uint64_t records) {
-  if (buffer_.size() < records) buffer_.resize(static_cast<std::size_t>(records));
+  records = std::min(records, piece.end - place_);
   piece.file.clear();
   piece.file.seekg(static_cast<std::streamoff>(kHeaderBytes + place_ * sizeof(Event)));
-  piece.file.read(reinterpret_cast<char*>(buffer_.data()),
-                  static_cast<std::streamsize>(records * sizeof(Event)));
-  const auto found =
-      std::span(buffer_).first(static_cast<std::size_t>(piece.file.gcount()) / sizeof(Event));
-  const auto written =
-      static_cast<std::size_t>(std::ranges::find_if(found, is_unwritten) - found.begin());
+  std::size_t written = 0;
+  while (written < records) {
+    const auto wanted =
+        static_cast<std::size_t>(std::min<std::uint64_t>(records - written, kChunkRecords));
+    if (buffer_.size() < written + wanted) buffer_.resize(written + wanted);
+    const auto chunk = std::span(buffer_).subspan(written, wanted);
+    piece.file.read(reinterpret_cast<char*>(chunk.data()),
+                    static_cast<std::streamsize>(chunk.size_bytes()));
+    const auto found = chunk.first(static_cast<std::size_t>(piece.file.gcount()) / sizeof(Event));
+    const auto last = std::ranges::find_if(found, is_unwritten);
+    written += static_cast<std::size_t>(last - found.begin());
+    if (last != found.end() || found.size() < wanted) break;
+  }
   place_ += written;
+  if (written < records) piece.end = place_;
   return written;
 }
 

@@ -36,6 +36,7 @@ class EventReader {
   // How many events of the run there were before the one that comes next.
   [[nodiscard]] std::uint64_t position() const { return position_; }
 
+  // Starts again. What was not written at the first reading is not read at the second.
   void rewind();
   // Looks for what was written since; next() reads on there.
   void refresh();
@@ -45,6 +46,7 @@ class EventReader {
     std::ifstream file;
     FileHeader header{};
     std::uint64_t records = 0;
+    std::uint64_t end = ~std::uint64_t{0};  // the record that was found not to be written
   };
   static Piece open(const std::string& path);
   void find_later_pieces();

@@ -34,25 +34,45 @@ struct EventGap {
   std::bitset<256> devices;          // on which blocks came or went
 };
 
-// The visitor's part. Calls come in this order for each event:
-//   before(event, table)     of every event
-//   died(block, event)       before the block leaves the table
-//   retagged(block, before)  its category was `before`; block.retagged if that is not its first one
+// Is told what happens. For each event the calls come in this order:
+//   before(event, table)      of every event
+//   died(block, event)        before the block leaves the table
+//   retagged(block, before)   its category was `before`; block.retagged if that is not its first
 //   born(block)
-//   after(event, index)      of every event
+//   after(event, index)       of every event
 // Events with a phase or category that has no name arrive with 0 in their place.
 // For a gap:
-//   gap(gap, table)          what is live in the table was before the gap
-//   died(block, event)       in the gap; the event is of kind none
-//   fate_known(block, module) it has lived on; block.fate is what it has turned out to be since,
-//                            and module whose it is
-//   retagged(block, before)  in the gap
-//   born(block)              in the gap, and live after it
+//   gap(gap, table)           the table has what was live before the gap
+//   died(block, event)        in the gap; the event is of kind none
+//   fate_known(block, module) the block lives on; block.fate and module are what is known since
+//   retagged(block, before)   in the gap
+//   born(block)               in the gap, and live after it
 //   resumed(opening, births)
-// Between events fate_known(block, module) says what a block turns out to be later.
-//
+// Between events fate_known(block, module) tells what becomes of a block later.
+template <typename Visitor>
+concept EventVisitor = requires(Visitor& visitor, const Event& event, const ReplayTable& table,
+                                ReplayBlock& block, std::uint8_t before, std::uint16_t module,
+                                std::uint64_t index, const EventGap& gap, const Opening& opening,
+                                const Births& births) {
+  visitor.before(event, table);
+  visitor.died(block, event);
+  visitor.retagged(block, before);
+  visitor.born(block);
+  visitor.after(event, index);
+  visitor.gap(gap, table);
+  visitor.fate_known(block, module);
+  visitor.resumed(opening, births);
+};
+
+// Is also told when the run is over: ended(table).
+template <typename Visitor>
+concept RunVisitor = EventVisitor<Visitor> && requires(Visitor& visitor, const ReplayTable& table) {
+  visitor.ended(table);
+};
+
 // Holds the table of live blocks, and counts the events and the contradictions among them. The
-// visitor must outlive it.
+// visitor must outlive it. Its class may hold the walk, so each function asks whether it is an
+// EventVisitor: by then the class is complete.
 template <typename Visitor>
 class EventWalk {
  public:
@@ -73,15 +93,15 @@ class EventWalk {
     return std::move(table_);
   }
 
-  // A whole run; at its end the visitor is told once: ended(table).
-  void visit_all(EventReader& reader) {
+  // Visits a whole run.
+  void visit_all(EventReader& reader) requires RunVisitor<Visitor> {
     reader.rewind();
     read_on(reader);
     visitor_.ended(table_);
   }
 
   // What the reader has not read yet.
-  void read_on(EventReader& reader) {
+  void read_on(EventReader& reader) requires EventVisitor<Visitor> {
     while (reader.next()) {
       const std::span<const Event> records = reader.records();
       if (reader.opening() != nullptr) {
@@ -92,7 +112,7 @@ class EventWalk {
     }
   }
 
-  void visit(std::span<const Event> events) {
+  void visit(std::span<const Event> events) requires EventVisitor<Visitor> {
     constexpr std::size_t kAhead = 16;
     for (std::size_t i = 0; i < events.size(); ++i) {
       // Not in a function of its own: gcc 12 takes one that only prefetches for one without effect.
@@ -103,7 +123,7 @@ class EventWalk {
     }
   }
 
-  void visit(Event event) {
+  void visit(Event event) requires EventVisitor<Visitor> {
     if (static_cast<EventKind>(event.kind) == EventKind::settled) {
       settle(event);
       return;
@@ -134,7 +154,7 @@ class EventWalk {
   }
 
   // Goes on after a gap: at its end these blocks were live (a piece's live set, by birth).
-  void resume(const Opening& opening, std::span<const Event> seeds) {
+  void resume(const Opening& opening, std::span<const Event> seeds) requires EventVisitor<Visitor> {
     EventGap gap{.first_event = events_, .opening = &opening, .devices = {}};
     std::unordered_map<std::uint64_t, std::uint64_t> live;  // birth in the run by key
     for (const Event& seed : seeds) live[ReplayTable::key(seed)] = seed_state(seed).birth;

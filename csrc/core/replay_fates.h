@@ -138,7 +138,8 @@ class FateRules {
   std::array<std::uint64_t, 4> enters_phases_{};  // a bit a thread
 };
 
-// The fates of all blocks of a file, by birth.
+// The fates of all blocks of a file, by birth. A file that is overwritten between the two passes
+// may have births in the second that the first did not see: they count as tagged.
 class Fates {
  public:
   void born(const ReplayBlock& block) {
@@ -172,7 +173,7 @@ class Fates {
 
   // The category that the block's bytes count under while it is tagged `category`.
   [[nodiscard]] std::uint8_t settled(std::uint64_t category, std::uint64_t birth) const {
-    const std::uint8_t fate = fates_[birth];
+    const std::uint8_t fate = birth < fates_.size() ? fates_[birth] : kFateAsTagged;
     if (static_cast<Category>(category) == Category::forward_undecided) {
       if (fate == kFateDiedInForward) {
         return static_cast<std::uint8_t>(Category::forward_temporaries);
@@ -187,7 +188,8 @@ class Fates {
 
   // The module that the block counts under.
   [[nodiscard]] std::uint16_t module(const ReplayBlock& block) const {
-    return block.module != 0 ? block.module : modules_[block.birth];
+    return block.module != 0 || block.birth >= modules_.size() ? block.module
+                                                               : modules_[block.birth];
   }
 
  private:

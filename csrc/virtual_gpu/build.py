@@ -191,17 +191,17 @@ def build(
     runtime = next(file for folder in libraries for file in sorted(folder.glob("libcudart.so.*")))
     _write(temporary / "errors.inc", headers.errors(runtime))
     _write(temporary / "versions.inc", headers.versions())
-    sources = sorted(HERE.glob("*.cpp"))
-    main = [source for source in sources if source.name not in ("nvml.cpp", "defaults.cpp")]
+    nvml_source, defaults_source = HERE / "nvml" / "nvml.cpp", HERE / "defaults" / "defaults.cpp"
+    main = sorted({*HERE.rglob("*.cpp")} - {nvml_source, defaults_source})
 
     def compile_one(source: Path) -> Path:
-        target = temporary / f"{source.stem}.o"
+        target = temporary / f"{'_'.join(source.relative_to(HERE).with_suffix('').parts)}.o"
         _compile(source, target, include, temporary)
         return target
 
     with ThreadPoolExecutor(jobs) as pool:
         objects = list(pool.map(compile_one, main))
-        nvml = pool.submit(compile_one, HERE / "nvml.cpp")
+        nvml = pool.submit(compile_one, nvml_source)
         ours: set[str] = set()
         for compiled in objects:
             listed = subprocess.run(["nm", "--defined-only", compiled], check=True, capture_output=True, text=True)
@@ -216,7 +216,7 @@ def build(
                     wanted |= symbols(library, defined=True)
         wanted |= headers.driver | _OLD_NAMES
         _write(temporary / "defaults.inc", "".join(headers.answer(name) for name in sorted(wanted - ours)))
-        objects.append(compile_one(HERE / "defaults.cpp"))
+        objects.append(compile_one(defaults_source))
         nvml_object = nvml.result()
     _link(objects, out / "libcuda.so.1", "libcuda.so.1")
     _link([nvml_object], out / "libnvidia-ml.so.1", "libnvidia-ml.so.1")

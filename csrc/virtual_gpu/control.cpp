@@ -4,9 +4,11 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "virtual_gpu/defaults.h"
-#include "virtual_gpu/limits.h"
-#include "virtual_gpu/machine.h"
+#include "virtual_gpu/defaults/defaults.h"
+#include "virtual_gpu/machine/limits.h"
+#include "virtual_gpu/machine/machine.h"
+
+namespace virtual_gpu = opacus_memprof::virtual_gpu;
 
 extern "C" {
 

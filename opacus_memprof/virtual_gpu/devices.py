@@ -147,7 +147,7 @@ def find_gpu(kind: str) -> Gpu:
 
 
 class DeviceProperties(ctypes.Structure):
-    """The struct of csrc/virtual_gpu/device.h, with the same fields in the same order."""
+    """The struct of csrc/virtual_gpu/machine/device.h, with the same fields in the same order."""
 
     _fields_ = (
         ("name", ctypes.c_char * 64),

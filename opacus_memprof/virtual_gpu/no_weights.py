@@ -27,7 +27,7 @@ _LOADING_OPTIONS = (
 _FILE_OPTIONS = ("use_safetensors", "variant", "weights_only", "key_mapping", "ignore_mismatched_sizes", "disable_mmap")
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
-_SMALL = 2**20  # bytes; tensors up to this size are written. The same as kSmall of csrc/virtual_gpu/limits.h
+_SMALL = 2**20  # bytes; tensors up to this size are written. The same as kSmall of csrc/virtual_gpu/machine/limits.h
 
 _FACTORIES = {
     getattr(torch.ops.aten, name)

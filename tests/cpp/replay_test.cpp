@@ -2,12 +2,14 @@
 #include "core/replay.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <fstream>
 #include <numeric>
 #include <stdexcept>
 
+#include "core/event_reader.h"
 #include "event_file_builder.h"
 
 namespace opacus_memprof {
@@ -256,6 +258,34 @@ TEST(Replay, time_goes_on_when_the_clock_field_is_full) {
   killed_at_once.header.last_unix_ns = killed_at_once.header.start_unix_ns;
   killed_at_once.add({.kind = alloc, .address = 64, .size = 1, .time = 9});
   EXPECT_EQ(replay(killed_at_once.write()).devices.at(0).peak.time_ns, 9);
+}
+
+TEST(Replay, what_is_written_between_two_readings_is_not_read) {
+  EventFileBuilder file;
+  file.header.closed = 0;
+  file.add({.kind = alloc, .address = 64, .size = 8});
+  file.add({.kind = EventKind::none});  // not written yet
+  file.add({.kind = alloc, .address = 128, .size = 8});
+  EventReader reader(file.write());
+  const auto count = [&] {
+    std::size_t records = 0;
+    for (reader.rewind(); reader.next();) records += reader.records().size();
+    return records;
+  };
+  EXPECT_EQ(count(), 1U);
+  file.events[1].kind = static_cast<std::uint8_t>(alloc);
+  const std::string path = file.write();
+  EXPECT_EQ(count(), 1U);
+  reader.refresh();
+  EXPECT_EQ(count(), 3U);
+}
+
+TEST(Replay, what_is_not_a_regular_file_is_refused) {
+  const std::string fifo = (testing::scratch() / "fifo").string();
+  ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
+  for (const std::string& path : {fifo, testing::scratch().string(), std::string("/dev/zero")}) {
+    EXPECT_EQ(error_of(path), path + " is not a regular file.");
+  }
 }
 
 TEST(Replay, contradictions_are_counted_and_no_byte_is_lost) {

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "virtual_gpu/address_space.h"
+#include "virtual_gpu/machine/address_space.h"
 
-namespace virtual_gpu {
+namespace opacus_memprof::virtual_gpu {
 namespace {
 
 constexpr std::size_t kMiB = std::size_t{1} << 20U;
@@ -101,4 +101,4 @@ TEST(AddressSpace, ARegionWithNothingInItMakesRoomForALargerOne) {
 }
 
 }  // namespace
-}  // namespace virtual_gpu
+}  // namespace opacus_memprof::virtual_gpu

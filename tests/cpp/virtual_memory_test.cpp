@@ -6,10 +6,10 @@
 #include <thread>
 #include <vector>
 
-#include "virtual_gpu/limits.h"
-#include "virtual_gpu/memory.h"
+#include "virtual_gpu/machine/limits.h"
+#include "virtual_gpu/machine/memory.h"
 
-namespace virtual_gpu {
+namespace opacus_memprof::virtual_gpu {
 namespace {
 
 constexpr std::size_t kMiB = std::size_t{1} << 20U;
@@ -160,4 +160,4 @@ TEST_F(VirtualMemory, ThreadsShareOneDevice) {
 }
 
 }  // namespace
-}  // namespace virtual_gpu
+}  // namespace opacus_memprof::virtual_gpu

@@ -6,9 +6,9 @@
 #include <thread>
 #include <vector>
 
-#include "virtual_gpu/pool.h"
+#include "virtual_gpu/machine/pool.h"
 
-namespace virtual_gpu {
+namespace opacus_memprof::virtual_gpu {
 namespace {
 
 constexpr std::size_t kMiB = std::size_t{1} << 20U;
@@ -132,4 +132,4 @@ TEST_F(VirtualPool, BlocksOfThreadsDoNotOverlap) {
 }
 
 }  // namespace
-}  // namespace virtual_gpu
+}  // namespace opacus_memprof::virtual_gpu

@@ -4,9 +4,9 @@
 #include <thread>
 #include <vector>
 
-#include "virtual_gpu/streams.h"
+#include "virtual_gpu/machine/streams.h"
 
-namespace virtual_gpu {
+namespace opacus_memprof::virtual_gpu {
 namespace {
 
 class VirtualStreams : public ::testing::Test {
@@ -177,4 +177,4 @@ TEST_F(VirtualStreams, ThreadsCaptureSideBySide) {
 }
 
 }  // namespace
-}  // namespace virtual_gpu
+}  // namespace opacus_memprof::virtual_gpu

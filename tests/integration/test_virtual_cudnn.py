@@ -19,7 +19,7 @@ from tests.warm_python import ENVIRONMENT, interpreter
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ROOT / "tests" / "data" / "recurrent_h200.tsv"
-TABLE = ROOT / "csrc" / "virtual_gpu" / "cudnn_workspaces.inc"
+TABLE = ROOT / "opacus_memprof" / "virtual_gpu" / "cudnn_workspaces.tsv"
 needs_libraries = pytest.mark.skipif(not (LIBRARIES / "libcuda.so.1").is_file(), reason="the virtual GPU was not built")
 
 
@@ -149,8 +149,8 @@ def test_sizes_of_recurrent_layers() -> None:
 
 def test_the_table_is_sorted() -> None:
     """Of each convolution for three directions; batch sizes ascend, for the lookup stops at the first that serves."""
-    text = TABLE.read_text(encoding="utf-8")
-    rows = re.findall(r'^\{"([^"]+)", "([^"]*)", "([^"]*)", "([^"]*)"\},$', text, re.MULTILINE)
+    rows = [line.split("\t") for line in TABLE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    assert {len(row) for row in rows} == {4}
     keys = [row[0].encode() for row in rows]
     assert len(rows) > 2000
     assert keys == sorted(set(keys))

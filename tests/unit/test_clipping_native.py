@@ -254,3 +254,32 @@ def test_an_extension_for_another_torch(monkeypatch: pytest.MonkeyPatch) -> None
         importlib.reload(native)
     monkeypatch.undo()
     importlib.reload(native)
+
+
+def test_no_samples() -> None:
+    stacks = [torch.empty(0, 3), torch.empty(0, 2, 4)]
+    assert native.squared_norms_cpu(stacks).shape == (2, 0)
+    sums = native.weighted_sums_cpu(stacks, torch.empty(0), torch.float32)
+    assert [total.tolist() for total in sums] == [[0.0] * 3, [[0.0] * 4] * 2]
+    assert native.address_table([stacks], True)[0, -1] == 3
+    left, right = torch.empty(0, 5, 3), torch.empty(0, 5, 2)
+    assert native.product_table([(left, right)], [torch.empty(3, 2)])[0, 3] == 5
+    of_weight, of_bias = native.layer_norm_gradients_cpu(left, left, 1e-5)
+    assert of_weight.shape == of_bias.shape == (0, 3)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    stack = torch.ones(4, 3)
+    for stacks in ([], [stack, torch.ones(2, 3)], [stack, stack.double()], [torch.ones(3, 4).t()], [torch.tensor(1.0)]):
+        with pytest.raises(RuntimeError, match="stacks must"):
+            native.squared_norms_cpu(stacks)
+    for factors in (torch.ones(3), torch.ones(4, dtype=torch.float64), torch.ones(8)[::2]):
+        with pytest.raises(RuntimeError, match="factors must be"):
+            native.weighted_sums_cpu([stack], factors, torch.float32)
+    with pytest.raises(RuntimeError, match="input and gradient must be"):
+        native.layer_norm_gradients_cpu(torch.ones(2, 3, 4), torch.ones(2, 3, 5), 1e-5)
+    with pytest.raises(RuntimeError, match="must have the same length"):
+        native.address_table([[stack], [stack, stack]], False)
+    for kernel, stride in (([0], [1]), ([2], [0]), ([4], [1]), ([1, 1], [1, 1])):
+        with pytest.raises(RuntimeError, match="kernel"):
+            native.unfold(torch.ones(1, 1, 3), [0, 0], kernel, stride, [1] * len(kernel))

@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <numeric>
+
+#include "virtual_gpu/cudnn/convolutions.h"
+
+namespace opacus_memprof::virtual_gpu {
+namespace {
+
+// A line of cudnn_workspaces.tsv. Each field of sizes holds the measured batch sizes in ascending
+// order, each with its bytes or with "=" where cuDNN's choice without a GPU is the measured one:
+// "8:393232 16= 32=". A single "=" stands for all batch sizes; an empty field has none.
+struct Row {
+  std::string_view convolution;  // without the batch size
+  std::string_view forward, data, filter;
+};
+
+// Returns the text up to the next tab or the end of the line, and removes it from `line`.
+std::string_view next_field(std::string_view& line) {
+  const std::size_t end = std::min(line.find('\t'), line.size());
+  const std::string_view field = line.substr(0, end);
+  line.remove_prefix(std::min(end + 1, line.size()));
+  return field;
+}
+
+// The package keeps the table one folder above this library.
+std::filesystem::path table_file() {
+  Dl_info library{};
+  dladdr(reinterpret_cast<const void*>(&table_file), &library);
+  return std::filesystem::path(library.dli_fname).parent_path().parent_path() /
+         "cudnn_workspaces.tsv";
+}
+
+// The measured workspaces. Without the file cuDNN's own choices are used, as they are while the
+// table is measured.
+class Table {
+ public:
+  explicit Table(const std::filesystem::path& file) {
+    std::ifstream stream(file, std::ios::binary);
+    text_.assign(std::istreambuf_iterator<char>(stream), {});
+    if (text_.empty()) {
+      std::fprintf(stderr, "virtual GPU: %s is missing: cuDNN's workspaces are estimated\n",
+                   file.c_str());
+    }
+    for (std::size_t start = 0; start < text_.size();) {
+      const std::size_t end = std::min(text_.find('\n', start), text_.size());
+      if (text_[start] != '#') {
+        lines_.push_back(std::string_view(text_).substr(start, end - start));
+      }
+      start = end + 1;
+    }
+  }
+
+  [[nodiscard]] bool empty() const { return lines_.empty(); }
+
+  [[nodiscard]] std::optional<Row> find(std::string_view convolution) const {
+    const auto found = std::lower_bound(
+        lines_.begin(), lines_.end(), convolution,
+        [](std::string_view line, std::string_view wanted) { return next_field(line) < wanted; });
+    if (found == lines_.end()) {
+      return std::nullopt;
+    }
+    std::string_view line = *found;
+    Row row;
+    row.convolution = next_field(line);
+    row.forward = next_field(line);
+    row.data = next_field(line);
+    row.filter = next_field(line);
+    return row.convolution == convolution ? std::optional(row) : std::nullopt;
+  }
+
+ private:
+  std::string text_;
+  std::vector<std::string_view> lines_;  // sorted
+};
+
+// Read when a convolution first asks for its workspace; never destroyed, as the machine is not.
+const Table& measured() {
+  static const auto* const only = new Table(table_file());
+  return *only;
+}
+
+void append(std::string& key, const std::vector<std::int64_t>& numbers) {
+  for (std::size_t index = 0; index < numbers.size(); ++index) {
+    key += std::to_string(numbers[index]);
+    key += index + 1 < numbers.size() ? 'x' : ' ';
+  }
+}
+
+const char* type_name(cudnnDataType_t type, Multiply multiply) {
+  switch (type) {
+    case CUDNN_DATA_HALF:
+      return "fp16";
+    case CUDNN_DATA_BFLOAT16:
+      return "bf16";
+    case CUDNN_DATA_FLOAT:
+      return multiply == Multiply::tensor_cores ? "tf32" : "fp32";
+    default:
+      return "other";
+  }
+}
+
+struct Key {
+  std::string convolution;
+  std::int64_t batch;
+};
+
+// The groups of a call for one sample, which may stand for samples (functorch's vmap), are a batch
+// size too.
+Key key_of(const Convolution& convolution, Multiply multiply) {
+  std::vector<std::int64_t> input(convolution.input.begin() + 1, convolution.input.end());
+  std::vector<std::int64_t> weight = convolution.weight;
+  Key key{"", convolution.input[0]};
+  const std::int64_t groups = input[0] / weight[1];
+  if (key.batch == 1 && groups > 1 && weight[0] % groups == 0) {
+    key = {"g", groups};
+    input[0] = weight[1];
+    weight[0] /= groups;
+  }
+  append(key.convolution, input);
+  append(key.convolution, weight);
+  append(key.convolution, convolution.stride);
+  append(key.convolution, convolution.padding);
+  append(key.convolution, convolution.dilation);
+  key.convolution += type_name(convolution.type, multiply);
+  key.convolution += convolution.channels_last ? " last" : " first";
+  return key;
+}
+
+std::string_view field_of(const Row& row, Direction direction) {
+  switch (direction) {
+    case Direction::forward:
+      return row.forward;
+    case Direction::data:
+      return row.data;
+    default:
+      return row.filter;
+  }
+}
+
+std::int64_t number_at(std::string_view text, std::size_t& position) {
+  std::int64_t number = 0;
+  position += position < text.size() && text[position] == ' ' ? 1 : 0;
+  for (; position < text.size() && text[position] >= '0' && text[position] <= '9'; ++position) {
+    number = number * 10 + (text[position] - '0');
+  }
+  return number;
+}
+
+std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+struct Measured {
+  std::int64_t batch;
+  std::optional<std::int64_t> bytes;  // none where they are cuDNN's choice
+};
+
+// A batch size between two lies on the line between them, and beyond the largest the workspace
+// grows with it. Between a number and cuDNN's choice it is what the larger one has.
+std::int64_t workspace_in(std::string_view measured, std::int64_t batch, std::int64_t chosen) {
+  Measured below{0, std::nullopt};
+  Measured last{0, std::nullopt};
+  for (std::size_t position = 0; position < measured.size() && last.batch < batch; ++position) {
+    below = last;
+    last = {number_at(measured, position), std::nullopt};
+    if (measured[position++] != '=') {
+      last.bytes = number_at(measured, position);
+    }
+  }
+  if (!last.bytes) {
+    return chosen;
+  }
+  if (last.batch < batch) {
+    return divide_up(*last.bytes * batch, last.batch);
+  }
+  if (!below.bytes) {
+    return *last.bytes;
+  }
+  return divide_up(*below.bytes * (last.batch - batch) + *last.bytes * (batch - below.batch),
+                   last.batch - below.batch);
+}
+
+constexpr std::int64_t kSum = 4;  // bytes of a number of fp32, in which gradients are summed
+
+bool all(const std::vector<std::int64_t>& numbers, std::size_t from, std::int64_t value) {
+  return std::all_of(numbers.begin() + static_cast<std::ptrdiff_t>(from), numbers.end(),
+                     [value](std::int64_t number) { return number == value; });
+}
+
+// A convolution with kernels of one element over planes is a product of matrices for each sample,
+// which cuBLASLt does in place where a plane is large and aligned well enough; the gradient of the
+// weights is summed over the samples in fp32. Without a GPU cuDNN does not ask cuBLASLt and chooses
+// an engine that transposes all tensors first.
+std::int64_t product_workspace(const Convolution& convolution, Multiply multiply,
+                               std::int64_t chosen) {
+  constexpr std::int64_t kAligned = 8;  // bytes
+  constexpr std::int64_t kLarge = 64;   // numbers
+  const bool product = all(convolution.weight, 2, 1) && all(convolution.stride, 0, 1) &&
+                       all(convolution.padding, 0, 0) &&
+                       convolution.input[1] == convolution.weight[1];
+  if (multiply != Multiply::tensor_cores || !product || convolution.channels_last) {
+    return chosen;
+  }
+  std::int64_t plane = 1;
+  for (std::size_t index = 2; index < convolution.input.size(); ++index) {
+    plane *= convolution.input[index];
+  }
+  const bool wide = convolution.type == CUDNN_DATA_FLOAT;
+  if (plane * (wide ? 4 : 2) % kAligned != 0) {
+    const bool in_place = convolution.direction == Direction::data ||
+                          (wide && convolution.direction == Direction::forward);
+    return in_place ? 0 : chosen;
+  }
+  if (plane < kLarge) {
+    return chosen;
+  }
+  if (convolution.direction != Direction::filter) {
+    return 0;
+  }
+  return convolution.input[0] * convolution.weight[0] * convolution.weight[1] * kSum;
+}
+
+}  // namespace
+
+std::optional<std::int64_t> measured_workspace(const Convolution& convolution, Multiply multiply,
+                                               std::int64_t chosen) {
+  if (convolution.input.size() < 2 || convolution.weight.size() < 2) {
+    return std::nullopt;
+  }
+  const Key key = key_of(convolution, multiply);
+  const std::optional<Row> found = measured().find(key.convolution);
+  if (!found) {
+    return std::nullopt;
+  }
+  const std::string_view field = field_of(*found, convolution.direction);
+  if (field.empty()) {
+    return std::nullopt;
+  }
+  return workspace_in(field, key.batch, chosen);
+}
+
+// Gradients of weights on tensor cores are summed in pieces, of which cuDNN does not tell without a
+// GPU: at most so many, of so many bytes together, in 29 of 30.
+std::int64_t estimated_workspace(const Convolution& convolution, Multiply multiply,
+                                 std::int64_t chosen) {
+  constexpr std::int64_t kPieces = 64;
+  constexpr std::int64_t kMost = std::int64_t{16} << 20U;
+  if (measured().empty()) {
+    return chosen;
+  }
+  const std::int64_t bytes = product_workspace(convolution, multiply, chosen);
+  if (multiply != Multiply::tensor_cores || convolution.direction != Direction::filter) {
+    return bytes;
+  }
+  const std::int64_t piece = std::accumulate(convolution.weight.begin(), convolution.weight.end(),
+                                             kSum, std::multiplies<>());
+  return bytes + std::min(kMost, kPieces * piece);
+}
+
+}  // namespace opacus_memprof::virtual_gpu

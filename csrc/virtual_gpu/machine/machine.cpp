@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "virtual_gpu/machine/machine.h"
+
+#include <cstring>
+
+#include "virtual_gpu/machine/common.h"
+#include "virtual_gpu/machine/limits.h"
+
+namespace opacus_memprof::virtual_gpu {
+
+Machine& machine() {
+  static auto* const only = new Machine;
+  return *only;
+}
+
+int& current_device() {
+  thread_local int device = 0;
+  return device;
+}
+
+bool valid_device(int device) {
+  return device >= 0 && device < static_cast<int>(machine().devices.size());
+}
+
+namespace {
+
+bool on_device(const void* address) {
+  const auto range = machine().memory.find(address);
+  return range && range->kind != Kind::pinned;
+}
+
+}  // namespace
+
+void copy(void* to, const void* from, std::size_t size) {
+  if (size <= kSmall) {
+    std::memmove(to, from, size);
+  } else if (!on_device(to)) {
+    if (on_device(from)) {
+      std::memset(to, 0, size);
+    } else {
+      std::memmove(to, from, size);
+    }
+  }
+}
+
+void fill(void* to, int value, std::size_t size) {
+  if (size <= kSmall || !on_device(to)) {
+    std::memset(to, value, size);
+  }
+}
+
+void fill_pattern(void* to, const void* value, std::size_t width, std::size_t count) {
+  if (width * count <= kSmall || !on_device(to)) {
+    for (std::size_t index = 0; index < count; ++index) {
+      std::memcpy(static_cast<char*>(to) + index * width, value, width);
+    }
+  }
+}
+
+}  // namespace opacus_memprof::virtual_gpu

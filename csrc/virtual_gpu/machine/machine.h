@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one machine that the libraries of this folder share: its devices, their memory and streams.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "virtual_gpu/machine/device.h"
+#include "virtual_gpu/machine/memory.h"
+#include "virtual_gpu/machine/streams.h"
+
+namespace opacus_memprof::virtual_gpu {
+
+struct Machine {
+  std::vector<DeviceProperties>
+      devices;  // none until it is started: a program that loads this sees no GPU
+  Memory memory;
+  Streams streams;
+  int driver_version = 0;  // as cudaDriverGetVersion has it
+};
+
+// Never destroyed: threads of the program may outlive the end of main.
+Machine& machine();
+
+// The calling thread's current device.
+int& current_device();
+
+// A new handle for an object of which nothing needs to be known.
+template <class T>
+void make_handle(T* handle) {
+  *handle = reinterpret_cast<T>(machine().streams.create_handle());
+}
+
+// Copies as the device would, where `size` is at most kSmall; a larger copy to the host reads as
+// zero, and of a larger one to the device nothing is kept. Copies within the host are always made.
+void copy(void* to, const void* from, std::size_t size);
+void fill(void* to, int value, std::size_t size);
+// `count` times the `width` bytes at `value`; more than kSmall on a device is not kept.
+void fill_pattern(void* to, const void* value, std::size_t width, std::size_t count);
+
+}  // namespace opacus_memprof::virtual_gpu

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+// Streams, events and captures of CUDA graphs as bookkeeping: everything that is asked for is done
+// at once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <unordered_map>
+
+namespace opacus_memprof::virtual_gpu {
+
+using Handle = std::uintptr_t;  // what a cudaStream_t, cudaEvent_t, cudaGraph_t … holds
+
+enum class CaptureMode : std::uint8_t { global, thread_local_, relaxed };
+
+struct Capture {
+  std::uint64_t id = 0;
+  Handle graph = 0;
+  Handle origin = 0;  // the stream that began it, and that must end it
+  CaptureMode mode = CaptureMode::global;
+  std::thread::id thread;  // that began it
+  bool invalid = false;    // something was done that a capture does not allow
+};
+
+enum class CaptureEnd : std::uint8_t { complete, unmatched, unjoined, invalid };
+
+// Thread safe. Handle 0 is a device's default stream, which is never captured.
+class Streams {
+ public:
+  Handle create_handle();  // that is no other object's
+
+  Handle create_stream(int device, int priority);
+  bool destroy_stream(Handle stream);
+  [[nodiscard]] int priority(Handle stream) const;
+  [[nodiscard]] int device(Handle stream, int current) const;
+
+  Handle create_event();
+  void destroy_event(Handle event);
+  // An event takes the capture of its stream, and gives it to the streams that wait for it.
+  void record(Handle event, Handle stream);
+  void wait(Handle stream, Handle event);
+  [[nodiscard]] bool captured_event(Handle event) const;
+  // Between two records: one for each record in between, so that programs which measure find the
+  // same on every machine and at every time, and never 0. Nothing where one of the two was never
+  // recorded.
+  [[nodiscard]] std::optional<double> milliseconds(Handle begin, Handle end) const;
+
+  // False where the stream is captured already; what is launched is put into `graph`, a new one
+  // where 0.
+  bool begin_capture(Handle stream, CaptureMode mode = CaptureMode::global, Handle graph = 0);
+  // `graph` is 0 unless the capture is complete. It is unjoined where a stream has launched
+  // something into the graph that the stream which began the capture does not wait for.
+  CaptureEnd end_capture(Handle stream, Handle* graph);
+  [[nodiscard]] std::optional<Capture> capture(Handle stream) const;
+  // Whether this may not be waited for, being captured. The capture is invalid from then on.
+  bool forbid_waiting(Handle stream);
+  // The same for everything that runs on the devices.
+  bool forbid_waiting_for_all();
+
+  // A kernel, copy or fill in this stream: a node of the graph where it is captured.
+  void launch(Handle stream);
+  [[nodiscard]] std::size_t nodes(Handle graph) const;
+  Handle create_graph();
+  void destroy_graph(Handle graph);
+
+ private:
+  // How many launches of each stream into a graph are known to be over.
+  using Progress = std::map<Handle, std::size_t>;
+
+  struct Stream {
+    int device = 0;
+    int priority = 0;
+    std::uint64_t capture = 0;
+    Progress progress;  // of the capture, its own launches among them
+  };
+  struct Event {
+    std::uint64_t time = 0;  // 0 where it was never recorded
+    std::uint64_t capture = 0;
+    Progress progress;
+  };
+
+  Handle next_handle() { return next_ += 16; }
+
+  mutable std::mutex mutex_;
+  Handle next_ = 0x10000;
+  std::uint64_t records_ = 0;
+  std::uint64_t captures_begun_ = 0;
+  std::unordered_map<Handle, Stream> streams_;
+  std::unordered_map<Handle, Event> events_;
+  std::unordered_map<std::uint64_t, Capture> captures_;
+  std::unordered_map<Handle, std::size_t> graphs_;  // to the number of nodes
+};
+
+}  // namespace opacus_memprof::virtual_gpu
