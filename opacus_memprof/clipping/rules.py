@@ -72,13 +72,13 @@ class ClipRule:
         self.bounds = bounds.copy() if self.bound == given else [each * (self.bound / given) for each in bounds]
 
     def factors(self, norms: torch.Tensor) -> torch.Tensor:
-        """The factors of gradients whose norms are `norms`, [B]."""
+        """Returns the factors of gradients whose norms are `norms`, [B]."""
         if self.clipping == "automatic":
             return self.bound / (norms + _AUTOMATIC_STABILITY)
         return (self.bound / (norms + _STABILITY)).clamp(max=1.0)
 
     def factors_of(self, index: int, norms: torch.Tensor) -> torch.Tensor:
-        """The factors of a parameter's gradients. `index` is its place in the optimizer."""
+        """Returns the factors of a parameter's gradients. `index` is its place in the optimizer."""
         return (self.bounds[index] / (norms + _STABILITY)).clamp(max=1.0)
 
 

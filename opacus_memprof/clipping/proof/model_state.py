@@ -17,8 +17,8 @@ _is_training = attrgetter("training")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SMALL_BATCH = 16
 _MOST_VALUES = 8
-"""A plain number among the arguments that has had more values than this, such as a step's, is no part of a
-situation."""
+"""A plain number among the arguments that has had more values than this, such as a step's, does not count as part of
+a situation."""
 
 
 class ModelState:
@@ -39,14 +39,14 @@ class ModelState:
         self._attributes = Attributes(self._dicts)
 
     def structure(self) -> tuple[Any, ...]:
-        """The submodules, and the parameters with whether they are trained. The layers depend on it."""
+        """Returns the submodules, and the parameters with whether they are trained. The layers depend on it."""
         parameters = [p for p in chain.from_iterable(map(dict.values, self._parameters)) if p is not None]
         children = map(id, chain.from_iterable(map(dict.values, self._children)))
         return tuple(children), tuple(map(id, parameters)), tuple(map(_is_trained, parameters))
 
     def modes(self) -> tuple[Any, ...]:
-        """The training flags, the classes, the hooks of users, the forwards that are replaced on instances, and the
-        attributes that are plain values."""
+        """Returns the training flags, the classes, the hooks of users, the forwards that are replaced on instances, and
+        the attributes that are plain values."""
         replaced = tuple(id(d["forward"]) for d in self._dicts if "forward" in d)
         classes = tuple(map(type, self._modules))
         return (
@@ -81,7 +81,7 @@ class Attributes:
         self._now: tuple[Any, ...] = ()
 
     def now(self) -> tuple[Any, ...]:
-        """The values. One that has had more than a few, such as a count of steps, is left out."""
+        """Returns the values. One that has had more than a few, such as a count of steps, is left out."""
         sizes = list(map(len, self._dicts))
         if sizes != self._sizes:
             self._sizes = sizes
@@ -106,7 +106,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def is_own(hook: Any) -> bool:
-    """Whether a hook belongs to this package: those of the profiler come and go."""
+    """Returns whether a hook belongs to this package: those of the profiler come and go."""
     function = getattr(hook, "__func__", hook)
     kind = getattr(function, "__module__", None) or type(hook).__module__
     return kind.startswith("opacus_memprof") or getattr(hook, "_is_opacus_memprof", False)
@@ -119,7 +119,7 @@ class Arguments:
         self._values: dict[Any, set[Any]] = {}
 
     def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> Any:
-        """A key that is equal for arguments of the same kind.
+        """Returns a key that is equal for arguments of the same kind.
 
         Args:
             args, kwargs: of a forward.
@@ -147,12 +147,13 @@ class Arguments:
 
 
 def size_class(batch: int) -> int:
-    """A number that batches of nearly the same size share: small ones have one each, others one for each power of 2."""
+    """Returns a number that batches of nearly the same size share: small ones have one each, others one for each power
+    of 2."""
     return batch if batch <= _SMALL_BATCH else _SMALL_BATCH + batch.bit_length()
 
 
 def autocast_key(devices: Iterable[str]) -> tuple[Any, ...]:
-    """The state of autocast."""
+    """Returns the state of autocast."""
     if not torch._C._is_any_autocast_enabled():
         return ()
     return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)

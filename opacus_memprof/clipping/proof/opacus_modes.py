@@ -42,7 +42,7 @@ def refuse_check(given: Mapping[str, Any], check: Check) -> None:
 def check_steps(
     prepared: tuple[Any, ...], given: Mapping[str, Any], check: Check, certificate: Certificate
 ) -> StepCheck:
-    """Has the steps of what make_private returned checked.
+    """Makes the optimizer that make_private returned check its steps.
 
     Args:
         prepared: what Opacus' make_private returned.
@@ -232,7 +232,7 @@ class StepCheck:
                     total += (weight * factor * scale) * gradient.to(total.dtype)
 
     def _factors(self, gradients: Gradients, scale: float) -> list[float]:
-        """The clip factors of one sample, by parameter."""
+        """Returns the clip factors of one sample, by parameter."""
         norms = [0.0 if g is None else scale * norm(g) for g in gradients]
         bounds = getattr(self._optimizer, "max_grad_norms", None)
         if bounds is not None:
@@ -281,12 +281,12 @@ def _factor(bound: float, norm: float) -> float:
 
 
 def _wide(parameter: nn.Parameter) -> torch.dtype:
-    """The type in which sums by hand are formed."""
+    """Returns the type in which sums by hand are formed."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _call_after(owner: Any, name: str, after: Callable[[], None]) -> None:
-    """Has `after()` called when a method of one object has returned."""
+    """Calls `after()` whenever a method of one object has returned."""
     method = getattr(owner, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -298,7 +298,7 @@ def _call_after(owner: Any, name: str, after: Callable[[], None]) -> None:
 
 
 def _error_of(check: Callable[[], None]) -> MemprofError | None:
-    """Returns what a check raises."""
+    """Returns the error that a check raises, or None."""
     try:
         check()
     except MemprofError as error:
