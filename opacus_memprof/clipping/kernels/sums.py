@@ -173,9 +173,9 @@ def _sum_by_sample(g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, work
 
 
 def _copied_numbers(g: torch.Tensor, rows: int, columns: int, folds: bool) -> int:
-    """Returns how many elements, of the size of those of `g`, a product copies for each token and group. Folding samples
-    into tokens copies both operands if there are groups, or if the columns of a token are not contiguous, as in an
-    unfolded input."""
+    """Returns how many elements, of the size of those of `g`, a product copies for each token and group. Folding
+    samples into tokens copies both operands if there are groups, or if the columns of a token are not contiguous, as in
+    an unfolded input."""
     if not is_low_precision(g.dtype):
         return min(rows, columns) if folds else 2 * (rows + columns)
     if _is_split(g):

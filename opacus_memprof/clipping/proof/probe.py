@@ -109,7 +109,7 @@ class Probe(SampleForwards):
 
         Args:
             layer: the layer.
-            moves: whether its rows belong to other samples than it seems, so that repeating its own module does not help.
+            moves: whether its rows belong to other samples than it seems, so that its own module is not enough.
             reason: what was seen, as the end of a sentence that begins with the layer.
 
         Raises:
