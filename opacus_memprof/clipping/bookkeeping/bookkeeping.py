@@ -306,8 +306,9 @@ class Bookkeeping:
         if self.beside_layers:
             raise MemprofError(
                 f"the gradient of {self.beside_layers[0]} comes from outside of the layers that use it, so that it "
-                "cannot be clipped: from a term of the loss that depends on the parameter itself, or from a part of the "
-                "model that was not followed. Use weight_decay of the optimizer for a penalty, and call the model itself."
+                "cannot be clipped: from a term of the loss that depends on the parameter itself, or from a part of "
+                "the model that was not followed. Use weight_decay of the optimizer for a penalty, and call the model "
+                "itself."
             )
         for each in self._passes:
             present = each.parameter_ids()
