@@ -175,7 +175,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         """Adds Opacus' noise to `p.summed_grad` in place, divides it, and assigns it to `p.grad` in the parameter's
         dtype.
 
-        It is in place because the sum without noise is not needed any more, and is as large as the model.
+        The standard deviation is `noise_std()`: `noise_multiplier` times the bound that samples were clipped to. It is
+        in place because the sum without noise is not needed any more, and is as large as the model.
 
         Args:
             divisor: of the sums with their noise. `pre_step` gives `grad_divisor()` and does not call
