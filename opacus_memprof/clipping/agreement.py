@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes that train one model, each on samples of its own: which models these may be, and what the ranks
-tell each other."""
+"""Which models several processes may train together, each on its own samples, and what the ranks tell each other."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,24 +19,25 @@ _WRAPPERS = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParall
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Whether every rank has the whole model, in DDP or in Opacus' wrapper of that purpose."""
+    """Returns whether every rank has the whole model, in DDP or in Opacus' wrapper of that purpose."""
     return isinstance(module, _WRAPPERS)
 
 
 def spans_ranks(module: nn.Module) -> bool:
-    """Whether several ranks train the model together, whole or in parts."""
+    """Returns whether several ranks train the model together, whole or in parts."""
     parallel = (*_WRAPPERS, FullyShardedDataParallel, FSDPModule)
     parts = any(isinstance(parameter, DTensor) for parameter in module.parameters())
     return parts or any(isinstance(each, parallel) for each in module.modules())
 
 
 def inner_model(module: nn.Module) -> nn.Module:
-    """The model inside of DDP or of Opacus' wrapper; any other module itself."""
+    """Returns the model inside DDP or Opacus' wrapper; any other module is returned as it is."""
     return module.module if isinstance(module, _WRAPPERS) else module
 
 
 def computing_device(parameter: torch.Tensor) -> torch.device:
-    """Where layers compute with a parameter: not where its shards are, under FSDP2's CPUOffloadPolicy."""
+    """Returns the device on which layers compute with a parameter. Under FSDP2's CPUOffloadPolicy its shards are
+    elsewhere."""
     if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type:
         kind = parameter.device_mesh.device_type
         return torch.device(kind, torch.get_device_module(kind).current_device())
@@ -45,7 +45,7 @@ def computing_device(parameter: torch.Tensor) -> torch.device:
 
 
 def prepare_replicated(module: nn.Module) -> None:
-    """Has DDP reduce no gradients in backward: flash_clip has none there, and reduces clipped sums in the step.
+    """Keeps DDP from reducing gradients in backward: flash_clip has none there, and reduces clipped sums in the step.
 
     Raises:
         MemprofError: the wrapper has options that flash_clip cannot follow.
@@ -72,13 +72,13 @@ def prepare_replicated(module: nn.Module) -> None:
 
 
 def let_reducer_run(module: nn.Module, enabled: bool) -> None:
-    """Whether DDP reduces gradients in backward, as with and without `no_sync`. Other modules are left alone."""
+    """Sets whether DDP reduces gradients in backward, as `no_sync` does. Other modules are left alone."""
     if isinstance(module, DistributedDataParallel):
         module.require_backward_grad_sync = module.require_forward_param_sync = enabled
 
 
 class Agreement:
-    """What the ranks tell each other. Every method is a collective: all ranks call it, in the same order.
+    """Communication between ranks. Every method is a collective: all ranks call it, in the same order.
 
     Args:
         device: where the backend has its tensors.
@@ -94,12 +94,12 @@ class Agreement:
             self._on_own_stream = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def check_same(self, what: dict[str, Any]) -> None:
-        """Raises MemprofError on all ranks, with the first difference, unless `what` is equal on all of them."""
+        """Raises MemprofError on all ranks, naming the first difference, unless `what` is equal on all of them."""
         found: list[dict[str, Any] | None] = [None] * self.world_size
         dist.all_gather_object(found, what)
         first = found[0]
         for rank, other in enumerate(found):
-            if first is None or other is None:  # ranks that are only played, one without the others
+            if first is None or other is None:  # simulated ranks, one without the others
                 continue
             for key in [*first, *(other.keys() - first.keys())]:
                 if first.get(key) != other.get(key):
@@ -117,8 +117,7 @@ class Agreement:
         return added
 
     def settle(self, error: MemprofError | None, numbers: Sequence[int] = ()) -> list[tuple[int, int]]:
-        """Ends what the ranks did each by itself: if it failed on one of them, it fails on all, and none waits for
-        others in vain.
+        """Ends a stage that each rank ran alone: if it failed on one rank, it fails on all, so that none waits forever.
 
         Args:
             error: what was raised on this rank.
@@ -143,10 +142,10 @@ class Agreement:
 
 
 class KeptRefusal:
-    """The first error since the last step, where several ranks train one model.
+    """The first error since the last step, when several ranks train one model.
 
-    A rank that raised it at once would leave the others waiting for its gradients. Its program goes on instead, without
-    gradients, and the step raises on every rank.
+    A rank that raised it at once would leave the others waiting for its gradients. Its program continues instead,
+    without gradients, and the step raises on every rank.
 
     Attributes:
         is_deferred: whether errors are raised in the step; otherwise at once.
@@ -158,7 +157,7 @@ class KeptRefusal:
         self.error: MemprofError | None = None
 
     def add(self, error: MemprofError) -> None:
-        """Keeps an error for the step.
+        """Keeps an error for the step, or raises it.
 
         Raises:
             MemprofError: the error, if errors do not wait.
@@ -168,7 +167,7 @@ class KeptRefusal:
         self.error = self.error or error
 
     def pop(self) -> None:
-        """Raises MemprofError if an error waits, and forgets it."""
+        """Raises the kept MemprofError, if any, and forgets it."""
         error, self.error = self.error, None
         if error is not None:
             raise error

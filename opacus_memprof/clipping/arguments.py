@@ -103,27 +103,27 @@ def check_noise_multiplier(value: Any) -> None:
 def check_bound(value: Any, clipping: str) -> None:
     """Raises MemprofError unless `value` is a finite positive number or, for "per_layer", a list of them."""
     if clipping == "per_layer":
-        if not isinstance(value, (list, tuple)) or not value or not all(map(_is_bound, value)):
+        if not isinstance(value, (list, tuple)) or not value or not all(map(is_bound, value)):
             raise MemprofError(
-                f"max_grad_norm is {value!r}; clipping='per_layer' needs a list with one positive number for each "
-                "trainable parameter, all of them finite."
+                f"max_grad_norm is {value!r}; clipping='per_layer' needs a list with one positive number, which is "
+                "finite, for each trainable parameter"
             )
-    elif not _is_bound(value):
+    elif not is_bound(value):
         raise MemprofError(
-            f"max_grad_norm is {value!r}; clipping={clipping!r} needs one positive number, and a finite one: noise of "
-            "a standard deviation in proportion to it is added."
+            f"max_grad_norm is {value!r}; clipping={clipping!r} needs one positive number, which is finite: the "
+            "standard deviation of the noise is proportional to it"
         )
 
 
 def check_budget(target_epsilon: Any, target_delta: Any, epochs: Any) -> None:
     """Raises MemprofError unless the budget is one that a search for the noise can end with."""
-    if not _is_bound(target_epsilon):
+    if not is_bound(target_epsilon):
         raise MemprofError(f"target_epsilon is {target_epsilon!r}; it must be a positive number, and a finite one.")
     if not 0 < _as_number(target_delta) < 1:
         raise MemprofError(
             f"target_delta is {target_delta!r}; it must be between 0 and 1: less than 1 / (number of samples)."
         )
-    if not _is_bound(epochs):
+    if not is_bound(epochs):
         raise MemprofError(f"epochs is {epochs!r}; it must be a positive number: how long the budget has to last.")
 
 
@@ -152,7 +152,8 @@ def check_passes(passes: Passes, name: str) -> None:
         raise MemprofError(f"{name} is {passes!r}; it must be 'auto', 1 or 2.")
 
 
-def _is_bound(value: Any) -> bool:
+def is_bound(value: Any) -> bool:
+    """Returns whether `value` is a finite positive number."""
     number = _as_number(value)
     return math.isfinite(number) and number > 0
 

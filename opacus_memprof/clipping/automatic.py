@@ -65,7 +65,7 @@ def make_private_automatically(
 
 
 def _second_choice(options: Mapping[str, Any], kept: int) -> tuple[str, str]:
-    """The mode for a model that flash_clip refuses, and why."""
+    """Returns the mode for a model that flash_clip refuses, and the reason."""
     if kept <= LARGE_BYTES:
         return "hooks", f"its per-sample gradients take only {_mib(kept)}"
     if "criterion" not in options:
@@ -76,7 +76,7 @@ def _second_choice(options: Mapping[str, Any], kept: int) -> tuple[str, str]:
 
 
 def _sample_gradients(module: Any, loader: Any) -> int:
-    """The bytes of the gradients of all samples of a batch."""
+    """Returns the bytes of the per-sample gradients of a batch."""
     samples = loader.batch_size or -(-len(loader.dataset) // len(loader))
     return int(samples * sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad))
 

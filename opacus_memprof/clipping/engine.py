@@ -81,6 +81,10 @@ class FlashClipEngineMixin:
     ) -> Any:
         """Makes a model, its optimizer and its data loader private, as `opacus.PrivacyEngine.make_private` does.
 
+        The gradient of each sample is clipped to the norm `max_grad_norm`, which is then the sensitivity of their sum.
+        Noise with the standard deviation `noise_multiplier * max_grad_norm` is added to the sum (Abadi et al. 2016,
+        arXiv 1607.00133).
+
         Args:
             module: the model.
             optimizer: its optimizer.

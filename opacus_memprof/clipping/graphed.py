@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward, backward and clipping as a CUDA graph, for models whose steps wait for the host."""
+"""Runs forward, backward and clipping as a CUDA graph, for models whose steps wait for the host."""
 
 import contextlib
 import functools
@@ -80,7 +80,7 @@ class GraphedBackward:
         self._state = self._captured_state()
 
     def __call__(self, *batch: Any) -> torch.Tensor:
-        """As `compute_loss(*batch)` and its backward. Returns the loss, detached."""
+        """Runs `compute_loss(*batch)` and its backward, and returns the detached loss."""
         leaves, structure = tree_flatten(batch)
         is_alike = structure == self._structure and all(map(_is_alike, leaves, self._inputs))
         if not is_alike or self._captured_state() != self._state or self._is_check_due():
@@ -103,13 +103,13 @@ class GraphedBackward:
         return self._loss.clone()
 
     def _is_check_due(self) -> bool:
-        """Returns whether the next forward is checked again, which a replay cannot be."""
+        """Returns whether the next forward is due for another proof, which a replay cannot be."""
         situation = self._situation
         return situation is not None and is_checked(self._module.situations.check, situation.forwards + 1)
 
     def _captured_state(self) -> tuple[Any, ...]:
-        """What a replay repeats as it was at the capture: the clipping rule, the modes, hooks and attributes of the
-        modules, and which parameters are trained, at which addresses."""
+        """Returns what a replay repeats as it was captured: the clipping rule; modes, hooks and attributes of modules;
+        and which parameters are trained, at which addresses."""
         rule = self._bookkeeping.rule
         parameters = [(p.requires_grad, p.data_ptr()) for p in self._model.parameters()]
         return rule.bound, rule.bounds.copy(), self._module.modes(), parameters
@@ -125,7 +125,7 @@ class GraphedBackward:
                 parameter.summed_grad = given.clone()
 
     def _run(self) -> None:
-        """Forward, backward and clipping of the example."""
+        """Runs forward, backward and clipping of the example."""
         self._sums: dict[nn.Parameter, torch.Tensor] = {}  # a warm-up's are not needed
         loss = self._compute_loss(*tree_unflatten(self._inputs, self._structure))
         loss.backward()  # type: ignore[no-untyped-call]
@@ -139,7 +139,7 @@ class GraphedBackward:
         self._check = self._bookkeeping.take_norm_check()
 
     def _warm_up(self) -> None:
-        """Has libraries and kernels ready. Buffers and random numbers stay as they were."""
+        """Runs the example so that libraries and kernels are ready. Buffers and random numbers stay as they were."""
         before = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         stream = _stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
@@ -177,7 +177,7 @@ class GraphedBackward:
             table.copy_(rows)
 
     def _drop(self) -> None:
-        """Drops what a run that failed has left for a step."""
+        """Drops what a failed run has left for a step."""
         self._bookkeeping.clear()
         self._bookkeeping.begin_step()
         parameter: Any  # with Opacus' attributes
@@ -187,13 +187,13 @@ class GraphedBackward:
 
 @functools.cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """The stream that warm-ups run on, one for all graphs: libraries keep a workspace for each stream that they see."""
+    """Returns the stream of warm-ups, one for all graphs: libraries keep a workspace for each stream that they see."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _end_failed_capture(device: int, pool: Any) -> None:
-    """Ends a capture that has failed, where torch does not (pytorch/pytorch#171263): its generator would refuse to draw
-    numbers, and memory that several streams have used would not be given back."""
+    """Ends a capture that has failed, where torch does not (pytorch/pytorch#171263). Otherwise its generator would
+    refuse to draw numbers, and memory that several streams have used would not be freed."""
     with contextlib.suppress(RuntimeError):  # torch has ended it
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
@@ -202,7 +202,7 @@ def _end_failed_capture(device: int, pool: Any) -> None:
 
 
 def _is_alike(leaf: Any, own: Any) -> bool:
-    """Whether a leaf of a batch can take the place of the example's."""
+    """Returns whether a leaf of a batch can replace the example's."""
     if not isinstance(leaf, torch.Tensor) or not isinstance(own, torch.Tensor):
         return type(leaf) is type(own) and bool(leaf == own)
     return (leaf.shape, leaf.dtype, leaf.device) == (own.shape, own.dtype, own.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens before and after the forward of each layer."""
+"""Hooks before and after the forward of each layer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Layout:
 
 @dataclass(slots=True)
 class Running:
-    """A layer that runs.
+    """A layer that is running.
 
     Attributes:
         frozen: the parameters that are not trained meanwhile.
@@ -54,7 +54,7 @@ class Running:
 
 @dataclass
 class LayerHooks:
-    """Taps the layers' outputs.
+    """Taps the outputs of layers.
 
     Attributes:
         bookkeeping: where backward passes inputs and output gradients to.
@@ -88,7 +88,7 @@ class LayerHooks:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, layers are not followed."""
+        """Stops following layers inside the context."""
         before, self.is_off = self.is_off, True
         try:
             yield
@@ -117,8 +117,8 @@ class LayerHooks:
         return ((cast, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: cast})
 
     def after(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Makes the parameters trainable again, and taps the output. Also called if forward raises (`output` is None
-        then). Returns None to leave the output as it is."""
+        """Makes the parameters trainable again, and taps the output. Also called if the forward raises (`output` is
+        then None). Returns None to leave the output as it is."""
         running = self._running.pop(layer, None)
         if running is None:
             return None
@@ -130,7 +130,7 @@ class LayerHooks:
     def after_frozen(
         self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, running: Running
     ) -> Any:
-        """As `after`, when the parameters are trainable again."""
+        """Does the work of `after`, once the parameters are trainable again."""
         self.trace.append(layer)
         if isinstance(layer, GenericLayer):
             return self._after_generic(layer, args, kwargs, output, running)
@@ -161,8 +161,8 @@ class LayerHooks:
         return self.tap(layer, x, output, where)
 
     def tap(self, layer: Layer, x: torch.Tensor, output: torch.Tensor, where: Arrangement | None) -> torch.Tensor:
-        """The output of a layer with a node that passes its gradient on. `where` is None if it and the input have
-        one row for each sample, first."""
+        """Returns the output of a layer with a node that passes its gradient on. `where` is None if output and input
+        have one row for each sample, first."""
         anchor = None if output.requires_grad else self.anchor(output.device)
         saved_input = x if layer.is_trainable("weight") else None
         call = (layer, self.bookkeeping, where, self.batch, self.forward)
@@ -211,8 +211,8 @@ class LayerHooks:
         return tree_unflatten(found, output_structure)
 
     def _guess(self, layer: Layer, leaves: list[Any], outputs: list[Any]) -> Layout:
-        """A layout from the shapes alone, for calls that no probe has seen: of empty batches, and by other paths
-        through the model. Raises MemprofError if an output has no batch."""
+        """Returns a layout from the shapes alone, for calls that no probe has seen: empty batches, and other paths
+        through the model. Raises MemprofError if an output has no batch dimension."""
 
         def where(x: Any) -> Arrangement | None:
             is_batch = isinstance(x, torch.Tensor) and x.dim() > 0 and PLAIN.rows(x, self.batch) is not None
@@ -227,13 +227,13 @@ class LayerHooks:
         return Layout([where(x) for x in leaves], found)
 
     def anchor(self, device: torch.device) -> torch.Tensor:
-        """A scalar that makes an output require grad if neither the input nor (for now) the parameters do."""
+        """Returns a scalar that makes an output require grad if neither the input nor, for now, the parameters do."""
         return self._anchors.setdefault(device, torch.zeros((), device=device, requires_grad=True))
 
 
 class PlainLayer:
-    """The hooks of a layer whose first input and output have one row for each sample, first, as most layers have. They
-    skip the checks for other layers, which would take the host longer than a small layer's kernels take."""
+    """The hooks of a layer whose first input and output have one row for each sample, first, as in most layers. They
+    skip the checks for other layers, which would take the host longer than the kernels of a small layer."""
 
     __slots__ = ("_frozen", "_hooks", "_kept_bytes", "_least_dimensions", "_shapes", "layer")
 
@@ -246,7 +246,7 @@ class PlainLayer:
         self._kept_bytes = 0
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Freezes the layer's parameters. Returns False, and leaves them alone, if `LayerHooks.before` has to."""
+        """Freezes the layer's parameters. Returns False, and leaves them alone, if `LayerHooks.before` has to do so."""
         if len(args) != 1 or kwargs or torch._C._is_any_autocast_enabled():
             return False
         x = args[0]
@@ -284,7 +284,7 @@ class PlainLayer:
 def plain_layers(
     at: Mapping[nn.Module, Sequence[Layer]], layouts: Mapping[Layer, Layout], hooks: LayerHooks
 ) -> dict[nn.Module, PlainLayer]:
-    """The PlainLayers of a model, by module, where `layouts` says where others than these have the samples."""
+    """Returns the PlainLayers of a model by module. `layouts` says where other layers have the samples."""
 
     def is_plain(layer: Layer) -> bool:
         where = layouts[layer].inputs[0] if layer in layouts else PLAIN
@@ -294,7 +294,7 @@ def plain_layers(
 
 
 def first_input(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | None, Any]:
-    """The layer's input, and its keyword if it has one."""
+    """Returns the keyword of the layer's input, if it has one, and the input."""
     if args:
         return None, args[0]
     for key, value in kwargs.items():
@@ -304,7 +304,7 @@ def first_input(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _freeze(layer: Layer) -> list[nn.Parameter]:
-    """Makes the layer's parameters not require grad while it runs, and returns them."""
+    """Sets requires_grad=False on the layer's parameters while it runs, and returns them."""
     frozen = layer.running_parameters()
     for parameter in frozen:
         parameter.requires_grad = False
@@ -317,7 +317,7 @@ def _unfreeze(frozen: list[nn.Parameter]) -> None:
 
 
 def autocast_state(device: torch.device) -> tuple[str, torch.dtype, bool]:
-    """Device type, dtype and whether autocast is enabled."""
+    """Returns the device type, the autocast dtype, and whether autocast is enabled."""
     return device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers flash_clip's norms as norm samplers of Opacus: `grad_sample_mode="ghost"` without T x T matrices."""
+"""Improves Opacus' own modes: exact norm samplers for ghost clipping, and per-sample gradients without a copy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -73,7 +73,7 @@ def register_norm_samplers(
 
 
 def _recognized_types(model: nn.Module | None) -> list[type[nn.Module]]:
-    """The types of which every layer in the model that is trained is recognized."""
+    """Returns the types of which all trained layers in the model are recognized."""
     recognized: dict[type[nn.Module], bool] = {}
     for name, module in model.named_modules() if model is not None else ():
         if type(module) not in LAYERS and any(p.requires_grad for p in module.parameters(recurse=False)):

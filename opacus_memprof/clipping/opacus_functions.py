@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""grad_sample_mode="flash_clip" for programs that call Opacus' own functions, such as trainers built on it."""
+"""Adds grad_sample_mode="flash_clip" to Opacus' own functions, for programs that call these, such as trainers."""
 
 import functools
 import sys
@@ -93,7 +93,7 @@ def register(
 
 
 def unregister() -> None:
-    """Restores Opacus' functions in all modules. Models and optimizers of flash_clip go on as they are."""
+    """Restores Opacus' functions in all modules. Existing models and optimizers of flash_clip keep working."""
     _replace_everywhere({ours: original for original, ours in _replaced.items()})
     _replaced.clear()
 
@@ -127,7 +127,7 @@ def _knows_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RegisteredFlashClipHooks(FlashClipHooks):
-    """What `prepare_module` returns for flash_clip and wrap_model=False."""
+    """The hooks that `prepare_module` returns for flash_clip and wrap_model=False."""
 
     def __init__(self, m: nn.Module, **given: Any) -> None:
         super().__init__(m, **_with_options(m, given))
@@ -136,7 +136,7 @@ class RegisteredFlashClipHooks(FlashClipHooks):
 
 
 class RegisteredFlashClipModule(GradSampleModuleFlashClip):
-    """What `prepare_module` and `wrap_model` return for flash_clip."""
+    """The module that `prepare_module` and `wrap_model` return for flash_clip."""
 
     def __init__(self, m: nn.Module, **given: Any) -> None:
         super().__init__(m, **_with_options(m, given))
@@ -155,13 +155,13 @@ def _with_options(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
 
 
 class _FindsModule:
-    """Makes an optimizer of flash_clip take the arguments of Opacus' optimizers, without a module."""
+    """Lets an optimizer of flash_clip take the arguments of Opacus' optimizers, without a module."""
 
     clipping: Any = "flat"
     original_optimizer: Optimizer
 
     def __new__(cls, optimizer: Optimizer, **given: Any) -> Any:
-        """Returns an optimizer for shards if the parameters are sharded; `get_optimizer_class` cannot know that."""
+        """Returns an optimizer for shards if the parameters are sharded, which `get_optimizer_class` cannot know."""
         if (
             optimizer is not None
             and not issubclass(cls, DPOptimizerFlashClipFSDP)

@@ -3,10 +3,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
+from opacus_memprof.clipping.arguments import check_bound, is_bound
 from opacus_memprof.errors import MemprofError
 
 Clipping = Literal["flat", "per_layer", "adaptive", "automatic"]
@@ -35,20 +36,13 @@ class ClipRule:
     def __init__(self, clipping: Clipping, bound: float | Sequence[float]) -> None:
         if clipping not in CLIPPINGS:
             raise MemprofError(f"clipping is {clipping!r}; flash_clip knows {', '.join(map(repr, CLIPPINGS))}.")
+        check_bound(bound, clipping)
         self.clipping = clipping
         self.bounds: list[float] = []
         if clipping == "per_layer":
-            if not isinstance(bound, (list, tuple)) or not bound or not all(map(_is_bound, bound)):
-                raise MemprofError(
-                    f"max_grad_norm is {bound!r}; clipping='per_layer' needs a list with one positive number for each "
-                    "trainable parameter, which is finite."
-                )
+            assert isinstance(bound, Sequence)
             self.bounds = [float(each) for each in bound]
             self.bound = math.hypot(*self.bounds)
-        elif not _is_bound(bound):
-            raise MemprofError(
-                f"max_grad_norm is {bound!r}; clipping={clipping!r} needs one positive number, which is finite."
-            )
         else:
             self.bound = float(bound)  # type: ignore[arg-type]
         self._given = self.bounds, self.bound
@@ -65,26 +59,22 @@ class ClipRule:
         Raises:
             MemprofError: the bound is not positive and finite.
         """
-        if not _is_bound(bound):
+        if not is_bound(bound):
             raise MemprofError(f"max_grad_norm would become {bound!r}; give a positive number, which is finite.")
         bounds, given = self._given  # not the last ones, whose rounding would add up
         self.bound = float(bound)
         self.bounds = bounds.copy() if self.bound == given else [each * (self.bound / given) for each in bounds]
 
     def factors(self, norms: torch.Tensor) -> torch.Tensor:
-        """The factors of gradients whose norms are `norms`, [B]."""
+        """Returns the clip factors, [B], of gradients whose norms are `norms`, [B].
+
+        They are min(1, C / norm), or C / (norm + 0.01) for "automatic". A gradient times its factor has a norm of at
+        most C, which is the sensitivity of a sum of such gradients to one sample.
+        """
         if self.clipping == "automatic":
             return self.bound / (norms + _AUTOMATIC_STABILITY)
         return (self.bound / (norms + _STABILITY)).clamp(max=1.0)
 
     def factors_of(self, index: int, norms: torch.Tensor) -> torch.Tensor:
-        """The factors of a parameter's gradients. `index` is its place in the optimizer."""
+        """Returns the clip factors, [B], of a parameter's gradients. `index` is its place in the optimizer."""
         return (self.bounds[index] / (norms + _STABILITY)).clamp(max=1.0)
-
-
-def _is_bound(value: Any) -> bool:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return False
-    return not isinstance(value, (str, bool)) and number > 0 and math.isfinite(number)

@@ -85,7 +85,7 @@ def verify(
     """Compares a mode's per-sample norms and clipped gradients with those computed by hand, one sample at a time, and
     its noise with what was asked for.
 
-    Works on copies of the model, in float64 where it runs in that. A model that draws random numbers, for dropout,
+    It works on copies of the model, in float64 if the model runs in it. A model that draws random numbers, for dropout,
     stochastic depth or noise, draws the same ones by hand and in the mode. The model, its gradients and the random
     number generators are left as they were.
 
@@ -151,7 +151,7 @@ def verify(
 
 
 def _runnable(model: nn.Module, batch: Any, losses: Losses) -> tuple[nn.Module, Any, float]:
-    """Copies of the model and the batch in float64, or in float32 if the model does not run in that; and the
+    """Returns copies of the model and the batch in float64, or in float32 if the model does not run in that, and the
     tolerance."""
     error: Exception | None = None
     for dtype, tolerance in ((torch.float64, 1e-8), (torch.float32, 1e-4)):
@@ -184,8 +184,10 @@ def _trained(model: nn.Module) -> dict[str, Any]:
 
 
 class _Hand:
-    """Clipping by hand. A model that draws random numbers is run on the whole batch, from the same state of the
-    generators, and its losses have a backward each; other models are run on one sample at a time."""
+    """Clipping by hand.
+
+    A model that draws random numbers is run on the whole batch, from the same state of the generators, and its losses
+    have a backward each. Other models are run on one sample at a time."""
 
     def __init__(self, model: nn.Module, batch: Any, losses: Losses, state: RandomState) -> None:
         self._model, self._batch, self._losses, self._state = model, batch, losses, state
@@ -235,7 +237,8 @@ _Found = tuple[list[float], dict[str, torch.Tensor], dict[str, float], str | Non
 
 
 def _by_mode(mode: str, model: nn.Module, batch: Any, losses: Losses, bound: float, state: RandomState) -> _Found:
-    """The norms and the clipped gradients by a mode, on a copy of the model; its noise, and what is wrong with it."""
+    """Returns the norms and the clipped gradients by a mode, on a copy of the model; its noise, and what is wrong with
+    it."""
     copied = copy.deepcopy(model)
     trained = _trained(copied)
     options: dict[str, Any] = {"max_grad_norm": bound} if mode in ("ghost", "flash_clip") else {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workspace: the ceiling on temporaries, and how work is split to stay below it."""
+"""The limit on temporaries, and how work is split to stay below it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Workspace:
 
     @classmethod
     def from_mib(cls, mib: float) -> Workspace:
-        """A workspace of `mib` MiB. Raises MemprofError unless that is positive."""
+        """Returns a workspace of `mib` MiB. Raises MemprofError unless it is positive."""
         if not mib > 0:
             raise MemprofError(f"flash_clip_workspace_mb is {mib}; give a positive number of MiB, such as 256.")
         return cls(int(mib * MIB))
 
     def half(self) -> Workspace:
-        """Half of this workspace."""
+        """Returns half of this workspace."""
         return Workspace(self.bytes // 2)
 
     def fit(self, unit_bytes: int, count: int) -> int:
-        """How many of `count` units, of `unit_bytes` each, fit at once."""
+        """Returns how many of `count` units, of `unit_bytes` each, fit at once."""
         return cost.fit(self.bytes, unit_bytes, count)
 
     def fit_at_least_one(self, unit_bytes: int, count: int, unit: str) -> int:
@@ -68,7 +68,7 @@ def slices(count: int, size: int) -> Iterator[slice]:
 
 
 def batches(items: Iterable[T], most: int, bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Splits `items` into neighbours that have at most `most` bytes together; what has more comes alone."""
+    """Splits `items` into lists of neighbours of at most `most` bytes each; a larger item comes alone."""
     batch: list[T] = []
     size = 0
     for item in items:
@@ -83,7 +83,7 @@ def batches(items: Iterable[T], most: int, bytes_of: Callable[[T], int]) -> Iter
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which norms and sums of `dtype` accumulate: float32, or float64 for float64."""
+    """Returns the dtype in which norms and sums of `dtype` accumulate: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -100,5 +100,5 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed: PyTorch's CUDA wheels for Linux depend on it, others do not."""
+    """Returns whether Triton is installed. PyTorch's CUDA wheels for Linux depend on it, others do not."""
     return importlib.util.find_spec("triton") is not None

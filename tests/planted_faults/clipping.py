@@ -266,8 +266,8 @@ FAULTS = [
     Fault(
         "net_limit_is_never_reset",
         "bookkeeping/bookkeeping.py",
-        'those of the next one begin."""\n        self.limit = Limit()',
-        'those of the next one begin."""',
+        'not needed any more."""\n        self.limit = Limit()',
+        'not needed any more."""',
         "The net allows the sum of all steps so far, and the noise has the largest bound of all of them.",
         integration(f"{_NET}::noise_and_bound_follow_schedulers", f"{_NET}::samples_that_zero_grad_drops_do_not_count"),
     ),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What backward calls: `receive_gradient` (by a node in C++ or GradientTap) and CallTap at the outputs of layers, and
-TwoPassBackward at the model's outputs. The functions' forward is the identity."""
+"""What backward calls: `receive_gradient` (from a node in C++ or from GradientTap) and CallTap at the outputs of
+layers, and TwoPassBackward at the outputs of the model. The forward of these functions is the identity."""
 
 import sys
 from collections.abc import Callable
@@ -68,7 +68,7 @@ class GradientTap(torch.autograd.Function):
 
 
 def is_compiled_autograd_enabled() -> bool:
-    """Whether a backward, if there was one now, would be compiled."""
+    """Returns whether a backward that started now would be compiled."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     return compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region)
 

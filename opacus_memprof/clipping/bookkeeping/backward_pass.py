@@ -49,22 +49,21 @@ class BackwardPass:
     tasks: set[int] = field(default_factory=set)
 
     def add_shared(self, layer: Layer, kept: KeptTensors, workspace: Workspace) -> None:
-        """Adds what the backward of one of several uses has kept."""
+        """Adds what backward has kept for one of several uses of a parameter."""
         for parameter in layer.trainable():
             if parameter not in self.shared:
                 self.shared[parameter] = SharedGradient(parameter, layer)
             self.shared[parameter].add(layer, kept, workspace)
 
     def first_of(self, layer: Layer) -> KeptTensors | None:
-        """Returns what the first of two passes has kept for the weight of a layer."""
+        """Returns what the first of two passes has kept for a layer's weight."""
         for parameter in layer.trainable():
             if parameter in self.shared:
                 return self.shared[parameter].kept_norms
         return self.kept.get(layer)
 
     def select(self, factors: Factors) -> Factors:
-        """Drops the samples that do not count from what is kept, one layer after the other. Returns the clip factors of
-        the others."""
+        """Drops samples that do not count, one layer after the other, and returns the clip factors of the others."""
         samples = self.samples
         if samples is None:
             return factors
@@ -77,19 +76,21 @@ class BackwardPass:
         return factors[samples]
 
     def release_shared(self) -> None:
-        """Drops what is kept, but for the norms."""
+        """Drops everything except the norms."""
         for shared in self.shared.values():
             shared.release()
 
     def parameter_ids(self) -> set[int]:
-        """The ids of the parameters that gradients have reached: sets of these are faster than sets of tensors."""
+        """Returns the ids of the parameters that gradients have reached. Sets of ids are faster than sets of
+        tensors."""
         kept = {id(parameter) for kept in self.kept.values() for parameter in kept.norms}
         return kept | {*map(id, self.shared)} | {*map(id, self.sums)}
 
     def squared_norms(
         self, workspace: Workspace
     ) -> tuple[list[nn.Parameter], list[torch.Tensor], list[Layer | SharedGradient]]:
-        """The parameters, the squared norms of their gradients, [B], and what they belong to."""
+        """Returns the parameters, the squared norms of their gradients, [B] each, and the layer that each belongs
+        to."""
         find_deferred_norms(self.kept)
         parameters: list[nn.Parameter] = []
         norms: list[torch.Tensor] = []

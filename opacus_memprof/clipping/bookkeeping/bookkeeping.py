@@ -23,7 +23,7 @@ from opacus_memprof.errors import MemprofError
 
 
 class Bookkeeping:
-    """What each layer's backward keeps until the optimizer's step. The module adds to it, the optimizer empties it.
+    """What each layer's backward keeps until the optimizer's step. The module adds to it, and the optimizer empties it.
 
     Attributes:
         rule: how gradients are clipped.
@@ -41,7 +41,7 @@ class Bookkeeping:
         dropped: the indices of the samples that were dropped since the sums began, in all physical batches of a step
             one after the other. Not private.
         dropped_in_all: the number of samples that were dropped in all steps. Not private.
-        refusal: the error that waits for a step, where several ranks train the model.
+        refusal: the error that the next step raises, where several ranks train the model.
         is_captured: whether a CUDA graph of the pass is captured, whose norms are checked when it has been replayed.
     """
 
@@ -81,7 +81,7 @@ class Bookkeeping:
         self._unclipped = 0
 
     def kept_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """All tensors that are kept: (the profiler's category, name of the layer, tensor)."""
+        """Yields all kept tensors: (the profiler's category, name of the layer, tensor)."""
         for each in self._passes:
             for layer, kept in each.kept.items():
                 yield from ((category, layer.name, tensor) for category, tensor in kept.tensors())
@@ -89,7 +89,7 @@ class Bookkeeping:
                 yield from ((category, shared.name, tensor) for category, tensor in shared.tensors())
 
     def kept_tensors_of(self, layer: Layer) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that the newest pass keeps for a layer: (the profiler's category, tensor)."""
+        """Yields the tensors that the newest pass keeps for a layer: (the profiler's category, tensor)."""
         newest = self._passes[-1]
         if layer in newest.kept:
             yield from newest.kept[layer].tensors()
@@ -100,7 +100,7 @@ class Bookkeeping:
                 yield "summed_gradients", newest.sums[parameter]
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
-        """Adds one layer's backward.
+        """Adds the backward of one layer.
 
         Args:
             layer: the layer.
@@ -139,7 +139,7 @@ class Bookkeeping:
             current.kept[layer] = layer.keep(x, g, self.workspace)
 
     def _share(self, current: BackwardPass, layer: Layer, x: Any, g: Any) -> None:
-        """Adds a second use of a layer that was not known to be used more than once."""
+        """Adds a second use of a layer that seemed to be used only once."""
         layer.is_shared = True
         if self.mode == "norms":
             self._found_shared = True  # what the first use would have kept is gone: the pass is repeated
@@ -156,8 +156,8 @@ class Bookkeeping:
                 each.tasks.add(task)
 
     def _pass_of(self, forward: int, batch_size: int) -> BackwardPass:
-        """Returns the pass of a forward. Forwards that one call of `backward` goes through have the same samples and
-        belong to one pass; those of different calls have different samples."""
+        """Returns the pass of a forward. Forwards of one call of `backward` have the same samples and belong to one
+        pass; those of different calls have different samples."""
         for each in reversed(self._passes):
             if forward in each.forwards:
                 return each
@@ -192,17 +192,18 @@ class Bookkeeping:
             )
 
     def must_repeat_norms(self) -> bool:
-        """Whether the backward for the norms has to run again, because it found a layer that is used more than once.
-        Its norms are dropped then."""
+        """Returns whether the backward for the norms has to run again, because a layer turned out to be used more than
+        once. Its norms are dropped then."""
         repeats, self._found_shared = self._found_shared, False
         if repeats:
             self._passes.pop()
         return repeats
 
     def begin_sums(self) -> None:
-        """Finds the clip factors of the newest pass, whose sums a second backward is about to form. The layers apply
-        them to the same gradients whose norms they have found: scaling the outputs' gradients instead would round all
-        gradients anew, and needs outputs whose first dimension is the samples."""
+        """Computes the clip factors of the newest pass, before a second backward forms its sums.
+
+        The layers apply the factors to the same gradients whose norms they have computed. Scaling the outputs'
+        gradients instead would round all gradients again, and would need outputs whose first dimension is the batch."""
         newest = self._passes[-1]
         newest.clipped = True
         factors = self._factors(newest)
@@ -212,13 +213,16 @@ class Bookkeeping:
         self.mode = "sums"
 
     def end_two_passes(self) -> None:
-        """Called after the second of two backwards, or a failure."""
+        """Called after the second of two backwards, or after a failure."""
         self._factors_of_sums = None
         self.mode = "keep"
 
     def _factors(self, each: BackwardPass) -> Factors:
-        """The clip factors of a pass, [B], of all parameters or by parameter: as in Opacus and, for a mean loss, times
-        the batch size, since the gradients are those of loss / B."""
+        """Returns the clip factors of a pass, [B], for all parameters or by parameter.
+
+        They are those of Opacus and, for a mean loss, are multiplied by the batch size, since the gradients are those
+        of loss / B. A sample adds its gradient times its factor to the clipped sum, which has a norm of at most the
+        bound of the rule: that is the sensitivity of the sum."""
         parameters, squares, owners = each.squared_norms(self.workspace)
         device, dtype = squares[0].device, squares[0].dtype
         same = all(s.dtype == dtype and s.device == device for s in squares)
@@ -241,7 +245,7 @@ class Bookkeeping:
         return factors.mul_(scale)
 
     def _drop(self, each: BackwardPass, norms: torch.Tensor) -> None:
-        """Drops the samples of a pass whose norms are not finite. A factor of 0 would not do: 0 times infinity is NaN.
+        """Drops the samples of a pass whose norms are not finite. A factor of 0 is not enough: 0 times infinity is NaN.
         The host waits for the norms."""
         finite = norms.isfinite()
         each.dropped = (~finite).nonzero().flatten().tolist()
@@ -249,7 +253,7 @@ class Bookkeeping:
             each.samples = finite.nonzero().flatten()
 
     def take_norm_check(self) -> NormCheck:
-        """Removes the newest check of norms, and returns it."""
+        """Removes the newest check of norms and returns it."""
         return self._norm_checks.pop()
 
     def add_clipped(self, batch_size: int, sums: Mapping[nn.Parameter, torch.Tensor], check: NormCheck) -> None:
@@ -269,18 +273,18 @@ class Bookkeeping:
         self._norm_checks.append(check)
 
     def begin_step(self) -> None:
-        """Called when the sums of the last step are not needed any more: those of the next one begin."""
+        """Begins the sums of the next step. Called when those of the last step are not needed any more."""
         self.limit = Limit()
 
     def copy_sums(self, given: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Puts a copy in the place of each of these clipped sums that a pass since the last step holds."""
+        """Replaces each of these clipped sums, where a pass since the last step holds it, by a copy."""
         for each in self._passes:
             for parameter, total in each.sums.items():
                 if total is given.get(parameter):
                     each.sums[parameter] = total.clone()
 
     def check_norms(self) -> None:
-        """Waits until the norms behind all clip factors are known. Raises MemprofError unless they are finite."""
+        """Waits for the norms behind all clip factors, and raises MemprofError unless they are finite."""
         checks, self._norm_checks = self._norm_checks, []
         for check in checks:
             check.raise_unless_finite()
@@ -302,10 +306,9 @@ class Bookkeeping:
         if self.beside_layers:
             raise MemprofError(
                 f"the gradient of {self.beside_layers[0]} comes from outside of the layers that use it, so that it "
-                "cannot be "
-                "clipped: from a term of the loss that depends on the parameter itself, or from a part of the model "
-                "that was "
-                "not followed. Use weight_decay of the optimizer for a penalty, and call the model itself."
+                "cannot be clipped: from a term of the loss that depends on the parameter itself, or from a part of "
+                "the model that was not followed. Use weight_decay of the optimizer for a penalty, and call the model "
+                "itself."
             )
         for each in self._passes:
             present = each.parameter_ids()
@@ -317,7 +320,7 @@ class Bookkeeping:
                 )
 
     def backward_passes(self) -> Iterator[BackwardPass]:
-        """The backward passes since the last step."""
+        """Yields the backward passes since the last step."""
         yield from self._passes
 
     @property
@@ -326,8 +329,8 @@ class Bookkeeping:
         return len(self._passes)
 
     def sort(self) -> None:
-        """Has `pop_clipped_sums` go through the layers in the order of the optimizer's parameters, but for those that
-        are used more than once, which come first."""
+        """Sorts what is kept, so that `pop_clipped_sums` yields sums in the order of the optimizer's parameters.
+        Parameters that are used more than once come first."""
 
         def last_first(item: tuple[Layer, KeptTensors]) -> int:
             return -min(self.places[parameter] for parameter in item[1].norms)
@@ -338,8 +341,8 @@ class Bookkeeping:
     def in_order(
         self, sums: Iterator[tuple[nn.Parameter, torch.Tensor]]
     ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yields the sums of each pass in the order of the optimizer's parameters, which does not depend on what a
-        layer has kept. Call `sort` before, so that few of them wait for others."""
+        """Yields the sums of each pass in the order of the optimizer's parameters, whatever the layers have kept. Call
+        `sort` first, so that few sums wait for others."""
         ready: dict[int, torch.Tensor] = {}
         parameters, place = list(self.places), 0
         for parameter, total in sums:
@@ -350,8 +353,10 @@ class Bookkeeping:
                 place = (place + 1) % len(parameters)
 
     def pop_clipped_sums(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Removes what is kept, and yields each parameter with its clipped sum, once for every pass. Call
-        `check_norms` before the sums are used."""
+        """Yields each parameter with its clipped sum, once for every pass, and removes what was kept.
+
+        Adding or removing one sample changes the sums by at most the bound of the clipping rule, in L2 norm over all
+        parameters. Call `check_norms` before the sums are used."""
         factors = [None if each.clipped else self._factors(each) for each in self._passes]
         self.unclipped_in_last_step, self._unclipped = self._unclipped, 0
         passes, self._passes = self._passes, []

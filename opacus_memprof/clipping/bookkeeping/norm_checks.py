@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of norms that do not make the device wait for the host: the norms of a batch are finite, and those of clipped
-sums are no larger than their samples may add up to."""
+"""Checks that norms are finite, and that clipped sums are not larger than their samples allow. The device does not wait
+for the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOLERANCE = 1e-3  # of rounding, relative
 
 
 class HostCopy:
-    """A copy of a tensor in the host's memory, which is read after more work has been queued on the device."""
+    """A copy of a tensor in host memory, which is read after more work has been queued on the device."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -31,15 +31,15 @@ class HostCopy:
             self._ready.record(torch.cuda.current_stream(tensor.device))
 
     def get(self) -> torch.Tensor:
-        """Waits for the copy, and returns it."""
+        """Waits for the copy and returns it."""
         if self._ready is not None:
             self._ready.synchronize()
         return self._tensor
 
 
 class NormCheck:
-    """An asynchronous check: once it has begun, the result is copied to the host when the norms are ready, and read
-    after more work has been queued.
+    """Checks that per-sample norms are finite, asynchronously: the result is copied to the host when the norms are
+    ready, and read after more work has been queued.
 
     Args:
         norms: per-sample norms, [B].
@@ -54,11 +54,11 @@ class NormCheck:
         self._finite: HostCopy | None = None
 
     def begin(self) -> None:
-        """Queues the check behind what computes the norms."""
+        """Queues the check."""
         self._finite = HostCopy(torch.isfinite(self.norms).all())
 
     def raise_unless_finite(self) -> None:
-        """Raises MemprofError, with the samples and the first layer, unless all norms are finite."""
+        """Raises MemprofError, naming the samples and the first layer, unless all norms are finite."""
         assert self._finite is not None, "begin has not been called"
         if bool(self._finite.get()):
             return
@@ -98,14 +98,14 @@ class Limit:
 
 
 def limit_of_batch(samples: int, rule: ClipRule) -> Limit:
-    """The limit of a batch that is clipped by this rule."""
+    """Returns the limit of a batch that is clipped by this rule."""
     return Limit(samples, samples * rule.bound, [samples * bound for bound in rule.bounds], rule.bound)
 
 
 class SumCheck:
-    """The net under every step: the norm of the clipped sum is at most the sum of the samples' bounds. It finds large
-    errors whatever their cause. Asynchronous, as NormCheck.
-    """
+    """Checks that the norm of a clipped sum is at most the sum of the samples' bounds, asynchronously.
+
+    It runs in every step and finds large errors whatever their cause."""
 
     def __init__(self) -> None:
         self._of_sums: list[torch.Tensor] = []
@@ -116,13 +116,13 @@ class SumCheck:
         self._of_sums += torch._foreach_norm(list(sums))
 
     def begin(self) -> None:
-        """Queues their copy to the host."""
+        """Queues the copy of the norms to the host."""
         norms, self._of_sums = self._of_sums, []
         device = norms[0].device
         self._norms = HostCopy(torch.stack([each if each.device == device else each.to(device) for each in norms]))
 
     def raise_if_beyond(self, limit: Limit, names: Callable[[], Sequence[str]]) -> float | None:
-        """Raises MemprofError, with a parameter's name, if the sums have a larger norm than the limit.
+        """Raises MemprofError, naming a parameter, if the norm of the sums exceeds the limit.
 
         Args:
             limit: of these sums, on all ranks that they are from.

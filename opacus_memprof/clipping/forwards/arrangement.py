@@ -20,14 +20,15 @@ class Arrangement:
     sample_major: bool = True
 
     def rows(self, x: torch.Tensor, batch: int) -> int | None:
-        """The number of rows that `x` has for each of `batch` samples; None if it cannot be arranged like this."""
+        """Returns the number of rows that `x` has for each of `batch` samples; None if it cannot be arranged like
+        this."""
         if x.dim() <= self.dim or (batch and x.shape[self.dim] % batch):
             return None
         rows = x.shape[self.dim] // batch if batch else 1
         return rows if rows > 0 and (self.dim == 0 or rows == 1) else None
 
     def by_sample(self, x: torch.Tensor, batch: int) -> torch.Tensor:
-        """`x` as [batch, *shape of x in a batch of one sample]."""
+        """Returns `x` as [batch, *shape of x in a batch of one sample]."""
         if self.dim == 1:
             return x.movedim(1, 0).unsqueeze(2)
         rows = x.shape[0] // batch if batch else 1
@@ -41,8 +42,8 @@ CANDIDATES = (PLAIN, Arrangement(sample_major=False), Arrangement(dim=1))
 
 
 def expand_over_batch(x: torch.Tensor, batch: int) -> torch.Tensor:
-    """A view of `x`, which has no batch, with one as its first dimension: one that is 1 is expanded, any other stays
-    behind it."""
+    """Returns a view of `x`, which has no batch dimension, with one in front. A first dimension of size 1 is expanded;
+    any other stays behind the new one."""
     return (x if x.dim() and x.shape[0] == 1 else x.unsqueeze(0)).expand(batch, *[-1] * _rank(x))
 
 

@@ -20,7 +20,7 @@ _originals: dict[str, Any] = {}
 
 
 class _Thread(threading.local):
-    """What checkpoints do in this thread."""
+    """State of the checkpoints of this thread."""
 
     def __init__(self) -> None:
         self.plain = 0
@@ -32,7 +32,7 @@ _thread = _Thread()
 
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """Inside, this thread's checkpoints call their function directly."""
+    """Makes the checkpoints of this thread call their function directly inside the context."""
     _begin()
     _thread.plain += 1
     try:
@@ -43,7 +43,7 @@ def without_checkpoints() -> Iterator[None]:
 
 
 def freeze_in_checkpoints(parameters: Sequence[torch.Tensor]) -> None:
-    """What this thread checkpoints, until `end_freezing_in_checkpoints`, runs again with these parameters frozen."""
+    """Has what this thread checkpoints, until `end_freezing_in_checkpoints`, run again with these parameters frozen."""
     _begin()
     _thread.frozen.append(parameters)
 
@@ -55,7 +55,7 @@ def end_freezing_in_checkpoints() -> None:
 
 
 def _followed(function: Any) -> Any:
-    """The function of a checkpoint, which runs with frozen parameters when it runs again."""
+    """Returns the function of a checkpoint, with parameters frozen when it runs again."""
     parameters = [p for frozen in _thread.frozen for p in frozen]
     if not parameters:
         return function

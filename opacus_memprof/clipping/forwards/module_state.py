@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a module's forward may change in the module, and how it is restored after a forward that does not count."""
+"""The state of a module that its forward may change, and how to restore it after a forward that does not count."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 class ModuleState:
-    """The buffers and the attributes of a module and of those in it, as they are now.
+    """The buffers and attributes of a module and its submodules at one moment.
 
     Args:
         module: the module.
@@ -33,7 +33,7 @@ class ModuleState:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
 
     def has_changed(self) -> bool:
-        """Whether anything differs from what it was."""
+        """Returns whether anything has changed since."""
         return (
             any(_differ(d, saved) for d, saved in zip(self._dicts, self._attributes, strict=True))
             or any(not _same_content(value, copy) for value, copy in self._contents)
@@ -41,7 +41,7 @@ class ModuleState:
         )
 
     def restore(self) -> None:
-        """Makes everything as it was."""
+        """Restores buffers and attributes."""
         for d, saved in zip(self._dicts, self._attributes, strict=True):
             if _differ(d, saved):
                 for key in [key for key in d if key not in INTERNAL and key not in saved]:
@@ -72,7 +72,7 @@ def _same_content(value: Any, copy: Any) -> bool:
 
 @contextmanager
 def restoring_state(module: nn.Module) -> Iterator[None]:
-    """Restores a module's buffers and attributes behind it."""
+    """Restores a module's buffers and attributes at the end of the context."""
     state = ModuleState(module)
     try:
         yield

@@ -39,13 +39,13 @@ _thread = _Thread()
 
 
 def is_repeating() -> bool:
-    """Whether this thread repeats a forward: hooks do nothing then."""
+    """Returns whether this thread repeats a forward, in which hooks do nothing."""
     return _thread.repeating
 
 
 @contextmanager
 def repeating() -> Iterator[None]:
-    """Inside, `is_repeating` is true."""
+    """Makes `is_repeating` true inside the context."""
     before, _thread.repeating = is_repeating(), True
     try:
         yield
@@ -54,7 +54,7 @@ def repeating() -> Iterator[None]:
 
 
 class _WithoutHooks(nn.Module):
-    """A module without its own hooks: what they do with its output comes behind what is repeated."""
+    """A module without its own hooks, which change the output after what is repeated."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -90,11 +90,11 @@ class Call:
     draws: bool = False
 
     def leave_caches_out(self) -> None:
-        """Leaves out caches of keys and values (of transformers): a repeated forward would append to them again."""
+        """Drops caches of keys and values (of transformers): a repeated forward would append to them again."""
         self.leaves = [None if hasattr(leaf, "get_seq_length") else leaf for leaf in self.leaves]
 
     def detached_tensors(self) -> list[torch.Tensor]:
-        """The leaves that are tensors, detached. They are dropped here, to be put back with `with_tensors`."""
+        """Removes and returns the leaves that are tensors, detached. `with_tensors` puts them back."""
         places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [self.leaves[i].detach() for i in places]
         for i in places:
@@ -102,12 +102,12 @@ class Call:
         return tensors
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Call:
-        """This call with the tensors that `detached_tensors` has returned."""
+        """Returns this call with the tensors that `detached_tensors` has returned."""
         remaining = iter(tensors)
         return replace(self, leaves=[next(remaining) if leaf is _PLACE else leaf for leaf in self.leaves])
 
     def run(self, module: nn.Module, parameters: Gradients, leaves: Sequence[Any]) -> list[torch.Tensor]:
-        """The output's leaves that are listed in `outputs`."""
+        """Runs the module and returns the output's leaves that are listed in `outputs`."""
         args, kwargs = tree_unflatten(list(leaves), self.structure)
         device, dtype, enabled = self.autocast
         with (
@@ -123,7 +123,7 @@ class Call:
 
     @contextmanager
     def _in_its_state(self, module: nn.Module) -> Iterator[None]:
-        """The module has the state that it had before the call, inside."""
+        """Sets the module to its state before the call inside the context."""
         if self.state is None:
             yield
             return
@@ -135,12 +135,12 @@ class Call:
             now.restore()
 
     def by_sample(self) -> list[Any]:
-        """The leaves; those that have samples as [batch, *shape of a batch of one]."""
+        """Returns the leaves; those that have samples as [batch, *shape in a batch of one]."""
         pairs = zip(self.leaves, self.arrangements, strict=True)
         return [leaf if where is None else where.by_sample(leaf, self.batch) for leaf, where in pairs]
 
     def sample_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The output's gradients as [batch, *shape of the output for a batch of one]."""
+        """Returns the output's gradients as [batch, *shape of the output for a batch of one]."""
         wheres = self.outputs.values()
         return [
             g if where is None else where.by_sample(g, self.batch) for g, where in zip(gradients, wheres, strict=True)
@@ -148,7 +148,7 @@ class Call:
 
 
 class Repetition:
-    """The per-sample gradients of some parameters of a module, from a call and the gradients of its outputs.
+    """Per-sample gradients of some parameters of a module, from a call and the gradients of its outputs.
 
     Args:
         module: the module, whose hooks the caller has switched off.
@@ -222,7 +222,7 @@ class Repetition:
             yield slice(n, n + 1), {name: g.unsqueeze(0) for name, g in found.items()}
 
     def matches(self, call: Call, outputs: Sequence[torch.Tensor]) -> bool:
-        """Whether repeating the call in this way gives the outputs that the call gave, and gradients."""
+        """Returns whether repeating the call in this way gives the same outputs, and gradients."""
         return self._gives_outputs(call, outputs) and self._gives_gradients(call, outputs)
 
     def _gives_gradients(self, call: Call, outputs: Sequence[torch.Tensor]) -> bool:
@@ -296,7 +296,7 @@ def _gradients(
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two tensors agree to the square root of their precision, infinities and NaN included."""
+    """Returns whether two tensors agree to the square root of their precision, infinities and NaN included."""
     if actual.is_complex() and expected.is_complex():
         actual, expected = torch.view_as_real(actual.resolve_conj()), torch.view_as_real(expected.resolve_conj())
     if actual.shape != expected.shape or not actual.is_floating_point():

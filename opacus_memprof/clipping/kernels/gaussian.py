@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise of a step: the numbers that Opacus draws, without the zeros that it allocates beside them."""
+"""The noise of a step: the numbers that Opacus draws, without the zeros that it allocates."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -21,11 +21,11 @@ def add_noise(
     secure_mode: bool,
     divisor: float = 1,
 ) -> None:
-    """Adds noise to every sum in place, drawn in the order of the sums, and divides them. On CUDA a kernel draws it
-    while it adds it, if it draws what torch does there."""
+    """Adds Gaussian noise to every sum in place, in the order of the sums, and divides them. On CUDA one kernel draws
+    and adds it, if that gives the numbers that torch draws."""
 
     def kernel(total: torch.Tensor) -> tuple[torch.device, torch.dtype] | None:
-        """The sums whose noise one launch adds have this in common; None if no launch adds it."""
+        """Returns what the sums of one launch have in common; None if no launch adds the noise of this sum."""
         is_plain = type(total) is torch.Tensor and has_kernels(total) and total.is_contiguous()
         return (total.device, total.dtype) if is_plain and draws_in_place(total.nbytes) else None
 
@@ -45,8 +45,8 @@ def add_noise(
 def draw_and_add(
     sums: Sequence[torch.Tensor], std: float, generator: torch.Generator | None, secure_mode: bool, divisor: float
 ) -> None:
-    """As `add_noise`, of noise that is drawn first: that of several sums at once, as many as take no more memory than
-    the largest sum's."""
+    """As `add_noise`, with noise that is drawn first: for several sums at once, as many as need no more memory than the
+    largest sum."""
     largest = max((total.nbytes for total in sums), default=0)
     for batch in batches(sums, largest, lambda total: total.nbytes):
         drawn = draw_noise(batch, std, generator, secure_mode)
@@ -56,19 +56,19 @@ def draw_and_add(
 
 
 class GeneratorStates:
-    """The states of random generators, to go back to when a step is refused after noise was drawn."""
+    """The states of random generators, to restore them when a step is refused after noise was drawn."""
 
     def __init__(self, generators: Iterable[torch.Generator]) -> None:
         self._states = [(generator, generator.get_state()) for generator in generators]
 
     def restore(self) -> None:
-        """Puts the generators back into these states."""
+        """Sets the generators to these states."""
         for generator, state in self._states:
             generator.set_state(state)
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator from which torch draws on a device unless it is given another one."""
+    """Returns the generator that torch uses by default on a device."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
@@ -84,8 +84,8 @@ def divide(sums: Sequence[torch.Tensor], divisor: float) -> None:
 def draw_noise(
     references: list[torch.Tensor], std: float, generator: torch.Generator | None, secure_mode: bool
 ) -> list[torch.Tensor]:
-    """Noise of the shape, dtype and device of each reference, as `_generate_noise` of opacus.optimizers.optimizer
-    draws it for one after the other."""
+    """Returns noise with the shape, dtype and device of each reference, drawn one after the other as `_generate_noise`
+    of opacus.optimizers.optimizer does."""
     if secure_mode or std == 0 or any(type(each) is not torch.Tensor for each in references):
         return [opacus_optimizer._generate_noise(std, each, generator, secure_mode) for each in references]
     return draw_normal(references, std, generator)

@@ -56,7 +56,7 @@ def group_gradients(  # type: ignore[no-untyped-def]  # Triton would interpret a
 def group_norm_gradients_cuda(
     x: torch.Tensor, g: torch.Tensor, groups: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The per-sample gradients of the weight and the bias, each [N, C] float32.
+    """Returns the per-sample gradients of the weight and the bias, each [N, C] float32.
 
     Args:
         x: the input, [N, C, ...], contiguous, not empty; float32, float16 or bfloat16.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How Triton's kernels are launched."""
+"""Launches Triton kernels."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -11,11 +11,10 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, int, int], *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
-    """Launches a kernel on its tensors' device.
+    """Launches a kernel on the device of its tensors.
 
-    Triton looks at each argument for what it may compile a kernel for, such as aligned addresses, which takes the host
-    longer than the launch. Here it does so once for arguments that are equal but for the tensors' addresses, which are
-    aligned alike.
+    Triton inspects each argument for properties to compile for, such as aligned addresses, which takes the host longer
+    than the launch. Here it does so once for arguments that differ only in addresses of the same alignment.
 
     Args:
         kernel: a function decorated with `triton.jit`.
@@ -39,6 +38,6 @@ def launch(kernel: Any, grid: tuple[int, int, int], *arguments: Any, num_warps: 
 
 
 def _on_device(tensor: torch.Tensor) -> Any:
-    """A context in which kernels run on the tensor's device."""
+    """Returns a context in which kernels run on the tensor's device."""
     is_current = not tensor.is_cuda or tensor.device.index == torch.cuda.current_device()
     return nullcontext() if is_current else torch.cuda.device(tensor.device)

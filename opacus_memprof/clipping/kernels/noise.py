@@ -32,7 +32,7 @@ _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # on the
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def normal4(seed, low, high, thread):  # type: ignore[no-untyped-def]  # Triton would interpret annotations as its types
-    """Four normal numbers of the counter (low, high) and each thread."""
+    """Returns four normal numbers of the counter (low, high) and each thread."""
     zero = thread * 0
     x, y, z, w = tl.philox(seed, zero + low, zero + high, thread, zero)
     a, b = box_muller(x, y)
@@ -93,8 +93,8 @@ def add_normal(address, at, size, normal, divisor, BY_POWER_OF_2: tl.constexpr):
 
 @functools.cache
 def draws_as_torch(device: torch.device) -> bool:
-    """Whether the kernel adds the numbers that torch draws on this device, tried once on two small tensors: privacy
-    rests on the noise, and nothing else would tell that a kernel was compiled wrongly or that torch draws otherwise."""
+    """Returns whether the kernel adds the numbers that torch draws on this device. It is tried once on two small
+    tensors: privacy depends on the noise, and nothing else would detect a kernel that was compiled wrongly."""
     generators = [torch.Generator(device).manual_seed(2**40 + 1) for _ in range(2)]
     sums = [torch.zeros(size, device=device) for size in (5, 300)]
     add_normal_cuda(sums, 2.0, generators[0])

@@ -28,14 +28,14 @@ from opacus_memprof.clipping.workspace import (
 
 
 def matrix(stack: torch.Tensor) -> torch.Tensor:
-    """`stack` as [N, numbers of each]."""
+    """Returns `stack` as [N, numbers of each sample]."""
     if stack.dim() == 2:
         return stack
     return stack.unsqueeze(1) if stack.dim() == 1 else stack.flatten(1)
 
 
 def squared_norms(stack: torch.Tensor) -> torch.Tensor:
-    """The squared norm of every `stack[n]`, accumulated in float32 (float64)."""
+    """Returns the squared norm of every `stack[n]`, accumulated in float32 (float64)."""
     dtype = accumulation_dtype(stack.dtype)
     if stack.numel() == 0:
         return torch.zeros(stack.shape[0], dtype=dtype, device=stack.device)
@@ -47,8 +47,8 @@ _SMALL = 1 << 16  # numbers: of a sample on CUDA; of all samples on the CPU, whe
 
 
 def is_small(stack: torch.Tensor) -> bool:
-    """Whether the norms and the clipped sum of `stack` are found together with those of other stacks (see
-    launches.py)."""
+    """Returns whether the norms and the clipped sum of `stack` are computed together with those of other stacks (see
+    small_layers.py)."""
     if has_kernels(stack):
         most = _SMALL * stack.shape[0]
     else:
@@ -57,25 +57,25 @@ def is_small(stack: torch.Tensor) -> bool:
 
 
 def defers_norms(stack: torch.Tensor) -> bool:
-    """Whether the norms of `stack` wait for the optimizer's step, to be found together with those of other stacks
-    (see launches.py): those of small ones, and of single samples."""
+    """Returns whether the norms of `stack` are deferred to the optimizer's step, which computes them together with
+    those of other stacks (see small_layers.py): those of small stacks, and of single samples."""
     return is_small(stack) or (stack.shape[0] == 1 and has_kernels(stack) and stack.numel() > 0)
 
 
 def has_kernels(x: torch.Tensor) -> bool:
-    """Whether Triton's kernels go through such a tensor."""
+    """Returns whether the Triton kernels support such a tensor."""
     return x.is_cuda and x.dtype in KERNEL_DTYPES and has_triton()
 
 
 def squared_norms_unless_deferred(stack: torch.Tensor) -> torch.Tensor | None:
-    """`squared_norms`, or None if they wait for the optimizer's step."""
+    """Returns `squared_norms(stack)`, or None if they are deferred to the optimizer's step."""
     return None if defers_norms(stack) else squared_norms(stack)
 
 
 def gradient_squared_norms(
     g: torch.Tensor, a: torch.Tensor, workspace: Workspace, lost: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The squared norms, by forming the gradients `g[n] @ a[n]`, some rows of some samples at a time.
+    """Returns the squared norms, by forming the gradients `g[n] @ a[n]`, some rows of some samples at a time.
 
     Args:
         g: output gradients, [N, rows, T].
@@ -94,7 +94,8 @@ def gradient_squared_norms(
 
 
 def _accumulated_product(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """`g @ a` in float32 for low precision, as clipped sums are formed: rounding it could make a norm smaller."""
+    """Returns `g @ a`, in float32 for low precision, as clipped sums are formed: rounding it could make a norm
+    smaller."""
     if not is_low_precision(g.dtype):
         return torch.bmm(g, a)
     return torch.bmm(g, a, out_dtype=torch.float32) if g.is_cuda else torch.bmm(g.float(), a.float())
@@ -103,7 +104,7 @@ def _accumulated_product(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 def gram_squared_norms(
     g: torch.Tensor, a: torch.Tensor, workspace: Workspace, lost: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The squared norms, by `sum_{t,u} (g_t . g_u)(a_t . a_u)`, tile by tile over the lower triangle.
+    """Returns the squared norms `sum_{t,u} (g_t . g_u)(a_t . a_u)`, tile by tile over the lower triangle.
 
     On CUDA a Triton kernel keeps both tiles in registers. Otherwise two tiles that fit into `workspace` are formed,
     multiplied and summed. Where the sum cancels, the norm is computed from the gradient instead (see norm_bounds.py).
@@ -159,7 +160,7 @@ def replace_lost_norms(
 def _tiled_sums(
     g: torch.Tensor, a: torch.Tensor, workspace: Workspace
 ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-    """The sums of the products, and a function that returns those of their absolute values, each [N]."""
+    """Returns the sums of the products, and a function that returns those of their absolute values, each [N]."""
     count, rows, tokens = g.shape
     dtype = accumulation_dtype(g.dtype)
     if g.dtype == a.dtype == dtype and 2 * count * tokens * tokens * dtype.itemsize <= workspace.bytes:

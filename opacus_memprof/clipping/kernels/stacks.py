@@ -119,7 +119,7 @@ def scale_cuda(stacks: Sequence[torch.Tensor], factors: torch.Tensor) -> None:
 
 
 def squared_norms_cuda(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The squared norms of every `stack[n]`, [stacks, N] float32, with one launch.
+    """Returns the squared norms of every `stack[n]`, [stacks, N] float32, with one launch.
 
     Args:
         stacks: each [N, ...], contiguous, not empty; of one dtype and device.

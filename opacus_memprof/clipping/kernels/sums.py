@@ -18,7 +18,7 @@ from opacus_memprof.clipping.workspace import Workspace, is_low_precision, slice
 
 
 def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, workspace: Workspace) -> torch.Tensor:
-    """The weighted sum of kept per-sample gradients.
+    """Returns the weighted sum of kept per-sample gradients.
 
     Args:
         stack: per-sample gradients, [N, ...].
@@ -49,8 +49,8 @@ def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, wo
 def sum_outer_products(
     g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, workspace: Workspace, lost: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """As `sum_products`, of operands [N, T, rows] and [N, T, columns], as [rows, columns]. None if one product is not
-    enough: its copies do not fit into the workspace, or there is one sample, whose gradient is scaled instead."""
+    """As `sum_products`, for operands [N, T, rows] and [N, T, columns]; returns [rows, columns]. None if one matmul is
+    not enough: its copies do not fit into the workspace, or there is one sample, whose gradient is scaled instead."""
     if _is_by_sample(g.mT, a):
         return None
     sums = native.sum_outer_products([(g, a)], factors.to(sum_dtype(g.dtype)), workspace.bytes)
@@ -69,7 +69,7 @@ def add_lost(
 
 
 def scale_single_samples(stacks: list[torch.Tensor], factors: torch.Tensor) -> list[torch.Tensor]:
-    """The clipped sums of a single sample: its gradients are scaled in place, which takes no memory.
+    """Returns the clipped sums of a single sample, whose gradients are scaled in place without extra memory.
 
     Args:
         stacks: each [1, ...], contiguous, not empty; all float32 (float64), on one device.
@@ -87,7 +87,7 @@ def scale_single_samples(stacks: list[torch.Tensor], factors: torch.Tensor) -> l
 
 
 def products(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """The weight gradients `g[n] @ a[n]`, [N, rows, columns]."""
+    """Returns the weight gradients `g[n] @ a[n]`, [N, rows, columns]."""
     # For a single sample a plain matrix product, as in training without privacy.
     return torch.mm(g[0], a[0]).unsqueeze(0) if g.shape[0] == 1 else torch.bmm(g, a)
 
@@ -100,7 +100,7 @@ def sum_products(
     workspace: Workspace,
     lost: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The weighted sum of weight gradients `g[n] @ a[n]`: one matrix product over samples and tokens together, as in
+    """Returns the weighted sum of weight gradients `g[n] @ a[n]` by one matmul over samples and tokens together, as in
     training without privacy.
 
     Args:
@@ -180,8 +180,8 @@ def _is_split(x: torch.Tensor) -> bool:
 
 
 def _scaled_product(left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor, scales_left: bool) -> torch.Tensor:
-    """The product of [groups, rows, n, t] and [groups, n, t, columns], one of which is scaled: the narrower one, which
-    this copies."""
+    """Returns the product of [groups, rows, n, t] and [groups, n, t, columns], one of which is scaled: the narrower
+    one, which this copies."""
     if scales_left:
         left = left * scale
     else:

@@ -26,7 +26,7 @@ LAYERS: dict[type[nn.Module], type[Layer]] = {
 
 
 def layer_for(name: str, module: nn.Module, trainable: Sequence[str]) -> Layer:
-    """The layer that clips a module's own parameters.
+    """Returns the layer that clips a module's own parameters.
 
     Args:
         name: of the module in the model.

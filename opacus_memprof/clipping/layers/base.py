@@ -38,13 +38,13 @@ class KeptTensors:
 
     @property
     def squared_norms(self) -> torch.Tensor:
-        """[B], of all parameters of the layer together."""
+        """The squared norms, [B], of all parameters of the layer together."""
         found = [norms for norms in self.norms.values() if norms is not None]
         assert len(found) == len(self.norms), "find_deferred_norms has not been called"
         return torch.stack(found).sum(0)
 
     def select(self, samples: torch.Tensor) -> None:
-        """Drops all samples but those with these indices. The norms stay."""
+        """Drops all samples except those with these indices. The norms stay."""
         self.stacks = {parameter: stack[samples.to(stack.device)] for parameter, stack in self.stacks.items()}
         if self.pair is not None:
             rows = samples.to(self.pair[1].device)
@@ -52,7 +52,7 @@ class KeptTensors:
         self.lost = None if self.lost is None else self.lost[samples.to(self.lost.device)]
 
     def split(self) -> Iterator[tuple[nn.Parameter, KeptTensors]]:
-        """What is kept of each parameter by itself."""
+        """Yields what is kept for each parameter."""
         for parameter, norms in self.norms.items():
             stacks = {parameter: self.stacks[parameter]} if parameter in self.stacks else {}
             if stacks:
@@ -61,7 +61,7 @@ class KeptTensors:
                 yield parameter, KeptTensors({parameter: norms}, pair=self.pair, lost=self.lost)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors: (the profiler's category, tensor)."""
+        """Yields the tensors: (the profiler's category, tensor)."""
         yield from (("norm_samples", norms) for norms in self.norms.values() if norms is not None)
         yield from (("per_sample_gradients", stack) for stack in self.stacks.values())
         if self.pair is not None:
@@ -90,7 +90,7 @@ def split_factors(factors: torch.Tensor, lost: torch.Tensor | None) -> SplitFact
 
 
 def keep_stacks(stacks: dict[nn.Parameter, torch.Tensor]) -> KeptTensors:
-    """Keeps per-sample gradients, with those norms that do not wait for the optimizer's step."""
+    """Keeps per-sample gradients, and their norms unless these are deferred."""
     return KeptTensors({p: squared_norms_unless_deferred(stack) for p, stack in stacks.items()}, stacks)
 
 
@@ -100,11 +100,11 @@ KeepFunction = Callable[[torch.Tensor, torch.Tensor, Workspace], KeptTensors]
 class Layer:
     """A layer of the model.
 
-    The per-sample gradients of some parameters are small and are always formed; those of a large weight may be deferred
-    (not formed, if keeping input and output gradient is smaller).
+    The per-sample gradients of small parameters are always formed. For a large weight, input and output gradient (a
+    pair) are kept instead if they are smaller than its per-sample gradients.
 
-    In all methods `x` is the layer's input and `g` the gradient of its output, both with the batch first. Neither
-    is changed."""
+    In all methods `x` is the layer's input and `g` the gradient of its output, both with the batch first. Neither is
+    changed."""
 
     any_arrangement = False  # whether dimensions between the samples and the features may have any meaning
 
@@ -123,7 +123,8 @@ class Layer:
         return [p for name, p in own if p is not None and p.requires_grad and name not in self.excluded]
 
     def running_parameters(self) -> list[nn.Parameter]:
-        """What `trainable` returns while the layer runs: of a sharded model, whole parameters instead of shards."""
+        """Returns what `trainable` returns while the layer runs. Of a sharded model, these are whole parameters instead
+        of shards."""
         if self.running_module is self.module:
             return self.trainable()
         own = self.module._parameters.items()
@@ -132,7 +133,7 @@ class Layer:
         return self._seen
 
     def seen_parameters(self) -> list[nn.Parameter]:
-        """The `running_parameters` of the last run."""
+        """Returns the `running_parameters` of the last run."""
         return self.trainable() if self.running_module is self.module else self._seen
 
     def is_trainable(self, name: str) -> bool:
@@ -147,32 +148,34 @@ class Layer:
 
     # --- what subclasses define ---
     def min_dimensions(self) -> int:
-        """The least number of dimensions of an input that has a batch dimension."""
+        """Returns the least number of dimensions of an input that has a batch dimension."""
         raise NotImplementedError
 
     def cast(self, x: torch.Tensor) -> torch.Tensor:
-        """The input as autocast will cast it, so that the tensor that is kept is the one the layer computes with."""
+        """Returns the input as autocast will cast it, so that the kept tensor is the one that the layer computes
+        with."""
         return x
 
     def small_gradients(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> dict[str, torch.Tensor]:
-        """The per-sample gradients, by name, of those trainable parameters that are never deferred."""
+        """Returns the per-sample gradients, by name, of the trainable parameters other than the large weight."""
         raise NotImplementedError
 
     def choose(self, x: torch.Tensor, g: torch.Tensor, keep: bool) -> Choice | None:
-        """How to clip the weight that may be deferred, from shapes and dtypes. None if the layer has no such weight."""
+        """Returns how to clip the large weight, from shapes and dtypes; None if the layer has no such weight."""
         return None
 
     def weight_gradients(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-        """The per-sample gradients of the weight, [B, *weight.shape]."""
+        """Returns the per-sample gradients of the weight, [B, *weight.shape]."""
         raise NotImplementedError
 
     def terms(self, x: torch.Tensor) -> int:
-        """The number of products with output gradients of one channel to which a number of the input contributes; for
-        indices, their number in a sample."""
+        """Returns the number of products with output gradients of one channel to which an element of the input
+        contributes; for indices, the number of indices in a sample."""
         return 1
 
     def defers_norms(self, x: torch.Tensor, g: torch.Tensor, choice: Choice) -> bool:
-        """Whether the weight's norms, of a pair that is kept, wait for the optimizer's step (see launches.py)."""
+        """Returns whether the norms of the weight, of which a pair is kept, are deferred to the optimizer's step (see
+        small_layers.py)."""
         return False
 
     def weight_squared_norms(
@@ -183,8 +186,8 @@ class Layer:
         workspace: Workspace,
         lost: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The squared norms of the weight's per-sample gradients, [B], without keeping the gradients. To `lost`, on
-        CUDA, it is written of which samples a clipped sum would lose digits (see KeptTensors)."""
+        """Returns the squared norms of the weight's per-sample gradients, [B], without keeping the gradients. On CUDA,
+        `lost` receives for which samples a clipped sum would lose digits (see KeptTensors)."""
         raise NotImplementedError
 
     def weight_sum(
@@ -195,8 +198,8 @@ class Layer:
         workspace: Workspace,
         lost: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The clipped sum, of the weight's shape; float32 if `g` is of low precision. `lost` are the clip factors,
-        [B] float32 on CUDA, of samples whose gradients are formed in float64; they have 0 in `factors`."""
+        """Returns the clipped sum, of the weight's shape; float32 if `g` is of low precision. `lost` has the clip
+        factors, [B] float32 on CUDA, of samples whose gradients are formed in float64; `factors` has 0 for them."""
         raise NotImplementedError
 
     # --- what is the same for all ---
@@ -214,17 +217,17 @@ class Layer:
         return x
 
     def kept_bytes(self, x: torch.Tensor, y: torch.Tensor) -> int:
-        """The bytes that backward will keep for the deferred weight, from shapes alone. `y` is the output."""
+        """Returns the bytes that backward will keep for the large weight, from shapes alone. `y` is the output."""
         choice = self._choice(x, y, keep=True)
         return 0 if choice is None else choice.kept_bytes
 
     def batch_size(self, x: torch.Tensor | None, g: torch.Tensor) -> int:
-        """The number of samples of a backward."""
+        """Returns the number of samples of a backward."""
         return g.shape[0]
 
     def keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace, norms: bool = True) -> KeptTensors:
-        """Keeps per-sample gradients or (x, g), whichever is smaller and, unless `norms` is False, computes the exact
-        norms, or notes with None that they wait for the optimizer's step."""
+        """Keeps per-sample gradients or the pair (x, g), whichever is smaller, and the exact norms unless `norms` is
+        False. Norms that are deferred to the optimizer's step are None."""
         if not norms or x is None or self.excluded or type(self).keep_function is Layer.keep_function:
             return self._keep(x, g, workspace, norms)
         # What is kept, and how, follows from these. To decide it anew takes longer than a small layer's kernels.
@@ -240,8 +243,11 @@ class Layer:
     def keep_function(
         self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace
     ) -> KeepFunction | None:
-        """Returns a method that keeps, of tensors with the shapes, strides, dtypes and device of `x` and `g`, what
-        `kept` has of these, without deciding anew what to keep; None if the layer has no such method."""
+        """Returns a function that does for the next tensors what `keep` has done for these, without choosing again what
+        to keep.
+
+        The next tensors have the shapes, strides, dtypes and device of `x` and `g`. None if the layer has no such
+        function."""
         return None
 
     def _keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace, norms: bool) -> KeptTensors:
@@ -267,7 +273,7 @@ class Layer:
     def _keep_norms(
         self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
     ) -> None:
-        """Keeps the pair with its norms, both from float64 where float32 would be too coarse."""
+        """Keeps the pair and its norms, both from float64 where float32 would be too coarse."""
         if has_kernels(g) and g.dim() > 2:
             kept.lost = torch.empty(len(g), dtype=torch.bool, device=g.device)
         squares = self.weight_squared_norms(x, g, choice, workspace, kept.lost)
@@ -277,7 +283,7 @@ class Layer:
         kept.pair, kept.norms[self.weight()] = pair, squares
 
     def keep_norms(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
-        """Keeps the exact squared norms, [B], alone."""
+        """Keeps only the exact squared norms, [B]."""
         kept = KeptTensors({parameter: squared_norms(stack) for parameter, stack in self._small(x, g, workspace)})
         choice = self._choice(x, g, keep=False)
         if choice is not None and x is not None:
@@ -294,8 +300,8 @@ class Layer:
         workspace: Workspace,
         first: KeptTensors | None = None,
     ) -> dict[nn.Parameter, torch.Tensor]:
-        """The clipped sums by parameter, in the second of two passes, without keeping anything. Those of weights that
-        are used several times may be float64, since the sums of these uses may cancel.
+        """Returns the clipped sums by parameter in the second of two passes, without keeping anything. Sums of weights
+        that are used several times may be float64, since their uses may cancel.
 
         Args:
             x, g: see Layer.
@@ -351,8 +357,8 @@ class Layer:
     owns_weight_gradients = False
 
     def is_scaled_in_place(self, parameter: nn.Parameter, stack: torch.Tensor) -> bool:
-        """Whether the clipped sum is the gradient of a single sample, scaled in place. Only the weight's gradients may
-        be overwritten: others may be views of gradients that autograd uses."""
+        """Returns whether the clipped sum is the gradient of a single sample, scaled in place. Only the weight's
+        gradients may be overwritten: others may be views of gradients that autograd uses."""
         is_owned = self.owns_weight_gradients and parameter is self.module._parameters.get("weight")
         is_single = stack.shape[0] == 1 and stack.numel() > 0 and stack.is_contiguous()
         return is_owned and is_single and stack.dtype == sum_dtype(parameter.dtype)

@@ -63,7 +63,7 @@ class ConvolutionLayer(MatrixLayer):
         return g.reshape(len(x), -1, g.shape[2:].numel()), self._unfold(x).mT
 
     def has_views(self, x: torch.Tensor, g: torch.Tensor) -> bool:
-        """As of all of these, only a convolution with a kernel of one tap that is applied everywhere."""
+        """Returns whether the operands are views: only with a kernel of one tap that is applied everywhere."""
         module: Any = self.module
         ones = (*module.kernel_size, *module.stride, module.groups)
         is_pointwise = set(ones) == {1} and not any(module._reversed_padding_repeated_twice)
@@ -171,7 +171,7 @@ class ConvolutionLayer(MatrixLayer):
         workspace: Workspace,
         lost: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The clipped sum of the products `g @ a`, [groups, rows, columns]."""
+        """Returns the clipped sum of the products `g @ a`, [groups, rows, columns]."""
         if groups == 1:
             total = sum_outer_products(g.mT, a, factors, workspace, lost)
             if total is not None:
@@ -198,7 +198,7 @@ class ConvolutionLayer(MatrixLayer):
                     del a
 
     def _unfold(self, x: torch.Tensor) -> torch.Tensor:
-        """The unfolded input, [N, columns, tokens], of an input [N, channels, ...]."""
+        """Returns the unfolded input, [N, columns, tokens], of an input [N, channels, ...]."""
         module: Any = self.module
         pads = module._reversed_padding_repeated_twice
         if module.padding_mode != "zeros" and any(pads):
@@ -207,6 +207,6 @@ class ConvolutionLayer(MatrixLayer):
         return unfold(x, pads, module.kernel_size, module.stride, module.dilation)
 
     def _padded_numel(self, x: torch.Tensor) -> int:
-        """The number of elements of one channel of one sample, including padding."""
+        """Returns the number of elements of one channel of one sample, including padding."""
         pads = self.module._reversed_padding_repeated_twice
         return math.prod(n + pads[2 * i] + pads[2 * i + 1] for i, n in enumerate(reversed(x.shape[2:])))

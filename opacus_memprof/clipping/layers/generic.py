@@ -102,7 +102,7 @@ class GenericLayer(Layer):
 
 
 def sample_bytes(call: Call, g: Sequence[torch.Tensor], parameters: Iterable[nn.Parameter]) -> int:
-    """An estimate of the bytes that one sample takes: its gradients, and four times its inputs and outputs."""
+    """Estimates the bytes that one sample takes: its gradients, and four times its inputs and outputs."""
     tensors = [x for x, where in zip(call.leaves, call.arrangements, strict=True) if where is not None]
     moved: int = sum(x.numel() * x.element_size() for x in [*tensors, *g]) // max(1, call.batch)
     return 4 * moved + sum(p.numel() * p.element_size() for p in parameters)

@@ -29,25 +29,25 @@ class MatrixLayer(Layer):
     owns_weight_gradients = True
 
     def sizes(self, x: torch.Tensor, g: torch.Tensor) -> Sizes:
-        """The sizes of the product."""
+        """Returns the sizes of the product."""
         raise NotImplementedError
 
     def operands(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The operands of the weight gradients, [B groups, rows, tokens] and [B groups, tokens, columns]. There must be
-        a sample and a token."""
+        """Returns the operands of the weight gradients, [B groups, rows, tokens] and [B groups, tokens, columns]. There
+        must be a sample and a token."""
         raise NotImplementedError
 
     def has_views(self, x: torch.Tensor, g: torch.Tensor) -> bool:
-        """Whether `operands` are views."""
+        """Returns whether `operands` are views."""
         raise NotImplementedError
 
     def fits(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> bool:
-        """Whether what `operands` copies fits into the workspace."""
+        """Returns whether the copies that `operands` makes fit into the workspace."""
         return True
 
     def outer(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The tensors, [B, ..., rows] and [B, ..., columns], of which the weight's gradient is the sum of the tokens'
-        outer products. None if they would have to be copied."""
+        """Returns the tensors, [B, ..., rows] and [B, ..., columns], of which the weight's gradient is the sum of the
+        tokens' outer products. None if they would have to be copied."""
         raise NotImplementedError
 
     def defers_norms(self, x: torch.Tensor, g: torch.Tensor, choice: Choice) -> bool:
@@ -80,21 +80,21 @@ class MatrixLayer(Layer):
         return self._keep_gradients if kept.pair is None else self._keep_pair_with_norms
 
     def _keep_pair(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
-        """Keeps the pair, and lets the weight's norms wait."""
+        """Keeps the pair, and defers the weight's norms."""
         kept = self._keep_bias(x, g, workspace)
         kept.pair = (x, g)
         kept.norms[self.weight()] = None
         return kept
 
     def _keep_pair_with_norms(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
-        """Keeps the pair, and finds the norms that do not wait."""
+        """Keeps the pair, and computes the norms that are not deferred."""
         kept, choice = self._keep_bias(x, g, workspace), self._choice(x, g, keep=True)
         assert choice is not None
         self._keep_norms(kept, x, g, choice, workspace)
         return kept
 
     def _keep_gradients(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
-        """Keeps the per-sample gradients. Norms of small ones wait."""
+        """Keeps the per-sample gradients, and defers the norms of small ones."""
         kept, weight = self._keep_bias(x, g, workspace), self.weight()
         stack = kept.stacks[weight] = products(*self.operands(x, g)).view(-1, *weight.shape)
         kept.norms[weight] = squared_norms_unless_deferred(stack)

@@ -67,8 +67,8 @@ class _LastDimensionsNorm(Layer):
         return keep_stacks(stacks)
 
     def _weight_gradients(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        """The weight's per-sample gradients, all at once, of tensors [B, T, *normalized_shape]. They are allocated
-        before the temporaries, as the out-of-memory advice counts them."""
+        """Returns the weight's per-sample gradients, all at once, of tensors [B, T, *normalized_shape]. They are
+        allocated before the temporaries, as the out-of-memory advice counts them."""
         dtype = accumulation_dtype(g.dtype)
         total = torch.empty(g.shape[0], *g.shape[2:], dtype=dtype, device=g.device)
         return torch.sum(self.normalize(x).mul_(g), 1, dtype=dtype, out=total)
@@ -145,7 +145,7 @@ class GroupNormLayer(Layer):
         return self._keep_stacks if waits and self.is_trainable("weight") and self._has_kernel(x, g) else None
 
     def _keep_stacks(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
-        """Keeps the per-sample gradients, which one kernel finds, and lets all norms wait."""
+        """Keeps the per-sample gradients, which one kernel computes, and defers all norms."""
         from opacus_memprof.clipping.kernels.group_norm import group_norm_gradients_cuda
 
         gradients = group_norm_gradients_cuda(x, g, self.module.num_groups, self.module.eps)
@@ -154,7 +154,8 @@ class GroupNormLayer(Layer):
         return keep_stacks(stacks)
 
     def _has_kernel(self, x: torch.Tensor, g: torch.Tensor) -> bool:
-        """Whether one kernel finds the gradients, in no more time than torch's. It has a program for each group."""
+        """Returns whether one kernel finds the gradients, in no more time than torch's. It has a program for each
+        group."""
         if not (has_kernels(x) and has_kernels(g) and x.is_contiguous() and g.is_contiguous()):
             return False
         return cost.has_group_norm_kernel(x[:1].numel(), self.module.num_groups)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognizes layers by what they compute, on a tiny input: linear maps, scaled embeddings, scales of features.
+"""Recognizes layers by what they compute on a tiny input: linear maps, scaled embeddings, scales of features.
 
 Frameworks have many classes for these: Conv1D and RMSNorm of transformers, linear layers of recurrent cells, LayerNorm
 over channels. A class name would say nothing about its forward.
@@ -20,8 +20,8 @@ from opacus_memprof.clipping.layers.scale import ScaleLayer
 
 
 def recognize(name: str, module: nn.Module) -> Layer | None:
-    """The layer that computes what `module` does, or None. The module's own parameters are all that it has; it is
-    left as it was, and so are the random number generators."""
+    """Returns the layer that computes what `module` does, or None. `module` must own all its parameters. It is left
+    unchanged, and so are the random number generators."""
     own = dict(module.named_parameters(recurse=False))
     weight = own.get("weight")
     if weight is None or not own.keys() <= {"weight", "bias"} or len(list(module.parameters())) != len(own):
@@ -94,7 +94,7 @@ def _scale(name: str, module: nn.Module, weight: torch.Tensor, bias: torch.Tenso
 def _unit(
     module: nn.Module, x: torch.Tensor, axis: int, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> float | None:
-    """The weight for which the module's output, without a bias, is c(x); None if it is no such module."""
+    """Returns the weight for which the module's output, without a bias, is c(x); None if there is no such weight."""
     zeros = {} if bias is None else {"bias": torch.zeros_like(bias)}
     shift = _call(module, x, weight=torch.zeros_like(weight), **zeros)
     scaled = _call(module, x, weight=torch.ones_like(weight), **zeros)
@@ -114,12 +114,12 @@ def _unit(
 
 
 def _one_by_one(module: nn.Module, x: torch.Tensor) -> bool:
-    """Whether each sample has the output that it has alone."""
+    """Returns whether samples are processed independently."""
     return _agree(_call(module, x[:1]), _call(module, x)[:1])
 
 
 def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two outputs agree. Many layers compute in float32, whatever their parameters are."""
+    """Returns whether two outputs agree. Many layers compute in float32, whatever their parameters are."""
     precision = 8 * torch.finfo(actual.dtype).eps if actual.dtype.itemsize < 4 else 1e-5
     scale = float(expected.abs().max())
     return actual.shape == expected.shape and torch.allclose(actual, expected, rtol=precision, atol=precision * scale)
@@ -195,9 +195,10 @@ _SMOOTH = frozenset(
 
 
 class _OnlySmooth(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises TypeError for operations other than products, sums, powers and means. What a module computes with these
-    on a
-    few random numbers it computes on all: it has no clamp, comparison or condition that only other numbers reach."""
+    """Raises TypeError for operations other than products, sums, powers and means.
+
+    What a module computes with these on a few random numbers holds for all numbers: no clamp, comparison or condition
+    depends on the values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ not in _SMOOTH:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of a model that flash_clip clips: which module is repeated, or tapped, for which parameters."""
+"""The layers of a model that flash_clip clips: for which parameters a module is tapped or repeated."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ from opacus_memprof.errors import MemprofError
 
 
 class LayerRegistry:
-    """The layers of a model, by module. Every trainable parameter belongs to the layers of all modules that own it, or
+    """The layers of a model by module. Every trainable parameter belongs to the layers of all modules that own it, or
     to one GenericLayer above them.
 
     Args:
@@ -43,7 +43,7 @@ class LayerRegistry:
         self.mark_shared()
 
     def layers(self) -> list[Layer]:
-        """All layers."""
+        """Returns all layers."""
         return [layer for layers in self.at.values() for layer in layers]
 
     def parameter_names(self) -> dict[nn.Parameter, str]:
@@ -51,7 +51,7 @@ class LayerRegistry:
         return {p: name for name, p in self.model.named_parameters() if p.requires_grad}
 
     def _leave_to_inner_modules(self) -> None:
-        """Leaves a parameter that a module and one inside it own to the latter."""
+        """Assigns a parameter that a module and one of its submodules own to the submodule."""
         for module, layers in list(self.at.items()):
             inside = {p for inner in module.modules() if inner is not module for p in inner.parameters(recurse=False)}
             for layer in layers:
@@ -61,7 +61,7 @@ class LayerRegistry:
                         del self.at[module]
 
     def mark_shared(self) -> None:
-        """Marks the layers with a parameter that several layers have."""
+        """Marks layers that share a parameter with other layers."""
         owners: dict[nn.Parameter, list[Layer]] = {}
         for layer in self.layers():
             for parameter in layer.trainable():
@@ -71,15 +71,15 @@ class LayerRegistry:
                 layer.is_shared |= len(layers) > 1
 
     def repeat_module(self, layer: Layer) -> None:
-        """Repeats the layer's module, instead of tapping its input and output."""
+        """Switches a layer to repeating its module, instead of tapping input and output."""
         self._move(layer, layer.module)
 
     def repeat_at(self, layer: Layer, module: nn.Module) -> None:
-        """Repeats a module that contains the layer's instead."""
+        """Switches a layer to repeating a module that contains it."""
         self._move(layer, module)
 
     def parent_of(self, layer: Layer) -> nn.Module:
-        """The module that contains the layer's module. The model itself contains all."""
+        """Returns the module that contains the layer's module. The model itself contains all."""
         names = self._names[layer.module]
         parents = {name.rpartition(".")[0] for name in names}
         while len(parents) > 1:  # a module with several names: what contains all of these
@@ -89,7 +89,7 @@ class LayerRegistry:
         return parent
 
     def _move(self, layer: Layer, target: nn.Module) -> None:
-        """Makes the layer's parameters those of a GenericLayer of `target`, and nobody else's within it."""
+        """Assigns the layer's parameters to a GenericLayer of `target`, and to no other layer inside it."""
         if self.is_sharded:
             refuse_repetition(layer)
         parameters = layer.trainable()
@@ -121,7 +121,7 @@ def _any_is(parameter: nn.Parameter | None, parameters: Iterable[nn.Parameter]) 
 
 
 def check_model(model: nn.Module) -> None:
-    """Checks that the samples of a batch do not influence one another, as far as the types of layers tell.
+    """Checks, by the types of layers, that samples are processed independently.
 
     Raises:
         MemprofError: nothing is trainable; a layer normalizes over the batch; an embedding has options under which

@@ -50,7 +50,7 @@ class ScaleLayer(Layer):
         return gradients
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        """c(x)."""
+        """Returns c(x)."""
         own = self.module.named_parameters()
         values = {name: torch.zeros(p.shape, dtype=p.dtype, device=x.device) for name, p in own}
         values["weight"].fill_(self.unit)
@@ -60,7 +60,7 @@ class ScaleLayer(Layer):
         return result
 
     def _sum(self, g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The sum over all dimensions but the samples and the features."""
+        """Sums over all dimensions except samples and features."""
         features = g.dim() - 1 if self.axis == -1 else 1
         others = tuple(i for i in range(1, g.dim()) if i != features)
         return g.sum(others, dtype=dtype) if others else g.to(dtype)

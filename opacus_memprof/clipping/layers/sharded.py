@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that FSDP2 has sharded: every rank holds a part of each parameter, and has the whole of it only while the
-module that owns it runs.
+"""Models that FSDP2 has sharded: every rank holds a part of each parameter, and the whole parameter only while its
+module runs.
 
 A layer of such a model has a twin of its module: without FSDP's hooks, and always with the shards, which the optimizer
 has. Its shapes and options are the module's.
@@ -56,7 +56,7 @@ def _check_parameter(name: str, parameter: DTensor, is_sharded: bool) -> None:
 
 
 def refuse_context_parallel() -> None:
-    """Raises MemprofError inside of `context_parallel`, which replaces attention's function."""
+    """Raises MemprofError inside `context_parallel`, which replaces the attention function."""
     attention = functional.scaled_dot_product_attention
     if (getattr(attention, "__module__", None) or "").startswith("torch.distributed"):
         raise MemprofError(
@@ -66,7 +66,7 @@ def refuse_context_parallel() -> None:
 
 
 def sharded_layer(name: str, module: nn.Module, trainable: Sequence[str]) -> Layer:
-    """The layer that clips the parameters of a module of a sharded model.
+    """Returns the layer that clips the parameters of a module of a sharded model.
 
     Args:
         name, module, trainable: see `layer_for`.
@@ -88,8 +88,8 @@ def sharded_layer(name: str, module: nn.Module, trainable: Sequence[str]) -> Lay
 
 
 def refuse_repetition(layer: Layer, reason: str = "") -> None:
-    """Raises MemprofError: the layer's parameters are not there when its forward would be repeated. `reason` is a
-    sentence that says why it would be."""
+    """Raises MemprofError, because the layer's parameters are gone when its forward would be repeated. `reason` is a
+    sentence on why it would be."""
     raise MemprofError(
         f"the gradients of {layer.describe()} need its forward repeated, or that of a module around it, in backward, "
         f"when FSDP2 has freed parameters: freeze it, or use DDP. {reason}".rstrip()
@@ -106,7 +106,7 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _stand_in(shard: torch.Tensor) -> nn.Parameter:
-    """A parameter of the whole shape, with numbers that tell what a module computes with it."""
+    """Returns a parameter of the whole shape, whose numbers show what a module computes with it."""
     generator = torch.Generator(shard.device).manual_seed(0)
     values = torch.randn(shard.shape, dtype=shard.dtype, device=shard.device, generator=generator)
     return nn.Parameter(values, requires_grad=shard.requires_grad)

@@ -45,9 +45,10 @@ class Use(NamedTuple):
 
 
 class SharedGradient:
-    """What is kept of a parameter that is used more than once: pairs (x, g) while they are smaller than per-sample
-    gradients, then the sum of these. On the CPU pairs become float64 if uses cancel so much that rounding what is added
-    up to float32 would change a sample's gradient.
+    """What is kept for a parameter that is used more than once.
+
+    These are pairs (x, g) while they are smaller than per-sample gradients, then the sum of the per-sample gradients.
+    On the CPU pairs become float64 if uses cancel so much that rounding to float32 would change a sample's gradient.
 
     Attributes:
         parameter: the parameter.
@@ -66,7 +67,7 @@ class SharedGradient:
         self._owns_stack = False
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors: (the profiler's category, tensor)."""
+        """Yields the tensors: (the profiler's category, tensor)."""
         if self.stack is not None:
             yield "per_sample_gradients", self.stack
         for use in self.uses:
@@ -93,7 +94,7 @@ class SharedGradient:
             self.stack, self._owns_stack = self.stack.to(accumulation_dtype(stack.dtype)) + stack, True
 
     def squared_norms(self, workspace: Workspace) -> torch.Tensor:
-        """The exact squared norms, [B]."""
+        """Returns the exact squared norms, [B]."""
         norms = self._squared_norms(workspace)
         if any(pair_for_sums(use.x, use.g, norms, use.layer.terms(use.x))[1] is not use.g for use in self.uses):
             self.uses = [use.in_float64() for use in self.uses]
@@ -133,7 +134,7 @@ class SharedGradient:
         return total
 
     def _norms_of_gradients(self, workspace: Workspace) -> torch.Tensor:
-        """The squared norms from per-sample gradients, formed for as many samples at a time as fit."""
+        """Returns the squared norms from per-sample gradients, formed for as many samples at a time as fit."""
         batch, parts = len(self.uses[0].g), []
         dtype = accumulation_dtype(self.uses[0].g.dtype)  # of the clipped sum, too
         item = dtype.itemsize
@@ -147,7 +148,7 @@ class SharedGradient:
         return torch.cat(parts) if parts else self.uses[0].g.new_zeros(0)
 
     def select(self, samples: torch.Tensor) -> None:
-        """Drops all samples but those with these indices."""
+        """Drops all samples except those with these indices."""
         self.uses = [use.of_samples(samples.to(use.g.device)) for use in self.uses]
         self.stack = None if self.stack is None else self.stack[samples.to(self.stack.device)]
         self.kept_norms.select(samples)
@@ -158,7 +159,8 @@ class SharedGradient:
         self.stack = None
 
     def clipped_sum(self, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-        """The clipped sum, in float32 for a parameter of low precision. Releases what was kept as it is used."""
+        """Returns the clipped sum, in float32 for a parameter of low precision. Releases what was kept as it is
+        used."""
         total: torch.Tensor | None = None
         dtype = sum_dtype(self.parameter.dtype)
         if self.stack is not None:
@@ -174,7 +176,7 @@ class SharedGradient:
 
 
 def _merge(uses: list[Use]) -> Use:
-    """One use with the tokens of all."""
+    """Returns one use with the tokens of all uses."""
     if len(uses) == 1:
         return uses[0]
     layer, batch = uses[0].layer, len(uses[0].g)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms and clipped sums of many small layers at once.
+"""Computes norms and clipped sums of many small layers at once.
 
 Small layers keep the host waiting, not the device: launching a kernel takes longer than the kernel. So what backward
 keeps of them waits for the optimizer's step, where one launch does it for all, or C++ on the CPU; and products that
@@ -32,7 +32,7 @@ _Deferred = tuple[dict[nn.Parameter, torch.Tensor | None], nn.Parameter, tuple[t
 
 
 def find_deferred_norms(kept: dict[Layer, KeptTensors]) -> None:
-    """Finds the norms that backward has left to be found, which are None."""
+    """Computes the deferred norms, which are None until then."""
     stacks: list[_Deferred] = []
     large: list[_Deferred] = []  # of a single sample
     pairs: list[_Deferred] = []
@@ -74,7 +74,7 @@ def _set_norms(group: list[_Deferred], norms: torch.Tensor) -> None:
 
 
 def _squared_norms(stacks: list[torch.Tensor]) -> torch.Tensor:
-    """The squared norms of every `stack[n]` of small stacks, [stacks, N]."""
+    """Returns the squared norms of every `stack[n]` of small stacks, [stacks, N]."""
     if not has_kernels(stacks[0]):
         return squared_norms_cpu(stacks)
     from opacus_memprof.clipping.kernels.stacks import squared_norms_cuda
@@ -101,7 +101,7 @@ def _norms_of_outer_products(pairs: list[tuple[torch.Tensor, ...]]) -> torch.Ten
 
 
 def _alike(deferred: list[_Deferred], whole_shapes: bool) -> Iterator[list[_Deferred]]:
-    """Groups of what one launch goes through."""
+    """Groups norms that one launch can compute."""
     for group in group_alike([operands for _, _, operands in deferred], whole_shapes):
         yield [deferred[i] for i in group]
 
@@ -169,12 +169,12 @@ class Splits:
             self._splits[device] = split_factors(factors.to(device, torch.float32), torch.stack(rows))
 
     def of(self, layer: Layer) -> SplitFactors:
-        """Returns those of a layer, [B]."""
+        """Returns the factors of a layer, [B]."""
         rounded, lost = self.of_layers([layer])
         return SplitFactors(rounded if lost is None else rounded[0], None if lost is None else lost[0])
 
     def of_layers(self, layers: Sequence[Layer]) -> SplitFactors:
-        """Returns those of neighbours that all have such samples, [layers, B], or all have none, [B]."""
+        """Returns the factors of neighbours: [layers, B] if all have such samples, [B] if none has."""
         if layers[0] not in self._places:
             return SplitFactors(self.factors, None)
         device, first = self._places[layers[0]]
@@ -184,15 +184,16 @@ class Splits:
         return SplitFactors(rounded[own], lost[own])
 
     def are_alike(self, one: Layer, other: Layer) -> bool:
-        """Returns whether `of_layers` takes both together."""
+        """Returns whether `of_layers` accepts both together."""
         return self._places.get(one, (None,))[0] == self._places.get(other, (None,))[0]
 
 
 def pop_small_products(
     kept: dict[Layer, KeptTensors], splits: Splits, workspace: Workspace
 ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Removes the last layer and, as long as all their clipped sums are small, those before it, if each sum is one
-    product of what is kept as it is, and returns their weights with these sums; empty if the last layer is another one.
+    """Removes the last layers while their clipped sums are small and each is one matmul of kept tensors.
+
+    Returns their weights with the clipped sums; empty if the last layer is of another kind.
 
     Args:
         kept: by layer.
@@ -228,6 +229,6 @@ def pop_small_products(
 
 
 def _as_weight(total: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
-    """A matrix in the shape of a weight, and in the dtype of its sum."""
+    """Returns a matrix in the shape of a weight, and in the dtype of its sum."""
     total = total.to(sum_dtype(weight.dtype))
     return total if weight.dim() == 2 else total.view(weight.shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has each call of a model proved: which situation it is, and whether that is new or due for another proof."""
+"""Proves the calls of a model: finds the situation of each call, and whether it is new or due for another proof."""
 
 from collections.abc import Callable
 from typing import Any

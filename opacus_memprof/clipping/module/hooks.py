@@ -124,7 +124,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
     @property
     def per_sample_gradient_norms(self) -> torch.Tensor:
-        """[B] of the last batch. Not private: for debugging only."""
+        """The per-sample gradient norms, [B], of the last batch. Not private: for debugging only."""
         if self.bookkeeping.norms is None:
             raise AttributeError("per_sample_gradient_norms is set by optimizer.step(), after forward and backward.")
         return self.bookkeeping.norms
@@ -232,7 +232,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
     def _refuse(self, error: MemprofError) -> None:
         """Raises an error of the program's forward or, where several ranks train the model, keeps it for the step. In a
-        proof, which tries what may fail, it is raised."""
+        proof, which tries what may fail, it is always raised."""
         hooks = self.layer_hooks
         if hooks.is_probing or hooks.bookkeeping is not self.bookkeeping:
             raise error
@@ -291,7 +291,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             self._allocated_before = allocated_bytes()
 
     def _follow_changes(self) -> None:
-        """Follows what the program has changed in the model: layers, what is trained, modes and hooks.
+        """Adapts to changes that the program has made in the model: layers, trained parameters, modes and hooks.
 
         Raises:
             MemprofError: the model cannot be clipped exactly any more.
@@ -345,8 +345,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if not outputs and hooks.trace:
             raise MemprofError(
                 f"no gradient leads from the output of the model (a {type(output).__name__}) to its layers: return "
-                "tensors, "
-                "or tuples, lists, dictionaries or data classes of them, that are not detached."
+                "tensors, or tuples, lists, dictionaries or data classes of them, that are not detached."
             )
         # Tensors in other objects, such as a cache of keys and values, are not what a loss is computed from.
         leaves = {id(leaf) for leaf in tree_flatten(output)[0]}

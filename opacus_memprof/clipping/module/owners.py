@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which flash_clip module a parameter belongs to, for optimizers that are made from parameters alone."""
+"""Finds the flash_clip module of a parameter, for optimizers that are made from parameters alone."""
 
 import weakref
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ _OWNERS: Any = WeakTensorKeyDictionary()  # parameter -> weak reference to its h
 
 
 def remember_owner(hooks: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Records that these parameters belong to a model with these FlashClipHooks. The latest hooks of a parameter
+    """Records that these parameters belong to the model with these FlashClipHooks. The latest hooks of a parameter
     count."""
     reference = weakref.ref(hooks)
     for parameter in parameters:

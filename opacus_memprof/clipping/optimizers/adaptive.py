@@ -13,8 +13,9 @@ from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip
 
 
 class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  # type: ignore[misc]
-    """The optimizer of clipping="adaptive" (Andrew et al. 2021, arXiv 1905.03871), with the arguments and the updates
-    of the bound of opacus.optimizers.AdaClipDPOptimizer."""
+    """The optimizer of clipping="adaptive" (Andrew et al. 2021, arXiv 1905.03871).
+
+    Its arguments and the updates of the bound are those of opacus.optimizers.AdaClipDPOptimizer."""
 
     _is_alone = False  # samples are counted between
     sample_size: int
@@ -27,7 +28,8 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
         self.unclipped_num = self.unclipped_num + self.bookkeeping.unclipped_in_last_step
 
     def noise_std(self) -> float:
-        """The standard deviation that leaves room for the noise of the count (Theorem 1 of the paper)."""
+        """Returns the standard deviation of the noise, which leaves room for the noise of the count (Theorem 1 of the
+        paper)."""
         if self.noise_multiplier == 0:
             return 0.0
         rest = self.noise_multiplier ** (-2) - (2 * self.unclipped_num_std) ** (-2)
@@ -59,7 +61,7 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
         self.max_grad_norm = min(max(bound, self.min_clipbound), self.max_clipbound)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As DPOptimizerFlashClip.zero_grad; also begins to count again, unless sums of skipped steps wait."""
+        """As DPOptimizerFlashClip.zero_grad; also restarts the count, except between the physical batches of a step."""
         super().zero_grad(set_to_none)
         if not self._is_last_step_skipped:
             self.sample_size = self.unclipped_num = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer of flash_clip where every rank has the whole model: the ranks' clipped sums are summed up once."""
+"""The optimizer of flash_clip under DDP: every rank has the whole model, and the ranks' clipped sums are added once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +45,7 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
         self._buffers = list(module.registry.model.buffers()) if copies_buffers else []
 
     def description(self) -> dict[str, Any]:
-        """What must be equal on all ranks: settings, and the parameters in the order in which they are summed up."""
+        """Returns what must be equal on all ranks: settings, and the parameters in the order of their reduction."""
         rule = self.bookkeeping.rule
         settings = {
             "clipping": rule.clipping,

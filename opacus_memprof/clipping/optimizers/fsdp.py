@@ -82,7 +82,7 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
         self.agreement.settle(error)
 
     def _limit(self) -> Limit:
-        """That of all ranks, whose sums a shard is from. They all ask for it."""
+        """Returns the limit of all ranks, whose sums a shard is from. All ranks call it."""
         own = self.bookkeeping.limit
         samples, total, *by_parameter = self.agreement.add([own.samples, own.total, *own.by_parameter])
         return Limit(int(samples), total, by_parameter, own.bound)
@@ -109,7 +109,7 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
 
 
 def _replicated_dimensions(parameter: Any) -> list[int]:
-    """The dimensions of the mesh along which the parameter's shards are replicated."""
+    """Returns the dimensions of the mesh along which the parameter's shards are replicated."""
     return [i for i, placement in enumerate(parameter.placements) if isinstance(placement, Replicate)]
 
 

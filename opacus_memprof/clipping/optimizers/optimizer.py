@@ -98,7 +98,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         return self.bookkeeping.passes_in_last_step
 
     def _follow_model(self) -> None:
-        """Follows which parameters the model trains.
+        """Adapts to changes in which parameters the model trains.
 
         Raises:
             MemprofError: the optimizer and the model train different ones.
@@ -132,7 +132,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             parameter.summed_grad = getattr(parameter, "summed_grad", None)
 
     def _check_backward(self) -> None:
-        """Checks that backward has brought all gradients, and, where that is recorded, no others than the outputs
+        """Checks that backward has delivered all gradients and, in recorded steps, only those that the outputs
         explain."""
         self._follow_model()
         self.bookkeeping.check_complete(self.params, self._names)
@@ -140,6 +140,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     def clip_and_accumulate(self) -> None:
         """Adds the clipped sums of every backward since the last step to `p.summed_grad`.
+
+        Adding or removing one sample changes the sums by at most `max_grad_norm`, in L2 norm over all parameters.
 
         Raises:
             MemprofError: a parameter has no gradient.
@@ -154,26 +156,27 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             del total
 
     def begin_sum_check(self) -> None:
-        """Queues the check that the clipped sums are no larger than their samples allow. `pre_step` reads it when
-        noise has been queued, too."""
+        """Queues the check that the clipped sums are no larger than their samples allow. `pre_step` reads the result
+        after noise has been queued."""
         self._sum_check = SumCheck()
         self._sum_check.add([parameter.summed_grad for parameter in self.params])
         self._sum_check.begin()
 
     def noise_bound(self) -> float:
-        """The bound that the noise is in proportion to: the largest that a sample of this step was clipped to, also
-        where `max_grad_norm` has changed between its physical batches."""
+        """Returns the bound that the noise is in proportion to: the largest bound of a sample of this step, even if
+        `max_grad_norm` has changed between its physical batches."""
         return self.bookkeeping.limit.bound or self.max_grad_norm
 
     def noise_std(self) -> float:
-        """The standard deviation of the noise."""
+        """Returns the standard deviation of the noise."""
         return float(self.noise_multiplier * self.noise_bound())
 
     def add_noise(self, divisor: float = 1) -> None:
         """Adds Opacus' noise to `p.summed_grad` in place, divides it, and assigns it to `p.grad` in the parameter's
         dtype.
 
-        It is in place because the sum without noise is not needed any more, and is as large as the model.
+        The standard deviation is `noise_std()`: `noise_multiplier` times the bound that samples were clipped to. It is
+        in place because the sum without noise is not needed any more, and is as large as the model.
 
         Args:
             divisor: of the sums with their noise. `pre_step` gives `grad_divisor()` and does not call
@@ -226,7 +229,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
                 _mark_as_processed(parameter.summed_grad)
 
     def _is_final(self, parameter: nn.Parameter) -> bool:
-        """Whether `p.summed_grad` with its noise can be rounded: nothing more is added to it."""
+        """Returns whether `p.summed_grad` with its noise can be rounded: nothing more is added to it."""
         return True
 
     def _assign_gradient(self, parameter: Any) -> None:
@@ -242,7 +245,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         return total if total.shape == parameter.shape else total.view_as(parameter)
 
     def _gets_noise(self, parameter: nn.Parameter) -> bool:
-        """Whether this process adds the noise of the parameter."""
+        """Returns whether this process adds the noise of the parameter."""
         return True
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
@@ -286,7 +289,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         return noise.GeneratorStates([noise.default_generator(device) for device in devices])
 
     def _prepare_step(self, skips: bool) -> None:
-        """What `pre_step` does before it counts as a step. `skips`: whether it does not."""
+        """Does the work of `pre_step` before it counts as a step. `skips`: whether the step is skipped."""
         if skips:
             self.clip_and_accumulate()
         elif self._rounds_at_once():
@@ -310,11 +313,11 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         )
 
     def _limit(self) -> Limit:
-        """The limit of the sums that this process has before `reduce_gradients`."""
+        """Returns the limit of the sums that this process has before `reduce_gradients`."""
         return self.bookkeeping.limit
 
     def grad_divisor(self) -> float:
-        """What the gradients are divided by: the expected batch size if the loss is a mean."""
+        """Returns the divisor of the gradients: the expected batch size if the loss is a mean."""
         is_mean = self.loss_reduction == "mean"
         return float(self.expected_batch_size * self.accumulated_iterations * self.ranks) if is_mean else 1.0
 

@@ -8,8 +8,9 @@ from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSample
 
 
 class EveryStepSampler(DistributedUniformWithReplacementSampler):  # type: ignore[misc]
-    """Opacus' sampler of a rank's part of the data, but empty batches are batches too. Opacus leaves them out: such a
-    rank has fewer steps than the others, which wait for it forever in their last ones."""
+    """Opacus' sampler for one of several ranks, which also yields empty batches.
+
+    Opacus leaves empty batches out: such a rank takes fewer steps than the others, which then wait forever."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         indices = torch.arange(self.total_size)
@@ -22,7 +23,7 @@ class EveryStepSampler(DistributedUniformWithReplacementSampler):  # type: ignor
 
 
 def sample_every_step(sampler: object) -> None:
-    """Makes a sampler of Opacus an EveryStepSampler, if it is one for several ranks. A DataLoader does not let its
-    sampler be replaced."""
+    """Converts Opacus' sampler for one of several ranks to an EveryStepSampler in place, since a DataLoader does not
+    let its sampler be replaced. Other samplers are left alone."""
     if type(sampler) is DistributedUniformWithReplacementSampler:
         sampler.__class__ = EveryStepSampler

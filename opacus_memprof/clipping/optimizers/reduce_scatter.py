@@ -46,7 +46,7 @@ def scatter(sums: Iterator[Sum]) -> Iterator[Sum]:
 
 
 def _together(sums: Iterator[Sum]) -> Iterator[list[Sum]]:
-    """What is sent at once. Refers to no sum of which the list is empty again."""
+    """Yields sums that are sent together. Refers to no sum of a list that has been emptied."""
     some: list[Sum] = []
     alike, size = None, 0
     for parameter, total in sums:
@@ -67,12 +67,12 @@ def _together(sums: Iterator[Sum]) -> Iterator[list[Sum]]:
 
 @functools.cache
 def _is_sharded_by_rows(placements: tuple[Placement, ...]) -> bool:
-    """Whether the ranks have different parts along the first dimension alone."""
+    """Returns whether the ranks have different parts along the first dimension alone."""
     return [each for each in placements if not isinstance(each, Replicate)] == [Shard(0)]
 
 
 def _sharding_group(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[dist.ProcessGroup, int]:
-    """The process group of the ranks that have different rows, and its size."""
+    """Returns the process group of the ranks that have different rows, and its size."""
     dimension = next(i for i, each in enumerate(placements) if isinstance(each, Shard))
     return mesh.get_group(dimension), mesh.size(dimension)
 
@@ -93,8 +93,8 @@ def _redistribute(parameter: Any, total: torch.Tensor) -> Callable[[], Iterator[
 
 
 def _reduce_scatter_rows(some: list[Sum], group: dist.ProcessGroup, ranks: int) -> Callable[[], Iterator[Sum]]:
-    """Reduce-scatters sums that are sharded by rows, in one message: for each rank its rows of all, padded to as many
-    as the first rank's. Takes the host a tenth of the time of `_redistribute`."""
+    """Reduce-scatters sums that are sharded by rows in one message: for each rank its rows of all sums, padded to as
+    many as the first rank's. Takes the host a tenth of the time of `_redistribute`."""
     parameters = [parameter for parameter, _ in some]
     lengths = [-(-total.shape[0] // ranks) * total.shape[1:].numel() for _, total in some]
     if len(some) == 1 and ranks * lengths[0] == some[0][1].numel():

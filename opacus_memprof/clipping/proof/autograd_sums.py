@@ -13,11 +13,10 @@ from opacus_memprof.clipping.proof.recorder import Sum
 def autograd_gradients(
     outputs: list[torch.Tensor], given: list[torch.Tensor], parameters: list[nn.Parameter]
 ) -> dict[nn.Parameter, torch.Tensor | None]:
-    """The gradients of parameters, by plain autograd; None for those that the outputs do not depend on.
+    """Returns the gradients of parameters by plain autograd; None for parameters that the outputs do not depend on.
 
-    `backward` rather than `grad`: reentrant checkpoints know no other. The parameters' own gradients stay as they
-    were.
-    """
+    It calls `backward` rather than `grad`, which reentrant checkpoints do not support. The parameters' own gradients
+    stay as they were."""
     before = [p.grad for p in parameters]
     try:
         for p in parameters:
@@ -30,7 +29,7 @@ def autograd_gradients(
 
 
 def _real(x: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as two real ones, as the layers have them."""
+    """Returns complex numbers as two real ones, as the layers have them."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 
@@ -41,7 +40,7 @@ _OTHER_SCALE = 1.1
 def wrong_sums(
     found: Iterable[tuple[nn.Parameter, Sum]], autograd: Callable[[float], Gradients]
 ) -> tuple[dict[nn.Parameter, float], bool]:
-    """The parameters whose sums are not autograd's, beyond rounding.
+    """Returns the parameters whose sums differ from autograd's by more than rounding.
 
     Args:
         found: what the layers have found, once for each parameter. It is gone through after `autograd`.
@@ -98,8 +97,8 @@ def _numbers(scalars: Iterable[torch.Tensor]) -> list[float]:
 
 
 def precision(dtype: torch.dtype, parameter: torch.Tensor) -> float:
-    """By how much, relative to its norm, the sum of a parameter's gradients may differ from autograd's, which rounds in
-    another order."""
+    """Returns by how much, relative to its norm, the sum of a parameter's gradients may differ from autograd's, which
+    rounds in another order."""
     if parameter.is_cuda and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return 1e-2
     return {torch.float64: 1e-7, torch.complex128: 1e-7, torch.bfloat16: 2e-2, torch.float16: 5e-3}.get(dtype, 1e-3)

@@ -19,7 +19,7 @@ _SAME_OUTPUT = 1e-5
 _SAME_OUTPUT_LOW_PRECISION = 1e-2
 
 
-class RecordedForward:
+class ForwardByHand:
     """A forward of a model in training, as it was called, and what backward brought to its outputs.
 
     Args:

@@ -336,7 +336,7 @@ def describe_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int
 
 
 def _prefix(path: tuple[Any, ...]) -> str:
-    """The name of an argument that is given by name, with "=". Arguments by position have none."""
+    """Returns the name of an argument that is given by name, with "=". Arguments by position have none."""
     is_named = getattr(path[0], "idx", 0) == 1
     return f"{getattr(path[1], 'key', path[1])}=" if is_named and len(path) > 1 else ""
 

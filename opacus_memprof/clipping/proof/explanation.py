@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the outputs explain a step: the gradients that backward has brought to the layers must be those that autograd
-finds from the model's outputs alone.
+"""Checks that the outputs explain a step: the gradients that backward has brought to the layers must be those that
+autograd finds from the model's outputs alone.
 
 A term of the loss that reaches the model beside its outputs (through an attribute, a list, a hook) is not among these,
 and neither is what a layer got from other random numbers than those of the forward.
@@ -74,7 +74,7 @@ class RecordedForward:
         return cls(module, args, kwargs, batch, random, ModuleState(module), autocast)
 
     def release(self) -> None:
-        """Drops everything: hooks of outputs that the program keeps still have this object."""
+        """Drops everything: hooks of outputs that the program keeps still refer to this object."""
         self.__dict__.clear()
 
     def add(self, place: int, gradient: torch.Tensor) -> None:
@@ -85,7 +85,7 @@ class RecordedForward:
     def autograd(
         self, parameters: list[nn.Parameter], weights: torch.Tensor
     ) -> dict[nn.Parameter, torch.Tensor | None]:
-        """The gradients of the parameters from the outputs alone, by plain autograd.
+        """Returns the gradients of the parameters from the outputs alone, by plain autograd.
 
         Args:
             parameters: the parameters.
@@ -139,7 +139,7 @@ class RecordedForward:
 
 
 def copied(arguments: Any) -> Any:
-    """The arguments of a forward, with copies of their tensors."""
+    """Returns the arguments of a forward with copies of their tensors."""
     return tree_map(_copied, arguments)
 
 
@@ -192,7 +192,7 @@ def check_explained(
 
 
 def _sums(each: BackwardPass, workspace: Workspace) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """The sums of what a pass has kept, with all factors 1; or those that it has clipped already. Nothing is
+    """Yields the sums of what a pass has kept, with all factors 1, or those that it has already clipped. Nothing is
     released."""
     yield from each.sums.items()
     if each.clipped:

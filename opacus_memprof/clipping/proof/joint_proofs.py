@@ -22,7 +22,7 @@ _SHARE = 16
 
 @dataclass
 class JointProof:
-    """What all ranks prove together, in the same forwards.
+    """A proof that all ranks run together, in the same forwards.
 
     Attributes:
         is_new: whether a situation is proved for the first time, rather than checked again.
@@ -41,8 +41,9 @@ class JointProof:
 
 
 class JointProofs:
-    """Has all ranks prove the same situation with the same samples and random numbers: in the same forwards, for whose
-    parameters all ranks are needed, and with the same result.
+    """Proofs of the same situation with the same samples and random numbers on all ranks.
+
+    Every forward needs the parameters of all ranks, and all ranks must come to the same result.
 
     Args:
         model: the model.
@@ -53,7 +54,7 @@ class JointProofs:
         self._modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
 
     def reshard(self) -> None:
-        """Has every module show its shards: those that a forward without a backward has left whole show others."""
+        """Reshards modules that a forward without a backward has left whole."""
         for module in self._modules:
             if any(not isinstance(p, DTensor) for p in module.parameters()):
                 module.reshard()
@@ -68,7 +69,7 @@ class JointProofs:
         random: RandomState | None,
         error: MemprofError | None,
     ) -> JointProof | None:
-        """What is proved next. Called by all ranks before each forward, until it returns None.
+        """Returns what is proved next. All ranks call it before each forward, until it returns None.
 
         Args:
             args, kwargs: of the model.
@@ -119,7 +120,7 @@ def _kind(leaf: Any) -> Any:
 
 
 def _some(leaf: Any, batch: int, count: int) -> Any:
-    """The first samples of a leaf, on the CPU."""
+    """Returns the first samples of a leaf, on the CPU."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     leaf = leaf.detach()

@@ -25,8 +25,8 @@ _MOST_SEARCHES = 32
 _MOST_ENTRIES = 256
 _KNOWN = {"builtins", "collections", "functools", "logging", "numpy", "opacus", "opacus_memprof", "torch", "typing"}
 _MOST_VALUES = 8
-"""A plain number among the arguments that has had more values than this, such as a step's, is no part of a
-situation."""
+"""A plain number among the arguments that has had more values than this, such as a step's, does not count as part of
+a situation."""
 
 
 class ModelState:
@@ -47,14 +47,14 @@ class ModelState:
         self._attributes = Attributes(self._dicts, map(type, self._modules))
 
     def structure(self) -> tuple[Any, ...]:
-        """The submodules, and the parameters with whether they are trained. The layers depend on it."""
+        """Returns the submodules, and the parameters with whether they are trained. The layers depend on it."""
         parameters = [p for p in chain.from_iterable(map(dict.values, self._parameters)) if p is not None]
         children = map(id, chain.from_iterable(map(dict.values, self._children)))
         return tuple(children), tuple(map(id, parameters)), tuple(map(_is_trained, parameters))
 
     def modes(self) -> tuple[Any, ...]:
-        """The training flags, the classes, the hooks of users, the forwards that are replaced on instances, and the
-        attributes that are plain values."""
+        """Returns the training flags, the classes, the hooks of users, the forwards that are replaced on instances, and
+        the attributes that are plain values."""
         replaced = tuple(id(d["forward"]) for d in self._dicts if "forward" in d)
         classes = tuple(map(type, self._modules))
         return (
@@ -97,7 +97,7 @@ class Attributes:
         self._now: tuple[Any, ...] = ()
 
     def now(self) -> tuple[Any, ...]:
-        """The values. One that has had more than a few, such as a count of steps, is left out."""
+        """Returns the values. One that has had more than a few, such as a count of steps, is left out."""
         if self._searches < _MOST_SEARCHES and self._shape_now() != self._shape:
             self._find()
         try:
@@ -273,7 +273,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def is_own(hook: Any) -> bool:
-    """Whether a hook belongs to this package: those of the profiler come and go."""
+    """Returns whether a hook belongs to this package: those of the profiler come and go."""
     function = getattr(hook, "__func__", hook)
     kind = getattr(function, "__module__", None) or type(hook).__module__
     return kind.startswith("opacus_memprof") or getattr(hook, "_is_opacus_memprof", False)
@@ -286,7 +286,7 @@ class Arguments:
         self._values: dict[Any, set[Any]] = {}
 
     def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> Any:
-        """A key that is equal for arguments of the same kind.
+        """Returns a key that is equal for arguments of the same kind.
 
         Args:
             args, kwargs: of a forward.
@@ -314,12 +314,13 @@ class Arguments:
 
 
 def size_class(batch: int) -> int:
-    """A number that batches of nearly the same size share: small ones have one each, others one for each power of 2."""
+    """Returns a number that batches of nearly the same size share: small ones have one each, others one for each power
+    of 2."""
     return batch if batch <= _SMALL_BATCH else _SMALL_BATCH + batch.bit_length()
 
 
 def autocast_key(devices: Iterable[str]) -> tuple[Any, ...]:
-    """The state of autocast."""
+    """Returns the state of autocast."""
     if not torch._C._is_any_autocast_enabled():
         return ()
     return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)

@@ -33,7 +33,7 @@ class TensorSummary:
 
     @classmethod
     def from_tensor(cls, x: torch.Tensor, shape_only: bool = False) -> TensorSummary:
-        """The summary of `x`."""
+        """Returns the summary of `x`."""
         x = x.detach()
         return cls(x.to("meta"), x.new_empty(0) if shape_only else _block_sums(x))
 
@@ -63,12 +63,12 @@ class Observation:
 
 
 def summaries(leaves: list[Any], shape_only: bool = False) -> list[Any]:
-    """The leaves, with summaries in place of tensors."""
+    """Returns the leaves, with summaries instead of tensors."""
     return [TensorSummary.from_tensor(leaf, shape_only) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def used_parameters(leaves: list[Any]) -> set[int]:
-    """The ids of the parameters that the graphs of the tensors among `leaves` lead to."""
+    """Returns the ids of the parameters that the graphs of the tensors among `leaves` lead to."""
     found: set[int] = set()
     seen: set[Any] = set()
     nodes = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
@@ -98,7 +98,7 @@ def _block_sums(x: torch.Tensor) -> torch.Tensor:
 
 
 def _signed_sums(blocks: torch.Tensor) -> torch.Tensor:
-    """[..., n, b] -> [..., n], without a temporary as large as `blocks`."""
+    """Returns signed sums, [..., n, b] -> [..., n], without a temporary as large as `blocks`."""
     if not blocks.is_floating_point():
         return blocks.sum(-1, dtype=torch.int64)
     if blocks.dtype.itemsize == 1:
@@ -108,6 +108,7 @@ def _signed_sums(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _sums_without_large(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For masks, which have infinities or the type's lowest number: the sums of what is neither, and how many are."""
+    """Returns, for masks with infinities or the lowest number of their type, the sums of the other numbers and the
+    count of those."""
     is_large = ~(blocks.abs() < 1e4)
     return _signed_sums(blocks.masked_fill(is_large, 0)), is_large.sum(-1).to(blocks.dtype)

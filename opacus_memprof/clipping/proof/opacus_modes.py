@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from opacus_memprof.clipping.agreement import Agreement, computing_device, inner_model, spans_ranks
 from opacus_memprof.clipping.arguments import Check
-from opacus_memprof.clipping.proof.by_hand import Gradients, RecordedForward, norm
+from opacus_memprof.clipping.proof.by_hand import ForwardByHand, Gradients, norm
 from opacus_memprof.clipping.proof.certificate import Certificate
 from opacus_memprof.clipping.proof.schedule import is_checked
 from opacus_memprof.errors import MemprofError
@@ -42,7 +42,7 @@ def refuse_check(given: Mapping[str, Any], check: Check) -> None:
 def check_steps(
     prepared: tuple[Any, ...], given: Mapping[str, Any], check: Check, certificate: Certificate
 ) -> StepCheck:
-    """Has the steps of what make_private returned checked.
+    """Makes the optimizer that make_private returned check its steps.
 
     Args:
         prepared: what Opacus' make_private returned.
@@ -94,7 +94,7 @@ class StepCheck:
         self._names = {p: name for name, p in model.named_parameters()}
         self._step = 1
         self._is_running = False
-        self._forwards: list[RecordedForward] = []
+        self._forwards: list[ForwardByHand] = []
         self._expected: list[torch.Tensor] | None = None
         self._is_two_pass = isinstance(optimizer, DPOptimizerFastGradientClipping)
         self._agreement = Agreement(computing_device(next(model.parameters()))) if spans_ranks else None
@@ -116,7 +116,7 @@ class StepCheck:
     # --- what the program calls ---
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_counted() and module.training and torch.is_grad_enabled():
-            self._forwards.append(RecordedForward(module, args, kwargs))
+            self._forwards.append(ForwardByHand(module, args, kwargs))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_counted() and self._forwards and not self._forwards[-1].shapes:
@@ -191,7 +191,7 @@ class StepCheck:
                 self._private.enable_hooks()
         self._raise_on_difference(parameters, any(each.is_low_precision for each in forwards))
 
-    def _add_of_all_ranks(self, forwards: list[RecordedForward], parameters: list[nn.Parameter]) -> None:
+    def _add_of_all_ranks(self, forwards: list[ForwardByHand], parameters: list[nn.Parameter]) -> None:
         """Adds the clipped gradients of all ranks' samples. The ranks run the model together: what one of them finds
         ends it for all, so that none waits."""
         agreement = self._agreement
@@ -219,7 +219,7 @@ class StepCheck:
                 "bounds constant or use clipping='flat'."
             )
 
-    def _scale(self, forward: RecordedForward) -> float:
+    def _scale(self, forward: ForwardByHand) -> float:
         """What the gradients of a mean loss are multiplied by to be those of each sample's loss."""
         return forward.samples if self._optimizer.loss_reduction == "mean" else 1
 
@@ -232,7 +232,7 @@ class StepCheck:
                     total += (weight * factor * scale) * gradient.to(total.dtype)
 
     def _factors(self, gradients: Gradients, scale: float) -> list[float]:
-        """The clip factors of one sample, by parameter."""
+        """Returns the clip factors of one sample, by parameter."""
         norms = [0.0 if g is None else scale * norm(g) for g in gradients]
         bounds = getattr(self._optimizer, "max_grad_norms", None)
         if bounds is not None:
@@ -281,12 +281,12 @@ def _factor(bound: float, norm: float) -> float:
 
 
 def _wide(parameter: nn.Parameter) -> torch.dtype:
-    """The type in which sums by hand are formed."""
+    """Returns the type in which sums by hand are formed."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _call_after(owner: Any, name: str, after: Callable[[], None]) -> None:
-    """Has `after()` called when a method of one object has returned."""
+    """Calls `after()` whenever a method of one object has returned."""
     method = getattr(owner, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -298,7 +298,7 @@ def _call_after(owner: Any, name: str, after: Callable[[], None]) -> None:
 
 
 def _error_of(check: Callable[[], None]) -> MemprofError | None:
-    """Returns what a check raises."""
+    """Returns the error that a check raises, or None."""
     try:
         check()
     except MemprofError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The differentiable outputs of a model, wherever it puts them, and the gradients that a proof starts from."""
+"""The differentiable outputs of a model, wherever they are, and the gradients that a proof starts from."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ _DEPTH = 4
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:
-    """The tensors of an output, in a fixed order: leaves of pytrees, and attributes of other objects."""
+    """Returns the tensors of an output, in a fixed order: leaves of pytrees, and attributes of other objects."""
     return list(_tensors(output, _DEPTH, set()))
 
 
@@ -33,7 +33,7 @@ def _tensors(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def alias_leaves(output: Any, tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-    """The output with a view in the place of each of these tensors, which are among its leaves, and the views."""
+    """Returns the output with views instead of these tensors, which are among its leaves, and the views."""
     leaves, structure = tree_flatten(output)
     views = [x.view_as(x) for x in tensors]
     for x, view in zip(tensors, views, strict=True):
@@ -48,7 +48,7 @@ def cotangents(
     weights: torch.Tensor,
     with_shared: bool,
 ) -> list[torch.Tensor]:
-    """Random gradients of outputs, the same for the same shapes.
+    """Returns random gradients of outputs, the same for the same shapes.
 
     Args:
         outputs: differentiable outputs.
@@ -76,7 +76,7 @@ def cotangents(
 
 
 def as_output(rows: torch.Tensor, where: Arrangement, output: torch.Tensor) -> torch.Tensor:
-    """The inverse of `Arrangement.by_sample`."""
+    """Inverts `Arrangement.by_sample`."""
     if where.dim == 1:
         return rows.squeeze(2).movedim(0, 1).reshape(output.shape)
     return (rows if where.sample_major else rows.transpose(0, 1)).reshape(output.shape)

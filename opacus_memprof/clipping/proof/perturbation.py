@@ -15,7 +15,7 @@ sorted."""
 
 
 def perturbed(leaves: Sequence[Any], batch: int, kept: torch.Tensor, variant: int, seed: int) -> list[Any]:
-    """The leaves of a model's arguments, with other values for the samples that are not kept.
+    """Returns the leaves of a model's arguments, with other values for the samples that are not kept.
 
     Args:
         leaves: of the arguments; tensors whose first dimension is `batch` have samples.
@@ -30,7 +30,7 @@ def perturbed(leaves: Sequence[Any], batch: int, kept: torch.Tensor, variant: in
 
 
 def has_samples(leaf: Any, batch: int) -> bool:
-    """Whether a leaf of the arguments has one row for each sample."""
+    """Returns whether a leaf of the arguments has one row for each sample."""
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == batch
 
 

@@ -32,11 +32,11 @@ _OTHER_SIZES = (4, 2)
 
 
 class CannotRunError(Exception):
-    """The model cannot run on some samples of what it was called with."""
+    """The model cannot run on a subset of the samples."""
 
 
 class _UnsuitableError(Exception):
-    """A tensor in which the samples are nowhere in particular."""
+    """A tensor has no dimension of samples."""
 
 
 class Probe(SampleForwards):
@@ -70,7 +70,7 @@ class Probe(SampleForwards):
         self._inside = set(model.modules())
 
     def layouts(self) -> dict[Layer, Layout]:
-        """The layouts of all layers that run.
+        """Returns the layouts of all layers that run.
 
         Raises:
             MemprofError: samples mix, or a forward cannot be repeated.
@@ -92,7 +92,7 @@ class Probe(SampleForwards):
         raise MemprofError("flash_clip found no way to tell the samples of this model apart.")
 
     def _first_outputs(self) -> list[Any]:
-        """The outputs of the first samples, when it is clear that the model runs on all that are tried."""
+        """Returns the outputs of the first samples, once the model has run on all samples that are tried."""
         # A model may want its samples in order, such as sorted by length.
         in_order = ((0, 1, 2), (0, self.batch + 1, 2), (0, 1, 2, 3), (0, 1))
         for self.samples in (SAMPLES, in_order):
@@ -105,11 +105,11 @@ class Probe(SampleForwards):
         raise AssertionError
 
     def repeat_more(self, layer: Layer, moves: bool, reason: str) -> None:
-        """Repeats more than what the layer taps.
+        """Repeats a larger module for the layer's parameters.
 
         Args:
             layer: the layer.
-            moves: whether its rows belong to other samples than it seems, so that repeating its own module is no help.
+            moves: whether its rows belong to other samples than it seems, so that its own module is not enough.
             reason: what was seen, as the end of a sentence that begins with the layer.
 
         Raises:
@@ -153,8 +153,8 @@ class Probe(SampleForwards):
             )
 
     def _layouts(self, shared: dict[Layer, Layout], plain: list[Any]) -> tuple[dict[Layer, Layout], list[Layer]]:
-        """The layouts, and the layers that need what is around them. `shared` are layouts of layers whose outputs are
-        expanded over the batch already."""
+        """Returns the layouts, and the layers that have to be repeated with what is around them. `shared` has the
+        layouts of layers whose outputs are already expanded over the batch."""
         self.hooks.layouts = dict(shared)
         try:
             forwards = [self.forward(samples, observe=True) for samples in self.samples]
@@ -179,7 +179,7 @@ class Probe(SampleForwards):
         return found, unsuitable
 
     def _match(self, forwards: list[list[Observation]]) -> tuple[dict[Layer, Layout], list[Layer]]:
-        """The layouts by layer, and the layers whose tensors fit in none."""
+        """Returns the layouts by layer, and the layers whose tensors fit in none."""
         found: dict[Layer, Layout] = {}
         unsuitable: list[Layer] = []
         for layer in dict.fromkeys(each.layer for observations in forwards for each in observations):
@@ -227,7 +227,7 @@ class Probe(SampleForwards):
         return Layout(inputs, outputs)
 
     def _where(self, leaves: Sequence[Any]) -> Arrangement | None:
-        """Where the samples are in a tensor, given what it was in each forward."""
+        """Returns where the samples are in a tensor, from its summaries in each forward."""
         if not all(isinstance(leaf, TensorSummary) for leaf in leaves):
             return None
         x, y, *others = leaves
@@ -241,7 +241,8 @@ class Probe(SampleForwards):
         raise _UnsuitableError
 
     def _find_outputs(self, outputs: list[list[Any]]) -> list[Arrangement | None]:
-        """Where the output's tensors have the samples. Raises MemprofError if samples mix in one that has them."""
+        """Returns where the output's tensors have the samples. Raises MemprofError if samples mix in an output that has
+        them."""
         found: list[Arrangement | None] = []
         for leaves in zip(*outputs, strict=False):
             if leaves[0].meta.shape == leaves[2].meta.shape:
@@ -257,7 +258,7 @@ class Probe(SampleForwards):
         return found
 
     def _choose_ways(self, observations: list[Observation], layouts: dict[Layer, Layout]) -> list[Layer]:
-        """Chooses how each GenericLayer is repeated. Returns those that no way repeats."""
+        """Chooses how each GenericLayer is repeated, and returns those that no way repeats."""
         failed: list[Layer] = []
         for layer, layout in layouts.items():
             if not isinstance(layer, GenericLayer):
@@ -302,7 +303,7 @@ class Probe(SampleForwards):
         return call, [outputs[i] for i in layout.outputs]
 
     def _breaking(self, shared: dict[Layer, Layout], plain: list[Any]) -> list[Layer]:
-        """Of the layers whose outputs are expanded over the batch, those without which the model runs as before."""
+        """Returns those of the layers with expanded outputs that change what the model computes."""
         found = []
         for layer, layout in shared.items():
             self.hooks.layouts = {layer: layout}
@@ -316,7 +317,7 @@ class Probe(SampleForwards):
 
 
 def _fits(where: Arrangement, x: TensorSummary, y: TensorSummary, others: list[TensorSummary]) -> bool:
-    """Whether the samples are `where` in all tensors, and differ between `x` and `y` where these do."""
+    """Returns whether the samples are `where` in all tensors, and differ between `x` and `y` where these do."""
     rows = where.rows(x.meta, SIZE)
     if rows is None or x.meta.shape != y.meta.shape:
         return False
@@ -333,7 +334,7 @@ def _is_integral(x: torch.Tensor) -> bool:
 
 
 def _is_shared(layer: Layer, layout: Layout) -> bool:
-    """Whether outputs of the layer are expanded over the batch."""
+    """Returns whether outputs of the layer are expanded over the batch."""
     return any(where is None for where in layout.outputs.values())
 
 

@@ -13,15 +13,15 @@ from opacus_memprof.clipping.proof.model_state import is_own
 
 
 def without_compiled_autograd() -> AbstractContextManager[Any]:
-    """Inside, backward is not compiled: what a proof follows cannot be."""
+    """Keeps backward from being compiled inside the context: a proof cannot follow compiled code."""
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     return nullcontext() if compiled is None else compiled._disable()
 
 
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
-    """Inside, autograd saves tensors as they are: a checkpoint around the model would take those of a proof for its
-    own."""
+    """Makes autograd save tensors as they are inside the context: a checkpoint around the model would take the tensors
+    of a proof for its own."""
     autograd: Any = torch._C._autograd
     hooks = []
     while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:
@@ -37,7 +37,7 @@ def without_saved_tensors_hooks() -> Iterator[None]:
 def run_pre_hooks(
     module: nn.Module, own: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments after the forward pre-hooks that come behind the hook with the id `own`."""
+    """Runs the forward pre-hooks that follow the hook with the id `own`, and returns the arguments."""
     keys = list(module._forward_pre_hooks)
     for key in keys[keys.index(own) + 1 :]:
         hook: Any = module._forward_pre_hooks[key]
@@ -53,7 +53,7 @@ def run_pre_hooks(
 
 
 def run_hooks(module: nn.Module, own: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """The output after the forward hooks that come before the hook with the id `own`."""
+    """Runs the forward hooks that precede the hook with the id `own`, and returns the output."""
     keys = list(module._forward_hooks)
     for key in keys[: keys.index(own)]:
         hook: Any = module._forward_hooks[key]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for the bookkeeping while a proof runs backward: records what reaches each layer, and keeps nothing
-else."""
+"""Replaces the bookkeeping while a proof runs backward: records what reaches each layer, and keeps nothing else."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class Record:
     own: list[Rows] = field(default_factory=list)
 
     def first(self, count: int, with_gradients: bool) -> Record:
-        """Of the first samples alone, with or without the gradients."""
+        """Returns the record of the first samples alone, with or without the gradients."""
         inputs, gradients, own = (
             [rows.first(count) for rows in each] for each in (self.inputs, self.gradients, self.own)
         )
@@ -85,7 +84,7 @@ class RowRecorder:
         self.records.append(Record(layer, found["input"], found["gradient"], found["own"]))
 
     def of_layer(self, layer: Layer) -> list[Record]:
-        """The records of a layer."""
+        """Returns the records of a layer."""
         return [record for record in self.records if record.layer is layer]
 
 

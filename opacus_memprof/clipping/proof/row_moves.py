@@ -88,7 +88,8 @@ class _Modules:
         moves[module] = before + count, min(first, earliest)
 
     def closed(self) -> list[tuple[nn.Module, set[nn.Module]]]:
-        """The modules in which rows are moved at least twice: there, and back. A single move is its parent's."""
+        """Returns the modules in which rows are moved at least twice: there, and back. A single move is its
+        parent's."""
         found = []
         moves = dict(self.moves)
         while moves:
@@ -165,7 +166,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def _has_rows(self, x: Any, dim: int = 0) -> bool:
-        """Whether dimension `dim` of a tensor is its first, and has rows of the samples."""
+        """Returns whether dimension `dim` of a tensor is its first, and has rows of the samples."""
         if not isinstance(x, torch.Tensor) or not x.dim() or dim % x.dim() != 0:
             return False
         return x.dim() > 1 and x.shape[0] % _SAMPLES == 0

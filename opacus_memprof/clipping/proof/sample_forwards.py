@@ -67,7 +67,8 @@ class SampleForwards:
             self.run_model(args, kwargs)
 
     def forward(self, samples: Sequence[int], observe: bool = False) -> SampleForward:
-        """A forward with a graph, for a model may return other outputs without gradients, but without its tensors."""
+        """Returns a forward with a graph, for a model may return other outputs without gradients, but without its
+        tensors."""
         try:
             with torch.autograd.graph.saved_tensors_hooks(_drop, _refuse):
                 return self._run_forward(samples, observe)
@@ -89,7 +90,7 @@ class SampleForwards:
         return SampleForward(summaries(leaves, len(samples) != SIZE), observed, used)
 
     def leaves_of(self, samples: Sequence[int]) -> list[Any]:
-        """The leaves of the arguments, of some samples, in the order of those that they are made from."""
+        """Returns the leaves of the arguments, of some samples, in the order of those that they are made from."""
         ordered = sorted(samples, key=lambda n: n % self.batch)
         return [self.select(leaf, ordered) for leaf in self.leaves]
 
