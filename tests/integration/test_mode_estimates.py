@@ -15,7 +15,17 @@ from tests.warm_python import ENVIRONMENT
 
 SCRIPT = Path(__file__).parent / "scripts" / "compare_estimates.py"
 MOST_BELOW, MOST_ABOVE = 0.03, 0.10
-WRONG: dict[tuple[str, str], str] = {}
+# Where the model of a step misses.
+_ADAPTERS = "the output of a block counts until the block's own backward: predicted 27 % above"
+_CASTS = "weights that autocast casts, which autograd saves, are not counted: predicted 6 to 7 % below"
+WRONG = {
+    ("LoRA", "hooks"): _ADAPTERS,
+    ("LoRA", "flash_clip"): _ADAPTERS,
+    ("LoRA in bfloat16", "hooks"): _ADAPTERS,
+    ("LoRA in bfloat16", "flash_clip"): _ADAPTERS,
+    ("transformer with autocast", "hooks"): _CASTS,
+    ("transformer with autocast", "ghost"): _CASTS,
+}
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux"
