@@ -126,6 +126,7 @@ class Step:
         gradients = per_sample_gradients = 0
         begun: set[str] = set()
         for layer in reversed(self.layers):
+            copies = self.copies_samples and layer.name not in begun
             if private:
                 begun |= self._cell(layer)
                 per_sample_gradients = self._samples_of(begun, n)
@@ -143,7 +144,7 @@ class Step:
                 {
                     **parts,
                     "backward_temporaries": layer.passed_gradients(n, self.mean_loss and private),
-                    "temp_matrices": self._sampler(layer, n) if private else 0,
+                    "temp_matrices": self._sampler(layer, n, copies) if private else 0,
                 },
             )
             if private:
@@ -166,14 +167,14 @@ class Step:
     def _released_before(self, layer: Layer, n: int) -> int:
         """The part of a layer's activations that is free in its backward: its output, which only later operations have
         saved."""
-        return self._scale(layer.activations - layer.saved_before, n)
+        return self._scale(min(layer.activations - layer.saved_before, layer.forward.output_bytes), n)
 
     def _product_workspace(self, layer: Layer) -> int:
         """cuBLAS' workspace, while the matrix products of a layer's backward run."""
         return self.workspace if layer.module.rows and layer.module.kind != "Embedding" else 0
 
-    def _sampler(self, layer: Layer, n: int) -> int:
-        return layer.sampler(n, copies=self.copies_samples, workspace=self._product_workspace(layer))
+    def _sampler(self, layer: Layer, n: int, copies: bool) -> int:
+        return layer.sampler(n, copies=copies, workspace=self._product_workspace(layer))
 
     def _adds_outputs(self, layer: Layer) -> bool:
         """Whether the gradient of the layer's output is also that of another one, whose output a recurrent cell adds.
@@ -221,7 +222,11 @@ class Step:
         for layer in reversed(self.layers):
             gradients += layer.module.bytes
             workspace = self._product_workspace(layer)
-            norms = layer.ghost_norms(n, workspace) if self.mode == "ghost" else self._sampler(layer, n)
+            norms = (
+                layer.ghost_norms(n, workspace)
+                if self.mode == "ghost"
+                else self._sampler(layer, n, self.copies_samples)
+            )
             norms += self._samples_of(self._cell(layer), n)
             parts = {"activations": live, "gradients": max(gradients, self._kept_gradients())}
             if not self.forms_squares:
@@ -264,9 +269,10 @@ class Step:
             workspace = self._product_workspace(layer) if clip.forms_gradients(n) else 0
             in_norms = {**temporaries, "temp_matrices": norms, "library_workspace": workspace}
             yield Instant("backward", layer.name, in_norms)
-            yield self._layer_backward(layer, n, parts)
-            released = 0 if clip.keeps_pair(n) else layer.input_before(n)
-            yield self._backward_before(layer, n, {**parts, "activations": own - released})
+            after = {**parts, "activations": own - (0 if clip.keeps_pair(n) else layer.input_before(n))}
+            # Autograd has saved the input of a matrix product for the weight's gradient alone, which it does not form.
+            yield self._layer_backward(layer, n, after if layer.module.rows else parts)
+            yield self._backward_before(layer, n, after)
             kept += self._kept(layer, clip, n)
             live -= self._scale(layer.activations, n)
             counted_twice = clip.shared_bytes(n)
@@ -278,7 +284,9 @@ class Step:
         for layer, clip in layers:
             sums = {"summed_gradients": summed + layer.sum_bytes, "inputs": self._scale(self.inputs, n)}
             parts = {"per_sample_gradients": kept, "library_workspace": self.workspace, **sums}
-            yield Instant("clip", layer.name, {**parts, "clipping_temporaries": clip.sum_temporaries(n)})
+            # The sum of another use of a weight is formed before it is added to the first one's.
+            use = 4 * layer.module.rows * layer.module.columns if layer.module.tied_to or layer.is_repeated else 0
+            yield Instant("clip", layer.name, {**parts, "clipping_temporaries": clip.sum_temporaries(n) + use})
             kept -= self._kept(layer, clip, n)
             summed += 0 if accumulates else layer.sum_bytes
 
