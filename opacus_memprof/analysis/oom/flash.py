@@ -208,5 +208,5 @@ class FlashClip:
         for padding in range(kernel):
             span = inputs + 2 * padding - kernel
             if any(span // stride + 1 == outputs for stride in range(1, inputs + 1)):
-                return (inputs + 2 * padding) ** dimensions
+                return int((inputs + 2 * padding) ** dimensions)
         return size
